@@ -107,7 +107,7 @@ def _start(run: Run, folder: Path) -> list[subprocess.Popen[bytes]]:
         if run.kind == "memory":
             environment |= TRIM
         if entry.module == "deepspeed":
-            environment |= _deepspeed_environment()
+            environment |= deepspeed_environment()
         with (folder / f"{rank}.log").open("wb") as log:
             command = [entry.python, "-m", "benchmarks.worker", task.as_json()]
             process = subprocess.Popen(
@@ -117,7 +117,7 @@ def _start(run: Run, folder: Path) -> list[subprocess.Popen[bytes]]:
     return started
 
 
-def _deepspeed_environment() -> dict[str, str]:
+def deepspeed_environment() -> dict[str, str]:
     """Its own tools first (it calls ninja by name), and its compiled operators beside it."""
     home = Path(SYSTEMS["deepspeed-3"].python).parent
     path = f"{home}{os.pathsep}{os.environ.get('PATH', '')}"

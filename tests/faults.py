@@ -15,8 +15,11 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import statistics
+import struct
+import subprocess
 import sys
 import tempfile
 import threading
@@ -25,11 +28,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from tests.hosts import Host, Process, hosts
+from tests.needs import need
 
+CLOCK = Path(__file__).with_name("clock.c")
 PORT, PORTS = 29555, range(29600, 29700)
 START_SECONDS, END_SECONDS = 120.0, 60.0
 LOOK_SECONDS = 0.01
@@ -43,11 +49,13 @@ class Job:
     """A training on hosts, by one launcher on each, and everything it has said.
 
     lines: (host, when, what) of the launchers' outputs. every: `time.monotonic()`, which hosts of one machine share.
+    own_clocks: `set_clock` will be called.
     """
 
     machines: Sequence[Host]
     folder: Path
     each: int
+    own_clocks: bool = False
     launchers: list[Process] = field(default_factory=list)
     lines: list[tuple[Host, float, str]] = field(default_factory=list)
 
@@ -61,9 +69,16 @@ class Job:
         secret.touch(mode=0o600)
         secret.write_bytes(secrets.token_bytes(32))
         environment = {"DEEPSEEK_ZERO_SECRET_FILE": str(secret), "OMP_NUM_THREADS": "1", "COLUMNS": "400"}
+        if self.own_clocks:
+            need(shutil.which("cc") is not None, "a C compiler, to make a clock that jumps")
+            subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", self.folder / "clock.so", CLOCK], check=True)
+            environment["LD_PRELOAD"] = str(self.folder / "clock.so")
         for host in self.machines:
             (self.folder / host.name).mkdir()
             environment["TMPDIR"] = str(self.folder / host.name)  # lost with its host
+            if self.own_clocks:
+                self.set_clock(host, 0)
+                environment["CLOCK_AHEAD"] = str(self._clock_of(host))
             words = [f"--num_nodes={len(self.machines)}", f"--node_rank={host.number}", f"--nproc={self.each}"]
             words += [f"--master_addr={self.machines[0].address}", f"--master_port={PORT}", "--interface=v0"]
             words += [f"--ports={PORTS[0]}-{PORTS[-1]}"]
@@ -72,6 +87,19 @@ class Job:
             self.launchers.append(host.run([sys.executable, "-m", "deepseek_zero.cli", "run", *words], environment))
             threading.Thread(target=self._listen, args=(host, self.launchers[-1]), daemon=True).start()
         self.until(lambda: all(len(self.steps(rank)) > 3 for rank in self.ranks), START_SECONDS, "the ranks train")
+
+    def _clock_of(self, host: Host) -> Path:
+        return self.folder / f"{host.name}.clock"
+
+    def set_clock(self, host: Host, ahead: int) -> None:
+        """Have the programs of a host read a time of day so many seconds ahead of the machine's."""
+        with open(self._clock_of(host), "r+b" if self._clock_of(host).exists() else "wb") as clock:
+            clock.write(struct.pack("=q", ahead))
+
+    def wall_clock(self, rank: int) -> float:
+        """Return how far ahead a rank's time of day was when its last step ended, in seconds."""
+        row = (self.folder / f"{rank}.steps").read_text().splitlines()[-2].split()
+        return float(row[2]) - float(row[0]) - (time.time() - time.monotonic())
 
     def _listen(self, host: Host, launcher: Process) -> None:
         assert launcher.stdout is not None
@@ -293,17 +321,119 @@ def strangers(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
         assert len(said) <= 1 + job.each, said
 
 
-ROWS: dict[str, Play] = {
-    "cut-healed": cut_healed,
-    "cut-lost": cut_lost,
-    "kill-rank": kill_rank,
-    "kill-agent": kill_agent,
-    "kill-pid-1": kill_first_process,
-    "host-0-lost": host_0_lost,
-    "stopped-rank": stopped_rank,
-    "slow-rank": slow_rank,
-    "slow-link": slow_link,
-    "strangers": strangers,
+def goes_on(job: Job, steps: int) -> float:
+    """Wait until every rank has made so many more steps; return the longest time between two of one rank."""
+    first = {rank: len(job.steps(rank)) for rank in job.ranks}
+    job.until(lambda: all(len(job.steps(rank)) >= first[rank] + steps for rank in job.ranks), 2 * END_SECONDS, "steps")
+    ends = [[when for when, _ in job.steps(rank)[first[rank] - 1 :]] for rank in job.ranks]
+    return max(after - before for each in ends for before, after in pairwise(each))
+
+
+def loss_of_packets(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+    h1 = job.machines[1]
+    with h1.disturbed(loss=0.01) as counts:
+        yield Measure("longest step", goes_on(job, 40), 5.0)
+        job.finish()
+    assert counts["lost"] > 20, counts
+    job.assert_same_bits(UNDISTURBED)
+    assert not [text for *_, text in job.lines if "HostLost" in text]
+
+
+def delay(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+    h0, h1 = job.machines
+    with h1.disturbed(delay=0.025):  # 50 ms there and back
+        began = len(job.steps(0))
+        job.when_said([h0], r"link .*h1")
+        yield Measure("steps until named", len(job.steps(0)) - began, 40)
+        job.finish()
+    job.assert_same_bits(UNDISTURBED)
+
+
+def flipped_bits(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+    """Bits that TCP's checksum does not see: the messages' own does, and they are sent again over a new connection."""
+    h1 = job.machines[1]
+    with h1.disturbed(flip_every=1500) as counts:
+        yield Measure("longest step", goes_on(job, 40), 5.0)
+        job.finish()
+    found = [text for *_, text in job.lines if "came damaged" in text]
+    assert counts["damaged"] >= 3 and found, (counts, found)
+    yield Measure("damaged and not noticed", counts["damaged"] - len(found), 0)
+    job.assert_same_bits(UNDISTURBED)
+
+
+def clock_jumps(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+    """The wall clock of one host goes an hour ahead, then to an hour ago."""
+    h1, far = job.machines[1], job.ranks[job.each]
+    longest = 0.0
+    for ahead in (3600, -3600):
+        job.set_clock(h1, ahead)
+        until = time.monotonic() + 6.0  # what is told of silence is told after five
+        while time.monotonic() < until:
+            longest = max(longest, goes_on(job, 10))
+        assert abs(job.wall_clock(far) - ahead) < 5.0 and abs(job.wall_clock(0)) < 5.0
+    yield Measure("longest step", longest, 2.0)
+    job.finish()
+    job.assert_same_bits(UNDISTURBED)
+    assert not [text for *_, text in job.lines if re.search("silent|HostLost|is stopped|is slow|has ended", text)]
+
+
+def cut_between(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+    """Two hosts do not reach each other any more, and both reach host 0; gloo says neither which host nor when."""
+    h1, h2 = job.machines[1:]
+    began = time.monotonic()
+    h1.isolate()
+    h2.isolate()
+    bound = options.dead_after + (1.0 if options.transport == "tcp" else 5.0)
+    said = r"HostLost: h[12] \(ranks? [\d, ]+\) silent" if options.transport == "tcp" else "PeerError"
+    yield Measure("raised, both", job.when_raised(job.ranks[job.each :], said) - began, bound)
+    yield Measure("all gone", job.when_gone(job.machines) - began, bound + 5.0)
+
+
+def two_hosts_lost(*gone: int) -> Play:
+    """Two hosts of three lose their power at once; the third one names one of them, and ends."""
+
+    def two_lost(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+        (survivor,) = (host for host in job.machines if host.number not in gone)
+        ranks = job.ranks[survivor.number * job.each :][: job.each]
+        began = time.monotonic()
+        for number in gone:
+            job.machines[number].kill()
+        named = "|".join(f"h{number}" for number in gone)
+        said = rf"HostLost: (.* and )?({named}) \(ranks? [\d, ]+\) silent for {options.dead_after:g} s"
+        yield Measure("HostLost", job.when_raised(ranks, said) - began, options.dead_after + 1.0)
+        job.when_said([survivor], rf"HostLost: ({named}|node 0)")
+        yield Measure("all gone", job.when_gone([survivor]) - began, options.dead_after + 6.0)
+
+    return two_lost
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table.  hosts: so many are there.  own_clocks: as of `Job`."""
+
+    play: Play
+    hosts: int = 2
+    own_clocks: bool = False
+
+
+ROWS = {
+    "cut-healed": Row(cut_healed),
+    "cut-lost": Row(cut_lost),
+    "kill-rank": Row(kill_rank),
+    "kill-agent": Row(kill_agent),
+    "kill-pid-1": Row(kill_first_process),
+    "host-0-lost": Row(host_0_lost),
+    "cut-between": Row(cut_between, hosts=3),
+    "two-lost": Row(two_hosts_lost(1, 2), hosts=3),
+    "two-lost-with-0": Row(two_hosts_lost(0, 1), hosts=3),
+    "stopped-rank": Row(stopped_rank),
+    "slow-rank": Row(slow_rank),
+    "slow-link": Row(slow_link),
+    "loss": Row(loss_of_packets),
+    "delay": Row(delay),
+    "flipped-bits": Row(flipped_bits),
+    "clock-jumps": Row(clock_jumps, own_clocks=True),
+    "strangers": Row(strangers),
 }
 
 
@@ -325,18 +455,18 @@ def pid_of(job: Job, host: Host, rank: int) -> int:
 
 
 @contextmanager
-def playing(options: argparse.Namespace) -> Iterator[Job]:
+def playing(row: Row, options: argparse.Namespace) -> Iterator[Job]:
     """A job that trains; whatever happens, nothing of it is left."""
-    with tempfile.TemporaryDirectory(prefix="faults-") as folder, hosts(2) as machines:
-        job = Job(machines, Path(folder), options.each)
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder, hosts(row.hosts) as machines:
+        job = Job(machines, Path(folder), options.each, row.own_clocks)
         job.start(options)
         yield job
 
 
 def play(row: str, options: argparse.Namespace) -> list[Measure]:
     """Play a row once; AssertionError where something was not said, or is left."""
-    with playing(options) as job:
-        found = list(ROWS[row](job, options))
+    with playing(ROWS[row], options) as job:
+        found = list(ROWS[row].play(job, options))
         living = [host for host in job.machines if Path(f"/proc/{host.pid}").exists()]
         job.until(lambda: not job.leftovers(living), 5.0, f"nothing is left, but {job.leftovers(living)}")
         return found
@@ -368,7 +498,7 @@ def be_a_rank(options: argparse.Namespace) -> None:
                 loss = engine(torch.randn(4, 300)).square().mean()
                 engine.backward(loss)
                 engine.step()
-                steps.write(f"{time.monotonic()} {loss.item().hex()}\n")
+                steps.write(f"{time.monotonic()} {loss.item().hex()} {time.time()}\n")
                 time.sleep(PAUSE_SECONDS)
                 with suppress(OSError):
                     time.sleep(5 * PAUSE_SECONDS * ((folder / "slow").read_text() == str(rank)))
@@ -408,7 +538,7 @@ def main() -> int:
     parser.add_argument("--rows", nargs="*", choices=ROWS, default=list(ROWS))
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--dead-after", type=float, default=10.0)
-    parser.add_argument("--each", type=int, default=2, help="ranks on each of two hosts")
+    parser.add_argument("--each", type=int, default=2, help="ranks on each host")
     parser.add_argument("--transport", choices=("gloo", "tcp"), default="tcp")
     parser.add_argument("--load", type=float, default=1.0, help="bounds are multiplied by it")
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)
@@ -421,7 +551,7 @@ def main() -> int:
         be_a_stranger(json.loads(options.as_stranger))
         return 0
     broken = 0
-    words = f"{options.repeat} times each, {options.each} ranks on each of 2 hosts, {options.transport}"
+    words = f"{options.repeat} times each, {options.each} ranks on each host, {options.transport}"
     print(f"{words}, dead after {options.dead_after:g} s, bounds x {options.load:g}")  # noqa: T201
     print("| fault | promised | bound | median | worst | |\n|---|---|---|---|---|---|")  # noqa: T201
     for row in options.rows:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import ipaddress
+import json
 import os
 import shutil
 import signal
@@ -28,6 +29,7 @@ DEVICE = "v0"  # the network interface of every host
 NETWORK = ipaddress.ip_network("10.77.0.0/24")
 PROGRAMS = ("ip", "tc", "unshare", "nsenter", "setpriv")
 BURST_SECONDS, LEAST_BURST, QUEUE = 2e-3, 1 << 16, "20ms"  # of a limited link
+RELAY = str(Path(__file__).with_name("relay.py"))
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 RECEIVED, SENT = 0, 8  # columns of bytes in /proc/net/dev
 LISTENS = "0A"  # the kernel's word in /proc/net/tcp
@@ -85,6 +87,38 @@ class Host:
     def heal(self) -> None:
         """End a cut."""
         self._switch.ip(f"link set {self._port} master br0")
+
+    def isolate(self) -> None:
+        """Lose every packet between this host and others that are isolated, too; nobody is told."""
+        self._switch.ip(f"link set {self._port} type bridge_slave isolated on")
+
+    @contextmanager
+    def disturbed(self, *, loss: float = 0.0, delay: float = 0.0, flip_every: int = 0) -> Iterator[dict[str, int]]:
+        """Lose, delay or damage frames to and from this host within a block (relay.py); at its end they are counted.
+
+        loss: the share of frames, each way.  delay: in seconds, each way.  flip_every: frames with much data from one
+        damaged one to the next; 0: none is.  Yields a dict that has the counts of frames passed, lost and damaged after
+        the block.
+        """
+        counts: dict[str, int] = {}
+        near, far = f"q{self.number}", f"r{self.number}"  # the relay's second device, and its other end at the switch
+        whole_frames = [sys.executable, "-S", RELAY]
+        self._start.call(*whole_frames, DEVICE)
+        self._switch.ip(f"link add {near} type veth peer name {far}", f"link set {near} up")
+        self._switch.call(*whole_frames, far)
+        self._switch.ip(f"link set {far} master br0 up", f"link set {self._port} nomaster")
+        words = [f"--loss={loss}", f"--delay={delay}", f"--flip-every={flip_every}"]
+        command = [*self._switch.enter, *whole_frames, self._port, near, *words]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as relay:
+            assert relay.stdin is not None and relay.stdout is not None
+            try:
+                assert relay.stdout.readline() == "ready\n"
+                yield counts
+            finally:
+                relay.stdin.close()
+                counts.update(json.loads(relay.stdout.read() or "{}"))
+                if Path(f"/proc/{self.pid}").exists():
+                    self._switch.ip(f"link del {near}", f"link set {self._port} master br0")
 
     def limit(self, rate: str | None) -> None:
         """Limit the link to what tc calls a rate ("100mbit"), each way; None: no limit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import subprocess
@@ -30,6 +31,21 @@ connection, _ = server.accept()
 while data := connection.recv(1 << 16):
     if data.endswith(b"\\n"):
         connection.sendall(b"!")
+"""
+
+
+# Answers a line by how many of its bytes are no "x".
+COUNT = """
+import socket, sys
+server = socket.create_server((sys.argv[1], 7000))
+print("listens", flush=True)
+connection, _ = server.accept()
+wrong = 0
+while data := connection.recv(1 << 16):
+    wrong += len(data) - data.count(b"x")
+    if data.endswith(b"\\n"):
+        connection.sendall(bytes([wrong - 1]))
+        wrong = 0
 """
 
 
@@ -91,6 +107,31 @@ def test_a_limit_holds_each_way() -> None:
         assert 0.18 < time.monotonic() - began < 1.0  # 0.2 s less a burst, and a start of Python
         h0.limit(None)
         h0.limit("1gbit")
+
+
+def test_frames_are_lost_late_or_damaged_on_their_way_and_counted() -> None:
+    with hosts(2) as (h0, h1):
+        count = h1.run(python(COUNT, "h1"))
+        assert count.stdout is not None and count.stdout.readline() == "listens\n"
+        send = h0.run(python(SEND, "h1", "1"), stdin=subprocess.PIPE)
+        assert send.stdin is not None and send.stdout is not None
+
+        def wrong_bytes(length: int) -> int:
+            assert send.stdin is not None and send.stdout is not None
+            send.stdin.write("x" * length + "\n")
+            send.stdin.flush()
+            return ast.literal_eval(send.stdout.readline())[0]
+
+        with h1.disturbed(loss=0.02) as counts:
+            assert wrong_bytes(1_000_000) == 0, "what is lost is sent again"
+        assert counts["lost"] > 5 and counts["passed"] > 600 and counts["damaged"] == 0
+        with h1.disturbed(delay=0.1):
+            began = time.monotonic()
+            assert wrong_bytes(10) == 0 and time.monotonic() - began > 0.2
+        with h1.disturbed(flip_every=100) as counts:
+            assert 3 <= wrong_bytes(1_000_000) <= 10, "no checksum of TCP's sees it"
+        assert counts["damaged"] >= 3 and counts["lost"] == 0
+        assert wrong_bytes(1_000_000) == 0
 
 
 def test_a_program_hears_signals_and_ends_with_its_host() -> None:

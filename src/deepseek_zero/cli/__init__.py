@@ -26,6 +26,7 @@ from deepseek_zero.cli.exec import EXEC_HELP, exec_command, show_path
 from deepseek_zero.cli.run import HELP as RUN_HELP
 from deepseek_zero.cli.run import RunOptions
 from deepseek_zero.cli.run import run as run_script
+from deepseek_zero.cli.worker import leave
 
 Options = TypeVar("Options")
 
@@ -125,7 +126,18 @@ def _installed(distribution: str) -> str:
 
 
 def main() -> None:
-    """Run the command line; the entry point of the `deepseek-zero` script."""
+    """Run the command line and end this process; the entry point of the `deepseek-zero` script."""
+    try:
+        answer()
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise  # a text, which Python prints
+        leave(end.code or 0)
+    leave(0)
+
+
+def answer() -> None:
+    """Run the command line; SystemExit with its exit code."""
     speak()
     try:
         app()

@@ -81,7 +81,7 @@ class _Running:
         return self.death is not None and self.death.code == SAVED_EXIT_CODE
 
     def death_with(self, code: int) -> Death:
-        return Death(self.rank, code, time.time(), read_report(self.error_file), read_stack(self.error_file))
+        return Death(self.rank, code, time.monotonic(), read_report(self.error_file), read_stack(self.error_file))
 
     def death_by_report(self) -> Death | None:
         report = read_report(self.error_file)
@@ -211,7 +211,7 @@ class Ranks:
 
     def _is_leaving(self, deaths: Sequence[Death]) -> bool:
         """Return whether every rank that has ended had saved, and the others may still follow."""
-        since = time.time() - min(death.at for death in deaths)
+        since = time.monotonic() - min(death.at for death in deaths)
         return all(death.code == SAVED_EXIT_CODE for death in deaths) and (self.saved or since < LEAVING_SECONDS)
 
     def _look_at(self, rank: _Running) -> None:
@@ -274,7 +274,9 @@ SILENT_EXIT = "It left no traceback: it ended by sys.exit(code) or os._exit(code
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank wrote about its own end.  text: as the interpreter would print it; at: seconds since the epoch."""
+    """What a rank wrote about its own end.  text: as the interpreter would print it; at: `time.monotonic()`, which the
+    processes of a machine share and nobody sets.
+    """
 
     text: str
     summary: str
@@ -287,7 +289,7 @@ class Report:
 class Death:
     """The end of a rank with a code other than 0.
 
-    code: as in subprocess, negative for a signal; at: when it was seen, seconds since the epoch.
+    code: as in subprocess, negative for a signal; at: when it was seen, by `time.monotonic()`.
     """
 
     rank: int
@@ -360,10 +362,11 @@ def read_report(path: Path) -> Report | None:
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         message, ours = data["message"], data.get("deepseek_zero", {})
+        told = time.monotonic() - (time.time() - float(message["extraInfo"]["timestamp"]))  # torch's, in whole seconds
         return Report(
             text=message["extraInfo"]["py_callstack"],
             summary=message["message"],
-            at=float(ours.get("at", message["extraInfo"]["timestamp"])),
+            at=float(ours.get("at", told)),
             exit_code=int(ours.get("exit_code", 1)),
             secondary=bool(ours.get("secondary", False)),
         )

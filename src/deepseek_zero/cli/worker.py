@@ -7,6 +7,7 @@ file instead of the terminal, so that the launcher shows the first one, once.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import importlib.machinery
@@ -16,10 +17,12 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 import types
 from collections.abc import Iterator
+from contextlib import suppress
 from types import TracebackType
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -124,13 +127,15 @@ def blames_a_peer(error: BaseException) -> bool:
 
 
 def write_report(text: str, summary: str, exit_code: int, *, secondary: bool, at: float) -> None:
-    """Write the error file in torch elastic's layout plus our own entry, at once and whole."""
+    """Write the error file in torch elastic's layout plus our own entry, at once and whole.  at: by the clock that the
+    launcher compares ranks by.
+    """
     path = os.environ.get(ERROR_FILE)
     if not path:
         sys.stderr.write(text)
         return
     report = {
-        "message": {"message": summary, "extraInfo": {"py_callstack": text, "timestamp": str(int(at))}},
+        "message": {"message": summary, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}},
         "deepseek_zero": {"at": at, "exit_code": exit_code, "secondary": secondary},
     }
     with open(f"{path}.part", "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -179,13 +184,29 @@ def main(parent: str, kind: str, target: str, *args: str) -> int:
     try:
         RUNNERS[kind](target)
     except SystemExit as error:
-        return _report_exit(error, time.time())
+        return _report_exit(error, time.monotonic())
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BaseException as error:
-        return _report_exception(error, time.time())
+        return _report_exception(error, time.monotonic())
     return 0
 
 
+def leave(code: int) -> None:
+    """End this process as the interpreter does, as far as its exit handlers, and leave the rest to the kernel.
+
+    Threads that are no daemons are waited for, exit handlers run, what was written is flushed.  Then Python would take
+    torch's modules apart object by object: half a second on an idle machine and several on a busy one, for which
+    whoever waits for the end of this process would wait, too.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # as Python's own end begins
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or nobody reads it
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    if code := main(*sys.argv[1:]):
+        leave(code)

@@ -18,6 +18,7 @@ import errno
 import fcntl
 import hashlib
 import hmac
+import math
 import os
 import secrets
 import select
@@ -212,6 +213,19 @@ def ask_for_life(connection: socket.socket) -> None:
     if sys.platform == "linux":
         for option, value in (("KEEPIDLE", BEAT_SECONDS), ("KEEPINTVL", BEAT_SECONDS), ("KEEPCNT", MOST_BEATS)):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
+
+
+def end_with_the_host(connection: socket.socket, seconds: float) -> None:
+    """Have the kernel end a connection whose other host has answered nothing for so long, also where nothing is sent.
+
+    seconds: inf: never.  Systems other than Linux do nothing here.
+    """
+    if sys.platform != "linux" or not math.isfinite(seconds):
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 4)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
 def silence_of(connection: socket.socket) -> float | None:

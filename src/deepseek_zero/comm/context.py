@@ -32,12 +32,13 @@ from .flight_recorder import FlightRecorder, Position
 from .ids import engine_of
 from .transports.base import Transport
 from .transports.composed import Hierarchical
-from .transports.gloo import Gloo, Tags
+from .transports.gloo import Gloo, Tags, end_with_their_hosts, open_descriptors
 from .transports.nccl import NcclGroups
 from .transports.shared_memory import HostPages, SharedMemory, connect_local
 from .transports.tcp import Links, Tcp
 
 Partition = tuple[tuple[int, ...], ...]  # the world cut into groups of ranks
+AFTER_WORD_SECONDS = 3.0  # gloo's connections outlive a lost host so long: the board's word of it has its name
 LOG_LENGTH = 64  # collectives remembered per lane, for the flight recorder
 MOST_EXIT_SECONDS, LOOK_SECONDS, QUIET_LOOKS = 1.0, 1e-3, 3  # for threads that let go of their last message
 
@@ -98,10 +99,13 @@ class WorldContext:
         """Connect this process to all others of torch.distributed's world.  Collective."""
         atexit.register(drain_threads)  # once for each world; a second look costs nothing
         atexit.register(_hang_up)  # after the recorder's goodbye, which is registered later
-        rank, size = dist.get_rank(), dist.get_world_size()
+        rank, size, before = dist.get_rank(), dist.get_world_size(), open_descriptors()
         group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        gloos = open_descriptors() - before
         hosts, sockets, no_sharing_reason = connect_local(rank, size, group)
         board, secret, door = open_board(rank, size, hosts, group)
+        if not hosts.is_one:
+            end_with_their_hosts(gloos, dead_after() + AFTER_WORD_SECONDS)
         recorder = FlightRecorder(hosts, board, dead_after())
         pages = HostPages(rank, sockets) if sockets is not None else None
         found = cls(hosts, recorder, group, pages, no_sharing_reason, secret, door)

@@ -184,7 +184,7 @@ def test_what_cannot_be_done_is_an_error_of_the_house(
 def test_such_an_error_ends_the_command_with_code_2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["deepseek-zero", "checkpoint", "verify", "nowhere"])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        cli.answer()
     assert ended.value.code == 2
 
 

@@ -210,7 +210,7 @@ def test_an_error_of_the_house_ends_with_its_message_and_code_2(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["deepseek-zero", "run", "absent.py"])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        cli.answer()
     assert ended.value.code == 2
     assert "There is no script 'absent.py'" in capsys.readouterr().err
 

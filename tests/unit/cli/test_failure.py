@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from deepseek_zero.base.errors import PeerError
+from deepseek_zero.cli import worker
 from deepseek_zero.cli.ranks import Death, Report, first_cause, read_report
 from deepseek_zero.cli.worker import blames_a_peer
 
@@ -60,9 +65,11 @@ def test_a_silent_exit_is_told_as_such() -> None:
 
 def test_torchs_own_error_file_is_read_too(tmp_path: Path) -> None:
     file = tmp_path / "error.json"
-    extra = {"py_callstack": "Traceback", "timestamp": "12"}
+    extra = {"py_callstack": "Traceback", "timestamp": str(int(time.time()) - 12)}
     file.write_text(json.dumps({"message": {"message": "ValueError: x", "extraInfo": extra}}))
-    assert read_report(file) == Report("Traceback", "ValueError: x", 12.0, 1, False)
+    found = read_report(file)
+    assert found is not None and abs(time.monotonic() - 12 - found.at) < 2
+    assert found == Report("Traceback", "ValueError: x", found.at, 1, False)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"message": "text"}', '{"message": {"message": "text"}}'])
@@ -86,3 +93,25 @@ def test_a_chain_that_bites_its_tail_ends() -> None:
     error.__context__ = KeyError("b")
     error.__context__.__context__ = error
     assert not blames_a_peer(error)
+
+
+ENDS = """
+import atexit, sys, threading, time
+atexit.register(lambda: sys.stdout.write("its exit handler, "))
+atexit.register(lambda: open(sys.argv[1], "a").write("last"))
+threading.Thread(target=lambda: (time.sleep(0.2), sys.stdout.write("its thread, "))).start()
+sys.stdout.write("its words, ")
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("raise ValueError('boom')", 1), ("sys.exit(3)", 3), ("sys.exit('boom')", 1), ("pass", 0)]
+)
+def test_a_rank_that_fails_does_at_its_end_what_python_does(end: str, code: int, tmp_path: Path) -> None:
+    script, told = tmp_path / "script.py", tmp_path / "told"
+    script.write_text(ENDS.format(end=end))
+    command = [sys.executable, "-S", worker.__file__, str(os.getpid()), "script", str(script), str(told)]
+    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | {worker.ERROR_FILE: ""})
+    assert (ended.returncode, ended.stdout) == (code, "its words, its thread, its exit handler, ")
+    assert ("boom" in ended.stderr) == ("boom" in end) and told.read_text() == "last"

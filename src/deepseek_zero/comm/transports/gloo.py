@@ -9,17 +9,21 @@ but for one chance in 8192 (docs/decisions/0053).
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import re
+import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ...base.errors import UsageError
+from ..channel import end_with_the_host
 from ..ids import LANES, WORLD_LANE, CollectiveId, engine_of, lane_of
 from . import base
 from .base import ConnectionLost, CopyingTransport, Use, Wait, filled, first_line, once
@@ -84,6 +88,32 @@ class Tags:
 
     def _is_busy(self, engine: str) -> bool:
         return any(count for lane, count in self._under_way.items() if engine_of(lane) == engine)
+
+
+def open_descriptors() -> set[int]:
+    """Return the numbers of this process's open files; none where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return {int(name) for name in os.listdir("/proc/self/fd")}
+    return set()
+
+
+def end_with_their_hosts(descriptors: Collection[int], seconds: float) -> int:
+    """Have the kernel end gloo's connections to a host that has answered nothing for so long; return how many it has.
+
+    descriptors: of the files that gloo opened, connections among them.  gloo itself hears of a silent host when its
+    kernel gives up what it sends, after a quarter of an hour, and never while it only waits.
+    """
+    found = 0
+    for descriptor in descriptors:
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(fileno=os.dup(descriptor)) as connection,
+        ):  # else it is no socket
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                connection.getpeername()  # else it listens
+                end_with_the_host(connection, seconds)
+                found += 1
+    return found
 
 
 Jobs = queue.SimpleQueue[tuple[list[dist.Work | None], "_Completion", Callable[[], None]] | None]

@@ -13,7 +13,6 @@ or busy is neither: its host still answers.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import select
 import socket
@@ -35,7 +34,7 @@ from torch import Tensor
 from ...base.errors import ModelMismatchError
 from ...base.launch import dead_after
 from ...base.log import logger
-from ..channel import Address, Door, Hello, Refused, Role, dial, introduce
+from ..channel import Address, Door, Hello, Refused, Role, dial, end_with_the_host, introduce
 from ..ids import CollectiveId, engine_of
 from . import base
 from .base import ConnectionLost, CopyingTransport, Use, Wait, filled, once
@@ -635,7 +634,7 @@ class Links:
         """
         connection = dial(link.address, seconds)
         try:
-            _end_with_the_host(connection)
+            end_with_the_host(connection, dead_after())
             connection.settimeout(None)
             dials = self._dials(link)
             hello = Hello(Role.DATA if dials else Role.KNOCK, self.rank, link.rank)
@@ -672,16 +671,6 @@ class Links:
 def _has_more(connection: socket.socket) -> bool:
     """Return whether a connection by TLS has read what nobody has taken yet; of that the kernel says nothing."""
     return isinstance(connection, ssl.SSLSocket) and connection.pending() > 0
-
-
-def _end_with_the_host(connection: socket.socket) -> None:
-    """Have the kernel end a connection whose other host is lost, also where nothing is sent."""
-    if not math.isfinite(limit := dead_after()):
-        return
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 4)):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit * 1000))
 
 
 def _tell_silence(link: _Link, now: float) -> None:
