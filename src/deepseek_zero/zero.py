@@ -5,8 +5,13 @@ Re-exports only.
 
 from __future__ import annotations
 
-from .compat.deepspeed.zero import Init, load_weights, register_external_parameter, unregister_external_parameter
-from .sharding.access import GatheredParameters
+from .compat.deepspeed.zero import (
+    GatheredParameters,
+    Init,
+    load_weights,
+    register_external_parameter,
+    unregister_external_parameter,
+)
 from .sharding.tiled import TiledLinear
 
 __all__ = [

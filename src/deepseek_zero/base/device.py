@@ -1,19 +1,21 @@
 """torch's private names, and the differences between devices, in one place.
 
-Owns: the end-of-backward callback, the saved-tensor hook stack, how a recomputation ends, storage use counts, versions
-of tensors, what a module holds, memory counters. Every private torch name the house uses stands here, each with a test
-in tests/unit/base/test_device.py that fails loudly when torch moves.
+Owns: the end-of-backward callback, the saved-tensor hook stack, how a recomputation ends, transforms of torch.func,
+storage use counts, versions of tensors, what a module holds, memory counters. Every private torch name the house uses
+stands here, each with a test in tests/unit/base/test_device.py that fails loudly when torch moves.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch._functorch.pyfunctorch
 import torch.utils.checkpoint
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -59,6 +61,19 @@ def ends_recomputation(error: BaseException) -> bool:
     return isinstance(error, torch.utils.checkpoint._StopRecomputationError)
 
 
+def in_torch_func() -> bool:
+    """Return whether a transform of torch.func differentiates what runs now (grad, vjp, jvp, jacrev)."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return False
+    derives = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+    return any(level.key() in derives for level in torch._C._functorch.get_interpreter_stack() or ())
+
+
+def outside_torch_func() -> AbstractContextManager[Any]:
+    """Open a block whose operators no transform of torch.func sees; their results are plain tensors."""
+    return torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack()
+
+
 def storage_users(tensor: torch.Tensor) -> int:
     """Return how many tensors share this tensor's storage, itself included."""
     storage = tensor.untyped_storage()
@@ -68,6 +83,16 @@ def storage_users(tensor: torch.Tensor) -> int:
 def version_of(tensor: torch.Tensor) -> int:
     """Return how many in-place operations autograd has seen on this tensor's storage."""
     return tensor._version
+
+
+def parameters_dict(module: Any) -> Any:
+    """Return the dict in which a module keeps its own parameters; None for what keeps none."""
+    return getattr(module, "_parameters", None)
+
+
+def keep_parameters_in(module: Any, params: dict[str, Any]) -> None:
+    """Let a module keep its own parameters in another dict."""
+    module._parameters = params
 
 
 def fake_tensors() -> Any:

@@ -129,6 +129,10 @@ class GatheredParameters:
         finally:
             self._back_to_rest(self.modifier_rank if kind is None else None)
 
+    def discard(self) -> None:
+        """Leave the block as an exception does: what was changed in it is forgotten.  Local."""
+        self._back_to_rest(None)
+
     def _take_over(self) -> None:
         assert self.modifier_rank is not None
         for group, copy in zip(self.groups, self._copies, strict=True):

@@ -192,7 +192,7 @@ class Init:
             ):  # the tensor itself, the parameter; more is a view in the caller's hands
                 busy.append(shard)
                 continue
-            shard.write_param(param, full.view(shard.shape))
+            shard.slice.copy_(_scatter_slices(self.open_comm(), full, 0, shard.slice.dtype))
             shard.unsharded = None
             reshard(param, _placeholder(full, shard.shape))
         self.awake = busy

@@ -39,8 +39,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..base.device import backward_id, ends_recomputation, held_by, queue_backward_callback, without_torch_function
-from ..base.errors import UsageError
+from ..base.device import (
+    backward_id,
+    ends_recomputation,
+    held_by,
+    in_torch_func,
+    outside_torch_func,
+    queue_backward_callback,
+    without_torch_function,
+)
+from ..base.errors import NotBuiltError, UsageError
 from ..base.meter import BETWEEN
 from ..base.nested import cast_inputs, map_inputs, map_tensors, tensors_in
 from ..comm.agreement import agree
@@ -460,15 +468,25 @@ class Forward:
         self.runtime.executor.use_with_externals(unit, in_turn=not again)
         if is_border:
             args, kwargs = self._inside((args, kwargs))
-        if (unit is self.runtime.root and self.runtime.settings.policy.auto_cast) or self.any_promoted:
-            dtype = self.compute_dtype_of(unit)
-            args, kwargs = cast_inputs(args, dtype), cast_inputs(kwargs, dtype)
+        args, kwargs = self.as_computed(unit, (args, kwargs))
         if self.runtime.nonfinite is not None:
             self.runtime.nonfinite.record("input", unit.number, (args, kwargs))
         for context in self._contexts(unit):
             context.__enter__()
             self.active[-1].contexts.append(context)
         return args, kwargs
+
+    def as_computed(self, unit: Unit, given: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Return a unit's arguments in the dtype that it computes in."""
+        if not (unit is self.runtime.root and self.runtime.settings.policy.auto_cast) and not self.any_promoted:
+            return given
+        dtype = self.compute_dtype_of(unit)
+        return cast_inputs(given[0], dtype), cast_inputs(given[1], dtype)
+
+    def as_passed(self, unit: Unit, output: Any) -> Any:
+        """Return a unit's output in the dtype that passes between units."""
+        is_cast = self.any_promoted and unit is not self.runtime.root
+        return cast_inputs(output, self.compute_dtype_of(self.runtime.root)) if is_cast else output
 
     def _is_first_use(self, tile: Unit) -> bool:
         """Whether no layer has used a tile before in this forward; a recomputed use is none of its own."""
@@ -525,8 +543,7 @@ class Forward:
             if error is not None and not ends_recomputation(error):
                 self.runtime.comm.post_error(error)
             return output
-        if self.any_promoted and unit is not self.runtime.root:
-            output = cast_inputs(output, self.compute_dtype_of(self.runtime.root))
+        output = self.as_passed(unit, output)
         if self.runtime.nonfinite is not None:
             self.runtime.nonfinite.record("output", unit.number, output)
         training = torch.is_grad_enabled()
@@ -981,7 +998,19 @@ def _call(
 
 
 def _before_forward(runtime: Runtime, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return runtime.forward.pre_forward(runtime.units[number], args, kwargs)
+    unit = runtime.units[number]
+    if in_torch_func():
+        if unit.sharded:
+            raise NotBuiltError(
+                f"torch.func differentiates the forward of '{unit.name}', whose weights are sharded.",
+                "What it keeps for its backward are the weights themselves, which are released before.",
+                "use loss.backward() or torch.autograd.grad at stage 3, or stages 0 to 2.",
+            )
+        # The transform differentiates by itself and asks for no gradient of a parameter: nothing is watched.
+        with outside_torch_func(), torch.no_grad():
+            runtime.forward.pre_forward(unit, (), {})
+        return runtime.forward.as_computed(unit, (args, kwargs))
+    return runtime.forward.pre_forward(unit, args, kwargs)
 
 
 def _forward_returned(runtime: Runtime, module: nn.Module, args: Any, output: Any) -> None:
@@ -989,7 +1018,14 @@ def _forward_returned(runtime: Runtime, module: nn.Module, args: Any, output: An
 
 
 def _after_forward(runtime: Runtime, number: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    return runtime.forward.post_forward(runtime.units[number], (args, kwargs), output)
+    unit = runtime.units[number]
+    if in_torch_func():
+        if unit.sharded:  # refused before it ran
+            return output
+        with outside_torch_func(), torch.no_grad():
+            runtime.forward.post_forward(unit, (), ())
+        return runtime.forward.as_passed(unit, output)
+    return runtime.forward.post_forward(unit, (args, kwargs), output)
 
 
 def _before_part(runtime: Runtime, module: nn.Module, args: Any, kwargs: Any) -> Any:

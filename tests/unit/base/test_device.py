@@ -20,8 +20,10 @@ from deepseek_zero.base.device import (
     fake_tensors,
     has_fast_bf16,
     held_by,
+    in_torch_func,
     is_persistent_buffer,
     outer_saved_tensor_hooks,
+    outside_torch_func,
     queue_backward_callback,
     storage_users,
     tell_schedules_of_step,
@@ -46,6 +48,12 @@ PRIVATE = (
     "torch._C._SetExcludeDispatchKeyGuard",
     "torch._C.DispatchKey.ADInplaceOrView",
     "torch.utils._python_dispatch",
+    "torch._C._functorch.peek_interpreter_stack",
+    "torch._C._functorch.get_interpreter_stack",
+    "torch._C._functorch.TransformType.Grad",
+    "torch._C._functorch.TransformType.Jvp",
+    "torch._functorch.pyfunctorch",
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
 )
 
 
@@ -55,6 +63,22 @@ def test_torch_still_has_each_private_name(name: str) -> None:
     for part in name.split(".")[1:]:
         assert hasattr(found, part), f"torch moved {name}: base/device.py needs another way"
         found = getattr(found, part)
+
+
+def test_a_transform_of_torch_func_is_seen_and_left() -> None:
+    seen = []
+
+    def square(value: torch.Tensor) -> torch.Tensor:
+        seen.append(in_torch_func())
+        with outside_torch_func():
+            seen.append(in_torch_func())
+            assert torch.zeros(1).add(1).data_ptr()  # a plain tensor: one of the transform's has no memory
+        return value.square().sum()
+
+    torch.func.grad(square)(torch.ones(2))
+    torch.func.vmap(square)(torch.ones(3, 2))
+    torch.func.vmap(torch.func.grad(square))(torch.ones(3, 2))
+    assert seen == [True, False, False, False, True, False] and not in_torch_func()
 
 
 OF_OBJECTS: dict[str, object] = {

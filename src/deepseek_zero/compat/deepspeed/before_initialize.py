@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,18 @@ from ...base.errors import ConfigError, UsageError
 from ...base.given import refuse, whole_number
 from ...base.log import log_once
 from ...config import RawConfig
+from ...config.raw_config import lookup
 from ...engine.mesh_statements import MeshStatement
 from ...sharding.param_group import ParamGroup
 from ...sharding.sharded_parameter import owner_of
 
 _SIZE = "tensor_parallel.autotp_size"
-_DTYPES = {"bf16.enabled": torch.bfloat16, "fp16.enabled": torch.float16}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def low_precision(values: Mapping[str, Any]) -> str | None:
+    """Return the section of the 16 bits that a configuration's values ask to compute in; None where they do not."""
+    return next((name for name in DTYPES if lookup(values, f"{name}.enabled") is True), None)
 
 
 class LeafNotFoundError(UsageError, ValueError):
@@ -201,7 +207,7 @@ def tensor_parallel_statement(model: Any, raw: RawConfig, has_mpu: bool) -> Mesh
     stated = raw.get(_SIZE, 0)
     if stated not in (0, asked.tp_size):
         raise ConfigError(f"Conflicting {_SIZE} in config ({stated}) and tp_model_init ({asked.tp_size}).")
-    for key, dtype in _DTYPES.items():
-        if raw.get(key) is True and asked.dtype not in (None, dtype):
+    for name, dtype in DTYPES.items():
+        if raw.get(f"{name}.enabled") is True and asked.dtype not in (None, dtype):
             raise ConfigError(f"Conflicting dtype in config ({dtype}) and tp_model_init ({asked.dtype}).")
     return MeshStatement("tp_model_init", {"tp": asked.tp_size}, groups={"tp": asked.ranks} if asked.ranks else {})

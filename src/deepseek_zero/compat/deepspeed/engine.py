@@ -5,13 +5,15 @@ GETTERS are methods in DeepSpeed, ATTRIBUTES are attributes; missing.py says of 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -19,6 +21,7 @@ from ... import parallel
 from ...base.errors import NotBuiltError, UsageError
 from ...base.given import path_of, refuse
 from ...base.log import log_once
+from ...base.nested import tensors_in
 from ...checkpoint.contents import SaveSettings
 from ...checkpoint.export import ExportSettings, consolidated, export_file
 from ...checkpoint.format import LATEST, LATEST_UNIVERSAL
@@ -29,10 +32,11 @@ from ...engine.compiling import compile_units, restore
 from ...engine.data import ShardedLoader
 from ...engine.engine import Engine
 from . import groups
+from .before_initialize import get_z3_leaf_modules
 from .checkpoint import DEEPSPEED
 from .dropin import is_dropin_imported
 from .missing import ENGINE, engine_name_missing, missing_names
-from .profiling import FlopsProfiler
+from .profiling import FlopsProfiler, ThroughputTimer
 
 __all__ = ["DeepSpeedEngine"]
 
@@ -177,6 +181,7 @@ GETTERS: dict[str, Callable[[Engine], Any]] = {
 
 ATTRIBUTES: dict[str, Callable[[Engine], Any]] = {
     "_config": lambda e: e.config,
+    "_is_gradient_accumulation_boundary": lambda e: e._boundary,
     "local_rank": lambda e: local_rank(),
     "global_rank": lambda e: e.mesh.rank,
     "world_size": lambda e: e.mesh.world_size,
@@ -207,6 +212,7 @@ METHODS = (
 class DeepSpeedEngine(Engine):
     """The engine under DeepSpeed's names."""
 
+    pipeline_parallelism = False  # of one kind of engines it is true
     client_optimizer: Any = None
     client_lr_scheduler: Any = None
     client_mpu: Any = None
@@ -224,6 +230,11 @@ class DeepSpeedEngine(Engine):
     @property
     def defaults(self) -> dict[str, Any]:
         return self.optimizer.defaults if self.optimizer is not None else {}
+
+    @cached_property
+    def tput_timer(self) -> ThroughputTimer:
+        """A timer for programs that time their steps; `engine.observer.record` has the engine's own figures."""
+        return ThroughputTimer(None, self.config.train_batch_size)
 
     # -- batch
 
@@ -275,8 +286,8 @@ class DeepSpeedEngine(Engine):
         In DeepSpeed one reduction follows the last of them.  Here a unit's gradients travel together in any case: the
         values are the same, and sharded ones are reduced at each backward.
         """
-        if self.runtime.settings.stage == 0 or hasattr(self.module, "mesh_statement"):
-            what = "pipeline parallelism" if hasattr(self.module, "mesh_statement") else "stage 0"
+        if self.runtime.settings.stage == 0 or self.pipeline_parallelism:
+            what = "pipeline parallelism" if self.pipeline_parallelism else "stage 0"
             raise NotBuiltError(
                 f"coalesce_grad_reduction is not supported with {what}.",
                 "It is for gradients that are sharded.",
@@ -289,6 +300,9 @@ class DeepSpeedEngine(Engine):
             )
         with self._inside("coalesce_grad_reduction"):
             yield
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Reduce the gradients of a backward: they are, when it ends.  bucket_size: the configuration's serves."""
 
     # -- saving
 
@@ -448,6 +462,12 @@ class DeepSpeedEngine(Engine):
                 self.runtime, {"backend": backend, **(compile_kwargs or {})}
             )
 
+    def refuse_graphless_leaves(self) -> None:
+        """From now on raise, as DeepSpeed does, where a trained leaf module gets no input that requires a gradient."""
+        leaves = [leaf for leaf in get_z3_leaf_modules(self.module) if any(p.requires_grad for p in leaf.parameters())]
+        refuse = partial(_refuse_graphless, weakref.ref(self))
+        self.__dict__["_leaf_hooks"] = [leaf.register_forward_pre_hook(refuse, with_kwargs=True) for leaf in leaves]
+
     @property
     def is_compiled(self) -> bool:
         """Whether compile() was called and not undone."""
@@ -455,6 +475,8 @@ class DeepSpeedEngine(Engine):
 
     def destroy(self) -> None:
         """Unhook the model, undo compile() and close the records; calling it twice is harmless."""
+        for handle in self.__dict__.pop("_leaf_hooks", []):
+            handle.remove()
         restore(self.__dict__.pop("_compiled_units", []))
         super().destroy()
 
@@ -472,6 +494,17 @@ class DeepSpeedEngine(Engine):
 # Methods of the class, as in DeepSpeed: a program may call DeepSpeedEngine.gradient_clipping(its_own_engine).
 for _name, _getter in GETTERS.items():
     setattr(DeepSpeedEngine, _name, _getter)
+
+
+def _refuse_graphless(engine: Any, leaf: nn.Module, args: Any, kwargs: Any) -> None:
+    if not torch.is_grad_enabled() or engine()._context:  # where reductions are held back, no leaf reduces anything
+        return
+    if not any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
+        raise UsageError(
+            f"the leaf module {type(leaf).__name__} got no input that requires a gradient.",
+            "DeepSpeed reduces a leaf's gradients when backward reaches its inputs, and refuses this.",
+            "let an input require a gradient, or take the mark off (unset_z3_leaf_modules): nothing here needs it.",
+        )
 
 
 def _refuse_load_fn(owner: str, given: Any) -> None:

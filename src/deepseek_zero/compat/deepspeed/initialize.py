@@ -6,7 +6,7 @@ The engine's class stands in engine.py, because `from deepspeed import DeepSpeed
 Behind the name `deepspeed` (dropin.py) stand programs that were written for DeepSpeed, and `initialize` does more for
 them: it takes unknown keys with a warning, joins a group where a process is alone, ends the engine that a model was in
 (the Trainer evaluates before it trains, Lightning tests after it has fitted, and neither destroys its first engine),
-refuses a world that accelerate counted wrongly, and clips gradients at 1.0 where the configuration says nothing of it.
+refuses a world that accelerate counted wrongly, and takes DeepSpeed's defaults where they are others (`defaults_of`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Adam, AdamW
@@ -29,10 +30,12 @@ from ...config.load import load
 from ...config.raw_config import RawConfig, lookup
 from ...engine.engine import Engine
 from ...engine.start import Request, listen_as_stated, parameters_of, start
+from ...planner.auto_wrap_policy import full_precision_names
+from ...sharding.init import InitShard
 from ...sharding.param_group import ParamGroup
 from ...sharding.sharded_parameter import owner_of
 from . import groups
-from .before_initialize import leaf_module_names, mark_configured, tensor_parallel_statement
+from .before_initialize import DTYPES, leaf_module_names, low_precision, mark_configured, tensor_parallel_statement
 from .comm import init_distributed, join
 from .dropin import is_dropin_imported
 from .engine import DeepSpeedEngine
@@ -40,12 +43,15 @@ from .mpu import accelerate_statements, mesh_param_statement, mpu_statement
 from .muon import mark_parameters
 from .optimizer import class_of
 from .parameters import ParameterOffload, show_ds_names
+from .torch_autocast import init_autocast_params
+from .zero import GatheredParameters
 
 if TYPE_CHECKING:
     from .configuration import Configuration
 
 __all__ = ["initialize"]
 
+_SUMS = "grad_accum_dtype"
 DEFAULT_CLIPPING = 1.0  # of DeepSpeed since 2026; this library's own is not to clip
 
 
@@ -90,10 +96,7 @@ def initialize(
     raw = load(source, origin=origin, unknown="warn" if unchanged else "error")
     listen_as_stated(raw)
     if unchanged:
-        # OneBitAdam's ranks have no sum of gradients whose norm could be clipped.
-        exchanges = str(lookup(raw.values, "optimizer.type", "")).lower() == "onebitadam"
-        if "gradient_clipping" not in raw.autos and not exchanges:
-            raw = replace(raw, values={"gradient_clipping": DEFAULT_CLIPPING, **raw.values})
+        raw = replace(raw, values={**raw.values, **defaults_of(raw)})
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     elif dist_init_required is not False:
         join(distributed_port=distributed_port)
@@ -101,6 +104,7 @@ def initialize(
         refuse_miscount()
         refuse_unmanaged(raw, model)
         refuse_other_sums(raw)
+        refuse_odd_bucket(raw)
     statements = [*accelerate_statements()] if unchanged else []
     if (asked := tensor_parallel_statement(model, raw, mpu is not None)) is not None:
         statements.append(asked)
@@ -127,9 +131,11 @@ def initialize(
         sequence=getattr(mpu, "sequence_settings", None),
     )
     if unchanged:
+        GatheredParameters.follow(raw.values)
         end_engine_of(model)
         if str(lookup(raw.values, "optimizer.type", "")).lower() == "muon":
             mark_parameters(model)
+        round_values(model, raw)
     request.leaf_modules = leaf_module_names(model)
     leaves = lookup(raw.values, "zero_optimization.leaf_module") or {}
     mark_configured(model, *(leaves.get(name, ()) for name in ("classes", "names", "name_suffixes")))
@@ -140,15 +146,53 @@ def initialize(
         if isinstance(engine.optimizer.inner, Adam):
             vars(engine.optimizer.inner)["adam_w_mode"] = isinstance(engine.optimizer.inner, AdamW)
     if engine.runtime.settings.stage == 3:
+        if unchanged:
+            engine.refuse_graphless_leaves()
         show_ds_names(engine.runtime)
         if engine.optimizer is not None:
             vars(engine.optimizer)["parameter_offload"] = ParameterOffload()
+    if unchanged and (autocast := engine.runtime.settings.policy.autocast) is not None:
+        init_autocast_params(engine, autocast, lookup(raw.values, "torch_autocast.lower_precision_safe_modules"))
     _engines[engine.module] = weakref.ref(engine)
     engine.client_optimizer, engine.client_lr_scheduler, engine.client_mpu = optimizer, lr_scheduler, mpu
     groups.tell_of(engine)
     if unchanged:
         groups.make_groups(engine.mesh)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def defaults_of(raw: RawConfig) -> dict[str, Any]:
+    """Return the values of DeepSpeed's where they are other than this library's, for keys that are not stated.
+
+    Gradients are clipped at 1.0; those of several micro-batches are summed in the dtype of the weights, where a stage
+    shards anything.
+    """
+    values, found = raw.values, dict[str, Any]()
+    # OneBitAdam's ranks have no sum of gradients whose norm could be clipped.
+    exchanges = str(lookup(values, "optimizer.type", "")).lower() == "onebitadam"
+    if "gradient_clipping" not in values and "gradient_clipping" not in raw.autos and not exchanges:
+        found["gradient_clipping"] = DEFAULT_CLIPPING
+    types = values.get("data_types") or {}
+    if (name := low_precision(raw.values)) and lookup(values, "zero_optimization.stage") and not types.get(_SUMS):
+        found["data_types"] = {**types, _SUMS: name}
+    return found
+
+
+def round_values(model: nn.Module, raw: RawConfig) -> None:
+    """Round fp32 values to the 16 bits that are computed in, as DeepSpeed casts a model before it copies masters of it.
+
+    Local.  Parameters that stay in fp32 are left alone, and those that have no values yet.
+    """
+    name = low_precision(raw.values)
+    if name is None:
+        return
+    dtype, whole = DTYPES[name], full_precision_names(model)
+    with torch.no_grad():
+        for key, param in model.named_parameters():
+            owner = owner_of(param)
+            values = owner.slice if isinstance(owner, InitShard) else param.data if owner is None else None
+            if values is not None and values.dtype is torch.float32 and not values.is_meta and key not in whole:
+                values.copy_(values.to(dtype))
 
 
 # Model -> its engine, both weakly.
@@ -192,12 +236,23 @@ def refuse_other_sums(raw: RawConfig) -> None:
     asked = lookup(raw.values, "data_types.grad_accum_dtype")
     if asked is None or lookup(raw.values, "zero_optimization.stage", 0) != 0:
         return
-    computes = next((dtype for dtype in ("fp16", "bf16") if lookup(raw.values, f"{dtype}.enabled") is True), "fp32")
+    computes = low_precision(raw.values) or "fp32"
     if asked in ("fp16", "bf16", "fp32") and asked != computes:
         raise NotBuiltError(
             f"unsupported mix of model_dtype={computes} and grad_accum_dtype={asked} at stage 0.",
             "DeepSpeed refuses it, too.",
             "leave data_types.grad_accum_dtype out, or use stage 1.",
+        )
+
+
+def refuse_odd_bucket(raw: RawConfig) -> None:
+    """Raise, as DeepSpeed does at stages 1 and 2, where a gathered bucket would not start at an even element."""
+    zero = raw.values.get("zero_optimization", {})
+    size = zero.get("allgather_bucket_size", 0)
+    if zero.get("stage") in (1, 2) and size % 2:
+        raise UsageError(
+            f"allgather_bucket_size must be a multiple of nccl_start_alignment_factor, 2; it is {size:g}.",
+            fix="choose an even number.",
         )
 
 

@@ -164,7 +164,6 @@ MISSING: dict[str, Rows] = {
         (N, "the configuration's flops_profiler, or deepspeed.profiling's FlopsProfiler", "start_profile"),
         (N, "compute_elastic_config does the arithmetic", "elasticity_config"),
         (N, "checkpoints have one writer; see save_checkpoint", "checkpoint_engine"),
-        (N, "samples per second stand in observer.record", "tput_timer"),
         (N, "use save_checkpoint, which works at any number of ranks", "optimizer_state_dict"),
         (N, "super_offload in the configuration serves", "superoffload"),
         (N, "ZenFlow is not planned; " + SHED, "zenflow"),

@@ -11,8 +11,13 @@ from typing import Any
 
 import torch
 
+from ...optim.access import local_grad
 from ...optim.sharded import ShardedOptimizer
+from ...planner.spec import S
 from ...precision.loss_scale import LossScaler
+from ...sharding.access import full_grad
+from ...tiers.tier import Tier
+from .before_initialize import get_z3_leaf_modules
 
 # Attributes of DeepSpeed's loss scale -> of ours; both ways.
 SCALE_WORDS = {"cur_scale": "scale", "loss_scale": "scale"} | {
@@ -111,7 +116,7 @@ class NamedOptimizer(ShardedOptimizer):
     @property
     def fp16_groups(self) -> list[list[torch.nn.Parameter]]:
         """The parameters of each group that this optimizer updates, of whatever dtype."""
-        return [list(group["params"]) for group in self.param_groups]
+        return [list(params) for params in self.params_by_group]
 
     bit16_groups = fp16_groups
 
@@ -135,6 +140,66 @@ class NamedOptimizer(ShardedOptimizer):
         return [torch.cat([torch.zeros(0), *(part.reshape(-1) for part in each)]) for each in parts]
 
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat = fp32_groups_flat
+
+    # -- gradients between backward and step
+
+    @property
+    def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
+        """This rank's parts of the reduced gradients, flat, by number of group; {} where there is none.  Local."""
+        parts = [[local_grad(param) for param in params] for params in self.params_by_group]
+        found = {number: [part for part in each if part is not None] for number, each in enumerate(parts)}
+        return {number: each for number, each in found.items() if each}
+
+    @property
+    def fp32_groups_gradients_flat(self) -> list[torch.Tensor]:
+        """The whole reduced gradients of each group, flat, in fp32; those that there are.  Collective."""
+        found = [[full_grad(param) for param in params] for params in self.params_by_group]
+        return [
+            torch.cat([torch.zeros(0), *(each.reshape(-1) for each in grads if each is not None)]) for grads in found
+        ]
+
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
+        """Return `averaged_gradients` in fp32 by number of group and of parameter in it.  Local."""
+        return {
+            number: {place: part.float() for place, part in enumerate(each)}
+            for number, each in self.averaged_gradients.items()
+        }
+
+    @property
+    def accumulated_grads_in_cpu(self) -> dict[int, torch.Tensor]:
+        """`averaged_gradients` by number of parameter."""
+        return dict(enumerate(part.cpu() for each in self.averaged_gradients.values() for part in each))
+
+    def _get_norm_groups(self) -> list[torch.Tensor]:
+        """Return the norm of each group's reduced gradients over all ranks, as they are held.  Collective."""
+        own = [
+            sum(float(part.double().square().sum()) for part in self.averaged_gradients.get(number, ()))
+            for number in range(len(self.params_by_group))
+        ]
+        comm = self.runtime.comm_ctx.comm
+        rows = comm.all_gather_rows(torch.tensor(own, dtype=torch.float64), "norms of groups")
+        is_cut = any(group.plan.grad is not None and group.plan.grad.placement is S for group in self.runtime.groups)
+        return list((rows.sum(0) if is_cut else rows[comm.rank]).sqrt().float())
+
+    @property
+    def leaf_parameters(self) -> dict[torch.nn.Module, list[torch.nn.Parameter]]:
+        """The parameters of each module that is marked as a leaf."""
+        return {module: list(module.parameters()) for module in get_z3_leaf_modules(self.runtime.model)}
+
+    # -- flat weights
+
+    nccl_start_alignment_factor = 2
+
+    @property
+    def bit16_groups_flat(self) -> list[torch.Tensor]:
+        """Copies of the weights that this rank has whole, one flat tensor per group; stages 0 to 2."""
+        found = [[param.detach().reshape(-1) for param in params] for params in self.params_by_group]
+        return [torch.cat(each) if each else torch.zeros(0) for each in found]
+
+    @property
+    def parallel_partitioned_bit16_groups(self) -> list[list[torch.Tensor]]:
+        """`bit16_groups_flat` cut among the ranks as evenly as it goes; masters may be cut elsewhere."""
+        return [list(flat.chunk(self.runtime.comm_ctx.comm.size)) for flat in self.bit16_groups_flat]
 
 
 def class_of(optimizer: ShardedOptimizer) -> type[NamedOptimizer]:
@@ -194,9 +259,11 @@ class FP16_Optimizer(metaclass=_Kind):
 
 
 class BF16_Optimizer(metaclass=_Kind):
-    """An optimizer of stage 0 in bf16."""
+    """An optimizer in bf16 of stage 0, or of stage 1 that sums gradients in fp32 and offloads nothing."""
 
     @staticmethod
     def fits(optimizer: NamedOptimizer, stage: int) -> bool:
         """Return whether it is one."""
-        return stage == 0 and optimizer.runtime.settings.policy.compute is torch.bfloat16
+        settings = optimizer.runtime.settings
+        sums_wide = settings.policy.accumulate is torch.float32 and settings.state_tier is Tier.DEVICE
+        return settings.policy.compute is torch.bfloat16 and (stage == 0 or (stage == 1 and sums_wide))

@@ -11,6 +11,7 @@ writes this rank's part, flat.  `deepseek_zero.utils` re-exports them.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any
@@ -19,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...base.device import keep_parameters_in, parameters_dict
 from ...base.errors import UnknownNameError
 from ...optim import access
 from ...planner.layout import Slot
-from ...sharding.access import full_grad, full_master
+from ...sharding.access import GatheredParameters, full_grad, full_master
 from ...sharding.init import InitShard
 from ...sharding.param_group import ParamGroup
 from ...sharding.sharded_parameter import ShardedParameter, owner_of
@@ -46,6 +48,8 @@ class ZeroParamType(Enum):
 
 
 Owner = ParamGroup | InitShard
+
+_orig_torch_empty = torch.empty  # zero.Init here replaces no function of torch's
 
 
 def _slot(owner: ParamGroup, param: nn.Parameter) -> Slot:
@@ -99,6 +103,80 @@ def _summary(owner: Owner, param: nn.Parameter) -> dict[str, Any]:
     }
 
 
+class _Whole:
+    """Parameters of one group that `all_gather` has made whole, until `partition` has had them all."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self.block, self.held = GatheredParameters(param, modifier_rank=0), set[int]()
+        self.block.__enter__()
+
+
+_whole: weakref.WeakKeyDictionary[Any, _Whole] = weakref.WeakKeyDictionary()  # by owner
+
+
+class GatherHandle:
+    """What `all_gather` gives where DeepSpeed's gather may be under way: it is done."""
+
+    def wait(self, **words: Any) -> None:
+        """Return at once."""
+
+
+class MultipleAllGatherHandles:
+    """Several handles as one."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self.handles = handles
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Wait for each."""
+        for handle in self.handles:
+            handle.wait(handle_dependency=handle_dependency)
+
+
+def _those(given: Any, param: nn.Parameter) -> list[tuple[Any, nn.Parameter]]:
+    params: list[Any] = [param] if given is None else [given] if isinstance(given, Tensor) else list(given)
+    found = [(owner_of(each), each) for each in params]
+    return [(owner, each) for owner, each in found if isinstance(owner, InitShard | ParamGroup)]
+
+
+def _all_gather(owner: Owner, param: nn.Parameter) -> Callable[..., GatherHandle | None]:
+    def all_gather(param_list: Any = None, async_op: bool = False, **words: Any) -> GatherHandle | None:
+        """Make parameters whole until `partition`.  Collective."""
+        for holder, each in _those(param_list, param):
+            if holder not in _whole:
+                _whole[holder] = _Whole(each)
+            _whole[holder].held.add(id(each))
+        return GatherHandle() if async_op else None
+
+    return all_gather
+
+
+def _all_gather_coalesced(owner: Owner, param: nn.Parameter) -> Callable[..., GatherHandle]:
+    def all_gather_coalesced(params: Any, **words: Any) -> GatherHandle:
+        """Make parameters whole until `partition`.  Collective."""
+        _all_gather(owner, param)(params)
+        return GatherHandle()
+
+    return all_gather_coalesced
+
+
+def _partition(owner: Owner, param: nn.Parameter) -> Callable[..., None]:
+    def partition(param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, **words: Any) -> None:
+        """Put parameters that `all_gather` has made whole back to rest.  Collective.
+
+        has_been_updated: with the values that rank 0 has now; else with those from before.
+        """
+        for holder, each in _those(param_list, param):
+            if (whole := _whole.get(holder)) is None:
+                continue
+            whole.held.discard(id(each))
+            if not whole.held:
+                del _whole[holder]
+                whole.block.__exit__(None, None, None) if has_been_updated else whole.block.discard()
+
+    return partition
+
+
 VIEWS: dict[str, Callable[[Any, nn.Parameter], Any]] = {
     "ds_id": _number,
     "ds_shape": lambda owner, param: param.shape,
@@ -109,6 +187,12 @@ VIEWS: dict[str, Callable[[Any, nn.Parameter], Any]] = {
     "ds_process_group": lambda owner, param: dist.group.WORLD if dist.is_initialized() else None,
     "ds_active_sub_modules": lambda owner, param: set(),  # who uses it now is the schedule's business
     "partition_numel": lambda owner, param: lambda: _numel_here(owner, param),
+    "is_external_param": lambda owner, param: False,  # what is used outside its module is found, and not marked
+    "ds_secondary_tensor": lambda owner, param: None,  # a second copy is a unit's, not a parameter's
+    "ds_zero_param_process_group": lambda owner, param: None,
+    "all_gather": _all_gather,
+    "all_gather_coalesced": _all_gather_coalesced,
+    "partition": _partition,
     "ds_summary": lambda owner, param: lambda: _summary(owner, param),
 }
 
@@ -153,15 +237,40 @@ def _no_longer(user: int) -> None:
             delattr(nn.Parameter, name)
 
 
+class ZeROOrderedDict(OrderedDict[str, Any]):
+    """A module's own parameters by name, with the module they are of.  Here it changes nothing."""
+
+    def __init__(self, parent_module: Any, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._parent_module, self._in_forward = parent_module, False
+
+
+def ensure_zero_ordered_dict(module: Any) -> None:
+    """Let a module keep its own parameters in a `ZeROOrderedDict`; what it had stays as `_original_parameters`."""
+    params = parameters_dict(module)
+    if params is None or isinstance(params, ZeROOrderedDict):
+        return
+    if not hasattr(module, "_original_parameters"):
+        module._original_parameters = params
+    keep_parameters_in(module, ZeROOrderedDict(module, params))
+
+
+class NoHook:
+    """Stand for a hook that is taken off while a gathered model generates: nothing is."""
+
+    def remove(self) -> None:
+        """Do nothing."""
+
+
 class ParameterOffload:
     """Stand for what TRL takes off a stage 3 optimizer while a gathered model generates, and puts back: nothing.
 
     A forward gathers by itself and leaves alone what is gathered already.  `module` is where TRL looks for parameters
-    to tidy up.
+    to tidy up.  `forward_hooks` tells whether they are thought to be there.
     """
 
     def __init__(self) -> None:
-        self.forward_hooks: list[Any] = []
+        self.forward_hooks: list[Any] = [NoHook()]
         self.backward_hooks: list[Any] = []
         self.module = self
 
@@ -173,6 +282,7 @@ class ParameterOffload:
 
     def _register_deepspeed_module(self, module: Any) -> None:
         """Nothing was taken off."""
+        self.forward_hooks = [NoHook()]
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:

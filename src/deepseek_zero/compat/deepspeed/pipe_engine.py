@@ -31,6 +31,8 @@ def _refused() -> PipelineError:
 class PipelineEngine(DeepSpeedEngine):
     """The engine of a model that is written as a list of layers."""
 
+    pipeline_parallelism = True
+
     _batch_fn: Callable[[Any], Any] | None = None
     _data: Iterator[Any] | None = None
 

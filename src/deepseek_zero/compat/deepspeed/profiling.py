@@ -301,31 +301,42 @@ class ThroughputTimer:
         self.batch_size, self.start_step = max(1, batch_size or 1), start_step
         self.steps_per_output, self.logging = steps_per_output, logging_fn or (lambda text: log_dist(text, ranks=[0]))
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
-        self.total_elapsed_time = 0.0
-        self._wait, self._began = partial(synchronize, default_device()), 0.0
+        self.total_elapsed_time = self.step_elapsed_time = self.start_time = self.end_time = 0.0
+        self.initialized = self.started = False
+        self._wait = partial(synchronize, default_device())
 
     def update_epoch_count(self) -> None:
         self.epoch_count += 1
         self.micro_step_count = 0
 
     def start(self) -> None:
+        """Begin a micro-step; the first steps are not timed."""
         if self.enabled:
-            self._wait()
-            self._began = time.perf_counter()
+            self.initialized = self.started = True
+            if self.global_step_count >= self.start_step:
+                self._wait()
+                self.start_time = time.perf_counter()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """End a micro-step.  global_step: it ends a step, too."""
-        if not self.enabled or not self._began:
+        if not self.enabled or not self.started:
             return
-        self._wait()
-        elapsed, self._began = time.perf_counter() - self._began, 0.0
-        counts = self.global_step_count >= self.start_step
-        self.total_elapsed_time += elapsed if counts else 0.0
+        self.started = False
         self.micro_step_count += 1
         self.global_step_count += int(global_step)
+        if not self.start_time:
+            return
+        self._wait()
+        self.end_time = time.perf_counter()
+        elapsed = self.end_time - self.start_time
+        self.total_elapsed_time += elapsed
+        self.step_elapsed_time += elapsed
+        if not global_step:
+            return
         every = self.steps_per_output
-        if global_step and report_speed and counts and every and self.global_step_count % every == 0:
+        if report_speed and every and self.global_step_count % every == 0:
             self.logging(f"step {self.global_step_count}: {self.avg_samples_per_sec():.3g} samples/s")
+        self.step_elapsed_time = 0.0
 
     def avg_samples_per_sec(self) -> float:
         """Return samples per second; -inf before the steps that count, as in DeepSpeed."""

@@ -316,6 +316,13 @@ PROVIDED: dict[str, dict[str, str]] = {
         ),
         "deepseek_zero.compat.deepspeed.sequence_ulysses": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     },
+    "deepspeed.runtime.torch_autocast": {
+        "deepseek_zero.compat.deepspeed.torch_autocast": (
+            "LOWER_PRECISION_SAFE_MODULES PARAM_COMM_DTYPE_ATTR_NAME autocast_if_enabled get_all_comm_dtypes "
+            "get_autocast_dtype get_comm_dtype get_default_autocast_lower_precision_modules has_comm_dtype "
+            "init_autocast_params is_autocast_initialized sort_dtypes"
+        ),
+    },
     "deepspeed.runtime.utils": {
         "deepseek_zero.compat.deepspeed.pipe": "partition_balanced partition_uniform",
         "deepseek_zero.compat.deepspeed.runtime_utils": (
@@ -364,8 +371,14 @@ PROVIDED: dict[str, dict[str, str]] = {
         ),
         "deepseek_zero.compat.deepspeed.constants": "OffloadDeviceEnum",
     },
+    "deepspeed.runtime.zero.parameter_offload": {
+        "deepseek_zero.compat.deepspeed.parameters": "ZeROOrderedDict ensure_zero_ordered_dict",
+    },
     "deepspeed.runtime.zero.partition_parameters": {
-        "deepseek_zero.compat.deepspeed.parameters": "ZeroParamStatus ZeroParamType",
+        "deepseek_zero.compat.deepspeed.parameters": (
+            "_orig_torch_empty MultipleAllGatherHandles ZeroParamStatus ZeroParamType"
+        ),
+        "deepseek_zero.compat.deepspeed.zero": "_contradicting_single_rank_pg_error",
         "deepseek_zero.compat.deepspeed.utils": "zero_wrapper_for_fp_tensor_constructor",
         "deepseek_zero.zero": "GatheredParameters Init register_external_parameter unregister_external_parameter",
     },

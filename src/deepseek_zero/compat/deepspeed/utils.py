@@ -136,8 +136,15 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the engine with all its weights gathered once, for many forwards.  Collective; the weights may be read
     only.
     """
-    with GatheredParameters(model):
-        yield model
+    offload = getattr(getattr(model, "optimizer", None), "parameter_offload", None)
+    if offload is not None:
+        offload.forward_hooks = []
+    try:
+        with GatheredParameters(model):
+            yield model
+    finally:
+        if offload is not None:
+            offload._register_deepspeed_module(model)
 
 
 def move_to_device(

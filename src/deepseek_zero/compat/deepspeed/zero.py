@@ -5,22 +5,30 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ...base.errors import UsageError
 from ...base.given import refuse
+from ...base.log import log_once
 from ...checkpoint import weights
-from ...sharding import init
+from ...config.raw_config import lookup
+from ...config.text import read
+from ...sharding import access, init
 from ...sharding.executor import Unit
 from ...sharding.param_group import ParamGroup
 from ...sharding.runtime import Runtime
 from ...sharding.sharded_parameter import owner_of
+from .before_initialize import DTYPES, low_precision
 from .comm import init_distributed
 from .dropin import is_dropin_imported
 from .parameters import show_ds_names
@@ -55,11 +63,84 @@ class Init(init.Init):
         for name, value in (("config_dict_or_path", config_dict_or_path), ("config", deepspeed_words.get("config"))):
             if not isinstance(value, Mapping | str | os.PathLike | None):
                 raise refuse("zero.Init", name, value, "a configuration", "pass a dict or a path, or leave it out.")
+        self._begun: list[weakref.ref[nn.Module]] = []
+        self._parameters_seen: Any = None
         if enabled:
             show_ds_names(self)
             if is_dropin_imported():
                 init_distributed()  # as DeepSpeed's does: behind its name stand programs that ask torch for their rank
+                given = config_dict_or_path if config_dict_or_path is not None else deepspeed_words.get("config")
+                dtype = self._follow(given, dtype)
         super().__init__(module, dtype=dtype, enabled=enabled)
+
+    def _follow(self, given: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """Return the dtype that a configuration computes in, where none was given; hear what it says of checks."""
+        if given is None:
+            return dtype
+        values = read(given, None, lenient=True).values
+        GatheredParameters.follow(values)
+        name = low_precision(values)
+        return DTYPES[name] if dtype is None and name is not None else dtype
+
+    def __enter__(self) -> Init:
+        super().__enter__()
+        if self.enabled and is_dropin_imported():
+            self._parameters_seen = register_module_parameter_registration_hook(self._on_parameter)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Cut, too, what no parent has registered: the outermost module's own parameters."""
+        super().__exit__(kind, error, at)
+        if self._parameters_seen is not None:
+            self._parameters_seen.remove()
+            self._parameters_seen = None
+            modules = [module for reference in self._begun if (module := reference()) is not None]
+            self._begun = []
+            for module in modules if kind is None else ():
+                self.shard(module)
+
+    def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if not self._begun or self._begun[-1]() is not module:
+            self._begun.append(weakref.ref(module))
+
+
+class GatheredParameters(access.GatheredParameters):
+    """Whole parameters inside the `with` block.  Collective at entry and at exit.
+
+    Behind DeepSpeed's name a change without a modifier_rank is lost with a warning, said once, unless
+    `zero_optimization.enable_sanity_checks` asks for an error, which it is at every other door.
+    """
+
+    has_checks = False
+
+    @classmethod
+    def follow(cls, values: Mapping[str, Any]) -> None:
+        """Hear what the configuration that was read last says of checks."""
+        cls.has_checks = bool(lookup(values, "zero_optimization.enable_sanity_checks", False))
+
+    def _refuse_changes(self) -> None:
+        try:
+            super()._refuse_changes()
+        except UsageError as error:
+            if self.has_checks or not is_dropin_imported():
+                raise
+            log_once(f"{str(error).splitlines()[0]}  The change is lost.", logging.WARNING)
+
+
+def _contradicting_single_rank_pg_error(
+    dp_world_size: int, explicit_process_group: Any, env: Mapping[str, Any] | None = None
+) -> str | None:
+    """Return what is wrong where a launcher started several processes and this one would shard among itself alone.
+
+    explicit_process_group: one that the program named is meant as it is.  env: of the launcher; None: this process's.
+    """
+    said = str((os.environ if env is None else env).get("WORLD_SIZE") or "")
+    if explicit_process_group is not None or dp_world_size != 1 or not said.isdigit() or int(said) <= 1:
+        return None
+    return (
+        f"zero.Init would shard among one rank, and the launcher says WORLD_SIZE={said}: every process would keep the "
+        "whole model.  Call deepspeed.init_distributed() first."
+    )
 
 
 def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> None:

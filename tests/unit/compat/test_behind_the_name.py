@@ -1,0 +1,190 @@
+"""What programs written for DeepSpeed find of its ZeRO behind its name, beside what every door has."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepseek_zero.base.errors import NotBuiltError, UsageError
+
+HIDDEN = 6
+
+
+@pytest.fixture(autouse=True)
+def alone(as_deepspeed: None) -> Iterator[None]:
+    """The drop-in, and no group behind a test: DeepSpeed's `initialize` starts one."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Model(nn.Module):
+    """Two layers and the mean of their squares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.norm(self.first(x)).relu()).float().square().mean()
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    optimizer = {"type": "Adam", "params": {"lr": 0.1}}
+    return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "optimizer": optimizer} | more
+
+
+def built(given: dict[str, Any], model: nn.Module | None = None) -> Any:
+    import deepspeed
+
+    torch.manual_seed(5)
+    model = Model() if model is None else model
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=given)[0]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_torch_func_differentiates_an_engine_as_its_model(stage: int, accumulation: int) -> None:
+    torch.manual_seed(5)
+    plain = Model()
+    engine = built(config(stage, gradient_accumulation_steps=accumulation), copy.deepcopy(plain))
+    x = torch.randn(4, HIDDEN)
+    torch.testing.assert_close(torch.func.grad(engine)(x[0]), torch.func.grad(plain)(x[0]))
+    torch.testing.assert_close(torch.func.jacrev(engine)(x[0]), torch.func.grad(plain)(x[0]))
+    each, same = (torch.func.vmap(torch.func.grad_and_value(model))(x) for model in (engine, plain))
+    torch.testing.assert_close(each, same)
+    for _ in range(accumulation):  # an ordinary step comes out as if nothing had been
+        engine.backward(engine(x))
+        engine.step()
+    plain(x).backward()
+    nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    torch.optim.Adam(plain.parameters(), lr=0.1).step()
+    for name, value in engine.module.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+
+
+def test_torch_func_is_refused_where_weights_are_sharded() -> None:
+    with pytest.raises(NotBuiltError, match=r"torch\.func differentiates the forward of 'root'"):
+        torch.func.grad(built(config(3)))(torch.ones(HIDDEN))
+
+
+def test_masters_start_from_the_weights_and_sums_are_in_their_dtype() -> None:
+    torch.manual_seed(5)
+    plain = Model()
+    engine = built(config(2, bf16={"enabled": True}, gradient_accumulation_steps=2), copy.deepcopy(plain))
+    assert engine.get_data_types() == (torch.bfloat16, torch.bfloat16)
+    import deepspeed.utils
+
+    for param, own in zip(engine.module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(deepspeed.utils.safe_get_full_fp32_param(param), own.bfloat16().float())
+    assert {group.plan.grad.dtype for group in engine.runtime.trained_groups} == {torch.bfloat16}
+    stated = config(2, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"})
+    assert built(stated).get_data_types() == (torch.bfloat16, torch.float32)
+    assert built(config(0, bf16={"enabled": True})).get_data_types() == (torch.bfloat16, torch.float32)
+    assert built(config(2)).get_data_types()[1] == torch.float32
+
+
+def test_batch_norms_keep_the_values_they_have() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    nn.init.constant_(model[1].weight, 1.001)
+    nn.init.constant_(model[0].weight, 1.001)
+    engine = built(config(3, bf16={"enabled": True}), model)
+    whole = engine.module_state_dict()
+    assert torch.equal(whole["1.weight"], torch.full((2,), 1.001)) and whole["0.weight"].float()[0, 0] == 1.0
+
+
+def test_autocast_marks_the_parameters_of_layers_it_computes_in_16_bits() -> None:
+    from deepspeed.runtime.torch_autocast import get_all_comm_dtypes, get_comm_dtype, has_comm_dtype, sort_dtypes
+
+    engine = built(config(3, torch_autocast={"enabled": True, "dtype": "bf16"}))
+    assert get_comm_dtype(engine.module.first.weight) is torch.bfloat16 and not has_comm_dtype(
+        engine.module.norm.weight
+    )
+    assert sort_dtypes(get_all_comm_dtypes(engine.module.parameters())) == [torch.bfloat16, torch.float32]
+    named = {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": ["torch.nn.LayerNorm"]}
+    engine = built(config(1, torch_autocast=named))
+    assert not has_comm_dtype(engine.module.first.weight) and has_comm_dtype(engine.module.norm.bias)
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_parameter_is_gathered_and_put_to_rest_by_its_own_methods(is_wrapped: bool) -> None:
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    torch.manual_seed(5)
+    plain, model = Model(), None
+    torch.manual_seed(5)
+    with deepspeed.zero.Init():
+        model = Model()
+    if is_wrapped:
+        engine = built(config(3), model)
+        model = engine.module
+    weight, bias = model.first.weight, model.first.bias
+    weight.all_gather_coalesced([weight, bias]).wait()
+    assert torch.equal(weight.data, plain.first.weight) and torch.equal(bias.data, plain.first.bias)
+    weight.partition([weight])
+    weight.all_gather()
+    assert weight.ds_status is ZeroParamStatus.AVAILABLE
+    weight.data.zero_()
+    weight.partition([weight, bias])
+    assert weight.ds_status is bias.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    weight.all_gather()
+    assert torch.equal(weight.data, plain.first.weight)  # what was changed was not to be kept
+    weight.data.zero_()
+    weight.partition(has_been_updated=True)
+    with deepspeed.zero.GatheredParameters(weight):
+        assert not weight.any()
+
+
+def test_a_trained_leaf_module_wants_an_input_that_requires_a_gradient() -> None:
+    import deepspeed
+
+    model = Model()
+    deepspeed.utils.set_z3_leaf_modules(model, [Model])
+    engine = built(config(3), model)
+    with pytest.raises(UsageError, match="leaf module Model got no input"):
+        engine(torch.ones(1, HIDDEN))
+    with torch.no_grad():
+        engine(torch.ones(1, HIDDEN))
+    engine.backward(engine(torch.ones(1, HIDDEN, requires_grad=True)))
+    engine.destroy()
+    assert not model._forward_pre_hooks
+
+
+def test_an_optimizer_shows_the_gradients_of_its_groups() -> None:
+    engine = built(config(2))
+    optimizer, x = engine.optimizer, torch.ones(1, HIDDEN)
+    assert not optimizer.averaged_gradients
+    engine.backward(engine(x))
+    grads = optimizer.get_fp32_grad_partitions()
+    assert list(grads) == [0] and len(grads[0]) == 6 == len(optimizer.accumulated_grads_in_cpu)
+    (norm,) = optimizer._get_norm_groups()
+    assert float(norm) == pytest.approx(float(torch.cat(list(grads[0].values())).norm()), rel=1e-6)
+    assert torch.equal(optimizer.bit16_groups_flat[0], nn.utils.parameters_to_vector(engine.module.parameters()))
+
+
+def test_a_module_keeps_its_parameters_in_deepspeeds_dict_when_it_is_asked_to() -> None:
+    from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict, ensure_zero_ordered_dict
+
+    layer = nn.Linear(2, 2)
+    before, weight = layer._parameters, layer.weight
+    ensure_zero_ordered_dict(layer)
+    kept = layer._parameters
+    ensure_zero_ordered_dict(layer)
+    assert isinstance(kept, ZeROOrderedDict) and layer._parameters is kept and layer._original_parameters is before
+    assert layer.weight is weight and layer(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_a_group_of_one_beside_a_launcher_of_many_is_said() -> None:
+    from deepspeed.runtime.zero.partition_parameters import _contradicting_single_rank_pg_error as error
+
+    assert "WORLD_SIZE=8" in str(error(1, None, {"WORLD_SIZE": "8"}))
+    assert error(8, None, {"WORLD_SIZE": "8"}) is error(1, object(), {"WORLD_SIZE": "8"}) is None
+    assert error(1, None, {"WORLD_SIZE": "no"}) is error(1, None, {}) is None
