@@ -159,7 +159,7 @@ def test_axes_are_told_to_ranks_that_are_whole_copies(
     agent = SimpleNamespace(
         gpus_of_this_machine=lambda environment: (), run_ranks=lambda *given: started.append(given) or Outcome(0)
     )
-    monkeypatch.setattr(run_module.importlib, "import_module", lambda name: agent)
+    monkeypatch.setitem(sys.modules, "deepseek_zero.cli.agent", agent)
     assert run(parse(*line.split())) == 0
     plan, _, environment, *_ = started[0]
     assert (plan.share.nproc, environment.get(MESH)) == (nproc, mesh)
