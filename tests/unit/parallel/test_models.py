@@ -140,6 +140,34 @@ def test_lora_beside_split_layers() -> None:
     assert not {"self_attn.q_proj.lora_A.default.weight", "self_attn.o_proj.lora_B.default.weight"} & split
 
 
+class Prompted(torch.nn.Module):
+    """A frozen model behind prompts that are learnt, as prompt tuning puts them there."""
+
+    def __init__(self, base: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_model, self.config = base.requires_grad_(False), base.config
+        self.prompt = torch.nn.Embedding(3, 32)
+        torch.nn.init.normal_(self.prompt.weight, generator=torch.Generator().manual_seed(4))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **rest: Any) -> Any:
+        rows = len(input_ids)
+        prompts = self.prompt(torch.arange(3)).expand(rows, 3, 32)
+        embedded: Any = self.base_model.get_input_embeddings()(input_ids)  # type: ignore[operator]
+        padded = torch.cat((labels.new_full((rows, 3), -100), labels), 1)
+        return self.base_model(inputs_embeds=torch.cat((prompts, embedded), 1), labels=padded, **rest)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_learnt_prompts_before_split_layers(name: str) -> None:
+    model = Prompted(tiny(name))
+    whole, steps = virtual_step(model, 2), ranks_step(model, 2)
+    assert differences(steps, whole) == []
+    plain = step(copy.deepcopy(model), batch())
+    assert furthest(whole, plain) < 5e-6
+    assert [key for key, grad in whole.grads.items() if grad is not None] == ["prompt.weight"]
+    assert plain.grads["prompt.weight"] is not None and plain.grads["prompt.weight"].abs().sum() > 0
+
+
 def test_ranks_with_different_inputs_are_told() -> None:
     model = tiny("llama")
 
