@@ -2,8 +2,9 @@
 
 pretrained: FOLDER/base is the model.  peft: with LoRA's weights.  mixed: a base in bf16 under adapters in fp32.  bf16:
 computing in it.  reentrant, direct: activation checkpointing, and which kind.  untrained: evaluate
-alone.  tp: all ranks along tp (DeepSpeed's AutoTP).  sp: all ranks share sequences (DeepSpeed's Ulysses).  resume: go
-on from FOLDER/run/checkpoint-2.  Rank 0 prints JSON.
+alone.  tp: all ranks along tp (DeepSpeed's AutoTP).  sp: all ranks share sequences (DeepSpeed's Ulysses).  pp: all
+ranks are stages of one pipeline.  metrics: a figure of the logits, in each evaluation.  resume: go on from
+FOLDER/run/checkpoint-2.  Rank 0 prints JSON.
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
-def deepspeed_config(stage: int, tp: int = 1) -> dict[str, Any]:
+def deepspeed_config(stage: int, tp: int = 1, pp: int = 1) -> dict[str, Any]:
     zero = {"stage": stage, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
     zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
     auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
-    tensor = {"tensor_parallel": {"autotp_size": tp}} if tp > 1 else {}
-    told = tensor | {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"}}
+    axes: dict[str, Any] = {"tensor_parallel": {"autotp_size": tp}} if tp > 1 else {}
+    axes |= {"pipeline": {"stages": pp, "rows": "own"}} if pp > 1 else {}
+    told = axes | {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"}}
     return dict.fromkeys(auto, "auto") | told
 
 
@@ -81,7 +83,7 @@ def arguments(stage: int, folder: Path, words: list[str]) -> TrainingArguments:
         bf16="bf16" in words,
         gradient_checkpointing=again is not None,
         gradient_checkpointing_kwargs=again,
-        deepspeed=deepspeed_config(stage, tp) if stage >= 0 else None,
+        deepspeed=deepspeed_config(stage, tp, ranks if "pp" in words else 1) if stage >= 0 else None,
         **sequences,
     )
 
@@ -100,16 +102,24 @@ def model_for(folder: Path, words: list[str]) -> Any:
     return model
 
 
+def mean_logit(found: Any) -> dict[str, float]:
+    """A figure that needs the logits of every row, in order."""
+    rows = torch.as_tensor(found.predictions).double().mean((1, 2))
+    return {"mean_logit": float((rows * torch.arange(1, len(rows) + 1)).sum())}
+
+
 def main(stage: int, folder: Path, words: list[str]) -> None:
     settings = arguments(stage, folder, words)  # first: from_pretrained asks it whether to build under zero.Init
     model = model_for(folder, words)
-    trainer = Trainer(model, settings, train_dataset=Rows(32), eval_dataset=Rows(4))
+    metrics = mean_logit if "metrics" in words else None
+    trainer = Trainer(model, settings, train_dataset=Rows(32), eval_dataset=Rows(4), compute_metrics=metrics)
     if "untrained" not in words:
         trainer.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-2") if "resume" in words else None)
     trainer.evaluate()  # of the best model, which training has loaded at its end
     trainer.save_model(str(folder / "final"))
     history = trainer.state.log_history
     told: dict[str, Any] = {key: [row[key] for row in history if key in row] for key in ("loss", "eval_loss")}
+    told["mean_logit"] = [row["eval_mean_logit"] for row in history if "eval_mean_logit" in row]
     told["norm"] = [row["grad_norm"] for row in history if "loss" in row]
     told["kinds"] = sorted({type(param).__name__ for param in model.parameters()})
     told["dtypes"] = sorted({str(param.dtype) for param in model.parameters()})

@@ -140,6 +140,20 @@ def test_trainer_over_ranks_that_share_sequences_is_the_trainer(stage: int, plai
 
 
 @BY_HAND
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("words", [["metrics"], ["bf16"]], ids=str)
+def test_trainer_over_stages_is_the_trainer(stage: int, words: list[str], plainly: Plainly, tmp_path: Path) -> None:
+    """Every rank has rows of its own, as the Trainer deals them; so have its losses, and the logits of evaluations."""
+    need_client("transformers", "accelerate")
+    ours = told(start([*OURS, *TWO], "program_trainer.py", stage, tmp_path, *words, "pp"))
+    assert_same_training(ours, plainly(*words), ROUNDING_OF_BF16 if "bf16" in words else ROUNDING)
+    assert ours["mean_logit"] == pytest.approx(plainly(*words)["mean_logit"], rel=1e-3, abs=1e-4)
+    assert_same_weights(weights_of(tmp_path / "final"), weights_of(Path(ours["best"])), rtol=0, atol=0)
+    resumed = told(start([*OURS, *TWO], "program_trainer.py", stage, tmp_path, *words, "pp", "resume"))
+    assert resumed["loss"] == ours["loss"] and resumed["eval_loss"] == ours["eval_loss"]
+
+
+@BY_HAND
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_peft_lora_over_tensor_parallel_ranks(stage: int, plainly: Plainly, tmp_path: Path) -> None:
     """Adapters of layers that are split, and the file of them, which has whole tensors."""

@@ -315,7 +315,15 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
     },
     **{
         f"pipeline.{name}": settings_differ(f"pipeline.{name}", pipeline_settings_of)
-        for name in ("partition", "schedule", "virtual", "group", "micro_batches", "activation_checkpoint_interval")
+        for name in (
+            "partition",
+            "schedule",
+            "virtual",
+            "group",
+            "micro_batches",
+            "rows",
+            "activation_checkpoint_interval",
+        )
     },
     **{  # tests/unit/activations/test_tiled_loss.py and tests/ranks/test_partitioned_activations.py see what they do
         f"activation_checkpointing.{name}": settings_differ(f"activation_checkpointing.{name}", of)

@@ -64,7 +64,8 @@ def sent_by(engine: Any) -> dict[str, int]:
     meter.reset()
     train(engine)
     sent = meter.sent_bytes
-    found = {"tensor": sent["tp"], "boundaries": sent["send"], "ties": sent["tie"], "rows": sent["rows"]}
+    names = {"tensor": "tp", "sequence": "sp", "boundaries": "send", "ties": "tie", "rows": "rows"}
+    found = {name: sent[kind] for name, kind in names.items()}
     states = sum(sent.values()) - sum(found.values())
     if engine.mesh.pp == 1:  # the mean loss, which `train_batch` tells and the step does not
         found["rows"] -= 8 * (engine.mesh.world_size - 1)
@@ -73,7 +74,13 @@ def sent_by(engine: Any) -> dict[str, int]:
 
 def said_by(plan: Plan) -> dict[str, int]:
     volume = plan.volume()
-    found = {"tensor": volume.tensor, "boundaries": volume.boundaries, "ties": volume.ties, "rows": volume.rows}
+    found = {
+        "tensor": volume.tensor,
+        "sequence": volume.sequence,
+        "boundaries": volume.boundaries,
+        "ties": volume.ties,
+        "rows": volume.rows,
+    }
     return found | {"states": volume.state_bytes}
 
 
@@ -93,6 +100,10 @@ INTERLEAVED = {"pipeline": {"schedule": "interleaved", "virtual": 2}}
         (4, 2, "bf16", {"pp": 2, "dp_replicate": 2}, INTERLEAVED, False),
         (4, 3, "fp32", {"pp": 2, "tp": 2}, {}, True),
         (4, 1, "fp32", {"tp": 2, "dp_shard": 2}, {}, True),
+        (2, 3, "bf16", {"sp": 2}, {}, False),
+        (2, 1, "fp32", {"sp": 2}, {"sequence_parallel": {"attention": "all_gather"}}, False),
+        (4, 2, "bf16", {"pp": 2, "sp": 2}, INTERLEAVED, False),
+        (4, 3, "fp32", {"sp": 2, "tp": 2}, {}, False),
     ],
 )
 def test_a_plan_is_what_the_ranks_of_its_axes_hold_and_send(
@@ -110,7 +121,8 @@ def test_a_plan_is_what_the_ranks_of_its_axes_hold_and_send(
     assert sent_by(engine) == said_by(plan)
     now = engine.current_plan()
     assert now.volume() == volume and now.bytes_by_state() == plan.bytes_by_state()
-    assert (volume.boundaries > 0, volume.tensor > 0) == ("pp" in mesh, "tp" in mesh)
+    told = volume.boundaries > 0, volume.tensor > 0, volume.sequence > 0
+    assert told == ("pp" in mesh, "tp" in mesh, "sp" in mesh)
 
 
 def added_since(before: dict[int, int]) -> int:

@@ -161,6 +161,16 @@ def is_persistent_buffer(module: nn.Module, name: str) -> bool:
     return name not in module._non_persistent_buffers_set
 
 
+def call_instead(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Have calls of a module run something else, before any hook; `call_plainly` runs what they did.  Local."""
+    module._compiled_call_impl = call
+
+
+def call_plainly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module with its hooks, whatever `call_instead` has put before them."""
+    return module._call_impl(*args, **kwargs)
+
+
 def adopt_step_hooks(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
     """Let step hooks of torch's kind, of either optimizer and of all optimizers, run around the outer one's step."""
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):

@@ -179,13 +179,18 @@ def _data_size(facts: Facts) -> int:
     return facts.world_size if facts.data_size is None else facts.data_size
 
 
+def _sample_ranks(run: _Resolver) -> int:
+    """Ranks that are given samples of their own."""
+    return _data_size(run.facts) * (run.facts.stages if run.get("pipeline.rows") == "own" else 1)
+
+
 def _batch(run: _Resolver) -> None:
     """Solve the batch triangle; say in one line what it is where the configuration has no batch key at all."""
     train_key, micro_key, steps_key = _BATCH_KEYS
     if run.facts.counts_model_ranks:
         _recount(run)
     request = BatchRequest(
-        _data_size(run.facts),
+        _sample_ranks(run),
         train=run.get(train_key),
         micro=run.get(micro_key),
         accumulation=run.get(steps_key),
@@ -209,7 +214,8 @@ def _recount(run: _Resolver) -> None:
     stated = [run.get(key) for key in _BATCH_KEYS]
     if all(isinstance(size, int) and size > 0 for size in stated):
         train, micro, steps = stated
-        right, copy = micro * steps * _data_size(run.facts), run.facts.stages * run.facts.tensor_size
+        ranks = _sample_ranks(run)
+        right, copy = micro * steps * ranks, _data_size(run.facts) * run.facts.stages * run.facts.tensor_size // ranks
         if train != right and train == right * copy:
             run.decide(_BATCH_KEYS[0], right, f"{train} counts the {copy} ranks of each copy of the model")
 

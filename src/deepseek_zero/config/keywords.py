@@ -459,9 +459,10 @@ class TensorParallelKeywords(TypedDict, total=False):
     """Leave layers in host memory until they are cut."""
     kernel_inject: bool | Auto | None
     """Replace layers by fused kernels."""
-    sequence: bool | Auto | None
+    sequence: bool | Literal["auto"] | Auto | None
     """Ours. Shard activations over tokens between the split layers of a block, in training (Megatron's sequence
-    parallelism); the ranks must divide the tokens. null: false.
+    parallelism); the ranks must divide the tokens. auto: where the model is known to allow it, else the log says
+    which layer does not. null: false.
     """
     loss: Literal["split", "gathered"] | Auto | None
     """Ours. Where the loss of a split head is computed: split: from split logits, which training then does not return;
@@ -546,6 +547,11 @@ class PipelineKeywords(TypedDict, total=False):
     micro_batches: float | Auto | None
     """Ours. Equal parts that engine(batch) cuts a batch into by rows, so that they fill the pipeline; null: one.
     train_batch fills it with the gradient_accumulation_steps micro-batches of its step.
+    """
+    rows: Literal["shared", "own"] | Auto | None
+    """Ours. What engine(batch) is given on the ranks of a pipeline: shared, the same rows on all; own, rows of each
+    rank, as the Trainer and accelerate deal them. Own rows are handed to all, computed one rank's behind the
+    other's, and count as those of data-parallel ranks.
     """
     seed_layers: bool | Auto | None
     """Seed every layer on its own."""

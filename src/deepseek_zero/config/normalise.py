@@ -279,9 +279,12 @@ def coerce(value: Any, kind: Any, inf: Any = NO_INF) -> tuple[Any, str]:
     if kind is Any:
         return value, ""
     if get_origin(kind) in (Union, UnionType):
-        inner = next(option for option in get_args(kind) if option is not NoneType)
+        inner, *words = (option for option in get_args(kind) if option is not NoneType)
         if value is None or (isinstance(value, str) and value.lower() in _NULL_WORDS):
             return None, ""
+        for option in words:  # words that a key takes beside its values
+            if isinstance(value, str) and value.strip().lower() in get_args(option):
+                return coerce(value, option, inf)
         return coerce(value, inner, inf)
     if get_origin(kind) is Literal:
         return _literal(value, get_args(kind))

@@ -1001,11 +1001,13 @@ class TensorParallel(Section):
         example=True,
         instead="layers keep their own kernels",
     )
-    sequence: bool | None = effective(
+    sequence: bool | Literal["auto"] | None = effective(
         None,
         "Ours. Shard activations over tokens between the split layers of a block, in training (Megatron's sequence "
-        "parallelism); the ranks must divide the tokens. null: false.",
+        "parallelism); the ranks must divide the tokens. auto: where the model is known to allow it, else the log says "
+        "which layer does not. null: false.",
         example=True,
+        auto_is_value=True,
         needs=_TENSOR,
     )
     loss: Literal["split", "gathered"] = effective(
@@ -1101,6 +1103,14 @@ class Pipeline(Section):
         unit="micro-batches",
         example=8,
         ge=1,
+        needs=_STAGES,
+    )
+    rows: Literal["shared", "own"] = effective(
+        "shared",
+        "Ours. What engine(batch) is given on the ranks of a pipeline: shared, the same rows on all; own, rows of each "
+        "rank, as the Trainer and accelerate deal them. Own rows are handed to all, computed one rank's behind the "
+        "other's, and count as those of data-parallel ranks.",
+        example="own",
         needs=_STAGES,
     )
     seed_layers: bool = accepted(
@@ -1560,7 +1570,7 @@ class Config(Section):
             train=self.train_batch_size,
             micro=self.train_micro_batch_size_per_gpu,
             accumulation=self.gradient_accumulation_steps,
-            data_size=self.dp_degree,
+            data_size=self.dp_degree * (self.pp_degree if self.pipeline.rows == "own" else 1),
         )
 
     @property

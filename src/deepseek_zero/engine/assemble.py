@@ -94,7 +94,7 @@ def assemble(
             change.make(model)
     stages, settings = pieces.stages, plan_settings_of(config, leaf_modules)
     if stages is not None:
-        settings = replace(settings, reduces_once=True, row_parts=stages.settings.parts or 1)
+        settings = replace(settings, reduces_once=True, row_parts=stages.settings.row_parts(mesh.pp))
     with AllRanks(comm, "reading the model and its optimizer"):
         shape, chosen = look_at(config, settings, model, client, params, is_part=stages is not None)
         refuse_whole_states(chosen, shape.wholes)

@@ -383,6 +383,8 @@ class Engine(StandsForModule):
         self, data_iter: Iterator[Any], many: int | None, *, keeps_outputs: bool = False, has_loss: bool = True
     ) -> tuple[Tensor | None, list[Any] | None]:
         """Run forwards alone; return the mean loss, if it is asked for, and the outputs where they are."""
+        if self.parts.loop is not None:
+            self.parts.loop.refuse_own_rows("eval_batch")
         batches = self._taken(data_iter, many or self._batch.accumulation)
         stages, was_training = self.parts.pipeline, self.training
         self.eval()
@@ -521,7 +523,7 @@ class Engine(StandsForModule):
         taken = 1 if self.config.managed_gradient_accumulation else max(1, self.begun)
         self._backwards = 0
         self.micro_steps += taken
-        self.global_samples += taken * self._batch.micro * self.mesh.data_size
+        self.global_samples += taken * self._batch.micro * self._batch.data_size
         if not boundary:
             return
         preemption = self.parts.preemption
@@ -629,11 +631,11 @@ class Engine(StandsForModule):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples per step by accumulating more or fewer micro-batches; every rank, between two steps."""
         whole_number("set_train_batch_size", "train_batch_size", train_batch_size, 1)
-        per_micro = self._batch.micro * self.mesh.data_size
+        per_micro = self._batch.micro * self._batch.data_size
         if train_batch_size < per_micro or train_batch_size % per_micro:
             raise UsageError(
                 f"Train batch size must be divisible by micro-batch data parallelism: {train_batch_size} is not a "
-                f"multiple of {per_micro} ({self._batch.micro} per rank x {self.mesh.data_size} ranks).",
+                f"multiple of {per_micro} ({self._batch.micro} per rank x {self._batch.data_size} ranks).",
                 "Only the number of micro-batches per step can change.",
                 f"choose a multiple of {per_micro}.",
             )
@@ -654,8 +656,9 @@ class Engine(StandsForModule):
                 "Gradients already summed would be divided by the wrong number.",
                 "change it right after a step() that updated the weights.",
             )
-        before, train = self._batch, micro * accumulation * self.mesh.data_size
-        self._batch = Batch(train, micro, accumulation, self.mesh.data_size)
+        before = self._batch
+        train = micro * accumulation * before.data_size
+        self._batch = Batch(train, micro, accumulation, before.data_size)
         changes = {
             "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": accumulation,

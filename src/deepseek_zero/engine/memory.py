@@ -38,6 +38,8 @@ def plan_of(
         found = replace(found, pipeline=found.pipeline.seen(*seen))
     if found.tensor is not None and tokens is not None:
         found = replace(found, tensor=replace(found.tensor, tokens=tokens))
+    if found.sequence is not None and tokens is not None:
+        found = replace(found, sequence=replace(found.sequence, tokens=tokens))
     return found
 
 

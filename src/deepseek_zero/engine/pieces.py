@@ -23,7 +23,7 @@ from ..checkpoint.piece import remember_names, remember_same_names, state_names
 from ..comm.agreement import AllRanks
 from ..comm.collectives import Comm, scatter
 from ..planner.layout import SUM_TILE_NUMEL
-from ..planner.pieces import PipelinePlan, TensorPlan
+from ..planner.pieces import PipelinePlan, SequencePlan, TensorPlan
 from ..planner.plan import Plan
 from ..planner.split import set_split
 from ..sharding.runtime import Runtime
@@ -45,10 +45,11 @@ class PiecePlans:
 
     pipeline: PipelinePlan | None = None
     tensor: TensorPlan | None = None
+    sequence: SequencePlan | None = None
 
     def added_to(self, plan: Plan) -> Plan:
         """Return the plan with these."""
-        return replace(plan, pipeline=self.pipeline, tensor=self.tensor)
+        return replace(plan, pipeline=self.pipeline, tensor=self.tensor, sequence=self.sequence)
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,10 @@ class Stages:
         """Make the pipeline, once the stages are wrapped, and the plain loop over it.  Collective in the world."""
         said = self.settings
         made = pipeline.Pipeline(self.staged, self.ties, comm.whole, mesh, runtime, said.schedule, group=said.group)
-        return pipeline.PlainLoop(made, said.parts, partial(compare_stages, comm=comm.along["pp"]))
+        along = comm.along["pp"]
+        if said.has_own_rows:
+            return pipeline.PlainLoop(made, said.parts, own_rows=along)
+        return pipeline.PlainLoop(made, said.parts, partial(compare_stages, comm=along))
 
 
 def cut_along_axes(
@@ -128,6 +132,7 @@ def cut_along_axes(
         chain = sample.chain_of(model)
     trained = {name: param.requires_grad for name, param in model.named_parameters()}
     split, traffic = _split_of(config, model, mesh)
+    shared = _shared_of(config, model, mesh, sequence)
     if split is not None:
         parallel.parallelize(model, comm.along["tp"], tensor_settings_of(config), split)
         for name, part in split.splits.items():
@@ -137,7 +142,7 @@ def cut_along_axes(
             parallel.share_sequences(model, comm.along["sp"], sequence_settings_of(config, sequence), tp=mesh.tp)
     stages = _take_stages(config, model, chain, mesh, comm) if "pp" in comm.along else None
     staged = stages.staged if stages is not None else None
-    return Pieces(stages, plans_of(config, mesh, staged, trained, traffic, sample))
+    return Pieces(stages, plans_of(config, mesh, staged, trained, traffic, shared, sample))
 
 
 def refuse_auto_on(config: Config, mesh: Mesh) -> None:
@@ -147,6 +152,16 @@ def refuse_auto_on(config: Config, mesh: Mesh) -> None:
             "precision auto on a mesh with stages (pp).",
             "Units are a stage's own, and messages between stages and the loss scale are all stages'.",
             'name the precision ("bf16", "fp16"), or leave out pp.',
+        )
+
+
+def refuse_shared_loader(config: Config, mesh: Mesh, what: str) -> None:
+    """Raise where each rank of a pipeline is to have rows of its own.  what: deals the same rows to all of them."""
+    if mesh.pp > 1 and pipeline_settings_of(config).has_own_rows:
+        raise UsageError(
+            f"{what} with pipeline.rows = own.",
+            "The engine's loaders deal the same rows to all ranks of a pipeline: they would be computed once for each.",
+            "leave pipeline.rows out, or pass batches of a loader that deals rows by rank.",
         )
 
 
@@ -200,7 +215,7 @@ def compare_stages(batch: Any, comm: Comm) -> None:
             f"the ranks of a pipeline were given different batches: {found}.",
             "Every stage runs the model's forward on the same inputs; accelerate and the Trainer give each others.",
             "shard data over mesh.data_size by mesh.data_index, not over the world by rank, as the engine's own loader "
-            "does (training_data).",
+            'does (training_data); or set "pipeline": {"rows": "own"}: the pipeline then computes every rank\'s rows.',
         )
 
 
@@ -210,14 +225,16 @@ def plans_of(
     staged: pipeline.StagedModel | None,
     trained: Mapping[str, bool],
     traffic: Sequence[parallel.LayerTraffic],
+    shared: parallel.SequenceTraffic | None,
     sample: Sample,
 ) -> PiecePlans:
     """Return the plans of one rank.  Local.
 
-    staged: the model, cut along "pp".  trained, traffic: of the whole model's parameters and layers.
+    staged: the model, cut along "pp".  trained, traffic, shared: of the whole model's parameters, layers and attention.
     """
     policy, settings, many = policy_of(config), pipeline_settings_of(config), config.gradient_accumulation_steps
-    stages = tensor = None
+    stages = tensor = sequence = None
+    tokens = None if sample.tokens is None else sample.tokens // mesh.sp
     if staged is not None:
         stages = pipeline.planned_pipeline(
             staged,
@@ -229,12 +246,15 @@ def plans_of(
             compute=policy.compute,
             sample=sample.words,
         )
+    scratch = SUM_TILE_NUMEL.on(mesh.device) * torch.float32.itemsize
     if mesh.tp > 1:
         sent = sum(each.nbytes for each in traffic if staged is None or _is_own(each, staged))
-        scratch = SUM_TILE_NUMEL.on(mesh.device) * torch.float32.itemsize
-        tokens = None if sample.tokens is None else sample.tokens // mesh.sp
         tensor = TensorPlan(mesh.tp, sent, tokens, many, scratch)
-    return PiecePlans(stages, tensor)
+    if shared is not None:
+        own, sums = _layers_of(shared.layers, staged), scratch if shared.attention else 0
+        sent_for = None if shared.layer_bytes is None or own is None else own * shared.layer_bytes
+        sequence = SequencePlan(mesh.sp, shared.attention, sent_for, shared.row_bytes, tokens, many, sums)
+    return PiecePlans(stages, tensor, sequence)
 
 
 def _is_own(layer: parallel.LayerTraffic, staged: pipeline.StagedModel) -> bool:
@@ -244,6 +264,20 @@ def _is_own(layer: parallel.LayerTraffic, staged: pipeline.StagedModel) -> bool:
         return True  # a list of layers has its own ones alone
     stage = first.cut.stages - 1 if layer.is_head else first.cut.owners[layer.weight][0]
     return any(stage == each.index for each in staged.stages)
+
+
+def _layers_of(layers: int, staged: pipeline.StagedModel | None) -> int | None:
+    """Return how many of a model's layers of attention one rank computes; None where that is not known.  staged: the
+    model, cut along "pp".
+    """
+    if staged is None:
+        return layers
+    found = 0
+    for stage in staged.stages:
+        if not isinstance(stage, pipeline.ModelStage) or len(stage.cut.chain.keys) != layers:
+            return None
+        found += len(stage.cut.blocks_of(stage.index))
+    return found
 
 
 def stages_of(
@@ -270,8 +304,21 @@ def _split_of(
         return None, []
     settings, policy = tensor_settings_of(config), policy_of(config)
     split = parallel.choose(model, mesh.tp, settings)
+    if split.why_whole:
+        log_once(f"tensor_parallel.sequence is auto, and stays off. {split.why_whole}")
     given = policy.compute or policy.autocast
     return split, parallel.traffic_of(model, split, settings, mesh.coordinates["tp"], given)
+
+
+def _shared_of(
+    config: Config, model: nn.Module, mesh: Mesh, stated: parallel.SequenceSettings | None
+) -> parallel.SequenceTraffic | None:
+    """Return what a rank sends for attention of a whole model along "sp".  stated: as `assemble` takes it.  Pure."""
+    if mesh.sp == 1:
+        return None
+    policy = policy_of(config)
+    settings = sequence_settings_of(config, stated)
+    return parallel.traffic_of_sequences(model, mesh.sp, mesh.tp, settings, policy.compute or policy.autocast)
 
 
 def plan_pieces(config: Config, model: nn.Module, mesh: Mesh, example: Any) -> tuple[nn.Module, PiecePlans]:
@@ -288,6 +335,7 @@ def plan_pieces(config: Config, model: nn.Module, mesh: Mesh, example: Any) -> t
             raise no_example("example")
         chain = sample.chain_of(own)
     split, traffic = _split_of(config, model, mesh)
+    shared = _shared_of(config, model, mesh, None)
     if split is not None:
         for name, param in own.named_parameters():
             shape = split.splits[name].local_shape(mesh.coordinates["tp"])
@@ -296,14 +344,10 @@ def plan_pieces(config: Config, model: nn.Module, mesh: Mesh, example: Any) -> t
     staged = None
     if mesh.pp > 1:
         if isinstance(own, pipeline.LayerStages) and own.index != mesh.coordinates["pp"]:
-            raise NotBuiltError(
-                f"the plan of pipeline rank {mesh.coordinates['pp']} of a list of layers that has built stage "
-                f"{own.index}.",
-                "Each rank builds its own layers, and the shapes of others are not here.",
-                "build the list with that stage's topology, or plan the rank of this stage.",
-            )
+            own = on_meta(own.stage(mesh.coordinates["pp"]))
+            trained = {name: param.requires_grad for name, param in own.named_parameters()}
         staged = stages_of(pipeline_settings_of(config), own, chain, mesh)
-    return own, plans_of(config, mesh, staged, trained, traffic, sample)
+    return own, plans_of(config, mesh, staged, trained, traffic, shared, sample)
 
 
 def no_example(argument: str) -> UsageError:

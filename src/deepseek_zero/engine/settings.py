@@ -97,6 +97,7 @@ class PipelineSettings:
 
     partition: of the layers over the stages (pipeline/partition.py).  schedule, virtual, group: as `make_schedule`
     takes them.  micro_batches: of one step.  parts: that `engine(batch)` cuts a batch into; None: nobody has said.
+    has_own_rows: each rank of a pipeline is given rows of its own.
     recomputed: so many layers of a list at a time; 0: as the list says.
     """
 
@@ -106,7 +107,12 @@ class PipelineSettings:
     group: int | None = None
     micro_batches: int = 1
     parts: int | None = None
+    has_own_rows: bool = False
     recomputed: int = 0
+
+    def row_parts(self, stages: int) -> int:
+        """Return the micro-batches that one call makes of its rows, on a mesh with so many stages along "pp"."""
+        return (self.parts or 1) * (stages if self.has_own_rows else 1)
 
 
 def policy_of(config: Config) -> Policy:
@@ -418,7 +424,7 @@ def tensor_settings_of(config: Config) -> parallel.ParallelSettings:
         uses_other_rules=given.get("use_default_specs", True),
         is_strict=given.get("strict_mode", False),
         preset=section.preset_model,
-        sequence=bool(section.sequence),
+        sequence=section.sequence or False,
         grain=max(section.tp.tp_grain_size, section.tensor_parallel.tp_grain_size),
     )
 
@@ -461,5 +467,6 @@ def pipeline_settings_of(config: Config) -> PipelineSettings:
         group=section.group,
         micro_batches=section.micro_batches or config.gradient_accumulation_steps,
         parts=section.micro_batches,
+        has_own_rows=section.rows == "own",
         recomputed=section.activation_checkpoint_interval,
     )

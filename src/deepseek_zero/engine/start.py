@@ -37,7 +37,7 @@ from .data import ShardedLoader
 from .engine import Engine
 from .mesh_statements import MeshStatement, choose_mesh, statements_of
 from .optimizer import Client
-from .pieces import PiecePlans, no_example, on_meta, plan_pieces, refuse_auto_on
+from .pieces import PiecePlans, no_example, on_meta, plan_pieces, refuse_auto_on, refuse_shared_loader
 from .planning import stated_budgets, update_of, with_order_of_sums, with_useful_copies
 from .settings import pipeline_settings_of, placement_settings_of, plan_settings_of
 
@@ -160,6 +160,8 @@ def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine)
         current_mesh(default_device(), store_of=launchers_store),
     )
     config = resolve(raw, facts_of(request, mesh))
+    if request.training_data is not None:
+        refuse_shared_loader(config, mesh, "training_data")
     parts = assemble(
         config,
         request.model,
@@ -266,9 +268,9 @@ def plan(
     tie_shared(model)
     shape, parts = look_at(chosen, settings, model, optimizer, given)
     pieces = PiecePlans()
-    if axes.pp > 1 or axes.tp > 1:
-        rows = pipeline_settings_of(chosen).parts if axes.pp > 1 else None
-        settings = replace(settings, reduces_once=settings.reduces_once or axes.pp > 1, row_parts=rows or 1)
+    if axes.pp > 1 or axes.tp > 1 or axes.sp > 1:
+        parts_of_call = pipeline_settings_of(chosen).row_parts(axes.pp) if axes.pp > 1 else 1
+        settings = replace(settings, reduces_once=settings.reduces_once or axes.pp > 1, row_parts=parts_of_call)
         own, pieces = plan_pieces(chosen, model, axes, example)
         shape = read_model(own, settings)
     if chosen.zero_optimization.tile_above is not None:

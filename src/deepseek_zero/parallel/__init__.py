@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .layers import Layer, TensorAxis
     from .plans import ParallelPlan, ParallelSettings, choose
     from .sequence_model import SequenceSettings, own_part, share_sequences
+    from .sequence_volume import SequenceTraffic, traffic_of_sequences
     from .volume import LayerTraffic, traffic_of
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "ParallelPlan",
     "ParallelSettings",
     "SequenceSettings",
+    "SequenceTraffic",
     "TensorAxis",
     "choose",
     "difference",
@@ -30,6 +32,7 @@ __all__ = [
     "parallelize",
     "share_sequences",
     "traffic_of",
+    "traffic_of_sequences",
 ]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of these
@@ -41,6 +44,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of these
             "layers": "Layer TensorAxis",
             "plans": "ParallelPlan ParallelSettings choose",
             "sequence_model": "SequenceSettings own_part share_sequences",
+            "sequence_volume": "SequenceTraffic traffic_of_sequences",
             "volume": "LayerTraffic traffic_of",
         },
     )

@@ -201,6 +201,7 @@ def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: Part) -> boo
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         labels = kwargs.get("labels", args[place] if len(args) > place else None)
+        labels = kwargs.get("shift_labels") if labels is None else labels  # ranks along sp are given those alone
         axis.splits_loss, loss.read = module.training and torch.is_grad_enabled() and labels is not None, None
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

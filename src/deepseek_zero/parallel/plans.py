@@ -60,8 +60,9 @@ class ParallelSettings:
     style, parts, model types) by `re.match` of a parameter's name, before every other rule; style "row", "column" or
     "skip", parts of a fused projection, and the models that it is for (none named: all). uses_other_rules: whether the
     rest of the rules follows; is_strict: a layer that is left whole is an error. preset: a family's table, whatever the
-    model calls itself. sequence: activations sharded over tokens between the regions of a block, in training. grain:
-    feed-forward layers and vocabularies are cut at multiples of it, where every rank gets one.
+    model calls itself. sequence: activations sharded over tokens between the regions of a block, in training; "auto":
+    where that is built for the model. grain: feed-forward layers and vocabularies are cut at multiples of it, where
+    every rank gets one.
     """
 
     loss: Literal["split", "gathered", "tiled"] = "split"
@@ -69,7 +70,7 @@ class ParallelSettings:
     uses_other_rules: bool = True
     is_strict: bool = False
     preset: str | None = None
-    sequence: bool = False
+    sequence: bool | Literal["auto"] = False
     grain: int = 1
 
 
@@ -105,8 +106,8 @@ class ParallelPlan:
     """The plan of one model: `parts` by module, `splits` by parameter, attributes that count one rank's heads.
 
     attributes: (module, attribute) -> value by coordinate. attentions: by the module that holds all layers of
-    one, the module that holds its projections. stretch: where activations are sharded over tokens, if they are. grain:
-    as in the settings.
+    one, the module that holds its projections. stretch: where activations are sharded over tokens, if they are;
+    why_whole: why they are not, where that was left open. grain: as in the settings.
     """
 
     ranks: int
@@ -116,6 +117,7 @@ class ParallelPlan:
     attentions: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)  # layers that stay whole, and why
     stretch: Stretch | None = None
+    why_whole: str = ""
     grain: int = 1
 
     def table(self) -> str:
@@ -159,7 +161,12 @@ def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = Non
     _split_adapters(model, plan)
     _split_vocabulary(model, plan, choices, settings)
     if settings.sequence:
-        _shard_tokens(model, plan)
+        try:
+            _shard_tokens(model, plan)
+        except NotBuiltError as error:
+            if settings.sequence != "auto":
+                raise
+            plan.why_whole = f"{error.what} {error.why}"
     _fill_splits(model, plan)
     if all(choice.style in ("vocabulary", "head", "partial") for choice in plan.choices):
         raise UsageError(

@@ -104,7 +104,7 @@ def share_sequences(model: nn.Module, comm: Comm, settings: SequenceSettings | N
     if any(isinstance(module, SequenceAttention) for module in model.modules()):
         return
     settings = settings or SequenceSettings()
-    shared = _Shared(model, comm, settings, _choose(model, comm.size, tp, settings))
+    shared = _Shared(model, comm, settings, choose_attention(model, comm.size, tp, settings))
     config: Any = model.config
     if not config._attn_implementation.startswith(_NAMED):
         config._attn_implementation = _registered(config._attn_implementation)
@@ -114,7 +114,7 @@ def share_sequences(model: nn.Module, comm: Comm, settings: SequenceSettings | N
     model.register_forward_hook(shared.after_forward, with_kwargs=True)
 
 
-def _choose(model: nn.Module, ranks: int, tp: int, settings: SequenceSettings) -> Attention:
+def choose_attention(model: nn.Module, ranks: int, tp: int, settings: SequenceSettings) -> Attention:
     """Return how attention of this model sees other ranks' tokens; NotBuiltError where it cannot."""
     config: Any = getattr(model, "config", None)
     core = getattr(config, "_attn_implementation", None)

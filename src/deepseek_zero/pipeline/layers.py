@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -122,6 +123,7 @@ class LayerStages(nn.Module):
         self.tied_modules = nn.ModuleDict()
         self.forward_funcs: list[Callable[..., Any]] = []
         self.micro_offset = 0
+        self._make: Callable[[LayerSpec], nn.Module] = LayerSpec.build
         self.received: Any = None  # from the stage before; no argument, since an engine treats those as from outside
         self._build()
 
@@ -162,6 +164,16 @@ class LayerStages(nn.Module):
                     stages.setdefault(f"tied_modules.{layer.key}.{name}", set()).add(self.stage_owner(number))
         return tuple(name for name, found in stages.items() if len(found) > 1 and name not in self.ties)
 
+    def stage(self, index: int) -> LayerStages:
+        """Return another stage of the list, without values where its layers can be built so: a look at it.  Pure."""
+        found = copy(self)
+        nn.Module.__init__(found)  # without layers and hooks
+        found.index, found.tied_modules, found.forward_funcs = index, nn.ModuleDict(), []
+        found.seed_layers, found._make = False, _built
+        found._build()
+        found.seed_layers = self.seed_layers
+        return found
+
     def _build(self) -> None:
         first, end = self.parts[self.index], self.parts[self.index + 1]
         for number, layer in enumerate(self._layer_specs[first:end], first):
@@ -171,11 +183,11 @@ class LayerStages(nn.Module):
                 raise NotBuiltError("RECURSIVE BUILD NOT YET IMPLEMENTED", "", "write all layers in one list.")
             if isinstance(layer, TiedLayerSpec):
                 if layer.key not in self.tied_modules:
-                    self.tied_modules[layer.key] = layer.build()
+                    self.tied_modules[layer.key] = self._make(layer)
                 tied = self.tied_modules[layer.key]
                 self.forward_funcs.append(tied if layer.forward_fn is None else partial(layer.forward_fn, tied))
             elif isinstance(layer, LayerSpec | nn.Module):
-                module = layer.build() if isinstance(layer, LayerSpec) else layer
+                module = self._make(layer) if isinstance(layer, LayerSpec) else layer
                 self.add_module(str(number), module)
                 self.forward_funcs.append(module)
             elif callable(layer):

@@ -7,6 +7,10 @@ are made, unreduced, so that they can still be multiplied by the ratio of the tw
 step adds up tied ones and reduces all.
 
 What is in `_open` has run and waits for its backward; `_added` counts the calls whose gradients are in the sums.
+
+The ranks of a pipeline are given the same rows, or rows of their own, as clients do that count every rank as a
+data-parallel one (accelerate, the Trainer).  Own rows are handed to all: the pipeline computes every rank's, one rank's
+behind the other's, and each rank is told of its own.
 """
 
 from __future__ import annotations
@@ -21,10 +25,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..base.device import call_instead, call_plainly
 from ..base.errors import UsageError
 from ..base.log import log_once
 from ..base.nested import tensors_in
-from ..comm.collectives import propagate_errors
+from ..comm.collectives import Comm, propagate_errors
+from .handed import hand_out, hand_to_all
 from .pipeline import Pipeline
 from .rows import cut_rows, join_rows, rows_of
 from .stage import MicroBatch, loss_in
@@ -97,16 +103,53 @@ class _Loss(torch.autograd.Function):
         return None, None, None
 
 
+class _EvaluatedAlone:
+    """What a call of the model itself runs, of which each rank has stages: in evaluation the loop, since clients call
+    the model that they gave and rely on hooks; else the model, which refuses.
+    """
+
+    def __init__(self, loop: PlainLoop) -> None:
+        self._loop, self._model = weakref.ref(loop), loop.runtime.model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        loop, forward = self._loop(), self._model.__dict__.get("forward")
+        is_of_a_stage = getattr(forward, "is_due", True)
+        if loop is None or is_of_a_stage or self._model.training or torch.is_grad_enabled():
+            return call_plainly(self._model, *args, **kwargs)
+        return loop(args, kwargs)
+
+
+class _Given:
+    """One batch of a call, cut into parts.  divisor: of the sum of their losses; 1 where the model divides by a total
+    itself.
+    """
+
+    def __init__(self, micro: MicroBatch, parts: int) -> None:
+        self.parts = cut_rows(micro, parts)
+        self.adds_up = micro.kwargs.get(TOTAL) is not None
+        self.divisor = 1 if self.adds_up else len(self.parts)
+
+
 class PlainLoop:
     """The calls of one engine over stages.
 
-    parts: that a batch is cut into by rows; None: nobody has said.  check: called with the first batch; collective in
-    the pipeline.
+    parts: that a batch is cut into by rows; None: nobody has said.  check: called with the first batch, where ranks
+    share their rows; collective in the pipeline.  own_rows: the communicator along "pp", where each rank has its own.
     """
 
-    def __init__(self, pipeline: Pipeline, parts: int | None, check: Callable[[Any], None] | None = None) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        parts: int | None,
+        check: Callable[[Any], None] | None = None,
+        own_rows: Comm | None = None,
+    ) -> None:
         self.pipeline, self.runtime, self.parts = pipeline, pipeline.runtime, parts
         self._check = check
+        self._own_rows = own_rows
+        if own_rows is not None:
+            # Where torch looks before any hook: those of a rank's stages are for the calls of its stages.
+            call_instead(self.runtime.model, _EvaluatedAlone(self))
         self._open: list[_Call] = []
         self._added = 0
         self._learned: float | None = None  # what callers multiply a loss by, per unit of the loss scale
@@ -116,11 +159,11 @@ class PlainLoop:
     # -- calls
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Compute a batch of this pipeline's, the same on all its ranks; return what the model returns, a `StageOutput`
-        where that is more than the loss.  Collective in the pipeline.
+        """Compute a batch of this pipeline's, the same on all its ranks, or every rank's own; return what the model
+        returns for it, a `StageOutput` where that is more than the loss.  Collective in the pipeline.
 
         In training, with gradients on, forwards and backwards; else forwards alone, and all that the model returns
-        on the ranks of the last stage.
+        on the ranks of the last stage, or on the rank whose rows they are.
         """
         micro = MicroBatch(tuple(args), dict(kwargs))
         if not self.pipeline.staged.has_all_inputs:
@@ -144,15 +187,15 @@ class PlainLoop:
                 "The call runs the backward too, so no gradient leaves it through its arguments.",
                 "detach the argument, or give the model what computes it.",
             )
-        given = cut_rows(micro, self.parts or 1)
-        if self.parts is None:
+        given = [_Given(each, self.parts or 1) for each in self._batches(micro)]
+        if self.parts is None and self._own_rows is None:
             self._tell_of_idling()
         scale, factor = self.runtime.loss_factor.scale, self._factor()
-        adds_up = micro.kwargs.get(TOTAL) is not None
-        each = scale * factor if adds_up else scale * factor / len(given)
+        # The mean over ranks with rows of their own, as over data-parallel ones.
+        each = [scale * factor / (len(given) * batch.divisor) for batch in given for _ in batch.parts]
         with self._unreduced(), self.runtime.loss_factor.carried():
-            outcome = self.pipeline.run(given, scale=each)
-        loss, kind = self._told(outcome.losses, adds_up=adds_up, is_bare=outcome.is_bare)
+            outcome = self.pipeline.run([part for batch in given for part in batch.parts], scale=each)
+        loss, kind = self._told(outcome.losses, given, is_bare=outcome.is_bare)
         call = _Call(self, factor, scale)
         self._open.append(call)
         self._added += 1
@@ -160,35 +203,58 @@ class PlainLoop:
         node: Tensor = _Loss.apply(anchor, loss, call)  # type: ignore[no-untyped-call]
         return node if kind == _BARE else StageOutput(loss=node)
 
+    def _batches(self, micro: MicroBatch) -> list[MicroBatch]:
+        """The batches of a call: the one of all ranks, or each rank's own."""
+        if self._own_rows is None:
+            return [micro]
+        value = {"args": list(micro.args), "kwargs": dict(micro.kwargs)}
+        found = hand_to_all(value, self._own_rows, "rows of each rank")
+        return [MicroBatch(tuple(each["args"]), each["kwargs"]) for each in found]
+
     def _evaluate(self, micro: MicroBatch) -> Any:
-        many = self.parts or 1
-        rows = rows_of(micro)
-        given = cut_rows(micro, many if rows is not None and rows % many == 0 else 1)
+        many, given = self.parts or 1, []
+        for batch in self._batches(micro):
+            rows = rows_of(batch)
+            given.append(_Given(batch, many if rows is not None and rows % many == 0 else 1))
         with torch.no_grad():
-            outcome = self.pipeline.run(given, trains=False)
+            outcome = self.pipeline.run([part for batch in given for part in batch.parts], trains=False)
             losses = None if outcome.outputs is None else [loss_in(each) for each in outcome.outputs]
             known = None if losses is None else [each for each in losses if each is not None]
             is_bare = outcome.outputs is not None and isinstance(outcome.outputs[0], Tensor)
-            adds_up = micro.kwargs.get(TOTAL) is not None
-            loss, kind = self._told(known, adds_up=adds_up, is_bare=is_bare)
+            loss, kind = self._told(known, given, is_bare=is_bare)
             if kind == _BARE:
                 return loss
-            if outcome.outputs is None:
+            found = None
+            if outcome.outputs is not None:
+                outputs = iter(outcome.outputs)
+                found = [join_rows([next(outputs) for _ in batch.parts]) for batch in given]
+            if self._own_rows is not None:
+                output = hand_out(found, self._own_rows, "outputs for each rank", self._own_rows.size - 1)
+            elif found is None:
                 return StageOutput() if kind == _NOTHING else StageOutput(loss=loss)
-            found = join_rows(outcome.outputs)
-            if adds_up and len(given) > 1 and isinstance(found, dict):
-                found["loss"] = loss
-            return found
+            else:
+                (output,) = found
+            own = given[self._place]
+            if own.adds_up and len(own.parts) > 1 and isinstance(output, dict):
+                output["loss"] = loss
+            return StageOutput(output) if self._own_rows is not None and isinstance(output, dict) else output
 
-    def _told(self, losses: Sequence[Tensor] | None, *, adds_up: bool, is_bare: bool) -> tuple[Tensor, int]:
-        """The loss of a batch and what the model returned, on the last stage; told to every stage."""
-        row = torch.zeros(2, dtype=torch.float64)
+    @property
+    def _place(self) -> int:
+        """Which of a call's batches is this rank's."""
+        return 0 if self._own_rows is None else self._own_rows.rank
+
+    def _told(self, losses: Sequence[Tensor] | None, given: Sequence[_Given], *, is_bare: bool) -> tuple[Tensor, int]:
+        """The loss of this rank's batch, and what the model returned, on the last stage; told to every stage."""
+        row = torch.zeros(1 + len(given), dtype=torch.float64)
         if losses is not None:
-            total = torch.stack([each.double().cpu() for each in losses]).sum() if losses else torch.zeros(())
-            row[0] = total if adds_up else total / max(len(losses), 1)
-            row[1] = _NOTHING if not losses else _BARE if is_bare else _OBJECT
-        loss, kind = self.pipeline.tell_from_last(row, "loss of the last stage")
-        return loss.float().reshape(()).to(self.pipeline.mesh.device), int(kind)
+            row[-1] = _NOTHING if not losses else _BARE if is_bare else _OBJECT
+            rest = iter(losses)
+            for place, batch in enumerate(given if losses else ()):
+                total = torch.stack([next(rest).double().cpu() for _ in batch.parts]).sum()
+                row[place] = total / batch.divisor
+        told = self.pipeline.tell_from_last(row, "loss of the last stage")
+        return told[self._place].float().reshape(()).to(self.pipeline.mesh.device), int(told[-1])
 
     @contextmanager
     def _unreduced(self) -> Iterator[None]:
@@ -293,8 +359,18 @@ class PlainLoop:
                 "call engine.backward(loss) first, or compute what is not learnt from under torch.no_grad().",
             )
 
+    def refuse_own_rows(self, what: str) -> None:
+        """Raise where each rank of a pipeline has rows of its own.  what: takes the same ones on all of them."""
+        if self._own_rows is not None:
+            raise UsageError(
+                f"{what} with pipeline.rows = own.",
+                "It takes the same rows on all ranks of a pipeline.",
+                "call loss = engine(batch) with each rank's rows, or leave pipeline.rows out.",
+            )
+
     def refuse_begun(self) -> None:
         """Raise where a step has begun: `train_batch` takes a whole one."""
+        self.refuse_own_rows("train_batch")
         self.refuse_open()
         if self._added:
             raise UsageError(

@@ -150,11 +150,13 @@ class Pipeline:
         factor = self.runtime.settings.accumulation / len(micro_batches)  # the border divides by the accumulation
         return self._agree(self.run(micro_batches, scale=factor).losses)
 
-    def run(self, micro_batches: Sequence[Any], *, scale: float = 1.0, trains: bool = True) -> StepOutcome:
+    def run(
+        self, micro_batches: Sequence[Any], *, scale: float | Sequence[float] = 1.0, trains: bool = True
+    ) -> StepOutcome:
         """Run this rank's program over micro-batches; outputs are kept where it does not train.  Collective in the
         pipeline.
 
-        scale: what losses are multiplied by before their backward.
+        scale: what losses are multiplied by before their backward, all or each.
         """
         table, keys = self.schedule(len(micro_batches), trains=trains), self._keys(micro_batches)
         return self.executor.run(table, micro_batches, keys=keys, scale=scale, keeps_outputs=not trains)

@@ -1,4 +1,5 @@
-"""What a rank does along the axes that cut a model, in bytes: messages between stages ("pp"), sums of layers ("tp").
+"""What a rank does along the axes that cut a model, in bytes: messages between stages ("pp"), sums of layers ("tp"),
+attention over shared sequences ("sp").
 
 Plain numbers: pipeline/planned.py and parallel/volume.py find them, `Plan` tells them beside the rest.
 """
@@ -177,6 +178,45 @@ class TensorPlan:
         known = f", {self.tokens:,} tokens a micro-batch" if self.tokens is not None else ""
         sent = format_bytes(self.share_bytes // self.ranks)
         return [f"tensor parallel: {self.ranks} ranks, {sent} sent for a token{known}"]
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """What one rank does along "sp".
+
+    ranks: along the axis.  attention: how it sees other ranks' tokens; "" where a model exchanges by itself.
+    token_bytes: that this rank sends for a token of its own, forward and backward; None: its configuration does not
+    say.  row_bytes: that it sends for the loss of a micro-batch.  tokens: its own of a micro-batch; None while nobody
+    knows.  micro_batches: of a step.  scratch_bytes: that sums are formed in.
+    """
+
+    ranks: int
+    attention: str
+    token_bytes: int | None
+    row_bytes: int = 0
+    tokens: int | None = None
+    micro_batches: int = 1
+    scratch_bytes: int = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends for attention in a step; 0 while they are not known."""
+        return self.micro_batches * (self.token_bytes or 0) * (self.tokens or 0)
+
+    @property
+    def sent_rows(self) -> int:
+        """Bytes that this rank sends in a step so that its loss is that of all tokens."""
+        return self.micro_batches * self.row_bytes
+
+    def explain(self) -> list[str]:
+        """Return the axis in words."""
+        known = f", {self.tokens:,} tokens of its own a micro-batch" if self.tokens is not None else ""
+        if self.token_bytes is None:
+            return [f"shared sequences: {self.ranks} ranks; what attention sends is not known here{known}"]
+        return [
+            f"shared sequences: {self.ranks} ranks, attention by {self.attention}, {format_bytes(self.token_bytes)} "
+            f"sent for a token{known}"
+        ]
 
 
 def _trained(units: Sequence[UnitPlan]) -> list[GroupPlan]:

@@ -19,7 +19,7 @@ from ..base.quantities import format_bytes, format_count
 from ..tiers.tier import Tier
 from .auto_wrap_policy import ModelShape, read_model
 from .memory import STATES, group_bytes, moments_for, total_bytes
-from .pieces import LOSS_BYTES, VERDICT_BYTES, PipelinePlan, TensorPlan
+from .pieces import LOSS_BYTES, VERDICT_BYTES, PipelinePlan, SequencePlan, TensorPlan
 from .pool_estimate import Size, buffer_bytes, pool_buffers
 from .schedule import Schedule, schedule_units
 from .spec import PlanSettings
@@ -59,6 +59,7 @@ class Plan:
     module_buffer_bytes: int = 0
     pipeline: PipelinePlan | None = None
     tensor: TensorPlan | None = None
+    sequence: SequencePlan | None = None
 
     # -- bytes
 
@@ -83,9 +84,10 @@ class Plan:
             total["buffers"] += self.update.scratch_bytes + self.update.undo_bytes
         if self.module_buffer_bytes:
             total["module_buffers"] = self.module_buffer_bytes
-        if self.pipeline is not None or self.tensor is not None:
+        if self.pipeline is not None or self.tensor is not None or self.sequence is not None:
             total["boundaries"] = self.pipeline.slot_bytes if self.pipeline is not None else 0
-            total["boundaries"] += self.tensor.scratch_bytes if self.tensor is not None else 0
+            sums = (self.tensor, self.sequence)
+            total["boundaries"] += sum(each.scratch_bytes for each in sums if each is not None)
         return total
 
     def bytes_by_tier(self) -> dict[Tier, int]:
@@ -120,17 +122,22 @@ class Plan:
 
     def volume(self) -> StepVolume:
         """Bytes that this rank sends in a step."""
-        mesh, pipeline, tensor = self.mesh, self.pipeline, self.tensor
+        mesh, pipeline, tensor, sequence = self.mesh, self.pipeline, self.tensor, self.sequence
         found = step_volume(self.units, self.schedule, self.settings, mesh.dp_replicate, pipeline)
         rows = VERDICT_BYTES * (mesh.world_size - 1) if mesh.world_size > mesh.reduce_size else 0
+        is_last = pipeline is None or pipeline.placement[-1] == pipeline.rank
+        rows += sequence.sent_rows if sequence is not None and is_last else 0
+        found = replace(
+            found,
+            tensor=tensor.sent_bytes if tensor is not None else 0,
+            sequence=sequence.sent_bytes if sequence is not None else 0,
+        )
         if pipeline is None:
-            return replace(found, rows=found.rows + rows, tensor=tensor.sent_bytes if tensor is not None else 0)
-        is_last = pipeline.placement[-1] == pipeline.rank
+            return replace(found, rows=found.rows + rows)
         rows += LOSS_BYTES * ((mesh.pp - 1) + (mesh.reduce_size - 1 if is_last else 0))
         return replace(
             found,
             rows=found.rows + rows,
-            tensor=tensor.sent_bytes if tensor is not None else 0,
             boundaries=pipeline.sent_bytes,
             ties=pipeline.tie_bytes(self.units),
             first_step_headers=pipeline.header_bytes,
@@ -183,14 +190,22 @@ class Plan:
         ]
 
     def _secondary_line(self) -> list[str]:
-        """Return which gathers go where, if some groups have a second copy of their weights."""
+        """Return which gathers go where, if some groups have a second copy of their weights, or were to have one."""
+        if self.settings.secondary_ranks == 1:
+            return []
+        away = [each for each in self.units if any(one.plan.weight.tier is not Tier.DEVICE for one in each.sharded)]
+        told = [
+            f"no second copy of the weights of {len(away)} of {len(self.units)} units (zero_hpz_partition_size): they "
+            "rest in another memory (offload_param, memory_budget), and a copy would stay on the device"
+        ]
         groups = [group for unit in self.units for group in unit.sharded if group.plan.secondary is not None]
         if not groups:
-            return []
+            return told if away else []
         inside, world = groups[0].secondary_ranks, self.mesh.shard_size
         return [
+            *(told if away else []),
             f"second copy of the weights, cut among {inside} of {world} ranks (hpZ): a unit's first gather behind an "
-            f"update goes over all {world}, the others stay among {inside}"
+            f"update goes over all {world}, the others stay among {inside}",
         ]
 
     def _hosts_line(self) -> list[str]:
@@ -207,7 +222,7 @@ class Plan:
 
     def _piece_lines(self) -> list[str]:
         """What is to be said of the axes that cut the model."""
-        found = [each.explain() for each in (self.tensor, self.pipeline) if each is not None]
+        found = [each.explain() for each in (self.tensor, self.sequence, self.pipeline) if each is not None]
         return [line for lines in found for line in lines]
 
     def table(self) -> list[str]:
@@ -232,6 +247,8 @@ class Plan:
             sent["of which inside"] = volume.inner_gathers
         if self.tensor is not None:
             sent["sums of layers"] = volume.tensor
+        if self.sequence is not None:
+            sent["shared tokens"] = volume.sequence
         if self.pipeline is not None:
             sent |= {"to other stages": volume.boundaries, "tied gradients": volume.ties}
         if mesh.world_size > mesh.reduce_size:

@@ -32,7 +32,8 @@ class StepVolume:
 
     rows: control messages that carry no state: the table of norms, and whether gradients came late; first_step_rows:
     once, the order of units.  inner_gathers: the part of `gathers` that comes from a second copy of the weights.
-    tensor: activations and their gradients of layers that ranks share; boundaries: those that stages pass on;
+    tensor: activations and their gradients of layers that ranks share; sequence: those of attention over sequences that
+    ranks share; boundaries: those that stages pass on;
     first_step_headers: once, what these messages hold; ties: gradients of parameters that stages share.  inside_hosts:
     where sums are formed by host, the part of gathers, reduces and refresh that stays inside one.
     """
@@ -44,6 +45,7 @@ class StepVolume:
     first_step_rows: int
     inner_gathers: int = 0
     tensor: int = 0
+    sequence: int = 0
     boundaries: int = 0
     ties: int = 0
     first_step_headers: int = 0
@@ -57,7 +59,7 @@ class StepVolume:
     @property
     def total_bytes(self) -> int:
         """Everything that every step sends."""
-        return self.state_bytes + self.tensor + self.boundaries + self.ties + self.rows
+        return self.state_bytes + self.tensor + self.sequence + self.boundaries + self.ties + self.rows
 
 
 def step_volume(

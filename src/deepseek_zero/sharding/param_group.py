@@ -179,7 +179,11 @@ class ParamGroup:
             self.layout, self.plan.weight, self.comm_ctx, what, is_copied=is_copied
         )
         self.weight.guard = self.guard
-        self.secondary = SecondaryWeight(self.planned, self.comm_ctx, f"a copy of {what}") if has_secondary else None
+        self.secondary = (
+            SecondaryWeight(self.planned, self.comm_ctx, f"the second copy (zero_hpz_partition_size) of {what}")
+            if has_secondary
+            else None
+        )
 
     def _take_from_first_replica(self, full: FlatBuffer) -> None:
         """Let every replica have the values of the first: its slice where the weight is cut, else all.  Collective."""

@@ -2,20 +2,22 @@
 
 state_dict: collective; every rank gets full tensors of its own (on the CPU where the model trains on a GPU), never
 more than one unit gathered at a time. load_state_dict: local; every rank reads its slices out of the full values it
-is given. Parameters that are split along "tp" are whole in both; along "pp" a state dict has those of one stage.
+is given. Parameters that are split along "tp" are whole in both. Of a model in stages the state dict is the whole
+model's on every rank, that of a part of it is this rank's own; what is loaded may be either.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..base.device import without_torch_function
+from ..base.device import is_persistent_buffer, without_torch_function
 from ..base.errors import UsageError
-from ..comm.collectives import Comm
+from ..comm.collectives import Comm, propagate_errors, scatter
 from ..parallel.cuts import cut
 from ..planner.split import Split, split_of
 from .access import GatheredParameters, join_split
@@ -47,6 +49,73 @@ def own_names(unit: Unit, module: nn.Module) -> list[str]:
     """Names, relative to a module, under which a unit's parameters stand in a state dict (tied ones under each)."""
     mine = {id(member.param) for member in unit.members()}
     return [name for name, param in module.named_parameters(remove_duplicate=False) if id(param) in mine]
+
+
+def join_stages(model: nn.Module, comm: Comm) -> list[Any]:
+    """Let a model of which each rank has some stages give and take the state dict of the whole one; returns torch's
+    handles. Collective.
+
+    comm: of the ranks along "pp".
+    """
+    stages = _Stages(model, comm)
+    return [
+        model.register_state_dict_post_hook(Hook(stages.after)),
+        model.register_load_state_dict_pre_hook(Hook(stages.before_load)),
+    ]
+
+
+class _Stages:
+    """Brings the state of other stages into a state dict, and leaves it out of what is loaded."""
+
+    def __init__(self, model: nn.Module, comm: Comm) -> None:
+        self.comm = comm
+        own = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            buffers = [name for name, _ in module.named_buffers(recurse=False) if is_persistent_buffer(module, name)]
+            own += [f"{prefix}.{name}" if prefix else name for name in buffers]
+        everyone = [json.loads(text) for text in comm.all_gather_text(json.dumps(own), "names of all stages")]
+        self.others = {name for names in everyone for name in names} - set(own)
+
+    def after(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Make a state dict whole: stage by stage, of what several have the first one's. Collective."""
+        here = {name.removeprefix(prefix): state[name] for name in list(state) if name.startswith(prefix)}
+        own = {name: value.detach() for name, value in here.items() if isinstance(value, Tensor)}
+        forms = [(name, str(each.dtype).removeprefix("torch."), *each.shape) for name, each in own.items()]
+        with propagate_errors(self.comm), torch.no_grad():
+            told = self.comm.all_gather_text(json.dumps(forms), "state dict: forms")
+            everyone = [{name: form for name, *form in json.loads(text)} for text in told]
+            whole = dict[str, Any]()
+            for owner, found in enumerate(everyone):
+                for name, (dtype, *shape) in found.items():
+                    if name not in whole:
+                        lacking = [name not in others for others in everyone]
+                        value = here.get(name)
+                        if any(lacking):
+                            there = self._brought(own.get(name), getattr(torch, dtype), shape, lacking, owner, name)
+                            value = there if value is None else value
+                        whole[name] = value
+        for name in here:
+            del state[prefix + name]
+        state.update({prefix + name: value for name, value in (whole | here).items()})
+
+    def _brought(
+        self, value: Tensor | None, dtype: torch.dtype, shape: list[int], lacking: list[bool], owner: int, name: str
+    ) -> Tensor:
+        """Return the owner's tensor on the ranks that lack it, on the CPU."""
+        comm, pieces = self.comm, list[Tensor]()
+        is_mine = comm.rank == owner
+        if is_mine and value is not None:
+            flat = value.to(comm.device).contiguous().reshape(-1).view(torch.uint8)
+            pieces = [flat if wanted else flat[:0] for wanted in lacking]
+        numel = torch.Size(shape).numel() * dtype.itemsize if lacking[comm.rank] else 0
+        into = torch.empty(numel, dtype=torch.uint8, device=comm.device)
+        scatter(comm, pieces, into, f"state dict: {name}", owner)
+        return into.to("cpu").view(dtype).view(shape) if lacking[comm.rank] else into
+
+    def before_load(self, module: nn.Module, state: Any, prefix: str, *details: Any) -> None:
+        """Leave out what other stages have."""
+        for name in self.others:
+            state.pop(prefix + name, None)
 
 
 class _Saver:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from deepseek_zero.base.device import (
     ScalesItself,
     allocated_bytes,
     backward_id,
+    call_instead,
+    call_plainly,
     default_device,
     ends_recomputation,
     fake_tensors,
@@ -84,6 +87,8 @@ def test_a_transform_of_torch_func_is_seen_and_left() -> None:
 OF_OBJECTS: dict[str, object] = {
     "_version": torch.ones(1),
     "_parameters": nn.Module(),
+    "_compiled_call_impl": nn.Module(),
+    "_call_impl": nn.Module(),
     "_modules": nn.Module(),
     "_non_persistent_buffers_set": nn.Module(),
     "_cdata": torch.ones(1).untyped_storage(),
@@ -113,6 +118,15 @@ def test_these_are_all_the_private_names_of_torch_in_the_module() -> None:
     attributes = re.sub(r"torch(?:\.\w+)+", "", source)
     of_objects = {*re.findall(r"\.(_[a-z]\w*)", attributes), *re.findall(r'"(_[a-z]\w*)"', attributes)}
     assert of_objects == {*OF_OBJECTS, "_opt_called"}, "each private name is tested here"
+
+
+def test_a_call_of_a_module_can_run_something_else_and_the_module_still_be_called() -> None:
+    module = nn.Linear(1, 1, bias=False)
+    seen: list[Any] = []
+    module.register_forward_hook(lambda *given: seen.append(given))
+    call_instead(module, lambda *args: ("instead", *args))
+    assert module(1) == ("instead", 1) and not seen
+    assert call_plainly(module, torch.ones(1)).shape == (1,) and len(seen) == 1
 
 
 def test_torchs_grad_scaler_still_asks_first_whether_the_optimizer_scales() -> None:

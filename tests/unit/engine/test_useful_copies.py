@@ -4,6 +4,7 @@ reason is said.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.engine.planning import say_uncoded, with_useful_copies
 from deepseek_zero.planner.plan import plan_model
-from deepseek_zero.planner.spec import Compression, PlanSettings
+from deepseek_zero.planner.spec import Compression, PlanSettings, UnitTiers
 from deepseek_zero.precision.codecs import Blocks
 from deepseek_zero.tiers.tier import Tier
 
@@ -44,6 +45,17 @@ def test_elsewhere_the_settings_stay_and_nothing_is_said(caplog: pytest.LogCaptu
             settings = PlanSettings(secondary_ranks=size)
             assert with_useful_copies(settings, MESH, in_place=size == 1) is settings
     assert not caplog.messages
+
+
+def test_units_whose_weights_rest_elsewhere_have_no_copy_and_the_plan_says_so() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    settings = PlanSettings(persistence_numel=0, secondary_ranks=2)
+    for tiers, many in ((settings.unit_tiers, 0), ((UnitTiers("root", Tier.HOST, Tier.DEVICE),), 1)):
+        plan = plan_model(model, replace(settings, unit_tiers=tiers), MESH)
+        said = [line for line in plan.explain() if "no second copy of the weights of 1 of 1 units" in line]
+        assert len(said) == many
+        groups = [group for unit in plan.units for group in unit.sharded]
+        assert groups and all((group.plan.secondary is None) is bool(many) for group in groups)
 
 
 @pytest.mark.parametrize(

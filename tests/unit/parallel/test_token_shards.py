@@ -99,6 +99,14 @@ def test_tokens_that_the_ranks_do_not_divide_are_refused() -> None:
 def test_models_that_need_all_tokens_are_refused_by_name(name: str, why: str) -> None:
     with pytest.raises(NotBuiltError, match=why):
         choose(tiny(name), 2, SHARDED)
+    left_open = choose(tiny(name), 2, ParallelSettings(sequence="auto"))
+    assert left_open.stretch is None and why in left_open.why_whole
+    assert left_open.splits == choose(tiny(name), 2).splits
+
+
+def test_left_open_it_is_on_where_it_can_be() -> None:
+    plan = choose(tiny("llama"), 2, ParallelSettings(sequence="auto"))
+    assert plan.stretch == choose(tiny("llama"), 2, SHARDED).stretch is not None and not plan.why_whole
 
 
 def test_a_layer_that_may_mix_tokens_is_refused_by_name() -> None:

@@ -15,6 +15,7 @@ from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.optim.sharded import ShardedOptimizer
 from deepseek_zero.pipeline.chain import find_chain
+from deepseek_zero.pipeline.handed import hand_out, hand_to_all
 from deepseek_zero.pipeline.loop import PlainLoop, StageOutput
 from deepseek_zero.pipeline.pipeline import Pipeline, cut_model
 from deepseek_zero.pipeline.rows import cut_rows, join_rows
@@ -54,6 +55,7 @@ class Loop:
         virtual: int = 1,
         stage: int = 3,
         policy: Policy = POLICIES[torch.float32],
+        own_rows: bool = False,
     ) -> None:
         axes = Mesh(pp=2)
         mesh = axes.on_world(rank.size, rank.index)
@@ -61,12 +63,13 @@ class Loop:
         chain = find_chain(model, (batch.tokens, batch.targets))
         staged = cut_model(model, chain, mesh, partition="uniform", schedule=name, virtual=virtual)
         ties = Ties(rank.comm, mesh, staged.placement, staged.ties)
-        counts = {"accumulation": calls, "row_parts": parts or 1, "reduces_once": True}
+        row_parts = (parts or 1) * (2 if own_rows else 1)
+        counts = {"accumulation": calls, "row_parts": row_parts, "reduces_once": True}
         self.model, self.calls, self.rank = model, calls, rank
         self.runtime = sharded(rank, model, axes, stage=stage, policy=policy, **counts)
         self.optimizer: ShardedOptimizer = optimizer_over(self.runtime, OPTIMIZERS["adamw"], max_norm=0.5)
         self.pipeline = Pipeline(staged, ties, rank.comm, mesh, self.runtime, name)
-        self.loop = PlainLoop(self.pipeline, parts)
+        self.loop = PlainLoop(self.pipeline, parts, own_rows=self.runtime.comm.along["pp"] if own_rows else None)
         self.data = mesh.data_index
 
     def call(self, batch: Batch, *, ends: bool = True) -> Any:
@@ -132,6 +135,7 @@ def test_parts_and_calls_have_the_bits_of_one_process_that_accumulates(
             assert torch.equal(torch.stack(losses[step]), means)
     values = reference.values()
     for _, _, weights in found:
+        assert weights.keys() == gpt().state_dict().keys()  # of all stages
         assert all(torch.equal(weight, values[key]) for key, weight in weights.items())
 
 
@@ -200,6 +204,26 @@ def test_a_plain_backward_counts_as_the_engines(calls: int) -> None:
     found, expected = (run_ranks(2, lambda rank, plain=plain: body(rank, plain=plain)) for plain in (True, False))
     for weights, others in zip(found, expected, strict=True):
         assert all(torch.equal(value, others[key]) for key, value in weights.items())
+
+
+@pytest.mark.parametrize(("parts", "dtype"), [(None, torch.bfloat16), (2, torch.float32)])
+def test_rows_of_each_rank_have_the_bits_of_all_rows_on_every_rank(parts: int | None, dtype: torch.dtype) -> None:
+    def body(rank: Rank, *, own: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+        many = parts if own else 2 * (parts or 1)
+        here = Loop(rank, gpt(), 2, many, stage=2, policy=POLICIES[dtype], own_rows=own)
+        losses = list[Tensor]()
+        for step in range(STEPS):
+            batches = batches_of(step, 4, parts or 1)
+            pairs = [batches[:2], batches[2:]]
+            losses += here.step([pair[rank.index] if own else joined(pair) for pair in pairs])
+        here.model.load_state_dict(here.weights())  # of the whole model
+        return losses, here.weights()
+
+    found, expected = (run_ranks(2, lambda rank, own=own: body(rank, own=own)) for own in (True, False))
+    means = torch.stack([torch.stack(own) for own, _ in found]).mean(0).tolist()
+    for (_, weights), (losses, whole) in zip(found, expected, strict=True):
+        assert means == pytest.approx(torch.stack(losses).tolist())
+        assert weights.keys() == whole.keys() and all(torch.equal(value, whole[key]) for key, value in weights.items())
 
 
 class Summed(nn.Module):
@@ -274,6 +298,59 @@ def test_what_a_call_returns_has_its_loss_everywhere_and_the_rest_on_the_last_st
     torch.testing.assert_close(logits["logits"], expected["logits"])
 
 
+@pytest.mark.parametrize("parts", [None, 2])
+def test_each_rank_has_what_the_model_returns_for_its_own_rows(parts: int | None) -> None:
+    """Rows of other lengths, and totals, on each rank."""
+    model = seeded(Summed)
+
+    def given(rank: int) -> dict[str, Any]:
+        (batch,) = batches_of(rank, 1, 2)
+        tokens, targets = batch.tokens[:, : 6 - rank], batch.targets[:, : 6 - rank]
+        return {"tokens": tokens, "targets": targets, "num_items_in_batch": torch.tensor(7 + rank)}
+
+    def body(rank: Rank) -> tuple[Any, Any, Any, list[Tensor]]:
+        here = Loop(rank, seeded(Summed), 1, parts, stage=0, own_rows=True)
+        loss = here.loop((), given(rank.index)).loss
+        (loss * 2).backward()
+        grads = [group.gradient.reduced() for group in here.runtime.trained_groups]
+        here.model.eval()
+        found = here.loop((), given(rank.index))
+        with torch.no_grad():
+            bare = here.model(given(rank.index)["tokens"])  # as a client does that relies on hooks
+        return loss, found, bare, [grad.clone() for grad in grads if grad is not None]
+
+    outcomes = run_ranks(2, body)
+    for rank, (loss, found, bare, _) in enumerate(outcomes):
+        whole = model(**given(rank))
+        (whole["loss"] / 1).backward()  # the mean over two ranks, and the factor of two
+        assert isinstance(found, StageOutput) and found[0] is found.loss
+        for each in (loss, found.loss):
+            assert each.item() == pytest.approx(whole["loss"].item(), rel=1e-6)
+        torch.testing.assert_close(found.logits, whole["logits"])
+        torch.testing.assert_close(bare.logits, whole["logits"])
+    norm = sum(grad.double().square().sum() for *_, grads in outcomes for grad in grads)
+    expected = sum(param.grad.double().square().sum() for param in model.parameters() if param.grad is not None)
+    assert float(norm) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_what_ranks_hand_each_other_arrives_as_it_was() -> None:
+    def body(rank: Rank) -> tuple[Any, Any]:
+        own = {"x": [torch.full((rank.index, 3), 1.5, dtype=torch.bfloat16), (None, "a", float(rank.index))]}
+        own |= {"flags": torch.tensor([True, False]), "one": torch.tensor(7)}
+        outputs = [own | {"cache": object()}, {"y": torch.arange(3)}] if rank.index == 1 else None
+        return hand_to_all(own, rank.comm, "all"), hand_out(outputs, rank.comm, "each", 1)
+
+    for rank, (found, mine) in enumerate(run_ranks(2, body)):
+        for index, each in enumerate(found):
+            (x, rest), flags = each["x"], each["flags"]
+            assert x.shape == (index, 3) and x.dtype is torch.bfloat16 and bool((x == 1.5).all())
+            assert rest == (None, "a", float(index)) and flags.tolist() == [True, False] and int(each["one"]) == 7
+        if rank:
+            assert mine["y"].tolist() == [0, 1, 2]
+        else:
+            assert mine.keys() == found[1].keys() and mine["x"][0].shape == (1, 3)
+
+
 Misuse = Callable[[Loop], None]
 
 
@@ -316,6 +393,16 @@ def _by_itself(here: Loop) -> None:
     here.model(batch_of(0, 0, 0).tokens)
 
 
+def _odd_rows(here: Loop) -> None:
+    here.loop._own_rows = here.runtime.comm.along["pp"]
+    here.loop((batch_of(0, 0, 0).tokens, object()), {})
+
+
+def _whole_step(here: Loop) -> None:
+    here.loop._own_rows = here.runtime.comm.along["pp"]
+    here.loop.refuse_begun()
+
+
 def _begun(here: Loop) -> None:
     here.call(batch_of(0, 0, 0), ends=False).backward()
     here.loop.refuse_begun()
@@ -333,6 +420,8 @@ def _begun(here: Loop) -> None:
         (_uneven, "2 rows cannot be cut into pipeline.micro_batches = 3"),
         (_by_itself, "called by itself"),
         (_begun, "train_batch in a step"),
+        (_odd_rows, "a object in a batch of rows that each pipeline rank has of its own"),
+        (_whole_step, "train_batch with pipeline.rows = own"),
     ],
 )
 def test_misuse_is_an_error_on_every_rank(misuse: Misuse, message: str) -> None:

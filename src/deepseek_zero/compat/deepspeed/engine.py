@@ -31,6 +31,7 @@ from ...engine import exporting, saving
 from ...engine.compiling import compile_units, restore
 from ...engine.data import ShardedLoader
 from ...engine.engine import Engine
+from ...engine.pieces import refuse_shared_loader
 from . import groups
 from .before_initialize import get_z3_leaf_modules
 from .checkpoint import DEEPSPEED
@@ -261,6 +262,7 @@ class DeepSpeedEngine(Engine):
                 "Batches are made in this process, one ahead of the step.",
                 "pass your own DataLoader's batches to the engine, with as many workers as you like.",
             )
+        refuse_shared_loader(self.config, self.mesh, "deepspeed_io")
         sampler, drop_last = data_sampler, self.parts.data_settings.drop_last
         if sampler is None and not isinstance(dataset, IterableDataset):
             shares = self.mesh.data_size, self.mesh.data_index
