@@ -27,6 +27,7 @@ and leaves its group for one that is trained.  All ranks compare what changed be
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +50,7 @@ from ..base.device import (
     without_torch_function,
 )
 from ..base.errors import NotBuiltError, UsageError
+from ..base.log import log_once
 from ..base.meter import BETWEEN
 from ..base.nested import cast_inputs, map_inputs, map_tensors, tensors_in
 from ..comm.agreement import agree
@@ -231,6 +233,7 @@ class Runtime:
 
     def _open_backward(self) -> None:
         """The first gradient of a backward call reached an output of this model."""
+        self.loss_factor.refuse_unscaled()
         self.loss_factor.refuse_gradient_of_gradient()
         if self._phase is Phase.BACKWARD:
             self.recover()  # the backward before this one never ended
@@ -653,6 +656,7 @@ class LossFactor:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = weakref.ref(runtime)
         self._scaler: LossScaler | None = None
+        self.must_be_scaled = False  # a program scales its losses itself, or it is an error
         self.is_recorded = False  # a backward since the last step was recorded, to be differentiated again
         self._scaled: Callable[[], Tensor | None] = lambda: None  # the last loss it has scaled
         self._is_carried = False  # gradients that come in have the factor (`carried`)
@@ -699,6 +703,15 @@ class LossFactor:
             yield
         finally:
             self._is_carried = before
+
+    def refuse_unscaled(self) -> None:
+        """As a backward begins: UsageError if it is plain where losses are to be scaled by the program."""
+        if self.must_be_scaled and self._scaler is not None and _UNDER_WAY.scale is None and not self._is_carried:
+            raise UsageError(
+                "Loss scaling is required for this configuration, and backward() was called without it.",
+                "Gradients in fp16 are lost below its smallest number.",
+                "call engine.backward(loss) or engine.scale(loss).backward().",
+            )
 
     def refuse_gradient_of_gradient(self) -> None:
         """As a backward begins: UsageError if it is plain and may differentiate an earlier one, which was recorded.
@@ -749,6 +762,7 @@ class Structure:
 
     def __init__(self, model: nn.Module, groups: Sequence[ParamGroup]) -> None:
         self.model, self.groups = model, list(groups)
+        self.takes_strangers = False  # parameters that join the model later stay as they are, with a warning
         self._seen: list[tuple[nn.Module, list[int]]] = []
 
     def follow(self, groups: Sequence[ParamGroup]) -> None:
@@ -758,7 +772,7 @@ class Structure:
     def check(self) -> None:
         """Raise if the model has parameters that no group holds, or if a whole parameter left its buffer."""
         if not self._seen or any(_holds(module) != held for module, held in self._seen):
-            _refuse_strangers(self.model, self.groups)
+            _refuse_strangers(self.model, self.groups, only_warn=self.takes_strangers)
             self._seen = [(module, _holds(module)) for module in self.model.modules()]
         _refuse_moved(self.groups)
 
@@ -771,10 +785,17 @@ def _holds(module: nn.Module) -> list[int]:
     return [id(held) for held in held_by(module)]
 
 
-def _refuse_strangers(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
+def _refuse_strangers(model: nn.Module, groups: Sequence[ParamGroup], *, only_warn: bool) -> None:
     known = {id(member.param) for group in groups for member in group.members}
     if any(id(param) not in known for param in model.parameters()):
         new = next(name for name, param in model.named_parameters() if id(param) not in known)
+        if only_warn:
+            log_once(
+                f"parameter '{new}' joined the model after initialize(): each rank keeps it whole, and nothing reduces "
+                "its gradient or updates it.",
+                logging.WARNING,
+            )
+            return
         raise UsageError(
             f"parameter '{new}' joined the model after it was wrapped.",
             "Its gradient would not be reduced, nor its values kept equal on all ranks.",

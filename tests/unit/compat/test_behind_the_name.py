@@ -158,6 +158,45 @@ def test_a_trained_leaf_module_wants_an_input_that_requires_a_gradient() -> None
     assert not model._forward_pre_hooks
 
 
+def test_a_loss_in_fp16_is_scaled_by_the_program_or_it_is_an_error() -> None:
+    engine = built(config(1, fp16={"enabled": True, "initial_scale_power": 4}))
+    x = torch.ones(1, HIDDEN)
+    with pytest.raises(UsageError, match="Loss scaling is required"):
+        engine(x).backward()
+    with pytest.raises(AssertionError, match="must be a scalar tensor"):
+        engine.scale(x)
+    for differentiate in (engine.backward, lambda loss: engine.scale(loss).backward()):
+        differentiate(engine(x))
+        engine.step()
+    assert engine.global_steps == 2
+
+
+def test_a_parameter_that_joins_later_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    engine = built(config(3))
+    engine.module.late = nn.Linear(2, 2)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, HIDDEN)))
+        engine.step()
+    assert "'late.weight' joined the model after initialize()" in caplog.text and engine.global_steps == 2
+
+
+def test_what_a_persistent_parameter_shows_is_this_ranks_part() -> None:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 100}
+    engine = built(config(3, zero_optimization=zero))
+    bias = engine.module.first.bias
+    assert bias.ds_persist and bias.ds_tensor.numel() == bias.partition_numel() == HIDDEN
+
+
+def test_the_linear_function_computes_in_autocasts_dtype() -> None:
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    weight, bias = torch.randn(3, 2, requires_grad=True), torch.randn(3, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = zero3_linear_wrap(torch.ones(1, 2), weight, bias)
+    found.sum().backward()
+    assert found.dtype is torch.bfloat16 and weight.grad.dtype is bias.grad.dtype is torch.float32
+
+
 def test_an_optimizer_shows_the_gradients_of_its_groups() -> None:
     engine = built(config(2))
     optimizer, x = engine.optimizer, torch.ones(1, HIDDEN)

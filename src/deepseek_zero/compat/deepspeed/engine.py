@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -280,6 +280,16 @@ class DeepSpeedEngine(Engine):
         )
 
     # -- accumulation
+
+    def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
+        """The loss times the loss scale, divided by the accumulation steps; behind DeepSpeed's name one number."""
+        if isinstance(loss, Tensor) and loss.numel() != 1 and is_dropin_imported():
+            raise UsageError(
+                f"a loss must be a scalar tensor, and this one has the shape {tuple(loss.shape)}.",
+                "DeepSpeed scales losses alone.",
+                "call backward(gradient) on the output itself.",
+            )
+        return super().scale(loss, scale_wrt_gas)
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:

@@ -145,6 +145,9 @@ def initialize(
         engine.optimizer.__class__ = class_of(engine.optimizer)
         if isinstance(engine.optimizer.inner, Adam):
             vars(engine.optimizer.inner)["adam_w_mode"] = isinstance(engine.optimizer.inner, AdamW)
+    if unchanged:
+        engine.runtime.loss_factor.must_be_scaled = True
+        engine.runtime.forward.structure.takes_strangers = True
     if engine.runtime.settings.stage == 3:
         if unchanged:
             engine.refuse_graphless_leaves()

@@ -64,7 +64,7 @@ def _number(owner: Owner, param: nn.Parameter) -> int:
 
 
 def _slice(owner: Owner, param: nn.Parameter) -> Tensor:
-    """Return the elements of the weight that this rank keeps, flat: a view of the very bytes."""
+    """Return the elements of the weight whose masters this rank has, flat: a view of the very bytes."""
     if isinstance(owner, InitShard):
         return owner.slice
     if owner.plan.weight.tier is not Tier.DEVICE:
@@ -77,14 +77,14 @@ def _slice(owner: Owner, param: nn.Parameter) -> Tensor:
             f"ds_tensor of '{owner.name_of(param)}' is not here: the weights rest as {owner.plan.weight.rests_as}.",
             fix="gather the parameter (deepseek_zero.zero.GatheredParameters), which decodes it.",
         )
-    return owner.weight.local_part(_slot(owner, param), owner.comm_ctx.comm.rank)[2]
+    return owner.weight.write(*owner.weight.owned_range(_slot(owner, param), owner.comm_ctx.comm.rank))
 
 
 def _numel_here(owner: Owner, param: nn.Parameter) -> int:
     if isinstance(owner, InitShard):
         return owner.slice.numel()
     start, stop = owner.layout.owned(_slot(owner, param), owner.comm_ctx.comm.rank)
-    return max(0, stop - start) if owner.is_sharded else param.numel()
+    return max(0, stop - start)
 
 
 def _status(owner: Owner, param: nn.Parameter) -> ZeroParamStatus:
