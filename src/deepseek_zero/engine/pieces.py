@@ -321,6 +321,24 @@ def _shared_of(
     return parallel.traffic_of_sequences(model, mesh.sp, mesh.tp, settings, policy.compute or policy.autocast)
 
 
+def stage_to_plan(model: nn.Module, mesh: Mesh, *, is_optimized_by_caller: bool) -> nn.Module:
+    """Return the model that a rank's plan is of: of a list of layers, the stage that this rank would build.  Pure.
+
+    is_optimized_by_caller: the caller's optimizer, or parameters, are those of the stage that is built.
+    """
+    index = mesh.coordinates["pp"]
+    if not isinstance(model, pipeline.LayerStages) or model.index == index or model.num_stages != mesh.pp:
+        return model
+    if is_optimized_by_caller:
+        raise NotBuiltError(
+            f"the plan of pipeline rank {index} of a list of layers that has built stage {model.index}, with an "
+            "optimizer of its own.",
+            "It has the parameters of the stage that is built.",
+            "name the optimizer in the configuration, or plan the rank of this stage.",
+        )
+    return on_meta(model.stage(index))
+
+
 def plan_pieces(config: Config, model: nn.Module, mesh: Mesh, example: Any) -> tuple[nn.Module, PiecePlans]:
     """Return the piece of a model that one rank of a mesh would have, on the meta device, and its plans.  Pure: the
     model stays as it is.
@@ -343,9 +361,6 @@ def plan_pieces(config: Config, model: nn.Module, mesh: Mesh, example: Any) -> t
             set_split(param, split.splits[name])
     staged = None
     if mesh.pp > 1:
-        if isinstance(own, pipeline.LayerStages) and own.index != mesh.coordinates["pp"]:
-            own = on_meta(own.stage(mesh.coordinates["pp"]))
-            trained = {name: param.requires_grad for name, param in own.named_parameters()}
         staged = stages_of(pipeline_settings_of(config), own, chain, mesh)
     return own, plans_of(config, mesh, staged, trained, traffic, shared, sample)
 

@@ -37,7 +37,7 @@ from .data import ShardedLoader
 from .engine import Engine
 from .mesh_statements import MeshStatement, choose_mesh, statements_of
 from .optimizer import Client
-from .pieces import PiecePlans, no_example, on_meta, plan_pieces, refuse_auto_on, refuse_shared_loader
+from .pieces import PiecePlans, no_example, on_meta, plan_pieces, refuse_auto_on, refuse_shared_loader, stage_to_plan
 from .planning import stated_budgets, update_of, with_order_of_sums, with_useful_copies
 from .settings import pipeline_settings_of, placement_settings_of, plan_settings_of
 
@@ -265,6 +265,8 @@ def plan(
     refuse_changes_on(chosen, axes)
     refuse_auto_on(chosen, axes)
     settings, placement = plan_settings_of(chosen, tuple(leaf_modules)), placement_settings_of(chosen)
+    given_parameters = given is not None or isinstance(optimizer, Optimizer)
+    model = stage_to_plan(model, axes, is_optimized_by_caller=given_parameters)
     tie_shared(model)
     shape, parts = look_at(chosen, settings, model, optimizer, given)
     pieces = PiecePlans()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import deepseek_zero
 from deepseek_zero.base.errors import NotBuiltError, UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.checkpoint.piece import refuse_same_names, remember_same_names
@@ -172,3 +173,25 @@ def test_what_a_tied_layer_does_not_tie_is_known_on_every_stage_and_is_not_saved
         assert fine.same_names == ()
         remember_same_names(fine, fine.same_names)
         refuse_same_names(fine)
+
+
+def a_list() -> list[Any]:
+    return [TiedLayerSpec("embed", nn.Embedding, 9, 4), nn.Linear(4, 4), LayerSpec(nn.Linear, 4, 8), nn.Linear(8, 9)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_plan_of_any_rank_is_that_of_the_stage_it_would_build(rank: int) -> None:
+    adamw = {"type": "AdamW", "params": {"lr": 1e-3}}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, "optimizer": adamw}
+    built = [LayerStages(a_list(), 2, index, method="uniform") for index in range(2)]
+    before = [(name, id(param)) for name, param in built[1 - rank].named_parameters()]
+    other, own = (
+        deepseek_zero.plan(built[each], config, ranks=2, rank=rank, mesh={"pp": 2}) for each in (1 - rank, rank)
+    )
+    assert str(other) == str(own) and other.bytes_by_state() == own.bytes_by_state()
+    assert own.numel == sum(param.numel() for param in built[rank].parameters())
+    assert before == [(name, id(param)) for name, param in built[1 - rank].named_parameters()]
+    client = torch.optim.AdamW(built[1 - rank].parameters())
+    with pytest.raises(NotBuiltError, match="with an optimizer"):
+        del config["optimizer"]
+        deepseek_zero.plan(built[1 - rank], config, ranks=2, rank=rank, mesh={"pp": 2}, optimizer=client)
