@@ -5,6 +5,9 @@
         "layer_specs": [{"patterns": [".*qkv.weight$"], "partition_type": "column", "shape": [3, -1]}]}
 
 column cuts the outputs of a layer (dimension 0 of its weight), row its inputs (dimension 1), skip leaves it whole.
+shape: of a fused projection: how many equal parts lie in the cut dimension, or the width of each. gather_output: a
+column layer's outputs are whole on every rank. grad_allreduce: of a layer that is skipped and reads a rank's own heads,
+every rank's gradient is a summand.
 """
 
 from __future__ import annotations
@@ -47,16 +50,12 @@ def _layer_spec(key: str, spec: Mapping[str, Any], problems: Problems) -> None:
     if dim not in (None, _DIMS.get(kind)):
         fix = f"remove it: {kind} cuts dimension {_DIMS.get(kind)}" if kind in _DIMS else "remove it: skip cuts nothing"
         problems.found.append(Problem(f"{key}.partition_dim", "is not built", fix, dim, not_built=True))
-    if (shape := spec.get("shape")) is not None and _parts(shape, kind) is None:
-        fix = "write the number of equal blocks and -1, for example [3, -1] for a fused q, k, v"
+    if kind in _DIMS and (shape := spec.get("shape")) is not None and _parts(shape, kind) is None:
+        fix = "write the number of equal parts or the width of each, and -1: [3, -1] or [[8, 2, 2], -1] for q, k and v"
         problems.found.append(Problem(f"{key}.shape", "is not built", fix, shape, not_built=True))
-    for name in ("gather_output", "grad_allreduce"):
-        if spec.get(name):
-            problems.found.append(
-                Problem(
-                    f"{key}.{name}", "is not built", "remove it, or name the style in the model's tp_plan", True, True
-                )
-            )
+    if spec.get("grad_allreduce") and kind != "skip":
+        fix = "remove it: the gradient of a layer that is cut is a rank's own"
+        problems.add(f"{key}.grad_allreduce", f"is for layers that are skipped, and this is {kind}", fix, True)
 
 
 def _is_pattern(text: Any) -> bool:
@@ -66,17 +65,27 @@ def _is_pattern(text: Any) -> bool:
         return False
 
 
-def _parts(shape: Any, kind: str) -> int | None:
-    """Return how many equal blocks lie side by side in the cut dimension of a fused projection; None: another shape."""
+def _parts(shape: Any, kind: str) -> int | tuple[int, ...] | None:
+    """Return how many equal parts lie side by side in the cut dimension of a fused projection, or the width of each;
+    None: another shape.
+    """
     dim = _DIMS.get(kind)
     if dim is None or not isinstance(shape, list | tuple) or len(shape) != 2:
         return None
-    blocks, rest = shape[dim], shape[1 - dim]
-    return blocks if type(blocks) is int and blocks > 0 and rest == -1 else None
+    parts, rest = shape[dim], shape[1 - dim]
+    if not isinstance(rest, int) or rest == 0 or rest < -1:
+        return None
+    widths = parts if isinstance(parts, list | tuple) and parts else (parts,)
+    if not all(type(each) is int and each > 0 for each in widths):
+        return None
+    return parts if isinstance(parts, int) else tuple(parts)
 
 
-def layer_rules(found: Mapping[str, Any] | None) -> tuple[tuple[str, str, int, tuple[str, ...]], ...]:
-    """Return the rules of a `partition_config` that was checked: pattern, row, column or skip, blocks, and the
+Rule = tuple[str, str, int | tuple[int, ...], tuple[str, ...]]
+
+
+def layer_rules(found: Mapping[str, Any] | None) -> tuple[Rule, ...]:
+    """Return the rules of a `partition_config` that was checked: pattern, what becomes of the layer, parts, and the
     `model_type` of each model that it is for (none: of all).
     """
     rules = []
@@ -84,5 +93,9 @@ def layer_rules(found: Mapping[str, Any] | None) -> tuple[tuple[str, str, int, t
         kinds, kind = spec.get("model_types"), str(spec.get("partition_type", "column")).lower()
         types = (kinds,) if isinstance(kinds, str) else tuple(kinds or ())
         parts = _parts(spec["shape"], kind) if spec.get("shape") is not None else 1
+        if kind == "column" and spec.get("gather_output"):
+            kind = "column_gather"
+        elif kind == "skip" and spec.get("grad_allreduce"):
+            kind = "partial"
         rules += [(pattern, kind, parts or 1, types) for pattern in spec["patterns"]]
     return tuple(rules)

@@ -422,6 +422,7 @@ def tensor_settings_of(config: Config) -> parallel.ParallelSettings:
         loss=section.loss if config.activation_checkpointing.tiled_loss is None else "tiled",
         layers=(*layer_rules(given), *summed),
         uses_other_rules=given.get("use_default_specs", True),
+        needs_a_split=not given.get("layer_specs"),
         is_strict=given.get("strict_mode", False),
         preset=section.preset_model,
         sequence=section.sequence or False,

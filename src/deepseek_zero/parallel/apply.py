@@ -7,7 +7,7 @@ from torch import nn
 from ..base.errors import NotBuiltError
 from ..base.mesh import Mesh
 from ..comm.collectives import Comm, scatter
-from ..planner.split import Split
+from ..planner.split import Split, is_own_cut
 from .cuts import cut
 from .group import TensorGroup
 from .inputs import compare_first_inputs
@@ -104,6 +104,8 @@ def _split_loss(model: nn.Module, plan: ParallelPlan, axis: Axis) -> None:
 def _take_values(model: nn.Module, plan: ParallelPlan, comm: Comm) -> None:
     """Give each parameter this rank's part of the first rank's values."""
     for name, parameter in model.named_parameters():
+        if is_own_cut(parameter):
+            continue
         split = plan.splits[name]
         parts = [cut(parameter.data, split, rank) for rank in range(comm.size)]
         own = parts[comm.rank].contiguous()

@@ -6,6 +6,7 @@ with them whatever several ranks would hold, in one process.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..planner.split import Ranges, Split
 
 def cut(whole: Tensor, split: Split, coordinate: int) -> Tensor:
     """Return a contiguous copy of what one rank holds of a whole tensor; the tensor itself unless it is split."""
-    return _taken(whole, split.dim, split.ranges[coordinate]) if split.kind == "split" else whole
+    return taken(whole, split.dim, split.ranges[coordinate]) if split.kind == "split" else whole
 
 
 def blocks(whole: Tensor, split: Split) -> tuple[Tensor, ...]:
@@ -66,12 +67,17 @@ def _dim(split: Split) -> int:
     return split.dim if len(split.shape) > 1 else -1
 
 
-def _taken(whole: Tensor, dim: int, ranges: Ranges) -> Tensor:
+def taken(whole: Tensor, dim: int, ranges: Ranges) -> Tensor:
+    """Return a contiguous copy of these ranges of a dimension, one behind the other."""
     found = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
     return found[0].clone(memory_format=torch.contiguous_format) if len(found) == 1 else torch.cat(found, dim)
 
 
-def _join(parts: tuple[Tensor, ...], split: Split, dim: int) -> Tensor:
+def put_together(parts: Sequence[Tensor], split: Split, dim: int) -> Tensor:
+    """Return the whole of which these are the parts, by coordinate; the sum of a part that several ranks hold.
+
+    dim: of the tensors that is cut.
+    """
     shape = list(parts[0].shape)
     shape[dim] = split.shape[split.dim]
     whole = parts[0].new_empty(shape)
@@ -91,21 +97,21 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, split: Split) -> tuple[Tensor, ...]:
         ctx.split, ctx.dim = split, _dim(split)
-        return tuple(_taken(whole, ctx.dim, ranges) for ranges in split.ranges)
+        return tuple(taken(whole, ctx.dim, ranges) for ranges in split.ranges)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _join(grads, ctx.split, ctx.dim), None
+        return put_together(grads, ctx.split, ctx.dim), None
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, split: Split, *parts: Tensor) -> Tensor:
         ctx.split, ctx.dim = split, _dim(split)
-        return _join(parts, split, ctx.dim)
+        return put_together(parts, split, ctx.dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(_taken(grad, ctx.dim, ranges) for ranges in ctx.split.ranges)
+        return None, *(taken(grad, ctx.dim, ranges) for ranges in ctx.split.ranges)

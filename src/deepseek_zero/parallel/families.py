@@ -17,11 +17,12 @@ Style = Literal["column", "row", "column_gather", "row_scatter", "vocabulary", "
 class Fused:
     """How several projections lie in one: `blocks` after each other, or `interleaved` head by head.
 
-    parts: how many there are (3: q, k and v).
+    parts: how many there are (3: q, k and v). sizes: the width of each, where they differ.
     """
 
     kind: Literal["blocks", "interleaved"]
     parts: int
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

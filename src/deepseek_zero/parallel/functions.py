@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..base.errors import NotBuiltError
+from ..planner.split import Split
+from .cuts import put_together, taken
 from .group import Sum, TensorGroup
 
 # -- products: (rows, in) x weight, which is (out, in), or (in, out) where `transposed`
@@ -286,23 +288,25 @@ def leave(x: Tensor, group: TensorGroup, what: str) -> Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup, widths: Sequence[int], what: str) -> Tensor:
-        ctx.start, ctx.width = sum(widths[: group.index]), widths[group.index]
+    def forward(ctx: Any, x: Tensor, group: TensorGroup, columns: Split, what: str) -> Tensor:
+        ctx.own = columns.ranges[group.index]
+        widths = [sum(stop - start for start, stop in ranges) for ranges in columns.ranges]
         parts = group.all_gather(flat(x), widths, what)
-        return torch.cat(parts, 1).view(*x.shape[:-1], -1)
+        in_order = all(len(ranges) == 1 for ranges in columns.ranges)
+        whole = torch.cat(parts, 1) if in_order else put_together(parts, columns, 1)
+        return whole.view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad.narrow(-1, ctx.start, ctx.width).contiguous(), None, None, None
+        return taken(grad, -1, ctx.own), None, None, None
 
 
-def gather(x: Tensor, group: TensorGroup, widths: Sequence[int], what: str) -> Tensor:
-    """Return every rank's columns side by side. x: (..., widths[own]); the gradient must be equal on every rank.
-
-    Collective; waits.
+def gather(x: Tensor, group: TensorGroup, columns: Split, what: str) -> Tensor:
+    """Return every rank's columns, in the order of the whole. x: (..., own columns); the gradient must be equal on
+    every rank. columns: how they lie over the ranks. Collective; waits.
     """
-    found: Tensor = _Gather.apply(x, group, widths, what)  # type: ignore[no-untyped-call]
+    found: Tensor = _Gather.apply(x, group, columns, what)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 import torch
@@ -50,7 +51,7 @@ class Part:
         """The cut dimension alone: of a row layer's inputs, and of a bias."""
         return Split("split", (self.weight.shape[self.weight.dim],), 0, self.weight.ranges)
 
-    @property
+    @cached_property
     def outputs(self) -> Split:
         """How the outputs of a column layer lie over the ranks (`activations`)."""
         return activations(self.weight)
@@ -151,7 +152,7 @@ class TensorAxis:
         if part.is_head:
             self.leave()
         if part.gathers or (part.is_head and not self.splits_loss):
-            return gather(found, self.group, part.widths, part.name)
+            return gather(found, self.group, part.outputs, part.name)
         return found
 
     def row(self, layer: Layer, x: Tensor) -> Tensor:

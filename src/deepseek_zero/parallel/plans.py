@@ -1,9 +1,9 @@
 """Which layers of a model are split over the tensor-parallel axis, and how: the plan, made before anything is cut.
 
 The first rule that matches a layer says what it becomes: `partition_config`, the model's own plan, a preset, our table
-of families (families.py), names. Then regions are made: column layers and the row layer that closes them. A region
-whose widths do not fit is refused by name where a rule names its layers on purpose, and left whole where only their
-names looked like it. What no rule matches stays whole on every rank.
+of families (families.py), names. Then regions are made: column layers and the row layer that closes them. A layer
+outside of one that a rule names on purpose is split alone (ALONE): what it reads and gives is whole on every rank. It
+stays whole where only its name looked like it, as does what no rule matches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal, cast
 from torch import Tensor, nn
 
 from ..base.errors import NotBuiltError, UsageError, shown
-from ..planner.split import Ranges, Split
+from ..planner.split import Ranges, Split, is_own_cut, split_of
 from .families import ALIASES, FAMILIES, NAMES, REFUSED, Fused, Style
 from .layers import Part
 from .token_shards import Stretch, find_stretch
@@ -47,6 +47,16 @@ STYLES: dict[str, Style] = {
     "local_packed_rowwise": "column",
 }
 
+# What a layer of a pair becomes without the other one.
+ALONE: dict[Style, Style] = {"column": "column_gather", "row": "row_scatter"}
+# A configuration's words for what a layer becomes.
+KINDS: dict[str, Style] = {
+    "row": "row",
+    "column": "column",
+    "column_gather": "column_gather",
+    "skip": "equal",
+    "partial": "partial",
+}
 
 Shares = list[tuple[int, int]]  # by rank, [start, stop)
 
@@ -57,17 +67,18 @@ class ParallelSettings:
 
     loss: "split" computes the loss from split logits in training, which then has none to show; "gathered" gathers
     them; "tiled" leaves both to who computes the loss where the head is (activations/tiled_loss.py). layers: (pattern,
-    style, parts, model types) by `re.match` of a parameter's name, before every other rule; style "row", "column" or
-    "skip", parts of a fused projection, and the models that it is for (none named: all). uses_other_rules: whether the
-    rest of the rules follows; is_strict: a layer that is left whole is an error. preset: a family's table, whatever the
-    model calls itself. sequence: activations sharded over tokens between the regions of a block, in training; "auto":
-    where that is built for the model. grain: feed-forward layers and vocabularies are cut at multiples of it, where
-    every rank gets one.
+    style, parts, model types) by `re.match` of a parameter's name, before every other rule; style of KINDS, parts of a
+    fused projection (how many equal ones, or the width of each), and the models that it is for (none named: all).
+    uses_other_rules: whether the rest of the rules follows; is_strict: a layer that is left whole is an error;
+    needs_a_split: a model of which no layer is split is one. preset: a family's table, whatever the model calls itself.
+    sequence: activations sharded over tokens between the regions of a block, in training; "auto": where that is built
+    for the model. grain: feed-forward layers and vocabularies are cut at multiples of it, where every rank gets one.
     """
 
     loss: Literal["split", "gathered", "tiled"] = "split"
-    layers: tuple[tuple[str, str, int, tuple[str, ...]], ...] = ()
+    layers: tuple[tuple[str, str, int | tuple[int, ...], tuple[str, ...]], ...] = ()
     uses_other_rules: bool = True
+    needs_a_split: bool = True
     is_strict: bool = False
     preset: str | None = None
     sequence: bool | Literal["auto"] = False
@@ -168,7 +179,8 @@ def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = Non
                 raise
             plan.why_whole = f"{error.what} {error.why}"
     _fill_splits(model, plan)
-    if all(choice.style in ("vocabulary", "head", "partial") for choice in plan.choices):
+    is_split = any(choice.style not in ("vocabulary", "head", "partial") for choice in plan.choices)
+    if settings.needs_a_split and not is_split and not came_cut(model):
         raise UsageError(
             f"no layer of {type(model).__name__} is split over tp={ranks}.",
             "No rule knows its layers, and no names look like projections.",
@@ -211,17 +223,28 @@ def _matched(model: nn.Module, settings: ParallelSettings, family: str) -> dict[
 
 
 def _by_config(name: str, module: nn.Module, settings: ParallelSettings, model_type: str) -> Choice | None:
-    if not is_matrix(module):
-        return None
     for pattern, style, parts, model_types in settings.layers:
         if (not model_types or model_type in model_types) and re.match(pattern, f"{name}.weight"):
-            if style not in ("row", "column", "skip"):
+            if style not in KINDS:
                 raise UsageError(
                     f"partition_type {shown(style)} of '{pattern}' is none.", fix="use row, column or skip."
                 )
-            fused = Fused("blocks", parts) if parts > 1 else None
-            kinds: dict[str, Style] = {"row": "row", "column": "column", "skip": "equal"}
-            return Choice(name, module, kinds[style], "partition_config", fused)
+            is_cut = style not in ("skip", "partial")
+            if is_cut and (not is_matrix(module) or isinstance(module, nn.Embedding)):
+                return None
+            if not any(True for _ in module.parameters(recurse=False)):
+                return None
+            sizes = parts if isinstance(parts, tuple) else ()
+            fused = Fused("blocks", len(sizes) or cast(int, parts), sizes) if parts != 1 else None
+            if sizes and sum(sizes) != weight_of(module).shape[1 if is_transposed(module) else 0]:
+                raise UsageError(
+                    f"layer '{name}' of {weight_of(module).shape[0]} outputs cannot be of parts {list(sizes)}.",
+                    "partition_config.shape says so.",
+                    "let the parts add up to the outputs.",
+                )
+            if sizes and style == "column":  # its parts are no equal heads, which a region would need
+                style = "column_gather"
+            return Choice(name, module, KINDS[style], "partition_config", fused)
     return None
 
 
@@ -233,8 +256,8 @@ def _own_plan(model: nn.Module) -> dict[str, str]:
         config = getattr(module, "config", None)
         base = getattr(module, "base_model_prefix", None)
         of_base = getattr(config, "base_model_tp_plan", None)
-        if isinstance(of_base, Mapping) and isinstance(base, str):
-            inner = f"{base}." if base and hasattr(module, base) else ""
+        if isinstance(of_base, Mapping):
+            inner = f"{base}." if isinstance(base, str) and base and hasattr(module, base) else ""
             found.update({f"{prefix}{inner}{pattern}": style for pattern, style in of_base.items()})
         own = getattr(module, "_tp_plan", None)
         if isinstance(own, Mapping):
@@ -287,13 +310,13 @@ def _make_regions(model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Ch
         beside = [other for other in choices.values() if other.style == "column" and _parent(other) == _parent(column)]
         row = _closing(column, beside, rows, order)
         if row is None:
-            _leave_whole(plan, [column], "no row layer closes it")
+            _take_apart(plan, [column], "no row layer closes it")
         else:
             regions[row.name].append(column)
     for row in rows:
         columns = regions[row.name]
         if not columns:
-            _leave_whole(plan, [row], "no column layer comes before it")
+            _take_apart(plan, [row], "no column layer comes before it")
             continue
         partial = [
             each for each in choices.values() if each.style == "partial" and _parent(each) == _parent(columns[0])
@@ -302,11 +325,24 @@ def _make_regions(model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Ch
     for choice in choices.values():
         if choice.style in ("column_gather", "row_scatter"):
             dim = 0 if choice.style == "column_gather" else 1
-            width = choice.widths[dim]
-            ranges = _shares(width, plan.ranks, choice.name, plan.grain)
-            choice.part = _part(choice, dim, tuple((each,) for each in ranges))
+            choice.part = _part(choice, dim, _shares_alone(choice, dim, plan))
             choice.region = _parent(choice)
             plan.choices.append(choice)
+
+
+def _shares_alone(choice: Choice, dim: int, plan: ParallelPlan) -> tuple[Ranges, ...]:
+    """Return what each rank holds of a layer that is split alone: its share of each part of a fused projection."""
+    width, fused = choice.widths[dim], choice.fused
+    if dim == 1 or fused is None or (not fused.sizes and width % fused.parts):
+        return tuple((each,) for each in _shares(width, plan.ranks, choice.name, plan.grain))
+    sizes = fused.sizes or (width // fused.parts,) * fused.parts
+    found: list[list[tuple[int, int]]] = [[] for _ in range(plan.ranks)]
+    start = 0
+    for size in sizes:
+        for own, (low, high) in zip(found, _shares(size, plan.ranks, choice.name, plan.grain), strict=True):
+            own.append((start + low, start + high))
+        start += size
+    return tuple(map(tuple, found))
 
 
 def _closing(
@@ -349,14 +385,14 @@ def _cut_region(
     inputs = row.widths[1]
     if not any(column.widths[0] // (column.fused.parts if column.fused else 1) == inputs for column in columns):
         stated = ", ".join(f"{column.name} ({column.widths[0]})" for column in columns)
-        _leave_whole(plan, [*columns, row], f"it reads {inputs} where {stated} give another width", row.name)
+        _take_apart(plan, [*columns, row], f"{row.name} reads {inputs} where {stated} give another width")
         return
     parent = model.get_submodule(_parent(columns[0]))
     head_dim = _head_dim(parent, columns, inputs)
     ranges: tuple[Ranges, ...]
     if head_dim is None:
         if len({column.widths[0] // _parts(column) for column in columns}) > 1:
-            _leave_whole(plan, [*columns, row], "its projections differ in width, and no head size is known", row.name)
+            _take_apart(plan, [*columns, row], "its projections differ in width, and no head size is known")
             return
         shares = _shares(inputs, plan.ranks, row.name, plan.grain)
         ranges = tuple((share,) for share in shares)
@@ -495,16 +531,13 @@ def _count_heads(
                 plan.attributes[name, attribute] = tuple(local)
 
 
-def _leave_whole(plan: ParallelPlan, choices: Sequence[Choice], why: str, culprit: str | None = None) -> None:
-    wished = next((choice for choice in choices if choice.is_wished), None)
-    if wished is not None:
-        raise UsageError(
-            f"layer '{culprit or wished.name}' cannot be split as {wished.source} says: {why}.",
-            "A column layer's outputs stay apart until a row layer sums them.",
-            "name both layers of the pair in tensor_parallel.partition_config.layer_specs, or none.",
-        )
+def _take_apart(plan: ParallelPlan, choices: Sequence[Choice], why: str) -> None:
+    """Let each of these layers be split alone where a rule names it, and stay whole elsewhere."""
     for choice in choices:
-        plan.left[choice.name] = why
+        if choice.is_wished:
+            choice.style = ALONE[choice.style]
+        else:
+            plan.left[choice.name] = why
 
 
 # -- adapters
@@ -643,12 +676,22 @@ def _fill_splits(model: nn.Module, plan: ParallelPlan) -> None:
     for norm in plan.stretch.norms if plan.stretch is not None else ():
         for parameter in model.get_submodule(norm).parameters():
             found[id(parameter)] = Split.whole("partial", tuple(parameter.shape), plan.ranks), norm
+    cut = came_cut(model)
     for name, parameter in model.named_parameters():
         equal = Split.whole("equal", tuple(parameter.shape), plan.ranks)
-        plan.splits[name] = found[id(parameter)][0] if id(parameter) in found else equal
+        plan.splits[name] = cut.get(name) or (found[id(parameter)][0] if id(parameter) in found else equal)
 
 
 # -- modules
+
+
+def came_cut(model: nn.Module) -> dict[str, Split]:
+    """Return how those parameters lie that a caller cut before: of layers that compute with parts by themselves."""
+    return {
+        name: split
+        for name, parameter in model.named_parameters()
+        if is_own_cut(parameter) and (split := split_of(parameter)) is not None
+    }
 
 
 def is_transposed(module: nn.Module) -> bool:

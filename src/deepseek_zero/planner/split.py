@@ -100,3 +100,14 @@ def set_copy(param: Tensor) -> None:
 def set_split(param: Tensor, split: Split) -> None:
     """Remember how a parameter lies along "tp"; its data is this rank's part."""
     param.__dict__["_zero_split"] = split
+
+
+def is_own_cut(param: Tensor) -> bool:
+    """Whether a caller cut this parameter, and its layer computes with the part by itself: it is not cut again."""
+    return bool(param.__dict__.get("_zero_is_own_cut"))
+
+
+def set_own_cut(param: Tensor, split: Split) -> None:
+    """Remember how a caller cut a parameter, before its model is wrapped; its data is this rank's part."""
+    set_split(param, split)
+    param.__dict__["_zero_is_own_cut"] = True

@@ -440,8 +440,8 @@ def specs(**spec: Any) -> dict[str, Any]:
         (specs(patterns=".*a"), "must be a list of regular expressions"),
         (specs(patterns=[".*a"], pattern="b"), r"layer_specs\[0\].pattern = 'b' .*no such key"),
         (specs(patterns=[".*a"], partition_type="row", partition_dim=0), "partition_dim = 0 .*is not built"),
-        (specs(patterns=[".*a"], shape=[[8, 2, 2], -1]), "shape = .*is not built"),
-        (specs(patterns=[".*a"], gather_output=True), "gather_output = True .*is not built"),
+        (specs(patterns=[".*a"], shape=[[8, -2, 2], -1]), "shape = .*is not built"),
+        (specs(patterns=[".*a"], grad_allreduce=True), "grad_allreduce = True .*is for layers that are skipped"),
         ({"tensor_parallel": {"partition_config": {"layer_specs": {"patterns": []}}}}, "must be a list of objects"),
         ({"tensor_parallel": {"partition_config": {"strict": True}}}, "partition_config.strict = True .*no such key"),
         ({"pipeline": {"stages": 2, "virtual": 2}}, "pipeline.virtual = 2 .*more than schedule 1f1b has"),
@@ -458,7 +458,9 @@ def test_rules_are_those_for_the_model() -> None:
         "layer_specs": [
             {"patterns": [".*qkv.weight$"], "partition_type": "Column", "shape": (3, -1)},
             {"patterns": [".*o.weight$", ".*down.weight$"], "partition_type": "row", "model_types": ["llama"]},
-            {"patterns": [".*norm.*"], "partition_type": "skip"},
+            {"patterns": [".*norm.*"], "partition_type": "skip", "grad_allreduce": True},
+            {"patterns": [".*head.*"], "gather_output": True, "shape": [[8, 2, 2], 12]},
+            {"patterns": [".*"], "partition_type": "skip"},
         ]
     }
     load({"tensor_parallel": {"partition_config": found}})
@@ -466,6 +468,8 @@ def test_rules_are_those_for_the_model() -> None:
         (".*qkv.weight$", "column", 3, ()),
         (".*o.weight$", "row", 1, ("llama",)),
         (".*down.weight$", "row", 1, ("llama",)),
-        (".*norm.*", "skip", 1, ()),
+        (".*norm.*", "partial", 1, ()),
+        (".*head.*", "column_gather", (8, 2, 2), ()),
+        (".*", "skip", 1, ()),
     )
     assert layer_rules(None) == ()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepseek_zero.parallel.functions import column, enter, gather, leave, row, scatter
 from deepseek_zero.parallel.group import LEAST_BUFFERS, TensorGroup
+from deepseek_zero.planner.split import Split
 from tests.in_process import Rank, run_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -158,7 +159,8 @@ def test_gather_and_scatter_are_each_others_gradients() -> None:
         group = TensorGroup(rank.comm)
         start = sum(widths[: rank.index])
         own = whole(2, 4, 5)[..., start : start + widths[rank.index]].clone().requires_grad_()
-        everything = gather(own, group, widths, "gather")
+        columns = Split("split", (5,), 0, (((0, 3),), ((3, 5),)))
+        everything = gather(own, group, columns, "gather")
         (everything * whole(2, 4, 5, seed=1)).sum().backward()
         x = whole(2, 4, 5).requires_grad_()
         part = scatter(x, group, widths, "scatter")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,11 @@ import torch
 from torch import nn
 
 from deepseek_zero.base.errors import NotBuiltError, UsageError
+from deepseek_zero.parallel.apply import parallelize, virtual
 from deepseek_zero.parallel.plans import ParallelPlan, ParallelSettings, choose
+from deepseek_zero.planner.split import Split
+from deepseek_zero.sharding.access import join_split
+from tests.in_process import Rank, run_ranks
 from tests.unit.parallel.tiny import differences, ranks_step, tiny, virtual_step
 
 
@@ -77,10 +82,11 @@ def test_partition_config_comes_first() -> None:
     assert set(kinds(choose(Net(), 2, alone))) == {f"blocks.{n}.{name}" for n in range(2) for name in ("up", "down")}
 
 
-def test_a_column_that_no_row_closes_is_refused_by_name() -> None:
+def test_a_column_that_no_row_closes_is_split_alone_where_it_was_named() -> None:
     wished = ParallelSettings(layers=((r".*\.up\.", "column", 1, ()),), uses_other_rules=False)
-    with pytest.raises(UsageError, match=r"layer 'blocks\.0\.\S+' cannot be split as partition_config says: "):
-        choose(Net(), 2, wished)
+    plan = choose(Net(), 2, wished)
+    assert kinds(plan) == {"blocks.0.up": "column_gather", "blocks.1.up": "column_gather"}
+    assert plan.splits["blocks.0.up.bias"].ranges == (((0, 10),), ((10, 20),))
     named_only = Net()
     for block in named_only.blocks:
         del block.down
@@ -88,12 +94,50 @@ def test_a_column_that_no_row_closes_is_refused_by_name() -> None:
     assert "blocks.0.up" in plan.left and "blocks.0.up" not in kinds(plan)
 
 
-def test_widths_that_do_not_meet_are_refused_by_name() -> None:
+def test_layers_whose_widths_do_not_meet_are_split_alone() -> None:
     wished = ParallelSettings(
         layers=((r".*attention\.q\.", "column", 1, ()), (r".*\.down\.", "row", 1, ())), uses_other_rules=False
     )
-    with pytest.raises(UsageError, match=r"'blocks\.0\.down' cannot be split.*it reads 20"):
-        choose(Net(), 2, wished)
+    found = kinds(choose(Net(), 2, wished))
+    assert found["blocks.0.attention.q"] == "column_gather" and found["blocks.1.down"] == "row_scatter"
+
+
+def test_layers_that_are_all_skipped_leave_a_model_whole() -> None:
+    wished = ParallelSettings(layers=((".*", "skip", 1, ()),), needs_a_split=False)
+    plan = choose(Net(), 2, wished)
+    assert not plan.choices and all(split.kind == "equal" for split in plan.splits.values())
+
+
+@pytest.mark.parametrize("kind", ["row", "column", "column_gather"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_single_layers_compute_what_whole_ones_do(kind: str, dtype: torch.dtype) -> None:
+    """Also one of parts of several widths, uneven over the ranks, and layers one behind the other."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 7), nn.Linear(7, 10)).to(dtype)
+    parts = ((r"3\.", "column", (4, 3, 3), ()),) if kind == "column" else ()
+    settings = ParallelSettings(layers=(*parts, (r"\d\.", kind, 1, ())))
+    x = torch.randn(4, 6, dtype=dtype)
+
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        inputs = x.clone().requires_grad_()
+        model(inputs).float().square().sum().backward()
+        return [inputs.grad, *(each.grad for each in model.parameters())]  # type: ignore[list-item]
+
+    def body(rank: Rank) -> list[torch.Tensor]:
+        own = copy.deepcopy(layers)
+        splits = parallelize(own, rank.comm, settings)
+        assert any(split.kind == "split" for split in splits.values())
+        of_input, *grads = step(own)
+        return [of_input, *(join_of(each, split, rank) for each, split in zip(grads, splits.values(), strict=True))]
+
+    def join_of(own: torch.Tensor, split: Split, rank: Rank) -> torch.Tensor:
+        return own if split.kind != "split" else join_split(own.reshape(-1), split, rank.comm, "").view(split.shape)
+
+    plain, whole = step(copy.deepcopy(layers)), step(virtual(copy.deepcopy(layers), 3, settings))
+    for found in run_ranks(3, body):
+        for own, expected, exact in zip(found, plain, whole, strict=True):
+            assert torch.equal(own, exact)
+            torch.testing.assert_close(own, expected, atol=1e-5 if dtype == torch.float32 else 0.3, rtol=0.02)
 
 
 def test_a_rank_without_a_head_is_refused_by_name() -> None:

@@ -1,7 +1,7 @@
-"""DeepSpeed's classes of AutoTP's configuration, and its reading of transformers' plans, for programs that build them.
+"""DeepSpeed's classes of AutoTP's configuration, its shares of a dimension, and its reading of transformers' plans.
 
-No engine reads them: `tensor_parallel.partition_config` is the way in (config/layer_specs.py), and transformers' own
-plans are read by parallel/plans.py.
+They are for programs that build them.  No engine reads them: `tensor_parallel.partition_config` is the way in
+(config/layer_specs.py), and transformers' own plans are read by parallel/plans.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,119 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+
+
+class AUTOTP_MODE(Enum):
+    """What layers are split for."""
+
+    TRAINING = "TRAINING"
+    INFERENCE = "INFERENCE"
+
+
+class _Mode:
+    now: ClassVar[AUTOTP_MODE] = AUTOTP_MODE.INFERENCE
+
+
+def set_autotp_mode(training: bool = False) -> None:
+    """Say what layers are split for from now on.  It changes no layer: all of them have gradients."""
+    _Mode.now = AUTOTP_MODE.TRAINING if training else AUTOTP_MODE.INFERENCE
+
+
+def get_auto_tp_mode() -> AUTOTP_MODE:
+    """Return what layers are split for."""
+    return _Mode.now
+
+
+def is_autotp_training_mode() -> bool:
+    """Return whether layers are split for training."""
+    return _Mode.now is AUTOTP_MODE.TRAINING
+
+
+@dataclass(frozen=True)
+class AutoTPMeta:
+    """How the heads of a model are counted, by which its layers are shared out.
+
+    tp_grain_size: other widths are cut at multiples of it.
+    """
+
+    num_kv_heads: int | None = None
+    num_attention_heads: int | None = None
+    n_embd: int | None = None
+    tp_grain_size: int = 1
+
+    @classmethod
+    def from_model_config(cls, model_config: Any, tp_grain_size: int = 1) -> AutoTPMeta:
+        """Return what a model's configuration says of its heads."""
+        found = {field: _first_of(model_config, names) for field, names in _COUNTS.items()}
+        return cls(**found, tp_grain_size=tp_grain_size)
+
+
+# what is counted -> where a model's configuration may say it, the first one first
+_COUNTS: dict[str, tuple[str, ...]] = {
+    "num_kv_heads": (
+        "multi_query_group_num",
+        "num_kv_heads",
+        "num_key_value_heads",
+        "num_attention_heads",
+        "n_heads",
+        "attention_heads",
+    ),
+    "num_attention_heads": ("num_attention_heads", "num_heads", "n_heads", "n_head", "attention_heads"),
+    "n_embd": ("n_embd", "hidden_size"),
+}
+_OF_NO_HEADS = ("mlp", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")  # in names of layers
+_HEADS_OF_WORDS = ("lm_head", "embed_out")
+
+
+def _first_of(config: Any, names: tuple[str, ...]) -> int | None:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def get_shard_size_list(
+    total_size: int, mp_size: int, meta: AutoTPMeta | str | None = None, name: str | None = None
+) -> list[int]:
+    """Return how much of a dimension each rank has; the first ranks take more.
+
+    meta: by its key/value heads where they divide the dimension, else by its grain.  name: the layer's; one in an MLP
+    or before the words has no heads.  Older programs pass the name in meta's place.
+    """
+    if isinstance(meta, str):
+        meta, name = None, meta
+    counts = meta or AutoTPMeta()
+    told, heads = str(name), counts.num_kv_heads
+    if heads and total_size % heads == 0 and told not in _HEADS_OF_WORDS and not any(s in told for s in _OF_NO_HEADS):
+        return [total_size // heads * share for share in _even(heads, mp_size)]
+    grain = counts.tp_grain_size if total_size >= counts.tp_grain_size else 1
+    found = [grain * share for share in _even(total_size // grain, mp_size)]
+    found[-1] += total_size % grain
+    return found
+
+
+def get_shard_size(
+    total_size: int,
+    mp_size: int,
+    meta: AutoTPMeta | str | None = None,
+    name: str | None = None,
+    rank: int | None = None,
+    mp_group: Any = None,
+) -> int:
+    """Return how much of a dimension a rank has.  rank: in the group; None: this process's."""
+    if rank is None:
+        if mp_group is None and dist.get_world_size() != mp_size:
+            raise ValueError(
+                f"get_shard_size requires a group-local rank or process group when mp_size ({mp_size}) differs from "
+                f"the distributed world size ({dist.get_world_size()})."
+            )
+        rank = dist.get_rank(mp_group)
+    return get_shard_size_list(total_size, mp_size, meta, name)[rank]
+
+
+def _even(whole: int, ranks: int) -> list[int]:
+    part, more = divmod(whole, ranks)
+    return [part + (rank < more) for rank in range(ranks)]
 
 
 class PartitionType(Enum):
@@ -123,6 +235,19 @@ class TPPlanConverter:
     @staticmethod
     def _wildcard_to_regex(pattern: str) -> str:
         return ".*" + pattern.replace(".", r"\.").replace("*", ".*")
+
+
+def _get_hf_tp_plan(model: Any) -> dict[str, str] | None:
+    """Return the plan that a transformers model carries: of its base, its class and itself; None without one.
+
+    A pattern that only repeats another one behind the base model's name is left out.
+    """
+    found: dict[str, str] = dict(getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {})
+    for plan in (getattr(type(model), "_tp_plan", None), getattr(model, "_tp_plan", None)):
+        for pattern, style in (plan or {}).items():
+            if not any(pattern == known or pattern.endswith(f".{known}") for known in found):
+                found[pattern] = style
+    return found or None
 
 
 def _of_weights(regex: str) -> str:

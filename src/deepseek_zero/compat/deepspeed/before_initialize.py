@@ -27,6 +27,7 @@ from ...config.raw_config import lookup
 from ...engine.mesh_statements import MeshStatement
 from ...sharding.param_group import ParamGroup
 from ...sharding.sharded_parameter import owner_of
+from .autotp import set_autotp_mode
 
 _SIZE = "tensor_parallel.autotp_size"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -192,7 +193,14 @@ def tp_model_init(
                 "leave tp_group out.",
             )
     _asked[model] = TensorParallelRequest(tp_size, dtype, ranks)
+    set_autotp_mode(training=True)
     return model
+
+
+def asked_tp_size(model: nn.Module) -> int:
+    """Return what `tp_model_init` was given for a model, 0 where it was not called."""
+    asked = _asked.get(model)
+    return asked.tp_size if asked is not None else 0
 
 
 def tensor_parallel_statement(model: Any, raw: RawConfig, has_mpu: bool) -> MeshStatement | None:

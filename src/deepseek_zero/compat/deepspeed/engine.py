@@ -33,7 +33,7 @@ from ...engine.data import ShardedLoader
 from ...engine.engine import Engine
 from ...engine.pieces import refuse_shared_loader
 from . import groups
-from .before_initialize import get_z3_leaf_modules
+from .before_initialize import asked_tp_size, get_z3_leaf_modules
 from .checkpoint import DEEPSPEED
 from .dropin import is_dropin_imported
 from .missing import ENGINE, engine_name_missing, missing_names
@@ -128,7 +128,9 @@ GETTERS: dict[str, Callable[[Engine], Any]] = {
     "initial_dynamic_scale": lambda e: 2.0**e._config.fp16.initial_scale_power,
     "loss_scale": lambda e: e._config.fp16.loss_scale,
     # Axes
-    "autotp_size": lambda e: e.mesh.tp if e.mesh.tp > 1 else e._config.tensor_parallel.autotp_size,
+    "autotp_size": lambda e: (
+        e.mesh.tp if e.mesh.tp > 1 else e._config.tensor_parallel.autotp_size or asked_tp_size(e.module)
+    ),
     "get_sequence_parallel_group": lambda e: groups.group_of(*groups.SEQUENCE, over=e.mesh),
     # Optimizer and schedule
     "gradient_clipping": lambda e: e._config.gradient_clipping,

@@ -12,11 +12,10 @@ from __future__ import annotations
 import weakref
 from typing import Any, ClassVar
 
-import torch.distributed as dist
-
-from ...base.errors import NotBuiltError
+from ...base.errors import NotBuiltError, UsageError
 from ...base.mesh import PATIENCE, REDUCE_AXES, Mesh
 from ...engine.engine import Engine
+from . import comm as dist
 from .comm import get_world_group
 
 DATA = ("dp_replicate", "dp_shard")
@@ -25,9 +24,13 @@ KINDS: tuple[tuple[str, ...], ...] = (DATA, REDUCE_AXES, TENSOR, SEQUENCE, PIPE)
 
 
 class _Process:
-    """Whose mesh is told, and torch's groups of this world: by ranks, None where this rank is not among them."""
+    """Whose mesh is told, and torch's groups of this world: by ranks, None where this rank is not among them.
+
+    stated: the world's group in which a program made groups by itself (`_init_tp_mesh_device`), their mesh, and they.
+    """
 
     engine: ClassVar[weakref.ref[Engine] | None] = None
+    stated: ClassVar[tuple[Any, Mesh, dict[tuple[str, ...], Any]] | None] = None
     world: ClassVar[Any] = None
     made: ClassVar[dict[tuple[int, ...], Any]] = {}
 
@@ -50,11 +53,42 @@ def _create_expert_and_data_parallel(
 
 def tell_of(engine: Engine) -> None:
     """Have these functions answer from this engine's mesh, while it lives.  Local."""
-    _Process.engine = weakref.ref(engine)
+    _Process.engine, _Process.stated = weakref.ref(engine), None
+
+
+def _init_tp_mesh_device(tensor_model_parallel_size: int = 1, data_parallel_size: int | None = None) -> tuple[Any, Any]:
+    """Make the groups of so many ranks that share layers, and have these functions answer from them until an engine is
+    made; returns this rank's data-parallel group and the one that shares its layers.  Collective in the world.
+    """
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if size % tensor_model_parallel_size or data_parallel_size not in (None, size // tensor_model_parallel_size):
+        raise UsageError(
+            f"{tensor_model_parallel_size} tensor-parallel ranks and {data_parallel_size} data-parallel ones do not "
+            f"make up a world of {size}.",
+            fix="leave data_parallel_size out, and choose a divisor of the world.",
+        )
+    here = Mesh(tp=tensor_model_parallel_size).on_world(size, rank)
+    found: dict[tuple[str, ...], Any] = {}
+    for axes in (DATA, TENSOR):
+        for ranks in here.groups_along(*axes):
+            made = dist.new_group(list(ranks))
+            if rank in ranks:
+                found[axes] = made
+    _Process.stated = get_world_group(), here, found
+    return found[DATA], found[TENSOR]
+
+
+def _stated() -> tuple[Mesh, dict[tuple[str, ...], Any]] | None:
+    """Return what a program made by itself in this world."""
+    if _Process.stated is None or _Process.stated[0] is not get_world_group():
+        return None
+    return _Process.stated[1:]
 
 
 def mesh() -> Mesh:
     """Return the mesh that these functions answer from, seen by this rank."""
+    if (stated := _stated()) is not None:
+        return stated[0]
     size = dist.get_world_size() if dist.is_initialized() else 1
     engine = _Process.engine() if _Process.engine is not None else None
     if engine is not None and engine.mesh.world_size == size:
@@ -77,6 +111,8 @@ def group_of(*axes: str, over: Mesh | None = None) -> Any:
     over: the mesh they are axes of; None: the one that is told.  Collective in the world where its groups were not made
     yet.
     """
+    if over is None and (stated := _stated()) is not None and axes in stated[1]:
+        return stated[1][axes]
     if not dist.is_initialized():
         return None
     here = over or mesh()
@@ -169,6 +205,9 @@ def get_pipeline_model_parallel_rank() -> int:
     return mesh().coordinates["pp"]
 
 
+# What DeepSpeed's module keeps of its own; a program that looks there finds that nothing was made yet.
+_DATA_PARALLEL_GROUP = _MODEL_PARALLEL_GROUP = _TENSOR_MODEL_PARALLEL_GROUP = None
+_DEVICE_MESH_SPLIT_UNSUPPORTED = "No backend for the parent process group or its backend does not support splitting"
 _clone_world_group = get_world_group
 _get_data_parallel_group = get_data_parallel_group
 _get_data_parallel_world_size = get_data_parallel_world_size

@@ -14,8 +14,9 @@ from __future__ import annotations
 import argparse
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Adam, AdamW
 
-from ...base.errors import NotBuiltError, UsageError
+from ...base.errors import BatchMismatchError, NotBuiltError, UsageError
 from ...base.given import refuse, whole_number
 from ...config import choose_source
 from ...config.load import load
@@ -35,6 +36,7 @@ from ...sharding.init import InitShard
 from ...sharding.param_group import ParamGroup
 from ...sharding.sharded_parameter import owner_of
 from . import groups
+from .autotp import set_autotp_mode
 from .before_initialize import DTYPES, leaf_module_names, low_precision, mark_configured, tensor_parallel_statement
 from .comm import init_distributed, join
 from .dropin import is_dropin_imported
@@ -45,6 +47,7 @@ from .optimizer import class_of
 from .parameters import ParameterOffload, show_ds_names
 from .torch_autocast import init_autocast_params
 from .zero import GatheredParameters
+from .tensor_layers import show_names
 
 if TYPE_CHECKING:
     from .configuration import Configuration
@@ -161,6 +164,11 @@ def initialize(
     groups.tell_of(engine)
     if unchanged:
         groups.make_groups(engine.mesh)
+    if engine.mesh.tp > 1:
+        set_autotp_mode(training=True)
+        show_names(engine)
+        if unchanged:
+            vars(engine)["forward"] = partial(_in_deepspeeds_words, engine.forward)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -196,6 +204,14 @@ def round_values(model: nn.Module, raw: RawConfig) -> None:
             values = owner.slice if isinstance(owner, InitShard) else param.data if owner is None else None
             if values is not None and values.dtype is torch.float32 and not values.is_meta and key not in whole:
                 values.copy_(values.to(dtype))
+
+
+def _in_deepspeeds_words(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run an engine's forward; where ranks were given different batches, programs compare the text of the error."""
+    try:
+        return forward(*args, **kwargs)
+    except BatchMismatchError as error:
+        raise BatchMismatchError(f"{error.what.partition(': ')[0]}.") from error
 
 
 # Model -> its engine, both weakly.

@@ -63,7 +63,6 @@ MISSING: dict[str, Rows] = {
             "DualPipe is not planned; interleaved has small bubbles",
             "DualPipeVEngine DualPipeVModule",
         ),
-        (N, "initialize splits a model over mesh axis tp; there is no other mode", "set_autotp_mode"),
         (N, "engine.deepspeed_io makes loaders", "DeepSpeedDataLoader"),
         (N, "it always is: engine.compile()", "is_compile_supported"),
         (N, MOE, "moe"),

@@ -115,6 +115,25 @@ PROVIDED: dict[str, dict[str, str]] = {
             "parse_resource_filter"
         ),
     },
+    "deepspeed.module_inject.auto_tp": {
+        "deepseek_zero.compat.deepspeed.tensor_injection": "AutoTP",
+    },
+    "deepspeed.module_inject.layers": {
+        "deepseek_zero.compat.deepspeed.autotp": "get_auto_tp_mode is_autotp_training_mode set_autotp_mode",
+        "deepseek_zero.compat.deepspeed.tensor_layers": (
+            "ColumnParallel DS_IS_REPLACED_MODULE DS_TENSOR_MODEL_PARALLEL GateUpPack_LinearLayer "
+            "GatherFromTensorParallelRegion GatherReplacedLayerParams LinearAllreduce "
+            "LinearAllreduceWithReplicatedInput LinearLayer LmHeadLinearAllreduce RowParallel "
+            "ScatterToTensorParallelRegion SubParamLinearAllreduce SubParamLinearLayer TensorParallel_Layer "
+            "VocabParallelLinear _subparam_shard_widths"
+        ),
+        "deepseek_zero.compat.deepspeed.tensor_checkpoint_info": (
+            "_build_param_uc_restore_meta _get_param_uc_conversion_meta collect_autotp_universal_checkpoint_info"
+        ),
+    },
+    "deepspeed.module_inject.tp_shard": {
+        "deepseek_zero.compat.deepspeed.autotp": "AutoTPMeta get_shard_size get_shard_size_list",
+    },
     "deepspeed.module_inject.autotp_config": {
         "deepseek_zero.compat.deepspeed.autotp": "AutoTPConfig PartitionType TPLayerSpec",
     },
@@ -316,6 +335,9 @@ PROVIDED: dict[str, dict[str, str]] = {
         ),
         "deepseek_zero.compat.deepspeed.sequence_ulysses": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     },
+    "deepspeed.runtime.tensor_parallel.config": {
+        "deepseek_zero.compat.deepspeed.autotp": "AUTOTP_MODE _get_hf_tp_plan",
+    },
     "deepspeed.runtime.torch_autocast": {
         "deepseek_zero.compat.deepspeed.torch_autocast": (
             "LOWER_PRECISION_SAFE_MODULES PARAM_COMM_DTYPE_ATTR_NAME autocast_if_enabled get_all_comm_dtypes "
@@ -414,7 +436,8 @@ PROVIDED: dict[str, dict[str, str]] = {
     },
     "deepspeed.utils.groups": {
         "deepseek_zero.compat.deepspeed.groups": (
-            "_clone_world_group _create_expert_and_data_parallel _get_data_parallel_group "
+            "dist _DATA_PARALLEL_GROUP _DEVICE_MESH_SPLIT_UNSUPPORTED _init_tp_mesh_device _MODEL_PARALLEL_GROUP "
+            "_TENSOR_MODEL_PARALLEL_GROUP _clone_world_group _create_expert_and_data_parallel _get_data_parallel_group "
             "_get_data_parallel_group_ranks _get_data_parallel_rank _get_data_parallel_world_size "
             "_get_expert_model_parallel_world_size _get_model_parallel_world_size "
             "_get_sequence_data_parallel_group _get_sequence_data_parallel_rank "

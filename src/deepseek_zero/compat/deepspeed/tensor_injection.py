@@ -1,0 +1,94 @@
+"""DeepSpeed's `AutoTP`: puts its split layers into a model by rules of names, for programs that call it themselves.
+
+`initialize` splits a model by the planner (parallel/plans.py) and needs none of this.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+
+from ...base.errors import NotBuiltError
+from .autotp import AutoTPConfig, AutoTPMeta, PartitionType, TPLayerSpec
+from .tensor_layers import LinearAllreduce, LinearLayer, SubParamLinearAllreduce, SubParamLinearLayer
+
+
+class AutoTP:
+    """The rules of a model, and the group that its layers are split over.
+
+    partition_config: the rules.  The other arguments are DeepSpeed's and change nothing.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        all_reduce_linears: Any = (),
+        prefix: str = "",
+        state_dict: Any = None,
+        linear_layer_setting: Any = None,
+        orig_layer_impl: Any = None,
+        keep_module_on_host: bool = False,
+        partition_config: AutoTPConfig | None = None,
+    ) -> None:
+        if partition_config is None:
+            raise NotBuiltError(
+                "AutoTP without a partition_config is not built.",
+                "Its own reading of a model is for init_inference.",
+                "pass partition_config=AutoTPConfig(...), or let deepspeed.initialize split the model.",
+            )
+        self.module, self.partition_config = module, partition_config
+        self.mp_size, self.mp_group = 1, None
+        self.tp_meta = AutoTPMeta.from_model_config(getattr(module, "config", None))
+
+    def set_tensor_parallel_config(self, mp_size: int, mp_group: Any) -> None:
+        """Say over how many ranks, and which, layers are split."""
+        self.mp_size, self.mp_group = mp_size, mp_group
+
+    def update_linear_policies(self) -> None:
+        """Nothing to do: the rules are read as layers are met."""
+
+    def _replace_module(self, r_module: nn.Module, prev_name: str = "", prev_class_name: str = "") -> nn.Module:
+        """Put split layers into a model in the places of those that a rule names; returns the model.  Local."""
+        for name, child in r_module.named_children():
+            full_name = f"{prev_class_name}.{name}" if prev_class_name else name
+            weight = getattr(child, "weight", None)
+            if isinstance(weight, nn.Parameter) and weight.dim() == 2 and not isinstance(child, nn.Embedding):
+                found = self._replace_with_config(child, full_name)
+                if found is not None:
+                    setattr(r_module, name, found)
+            else:
+                self._replace_module(child, name, full_name)
+        return r_module
+
+    def _replace_with_config(self, child: nn.Module, full_name: str) -> nn.Module | None:
+        """Return what stands for a layer; None where it stays."""
+        spec = self.partition_config.find_matching_spec(f"{full_name}.weight", self._get_model_type())
+        if spec is None or spec.partition_type is PartitionType.SKIP or self._is_tied(child):
+            return None
+        return self._layer(child, spec, full_name)
+
+    def _layer(self, child: nn.Module, spec: TPLayerSpec, full_name: str) -> nn.Module:
+        shared: dict[str, Any] = {"name": full_name, "tp_meta": self.tp_meta}
+        is_column = spec.partition_type is PartitionType.COLUMN
+        if is_column:
+            shared["gather_output"] = spec.gather_output
+        if spec.shape is None:
+            return (LinearLayer if is_column else LinearAllreduce)(child, self.mp_group, **shared)
+        kind = SubParamLinearLayer if is_column else SubParamLinearAllreduce
+        return kind(child, self.mp_group, spec.shape, spec.get_partition_dim(), **shared)
+
+    def _is_tied(self, child: nn.Module) -> bool:
+        """Whether another module has the layer's weight, too: a table of words that it would cut unasked."""
+        return any(
+            param is child.weight
+            for module in self.module.modules()
+            if module is not child
+            for param in module.parameters(recurse=False)
+        )
+
+    def _get_model_type(self) -> str | None:
+        """Return what the model calls its family, or the name of its class in small letters."""
+        told = getattr(getattr(self.module, "config", None), "model_type", None)
+        return str(told).lower() if told else re.sub(r"(model|forcausallm)$", "", type(self.module).__name__.lower())
