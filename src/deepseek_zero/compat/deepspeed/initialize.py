@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +48,6 @@ from .optimizer import class_of
 from .parameters import ParameterOffload, show_ds_names
 from .torch_autocast import init_autocast_params
 from .zero import GatheredParameters
-from .tensor_layers import show_names
 
 if TYPE_CHECKING:
     from .configuration import Configuration
@@ -166,7 +166,8 @@ def initialize(
         groups.make_groups(engine.mesh)
     if engine.mesh.tp > 1:
         set_autotp_mode(training=True)
-        show_names(engine)
+        # A run without this axis imports none of its layers.
+        import_module(".tensor_layers", __package__).show_names(engine)
         if unchanged:
             vars(engine)["forward"] = partial(_in_deepspeeds_words, engine.forward)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
