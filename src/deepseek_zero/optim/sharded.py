@@ -201,12 +201,16 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     def load_states(self) -> dict[Tensor, dict[str, Any]]:
         """Run every deferred update, fetch offloaded moments, and return the inner optimizer's state, by shard.
 
-        Local. Raises `StorageError` if a disk fails, `UsageError` after an update that failed.
+        Shards are in their own order, whatever was updated or loaded first. Local. Raises `StorageError` if a disk
+        fails, `UsageError` after an update that failed.
         """
         self.finish()
+        states = self.inner.state
         for shard in self.shards():
             self.moments.load(shard, working=False)
-        return self.inner.state
+            if shard.param in states:
+                states[shard.param] = states.pop(shard.param)
+        return states
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
