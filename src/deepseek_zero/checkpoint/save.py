@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.errors import CheckpointError
+from ..base.errors import CheckpointError, UsageError
 from ..base.log import log_first, log_once
 from ..base.memory import no_collection
 from ..base.mesh import AXES
@@ -238,13 +238,17 @@ def _encoded_values(contents: Contents, tensors: dict[str, Tensor]) -> dict[str,
     }
 
 
+class DifferentTagsError(CheckpointError, UsageError):
+    """Ranks save one checkpoint under different tags."""
+
+
 def _agreed_tag(tags: list[str], validation: str) -> str:
     """Return rank 0's tag.  CheckpointError where it is none to save, or (validation) ranks name different ones."""
     different = next((rank for rank, each in enumerate(tags) if each != tags[0]), None)
     if different is not None and validation != "Ignore":
         message = f"rank 0 saves under tag {tags[0]!r}, rank {different} under {tags[different]!r}"
         if validation == "Fail":
-            raise CheckpointError(f"{message}.", "One checkpoint has one tag.", "pass the same tag on every rank.")
+            raise DifferentTagsError(f"{message}.", "One checkpoint has one tag.", "pass the same tag on every rank.")
         log_once(f"{message}; rank 0's is used.")
     return tag_to_save(tags[0])
 

@@ -93,15 +93,17 @@ class _Named:
 
 # DeepSpeed's Adam and AdamW default to no decay; torch's AdamW to 0.01.  "torch_adam" asks for torch's own.
 _FUSED_ADAM = {"weight_decay": 0.0}
-_ADAM_ONLY = {"bias_correction": True, "fp32_optimizer_states": True, "set_grad_none": True}
-_ADAM_SWITCHES = frozenset({"torch_adam", "adam_w_mode", "adamw_mode"})
+_ADAM_ONLY = {"bias_correction": True}
+# Either value is what is done: moments have their master's dtype, and gradients go with the step.
+_EITHER = frozenset({"fp32_optimizer_states", "set_grad_none"})
+_ADAM_SWITCHES = frozenset({"torch_adam", "adam_w_mode", "adamw_mode", *_EITHER})
 _NAMED: dict[str, _Named] = {
     "adam": _Named(torch.optim.Adam, _FUSED_ADAM, _ADAM_ONLY, _ADAM_SWITCHES),
     "adamw": _Named(torch.optim.AdamW, _FUSED_ADAM, _ADAM_ONLY, _ADAM_SWITCHES),
-    "adagrad": _Named(torch.optim.Adagrad, {}, {"amsgrad": False, "fp32_optimizer_states": True}),
-    "lion": _Named(Lion, {}, {"fp32_optimizer_states": True, "set_grad_none": True}),
-    "lamb": _Named(Lamb, {}, {"amsgrad": False, "eps_inside_sqrt": False, "set_grad_none": True}),
-    "muon": _Named(Muon),
+    "adagrad": _Named(torch.optim.Adagrad, {}, {"amsgrad": False}, _EITHER),
+    "lion": _Named(Lion, {}, {}, _EITHER),
+    "lamb": _Named(Lamb, {}, {"amsgrad": False, "eps_inside_sqrt": False}, _EITHER),
+    "muon": _Named(Muon, {}, {"adam_w_mode": True, "per_head_muon": False}, frozenset({"torch_adam"})),
     "onebitadam": _Named(
         OneBitAdam,
         {},

@@ -18,6 +18,7 @@ from deepseek_zero.compat.deepspeed import activation_checkpointing, initialize
 from deepseek_zero.compat.deepspeed.checkpoint import folder, universal
 from deepseek_zero.compat.deepspeed.muon import mark_parameters, muon_update
 from deepseek_zero.compat.deepspeed.ops import DeepSpeedCPUAdam, FusedAdam
+from deepseek_zero.compat.deepspeed.optimizer import FP16_UnfusedOptimizer
 from deepseek_zero.compat.deepspeed.pipe import PipelineModule
 from deepseek_zero.compat.deepspeed.profiling import FlopsProfiler
 from deepseek_zero.config import RawConfig
@@ -90,6 +91,8 @@ def test_the_optimizer_of_stage_0_is_of_the_given_class_and_equal_to_it() -> Non
     assert engine.optimizer != torch.optim.AdamW(model.parameters()) and len({engine.optimizer}) == 1
     engine(torch.ones(1, 4)).sum().backward()
     engine.step()
+    half = make({"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}})
+    assert isinstance(half.optimizer, FP16_UnfusedOptimizer) and half.optimizer.low_precision_dtype is torch.bfloat16
     sharded = make({"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW"}})
     assert not isinstance(sharded.optimizer, torch.optim.AdamW)
 
@@ -114,6 +117,30 @@ def test_the_profiled_forward_is_the_engines_flops_profiler() -> None:
     assert isinstance(engine.flops_profiler, FlopsProfiler)
     assert (engine.flops_profiler.flops, engine.flops_profiler.params) == (200, 110)
     assert make({}).flops_profiler is None
+
+
+def test_a_profile_says_whose_ranks_it_is_of(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = {"world_size": 8, "dp_world_size": None, "seq_dp_world_size": 4, "mp_world_size": 1}
+    engine = SimpleNamespace(**ranks, train_micro_batch_size_per_gpu=lambda: 2)
+    model = nn.Linear(4, 4)
+    profiler = FlopsProfiler(model, engine)
+    profiler.start_profile()
+    model(torch.ones(1, 4))
+    profiler.print_model_profile(detailed=False)
+    profiler.end_profile()
+    assert capsys.readouterr().out.splitlines()[1].split() == ["data", "parallel", "size:", "4"]
+
+
+def test_a_checkpoint_saved_nowhere_is_a_value_error(tmp_path: Path) -> None:
+    engine = make({})
+    for nowhere in (None, ""):
+        with pytest.raises(ValueError, match="names no folder"):
+            engine.save_checkpoint(nowhere)
+    script = tmp_path / "script.py"
+    script.touch(0o600)
+    engine._change_recovery_script_permissions(script)
+    assert script.stat().st_mode & 0o777 == 0o700
+    engine._change_recovery_script_permissions(tmp_path / "missing")  # a line in the log
 
 
 # -- Muon
@@ -165,6 +192,16 @@ def test_layers_are_recomputed_as_a_configuration_says() -> None:
     assert x.grad is not None
     with pytest.raises(UsageError, match="interval"):
         model.set_checkpoint_interval(-1)
+
+
+def test_configure_takes_an_engines_configuration() -> None:
+    asked = {"activation_checkpointing": {"number_checkpoints": 3}, "optimizer": {"type": "Adam"}}
+    engine = make(asked)
+    try:
+        activation_checkpointing.configure(None, deepspeed_config=engine.config)
+        assert activation_checkpointing.num_layers == 3
+    finally:
+        engine.destroy()
 
 
 def test_variables_say_how_checkpoints_are_configured() -> None:

@@ -56,6 +56,7 @@ def test_every_valid_name_builds_and_steps_on_the_cpu(name: str) -> None:
         ({"adam_w_mode": False, "torch_adam": True}, torch.optim.Adam, 0),
         ({"torch_adam": True}, torch.optim.AdamW, 0.01),
         ({"torch_adam": False, "fp32_optimizer_states": True, "bias_correction": True}, torch.optim.AdamW, 0.0),
+        ({"fp32_optimizer_states": False, "set_grad_none": False}, torch.optim.AdamW, 0.0),
     ],
 )
 def test_adam_means_what_deepspeed_means(params: dict[str, Any], cls: type, decay: float) -> None:
@@ -165,7 +166,7 @@ def test_a_known_name_that_is_not_built_says_so(name: str) -> None:
     ("name", "params"),
     [
         ("Adam", {"bias_correction": False}),
-        ("AdamW", {"fp32_optimizer_states": False}),
+        ("AdamW", {"bias_correction": False}),
         ("Lamb", {"eps_inside_sqrt": True}),
         ("Adagrad", {"amsgrad": True}),
         ("OneBitAdam", {"amsgrad": True}),

@@ -154,7 +154,7 @@ def test_seeds_and_recomputation_are_by_layer() -> None:
     assert seeds[2:] == [20, 21]
     names = ["Linear"]
     own = LayerStages([nn.Linear(2, 2), nn.Dropout()], 1, 0, checkpoint_interval=1, checkpointable=names)
-    assert [own._recomputes(0, 1), own._recomputes(1, 2)] == [True, False]
+    assert [own.recomputes([layer]) for layer in own.forward_funcs] == [True, False]
     assert repr(LayerSpec(nn.Linear, 2, 3, bias=False)) == "Linear(2, 3, bias=False)"
 
 

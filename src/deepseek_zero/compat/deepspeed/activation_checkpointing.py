@@ -75,9 +75,10 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> None:
     """Say where `checkpoint` keeps its inputs, for the whole process.
 
-    deepspeed_config: a dict, a path or JSON text, whose `activation_checkpointing` section is read; without it, what
-    was configured before stays.  words: DeepSpeed's (WORDS); each changes one thing, None leaves it.  mpu_: says
-    where this rank is along "tp", for `model_parallel_cuda_manual_seed`; inputs are cut along an engine's own mesh.
+    deepspeed_config: a dict, a path, JSON text or an engine's configuration, whose `activation_checkpointing` section
+    is read; without it, what was configured before stays.  words: DeepSpeed's (WORDS); each changes one thing, None
+    leaves it.  mpu_: says where this rank is along "tp", for `model_parallel_cuda_manual_seed`; inputs are cut along an
+    engine's own mesh.
     """
     unknown = [name for name in words if name not in WORDS]
     if unknown:
@@ -111,6 +112,8 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 def _settings(deepspeed_config: Any) -> RecomputeSettings:
     """Return the settings of a configuration, or without one those in force."""
+    if isinstance(deepspeed_config, Config):  # an engine's
+        return recompute_settings_of(deepspeed_config)
     if deepspeed_config is not None:
         return recompute_settings_of(Config.model_validate(load(deepspeed_config).values))
     current = recompute.current()

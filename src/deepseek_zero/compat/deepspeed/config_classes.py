@@ -224,6 +224,8 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     def _together(self) -> DeepSpeedZeroConfig:
         if self.overlap_comm is None:
             self.overlap_comm = self.stage == ZeroStageEnum.weights
+        if self.elastic_checkpoint and self.stage == ZeroStageEnum.weights:
+            logger.warning("Elastic checkpointing is deprecated: a checkpoint loads at any number of ranks.")
         if not self.compute_grad_norm and self.stage not in (1, 2):
             raise ValueError("compute_grad_norm=false is supported only with ZeRO Stage 1 or 2")
         if self.offload_optimizer is not None and self.offload_optimizer.ratio < 1.0:

@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ... import parallel
 from ...base.errors import NotBuiltError, UsageError
 from ...base.given import path_of, refuse
-from ...base.log import log_once
+from ...base.log import log_once, logger
 from ...base.nested import tensors_in
 from ...checkpoint.contents import SaveSettings
 from ...checkpoint.export import ExportSettings, consolidated, export_file
@@ -212,6 +212,10 @@ METHODS = (
 ).split()
 
 
+class NoFolderError(UsageError, ValueError):
+    """A checkpoint is to be saved nowhere; DeepSpeed's error is a ValueError."""
+
+
 class DeepSpeedEngine(Engine):
     """The engine under DeepSpeed's names."""
 
@@ -334,6 +338,8 @@ class DeepSpeedEngine(Engine):
         client_state: plain values and tensors; rank 0's is saved.  wait=False: write while training goes on; the first
         step after the last byte makes it visible, or raises what went wrong, as `finish_saving` does at once.
         """
+        if save_dir is None or save_dir == "":
+            raise NoFolderError(f"save_checkpoint(save_dir={save_dir!r}) names no folder.", fix="pass a folder's path.")
         folder = path_of("save_checkpoint", "save_dir", save_dir)
         if not isinstance(client_state, Mapping | None):
             wanted = "a dict of plain values and tensors"
@@ -437,6 +443,13 @@ class DeepSpeedEngine(Engine):
     def load_weights(self, path: str | Path, strict: bool = True) -> None:
         """Take weights from safetensors (Hugging Face's folder, or a file), each rank its slices alone.  Collective."""
         exporting.load_weights(self.runtime, path, strict)
+
+    def _change_recovery_script_permissions(self, dst: str | Path) -> None:
+        """Let the owner run a script; a file system without permissions is told of in the log."""
+        try:
+            Path(dst).chmod(0o700)
+        except OSError as error:
+            logger.info(f"permissions of {dst} stay as they are ({error}).")
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
         """Return where DeepSpeed keeps this rank's optimizer states; they are found by name here."""

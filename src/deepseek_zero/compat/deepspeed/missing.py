@@ -38,7 +38,6 @@ TILES = "one kernel does both products and the softmax (`deepseek_zero.attention
 MOE = "DeepSpeed's own expert layers are not planned; a model's own experts train sharded"
 INFERENCE = "inference engines are not planned; a stage 3 engine's eval() and generate() serve"
 KERNELS = "compiled kernels are not planned: nothing here needs a compiler"
-ONE_OPTIMIZER = "one optimizer serves every stage and precision; isinstance() of DeepSpeedOptimizer, or engine getters"
 GATHERS = "gathering is the engine's business; zero.GatheredParameters is the way in"
 COMPRESSED = "zero_quantized_weights and zero_quantized_gradients are the way in"
 ONE_BIT = "`optimizer.type` OneBitAdam is the way in; DeepSpeed has removed the other two"
@@ -115,10 +114,7 @@ MISSING: dict[str, Rows] = {
         (N, "activation_checkpointing.device parks them", "offload_activations"),
     ),
     "deepspeed.runtime.dataloader": ((N, "engine.deepspeed_io makes loaders", "DeepSpeedDataLoader"),),
-    "deepspeed.runtime.fp16": (
-        (N, ONE_BIT, "onebit"),
-        (N, ONE_OPTIMIZER, "unfused_optimizer"),
-    ),
+    "deepspeed.runtime.fp16": ((N, ONE_BIT, "onebit"),),
     "deepspeed.runtime.pipe": ((N, "stages exchange messages of the engine's own", "p2p"),),
     "deepspeed.sequence": (
         (L, SEQUENCE, "cross_entropy"),

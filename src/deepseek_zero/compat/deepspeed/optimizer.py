@@ -121,6 +121,11 @@ class NamedOptimizer(ShardedOptimizer):
     bit16_groups = fp16_groups
 
     @property
+    def low_precision_dtype(self) -> torch.dtype | None:
+        """What the model computes in; None: what it was given in."""
+        return self.runtime.settings.policy.compute
+
+    @property
     def _global_grad_norm(self) -> float | None:
         return self.last.norm if self.last is not None else None
 
@@ -267,3 +272,12 @@ class BF16_Optimizer(metaclass=_Kind):
         settings = optimizer.runtime.settings
         sums_wide = settings.policy.accumulate is torch.float32 and settings.state_tier is Tier.DEVICE
         return settings.policy.compute is torch.bfloat16 and (stage == 0 or (stage == 1 and sums_wide))
+
+
+class FP16_UnfusedOptimizer(metaclass=_Kind):
+    """An optimizer of stage 0 in 16 bits, whose rule is not one of DeepSpeed's kernels; here no rule is."""
+
+    @staticmethod
+    def fits(optimizer: NamedOptimizer, stage: int) -> bool:
+        """Return whether it is one."""
+        return stage == 0 and optimizer.low_precision_dtype in (torch.float16, torch.bfloat16)

@@ -112,8 +112,18 @@ class FlopsProfiler:
         """
         _ = self._total  # or the error that nothing was watched
         settings = FlopsSettings(profile_step, self.recompute_fwd_factor, module_depth, detailed)
-        text = flops_table(self._cost, settings) + "\n"
+        text = _ranks_of(self.ds_engine) + flops_table(self._cost, settings) + "\n"
         Path(output_file).write_text(text, encoding="utf-8") if output_file else sys.stdout.write(text)
+
+
+def _ranks_of(engine: Any) -> str:
+    """Return lines of an engine's ranks, in DeepSpeed's words; nothing without one."""
+    if engine is None:
+        return ""
+    data = engine.dp_world_size if engine.dp_world_size is not None else engine.seq_dp_world_size
+    sizes = {"world size": engine.world_size, "data parallel size": data, "model parallel size": engine.mp_world_size}
+    sizes["batch size per GPU"] = engine.train_micro_batch_size_per_gpu()
+    return "".join(f"{name + ':':<60}  {size}\n" for name, size in sizes.items())
 
 
 def get_model_profile(

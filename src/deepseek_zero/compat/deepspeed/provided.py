@@ -294,6 +294,9 @@ PROVIDED: dict[str, dict[str, str]] = {
     "deepspeed.runtime.fp16.fused_optimizer": {
         "deepseek_zero.compat.deepspeed.optimizer": "FP16_Optimizer",
     },
+    "deepspeed.runtime.fp16.unfused_optimizer": {
+        "deepseek_zero.compat.deepspeed.optimizer": "FP16_UnfusedOptimizer",
+    },
     "deepspeed.runtime.fp16.loss_scaler": {
         "deepseek_zero.compat.deepspeed.loss_scaler": (
             "CONSECUTIVE_HYSTERESIS CreateLossScaler DELAYED_SHIFT DynamicLossScaler INITIAL_LOSS_SCALE "
