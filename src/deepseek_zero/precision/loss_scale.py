@@ -30,7 +30,10 @@ class LossScaleError(DeepSeekZeroError):
 
 @dataclass(frozen=True)
 class LossScaleSettings:
-    """The fp16 block of a config, in its own names.  loss_scale 0 means dynamic."""
+    """The fp16 block of a config, in its own names.  loss_scale 0 means dynamic.
+
+    gives_up: an overflow at the smallest scale is an error; else the step is skipped like every other.
+    """
 
     loss_scale: float = 0.0
     initial_scale_power: int = 16
@@ -38,6 +41,7 @@ class LossScaleSettings:
     hysteresis: int = 2
     consecutive_hysteresis: bool = False
     min_loss_scale: float = 1.0
+    gives_up: bool = True
 
     def __post_init__(self) -> None:
         problems = [
@@ -148,7 +152,7 @@ class LossScaler:
 
     def _lower(self) -> float:
         least = self.settings.min_loss_scale
-        if self.scale <= least:
+        if self.scale <= least and self.settings.gives_up:
             raise LossScaleError(
                 f"Current loss scale already at minimum - cannot decrease scale anymore ({least:g}).",
                 why="gradients are infinite or NaN at the smallest scale allowed, so the scale is not the cause.",

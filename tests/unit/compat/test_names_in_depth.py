@@ -18,12 +18,13 @@ from deepseek_zero.compat.deepspeed import activation_checkpointing, initialize
 from deepseek_zero.compat.deepspeed.checkpoint import folder, universal
 from deepseek_zero.compat.deepspeed.muon import mark_parameters, muon_update
 from deepseek_zero.compat.deepspeed.ops import DeepSpeedCPUAdam, FusedAdam
-from deepseek_zero.compat.deepspeed.optimizer import FP16_UnfusedOptimizer
+from deepseek_zero.compat.deepspeed.optimizer import FP16_UnfusedOptimizer, scale_at_stage_0
 from deepseek_zero.compat.deepspeed.pipe import PipelineModule
 from deepseek_zero.compat.deepspeed.profiling import FlopsProfiler
 from deepseek_zero.config import RawConfig
 from deepseek_zero.config.load import load
 from deepseek_zero.optim.muon import Muon
+from deepseek_zero.precision.loss_scale import LossScaler, LossScaleSettings
 
 # -- DeepSpeedCPUAdam
 
@@ -95,6 +96,16 @@ def test_the_optimizer_of_stage_0_is_of_the_given_class_and_equal_to_it() -> Non
     assert isinstance(half.optimizer, FP16_UnfusedOptimizer) and half.optimizer.low_precision_dtype is torch.bfloat16
     sharded = make({"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW"}})
     assert not isinstance(sharded.optimizer, torch.optim.AdamW)
+
+
+def test_the_loss_scale_of_stage_0_falls_at_each_overflow_and_stays_at_its_minimum() -> None:
+    scaler = LossScaler(LossScaleSettings(initial_scale_power=2))
+    scale_at_stage_0(scaler)
+    seen = []
+    for _ in range(4):
+        scaler.update(overflow=True)
+        seen.append(scaler.scale)
+    assert seen == [2.0, 1.0, 1.0, 1.0] and scaler.cur_iter == 4
 
 
 @pytest.mark.parametrize(("asked", "fits"), [("fp32", True), ("bf16", False), (None, True), ("auto", True)])

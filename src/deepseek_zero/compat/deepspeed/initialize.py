@@ -44,7 +44,7 @@ from .dropin import is_dropin_imported
 from .engine import DeepSpeedEngine
 from .mpu import accelerate_statements, mesh_param_statement, mpu_statement
 from .muon import mark_parameters
-from .optimizer import class_of
+from .optimizer import class_of, scale_at_stage_0
 from .parameters import ParameterOffload, show_ds_names
 from .torch_autocast import init_autocast_params
 from .zero import GatheredParameters
@@ -146,6 +146,9 @@ def initialize(
     assert isinstance(engine, DeepSpeedEngine)
     if engine.optimizer is not None:
         engine.optimizer.__class__ = class_of(engine.optimizer)
+        scaler = engine.optimizer.scaler
+        if unchanged and scaler is not None and engine.runtime.settings.stage == 0:
+            scale_at_stage_0(scaler)
         if isinstance(engine.optimizer.inner, Adam):
             vars(engine.optimizer.inner)["adam_w_mode"] = isinstance(engine.optimizer.inner, AdamW)
     if unchanged:

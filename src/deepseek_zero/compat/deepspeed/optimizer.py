@@ -6,6 +6,7 @@ added.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -205,6 +206,13 @@ class NamedOptimizer(ShardedOptimizer):
     def parallel_partitioned_bit16_groups(self) -> list[list[torch.Tensor]]:
         """`bit16_groups_flat` cut among the ranks as evenly as it goes; masters may be cut elsewhere."""
         return [list(flat.chunk(self.runtime.comm_ctx.comm.size)) for flat in self.bit16_groups_flat]
+
+
+def scale_at_stage_0(scaler: LossScaler) -> None:
+    """Let the loss scale fall at each overflow, and stay at its minimum: DeepSpeed's optimizer of stage 0 knows no
+    hysteresis and never gives up.
+    """
+    scaler.settings, scaler.cur_hysteresis = replace(scaler.settings, hysteresis=1, gives_up=False), 1
 
 
 def class_of(optimizer: ShardedOptimizer) -> type[NamedOptimizer]:
