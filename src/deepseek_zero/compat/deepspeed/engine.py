@@ -322,6 +322,9 @@ class DeepSpeedEngine(Engine):
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Reduce the gradients of a backward: they are, when it ends.  bucket_size: the configuration's serves."""
 
+    def _backward_epilogue(self) -> None:
+        """Do nothing: a `backward` of the program's own has ended with the last gradient's reduction."""
+
     # -- saving
 
     def save_checkpoint(
