@@ -68,9 +68,16 @@ def set_full_state(param: nn.Parameter, value: Tensor, key: str) -> None:
 
 
 def local_state(param: nn.Parameter, key: str) -> Tensor | None:
-    """Return this rank's part of an optimizer state, flat (a copy); None if it has none."""
-    views = [view for _, view in _state_views(param, key)]
-    return torch.cat(views) if views else None
+    """Return this rank's part of an optimizer state, flat (a copy); None if it has none.
+
+    Behind a step, of a trained parameter of which this rank has no element, it is empty.
+    """
+    if views := [view for _, view in _state_views(param, key)]:
+        return torch.cat(views)
+    owner, optimizer = owner_of(param), optimizer_of(param)
+    if not isinstance(owner, ParamGroup) or optimizer is None or not optimizer.steps:
+        return None
+    return None if any(_covers(optimizer, owner, param)) else torch.zeros(0, device=owner.comm_ctx.pool.device)
 
 
 def set_local_state(param: nn.Parameter, value: Tensor, key: str) -> None:

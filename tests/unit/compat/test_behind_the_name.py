@@ -197,6 +197,19 @@ def test_the_linear_function_computes_in_autocasts_dtype() -> None:
     assert found.dtype is torch.bfloat16 and weight.grad.dtype is bias.grad.dtype is torch.float32
 
 
+def test_an_offloaded_optimizer_is_deepspeeds_where_the_configuration_insists() -> None:
+    import deepspeed
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    told = {"train_batch_size": 1, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": True}
+    model = Model()
+    with pytest.raises(ZeRORuntimeException, match="the offloaded optimizer is a SGD"):
+        deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=told)
+    deepspeed.initialize(model=model, optimizer=DeepSpeedCPUAdam(model.parameters()), config=told)
+
+
 def test_an_optimizer_shows_the_gradients_of_its_groups() -> None:
     engine = built(config(2))
     optimizer, x = engine.optimizer, torch.ones(1, HIDDEN)

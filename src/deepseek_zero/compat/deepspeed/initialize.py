@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Adam, AdamW
+from torch.optim import Adagrad, Adam, AdamW, Optimizer
 
 from ...base.errors import BatchMismatchError, NotBuiltError, UsageError
 from ...base.given import refuse, whole_number
@@ -32,11 +32,12 @@ from ...config.load import load
 from ...config.raw_config import RawConfig, lookup
 from ...engine.engine import Engine
 from ...engine.start import Request, listen_as_stated, parameters_of, start
+from ...optim.lion import Lion
 from ...planner.auto_wrap_policy import full_precision_names
 from ...sharding.init import InitShard
 from ...sharding.param_group import ParamGroup
 from ...sharding.sharded_parameter import owner_of
-from . import groups
+from . import cpu_adam, groups
 from .autotp import set_autotp_mode
 from .before_initialize import DTYPES, leaf_module_names, low_precision, mark_configured, tensor_parallel_statement
 from .comm import init_distributed, join
@@ -46,6 +47,7 @@ from .mpu import accelerate_statements, mesh_param_statement, mpu_statement
 from .muon import mark_parameters
 from .optimizer import class_of, scale_at_stage_0
 from .parameters import ParameterOffload, show_ds_names
+from .runtime_utils import ZeRORuntimeException
 from .torch_autocast import init_autocast_params
 from .zero import GatheredParameters
 
@@ -108,6 +110,7 @@ def initialize(
         refuse_unmanaged(raw, model)
         refuse_other_sums(raw)
         refuse_odd_bucket(raw)
+        refuse_slow_optimizer(raw, optimizer)
     statements = [*accelerate_statements()] if unchanged else []
     if (asked := tensor_parallel_statement(model, raw, mpu is not None)) is not None:
         statements.append(asked)
@@ -276,6 +279,19 @@ def refuse_odd_bucket(raw: RawConfig) -> None:
         raise UsageError(
             f"allgather_bucket_size must be a multiple of nccl_start_alignment_factor, 2; it is {size:g}.",
             fix="choose an even number.",
+        )
+
+
+def refuse_slow_optimizer(raw: RawConfig, optimizer: Any) -> None:
+    """Raise, as DeepSpeed does, where an offloaded optimizer must be one of its own and another is given."""
+    is_offloaded = lookup(raw.values, "zero_optimization.offload_optimizer.device", "none") != "none"
+    if raw.get("zero_force_ds_cpu_optimizer") is not True or not is_offloaded or not isinstance(optimizer, Optimizer):
+        return
+    if not isinstance(optimizer, cpu_adam.Adam | cpu_adam.AdamW | Adagrad | Lion):
+        raise ZeRORuntimeException(
+            f"zero_force_ds_cpu_optimizer is on, and the offloaded optimizer is a {type(optimizer).__name__}.",
+            "The key asks for an optimizer of DeepSpeed's for CPUs.",
+            "pass deepspeed.ops.adam.DeepSpeedCPUAdam, or leave the key out: any optimizer is fast here.",
         )
 
 
