@@ -1,7 +1,7 @@
 """Where the loss of 1-bit Adam comes from: a second moment that is frozen, signs, or how we exchange them.
 
     python -m benchmarks.one_bit_losses                              # an hour on a core
-    python -m benchmarks.one_bit_losses --steps 120 --seeds 1 --betas 0.95
+    python -m benchmarks.one_bit_losses --size tiny                  # some minutes
 
 One process does what four ranks would, written from the paper (Tang et al., arXiv 2102.02888, algorithm 1) and with
 nothing of the library's but the learning rates: the main job's model, text and seeds, as benchmarks/codec_losses.py has
@@ -74,15 +74,15 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([each.reshape(-1) for each in tensors])
 
 
-def train(variant: str, seed: int, steps: int, beta2: float) -> list[float]:
+def train(variant: str, size: str, seed: int, steps: int, beta2: float) -> list[float]:
     """The loss of each step, the mean of all ranks."""
     torch.manual_seed(seed)
-    model, freeze = GPT(SIZES["main"]), max(1, steps // 4)
+    model, freeze = GPT(SIZES[size]), max(1, steps // 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(BETA1, beta2), eps=EPS, weight_decay=DECAY)
     schedule = WarmupCosineLR(
         optimizer, total_num_steps=steps, warmup_num_steps=max(1, steps // 20), warmup_min_ratio=0.01
     )
-    sampler = Sampler(load_corpus().train, 1, SIZES["main"].context, seed)
+    sampler = Sampler(load_corpus().train, 1, SIZES[size].context, seed)
     parts, exchanges, losses = parts_of(model, variant), list[Exchange](), []
     for step in range(steps):
         grads, total = [], 0.0
@@ -136,6 +136,7 @@ def update(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="main")
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--betas", type=float, nargs="*", default=[0.999, 0.95], help="second ones")
@@ -145,8 +146,9 @@ def main() -> None:
     lines = [
         "# Where the loss of 1-bit Adam comes from",
         "",
-        f"Written by `benchmarks/one_bit_losses.py` on {date.today()}: one process that does what {RANKS} ranks would,",
-        f"{given.steps} steps, {given.seeds} seeds.  Means of the last {min(LAST, given.steps)} steps, nats per byte.",
+        f"Written by `benchmarks/one_bit_losses.py` on {date.today()}: the {given.size} model, one process that does",
+        f"what {RANKS} ranks would, {given.steps} steps, {given.seeds} seeds.  Means of the last",
+        f"{min(LAST, given.steps)} steps in nats per byte.",
         "",
         "| second beta | variant | loss | above AdamW, by seed | mean |",
         "|---|---|---|---|---|",
@@ -154,7 +156,7 @@ def main() -> None:
     for beta2 in given.betas:
         plain: list[float] = []
         for variant in VARIANTS:
-            found = [last(train(variant, seed, given.steps, beta2)) for seed in range(given.seeds)]
+            found = [last(train(variant, given.size, seed, given.steps, beta2)) for seed in range(given.seeds)]
             plain = plain or found
             above = [loss - reference for loss, reference in zip(found, plain, strict=True)]
             told = ", ".join(f"{each:+.4f}" for each in above)

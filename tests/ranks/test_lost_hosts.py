@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import socket
 import subprocess
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import torch.distributed as dist
 from deepseek_zero.base.errors import HostLost, PeerError, UsageError
 from deepseek_zero.base.launch import DEAD_AFTER, dead_after
 from deepseek_zero.comm.collectives import Comm
+from deepseek_zero.comm.transports.gloo import end_with_their_hosts, open_descriptors
 from tests.hosts import DEVICE
 
 NOTHING_LEAVES = f"tc qdisc replace dev {DEVICE} root tbf rate 8bit burst 10 limit 10"
@@ -40,6 +44,20 @@ def test_a_cut_is_a_lost_host_on_every_rank_of_both_sides(monkeypatch: pytest.Mo
     with pytest.raises(PeerError, match="silent for 2 s"):
         comm.barrier("the next one")
     assert time.monotonic() - began < seconds + 3.0
+
+
+@pytest.mark.ranks(2, timeout=25)
+def test_the_kernel_ends_the_connections_that_gloo_opens_with_a_group() -> None:
+    before = open_descriptors()
+    group = dist.new_group(backend="gloo")
+    opened = open_descriptors() - before
+    assert end_with_their_hosts(opened, 13.0) == 1, "one to the other rank"
+    limits = []
+    for descriptor in opened:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            limits.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    assert 13_000 in limits
+    dist.all_reduce(torch.ones(1), group=group)
 
 
 def test_the_error_of_a_lost_host_names_hosts_and_ranks_and_travels() -> None:
