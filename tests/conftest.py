@@ -60,6 +60,14 @@ MAKES_HOSTS = (
 )
 
 
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """Name what fails when it does: the run takes a quarter of an hour, and pytest says it at the end."""
+    if not report.failed:
+        return None
+    kind = "failed" if report.when == "call" else "error"
+    return kind, f"\n{kind.upper()} {report.nodeid}\n", kind.upper()
+
+
 @pytest.hookimpl(optionalhook=True)  # of xdist's
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Let two workers take the tests file by file (scripts/test); those that make hosts of namespaces, which limit and
