@@ -32,9 +32,12 @@ def test_every_key_at_once_may_say_auto() -> None:
         if key not in ("optimizer.params", "scheduler.params") and not key.startswith((*_GIVEN_ONLY, *_GIVEN)):
             put(given, key, AUTO)
     plain, auto = resolved({}), resolved(given)
-    changed = {"bf16", "precision", "optimizer", "zero_optimization"}  # asked for, where silence leaves them off
+    # asked for, where silence leaves them off
+    changed = {"bf16", "precision", "optimizer", "zero_optimization", "tensor_parallel"}
     assert auto.model_dump(exclude=changed) == plain.model_dump(exclude=changed)
     assert (auto.bf16.enabled, auto.precision, auto.optimizer.type) == (True, "auto", "AdamW")
+    assert auto.tensor_parallel.model_copy(update={"sequence": None}) == plain.tensor_parallel
+    assert auto.tensor_parallel.sequence == "auto"
     places = {"offload_optimizer", "offload_param"}
     assert auto.zero_optimization.model_dump(exclude=places) == plain.zero_optimization.model_dump(exclude=places)
     assert all(getattr(auto.zero_optimization, name).device == "auto" for name in places)
@@ -46,6 +49,7 @@ DECIDED_LATER = (
     "zero_optimization.offload_optimizer.device",
     "checkpoint.layout",
     "sequence_parallel.attention",
+    "tensor_parallel.sequence",
 )
 _GIVEN = ("zero_optimization.zeropp_loco_param.", "sparse_attention.")
 _GIVEN_ONLY = (
