@@ -98,7 +98,7 @@ class DataTypesKeywords(TypedDict, total=False):
     param_dtype: str | Auto | None
     """Dtype of the weights in computation."""
     buffer_dtype: str | Auto | None
-    """Dtype of the buffers; they keep their own."""
+    """Dtype of the buffers."""
 
 
 class AmpKeywords(TypedDict, total=False):

@@ -343,11 +343,12 @@ def _not_built(
             _not_built(inner, value, f"{prefix}{name}.", part, problems)
         elif _is_off_default(info, value):
             about = declared(info)
-            if removed := about.get("removed"):
+            removed, instead = about.get("removed"), instead_of(model, info)
+            if removed and not (problems.goes_on and instead):
                 what = f"is not built: DeepSpeed has removed it ({removed})"
                 problems.found.append(Problem(prefix + name, what, about["use"], value, not_built=True))
                 continue
-            _report(prefix + name, value, about["reason"] or part, "", instead_of(model, info), problems)
+            _report(prefix + name, value, about["reason"] or part, "", instead, problems)
 
 
 def _gated(model: type[Section], values: Mapping[str, Any], prefix: str, part: str | None, problems: Problems) -> None:

@@ -662,9 +662,19 @@ class DataTypes(Section):
         example="bf16",
         needs=_BF16,
     )
-    param_dtype: Dtype | None = later(None, "Dtype of the weights in computation.", Milestone.CLIENTS, example="bf16")
+    param_dtype: Dtype | None = later(
+        None,
+        "Dtype of the weights in computation.",
+        Milestone.CLIENTS,
+        example="bf16",
+        instead="the sections fp16 and bf16 say it",
+    )
     buffer_dtype: Dtype | None = later(
-        None, "Dtype of the buffers; they keep their own.", Milestone.CLIENTS, example="fp32"
+        None,
+        "Dtype of the buffers.",
+        Milestone.CLIENTS,
+        example="fp32",
+        instead="buffers keep their own",
     )
 
 
@@ -1390,7 +1400,11 @@ class Config(Section):
         None, "Dtype gradients are reduced in; null: the plan's choice.", example="bf16"
     )
     seq_parallel_communication_data_type: Dtype = later(
-        "fp32", "Dtype gradients are reduced in across sequence-parallel ranks.", Milestone.PARALLEL, example="bf16"
+        "fp32",
+        "Dtype gradients are reduced in across sequence-parallel ranks.",
+        Milestone.PARALLEL,
+        example="bf16",
+        instead="they are reduced with those of the data-parallel ranks, in communication_data_type",
     )
     gradient_allreduce_op: Literal["mean", "sum"] = effective(
         "mean", "Average or add the gradients of the ranks.", example="sum"
@@ -1410,6 +1424,7 @@ class Config(Section):
         Milestone.UNPLANNED,
         example=True,
         removed="pull request 8504: it had no users",
+        instead="embeddings are reduced like other matrices, with the same result",
         use="leave it out: embeddings are reduced like other matrices, with zero_quantized_gradients in 4 bits",
     )
     disable_allgather: bool = accepted(False, "Refresh weights by broadcasts.", "a legacy key; it has no reader")
@@ -1495,7 +1510,11 @@ class Config(Section):
     tensor_parallel: TensorParallel = section(TensorParallel, "Tensor parallelism (AutoTP).")
     expert_parallel: ExpertParallel = section(ExpertParallel, "Expert parallelism (AutoEP).")
     use_data_before_expert_parallelism: bool = later(
-        False, "Order of the axes with experts.", Milestone.PARALLEL, example=True
+        False,
+        "Order of the axes with experts.",
+        Milestone.PARALLEL,
+        example=True,
+        instead="no axis has experts",
     )
     pipeline: Pipeline = section(Pipeline, "Pipeline parallelism.")
     sequence_parallel: SequenceParallel = section(SequenceParallel, "Sequence parallelism.")
@@ -1525,7 +1544,11 @@ class Config(Section):
     checkpoint: Checkpoint = section(Checkpoint, "Saving and loading.")
     nebula: Nebula = section(Nebula, "Azure Nebula.")
     datastates_ckpt: dict[str, Any] | None = later(
-        None, "The DataStates checkpoint engine.", Milestone.UNPLANNED, example={"host_cache_size": 1}
+        None,
+        "The DataStates checkpoint engine.",
+        Milestone.UNPLANNED,
+        example={"host_cache_size": 1},
+        instead="files are written by the library's own writer",
     )
     # The rest of the grammar
     aio: Aio = section(Aio, "Disk requests.")
