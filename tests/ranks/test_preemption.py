@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import deepseek_zero
 from deepseek_zero.base.errors import CheckpointError
+from tests.pairwise import is_full
 from tests.plain import here
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "preempted.py"
@@ -122,6 +123,7 @@ def test_ranks_that_would_save_differently_are_told_at_once(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not is_full(), reason="a whole training, three times: DEEPSEEK_ZERO_FULL=1 runs it")
 def test_the_example_loses_a_rank_is_preempted_and_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "deepseek_zero.cli", "run", "--nproc", "2", "--max-restarts", "1"]
     command = [*launcher, str(EXAMPLE), "--die-at", "4", "--preempt-at", "8", "--steps", "10", "--out", str(tmp_path)]

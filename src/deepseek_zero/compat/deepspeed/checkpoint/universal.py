@@ -42,6 +42,7 @@ def main(args: Any = None) -> None:
         raise CheckpointError(f"'{out}' exists already.", fix="name another output_folder, or remove that one.")
     with staged_output(out) as draft:
         for path in sorted(source.iterdir()):
-            shutil.copyfile(path, draft.path / path.name)
+            with open(path, "rb") as given_file, files.new_file(draft.path / path.name) as written:
+                shutil.copyfileobj(given_file, written)
         draft.publish_folder()
     files.replace_text(out.parent / LATEST_UNIVERSAL, out.name)
