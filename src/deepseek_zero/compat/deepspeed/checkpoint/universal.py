@@ -8,7 +8,6 @@ cannot load the copy at another size.
 from __future__ import annotations
 
 import argparse
-import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from ....checkpoint import files
 from ....checkpoint.format import LATEST_UNIVERSAL
 from ....checkpoint.read import open_checkpoint
 from ....checkpoint.staging import staged_output
+
+_AT_ONCE = 1 << 24  # bytes
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -43,6 +44,7 @@ def main(args: Any = None) -> None:
     with staged_output(out) as draft:
         for path in sorted(source.iterdir()):
             with open(path, "rb") as given_file, files.new_file(draft.path / path.name) as written:
-                shutil.copyfileobj(given_file, written)
+                while part := given_file.read(_AT_ONCE):
+                    written.write(part)
         draft.publish_folder()
     files.replace_text(out.parent / LATEST_UNIVERSAL, out.name)
