@@ -147,7 +147,9 @@ class FlatBuffer:
 
         Offloaded ones are fetched as by `elements`; whoever knows that they are not offloaded takes `memory`.
         """
-        return self.memory if self._is_plain else self.elements(0, self.numel)
+        if self.extent is None and self.spec.rests_as is None:  # as `_is_plain`, which is a call; this one is frequent
+            return self.memory
+        return self.elements(0, self.numel)
 
     @property
     def numel(self) -> int:
@@ -598,7 +600,9 @@ def _reduce_scatter(
         return DONE
     step, depth = messages_of(layout.slice_numel, layout.ranks, comm_ctx.bucket_numel, wire.message_numel)
     cuts = [(low, min(low + step, layout.slice_numel)) for low in range(0, layout.slice_numel, step)]
-    arriving = replace(message, wire=wires[1], errors=source.errors)  # what the last hop brings, in codes
+    arriving = message  # what the last hop brings, in codes
+    if wires[1] is not wires[0] or source.errors is not None:
+        arriving = replace(message, wire=wires[1], errors=source.errors)
     message = message if comm_ctx.hosts is not None else arriving
     rooms = [MessageRoom(comm_ctx, message, arriving, step, layout.slice_numel) for _ in range(depth)]
 
