@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import io
 import logging
+import mmap
 import os
 import signal
 import subprocess
@@ -41,6 +42,11 @@ from tests.training import Run, start_engine, train_step
 
 CPU = torch.device("cpu")
 LARGE = 50_000  # elements: more than a message carries
+
+
+def mapped(numel: int) -> Tensor:
+    """Pages of this process alone, where the system puts them."""
+    return torch.frombuffer(mmap.mmap(-1, numel * 4, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.float32)
 
 
 @contextmanager
@@ -188,6 +194,34 @@ def test_a_buffer_is_the_writers_again_only_when_it_was_read() -> None:
         )
         pending.wait()
     assert [bool((values == turn + 1 - rank).all()) for turn, values in enumerate(found)] == [True] * 20
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("are_shared", [True, False])
+def test_pages_where_others_lay_are_not_taken_for_those(are_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    comm, rank = Comm(CPU), dist.get_rank()
+
+    def exchanged(piece: Tensor) -> float:
+        found: list[Tensor] = []
+        got = comm.exchange([piece] * 2, [None] * 2, "reduce", "pages", lambda it: found.append(it[1 - rank].clone()))
+        got.wait()
+        comm.wait_until_read(piece)
+        return float(found[0].unique())
+
+    earlier = [comm.empty(LARGE, torch.float32).fill_(-1.0)]
+    address, create = earlier[0].data_ptr(), Segment.create
+    assert exchanged(earlier[0]) == -1.0, "and everybody has mapped it"
+    if are_shared:  # the old pages end while new ones are made, as when a collection falls there
+        monkeypatch.setattr(Segment, "create", lambda nbytes: (earlier.clear(), create(nbytes))[1])
+        piece = comm.empty(LARGE, torch.float32)
+        monkeypatch.undo()
+    else:
+        earlier.clear()
+        piece = mapped(LARGE)
+    assert piece.data_ptr() == address, "or this test shows nothing"
+    assert exchanged(piece.fill_(rank)) == 1.0 - rank
+    del piece
+    assert exchanged(comm.empty(LARGE, torch.float32).fill_(rank)) == 1.0 - rank
 
 
 @pytest.mark.ranks(2)

@@ -91,6 +91,14 @@ class SharedPages(SymmetricMemory):
             self.mapping.clear_written()
 
 
+def _forget(
+    exported: ExportedSegment, by_address: dict[int, ExportedSegment], forgotten: list[ExportedSegment]
+) -> None:
+    """Strike a segment out before its pages are unmapped: the next pages may come to lie at its address."""
+    del by_address[exported.address]
+    forgotten.append(exported)
+
+
 class HostPages:
     """The segments, offers and readers that the ranks of one host share, whatever groups they form.
 
@@ -125,14 +133,14 @@ class HostPages:
             exported = self._exported[tensor.data_ptr()] = ExportedSegment(
                 next(self._numbers), tensor.data_ptr(), segment
             )
-            weakref.finalize(tensor.untyped_storage(), self._forgotten.append, exported).atexit = False
+            end = weakref.finalize(tensor.untyped_storage(), _forget, exported, self._exported, self._forgotten)
+            end.atexit = False
             return tensor
 
     def _unmap_forgotten(self) -> None:
         """Release segments whose tensors are gone, and tell the ranks that mapped them."""
         while self._forgotten:
             exported = self._forgotten.pop()
-            self._exported.pop(exported.address)
             exported.segment.close()
             for peer in exported.known_by:
                 self.sockets.send(peer, Message(Kind.FORGET, segment=exported.number))
