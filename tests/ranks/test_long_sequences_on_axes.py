@@ -69,8 +69,9 @@ TABLE = {  # what is not BUILT or NOTHING is what the refusal says
 }
 
 
-CELLS = [(feature, axis) for number, feature in enumerate(TABLE) for axis in AXES[number % 2 :: 2] if not is_full()]
-CELLS = CELLS or [(feature, axis) for feature in TABLE for axis in AXES]
+CELLS = [
+    (feature, axis) for number, feature in enumerate(TABLE) for axis in (AXES if is_full() else AXES[number % 2 :: 2])
+]
 
 
 def has(engine: Any, name: str) -> bool:

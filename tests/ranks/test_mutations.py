@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 import deepseek_zero
 from deepseek_zero.base.errors import DeepSeekZeroError
+from tests.pairwise import is_full
 from tests.tower import moments
 
-COUNT = 3000 if os.environ.get("DEEPSEEK_ZERO_FULL") else 150
+COUNT = 3000 if is_full() else 150
 BLOCK = 64
 
 

@@ -57,6 +57,13 @@ def output(host: Host, *command: str) -> str:
     return host.run(command).communicate(timeout=5)[0]
 
 
+def listening(host: Host, program: str) -> subprocess.Popen[str]:
+    """A program of that host's that listens there."""
+    process = host.run(python(program, host.name))
+    assert process.stdout is not None and process.stdout.readline() == "listens\n"
+    return process
+
+
 def test_hosts_have_names_addresses_and_memory_of_their_own_and_reach_each_other() -> None:
     with hosts(2) as (h0, h1):
         assert (output(h0, "hostname"), output(h1, "hostname")) == ("h0\n", "h1\n")
@@ -65,8 +72,7 @@ def test_hosts_have_names_addresses_and_memory_of_their_own_and_reach_each_other
         assert output(h1, "ls", "/dev/shm") == ""
         assert output(h0, "sh", "-c", "echo $$ $ASKED").split()[0] != str(os.getpid())
         assert h0.run(["sh", "-c", "echo $ASKED; pwd"], {"ASKED": "said"}).communicate()[0] == f"said\n{os.getcwd()}\n"
-        echo = h1.run(python(ECHO, "h1"))
-        assert echo.stdout is not None and echo.stdout.readline() == "listens\n"
+        echo = listening(h1, ECHO)
         assert h1.ports() == {(h1.address, 7000)}
         assert h0.ports() == set()
         before = h0.sent_bytes(), h1.received_bytes()
@@ -80,8 +86,7 @@ def test_hosts_have_names_addresses_and_memory_of_their_own_and_reach_each_other
 
 def test_a_cut_is_silent_and_can_be_healed() -> None:
     with hosts(2) as (h0, h1):
-        echo = h1.run(python(ECHO, "h1"))
-        assert echo.stdout is not None and echo.stdout.readline() == "listens\n"
+        echo = listening(h1, ECHO)
         send = h0.run(python(SEND, "h1", "1000"), stdin=subprocess.PIPE)
         assert send.stdin is not None and send.stdout is not None
         send.stdin.write("a\n")
@@ -100,8 +105,7 @@ def test_a_cut_is_silent_and_can_be_healed() -> None:
 
 def test_a_limit_holds_each_way() -> None:
     with hosts(2, rate="100mbit") as (h0, h1):
-        echo = h1.run(python(ECHO, "h1"))
-        assert echo.stdout is not None and echo.stdout.readline() == "listens\n"
+        echo = listening(h1, ECHO)
         send, began = h0.run(python(SEND, "h1", "1"), stdin=subprocess.PIPE), time.monotonic()
         assert send.communicate("x" * 2_500_000 + "\n", timeout=5)[0] == "b'!'\n"
         assert 0.18 < time.monotonic() - began < 1.0  # 0.2 s less a burst, and a start of Python
@@ -111,8 +115,7 @@ def test_a_limit_holds_each_way() -> None:
 
 def test_frames_are_lost_late_or_damaged_on_their_way_and_counted() -> None:
     with hosts(2) as (h0, h1):
-        count = h1.run(python(COUNT, "h1"))
-        assert count.stdout is not None and count.stdout.readline() == "listens\n"
+        count = listening(h1, COUNT)
         send = h0.run(python(SEND, "h1", "1"), stdin=subprocess.PIPE)
         assert send.stdin is not None and send.stdout is not None
 

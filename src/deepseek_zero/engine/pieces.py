@@ -25,7 +25,7 @@ from ..comm.collectives import Comm, scatter
 from ..planner.layout import SUM_TILE_NUMEL
 from ..planner.pieces import PipelinePlan, SequencePlan, TensorPlan
 from ..planner.plan import Plan
-from ..planner.split import is_own_cut, set_split, split_of
+from ..planner.split import came_cut, set_split
 from ..sharding.runtime import Runtime
 from .settings import (
     PipelineSettings,
@@ -300,9 +300,8 @@ def _split_of(
     config: Config, model: nn.Module, mesh: Mesh
 ) -> tuple[parallel.ParallelPlan | None, list[parallel.LayerTraffic]]:
     """Return how a whole model is split along "tp", and what a rank sends for each region of its layers.  Pure."""
-    for name, param in model.named_parameters():
-        own = split_of(param) if is_own_cut(param) else None
-        if own is not None and len(own.ranges) != mesh.tp:
+    for name, own in came_cut(model).items():
+        if len(own.ranges) != mesh.tp:
             raise UsageError(
                 f"parameter '{name}' came cut into {len(own.ranges)} parts, and this mesh has tp={mesh.tp}.",
                 "A layer that is cut before its model is wrapped is cut over the ranks along tp.",

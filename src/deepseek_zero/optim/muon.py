@@ -161,12 +161,11 @@ class Muon(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
         update = torch.lerp(grad, momentum, group["momentum"]) if group["nesterov"] else momentum
-        matrices = _as_matrices(update)
+        matrices = as_matrices(update)
         direction = orthogonalize(matrices, group["ns_method"], group["ns_steps"])
-        rows, columns = matrices.shape[-2:]
         lr = float(group["lr"])
         parameter.mul_(1 - lr * group["weight_decay"])
-        parameter.add_(direction.reshape(parameter.shape), alpha=-lr * max(1.0, rows / columns) ** 0.5)
+        parameter.add_(direction.reshape(parameter.shape), alpha=-lr * factor_of(matrices))
 
     def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         if not parameters:
@@ -250,8 +249,15 @@ def _newton_schulz_gram(x: Tensor, steps: int) -> Tensor:
     return x
 
 
-def _as_matrices(update: Tensor) -> Tensor:
+def as_matrices(update: Tensor) -> Tensor:
+    """Return a kernel of a convolution, of more than three dims, as one matrix; anything else as it is."""
     return update.reshape(update.shape[0], -1) if update.ndim > 3 else update
+
+
+def factor_of(matrices: Tensor) -> float:
+    """Return what a direction is multiplied by, so that tall matrices take longer steps."""
+    rows, columns = matrices.shape[-2:]
+    return float(max(1.0, rows / columns) ** 0.5)
 
 
 def _is_hidden(tensor: Tensor, outer: Collection[int]) -> bool:

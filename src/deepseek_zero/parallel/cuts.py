@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from ..comm.collectives import ordered_sum
 from ..planner.layout import SUM_TILE_NUMEL
-from ..planner.split import Ranges, Split
+from ..planner.split import Ranges, Split, laid_out
 
 
 def cut(whole: Tensor, split: Split, coordinate: int) -> Tensor:
@@ -53,13 +53,9 @@ def activations(split: Split) -> Split:
     split: of its weight. Where ranks share a part (a kv head for several), each has its own output, and the outputs are
     those of a model that has the part several times.
     """
-    ranges: list[list[tuple[int, int]]] = [[] for _ in split.ranges]
-    start = 0
-    for parts in zip(*split.ranges, strict=True):  # of one block (of a fused q, k, v), by coordinate
-        for coordinate, (low, high) in enumerate(parts):
-            ranges[coordinate].append((start, start + high - low))
-            start += high - low
-    return Split("split", (start,), 0, tuple(tuple(each) for each in ranges))
+    # By block of a fused q, k, v: the widths of the ranks' parts of it.
+    widths = [[high - low for low, high in block] for block in zip(*split.ranges, strict=True)]
+    return Split("split", (sum(map(sum, widths)),), 0, laid_out(widths))
 
 
 def _dim(split: Split) -> int:

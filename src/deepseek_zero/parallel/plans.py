@@ -18,7 +18,7 @@ from typing import Literal, cast
 from torch import Tensor, nn
 
 from ..base.errors import NotBuiltError, UsageError, shown
-from ..planner.split import Ranges, Split, is_own_cut, split_of
+from ..planner.split import Ranges, Split, came_cut
 from .families import ALIASES, FAMILIES, NAMES, REFUSED, Fused, Style
 from .layers import Part
 from .token_shards import Stretch, find_stretch
@@ -683,15 +683,6 @@ def _fill_splits(model: nn.Module, plan: ParallelPlan) -> None:
 
 
 # -- modules
-
-
-def came_cut(model: nn.Module) -> dict[str, Split]:
-    """Return how those parameters lie that a caller cut before: of layers that compute with parts by themselves."""
-    return {
-        name: split
-        for name, parameter in model.named_parameters()
-        if is_own_cut(parameter) and (split := split_of(parameter)) is not None
-    }
 
 
 def is_transposed(module: nn.Module) -> bool:

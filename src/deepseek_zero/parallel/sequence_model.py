@@ -154,11 +154,16 @@ def _against_sharing(model: nn.Module, config: Any, core: str) -> list[str]:
     return [reason for reason, holds in reasons.items() if holds]
 
 
+def heads_of(text: Any) -> tuple[int, int]:
+    """Return the attention heads that a model's configuration says, and those of keys and values."""
+    heads = text.num_attention_heads
+    return heads, getattr(text, "num_key_value_heads", None) or heads
+
+
 def _against_exchanges(config: Any, core: str, ranks: int, tp: int) -> list[str]:
     """Return why they cannot exchange tokens for heads, of which each rank along "tp" has its share."""
     text = config.get_text_config()
-    heads = text.num_attention_heads
-    held = getattr(text, "num_key_value_heads", None) or heads
+    heads, held = heads_of(text)
     each = [max(number // tp, 1) for number in (heads, held)]
     many, few = each
     beside = [f", {number} on each of {tp} ranks along tp," if tp > 1 else "" for number in each]

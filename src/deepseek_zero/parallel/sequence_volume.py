@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .sequence import SequenceAttention
-from .sequence_model import Attention, SequenceSettings, choose_attention
+from .sequence_model import Attention, SequenceSettings, choose_attention, heads_of
 
 ROW_BYTES = 16  # a rank's loss and how many tokens it is of, in float64
 _OTHER_WIDTHS = ("v_head_dim", "qk_rope_head_dim", "kv_lora_rank")  # of models whose keys and values are of two widths
@@ -43,9 +43,9 @@ def traffic_of_sequences(
     rows = (ranks - 1) * ROW_BYTES if settings.weighs_loss else 0
     if any(getattr(text, name, None) for name in _OTHER_WIDTHS):
         return SequenceTraffic(attention, None, row_bytes=rows)
-    heads = text.num_attention_heads
+    heads, key_heads = heads_of(text)
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    held = max((getattr(text, "num_key_value_heads", None) or heads) // tp, 1)
+    held = max(key_heads // tp, 1)
     recomputes = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
     if attention == "ulysses":
         copies = held if held % ranks == 0 else ranks  # a head that is repeated for the ranks travels as often

@@ -9,10 +9,11 @@ Names and shapes are the whole model's: a parameter of the model that one rank r
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .layout import Shape
 
@@ -81,6 +82,21 @@ class Split:
         return self.sharers(coordinate)[0] == coordinate if self.kind == "split" else coordinate == 0
 
 
+def laid_out(parts: Iterable[Sequence[int]]) -> tuple[Ranges, ...]:
+    """Return where ranks' shares lie in a dimension, by rank: parts one behind the other, in each the shares of all.
+
+    parts: the widths of each part's shares, by rank.
+    """
+    ranges: list[list[tuple[int, int]]] = []
+    start = 0
+    for widths in parts:
+        ranges = ranges or [[] for _ in widths]
+        for own, width in zip(ranges, widths, strict=True):
+            own.append((start, start + width))
+            start += width
+    return tuple(map(tuple, ranges))
+
+
 def split_of(param: Tensor) -> Split | None:
     """Return how a parameter lies along "tp"; None where the model is not split."""
     found: Split | None = param.__dict__.get("_zero_split")
@@ -105,6 +121,15 @@ def set_split(param: Tensor, split: Split) -> None:
 def is_own_cut(param: Tensor) -> bool:
     """Whether a caller cut this parameter, and its layer computes with the part by itself: it is not cut again."""
     return bool(param.__dict__.get("_zero_is_own_cut"))
+
+
+def came_cut(model: nn.Module) -> dict[str, Split]:
+    """Return how those parameters lie that a caller cut before: of layers that compute with parts by themselves."""
+    return {
+        name: split
+        for name, param in model.named_parameters()
+        if is_own_cut(param) and (split := split_of(param)) is not None
+    }
 
 
 def set_own_cut(param: Tensor, split: Split) -> None:

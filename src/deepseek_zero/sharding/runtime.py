@@ -656,7 +656,7 @@ class LossFactor:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = weakref.ref(runtime)
         self._scaler: LossScaler | None = None
-        self.must_be_scaled = False  # a program scales its losses itself, or it is an error
+        self.is_strict = False  # the engine scales every loss, of one number each; else it is an error, as in DeepSpeed
         self.is_recorded = False  # a backward since the last step was recorded, to be differentiated again
         self._scaled: Callable[[], Tensor | None] = lambda: None  # the last loss it has scaled
         self._is_carried = False  # gradients that come in have the factor (`carried`)
@@ -706,7 +706,7 @@ class LossFactor:
 
     def refuse_unscaled(self) -> None:
         """As a backward begins: UsageError if it is plain where losses are to be scaled by the program."""
-        if self.must_be_scaled and self._scaler is not None and _UNDER_WAY.scale is None and not self._is_carried:
+        if self.is_strict and self._scaler is not None and _UNDER_WAY.scale is None and not self._is_carried:
             raise UsageError(
                 "Loss scaling is required for this configuration, and backward() was called without it.",
                 "Gradients in fp16 are lost below its smallest number.",
@@ -732,6 +732,12 @@ class LossFactor:
 
     def apply(self, loss: Tensor, *, by_accumulation: bool = True) -> Tensor:
         """The loss times the loss scale and, if it is to be, divided by the accumulation steps."""
+        if self.is_strict and isinstance(loss, Tensor) and loss.numel() != 1:
+            raise UsageError(
+                f"a loss must be a scalar tensor, and this one has the shape {tuple(loss.shape)}.",
+                "Losses alone are scaled, as in DeepSpeed.",
+                "call backward(gradient) on the output itself.",
+            )
         if loss is self._scaled():
             raise UsageError(
                 "a loss was scaled a second time.",

@@ -21,14 +21,6 @@ NUMBER = signal.SIGUSR2
 SETTINGS = PreemptionSettings("nowhere", ("SIGUSR2",))
 
 
-@pytest.fixture(autouse=True)
-def _nobody_else_hears() -> Iterator[None]:
-    """The signal as a process has it at first: an engine of another test may not be collected yet."""
-    before = signal.signal(NUMBER, signal.SIG_DFL)
-    yield
-    signal.signal(NUMBER, before)
-
-
 @pytest.fixture
 def heard() -> Iterator[list[int]]:
     """What a handler of the user's own hears."""

@@ -287,16 +287,6 @@ class DeepSpeedEngine(Engine):
 
     # -- accumulation
 
-    def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
-        """The loss times the loss scale, divided by the accumulation steps; behind DeepSpeed's name one number."""
-        if isinstance(loss, Tensor) and loss.numel() != 1 and is_dropin_imported():
-            raise UsageError(
-                f"a loss must be a scalar tensor, and this one has the shape {tuple(loss.shape)}.",
-                "DeepSpeed scales losses alone.",
-                "call backward(gradient) on the output itself.",
-            )
-        return super().scale(loss, scale_wrt_gas)
-
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Hold several backwards of one step; step() comes behind the block.

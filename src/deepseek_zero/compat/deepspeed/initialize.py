@@ -155,7 +155,7 @@ def initialize(
         if isinstance(engine.optimizer.inner, Adam):
             vars(engine.optimizer.inner)["adam_w_mode"] = isinstance(engine.optimizer.inner, AdamW)
     if unchanged:
-        engine.runtime.loss_factor.must_be_scaled = True
+        engine.runtime.loss_factor.is_strict = True
         engine.runtime.forward.structure.takes_strangers = True
     if engine.runtime.settings.stage == 3:
         if unchanged:

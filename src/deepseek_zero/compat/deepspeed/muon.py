@@ -5,13 +5,11 @@ optim/muon.py has the iteration and the optimizer; every class of DeepSpeed's st
 
 from __future__ import annotations
 
-from math import sqrt
-
 import torch
 from torch import Tensor, nn
 
 from ...base.errors import ConfigError
-from ...optim.muon import Muon, orthogonalize
+from ...optim.muon import Muon, as_matrices, factor_of, orthogonalize
 
 __all__ = [
     "NS_METHODS",
@@ -68,7 +66,7 @@ def muon_update(
         return grad
     momentum.lerp_(grad, 1 - beta)
     update = grad.lerp_(momentum, beta) if nesterov else momentum
-    matrices = update.reshape(len(update), -1) if update.ndim > 3 else update
+    matrices = whole = as_matrices(update)
     if num_heads is not None:
         if matrices.ndim != 2 or num_heads < 1 or len(matrices) % num_heads:
             raise ConfigError(
@@ -76,10 +74,8 @@ def muon_update(
                 fix="give a matrix whose rows are a multiple of num_heads.",
             )
         matrices = matrices.reshape(num_heads, -1, matrices.shape[-1])
-    rows, columns = matrices.shape[-2:]
-    direction = orthogonalize(matrices, ns_method, ns_steps) * sqrt(max(1.0, rows / columns))
-    shape = update.shape if update.ndim <= 3 else (len(update), update[0].numel())
-    return direction.reshape(shape).to(grad.dtype)
+    direction = orthogonalize(matrices, ns_method, ns_steps) * factor_of(matrices)
+    return direction.reshape(whole.shape).to(grad.dtype)
 
 
 def adam_update(grad: Tensor, buf1: Tensor, buf2: Tensor, step: int, betas: tuple[float, float], eps: float) -> Tensor:

@@ -24,7 +24,7 @@ from ...checkpoint.format import decode, encode
 from ...checkpoint.safetensors_file import dtype_name, dtype_named
 from ...comm.bootstrap import all_gather_bytes
 from ...engine.data import to_device
-from ...parallel.sequence_model import IGNORED, SequenceSettings, own_tokens
+from ...parallel.sequence_model import IGNORED, SequenceSettings, heads_of, own_tokens
 from . import groups
 
 
@@ -114,9 +114,7 @@ def _refuse(config: Any, core: str, ranks: int) -> None:
     known = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     if core not in known:
         raise ValueError(f"{core} is not a valid attn_implementation. The choices are {known.valid_keys()}")
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    held = getattr(text, "num_key_value_heads", None) or heads
+    heads, held = heads_of(config.get_text_config())
     if heads % ranks:
         raise ValueError(f"Attention head count {heads} is not divisible by SP size {ranks}")
     if held % ranks and ranks % held:

@@ -25,9 +25,9 @@ from torch.autograd.function import once_differentiable
 
 from ...base.errors import NotBuiltError, UsageError
 from ...engine.engine import Engine
-from ...parallel.cuts import put_together, taken
+from ...parallel.cuts import join, put_together, taken
 from ...parallel.layers import Column, Layer, Row
-from ...planner.split import Split, set_own_cut, split_of
+from ...planner.split import Split, laid_out, set_own_cut, split_of
 from . import groups
 from .autotp import AutoTPMeta, get_shard_size_list
 from .tensor_checkpoint_info import INFO, collect_autotp_universal_checkpoint_info, mark
@@ -85,9 +85,7 @@ class GatherFromTensorParallelRegion(torch.autograd.Function):
             return input.view_as(input)
         index = dist.get_rank(group)
         ctx.own = sum(partition_sizes[:index]), partition_sizes[index]
-        rows = input.reshape(-1, input.shape[-1])
-        parts = _gathered(rows, [(rows.shape[0], width) for width in partition_sizes], group)
-        return torch.cat(parts, 1).view(*input.shape[:-1], -1)
+        return _side_by_side(input, partition_sizes, group)
 
     @staticmethod
     @once_differentiable
@@ -106,9 +104,14 @@ class ScatterToTensorParallelRegion(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
-        rows = grad.reshape(-1, grad.shape[-1])
-        parts = _gathered(rows, [(rows.shape[0], width) for width in ctx.sizes], ctx.group)
-        return None, torch.cat(parts, 1).view(*grad.shape[:-1], -1), None, None
+        return None, _side_by_side(grad, ctx.sizes, ctx.group), None, None
+
+
+def _side_by_side(own: Tensor, widths: Sequence[int], group: Any) -> Tensor:
+    """Return every rank's last dimension, one behind the other.  widths: of it, by rank.  Collective."""
+    rows = own.reshape(-1, own.shape[-1])
+    parts = _gathered(rows, [(rows.shape[0], width) for width in widths], group)
+    return torch.cat(parts, 1).view(*own.shape[:-1], -1)
 
 
 def _gathered(own: Tensor, shapes: Sequence[tuple[int, ...]], group: Any) -> list[Tensor]:
@@ -144,13 +147,7 @@ def cut_part(param: Tensor, split: Split, index: int) -> None:
 
 def split_by(shape: Sequence[int], dim: int, parts: Sequence[Sequence[int]]) -> Split:
     """Return the split of a dimension in which parts lie one behind the other.  parts: the widths of each, by rank."""
-    ranges: list[list[tuple[int, int]]] = [[] for _ in parts[0]]
-    start = 0
-    for widths in parts:
-        for own, width in zip(ranges, widths, strict=True):
-            own.append((start, start + width))
-            start += width
-    return Split("split", tuple(shape), dim, tuple(map(tuple, ranges)))
+    return Split("split", tuple(shape), dim, laid_out(parts))
 
 
 # -- layers
@@ -221,9 +218,7 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
             split = self._split_of(param) if param is not None else None
             if param is None or split is None:
                 continue
-            named: Any = param
-            named.tensor_model_parallel = named.ds_is_replaced_module = True
-            named.gather_params, named._tp_partition = self.gather_params, self._tp_partition
+            _name(param, self.gather_params, self._tp_partition)
             if self.tp_world_size > 1 and tuple(param.shape) == split.local_shape(self.tp_index):
                 set_own_cut(param, split)
 
@@ -268,6 +263,12 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
     def extra_repr(self) -> str:
         out, inputs = self.weight.shape
         return f"in_features={inputs}, out_features={out}, bias={self.bias is not None}, dtype={self.weight.dtype}"
+
+
+def _name(param: Any, gather_params: Any, tp_partition: Any) -> None:
+    """Give a parameter of a split layer DeepSpeed's names."""
+    param.tensor_model_parallel = param.ds_is_replaced_module = True
+    param.gather_params, param._tp_partition = gather_params, tp_partition
 
 
 def _whole_shape(param: Tensor) -> tuple[int, ...]:
@@ -449,9 +450,8 @@ class SubParamLinearLayer(_OfParts, LinearLayer):
         found = super().forward(input)
         if not self.gather_output or self.tp_world_size == 1:
             return found
-        in_turn = split_by((found.shape[-1],), 0, self._subparam_shard_widths)  # ranks' columns lie one behind another
-        order = [place for ranges in in_turn.ranges for low, high in ranges for place in range(low, high)]
-        return found.index_select(-1, torch.tensor(order, device=found.device).argsort())
+        by_rank = found.split(self._partition_sizes, -1)
+        return join(by_rank, split_by((found.shape[-1],), 0, self._subparam_shard_widths))
 
 
 class SubParamLinearAllreduce(_OfParts, LinearAllreduce):
@@ -526,10 +526,7 @@ def show_names(engine: Engine) -> None:
             style = "row" if isinstance(module, Row) else "column"
             mark(param, style, whole, whole[0], dim, *_parts_of(split))
             if dim is not None:
-                named: Any = param
-                named.tensor_model_parallel = named.ds_is_replaced_module = True
-                named.gather_params = partial(_each, _gather_along_tp)
-                named._tp_partition = partial(_each, _cut_along_tp)
+                _name(param, partial(_each, _gather_along_tp), partial(_each, _cut_along_tp))
     if is_split:
         vars(engine.module)[INFO] = collect_autotp_universal_checkpoint_info(engine.module)
 
