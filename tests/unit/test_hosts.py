@@ -105,7 +105,7 @@ def test_a_cut_is_silent_and_can_be_healed() -> None:
 
 def test_a_limit_holds_each_way() -> None:
     with hosts(2, rate="100mbit") as (h0, h1):
-        echo = listening(h1, ECHO)
+        listening(h1, ECHO)
         send, began = h0.run(python(SEND, "h1", "1"), stdin=subprocess.PIPE), time.monotonic()
         assert send.communicate("x" * 2_500_000 + "\n", timeout=5)[0] == "b'!'\n"
         assert 0.18 < time.monotonic() - began < 1.0  # 0.2 s less a burst, and a start of Python
@@ -115,7 +115,7 @@ def test_a_limit_holds_each_way() -> None:
 
 def test_frames_are_lost_late_or_damaged_on_their_way_and_counted() -> None:
     with hosts(2) as (h0, h1):
-        count = listening(h1, COUNT)
+        listening(h1, COUNT)
         send = h0.run(python(SEND, "h1", "1"), stdin=subprocess.PIPE)
         assert send.stdin is not None and send.stdout is not None
 

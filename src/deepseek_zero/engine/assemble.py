@@ -24,6 +24,7 @@ from ..optim.sharded import ShardedOptimizer
 from ..planner.auto_wrap_policy import ModelShape, read_model
 from ..planner.plan import Plan
 from ..planner.spec import PlanSettings, S
+from ..planner.split import refuse_other_cuts
 from ..precision.policy import Policy
 from ..sharding.ties import refuse_owned, tie_shared
 from ..sharding.wrap import check_room, open_tiers, wrap_model
@@ -98,6 +99,7 @@ def assemble(
     with AllRanks(comm, "reading the model and its optimizer"):
         shape, chosen = look_at(config, settings, model, client, params, is_part=stages is not None)
         refuse_whole_states(chosen, shape.wholes)
+        refuse_other_cuts(shape.cuts, mesh.tp)
     step_settings = step_settings_of(config, chosen.granularity, mesh.device)
     plan = pieces.plans.added_to(plan_run(config, settings, shape, chosen, comm, mesh))
     capabilities = comm.capabilities() + way.capabilities() + number_formats(plan.settings.policy, mesh.device)

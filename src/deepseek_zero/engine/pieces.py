@@ -25,7 +25,7 @@ from ..comm.collectives import Comm, scatter
 from ..planner.layout import SUM_TILE_NUMEL
 from ..planner.pieces import PipelinePlan, SequencePlan, TensorPlan
 from ..planner.plan import Plan
-from ..planner.split import came_cut, set_split
+from ..planner.split import set_split
 from ..sharding.runtime import Runtime
 from .settings import (
     PipelineSettings,
@@ -300,13 +300,6 @@ def _split_of(
     config: Config, model: nn.Module, mesh: Mesh
 ) -> tuple[parallel.ParallelPlan | None, list[parallel.LayerTraffic]]:
     """Return how a whole model is split along "tp", and what a rank sends for each region of its layers.  Pure."""
-    for name, own in came_cut(model).items():
-        if len(own.ranges) != mesh.tp:
-            raise UsageError(
-                f"parameter '{name}' came cut into {len(own.ranges)} parts, and this mesh has tp={mesh.tp}.",
-                "A layer that is cut before its model is wrapped is cut over the ranks along tp.",
-                f'say "tensor_parallel": {{"autotp_size": {len(own.ranges)}}}, or make it of the group along tp.',
-            )
     if mesh.tp == 1:
         return None, []
     settings, policy = tensor_settings_of(config), policy_of(config)

@@ -30,6 +30,7 @@ from ..config.load import load
 from ..optim.lr_schedules import resolve_schedule
 from ..planner.auto_wrap_policy import read_model
 from ..planner.plan import Machine, Plan, plan_shape
+from ..planner.split import refuse_other_cuts
 from ..sharding.ties import tie_shared
 from .assemble import assemble, look_at
 from .changes import plan_large_layers, refuse_changes_on
@@ -269,6 +270,7 @@ def plan(
     model = stage_to_plan(model, axes, is_optimized_by_caller=given_parameters)
     tie_shared(model)
     shape, parts = look_at(chosen, settings, model, optimizer, given)
+    refuse_other_cuts(shape.cuts, axes.tp)
     pieces = PiecePlans()
     if axes.pp > 1 or axes.tp > 1 or axes.sp > 1:
         parts_of_call = pipeline_settings_of(chosen).row_parts(axes.pp) if axes.pp > 1 else 1

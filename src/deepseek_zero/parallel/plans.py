@@ -18,7 +18,7 @@ from typing import Literal, cast
 from torch import Tensor, nn
 
 from ..base.errors import NotBuiltError, UsageError, shown
-from ..planner.split import Ranges, Split, came_cut
+from ..planner.split import Ranges, Split, came_cut, refuse_other_cuts
 from .families import ALIASES, FAMILIES, NAMES, REFUSED, Fused, Style
 from .layers import Part
 from .token_shards import Stretch, find_stretch
@@ -158,6 +158,7 @@ def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = Non
     Raises NotBuiltError for a family or a style that is not built, UsageError where a layer that was named on purpose
     does not fit; the message names it.
     """
+    refuse_other_cuts(came_cut(model), ranks)
     settings = settings or ParallelSettings()
     plan = ParallelPlan(ranks, grain=settings.grain)
     family = _family(model, settings)

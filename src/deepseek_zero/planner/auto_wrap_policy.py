@@ -69,6 +69,12 @@ class ModelShape:
         params = (each for unit in self.units for each in unit.params.items())
         return {name: param.whole for name, param in params if param.whole}
 
+    @property
+    def cuts(self) -> dict[str, Split]:
+        """Return how parameters lie along "tp", by name, where they are cut."""
+        params = (each for unit in self.units for each in unit.params.items())
+        return {name: param.split for name, param in params if param.split is not None}
+
 
 def read_model(model: nn.Module, settings: PlanSettings) -> ModelShape:
     """Return the shape of a model; reads names, shapes, dtypes and `requires_grad`, and no value.

@@ -9,12 +9,13 @@ Names and shapes are the whole model's: a parameter of the model that one rank r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor, nn
 
+from ..base.errors import UsageError
 from .layout import Shape
 
 Range = tuple[int, int]
@@ -130,6 +131,17 @@ def came_cut(model: nn.Module) -> dict[str, Split]:
         for name, param in model.named_parameters()
         if is_own_cut(param) and (split := split_of(param)) is not None
     }
+
+
+def refuse_other_cuts(cuts: Mapping[str, Split], tp: int) -> None:
+    """Raise UsageError where a parameter lies in another number of parts than a mesh has ranks along "tp"."""
+    for name, split in cuts.items():
+        if len(split.ranges) != tp:
+            raise UsageError(
+                f"parameter '{name}' came cut into {len(split.ranges)} parts, and this mesh has tp={tp}.",
+                "A layer that is cut before its model is wrapped is cut over the ranks along tp.",
+                f'say "tensor_parallel": {{"autotp_size": {len(split.ranges)}}}, or make it of the group along tp.',
+            )
 
 
 def set_own_cut(param: Tensor, split: Split) -> None:
