@@ -222,13 +222,19 @@ class _Engine:
     gave_up: bool = False
     has_raised: bool = False
     far_rate: float | None = None
-    hops: weakref.WeakSet[Hops] = field(default_factory=weakref.WeakSet)
+    hops: list[weakref.ref[Hops]] = field(default_factory=list)  # a WeakSet's length costs more than all its use here
 
     def patience(self) -> float:
         """Return how long a wait may last before second hops are asked for, or a sign of life of other hosts."""
-        if any(hops.is_open for hops in self.hops):
+        if any((hops := each()) is not None and hops.is_open for each in self.hops):
             return HOP_SECONDS
         return min(base.POLL_SECONDS, LIFE_SECONDS) if self.spans_hosts else base.POLL_SECONDS
+
+    def advance(self) -> None:
+        """Issue second hops whose turn has come, without waiting."""
+        for each in list(self.hops):
+            if (hops := each()) is not None:
+                hops.advance()
 
     @functools.cached_property
     def spans_hosts(self) -> bool:
@@ -499,8 +505,7 @@ class Comm:
         """
         self.hear()
         if self._engine.hops:
-            for hops in self._engine.hops:
-                hops.advance()
+            self._engine.advance()
 
     def hear(self) -> None:
         """Take in messages that other ranks of this group have sent, without waiting. Local."""
@@ -509,7 +514,7 @@ class Comm:
 
     def add_hops(self, hops: Hops) -> None:
         """Have second hops issued by this engine's waits, in whatever group, for as long as they live. Local."""
-        self._engine.hops.add(hops)
+        self._engine.hops.append(weakref.ref(hops, self._engine.hops.remove))
 
     # -- movements
 
@@ -688,8 +693,7 @@ class Comm:
             try:
                 return action()
             except TimeoutError:
-                for hops in engine.hops:
-                    hops.advance()
+                engine.advance()
                 now = time.perf_counter()
                 error: PeerError | None
                 if (engine.hops or engine.spans_hosts) and now - looked < base.POLL_SECONDS:

@@ -17,7 +17,7 @@ from ..base.mesh import Mesh
 from ..precision.codecs import CODED, Blocks, Cast, Codec
 from .auto_wrap_policy import ModelShape, UnitShape
 from .layout import LAYOUTS, FlatLayout, Shape, even_layout, hop_wires
-from .spec import PlanSettings, R, S, ShardPlan, gradient_wires, plan_for, predivide_of
+from .spec import P, PlanSettings, R, S, ShardPlan, Spec, gradient_wires, plan_for, predivide_of
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,12 @@ class GroupPlan:
         if self.plan.grad.placement is not S:
             return self.plan.grad.dtype
         return self.plan.grad.wire.dtype if isinstance(self.plan.grad.wire, Cast) else self.plan.weight.dtype
+
+    @cached_property
+    def summands(self) -> Spec:
+        """How a rank collects what it adds to the sum of gradients."""
+        assert self.plan.grad is not None
+        return replace(self.plan.grad, placement=P, dtype=self.summand_dtype)
 
     @property
     def exchange_length(self) -> int:

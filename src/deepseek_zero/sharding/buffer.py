@@ -425,12 +425,9 @@ class Message:
         """Return what elements [low, high) travel in."""
         return self.memory[self.wire.length(low) : self.wire.length(high)]
 
-    def encode(self, values: Tensor, low: int) -> Tensor:
-        """Write these elements, from the flat index `low` on, and return what they travel in.  Local."""
-        piece = self.piece(low, low + values.numel())
-        if self.is_lent:
-            self.write(values, piece, low)
-        return piece
+    def encode(self, values: Tensor, low: int) -> None:
+        """Write these elements, from the flat index `low` on.  Local."""
+        self.write(values, self.piece(low, low + values.numel()), low)
 
     def write(self, values: Tensor, piece: Tensor, place: int) -> None:
         """Write these elements into a piece of a message.  place: of the first one among those of which errors are
@@ -608,9 +605,11 @@ def _reduce_scatter(
 
     def start(number: int) -> Pending:
         low, high = cuts[number]
-        pieces = [
-            message.encode(source.shard(rank)[low:high], rank * layout.slice_numel + low) for rank in range(comm.size)
-        ]
+        starts = range(low, layout.padded_numel, layout.slice_numel)
+        pieces = [message.piece(start, start + high - low) for start in starts]
+        if message.is_lent:
+            for rank, (start, piece) in enumerate(zip(starts, pieces, strict=True)):
+                message.write(source.shard(rank)[low:high], piece, start)
         kept = own[low:high]
         landing = (
             HostGradStaging(kept, step, extent, comm_ctx, add=add) if kept.device != comm_ctx.pool.device else None

@@ -777,9 +777,8 @@ class Gradient:
                 self._carry(self._own(buffer))
             self._partial = buffer
         else:
-            dtype = group.planned.summand_dtype
-            spec = replace(group.plan.grad, placement=P, dtype=dtype)
-            storage = group.comm_ctx.pool.take(group.layout.padded_numel, dtype)
+            spec = group.planned.summands
+            storage = group.comm_ctx.pool.take(group.layout.padded_numel, spec.dtype)
             self._partial = FlatBuffer(group.layout, spec, storage)
         if self._state is GradState.EMPTY:
             self._enter(GradState.COLLECTING)
