@@ -135,6 +135,20 @@ def test_a_tied_weight_is_one_though_two_stages_have_it(stage: int) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_any_stage_does_not_train_can_be_left_out_of_the_whole_state_dict(stage: int) -> None:
+    model = llama(tied=True)
+    frozen = {"model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.3.mlp.up_proj.weight"}
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    names = set(model.state_dict())
+    engine = engine_of(model, {"pp": 2}, config_of(stage, "fp32"))
+    assert engine.module_state_dict().keys() == names
+    kept = engine.module_state_dict(exclude_frozen_parameters=True)
+    assert names - kept.keys() == frozen | {"lm_head.weight"}  # which is tied
+
+
+@pytest.mark.ranks(2)
 def test_what_a_stage_cannot_do_is_refused_by_name() -> None:
     engine = engine_of(llama(), {"pp": 2}, config_of(1, "fp32"))
     with pytest.raises(UsageError, match="called by itself"):

@@ -143,10 +143,23 @@ def names_of(runtime: Runtime) -> list[str]:
 
 def names_of_all(runtime: Runtime) -> frozenset[str]:
     """Return the first names of the parameters of all pieces.  Collective in the world."""
-    own = names_of(runtime)
+    return _of_all(runtime, names_of(runtime), "the names of all stages")
+
+
+def frozen_names(runtime: Runtime) -> frozenset[str]:
+    """Return the names in the whole model's state dict of parameters that are not trained.  Collective in the world."""
+    piece = Piece.of(runtime)
+    members = [member for group in runtime.groups for member in group.members]
+    own = [piece.name(member) for member in members if not member.param.requires_grad]
+    frozen = _of_all(runtime, own, "what all stages do not train")
+    return frozenset(name for name, first in whole_names(runtime.model).items() if first in frozen)
+
+
+def _of_all(runtime: Runtime, own: list[str], what: str) -> frozenset[str]:
+    """Return the names that the stages say, all together.  Collective in the world where there are several."""
     if "pp" not in runtime.comm.along:
         return frozenset(own)
-    found = run_and_gather(runtime.comm.whole, "the names of all stages", lambda: json.dumps(own))
+    found = run_and_gather(runtime.comm.whole, what, lambda: json.dumps(own))
     return frozenset(name for each in found for name in json.loads(each))
 
 

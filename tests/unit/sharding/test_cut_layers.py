@@ -183,3 +183,14 @@ def test_a_model_without_values_is_refused_by_name() -> None:
         model = Model()
     with pytest.raises(NotBuiltError, match=r"cut 'embed\.weight', which has no values yet"):
         deepseek_zero.initialize(model=model, config=configured())
+
+
+def test_a_frozen_layer_in_tiles_can_be_left_out_of_a_state_dict() -> None:
+    model = Model()
+    model.wide.weight.requires_grad_(False)
+    engine = deepseek_zero.initialize(model=model, config=configured())[0]
+    names = list(engine.module_state_dict())
+    assert "wide.weight" in names
+    kept = engine.module_state_dict(exclude_frozen_parameters=True)
+    assert list(kept) == [name for name in names if name != "wide.weight"]
+    engine.destroy()

@@ -26,6 +26,7 @@ from ...checkpoint.contents import SaveSettings
 from ...checkpoint.export import ExportSettings, consolidated, export_file
 from ...checkpoint.format import LATEST, LATEST_UNIVERSAL
 from ...checkpoint.hf_folder import MAX_SHARD_BYTES
+from ...checkpoint.piece import frozen_names
 from ...comm.context import local_rank
 from ...engine import exporting, saving
 from ...engine.compiling import compile_units, restore
@@ -370,12 +371,12 @@ class DeepSpeedEngine(Engine):
         self.parts.saver.finish()
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """Return the model's whole state dict, on every rank.  Collective."""
-        state = dict(self.module.state_dict())
-        frozen = {
-            name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad
-        }
-        return {name: value for name, value in state.items() if not (exclude_frozen_parameters and name in frozen)}
+        """Return the model's whole state dict, on every rank.  Collective.
+
+        exclude_frozen_parameters: leave out parameters that no stage trains.
+        """
+        frozen = frozen_names(self.runtime) if exclude_frozen_parameters else frozenset()
+        return {name: value for name, value in self.module.state_dict().items() if name not in frozen}
 
     def load_module_state_dict(
         self,
