@@ -373,8 +373,11 @@ def test_the_log_of_a_disk_has_every_transfer_with_its_times() -> None:
 def test_a_unit_is_read_while_the_one_before_it_is_used_unless_nothing_is_gathered_ahead(ahead: int) -> None:
     zero = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": ALL, "stage3_max_reuse_distance": 0}
     engine = engine_of(3, zero | {"stage3_prefetch_bucket_size": ahead} | offload("nvme"))
-    train_step(engine, Run(3), 0)
-    engine.optimizer.updater.flush()
+    with engine.timeline() as before:
+        train_step(engine, Run(3), 0)
+        engine.optimizer.updater.flush()
+    while not all(event.ended for event in before.transfers):  # what is still being written is not read again
+        time.sleep(0.01)
     used = dict[str, float]()
     for number, block in enumerate(engine.module.blocks):
         block.register_forward_pre_hook(lambda *_, name=f"blocks.{number}": used.update({name: time.perf_counter()}))
