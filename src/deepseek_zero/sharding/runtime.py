@@ -162,6 +162,11 @@ class Runtime:
         """Whether the model was let go; its slices stay until another engine takes them over."""
         return not self._handles
 
+    @property
+    def hooks(self) -> list[Any]:
+        """The handles of all hooks on the model, those to come included."""
+        return self._handles
+
     def remove_hooks(self) -> None:
         """Undo the hooks; the parameters stay as they are."""
         for handle in self._handles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -240,3 +241,35 @@ def test_a_group_of_one_beside_a_launcher_of_many_is_said() -> None:
     assert "WORLD_SIZE=8" in str(error(1, None, {"WORLD_SIZE": "8"}))
     assert error(8, None, {"WORLD_SIZE": "8"}) is error(1, object(), {"WORLD_SIZE": "8"}) is None
     assert error(1, None, {"WORLD_SIZE": "no"}) is error(1, None, {}) is None
+
+
+def test_a_model_whose_engine_is_gone_can_be_wrapped_again() -> None:
+    model, given = Model(), config(0, fp16={"enabled": True, "initial_scale_power": 4})
+    for _ in range(2):  # nobody has ended the engine of the first round
+        engine = built(given, model)
+        engine.backward(engine(torch.ones(2, HIDDEN).half()))
+        engine.step()
+        del engine
+        gc.collect()
+
+
+def test_a_list_of_layers_in_fp16_scales_its_loss_by_itself() -> None:
+    from deepspeed.pipe import PipelineModule
+
+    layers = [nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)]
+    model = PipelineModule(layers, num_stages=1, loss_fn=lambda output, labels: (output - labels).square().mean())
+    engine = built(config(1, fp16={"enabled": True, "initial_scale_power": 4}), model)
+    before = model.state_dict()["0.weight"].clone()
+    batch = torch.ones(1, HIDDEN).half()
+    assert float(engine.train_batch(iter([(batch, batch)]))) > 0
+    assert not torch.equal(model.state_dict()["0.weight"], before)
+
+
+def test_an_optimizer_says_in_which_even_part_of_its_group_a_parameter_lies() -> None:
+    engine = built(config(1))
+    optimizer = engine.optimizer
+    params = list(engine.module.parameters())
+    assert [optimizer.get_param_id(param) for param in params] == list(range(len(params)))
+    assert optimizer.param_to_partition_ids == [{number: [0] for number in range(len(params))}]
+    optimizer.runtime.comm_ctx.comm.size = 2  # of 61 elements 31: the first part ends inside the first matrix
+    assert optimizer.param_to_partition_ids == [{0: [0, 1], 1: [1], 2: [1], 3: [1], 4: [1], 5: [1]}]

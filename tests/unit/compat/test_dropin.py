@@ -53,16 +53,18 @@ def test_every_module_and_name_of_deepspeeds_can_be_imported(as_deepspeed: None)
 
 
 def test_a_class_that_is_not_built_can_be_named_and_not_made(as_deepspeed: None) -> None:
-    from deepspeed.moe.layer import MoE
-    from deepspeed.moe.sharded_moe import top1gating
-    from deepspeed.runtime.engine import MoE as same
+    from deepspeed import InferenceEngine as same
+    from deepspeed import init_inference
+    from deepspeed.inference.engine import InferenceEngine
 
-    class Mine(MoE):
+    class Mine(InferenceEngine):
         pass
 
-    assert same is MoE and not isinstance(object(), MoE) and MoE.__module__ == "deepspeed.moe.layer"
-    for call in (MoE, Mine, top1gating):
-        with pytest.raises(NotBuiltError, match=r"deepspeed\.moe\..* is not provided .*\n.*experts train sharded"):
+    assert (
+        same is InferenceEngine and not isinstance(object(), same) and same.__module__ == "deepspeed.inference.engine"
+    )
+    for call in (same, Mine, init_inference):
+        with pytest.raises(NotBuiltError, match=r"deepspeed\..* is not provided .*\n.*eval\(\) and generate\(\) serve"):
             call()
 
 

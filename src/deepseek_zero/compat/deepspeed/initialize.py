@@ -155,7 +155,7 @@ def initialize(
         if isinstance(engine.optimizer.inner, Adam):
             vars(engine.optimizer.inner)["adam_w_mode"] = isinstance(engine.optimizer.inner, AdamW)
     if unchanged:
-        engine.runtime.loss_factor.is_strict = True
+        engine.runtime.loss_factor.is_strict = engine.parts.pipeline is None  # a pipeline scales its loss by itself
         engine.runtime.forward.structure.takes_strangers = True
     if engine.runtime.settings.stage == 3:
         if unchanged:
@@ -165,7 +165,7 @@ def initialize(
             vars(engine.optimizer)["parameter_offload"] = ParameterOffload()
     if unchanged and (autocast := engine.runtime.settings.policy.autocast) is not None:
         init_autocast_params(engine, autocast, lookup(raw.values, "torch_autocast.lower_precision_safe_modules"))
-    _engines[engine.module] = weakref.ref(engine)
+    _engines[engine.module] = weakref.ref(engine), engine.runtime.hooks
     engine.client_optimizer, engine.client_lr_scheduler, engine.client_mpu = optimizer, lr_scheduler, mpu
     groups.tell_of(engine)
     if unchanged:
@@ -221,13 +221,13 @@ def _in_deepspeeds_words(forward: Callable[..., Any], *args: Any, **kwargs: Any)
         raise BatchMismatchError(f"{error.what.partition(': ')[0]}.") from error
 
 
-# Model -> its engine, both weakly.
-_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+# Model -> its engine, both weakly, and the engine's hooks, which stay on the model when it is gone.
+_engines: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Engine], list[Any]]] = weakref.WeakKeyDictionary()
 
 
 def end_engine_of(model: nn.Module) -> None:
     """Destroy the engine that the model is in, if there is one, after its last update has been made."""
-    reference = _engines.pop(model, None)
+    reference, hooks = _engines.pop(model, (None, []))
     engine = reference() if reference is not None else None
     owners = {owner_of(param) for param in model.parameters()}
     for group in [owner for owner in owners if isinstance(owner, ParamGroup)]:
@@ -239,6 +239,8 @@ def end_engine_of(model: nn.Module) -> None:
             runtime.remove_hooks()
     if engine is not None:
         engine.destroy()
+    for hook in hooks:  # of an engine that is gone with its optimizer
+        hook.remove()
 
 
 def refuse_unmanaged(raw: RawConfig, model: nn.Module) -> None:

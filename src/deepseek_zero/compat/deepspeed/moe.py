@@ -1,7 +1,7 @@
 """DeepSpeed's `deepspeed.moe.utils`: parameters that are marked as experts', apart from the others.
 
-A parameter with `allreduce = False` is an expert's, and its `group_name` says which ranks share it.  The expert layers
-that DeepSpeed marks so are not built; programs call these functions for every model.
+A parameter with `allreduce = False` is an expert's, and its `group_name` says which ranks share it: all of them here
+(moe_layers.py).  Programs call these functions for every model.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+
+from .moe_layers import MoE
 
 
 def is_moe_param(param: Tensor) -> bool:
@@ -23,8 +25,9 @@ def is_moe_param_group(param_group: Mapping[str, Any]) -> bool:
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Return whether a model has DeepSpeed's expert layers, and how many experts: none, since they are not built."""
-    return False, 0
+    """Return whether a model has DeepSpeed's expert layers, and how many experts the last of them has."""
+    counts = [each.num_experts for each in m.modules() if isinstance(each, MoE)]
+    return bool(counts), counts[-1] if counts else 0
 
 
 def split_params_into_shared_and_expert_params(

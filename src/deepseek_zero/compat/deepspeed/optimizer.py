@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -206,6 +207,30 @@ class NamedOptimizer(ShardedOptimizer):
     def parallel_partitioned_bit16_groups(self) -> list[list[torch.Tensor]]:
         """`bit16_groups_flat` cut among the ranks as evenly as it goes; masters may be cut elsewhere."""
         return [list(flat.chunk(self.runtime.comm_ctx.comm.size)) for flat in self.bit16_groups_flat]
+
+    def get_param_id(self, param: torch.nn.Parameter) -> int:
+        """Return the number of a parameter among those that are updated, over all groups."""
+        every = (each for params in self.params_by_group for each in params)
+        return next(number for number, each in enumerate(every) if each is param)
+
+    @property
+    def param_to_partition_ids(self) -> list[dict[int, list[int]]]:
+        """Of each group, by `get_param_id`: the parts of `parallel_partitioned_bit16_groups` a parameter lies in."""
+        found, number = list[dict[int, list[int]]](), 0
+        for params in self.params_by_group:
+            numels = [param.numel() for param in params]
+            size = max(1, -(-sum(numels) // self.runtime.comm_ctx.comm.size))
+            ends = list(accumulate(numels))
+            found.append({})
+            for numel, end in zip(numels, ends, strict=True):
+                found[-1][number] = list(range((end - numel) // size, -(-end // size)))
+                number += 1
+        return found
+
+    def _set_fp32_optimizer_param_groups(self) -> None:
+        """Nothing: `optimizer` has its masters in its groups at any time."""
+
+    _clear_fp32_optimizer_param_groups = _set_fp32_optimizer_param_groups
 
 
 def scale_at_stage_0(scaler: LossScaler) -> None:

@@ -140,6 +140,18 @@ PROVIDED: dict[str, dict[str, str]] = {
     "deepspeed.module_inject.tp_plan_converter": {
         "deepseek_zero.compat.deepspeed.autotp": "TPPlanConverter",
     },
+    "deepspeed.moe.experts": {
+        "deepseek_zero.compat.deepspeed.moe_layers": "Experts",
+    },
+    "deepspeed.moe.layer": {
+        "deepseek_zero.compat.deepspeed.moe_layers": "MoE",
+    },
+    "deepspeed.moe.sharded_moe": {
+        "deepseek_zero.compat.deepspeed.moe_layers": (
+            "MOELayer TopKGate dist gumbel_rsample multiplicative_jitter top1gating top2gating topkgating "
+            "_AllToAll _capacity _route_slots _sparse_decode _sparse_encode"
+        ),
+    },
     "deepspeed.moe.utils": {
         "deepseek_zero.compat.deepspeed.moe": (
             "configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group "
