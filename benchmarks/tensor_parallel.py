@@ -5,7 +5,8 @@
 
 One core for each rank, everything interleaved in one run, minima of the rounds. `half` is half of the whole model's
 step, `mute` the step of ranks that compute their parts and never talk: what is whole on every rank (norms, residuals)
-is in it twice. Needs transformers and matplotlib. Leaves a table and a picture.
+is in it twice. `tokens` is ours with activations sharded over tokens there (tensor_parallel.sequence), which computes
+it once. Needs transformers and matplotlib. Leaves a table and a picture.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import copy
 import os
 import sys
 import time
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +37,7 @@ from deepseek_zero.base.memory import keep_freed_memory
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.parallel.apply import parallelize
 from deepseek_zero.parallel.group import TensorGroup
+from deepseek_zero.parallel.plans import ParallelSettings
 
 RESULTS = Path(__file__).parent / "results" / "tensor_parallel.md"
 CPU = torch.device("cpu")
@@ -82,16 +86,18 @@ def build(size: str, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
 
 
 def systems(size: str, dtype: torch.dtype) -> tuple[dict[str, nn.Module], Tensor, Comm]:
-    """The whole model, ours, ours without talk, and DTensor's, by name."""
+    """The whole model, ours, ours with sharded tokens, ours without talk, and DTensor's, by name."""
     whole, ids = build(size, dtype)
     comm = Comm(CPU)
     found = {
         "whole": whole,
         "ours": copy.deepcopy(whole),
+        "tokens": copy.deepcopy(whole),
         "mute": copy.deepcopy(whole),
         "dtensor": copy.deepcopy(whole),
     }
     parallelize(found["ours"], comm)
+    parallelize(found["tokens"], comm, ParallelSettings(sequence=True))
     parallelize(found["mute"], comm)
     found["mute"].lm_head.axis.group = MuteGroup(comm)  # type: ignore[union-attr, assignment]
     mesh = init_device_mesh("cpu", (2,))
@@ -118,36 +124,47 @@ def measure_steps(cell: str, rounds: int) -> tuple[str, Panel]:
             sent = comm.meter.sent_bytes["tp"] - before if name == "ours" else sent
             if number:
                 best[name] = min(best.get(name, took), took)
-    times = torch.tensor([best[name] for name in ("whole", "mute", "ours", "dtensor")])
+    times = torch.tensor([best[name] for name in ("whole", "mute", "ours", "tokens", "dtensor")])
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    whole, mute, ours, dtensor = (1e3 * each for each in times.tolist())
-    ratios = f"{2 * ours / whole:.2f} | {ours / mute:.2f} | {dtensor / ours:.2f}"
-    row = f"| {cell} | {whole:.0f} | {mute:.0f} | {ours:.0f} | {dtensor:.0f} | {ratios} | {sent / 1e6:.1f} |"
-    over = [("ours", ours), ("ours, never talking", mute), ("DTensor", dtensor)]
+    milliseconds = [1e3 * each for each in times.tolist()]
+    whole, mute, ours, tokens, dtensor = milliseconds
+    ratios = f"{2 * ours / whole:.2f} | {2 * tokens / whole:.2f} | {ours / mute:.2f} | {dtensor / ours:.2f}"
+    row = f"| {cell} | {' | '.join(f'{each:.0f}' for each in milliseconds)} | {ratios} | {sent / 1e6:.1f} |"
+    over = [("ours", ours), ("ours, sharded tokens", tokens), ("ours, never talking", mute), ("DTensor", dtensor)]
     goal = GOALS[dtype] if size == "125m" else None
     return row, Panel(f"{cell}: step over half of one process's", [(name, 2 * ms / whole) for name, ms in over], goal)
 
 
 def measure_sums(repeats: int = 300) -> tuple[list[str], Panel]:
-    """Rows, and their picture: microseconds of a sum and of one addition of two such tensors in this process."""
+    """Rows, and their picture: microseconds of a sum, of an addition of two such tensors in this process, and of an
+    addition of one to what the other rank has just written, which is all that a sum must do.
+    """
     group, rows, bars = TensorGroup(Comm(CPU)), [], []
     for nbytes in (1 << 16, 3 << 20):
         for name, dtype in DTYPES.items():
             numel = nbytes // dtype.itemsize
-            source, out = torch.randn(numel).to(dtype), torch.empty(numel, dtype=dtype)
-            sums, adds = [], []
+            source, other, out = (torch.randn(numel).to(dtype) for _ in range(3))
+            took = dict[str, list[float]](sum=[], own=[], others=[])
+
+            def add(received: Sequence[Tensor], which: str, out: Tensor = out, took: Any = took) -> None:
+                began = time.perf_counter()
+                torch.add(*received, out=out)
+                took[which].append(time.perf_counter() - began)
+
             for _ in range(repeats):
                 part = group.take((numel,), dtype).copy_(source)
-                sums.append(seconds_of(lambda part=part: group.sum(part, "a sum").wait()))  # type: ignore[misc]
-                began = time.perf_counter()
-                torch.add(source, source, out=out)
-                adds.append(time.perf_counter() - began)
-            median, add = (1e6 * sorted(each)[repeats // 2] for each in (sums, adds))
-            least = 1e6 * min(sums)
-            rows.append(
-                f"| {nbytes >> 10} KiB {name} | {least:.0f} | {median:.0f} | {add:.0f} | {least / (add + 20):.2f} |"
-            )
-            bars.append((f"ours, {nbytes >> 10} KiB {name}", least / (add + 20)))
+                took["sum"].append(seconds_of(lambda part=part: group.sum(part, "a sum").wait()))  # type: ignore[misc]
+                add((source, other), "own")
+                part = group.take((numel,), dtype).copy_(source)
+                dist.barrier()
+                group.comm.exchange([part] * 2, [None] * 2, "reduce", "others", lambda got: add(got, "others")).wait()
+                group.give_back(part)
+            median = 1e6 * sorted(took["sum"])[repeats // 2]
+            least, own, others = (1e6 * min(took[which]) for which in ("sum", "own", "others"))
+            ratios = f"{least / (own + 20):.2f} | {least / (others + 20):.2f}"
+            size = f"{nbytes >> 10} KiB {name}"
+            rows.append(f"| {size} | {least:.0f} | {median:.0f} | {own:.0f} | {others:.0f} | {ratios} |")
+            bars += [(f"{size}, over its own", least / (own + 20)), ("over the other's", least / (others + 20))]
     return rows, Panel("a sum over two ranks, over one addition + 20 µs", bars, 1.5)
 
 
@@ -169,14 +186,16 @@ def main() -> None:
         f"Written by `benchmarks/tensor_parallel.py` on {date.today()}, load {os.getloadavg()[0]:.1f} at its start,",
         "a core for each rank. Milliseconds of a forward and backward, minima; the slower rank counts.",
         "",
-        "| cell | whole | mute | ours | DTensor | ours / half | ours / mute | DTensor / ours | MB sent |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| cell | whole | mute | ours | tokens | DTensor | ours / half | tokens / half | ours / mute | DTensor / ours "
+        "| MB sent |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
         *(row for row, _ in steps),
         "",
-        "A sum over both ranks, in microseconds, beside one addition of two such tensors within a rank.",
+        "A sum over both ranks, in microseconds, beside one addition of two such tensors within a rank, and of one to",
+        "what the other rank has just written.",
         "",
-        "| sum | least | median | addition | least / (addition + 20) |",
-        "|---|---|---|---|---|",
+        "| sum | least | median | own | other's | least / (own + 20) | least / (other's + 20) |",
+        "|---|---|---|---|---|---|---|",
         *sums,
     ]
     if dist.get_rank() == 0:

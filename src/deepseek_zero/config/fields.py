@@ -37,7 +37,7 @@ class Milestone(StrEnum):
     CHECKPOINTS = "durable, reshapable checkpoints"
     SPEED = "the speed work (compressed and hierarchical communication, compilation, profiling)"
     CLIENTS = "client compatibility (Hugging Face, Lightning, plain DeepSpeed scripts)"
-    PARALLEL = "tensor, pipeline, sequence and expert parallelism"
+    EXPERTS = "expert parallelism"
     UNPLANNED = "no part that is planned"
 
 

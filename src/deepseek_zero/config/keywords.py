@@ -428,9 +428,9 @@ class TpSizeKeywords(TypedDict, total=False):
     tp_grain_size: float | Auto | None
     """Feed-forward layers and vocabularies are cut at multiples of it, where every rank gets one."""
     mpu: Any
-    """Object that names the process groups."""
+    """Object that names the ranks: for initialize's argument mpu."""
     tp_group: Any
-    """Process group of tensor parallelism."""
+    """Process group of tensor parallelism: for tp_model_init."""
 
 
 class TensorParallelKeywords(TypedDict, total=False):

@@ -948,7 +948,6 @@ _TENSOR = {"tensor_parallel.autotp_size": 2}
 
 
 class TpSize(Section):
-    part: ClassVar[Milestone | None] = Milestone.PARALLEL
     tp_size: int = effective(
         1, "Ranks that share one layer: as `mesh.tp`.", unit="ranks", example=2, effect="check", ge=1
     )
@@ -960,13 +959,16 @@ class TpSize(Section):
         ge=1,
         needs=_TENSOR,
     )
-    mpu: Any = later(None, "Object that names the process groups.", example="mpu")
-    tp_group: Any = later(None, "Process group of tensor parallelism.", example="group")
+    mpu: Any = later(
+        None, "Object that names the ranks: for initialize's argument mpu.", Milestone.UNPLANNED, example="mpu"
+    )
+    tp_group: Any = later(
+        None, "Process group of tensor parallelism: for tp_model_init.", Milestone.UNPLANNED, example="group"
+    )
 
 
 class TensorParallel(Section):
     gate: ClassVar[tuple[str, ...]] = ("autotp_size", "tp.tp_size", "tensor_parallel.tp_size")
-    part: ClassVar[Milestone | None] = Milestone.PARALLEL
     autotp_size: int = effective(
         0,
         "Ranks that share one layer: as `mesh.tp`; 0: nothing is said of it.",
@@ -1041,7 +1043,7 @@ class SequenceParallel(Section):
 
 class ExpertParallel(Section):
     gate: ClassVar[tuple[str, ...]] = _ON
-    part: ClassVar[Milestone | None] = Milestone.PARALLEL
+    part: ClassVar[Milestone | None] = Milestone.EXPERTS
     enabled: bool = later(False, "Spread experts over ranks automatically.", example=True)
     autoep_size: int = later(1, "Ranks that share one set of experts.", unit="ranks", example=2, ge=1)
     expert_tensor_parallel_size: int = later(1, "Ranks that share one expert.", unit="ranks", example=2, ge=1)
@@ -1076,7 +1078,6 @@ _STAGES = {"pipeline.stages": 2}
 
 class Pipeline(Section):
     gate: ClassVar[tuple[str, ...]] = ("stages",)
-    part: ClassVar[Milestone | None] = Milestone.PARALLEL
     stages: int | None = effective(
         None, "Pipeline stages: as `mesh.pp`.", unit="ranks", also=(1,), example=2, effect="check", ge=1
     )
@@ -1402,7 +1403,7 @@ class Config(Section):
     seq_parallel_communication_data_type: Dtype = later(
         "fp32",
         "Dtype gradients are reduced in across sequence-parallel ranks.",
-        Milestone.PARALLEL,
+        Milestone.UNPLANNED,
         example="bf16",
         instead="they are reduced with those of the data-parallel ranks, in communication_data_type",
     )
@@ -1512,7 +1513,7 @@ class Config(Section):
     use_data_before_expert_parallelism: bool = later(
         False,
         "Order of the axes with experts.",
-        Milestone.PARALLEL,
+        Milestone.EXPERTS,
         example=True,
         instead="no axis has experts",
     )
