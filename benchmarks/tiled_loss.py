@@ -4,9 +4,10 @@
     python -m benchmarks.tiled_loss --words 4096 --tokens 512 --rounds 1 --out /tmp/tiled.md
 
 A head of width D, T tokens, V words, fp32, forward and backward: torch's cross entropy of whole logits; the library's
-loop of tiles; DeepSpeed's TiledFusedLogitsLoss over this library; torch's own linear_cross_entropy, where this torch
-has it.  Everything interleaved, processor time, medians of the rounds; ratios are of rounds beside each other.  Peaks
-are those of storages that operators make, beyond the inputs.  Leaves a table and a picture.
+loop of tiles; DeepSpeed's TiledFusedLogitsLoss over this library, which computes tiles again in backward where it is
+not told the weights; torch's own linear_cross_entropy, where this torch has it.  Everything interleaved, processor
+time, medians of the rounds; ratios are of rounds beside each other.  Peaks are those of storages that operators make,
+beyond the inputs.  Leaves a table and a picture.
 """
 
 from __future__ import annotations
@@ -46,11 +47,15 @@ def ours(head: nn.Linear, x: Tensor, targets: Tensor) -> Tensor:
     return tiled_cross_entropy(x, head.weight, None, targets, LossSettings(ROWS)) / len(targets)
 
 
-def of_deepspeeds_name(head: nn.Linear, x: Tensor, targets: Tensor) -> Tensor:
-    def one(module: Any, part: Tensor, own: Tensor) -> Tensor:
-        return F.cross_entropy(module(part).float(), own)
+def of_deepspeeds_name(named: bool) -> Way:
+    def whole(head: nn.Linear, x: Tensor, targets: Tensor) -> Tensor:
+        def one(module: Any, part: Tensor, own: Tensor) -> Tensor:
+            return F.cross_entropy(module(part).float(), own)
 
-    return TiledFusedLogitsLoss.apply(one, head, x[None], targets[None], None, len(x) // ROWS, None, "mean")
+        weights = [head.weight] if named else None
+        return TiledFusedLogitsLoss.apply(one, head, x[None], targets[None], None, len(x) // ROWS, weights, "mean")
+
+    return whole
 
 
 def torchs(head: nn.Linear, x: Tensor, targets: Tensor) -> Tensor:
@@ -59,7 +64,12 @@ def torchs(head: nn.Linear, x: Tensor, targets: Tensor) -> Tensor:
 
 
 def ways() -> dict[str, Way]:
-    found: dict[str, Way] = {DENSE: dense, f"{OURS}, {ROWS} rows": ours, "TiledFusedLogitsLoss": of_deepspeeds_name}
+    found: dict[str, Way] = {
+        DENSE: dense,
+        f"{OURS}, {ROWS} rows": ours,
+        "TiledFusedLogitsLoss": of_deepspeeds_name(True),
+        "TiledFusedLogitsLoss, weights not named": of_deepspeeds_name(False),
+    }
     if hasattr(F, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions"):
         found["torch's linear_cross_entropy"] = torchs
     return found

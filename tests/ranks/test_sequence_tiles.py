@@ -29,7 +29,11 @@ def tile_the_mlps(model: Any) -> None:
         layer.mlp.forward = tiled
 
 
+TILES, CALLS = 3, list[int]()  # of the loss, and the tokens of each call of its function
+
+
 def loss_of(module: Any, hidden: Tensor, labels: Tensor) -> Tensor:
+    CALLS.append(len(labels))
     return F.cross_entropy(module.lm_head(hidden).float(), labels, ignore_index=-100, reduction="sum")
 
 
@@ -44,7 +48,7 @@ class Tiled(nn.Module):
         hidden = self.inner.model(input_ids=input_ids, use_cache=False).last_hidden_state
         shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
         weights = [self.inner.lm_head.weight]
-        total = TiledFusedLogitsLoss.apply(loss_of, self.inner, hidden, shifted, None, 3, weights, "sum")
+        total = TiledFusedLogitsLoss.apply(loss_of, self.inner, hidden, shifted, None, TILES, weights, "sum")
         return total / (shifted != -100).sum()
 
 
@@ -54,6 +58,7 @@ class Tiled(nn.Module):
 def test_tiled_models_train_as_untiled_ones_and_send_as_much(stage: int, accumulation: int) -> None:
     """The loss of one rank and micro-batch is the mean of its own tokens, and gradients are the mean of those."""
     plain, sent = tiny("llama"), []
+    CALLS.clear()
     for tiles in (False, True):
         own: Any = Tiled(copy.deepcopy(plain)) if tiles else copy.deepcopy(plain)
         if tiles:
@@ -76,13 +81,15 @@ def test_tiled_models_train_as_untiled_ones_and_send_as_much(stage: int, accumul
         sent.append(dict(engine.runtime.comm.meter.sent_bytes))
         engine.destroy()
     assert sent[0] == sent[1] and sent[0]["reduce_scatter"] > 0
+    assert len(CALLS) == TILES * 2 * accumulation, "each tile is computed once"
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_tiled_loss_outside_of_the_engine(stage: int) -> None:
-    """As ALST's trainers have it: the head is called by itself."""
+    """As ALST's trainers have it: the head is called by itself, and computed again in backward."""
     plain = tiny("llama")
+    CALLS.clear()
     own: Any = copy.deepcopy(plain)
     engine = deepseek_zero.initialize(model=own, config=config(stage))[0]
     for number in range(2):
@@ -90,8 +97,9 @@ def test_a_tiled_loss_outside_of_the_engine(stage: int) -> None:
         wanted = plain(**given, use_cache=False).loss
         shifted = F.pad(given["labels"], (0, 1), value=-100)[:, 1:]
         hidden = engine(given["input_ids"], output_hidden_states=True, use_cache=False).hidden_states[-1]
-        loss = TiledFusedLogitsLoss.apply(loss_of, own, hidden, shifted, None, 3, [own.lm_head.weight], "sum")
+        loss = TiledFusedLogitsLoss.apply(loss_of, own, hidden, shifted, None, TILES, [own.lm_head.weight], "sum")
         loss = loss / (shifted != -100).sum()
         assert abs(loss.item() / wanted.item() - 1) < 1e-6
         same_step(plain, [wanted], engine, loss)
+    assert len(CALLS) == 2 * 2 * TILES
     engine.destroy()

@@ -12,13 +12,15 @@ reduced once, and backward reads neither it nor a logit.
 What is kept are the gradients of the loss's sum over tokens, which do not get smaller with the number of tokens: a mean
 is that sum divided afterwards. Along the axis "tp" a rank computes the logits of its own words; of each tile the ranks
 tell each other what loss.py says, and gx is summed over them once.
+
+`sum_at_once` does so for any function that gives a loss, with autograd in place of formulas.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,10 +30,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..base.device import keeps_graph
+from ..base.device import has_gradient_hooks, keeps_graph
 from ..base.errors import NotBuiltError, UsageError
 from ..parallel.layers import Layer, TensorAxis, cast_for_autocast
 from ..parallel.loss import CAUSAL, joined, loss_name, places
+from ..sharding.param_group import ParamGroup
+from ..sharding.runtime import Phase, Runtime
+from ..sharding.saved_tensor_hooks import others_see
+from ..sharding.sharded_parameter import ShardedParameter, owner_of
 from .tiles import each_tile
 
 HALF_FACTOR = 256.0  # of gradients that are kept in fp16: a word's probability is often less than fp16 tells from zero
@@ -210,6 +216,111 @@ class _Loop:
             return
         for into, words in zip(self.gw.tensor_split(WORD_BLOCKS), logits.tensor_split(WORD_BLOCKS, 1), strict=True):
             into.add_(torch.mm(words.t(), x), alpha=1.0 / self.factor)
+
+
+# -- any function that gives a loss
+
+
+def sum_at_once(
+    function: Callable[..., Tensor], tiles: int, weights: Sequence[Tensor], x: Tensor, *others: Tensor
+) -> Tensor | None:
+    """Return the sum of what a function gives of each part of the tensors, with gradients that are computed here.
+
+    x, others: as long as each other in their first dimension, cut into `tiles` parts as `each_tile` cuts them.
+    function: gives one number of a part of each. weights: those that it reads. What is kept are the gradients of x and
+    of the weights, these in fp32, and backward multiplies them by the one that comes in. Local.
+
+    None where gradients cannot be computed before a backward: where the function reads other tensors that need one, an
+    engine's hooks would take it for the backward, a checkpoint is under way, or numbers are in fp16, since the loss
+    scale would come too late. The function may have been called once then.
+    """
+    weights = list({id(each): each for each in weights}.values())
+    leaves = (x, *weights)
+    if not weights or any(each.requires_grad for each in others) or not all(map(_is_kept_whole, leaves)):
+        return None
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or others_see():
+        return None
+    if not all(map(_is_out_of_the_way, weights)):
+        return None
+    kept: list[Tensor | None] = [None] * len(weights)
+    slices, found = list[Tensor](), list[Tensor]()
+    for part, *own in zip(*(each.detach().chunk(tiles) for each in (x, *others)), strict=True):
+        leaf = part.requires_grad_()
+        loss = function(leaf, *own)
+        if not found and (loss.numel() != 1 or not _comes_from(loss, [leaf, *weights])):
+            return None
+        gx, *grads = torch.autograd.grad(loss, [leaf, *weights], allow_unused=True)
+        slices.append(torch.zeros_like(part) if gx is None else gx)
+        for number, grad in enumerate(grads):
+            if grad is not None:
+                kept[number] = _added(kept[number], grad, weights[number])
+        found.append(loss.detach())
+        del loss, gx, grads  # before the next tile's are made
+    total: Tensor = _Known.apply(torch.stack(found).sum(), (torch.cat(slices), *kept), *leaves)  # type: ignore[no-untyped-call]
+    return total
+
+
+def _added(total: Tensor | None, grad: Tensor, weight: Tensor) -> Tensor:
+    return torch.empty_like(weight, dtype=torch.float32).copy_(grad) if total is None else total.add_(grad)
+
+
+def _is_kept_whole(tensor: Tensor) -> bool:
+    """Return whether fp32 holds what becomes of a tensor's gradient, before anybody has scaled the loss."""
+    return tensor.dtype in (torch.float32, torch.bfloat16) and tensor.dim() > 0
+
+
+def _is_out_of_the_way(weight: Tensor) -> bool:
+    """Return whether a gradient may be computed in forward without a hook that takes it for the backward's.
+
+    Of a wrapped model those of the root may, in its forward: an engine's hooks are on what units give.
+    """
+    if not weight.is_leaf or not weight.requires_grad or has_gradient_hooks(weight):
+        return False
+    owner = owner_of(weight)
+    if owner is None:
+        return True
+    runtime: Runtime | None = owner.runtime() if isinstance(owner, ParamGroup) else None
+    if runtime is None or isinstance(weight, ShardedParameter) or {"tp", "pp"} & runtime.comm.along.keys():
+        return False
+    is_forward = runtime.phase is Phase.FORWARD and bool(runtime.forward.active)
+    shows = all(any(group.trainable for group in unit.groups) for unit in runtime.units)  # in a graph, by its weights
+    return is_forward and shows and owner in runtime.root.groups
+
+
+def _comes_from(loss: Tensor, leaves: Sequence[Tensor]) -> bool:
+    """Return whether a number's gradient ends in these tensors and nowhere else."""
+    known, seen = {id(each) for each in leaves}, set[Any]()
+    left = [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            return False
+        left += [before for before, _ in node.next_functions]
+    return loss.grad_fn is not None
+
+
+class _Known(torch.autograd.Function):
+    """A number whose gradients are known: kept, of each of the tensors it comes from; None: it has none."""
+
+    @staticmethod
+    def forward(ctx: Any, found: Tensor, kept: tuple[Tensor | None, ...], *tensors: Tensor) -> Tensor:
+        ctx.dtypes = [each.dtype for each in tensors]
+        ctx.save_for_backward(*kept)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        in_place, scale = not keeps_graph(), grad.float()
+        found = [
+            None if kept is None else _times(kept, scale, dtype, in_place=in_place)
+            for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return None, None, *found
 
 
 # -- models of transformers

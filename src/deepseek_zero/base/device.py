@@ -56,6 +56,11 @@ def outer_saved_tensor_hooks() -> tuple[Pack, Unpack] | None:
     return (found[0], found[1]) if found else None
 
 
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether somebody hears of, or changes, each gradient that reaches a tensor (Tensor.register_hook)."""
+    return bool(tensor._backward_hooks)
+
+
 def ends_recomputation(error: BaseException) -> bool:
     """Return whether checkpoint raised this to end a forward that has recomputed all it was asked for: no error."""
     return isinstance(error, torch.utils.checkpoint._StopRecomputationError)

@@ -65,6 +65,24 @@ def test_inputs_are_parked_by_the_configuration_alone() -> None:
         assert parked == arrived, section
 
 
+def test_hooks_on_a_layer_run_once_and_those_inside_it_again() -> None:
+    own: Any = copy.deepcopy(tiny("llama"))
+    layer, ran = own.model.layers[1], list[str]()
+    for name, module in (("layer", layer), ("mlp", layer.mlp)):
+        module.register_forward_pre_hook(lambda _, args, name=name: ran.append(name))
+    layer.register_forward_pre_hook(lambda _, args: (args[0] * 2, *args[1:]))
+    plain = copy.deepcopy(own)
+    config = {"train_micro_batch_size_per_gpu": 3, "activation_checkpointing": {"policy": "full", "device": "cpu"}}
+    engine, *_ = deepseek_zero.initialize(model=own, config=config)
+    engine.backward(engine(**grown()).loss)
+    assert ran == ["layer", "mlp", "mlp"]
+    loss = plain(**grown()).loss
+    loss.backward()
+    found = deepseek_zero.utils.safe_get_full_grad(own.model.embed_tokens.weight)
+    torch.testing.assert_close(found, plain.model.embed_tokens.weight.grad)
+    engine.destroy()
+
+
 def test_a_model_that_cannot_recompute_its_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     own = tiny("llama")
     monkeypatch.setattr(type(own), "supports_gradient_checkpointing", False)

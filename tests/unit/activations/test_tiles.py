@@ -168,14 +168,68 @@ def test_the_tiled_loss_is_the_loss(reduction: str) -> None:
             torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_the_tiled_loss_needs_no_logits_of_all_tokens() -> None:
+class Counted(nn.Linear):
+    """Counts its forwards."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def summed_loss(module: Any, given: Tensor, wanted: Tensor) -> Tensor:
+    return F.cross_entropy(module(given).float(), wanted, reduction="sum")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("factor", [1.0, -0.25, 4096.0])
+def test_weights_that_are_named_get_their_gradients_in_forward_times_any_factor(
+    dtype: torch.dtype, factor: float
+) -> None:
+    head, x, labels = seeded(lambda: Counted(WIDTH, VOCABULARY)).to(dtype), tokens(2, 9, WIDTH), torch.arange(18)
+    found = []
+    for tiles in (5, 1):  # 18 tokens in 5 tiles: the last has two
+        own, given = copy.deepcopy(head), x.to(dtype, copy=True).requires_grad_()
+        named = [own.weight, own.bias, own.weight] if tiles > 1 else None
+        loss = TiledFusedLogitsLoss.apply(summed_loss, own, given, labels.view(2, 9), None, tiles, named, "mean")
+        (loss * factor).backward(retain_graph=True)
+        (loss * factor).backward()
+        assert own.calls == tiles if tiles > 1 and dtype in (torch.float32, torch.bfloat16) else own.calls > tiles
+        found.append([loss * tiles, *(each.grad * tiles for each in (given, own.weight, own.bias))])  # type: ignore[operator]
+    room = {torch.bfloat16: 2**-6, torch.float16: 2**-8}.get(dtype, 2e-6)
+    for ours, whole in zip(*found, strict=True):
+        assert ours.dtype == whole.dtype and (ours - whole).abs().max() <= room * whole.abs().max()
+
+
+def test_what_else_a_tiled_loss_reads_gets_its_gradient_too() -> None:
+    """It is computed again in backward then, as where weights have hooks."""
+    x, labels = tokens(2, 8, WIDTH), torch.arange(16).view(2, 8)
+    for reads in ("a weight that is not named", "a hook"):
+        head, scale = seeded(lambda: Counted(WIDTH, VOCABULARY)), torch.ones((), requires_grad=True)
+        expected = gradients(head, lambda own, given: summed_loss(own, given.flatten(0, 1), labels.flatten()), x)
+        if reads == "a hook":
+            head.weight.register_hook(torch.clone)
+        factor = 1.0 if reads == "a hook" else scale
+
+        def loss(module: Any, given: Tensor, wanted: Tensor, factor: Any = factor) -> Tensor:
+            return summed_loss(module, given, wanted) * factor
+
+        given = x.clone().requires_grad_()
+        total = TiledFusedLogitsLoss.apply(loss, head, given, labels, None, 4, list(head.parameters()), "sum")
+        (total * tokens(seed=1)).backward()
+        for found, wanted in zip((total, given.grad, head.weight.grad, head.bias.grad), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+        assert (scale.grad is not None) == (reads != "a hook")
+        assert head.calls == 8 + (reads != "a hook"), "whether there are others, the first tile tells"
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_tiled_loss_needs_no_logits_of_all_tokens(named: bool) -> None:
     head, x, labels = nn.Linear(8, 4096), tokens(1, 64, 8), torch.zeros(1, 64, dtype=torch.long)
-
-    def loss(module: Any, given: Tensor, wanted: Tensor) -> Tensor:
-        return F.cross_entropy(module(given), wanted, reduction="sum")
-
+    weights = list(head.parameters()) if named else []
     with Peak() as peak:
-        TiledFusedLogitsLoss.apply(loss, head, x.requires_grad_(), labels, None, 16, [], "sum").backward()
+        TiledFusedLogitsLoss.apply(summed_loss, head, x.requires_grad_(), labels, None, 16, weights, "sum").backward()
     logits = 64 * 4096 * 4
     assert peak.peak < logits, (peak.peak, logits)
 

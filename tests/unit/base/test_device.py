@@ -22,6 +22,7 @@ from deepseek_zero.base.device import (
     ends_recomputation,
     fake_tensors,
     has_fast_bf16,
+    has_gradient_hooks,
     held_by,
     in_torch_func,
     is_persistent_buffer,
@@ -86,6 +87,7 @@ def test_a_transform_of_torch_func_is_seen_and_left() -> None:
 
 OF_OBJECTS: dict[str, object] = {
     "_version": torch.ones(1),
+    "_backward_hooks": torch.ones(1),
     "_parameters": nn.Module(),
     "_compiled_call_impl": nn.Module(),
     "_call_impl": nn.Module(),
@@ -141,6 +143,14 @@ def test_a_tensors_version_rises_with_each_in_place_operation() -> None:
     before = version_of(tensor)
     tensor.add_(1)
     assert version_of(tensor) == before + 1
+
+
+def test_hooks_on_a_gradient_are_seen_until_they_are_removed() -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    handle = tensor.register_hook(torch.clone)
+    assert has_gradient_hooks(tensor)
+    handle.remove()
+    assert not has_gradient_hooks(tensor)
 
 
 def test_fake_tensors_have_shapes_and_no_values() -> None:

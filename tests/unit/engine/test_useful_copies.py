@@ -11,7 +11,8 @@ import pytest
 from torch import nn
 
 from deepseek_zero.base.mesh import Mesh
-from deepseek_zero.engine.planning import say_uncoded, with_useful_copies
+from deepseek_zero.config import Config
+from deepseek_zero.engine.planning import say_fixed_codes, say_uncoded, with_useful_copies
 from deepseek_zero.planner.plan import plan_model
 from deepseek_zero.planner.spec import Compression, PlanSettings, UnitTiers
 from deepseek_zero.precision.codecs import Blocks
@@ -77,3 +78,16 @@ def test_what_is_not_coded_though_it_was_asked_for_is_said(
         say_uncoded(plan_model(nn.Linear(8, 8), settings, Mesh(dp_shard=ranks)))
     said = " ".join(caplog.messages)
     assert len(caplog.messages) == len(words) // 2 and all(word in said for word in words)
+
+
+@pytest.mark.parametrize("precision", ["auto", "bf16"])
+@pytest.mark.parametrize("codec", [Blocks(4, 128), None])
+def test_codes_do_not_follow_their_error_and_precision_auto_says_so(
+    precision: str, codec: Blocks | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = PlanSettings(compression=Compression(gradients=codec))
+    config = Config.model_validate({"precision": precision})
+    with caplog.at_level("INFO", logger="deepseek_zero"):
+        say_fixed_codes(config, settings)
+    said = any("the error of a codec as a signal is not built" in line for line in caplog.messages)
+    assert said is (precision == "auto" and codec is not None)

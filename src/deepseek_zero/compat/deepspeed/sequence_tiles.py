@@ -3,8 +3,9 @@
 They are called as there, `TiledMLP.apply(...)`, and every gradient arrives once. So nothing waits for a parameter's
 `ds_grad_is_ready`, and `compute_params` are not needed: whatever weights a function uses get their gradients. Those of
 16 bits are added up over tiles in fp32: of TiledMLP the module's, of TiledFusedLogitsLoss the `compute_params`.
-TiledFusedLogitsLoss computes logits again in backward, where DeepSpeed differentiates inside forward: its weights get
-the factor that the loss is multiplied by afterwards (accumulation, loss scale), which theirs miss there.
+TiledFusedLogitsLoss differentiates tiles in forward where it is told what its function reads (`sum_at_once`), as
+DeepSpeed does, and in backward elsewhere; its weights get the factor that the loss is multiplied by afterwards
+(accumulation, loss scale), which theirs miss there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...activations.tiled_loss import sum_at_once
 from ...activations.tiles import each_tile, fp32_sums, in_tiles
 
 _REDUCTIONS: Mapping[str | None, Callable[[Tensor], Tensor]] = {
@@ -123,8 +125,8 @@ class TiledFusedLogitsLoss:
 
         x, y: (samples, tokens, ...); fn gets tiles of (some tokens of all samples in turn, ...).  mask: (samples,
         tokens), cut beside them and passed where it is not None.  output_reduction: "mean" or "sum"; tiles of unequal
-        numbers of valid tokens ask for "sum".  compute_params: those of the module whose gradients of 16 bits are
-        added up in fp32.  ValueError as DeepSpeed raises.
+        numbers of valid tokens ask for "sum".  compute_params: the weights that fn reads, whose gradients are computed
+        in forward then (`sum_at_once`), and added up in fp32.  ValueError as DeepSpeed raises.
         """
         if output_reduction not in ("mean", "sum"):
             raise ValueError(f'unknown reduction {output_reduction}: valid values are: "mean"/"sum"')
@@ -140,6 +142,10 @@ class TiledFusedLogitsLoss:
             raise ValueError("mask shape must match x and y batch/seq")
         given = [x, y] if mask is None else [x, y, mask]
         rows = [each.flatten(0, 1) for each in given]
+        trained = [each for each in compute_params or () if each.requires_grad]
+        total = sum_at_once(partial(fn, self), shards, trained, *rows)
+        if total is not None:
+            return total if output_reduction == "sum" else total / len(rows[0].chunk(shards))
         with fp32_sums(_module(self), compute_params or ()) as reading:
             found = torch.stack(each_tile(reading(partial(fn, self)), shards, *rows, dim=0))
         return _REDUCTIONS[output_reduction](found)
