@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from deepseek_zero.base.errors import ModelMismatchError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.config.load import load
 from deepseek_zero.engine import start as start_file
+from deepseek_zero.parallel.apply import virtual
 from tests.compositions import MANY, Tokens, batch, config_of, engines_of_threads, llama
 from tests.in_process import Rank, World, run_ranks
 from tests.reference import OPTIMIZERS
+from tests.unit.parallel import tiny
 
 pytest.importorskip("transformers")
 
@@ -96,3 +99,40 @@ def test_ranks_with_different_meshes_are_refused_at_the_start(first: Mesh, secon
         assert isinstance(error, ModelMismatchError), error
         assert "ranks differ in the mesh: rank 0 has" in str(error)
         assert "state the same mesh on every rank" in str(error)
+
+
+@pytest.mark.parametrize("name", tiny.EIGHT)
+def test_unmodified_models_in_two_stages_of_two_parts_train_as_one_process(name: str) -> None:
+    """To the bit; of tied weights to rounding, since two stages add their uses up apart."""
+    steps = [[tiny.batch(10 * step + micro) for micro in range(MANY)] for step in range(2)]
+
+    with engines_of_threads() as here:
+
+        def body(rank: Rank) -> tuple[list[float], dict[str, Tensor]]:
+            here.rank = rank
+            model = tiny.tiny(name)
+            request = start_file.Request(model, OPTIMIZERS["sgd"](list(model.parameters())), mesh=Mesh(pp=2, tp=2))
+            engine = start_file.start(load(config_of(3, "fp32")), request)
+            losses = [engine.train_batch(iter(batches)).item() for batches in steps]
+            whole = {name: value.clone() for name, value in engine.module.state_dict().items()}
+            engine.destroy()
+            return losses, whole
+
+        ranks = run_ranks(4, body, reads_in_place=True)
+    model = virtual(tiny.tiny(name), 2)
+    optimizer = OPTIMIZERS["sgd"](list(model.parameters()))
+    losses = []
+    for batches in steps:
+        optimizer.zero_grad()
+        losses.append(0.0)
+        for each in batches:
+            loss = model(**each).loss
+            (loss / MANY).backward()
+            losses[-1] += loss.item() / MANY
+        optimizer.step()
+    expected, is_tied = model.state_dict(), bool(getattr(model.config, "tie_word_embeddings", False))
+    for found, weights in ranks:
+        assert found == pytest.approx(losses, rel=1e-6)
+        assert weights.keys() == expected.keys()
+        for key, value in weights.items():
+            torch.testing.assert_close(value, expected[key], rtol=0, atol=1e-6 if is_tied else 0)
