@@ -133,7 +133,7 @@ def _precision(values: Mapping[str, Any], problems: Problems) -> None:
         problems.add(
             "fp16.enabled", "bfloat16 and fp16 modes cannot be simultaneously enabled", "switch one of them off", True
         )
-    if on and lookup(values, "torch_autocast.enabled"):
+    if on and lookup(values, "torch_autocast.enabled") and not problems.goes_on:
         problems.add(
             "torch_autocast.enabled",
             f"{on[0]}.enabled casts the model itself; autocast wants it in fp32",

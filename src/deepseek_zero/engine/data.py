@@ -34,17 +34,25 @@ def to_device(value: Any, device: torch.device) -> Any:
 class StepOrder:
     """Yields the samples of this rank's micro-batches, dealt so that a step has the same ones at any number of ranks.
 
-    An epoch's order is a permutation of the `length` samples by its number.  Step s takes places
-    [s * step_samples, (s + 1) * step_samples) of it; blocks of `batch_size` places go to the shares in turn.  The last
-    step is filled up from the beginning of the order, or left out (drop_last).  step_samples: a multiple of
-    batch_size * shares.
+    An epoch's order is a permutation of the `length` samples by its number, or their own (shuffles=False).  Step s
+    takes places [s * step_samples, (s + 1) * step_samples) of it; blocks of `batch_size` places go to the shares in
+    turn.  The last step is filled up from the beginning of the order, or left out (drop_last).
+
+    step_samples: a multiple of batch_size * shares.
     """
 
     def __init__(
-        self, length: int, step_samples: int, batch_size: int, share: int, shares: int, drop_last: bool = False
+        self,
+        length: int,
+        step_samples: int,
+        batch_size: int,
+        share: int,
+        shares: int,
+        drop_last: bool = False,
+        shuffles: bool = True,
     ) -> None:
         self.length, self.step_samples, self.drop_last = length, step_samples, drop_last
-        self.batch_size, self.share, self.shares = batch_size, share, shares
+        self.batch_size, self.share, self.shares, self.shuffles = batch_size, share, shares, shuffles
         self.first = 0  # samples of the epoch that are over: those that a resumed epoch skips are not loaded, either
         self._epoch, self._order = 0, torch.empty(0, dtype=torch.int64)
 
@@ -55,9 +63,10 @@ class StepOrder:
 
     @property
     def order(self) -> Tensor:
-        """Return the epoch's permutation, int64 [length]: torch's DistributedSampler has the same one."""
+        """Return the epoch's order, int64 [length]: torch's DistributedSampler has the same one."""
         if len(self._order) != self.length:
-            self._order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self._epoch))
+            seed = torch.Generator().manual_seed(self._epoch)
+            self._order = torch.randperm(self.length, generator=seed) if self.shuffles else torch.arange(self.length)
         return self._order
 
     def fingerprint(self) -> int:
@@ -96,9 +105,9 @@ class _From:
 class ShardedLoader:
     """Iterates over this rank's share of a dataset, one micro-batch ahead of the step.
 
-    Every rank sees the same number of batches; the order is shuffled anew each epoch with a seed all ranks share.
-    Without a sampler, samples are dealt by steps (`StepOrder`); a sampler's are cut into batches as they come.
-    `state_dict` says how far it is; iteration after a `load_state_dict` begins there.
+    Every rank sees the same number of batches; the order is shuffled anew each epoch with a seed all ranks share
+    (shuffles).  Without a sampler, samples are dealt by steps (`StepOrder`); a sampler's are cut into batches as they
+    come.  `state_dict` says how far it is; iteration after a `load_state_dict` begins there.
     step_samples: those of one step of all ranks; None: one micro-batch of each.
     take: what of a batch this rank is given; None: all of it.
     """
@@ -113,6 +122,7 @@ class ShardedLoader:
         sampler: Any = None,
         take: Callable[[Any], Any] | None = None,
         step_samples: int | None = None,
+        shuffles: bool = True,
     ) -> None:
         self._take = take or _all
         self.device, self.epoch, self.batch_size = mesh.device, 0, batch_size
@@ -123,7 +133,7 @@ class ShardedLoader:
         if sampler is None and not isinstance(dataset, IterableDataset):
             many: int = len(dataset)  # type: ignore[arg-type]  # map-style data have a length
             shares = mesh.data_index, mesh.data_size
-            self.sampler = StepOrder(many, step_samples or self.dealt, batch_size, *shares, drop_last)
+            self.sampler = StepOrder(many, step_samples or self.dealt, batch_size, *shares, drop_last, shuffles)
         self._indices = None if isinstance(self.sampler, StepOrder) or self.sampler is None else _From(self.sampler)
         cut: dict[str, Any] = {"batch_size": batch_size, "sampler": self._indices, "drop_last": drop_last}
         self.loader: DataLoader[Any] = DataLoader(

@@ -60,6 +60,7 @@ class Request:
     drops_idle_schedule: bool = False  # a schedule without an optimizer is left out with a warning, not an error
     door: str = "initialize"  # which one was called
     sequence: parallel.SequenceSettings | None = None  # what is said of ranks along "sp"
+    shuffles: bool = True  # training_data, each epoch anew
 
     def __post_init__(self) -> None:
         """Raise where something was given that no engine can be made of."""
@@ -188,6 +189,7 @@ def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine)
             engine.parts.data_settings.drop_last,
             take=partial(parallel.own_part, request.model) if mesh.sp > 1 else None,
             step_samples=config.batch.train,
+            shuffles=request.shuffles,
         )
     return engine
 

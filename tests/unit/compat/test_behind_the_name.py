@@ -273,3 +273,48 @@ def test_an_optimizer_says_in_which_even_part_of_its_group_a_parameter_lies() ->
     assert optimizer.param_to_partition_ids == [{number: [0] for number in range(len(params))}]
     optimizer.runtime.comm_ctx.comm.size = 2  # of 61 elements 31: the first part ends inside the first matrix
     assert optimizer.param_to_partition_ids == [{0: [0, 1], 1: [1], 2: [1], 3: [1], 4: [1], 5: [1]}]
+
+
+@pytest.mark.parametrize("of_layers", [False, True])
+def test_a_list_of_layers_reads_its_samples_in_order(of_layers: bool) -> None:
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    data = [(torch.full((HIDDEN,), float(each)), torch.zeros(HIDDEN)) for each in range(8)]
+    layer = nn.Linear(HIDDEN, HIDDEN)
+    model = PipelineModule([layer], num_stages=1, loss_fn=nn.MSELoss()) if of_layers else layer
+    given = {**config(0), "train_micro_batch_size_per_gpu": 2}
+    loader = deepspeed.initialize(model=model, config=given, training_data=data)[2]
+    read = [inputs[:, 0].tolist() for _ in range(2) for inputs, _ in loader]
+    in_order = [[each, each + 1.0] for each in (0.0, 2.0, 4.0, 6.0)] * 2
+    assert (read == in_order) is of_layers and len(read) == len(in_order)
+
+
+def test_a_model_in_16_bits_can_run_inside_autocast() -> None:
+    class Distance(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.mse_loss(super().forward(x), x)  # autocast computes it in fp32
+
+    model = Distance(HIDDEN, HIDDEN)
+    both = {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}
+    x = torch.randn(2, HIDDEN).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = copy.deepcopy(model).bfloat16()(x)
+    engine = built(config(1, **both), model)
+    found = engine(x)
+    assert found.dtype is torch.float32 and torch.equal(found, wanted)
+    engine.backward(found)
+    engine.step()
+    assert {param.dtype for param in engine.module.parameters()} == {torch.bfloat16}
+
+
+def test_a_backward_tells_which_parameters_it_reaches() -> None:
+    from deepspeed.runtime.utils import count_used_parameters_in_backward
+
+    used, idle, fixed = (nn.Parameter(torch.ones(2), requires_grad=each) for each in (True, True, False))
+    counts = []
+    used.register_hook(lambda grad: counts.append(count_used_parameters_in_backward([used, idle, fixed])))
+    (used * fixed).sum().backward()
+    assert counts == [1]
+    with pytest.raises(RuntimeError, match="during backward"):
+        count_used_parameters_in_backward([used])

@@ -135,6 +135,7 @@ def initialize(
         counts_model_ranks=_counted_by_accelerate() is not None,
         drops_idle_schedule=unchanged,
         sequence=getattr(mpu, "sequence_settings", None),
+        shuffles=listed is None,  # a list of layers reads its samples in order, as in DeepSpeed
     )
     if unchanged:
         GatheredParameters.follow(raw.values)

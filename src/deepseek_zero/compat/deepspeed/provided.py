@@ -364,7 +364,8 @@ PROVIDED: dict[str, dict[str, str]] = {
         "deepseek_zero.compat.deepspeed.pipe": "partition_balanced partition_uniform",
         "deepseek_zero.compat.deepspeed.runtime_utils": (
             "align_dense_tensors call_to_str CheckOverflow clip_grad_norm_ clip_tensors_by_global_norm "
-            "copy_to_device DummyOptim empty_cache filter_empty_parameters get_flattened_grad_norm "
+            "copy_to_device count_used_parameters_in_backward DummyOptim empty_cache filter_empty_parameters "
+            "get_flattened_grad_norm "
             "get_global_norm get_global_norm_of_tensors get_grad_zeros get_inactive_params get_ma_status "
             "get_only_unique_item get_tensor_bytes get_weight_norm has_inf_or_nan is_invalid_grad_norm "
             "is_model_parallel_parameter mask_nan_or_inf_with_val_inplace memory_status noop_context "

@@ -39,6 +39,18 @@ class noop_context:
     def __exit__(self, *error: object) -> None: ...
 
 
+def count_used_parameters_in_backward(parameters: Iterable[Tensor]) -> int:
+    """Return how many of these parameters the backward that is under way reaches; a RuntimeError outside of one.
+
+    Asked of autograd itself, which nothing here does: units count the gradients that they expect.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        raise RuntimeError("count_used_parameters_in_backward must be called during backward execution")
+    with torch.enable_grad():  # without it a parameter has no node that takes its gradient
+        nodes = {torch.autograd.graph._get_grad_fn_or_grad_acc(each) for each in parameters if each.requires_grad}
+    return sum(torch._C._will_engine_execute_node(node) for node in nodes)
+
+
 def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
     """Return the running sums, each with its own weight: [1, 2, 3] -> [1, 3, 6]."""
     return list(accumulate(weights))
