@@ -36,8 +36,9 @@ def loss(output: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.view(-1, 40), labels.view(-1))
 
 
-def module_of(stages: int) -> PipelineModule:
-    return PipelineModule(layers(), num_stages=stages, loss_fn=loss, seed_layers=True, partition_method="uniform")
+def module_of(stages: int, **more: Any) -> PipelineModule:
+    words = {"loss_fn": loss, "seed_layers": True, "partition_method": "uniform", **more}
+    return PipelineModule(layers(), num_stages=stages, **words)
 
 
 def batches_of(step: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -78,6 +79,15 @@ def test_a_list_of_layers_trains_as_one_process_does(stage: int) -> None:
     for call in (engine.forward, engine.backward, engine.step):
         with pytest.raises(PipelineError, match="Only train_batch"):
             call(None)
+
+
+@pytest.mark.ranks(2)
+def test_batches_may_have_other_shapes_where_the_list_says_so() -> None:
+    engine, alone = (engine_of(module_of(stages, dynamic_shape=True), 0) for stages in (2, 1))
+    for length in (6, 3, 9):
+        tokens = torch.arange(2 * length).view(2, length) % 40
+        losses = [each.train_batch(iter([(tokens, tokens.roll(1))] * MANY)) for each in (engine, alone)]
+        assert torch.equal(*losses)
 
 
 @pytest.mark.ranks(2)

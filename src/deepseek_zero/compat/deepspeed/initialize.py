@@ -148,6 +148,8 @@ def initialize(
     mark_configured(model, *(leaves.get(name, ()) for name in ("classes", "names", "name_suffixes")))
     engine = start(raw, request, engine_class)
     assert isinstance(engine, DeepSpeedEngine)
+    if listed is not None and engine.parts.pipeline is not None:
+        engine.parts.pipeline.is_dynamic = listed.dynamic_shape
     if engine.optimizer is not None:
         engine.optimizer.__class__ = class_of(engine.optimizer)
         scaler = engine.optimizer.scaler
