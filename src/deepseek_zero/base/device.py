@@ -8,7 +8,7 @@ stands here, each with a test in tests/unit/base/test_device.py that fails loudl
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -43,6 +43,15 @@ def backward_id() -> int:
     differs.
     """
     return int(torch._C._current_graph_task_id())
+
+
+def count_reached(tensors: Iterable[torch.Tensor]) -> int:
+    """Return how many of these tensors, of those that require a gradient, the backward pass now running computes one
+    of.  Only legal inside a backward.
+    """
+    with torch.enable_grad():  # without it a leaf has no node that takes its gradient
+        nodes = {torch.autograd.graph._get_grad_fn_or_grad_acc(each) for each in tensors if each.requires_grad}
+    return sum(torch._C._will_engine_execute_node(node) for node in nodes)
 
 
 def keeps_graph() -> bool:

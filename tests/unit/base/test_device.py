@@ -288,3 +288,11 @@ def test_the_resident_set_grows_with_memory_that_is_touched() -> None:
     before = allocated_bytes(torch.device("cpu"))
     held = private_pages(16 << 20, torch.float32).fill_(1.0)  # the C library may have kept pages of its own
     assert allocated_bytes(torch.device("cpu")) - before > 0.9 * held.nbytes
+
+
+def test_a_backward_counts_the_leaves_it_reaches() -> None:
+    used, idle, fixed = (torch.ones(2, requires_grad=each) for each in (True, True, False))
+    counts: list[int] = []
+    used.register_hook(lambda grad: counts.append(device_module.count_reached([used, idle, fixed])))
+    (used * fixed).sum().backward()
+    assert counts == [1]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...base.device import allocated_bytes, default_device
+from ...base.device import allocated_bytes, backward_id, count_reached, default_device
 from ...base.errors import CheckpointError
 from . import groups
 from .moe import is_moe_param
@@ -44,11 +44,9 @@ def count_used_parameters_in_backward(parameters: Iterable[Tensor]) -> int:
 
     Asked of autograd itself, which nothing here does: units count the gradients that they expect.
     """
-    if torch._C._current_graph_task_id() == -1:
+    if backward_id() == -1:
         raise RuntimeError("count_used_parameters_in_backward must be called during backward execution")
-    with torch.enable_grad():  # without it a parameter has no node that takes its gradient
-        nodes = {torch.autograd.graph._get_grad_fn_or_grad_acc(each) for each in parameters if each.requires_grad}
-    return sum(torch._C._will_engine_execute_node(node) for node in nodes)
+    return count_reached(parameters)
 
 
 def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
