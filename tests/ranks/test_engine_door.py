@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -15,6 +17,7 @@ from deepseek_zero import utils
 from deepseek_zero.base.errors import NotBuiltError, UsageError
 from deepseek_zero.base.quantities import format_count
 from deepseek_zero.compat.deepspeed.initialize import end_engine_of
+from deepseek_zero.compat.deepspeed.optimizer import show_flat_states
 from deepseek_zero.compat.deepspeed.parameters import VIEWS, ZeroParamStatus
 from deepseek_zero.compat.deepspeed.utils import unwrap_model_for_generation
 from deepseek_zero.utils import safe_get_full_fp32_param
@@ -243,7 +246,7 @@ def test_masters_gradients_and_moments_are_read_and_written_whole(stage: int, to
 
 @pytest.mark.ranks(2)
 def test_local_parts_add_up_to_the_whole() -> None:
-    engine = door(3, top={"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}})[0]
+    engine = door(3, top={"optimizer": {"type": "Adam", "params": {"lr": 0.1}}})[0]
     param = engine.module[1][0].weight
     engine.backward(engine(batch(0)).square().mean())
     counts = engine.runtime.comm.all_gather_rows(torch.tensor([utils.safe_get_local_grad(param).numel()]), "test")
@@ -390,3 +393,59 @@ def test_parameters_under_zero_init_answer_to_the_same_names() -> None:
     weight, bias = model.parameters()
     assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and weight.ds_numel == 15 and bias.ds_shape == (5,)
     assert weight.ds_tensor.numel() == weight.partition_numel() == 8 and weight.ds_id < bias.ds_id
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_states_of_the_inner_optimizer_are_flat_and_of_one_length_where_a_rank_has_none(stage: int) -> None:
+    def trained(model: nn.Module, steps: int, flat: Any = None) -> Any:
+        engine, *_ = door(stage, model=model, top={"optimizer": {"type": "Adam", "params": {"lr": 0.1}}})
+        show_flat_states(engine.optimizer)
+        if flat is not None:
+            engine.optimizer.optimizer.load_state_dict(flat)
+        for step in range(steps):
+            engine.backward(engine(x + step).square().mean())
+            engine.step()
+        return engine
+
+    torch.manual_seed(5)
+    model, x = nn.Linear(4, 4), torch.randn(4, 4)  # 20 elements: less than one rank's slice
+    engine, plain = trained(copy.deepcopy(model), 2), copy.deepcopy(model)
+    assert len(engine.optimizer.shards()) == 1 - dist.get_rank(), "or this test shows nothing"
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        plain(x + step).square().mean().backward()
+        optimizer.step()
+    flat = engine.optimizer.optimizer.state_dict()
+    assert (list(flat["state"]), [group["params"] for group in flat["param_groups"]]) == ([0], [[0]])
+    assert float(flat["state"][0]["step"]) == 2
+    for kind in ("exp_avg", "exp_avg_sq"):
+        parts = engine.runtime.comm.all_gather_rows(flat["state"][0][kind], kind).reshape(-1)
+        expected = torch.cat([optimizer.state[param][kind].reshape(-1) for param in plain.parameters()])
+        torch.testing.assert_close(parts[: expected.numel()], expected)
+        assert not parts[expected.numel() :].any()
+    weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    again = copy.deepcopy(model)
+    again.load_state_dict(weights)
+    x = x + 2
+    found = [each.module.state_dict()["weight"].clone() for each in (trained(again, 1, flat), engine)]
+    assert not torch.equal(*found)
+    engine.backward(engine(x).square().mean())
+    engine.step()
+    assert torch.equal(found[0], engine.module.state_dict()["weight"])
+
+
+@pytest.mark.ranks(2)
+def test_states_that_are_smaller_than_their_parameters_come_as_torch_has_them() -> None:
+    model = nn.Linear(8, 8)
+    engine, *_ = door(1, model=model, optimizer=lambda params: torch.optim.Adafactor(params, lr=0.1))
+    show_flat_states(engine.optimizer)
+    engine.backward(engine(torch.randn(4, 8)).square().mean())
+    engine.step()
+    inner = engine.optimizer.optimizer
+    state = inner.state_dict()
+    assert [len(group["params"]) for group in state["param_groups"]] == [len(engine.optimizer.shards())]
+    inner.load_state_dict(state)
+    engine.backward(engine(torch.randn(4, 8)).square().mean())
+    engine.step()

@@ -651,7 +651,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         scaler = self.scaler.state_dict() if self.scaler else None
         stretches = [[(shard.names[0], shard.start, shard.stop) for shard in shards] for shards in self.shards_by_group]
         counts = {"updates": self.updater.updates, "steps": self.steps}
-        return {"inner": self.inner.state_dict(), "scaler": scaler, **counts, "stretches": stretches}
+        inner = type(self.inner).state_dict(self.inner)  # its own: compat/deepspeed shows another
+        return {"inner": inner, "scaler": scaler, **counts, "stretches": stretches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict` of the same rank, world size and stage."""
@@ -688,7 +689,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         """
         kept = dict(self.inner.state)
         with undecorated():
-            self.inner.load_state_dict(state)
+            type(self.inner).load_state_dict(self.inner, state)
         loaded = set(self.inner.state)
         self.inner.state.update({param: each for param, each in kept.items() if param not in loaded})
         for shard in self.shards():

@@ -45,7 +45,7 @@ from .dropin import is_dropin_imported
 from .engine import DeepSpeedEngine
 from .mpu import accelerate_statements, mesh_param_statement, mpu_statement
 from .muon import mark_parameters
-from .optimizer import class_of, scale_at_stage_0
+from .optimizer import class_of, scale_at_stage_0, show_flat_states
 from .parameters import ParameterOffload, show_ds_names
 from .runtime_utils import ZeRORuntimeException
 from .torch_autocast import init_autocast_params
@@ -155,6 +155,8 @@ def initialize(
         scaler = engine.optimizer.scaler
         if unchanged and scaler is not None and engine.runtime.settings.stage == 0:
             scale_at_stage_0(scaler)
+        if unchanged and engine.runtime.settings.stage:
+            show_flat_states(engine.optimizer)
         if isinstance(engine.optimizer.inner, Adam):
             vars(engine.optimizer.inner)["adam_w_mode"] = isinstance(engine.optimizer.inner, AdamW)
     if unchanged:

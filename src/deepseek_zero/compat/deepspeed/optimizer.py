@@ -6,6 +6,8 @@ added.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
@@ -79,6 +81,10 @@ class _NoScale:
     cur_scale = loss_scale = 1.0
     cur_iter, dynamic, dynamic_loss_scale, use_grad_scaling = 0, False, False, False
     last_overflow_iter = scale_factor = scale_window = min_loss_scale = None
+
+
+# What the inner optimizer takes for a parameter, where it begins in its group's flat tensors, and its elements.
+_Span = tuple[torch.nn.Parameter, int, int]
 
 
 class NamedOptimizer(ShardedOptimizer):
@@ -231,6 +237,108 @@ class NamedOptimizer(ShardedOptimizer):
         """Nothing: `optimizer` has its masters in its groups at any time."""
 
     _clear_fp32_optimizer_param_groups = _set_fp32_optimizer_param_groups
+
+
+def show_flat_states(optimizer: ShardedOptimizer) -> None:
+    """Let `optimizer.optimizer.state_dict()` return DeepSpeed's form, and `load_state_dict` take it: in each group one
+    flat tensor of each kind, of one length on all ranks, also on those that have no element of the group.
+
+    It is this rank's slices of the units that the group has parameters in, one behind the other, and zero where they
+    are of none.  States that are not as large as their parameters (of Adafactor) come as torch has them.  Local.
+    """
+    own = weakref.ref(optimizer)
+    vars(optimizer.inner)["state_dict"] = lambda: _flat_states(_alive(own))
+    vars(optimizer.inner)["load_state_dict"] = lambda state: _load_flat_states(_alive(own), state)
+
+
+def _alive(optimizer: weakref.ref[ShardedOptimizer]) -> ShardedOptimizer:
+    found = optimizer()
+    assert found is not None, "the engine's optimizer is gone"
+    return found
+
+
+def _flat_states(optimizer: ShardedOptimizer) -> dict[str, Any]:
+    states, inner = optimizer.load_states(), optimizer.inner
+    tensors = ((param, value) for param, state in states.items() for value in state.values() if _is_moment(value))
+    if any(value.numel() != param.numel() for param, value in tensors):
+        return dict(type(inner).state_dict(inner))
+    found: dict[int, dict[str, Any]] = {}
+    groups = []
+    for number, group in enumerate(inner.param_groups):
+        groups.append({key: value for key, value in group.items() if key != "params"} | {"params": [number]})
+        spans, length = _spans(optimizer, number)
+        if optimizer.updater.updates and length:
+            like = next((states[param] for param, *_ in spans if param in states), None)
+            found[number] = _flat_state(states, spans, length, like or _state_of_nothing(optimizer, group))
+    return {"state": found, "param_groups": groups}
+
+
+def _flat_state(
+    states: Mapping[Any, dict[str, Any]], spans: Sequence[_Span], length: int, like: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return one state with flat tensors.  like: that of any parameter of the group, by kind."""
+    found: dict[str, Any] = {}
+    for kind, value in like.items():
+        if not _is_moment(value):
+            found[kind] = value.clone() if isinstance(value, torch.Tensor) else value
+            continue
+        found[kind] = flat = torch.zeros(length, dtype=value.dtype, device=value.device)
+        for param, start, numel in spans:
+            if param in states:
+                flat[start : start + numel] = states[param][kind].reshape(-1)
+    return found
+
+
+def _load_flat_states(optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
+    lengths = {number: _spans(optimizer, number)[1] for number in range(len(optimizer.shards_by_group))}
+    moments = [(number, value) for number, each in state["state"].items() for value in each.values()]
+    if any(_is_moment(value) and tuple(value.shape) != (lengths.get(number),) for number, value in moments):
+        optimizer.load_inner(state)
+        return
+    found: dict[int, dict[str, Any]] = {}
+    groups = []
+    for number, group in enumerate(state["param_groups"]):
+        spans, _ = _spans(optimizer, number)
+        groups.append({**group, "params": list(range(len(found), len(found) + len(spans)))})
+        for param, start, numel in spans:
+            found[len(found)] = {
+                kind: value[start : start + numel].reshape(param.shape) if _is_moment(value) else value
+                for kind, value in state["state"].get(number, {}).items()
+            }
+    optimizer.load_inner({"state": {key: each for key, each in found.items() if each}, "param_groups": groups})
+
+
+def _is_moment(value: Any) -> bool:
+    """Return whether a state's value has elements; a counter of steps has none."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _spans(optimizer: ShardedOptimizer, number: int) -> tuple[list[_Span], int]:
+    """Return the spans of a parameter group on this rank, and how long its flat tensors are on every rank."""
+    names, starts, length = set(optimizer.names_by_group[number]), dict[int, int](), 0
+    for group in optimizer.runtime.trained_groups:
+        if group.plan.master is not None and names & {slot.name for slot in group.layout.slots}:
+            starts[id(group)] = length
+            length += group.plan.master.numel(group.layout.padded_numel, group.layout.ranks)
+    shards = optimizer.shards_by_group[number]
+    return [(shard.param, starts[id(shard.group)] + shard.start, shard.numel) for shard in shards], length
+
+
+def _state_of_nothing(optimizer: ShardedOptimizer, group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state that a rank without an element of a group would have of one: seen in a step of a copy."""
+    one = torch.nn.Parameter(torch.zeros(1))
+    one.grad = torch.zeros(1)
+    kind: Any = type(optimizer.inner)
+    try:
+        copy = kind([{**group, "params": [one]}])
+    except TypeError:  # a class that wants to be given more
+        return {}
+    copy.step()
+    state = dict(copy.state[one])
+    if "step" in state:
+        updates, step = optimizer.updater.updates, state["step"]
+        state["step"] = torch.full_like(step, updates) if isinstance(step, torch.Tensor) else updates
+    return state
 
 
 def scale_at_stage_0(scaler: LossScaler) -> None:
