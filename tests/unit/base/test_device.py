@@ -58,6 +58,8 @@ PRIVATE = (
     "torch._C._functorch.TransformType.Jvp",
     "torch._functorch.pyfunctorch",
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+    "torch._C._will_engine_execute_node",
+    "torch.autograd.graph._get_grad_fn_or_grad_acc",
 )
 
 
