@@ -352,13 +352,21 @@ def _not_built(
 
 
 def _gated(model: type[Section], values: Mapping[str, Any], prefix: str, part: str | None, problems: Problems) -> None:
-    """Yield one problem per switch that is on; the other keys of the section are named in it."""
-    others = ", ".join(key for key in _stated(model, values) if key not in model.gate)
+    """Add a problem per switch that is on, which names the other keys of the section; where a switch may be passed
+    over, one per other key that may not.
+    """
+    names = [key for key in _stated(model, values) if key not in model.gate]
     for key in model.gate:
         value, info = lookup(values, key), _field(model, key)
-        if value is not None and _is_off_default(info, value):
-            beside = f" (with {others})" if others else ""
-            _report(prefix + key, value, part, beside, instead_of(model, info), problems)
+        if value is None or not _is_off_default(info, value):
+            continue
+        others = ", ".join(names)
+        instead = instead_of(model, info)
+        _report(prefix + key, value, part, f" (with {others})" if others else "", instead, problems)
+        for name in names if instead and problems.goes_on else ():
+            other, field = lookup(values, name), _field(model, name)
+            if _is_off_default(field, other) and not instead_of(model, field):
+                _report(prefix + name, other, part, "", "", problems)
 
 
 def _stated(model: type[Section], values: Mapping[str, Any]) -> Iterator[str]:

@@ -300,6 +300,7 @@ class ZeroOptimization(Section):
         "Take master weights from the checkpoint instead of the loaded weights.",
         Milestone.CHECKPOINTS,
         example=False,
+        instead="a checkpoint has one copy of the weights, the masters, and they are loaded",
     )
     elastic_checkpoint: bool = accepted(
         False,
@@ -805,7 +806,11 @@ class Checkpoint(Section):
         False, "Load from DeepSpeed's universal format.", "every checkpoint loads at any number of ranks"
     )
     use_node_local_storage: bool = later(
-        False, "Every node writes to a disk of its own.", Milestone.CHECKPOINTS, example=True
+        False,
+        "Every node writes to a disk of its own.",
+        Milestone.CHECKPOINTS,
+        example=True,
+        instead="all ranks write into the folder that is named, which every host must see",
     )
     parallel_write: ParallelWrite = section(ParallelWrite, "How ranks share the writing.")
     checkpoint_serialization: bool = accepted(
@@ -1044,6 +1049,8 @@ class SequenceParallel(Section):
 class ExpertParallel(Section):
     gate: ClassVar[tuple[str, ...]] = _ON
     part: ClassVar[Milestone | None] = Milestone.EXPERTS
+    # Keys without it would change what an expert layer computes.
+    instead: ClassVar[str] = "every rank has all experts, sharded by ZeRO like other weights: the model's own function"
     enabled: bool = later(False, "Spread experts over ranks automatically.", example=True)
     autoep_size: int = later(1, "Ranks that share one set of experts.", unit="ranks", example=2, ge=1)
     expert_tensor_parallel_size: int = later(1, "Ranks that share one expert.", unit="ranks", example=2, ge=1)
@@ -1053,15 +1060,15 @@ class ExpertParallel(Section):
     router_pattern: str | None = later(None, "Name of the router.", example="gate")
     use_grouped_mm: bool = later(True, "Multiply all experts in one call.", example=False)
     disable_triton_grouped_mm: bool = later(False, "Do not use Triton for it.", example=True)
-    route_norm: Any = later(None, "Normalise the routing weights.", example=True)
-    route_scale: float = later(1.0, "Factor on the routing weights.", example=2.0)
-    score_apply: Any = later(None, "Apply scores before or after the experts.", example="pre")
-    score_func: Any = later(None, "Softmax or sigmoid.", example="softmax")
+    route_norm: Any = later(None, "Normalise the routing weights.", example=True, instead="")
+    route_scale: float = later(1.0, "Factor on the routing weights.", example=2.0, instead="")
+    score_apply: Any = later(None, "Apply scores before or after the experts.", example="pre", instead="")
+    score_func: Any = later(None, "Softmax or sigmoid.", example="softmax", instead="")
     combine_impl: Any = later(None, "How results are combined.", example="scatter")
-    top_k: int | None = later(None, "Experts per token.", example=2, ge=1)
-    num_expert_groups: int | None = later(None, "Groups of experts the router knows.", example=2)
-    num_limited_groups: int | None = later(None, "Groups a token may use.", example=1)
-    routed_scaling_factor: float | None = later(None, "Factor on routed experts.", example=2.0)
+    top_k: int | None = later(None, "Experts per token.", example=2, instead="", ge=1)
+    num_expert_groups: int | None = later(None, "Groups of experts the router knows.", example=2, instead="")
+    num_limited_groups: int | None = later(None, "Groups a token may use.", example=1, instead="")
+    routed_scaling_factor: float | None = later(None, "Factor on routed experts.", example=2.0, instead="")
     expert_w1: str | None = later(None, "Name of the first weight.", example="w1")
     expert_w2: str | None = later(None, "Name of the second weight.", example="w2")
     expert_w3: str | None = later(None, "Name of the third weight.", example="w3")

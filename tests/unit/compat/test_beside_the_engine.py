@@ -68,6 +68,9 @@ def test_the_elastic_batch_is_deepspeeds() -> None:
     for count in ranks:
         assert 32 <= count <= 1500 and any(batch % (count * size) == 0 for size in ELASTIC["micro_batch_sizes"])
     assert elasticity.compute_elastic_config({"elasticity": ELASTIC}, world_size=64)[2] == 17
+    # The least common multiple of these is over the limit.
+    narrow = ELASTIC | {"max_train_batch_size": 32, "micro_batch_sizes": [1, 2, 3, 7], "min_gpus": 1}
+    assert elasticity.compute_elastic_config({"elasticity": narrow}, world_size=4)[::2] == (24, 3)
     assert highly_composite()[:12] == (1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240)
     assert 720_720 in highly_composite()
 

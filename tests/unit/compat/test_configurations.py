@@ -8,6 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 
+from deepseek_zero.base.errors import NotBuiltError
 from deepseek_zero.config import Config, Facts, resolve
 from deepseek_zero.config.fields import Status, kind_of, off_default_config, rows
 from deepseek_zero.config.load import load
@@ -169,6 +170,13 @@ def test_no_legal_value_of_a_key_is_refused_behind_the_name() -> None:
             except Exception as error:
                 refused[row.path, repr(value)] = str(error)
     assert not refused and tried > 1000
+
+
+def test_experts_stay_on_every_rank_unless_they_would_compute_something_else() -> None:
+    section = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
+    assert any("every rank has all experts" in note for note in load({"expert_parallel": section}, unknown="warn").notes)
+    with pytest.raises(NotBuiltError, match=r"1\. expert_parallel\.top_k"):
+        load({"expert_parallel": {**section, "top_k": 1}}, unknown="warn")
 
 
 def test_what_deepspeed_reads_leniently_is_read_so() -> None:

@@ -162,7 +162,8 @@ class ElasticBatch:
 
 def elastic_batch(request: ElasticRequest) -> ElasticBatch:
     """The batch that the most numbers of ranks can train with; `prefer_larger` decides between equals."""
-    bases = {*request.micro_batches, math.lcm(*request.micro_batches)}
+    sizes = {*request.micro_batches, math.lcm(*request.micro_batches)}
+    bases = [size for size in sizes if size <= request.max_batch]
     candidates = sorted({_largest_multiple(base, request.max_batch) for base in bases})
     found = [ElasticBatch(batch, _ranks_of(batch, request)) for batch in candidates]
     sign = 1 if request.prefer_larger else -1
@@ -170,9 +171,8 @@ def elastic_batch(request: ElasticRequest) -> ElasticBatch:
 
 
 def _largest_multiple(base: int, limit: int) -> int:
-    """base x the largest highly composite number that keeps it within the limit; base itself where that exceeds it."""
-    wanted = limit // base
-    return base * max((each for each in highly_composite() if each <= wanted), default=1)
+    """base x the largest highly composite number that keeps it within the limit, which is at least base."""
+    return base * max(each for each in highly_composite() if each <= limit // base)
 
 
 def _ranks_of(batch: int, request: ElasticRequest) -> tuple[int, ...]:
