@@ -174,7 +174,9 @@ def test_no_legal_value_of_a_key_is_refused_behind_the_name() -> None:
 
 def test_experts_stay_on_every_rank_unless_they_would_compute_something_else() -> None:
     section = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
-    assert any("every rank has all experts" in note for note in load({"expert_parallel": section}, unknown="warn").notes)
+    assert any(
+        "every rank has all experts" in note for note in load({"expert_parallel": section}, unknown="warn").notes
+    )
     with pytest.raises(NotBuiltError, match=r"1\. expert_parallel\.top_k"):
         load({"expert_parallel": {**section, "top_k": 1}}, unknown="warn")
 
