@@ -221,6 +221,9 @@ def test_an_optimizer_shows_the_gradients_of_its_groups() -> None:
     (norm,) = optimizer._get_norm_groups()
     assert float(norm) == pytest.approx(float(torch.cat(list(grads[0].values())).norm()), rel=1e-6)
     assert torch.equal(optimizer.bit16_groups_flat[0], nn.utils.parameters_to_vector(engine.module.parameters()))
+    (masters,) = optimizer.fp32_groups
+    assert [each.numel() for each in masters] == [param.numel() for param in engine.module.parameters()]
+    assert torch.equal(torch.cat(masters), optimizer.bit16_groups_flat[0].float())
 
 
 def test_a_module_keeps_its_parameters_in_deepspeeds_dict_when_it_is_asked_to() -> None:

@@ -143,14 +143,18 @@ class NamedOptimizer(ShardedOptimizer):
         return self.settings.max_norm
 
     @property
-    def fp32_groups_flat(self) -> list[torch.Tensor]:
-        """Copies of this rank's masters in fp32, one flat tensor per group."""
+    def fp32_groups(self) -> list[list[torch.Tensor]]:
+        """Copies of this rank's parts of the masters in fp32, flat, by group."""
         self.finish()
-        parts = [
-            [shard.master.read(shard.start, shard.stop).float().cpu() for shard in each]
+        return [
+            [shard.master.read(shard.start, shard.stop).float().cpu().reshape(-1) for shard in each]
             for each in self.shards_by_group
         ]
-        return [torch.cat([torch.zeros(0), *(part.reshape(-1) for part in each)]) for each in parts]
+
+    @property
+    def fp32_groups_flat(self) -> list[torch.Tensor]:
+        """`fp32_groups`, one flat tensor per group."""
+        return [torch.cat([torch.zeros(0), *each]) for each in self.fp32_groups]
 
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat = fp32_groups_flat
 
