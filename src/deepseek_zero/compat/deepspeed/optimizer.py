@@ -144,7 +144,7 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def fp32_groups(self) -> list[list[torch.Tensor]]:
-        """Copies of this rank's parts of the masters in fp32, flat, by group."""
+        """Copies of this rank's masters in fp32 by group, a flat tensor for each tile."""
         self.finish()
         return [
             [shard.master.read(shard.start, shard.stop).float().cpu().reshape(-1) for shard in each]
