@@ -1390,7 +1390,9 @@ class Config(Section):
     optimizer: Optimizer = section(Optimizer, "The optimizer, where the program passes none.")
     scheduler: Scheduler = section(Scheduler, "The learning-rate schedule, where the program passes none.")
     zero_allow_untested_optimizer: bool = accepted(
-        False, "Allow any optimizer class with ZeRO.", "any torch optimizer runs over slices; none is refused by name"
+        False,
+        "Allow any optimizer class with ZeRO.",
+        "any torch optimizer runs over slices; behind DeepSpeed's name a stated false refuses classes of others",
     )
     zero_force_ds_cpu_optimizer: bool = accepted(
         True, "Insist on DeepSpeedCPUAdam with offload.", "torch's fused CPU Adam is used; there is no other"

@@ -320,3 +320,17 @@ def test_a_backward_tells_which_parameters_it_reaches() -> None:
     assert counts == [1]
     with pytest.raises(RuntimeError, match="during backward"):
         count_used_parameters_in_backward([used])
+
+
+def test_an_optimizer_that_nobody_tested_is_refused_where_the_configuration_asks_for_that() -> None:
+    import deepspeed
+
+    class Mine(torch.optim.SGD): ...
+
+    told = {"train_batch_size": 1, "zero_optimization": {"stage": 1}}
+    model = Model()
+    for optimizer, key in ((Mine, {}), (torch.optim.SGD, {"zero_allow_untested_optimizer": False})):
+        deepspeed.initialize(model=model, optimizer=optimizer(model.parameters(), lr=0.1), config=told | key)
+    told["zero_allow_untested_optimizer"] = False
+    with pytest.raises(AssertionError, match=r"and the optimizer is a .*Mine"):
+        deepspeed.initialize(model=model, optimizer=Mine(model.parameters(), lr=0.1), config=told)

@@ -111,6 +111,7 @@ def initialize(
         refuse_other_sums(raw)
         refuse_odd_bucket(raw)
         refuse_slow_optimizer(raw, optimizer)
+        refuse_untested_optimizer(raw, optimizer)
     statements = [*accelerate_statements()] if unchanged else []
     if (asked := tensor_parallel_statement(model, raw, mpu is not None)) is not None:
         statements.append(asked)
@@ -300,6 +301,24 @@ def refuse_slow_optimizer(raw: RawConfig, optimizer: Any) -> None:
             "The key asks for an optimizer of DeepSpeed's for CPUs.",
             "pass deepspeed.ops.adam.DeepSpeedCPUAdam, or leave the key out: any optimizer is fast here.",
         )
+
+
+def refuse_untested_optimizer(raw: RawConfig, optimizer: Any) -> None:
+    """Raise, as DeepSpeed does, where a configuration that shards says that no optimizer may run that was not tested:
+    here one whose class is neither torch's nor this library's.  Where it says nothing any may, unlike there.
+    """
+    if raw.get("zero_allow_untested_optimizer") is not False or not lookup(raw.values, "zero_optimization.stage", 0):
+        return
+    kind = type(optimizer)
+    if isinstance(optimizer, Optimizer) and kind.__module__.partition(".")[0] not in _TESTED:
+        raise UsageError(
+            f"zero_allow_untested_optimizer is false, and the optimizer is a {kind.__module__}.{kind.__qualname__}.",
+            f"Sharded states are tested with the optimizers of {' and '.join(_TESTED)}.",
+            "set the key to true, or leave it out: any optimizer that updates element by element is right.",
+        )
+
+
+_TESTED = ("torch", __name__.partition(".")[0])
 
 
 def refuse_miscount() -> None:
