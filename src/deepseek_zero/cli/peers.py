@@ -60,6 +60,7 @@ class PeerWatch:
         self._names: dict[int, str] = {0: "node 0, which holds the store,"}
         self._told: set[int] = set()  # whose silence is told
         self._answered = time.monotonic()  # the store, last
+        self._asked: float | None = None  # when what is asked now was begun; None: nothing is
         self._failure = ""  # to tell the others
         self._is_failure_told, self._has_news = threading.Event(), threading.Event()
         self._has_finished = self._have_all_finished = self._is_store_gone = False
@@ -97,10 +98,11 @@ class PeerWatch:
             time.sleep(2 * ASK_SECONDS)
 
     def _silence(self) -> Outcome | None:
-        now = time.monotonic()
-        silent = {node: now - at for node, (_, at) in self._seen.items()}
-        if now - self._answered > 2 * ASK_SECONDS:
-            silent = {0: now - self._answered}  # what it says of the others is as old
+        now, answered, asked = time.monotonic(), self._answered, self._asked
+        silent = {node: answered - at for node, (_, at) in self._seen.items()}
+        if asked is not None and now - asked > 2 * ASK_SECONDS:
+            # What it says of the others is as old.  Not from before it was asked: this launcher may have stood still.
+            silent = {0: now - max(answered, asked - ASK_SECONDS)}
         for node, seconds in silent.items():
             name = self._names.get(node, f"node {node}")
             if seconds > self._dead_after:
@@ -119,6 +121,7 @@ class PeerWatch:
         try:
             while not self._have_all_finished:
                 beats += 1
+                self._asked = time.monotonic()
                 said = {"beat": beats, "host": self._host, "ranks": self._ranks, "stopped": sorted(self.stopped)}
                 self._store.set(f"{ALIVE_KEY}/{self._node}", json.dumps(said))
                 if self._failure and not self._is_failure_told.is_set():
@@ -134,6 +137,7 @@ class PeerWatch:
                     self._store.set(f"{FINISHED_KEY}/{self._node}", "1")
                     places = [f"{FINISHED_KEY}/{node}" for node in range(self._nodes)]
                     self._have_all_finished = self._store.check(places)
+                self._asked = None
                 self._has_news.wait(ASK_SECONDS)
                 self._has_news.clear()
         except RuntimeError:
