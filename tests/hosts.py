@@ -33,7 +33,7 @@ RELAY = str(Path(__file__).with_name("relay.py"))
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 RECEIVED, SENT = 0, 8  # columns of bytes in /proc/net/dev
 LISTENS = "0A"  # the kernel's word in /proc/net/tcp
-END_SECONDS = 10.0
+END_SECONDS = 60.0
 # The first process of its namespace: it takes in orphans that have ended, as bash does while it reads.
 HOST = """
 hostname "$1" && mount -t tmpfs -o size=4g,mode=1777 shm /dev/shm && printf %s "$2" > /dev/shm/hosts \\

@@ -18,7 +18,7 @@ from tests.hosts import Host, hosts
 # Writes to a host, or sends back what comes.
 SEND = """
 import socket, sys
-connection = socket.create_connection((sys.argv[1], 7000), timeout=5)
+connection = socket.create_connection((sys.argv[1], 7000), timeout=60)
 for line in sys.stdin:
     connection.sendall(line.encode() * int(sys.argv[2]))
     print(connection.recv(1, socket.MSG_WAITALL), flush=True)
@@ -54,7 +54,7 @@ def python(program: str, *arguments: str) -> list[str]:
 
 
 def output(host: Host, *command: str) -> str:
-    return host.run(command).communicate(timeout=5)[0]
+    return host.run(command).communicate(timeout=60)[0]
 
 
 def listening(host: Host, program: str) -> subprocess.Popen[str]:
@@ -77,11 +77,11 @@ def test_hosts_have_names_addresses_and_memory_of_their_own_and_reach_each_other
         assert h0.ports() == set()
         before = h0.sent_bytes(), h1.received_bytes()
         send = h0.run(python(SEND, "h1", "10000"), stdin=subprocess.PIPE)
-        assert send.communicate("0123456789\n" * 10, timeout=5)[0] == "b'!'\n" * 10
+        assert send.communicate("0123456789\n" * 10, timeout=60)[0] == "b'!'\n" * 10
         sent, received = h0.sent_bytes() - before[0], h1.received_bytes() - before[1]
         assert 1_100_000 < sent < 1_200_000
         assert abs(received - sent) < 2000
-        assert echo.wait(5) == 0
+        assert echo.wait(60) == 0
 
 
 def test_a_cut_is_silent_and_can_be_healed() -> None:
@@ -107,8 +107,8 @@ def test_a_limit_holds_each_way() -> None:
     with hosts(2, rate="100mbit") as (h0, h1):
         listening(h1, ECHO)
         send, began = h0.run(python(SEND, "h1", "1"), stdin=subprocess.PIPE), time.monotonic()
-        assert send.communicate("x" * 2_500_000 + "\n", timeout=5)[0] == "b'!'\n"
-        assert 0.18 < time.monotonic() - began < 1.0  # 0.2 s less a burst, and a start of Python
+        assert send.communicate("x" * 2_500_000 + "\n", timeout=60)[0] == "b'!'\n"
+        assert 0.18 < time.monotonic() - began < 10.0  # 0.2 s less a burst, and a start of Python on a busy machine
         h0.limit(None)
         h0.limit("1gbit")
 
@@ -140,17 +140,17 @@ def test_frames_are_lost_late_or_damaged_on_their_way_and_counted() -> None:
 def test_a_program_hears_signals_and_ends_with_its_host() -> None:
     with hosts(2) as (h0, h1):
         sleeper = h0.run(["sleep", "60"])
-        until = time.monotonic() + 5
+        until = time.monotonic() + 60
         while not h0.pids() and time.monotonic() < until:
             time.sleep(0.01)
         (inside,) = h0.pids()
         sleeper.send_signal(signal.SIGSTOP)
         sleeper.send_signal(signal.SIGCONT)
         sleeper.terminate()
-        assert sleeper.wait(5) == -signal.SIGTERM
+        assert sleeper.wait(60) == -signal.SIGTERM
         left = h1.run(["sh", "-c", "sleep 60 & sleep 60"])
         h1.kill()
-        assert left.wait(5) == -signal.SIGKILL
+        assert left.wait(60) == -signal.SIGKILL
         assert not Path(f"/proc/{inside}").exists()
 
 
@@ -176,7 +176,7 @@ with hosts(2) as made:
     assert len(pids) == 5
     killed.kill()
     killed.communicate()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < until:
         time.sleep(0.01)
     assert not left

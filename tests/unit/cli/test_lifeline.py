@@ -117,7 +117,7 @@ def test_it_ends_when_all_ends_are_closed_or_the_input_where_that_is_asked(
     streams = {"input": [process.stdin], "output": [process.stdout, process.stderr]}
     for stream in streams["input"] + streams["output"] if closed == "all" else streams[closed]:
         stream.close()
-    assert process.wait(10) == code
+    assert process.wait(50) == code
     for stream in (process.stdin, process.stdout, process.stderr):
         stream.close()
 

@@ -11,10 +11,11 @@ from contextlib import suppress
 
 import pytest
 
-from deepseek_zero.comm.board import MOST_TEXT, Board, FarBoard, Operation
+from deepseek_zero.comm.board import ANSWER_SECONDS, MOST_TEXT, Board, FarBoard, Operation
 from deepseek_zero.comm.channel import Door, Hello, Refused, Role, dial, introduce
 
 SECRET = b"s" * 32
+PATIENCE = 20.0  # seconds; this process may stand still for a while at any moment
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_a_stranger_writes_nothing_and_the_others_go_on(door: Door, far: Make) -
     board, friend = Board(door), far(1)
     with pytest.raises(Refused):
         FarBoard(door.address, b"o" * 32, 1)
-    with dial(door.address, 1.0) as stranger:
+    with dial(door.address, PATIENCE) as stranger:
         stranger.sendall(b"\x01" + b"raised/1".ljust(200))
         with suppress(ConnectionResetError):
             assert stranger.recv(1 << 12) == b""
@@ -68,7 +69,7 @@ def test_a_stranger_writes_nothing_and_the_others_go_on(door: Door, far: Make) -
 )
 def test_an_announced_gigabyte_and_nonsense_end_the_connection(door: Door, far: Make, request_: bytes) -> None:
     board = Board(door)
-    with dial(door.address, 1.0) as connection:
+    with dial(door.address, PATIENCE) as connection:
         introduce(connection, SECRET, Hello(Role.BOARD, 1, 0))
         connection.sendall(request_)
         assert connection.recv(1) == b""
@@ -91,10 +92,10 @@ def test_a_broken_connection_is_made_again_and_an_ended_rank_0_is_known(door: Do
 def test_a_stopped_rank_0_is_not_gone_and_keeps_nobody_waiting(
     door: Door, far: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    board, friend = Board(door), far(1)
     monkeypatch.setattr("deepseek_zero.comm.board.HURRIED_SECONDS", 0.2)
     monkeypatch.setattr("deepseek_zero.comm.board.ANSWER_SECONDS", 0.4)
     monkeypatch.setattr("deepseek_zero.comm.board.QUIET_SECONDS", 0.5)
-    board, friend = Board(door), far(1)
     board.set("a", "b")
     goes_on = threading.Event()
     look_at = door._look_at
@@ -102,10 +103,9 @@ def test_a_stopped_rank_0_is_not_gone_and_keeps_nobody_waiting(
     began = time.monotonic()
     assert not friend.set("c", "d")
     assert [friend.look("a") for _ in range(100)] == [None] * 100
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 10.0, "not 100 times HURRIED_SECONDS"
     goes_on.set()
-    time.sleep(0.5)
-    assert friend.set("c", "d") and friend.look("a") == "b"
+    assert until(lambda: friend.set("c", "d")) and until(lambda: friend.look("a")) == "b"
     assert board.look("c") == "d"
 
 
@@ -131,9 +131,9 @@ def test_the_kernels_hear_each_other_and_an_ended_process_is_known(door: Door) -
     board = Board(door)
     friend = FarBoard(door.address, SECRET, 3, watches=True)
     assert until(lambda: 3 in board.silences())
-    assert board.silences()[3] < 1.0 and friend.silences()[0] < 1.0
     time.sleep(2.5)
-    assert board.silences()[3] < 1.5 and friend.silences()[0] < 1.5, "each asks the other every second"
+    # it only grows where nobody asks
+    assert until(lambda: board.silences()[3] < 1.5 and friend.silences()[0] < 1.5), "each asks the other every second"
     assert board.look("gone/3") is None
     friend.close()
     assert until(lambda: board.look("gone/3"))
@@ -148,13 +148,13 @@ def test_a_board_behind_a_silent_host_keeps_nobody_waiting(door: Door, monkeypat
     monkeypatch.setattr(door, "_look_at", lambda descriptor: time.sleep(0.01))  # nothing is answered
     began = time.monotonic()
     assert not friend.set("a", "b") and friend.look("a") is None
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < ANSWER_SECONDS / 3
     assert friend.silences() == {0: 4.0} and board.look("a") is None
     friend.close()
 
 
 def until(true: Callable[[], object]) -> object:
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + PATIENCE
     while not (value := true()) and time.monotonic() < deadline:
         time.sleep(0.01)
     return value

@@ -27,7 +27,7 @@ def stores() -> Iterator[tuple[Board, BoardStore, BoardStore]]:
     door = Door("127.0.0.1", SECRET, 0)
     board = Board(door, Role.STORE)
     far = FarBoard(door.address, SECRET, 1, role=Role.STORE)
-    yield board, BoardStore(board, timedelta(seconds=5)), BoardStore(far, timedelta(seconds=5))
+    yield board, BoardStore(board, timedelta(seconds=20)), BoardStore(far, timedelta(seconds=20))
     far.close()
     door.close()
 
@@ -72,7 +72,7 @@ def test_a_wait_ends_when_the_key_comes_or_the_time_is_over(stores: tuple[Board,
     began = time.monotonic()
     with pytest.raises(dist.DistStoreError, match="nobody wrote 'never'"):  # type: ignore[attr-defined]
         far.wait(["never"], SOON)
-    assert 0.2 <= time.monotonic() - began < 2.0
+    assert 0.2 <= time.monotonic() - began < 10.0
     assert far.clone().check(["later"])
 
 

@@ -28,6 +28,7 @@ from deepseek_zero.comm.transports.tcp import EAGER_BUDGET, EAGER_BYTES, PIECE_B
 SECRET = b"s" * 32
 SMALL, MEDIUM, LARGE = 1000, EAGER_BYTES, 5 * PIECE_BYTES + 12  # bytes
 MANY = EAGER_BUDGET // EAGER_BYTES * 5 // 4
+PATIENCE = 20.0  # seconds; this process may stand still for a while at any moment
 
 
 @dataclass
@@ -58,8 +59,8 @@ class Wire:
             except OSError:
                 near.close()
                 continue
-            self.connections += 1
             self.ends += [near, far]
+            self.connections += 1  # and a reset breaks it from now on
             if not self.is_open:
                 self.reset()
             for source, target in ((near, far), (far, near)):
@@ -127,14 +128,21 @@ def random(numel: int) -> Tensor:
     return torch.randint(0, 255, (numel,), dtype=torch.uint8)
 
 
-def until(wait: Wait, seconds: float = 20.0) -> None:
+def until(wait: Wait) -> None:
     """Wait as collectives do: again after each TimeoutError."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE
     while True:
         try:
             return wait()
         except TimeoutError:
             assert time.monotonic() < deadline, "nothing came"
+
+
+def until_true(found: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not found():
+        assert time.monotonic() < deadline, f"never: {what}"
+        time.sleep(0.01)
 
 
 def swap(first: Links, second: Links, numel: int, place: int) -> Callable[[], None]:
@@ -232,7 +240,7 @@ def test_a_box_that_is_made_while_its_tensor_comes_unasked_is_filled() -> None:
                 exchange.end_one()
             assert [frame.tag for frame in link.queue] == [tag + 1], "it is asked for no more"
             link.queue.clear()
-        until(wait, 1.0)
+        until(wait)
         assert torch.equal(found, sent) and not link.early and not link.boxes and link.used == SMALL
 
 
@@ -242,10 +250,9 @@ def test_an_engine_that_ends_leaves_nothing_and_takes_no_room() -> None:
             second.start({0: (random(0), random(1))}, cid(MANY, engine=engine))  # it is in that lane, too
             for place in range(MANY):
                 first.start({1: (random(EAGER_BYTES), random(EAGER_BYTES))}, cid(place, engine=engine))
-            deadline = time.monotonic() + 5
-            while sum(map(len, second.links[0].early.values())) < EAGER_BUDGET and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert sum(map(len, second.links[0].early.values())) == EAGER_BUDGET
+            early = second.links[0].early
+            until_true(lambda early=early: sum(map(len, early.values())) >= EAGER_BUDGET, "all of it came")  # type: ignore[misc]
+            assert sum(map(len, early.values())) == EAGER_BUDGET
             for links in (first, second):
                 links.end_engine(f"engine {engine}")
             assert not (second.links[0].early or first.links[1].boxes or first.links[1].offers)
@@ -254,13 +261,16 @@ def test_an_engine_that_ends_leaves_nothing_and_takes_no_room() -> None:
 
 def test_a_connection_that_breaks_again_and_again_goes_on_where_it_was(way: str) -> None:
     with two_ranks() as (first, second, wire):
+        made = 0
         for turn in range(6):
+            until_true(lambda made=made: wire.connections > made, "a connection that can break")  # type: ignore[misc]
             under_way = [swap(first, second, numel, 10 * turn + k) for k, numel in enumerate((LARGE, SMALL, LARGE))]
             time.sleep(0.002 * turn)
+            made = wire.connections
             wire.reset()
             for each in under_way:
                 each()
-        assert wire.connections > 4
+        assert wire.connections > 5
 
 
 def test_a_bit_that_flips_on_the_way_is_sent_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -285,20 +295,22 @@ def test_silence_is_told_and_replaced_when_the_wire_is_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tcp, "SILENT_SECONDS", 0.6)
-    monkeypatch.setattr(tcp, "TELL_SECONDS", 0.9)
+    monkeypatch.setattr(tcp, "TELL_SECONDS", 2.5)  # longer than this process may stand still, which looks like silence
     monkeypatch.setattr(tcp, "BEAT_SECONDS", 0.2)
+
+    def told() -> list[tuple[bool, bool]]:
+        said = [line for line in caplog.messages if line.startswith("rank")]
+        return [("is silent" in line, "again" in line) for line in said]
+
     with two_ranks() as (first, second, wire):
         swap(first, second, SMALL, 0)()
         wire.silent.set()
         under_way = swap(first, second, LARGE, 1)
-        time.sleep(1.6)
+        until_true(lambda: len(told()) >= 2, "both have told it")
         wire.silent.clear()
-        healed = time.monotonic()
         under_way()
-        assert time.monotonic() - healed < 2.0
-        time.sleep(0.4)
-    said = [line for line in caplog.messages if line.startswith("rank")]
-    assert [("is silent" in line, "again" in line) for line in said] == [(True, False)] * 2 + [(False, True)] * 2
+        until_true(lambda: len(told()) >= 4, "both have told that it is over")
+    assert told() == [(True, False)] * 2 + [(False, True)] * 2
 
 
 def test_a_rank_that_ends_is_named_at_once_in_what_waits_for_it_and_what_comes_later() -> None:
@@ -326,12 +338,12 @@ def test_a_host_that_answers_nothing_is_lost_after_its_time(monkeypatch: pytest.
     with two_ranks() as (first, _, wire):
         tensor = random(LARGE)
         wait = first.start({1: (tensor, tensor)}, cid(0))
+        began = time.monotonic()
         monkeypatch.setattr(tcp, "dial", unreachable)
         wire.silent.set()
-        began = time.monotonic()
         with pytest.raises(ConnectionLost, match=r"rank 1 is lost: its host 127.0.0.1 has not answered for 1 s"):
             until(wait)
-        assert 1.0 < time.monotonic() - began < 3.0
+        assert 1.0 < time.monotonic() - began < 10.0
         monkeypatch.undo()
 
 
@@ -369,11 +381,11 @@ def test_another_size_is_an_error_with_both_sizes_and_not_the_end() -> None:
 
 def test_who_lies_about_lengths_is_cut_off_before_memory_is_made() -> None:
     with two_ranks() as (first, second, _):
-        with dial(first.door.address, 1.0) as liar:
+        with dial(first.door.address, PATIENCE) as liar:
             introduce(liar, SECRET, Hello(Role.DATA, 1, 0))
             liar.sendall(tcp._header(tcp.Kind.RESUME, 0))
             liar.sendall(tcp._header(tcp.Kind.PIECE, 1, 5, 1 << 30, 0, 0, 1 << 30))
-            liar.settimeout(2.0)
+            liar.settimeout(PATIENCE)
             with suppress(ConnectionError):
                 while liar.recv(1 << 16):
                     pass
@@ -391,9 +403,7 @@ def test_a_child_of_a_fork_does_not_keep_a_rank_seemingly_alive(monkeypatch: pyt
             os._exit(0)
         try:
             second.close()
-            deadline = time.monotonic() + 10
-            while not first.links[1].gone and time.monotonic() < deadline:
-                time.sleep(0.01)
+            until_true(lambda: first.links[1].gone, "the end is seen")
             assert first.links[1].gone == "its process has ended"
         finally:
             os.close(writer)
