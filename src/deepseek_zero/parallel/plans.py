@@ -158,7 +158,8 @@ def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = Non
     Raises NotBuiltError for a family or a style that is not built, UsageError where a layer that was named on purpose
     does not fit; the message names it.
     """
-    refuse_other_cuts(came_cut(model), ranks)
+    cut = came_cut(model)
+    refuse_other_cuts(cut, ranks)
     settings = settings or ParallelSettings()
     plan = ParallelPlan(ranks, grain=settings.grain)
     family = _family(model, settings)
@@ -179,9 +180,9 @@ def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = Non
             if settings.sequence != "auto":
                 raise
             plan.why_whole = f"{error.what} {error.why}"
-    _fill_splits(model, plan)
+    _fill_splits(model, plan, cut)
     is_split = any(choice.style not in ("vocabulary", "head", "partial") for choice in plan.choices)
-    if settings.needs_a_split and not is_split and not came_cut(model):
+    if settings.needs_a_split and not is_split and not cut:
         raise UsageError(
             f"no layer of {type(model).__name__} is split over tp={ranks}.",
             "No rule knows its layers, and no names look like projections.",
@@ -655,7 +656,7 @@ def _part(choice: Choice, dim: int, ranges: tuple[Ranges, ...]) -> Part:
     )
 
 
-def _fill_splits(model: nn.Module, plan: ParallelPlan) -> None:
+def _fill_splits(model: nn.Module, plan: ParallelPlan, cut: Mapping[str, Split]) -> None:
     """Say of every parameter where its elements are; tied ones are one parameter, which is cut in one way."""
     found: dict[int, tuple[Split, str]] = {}
     for choice in plan.choices:
@@ -677,7 +678,6 @@ def _fill_splits(model: nn.Module, plan: ParallelPlan) -> None:
     for norm in plan.stretch.norms if plan.stretch is not None else ():
         for parameter in model.get_submodule(norm).parameters():
             found[id(parameter)] = Split.whole("partial", tuple(parameter.shape), plan.ranks), norm
-    cut = came_cut(model)
     for name, parameter in model.named_parameters():
         equal = Split.whole("equal", tuple(parameter.shape), plan.ranks)
         plan.splits[name] = cut.get(name) or (found[id(parameter)][0] if id(parameter) in found else equal)

@@ -66,14 +66,12 @@ class ModelShape:
     @property
     def wholes(self) -> dict[str, str]:
         """Return the name of the whole parameter by that of each of its tiles, where layers are cut (rows.py)."""
-        params = (each for unit in self.units for each in unit.params.items())
-        return {name: param.whole for name, param in params if param.whole}
+        return {name: param.whole for unit in self.units for name, param in unit.params.items() if param.whole}
 
     @property
     def cuts(self) -> dict[str, Split]:
         """Return how parameters lie along "tp", by name, where they are cut."""
-        params = (each for unit in self.units for each in unit.params.items())
-        return {name: param.split for name, param in params if param.split is not None}
+        return {name: param.split for unit in self.units for name, param in unit.params.items() if param.split}
 
 
 def read_model(model: nn.Module, settings: PlanSettings) -> ModelShape:

@@ -294,15 +294,16 @@ def _flat_state(
 
 
 def _load_flat_states(optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
-    lengths = {number: _spans(optimizer, number)[1] for number in range(len(optimizer.shards_by_group))}
+    flat = {number: _spans(optimizer, number) for number in range(len(optimizer.shards_by_group))}
+    lengths = {number: (length,) for number, (_, length) in flat.items()}
     moments = [(number, value) for number, each in state["state"].items() for value in each.values()]
-    if any(_is_moment(value) and tuple(value.shape) != (lengths.get(number),) for number, value in moments):
+    if any(_is_moment(value) and tuple(value.shape) != lengths.get(number) for number, value in moments):
         optimizer.load_inner(state)
         return
     found: dict[int, dict[str, Any]] = {}
     groups = []
     for number, group in enumerate(state["param_groups"]):
-        spans, _ = _spans(optimizer, number)
+        spans, _ = flat[number]
         groups.append({**group, "params": list(range(len(found), len(found) + len(spans)))})
         for param, start, numel in spans:
             found[len(found)] = {
