@@ -1038,11 +1038,11 @@ class DataEfficiencyKeywords(TypedDict, total=False):
     enabled: bool | Auto | None
     """Sample and route data by difficulty."""
     seed: float | Auto | None
-    """Seed of the sampling."""
+    """Seed of the order of a curriculum's samples."""
     data_routing: Mapping[str, Any] | Auto | None
     """Random layer-token dropping."""
     data_sampling: Mapping[str, Any] | Auto | None
-    """Curricula and dynamic batches."""
+    """Curricula (curriculum_learning), and how many epochs they deal (num_epochs)."""
 
 
 class _Keys(TypedDict, total=False):

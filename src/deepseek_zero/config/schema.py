@@ -1332,13 +1332,32 @@ class CurriculumLearning(Section):
     schedule_config: dict[str, Any] = later({}, "Arguments of the schedule.", example={"max_step": [1]})
 
 
+_METRIC = {
+    "difficulty_type": "value",
+    "clustering_type": "single_cluster",
+    "min_difficulty": 1,
+    "max_difficulty": 4,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 1},
+}
+_CURRICULUM = {"curriculum_learning": {"enabled": True, "curriculum_metrics": {"length": _METRIC}}}
+
+
 class DataEfficiency(Section):
-    gate: ClassVar[tuple[str, ...]] = _ON
     part: ClassVar[Milestone | None] = Milestone.UNPLANNED
-    enabled: bool = later(False, "Sample and route data by difficulty.", example=True)
-    seed: int = later(1234, "Seed of the sampling.", example=1)
+    enabled: bool = accepted(
+        False, "Sample and route data by difficulty.", "the switches inside of it decide, as in DeepSpeed"
+    )
+    seed: int = effective(
+        1234,
+        "Seed of the order of a curriculum's samples.",
+        example=1,
+        needs={"data_efficiency.data_sampling": _CURRICULUM},
+    )
     data_routing: dict[str, Any] = later({}, "Random layer-token dropping.", example={"enabled": True})
-    data_sampling: dict[str, Any] = later({}, "Curricula and dynamic batches.", example={"enabled": True})
+    data_sampling: dict[str, Any] = effective(
+        {}, "Curricula (curriculum_learning), and how many epochs they deal (num_epochs).", example=_CURRICULUM
+    )
 
 
 class Nebula(Section):

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from ...engine.pieces import refuse_shared_loader
 from . import groups
 from .before_initialize import asked_tp_size, get_z3_leaf_modules
 from .checkpoint import DEEPSPEED
+from .data_pipeline.config import get_data_efficiency_config
 from .dropin import is_dropin_imported
 from .missing import ENGINE, engine_name_missing, missing_names
 from .profiling import FlopsProfiler, ThroughputTimer
@@ -72,6 +74,12 @@ def _scale_arguments(engine: Engine) -> dict[str, Any] | None:
         "delayed_shift": fp16.hysteresis,
         "consecutive_hysteresis": fp16.consecutive_hysteresis,
     }
+
+
+def _data_efficiency(engine: Engine) -> dict[str, Any]:
+    asked = engine.config.data_efficiency
+    parts = {"data_sampling": asked.data_sampling, "data_routing": asked.data_routing}
+    return get_data_efficiency_config({"data_efficiency": {"seed": asked.seed, **parts}})
 
 
 def _flops_profiler(engine: Engine) -> Any:
@@ -149,6 +157,15 @@ GETTERS: dict[str, Callable[[Engine], Any]] = {
     "get_lr": lambda e: [group["lr"] for group in _groups(e)],
     "get_mom": _mom,
     "get_type": lambda e: [group.get("type") for group in _groups(e)],
+    # Data efficiency
+    "data_efficiency_enabled": lambda e: e._config.data_efficiency.enabled,
+    "data_efficiency_config": _data_efficiency,
+    "data_sampling_enabled": lambda e: _data_efficiency(e)["data_sampling"]["enabled"],
+    "data_sampling_config": lambda e: _data_efficiency(e)["data_sampling"],
+    "curriculum_learning_enabled": lambda e: _data_efficiency(e)["data_sampling"]["curriculum_learning"]["enabled"],
+    "curriculum_learning_config": lambda e: _data_efficiency(e)["data_sampling"]["curriculum_learning"],
+    "random_ltd_enabled": lambda e: _data_efficiency(e)["data_routing"]["random_ltd"]["enabled"],
+    "random_ltd_config": lambda e: _data_efficiency(e)["data_routing"]["random_ltd"],
     # Logging
     "steps_per_print": lambda e: e._config.steps_per_print,
     "wall_clock_breakdown": lambda e: e._config.wall_clock_breakdown,
@@ -173,8 +190,6 @@ GETTERS: dict[str, Callable[[Engine], Any]] = {
     # What is off because it is not built
     "pld_enabled": lambda e: False,
     "curriculum_enabled_legacy": lambda e: False,
-    "curriculum_learning_enabled": lambda e: False,
-    "random_ltd_enabled": lambda e: False,
     "eigenvalue_enabled": lambda e: False,
     "autotuning_enabled": lambda e: False,
     "elasticity_enabled": lambda e: False,
@@ -209,7 +224,7 @@ METHODS = (
     "forward backward step train_batch eval_batch zero_grad scale no_sync coalesce_grad_reduction "
     "save_checkpoint load_checkpoint save_16bit_model module_state_dict "
     "export load_weights set_train_batch_size set_gradient_accumulation_boundary deepspeed_io compile explain "
-    "memory_report destroy"
+    "memory_report destroy set_data_post_process_func set_custom_curriculum_learning_schedule"
 ).split()
 
 
@@ -259,7 +274,8 @@ class DeepSpeedEngine(Engine):
         """Make a loader of this rank's share: shuffled for route "train", in order for "eval" and "predict".
 
         As in DeepSpeed's loader, ranks take the samples in turn and the order is filled up to as many for each, so that
-        an epoch's end depends on the number of ranks; with `training_data` of `initialize` it does not.
+        an epoch's end depends on the number of ranks; with `training_data` of `initialize` it does not.  With a
+        curriculum in the configuration, it deals the samples of route "train".
         batch_size: samples of one rank; the micro-batch size without it.  pin_memory: ignored; memory is pinned where
         the device is a GPU.
         """
@@ -271,20 +287,36 @@ class DeepSpeedEngine(Engine):
             )
         refuse_shared_loader(self.config, self.mesh, "deepspeed_io")
         sampler, drop_last = data_sampler, self.parts.data_settings.drop_last
+        size = batch_size or self.config.train_micro_batch_size_per_gpu
+        take = partial(parallel.own_part, self.module) if self.mesh.sp > 1 else None
+        if route == "train" and self.curriculum_learning_enabled():
+            curriculum = import_module(".data_pipeline.loader", __package__).CurriculumLoader
+            settings, accumulation = self.data_efficiency_config(), self.config.gradient_accumulation_steps
+            made: ShardedLoader = curriculum(
+                dataset, size, self.mesh, settings, accumulation, collate_fn, drop_last, take
+            )
+            return made
         if sampler is None and not isinstance(dataset, IterableDataset):
             shares = self.mesh.data_size, self.mesh.data_index
             is_training = route == "train"
             sampler = DistributedSampler(dataset, *shares, shuffle=is_training, drop_last=drop_last and is_training)
-        size = batch_size or self.config.train_micro_batch_size_per_gpu
-        return ShardedLoader(
-            dataset,
-            size,
-            self.mesh,
-            collate_fn,
-            drop_last,
-            sampler,
-            take=partial(parallel.own_part, self.module) if self.mesh.sp > 1 else None,
-        )
+        return ShardedLoader(dataset, size, self.mesh, collate_fn, drop_last, sampler, take)
+
+    def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
+        """Have each batch of the curriculum go through a function: (batch, the sampler's state) -> batch.
+
+        As in DeepSpeed, nothing happens where no curriculum deals the engine's batches.
+        """
+        if self.curriculum_learning_enabled() and self.training_dataloader is not None:
+            self.training_dataloader.post_process_func = post_process_func
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], Any]]) -> None:
+        """Give the schedules of type "custom" their functions: metric -> (step -> difficulty).
+
+        Without a curriculum nothing happens, as in DeepSpeed.
+        """
+        if self.curriculum_learning_enabled() and self.training_dataloader is not None:
+            self.training_dataloader.data_sampler.set_custom_curriculum_learning_schedule(schedule_func_dict)
 
     # -- accumulation
 

@@ -151,6 +151,8 @@ def initialize(
     assert isinstance(engine, DeepSpeedEngine)
     if listed is not None and engine.parts.pipeline is not None:
         engine.parts.pipeline.is_dynamic = listed.dynamic_shape
+    if training_data is not None and engine.curriculum_learning_enabled():
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     if engine.optimizer is not None:
         engine.optimizer.__class__ = class_of(engine.optimizer)
         scaler = engine.optimizer.scaler

@@ -43,7 +43,10 @@ COMPRESSED = "zero_quantized_weights and zero_quantized_gradients are the way in
 ONE_BIT = "`optimizer.type` OneBitAdam is the way in; DeepSpeed has removed the other two"
 UNIVERSAL = "every checkpoint loads at any number of ranks and any stage, so there is nothing to convert"
 BY_CONFIG = "the configuration decides; see docs/reference/config.md"
-DATA = "curricula and data efficiency are not planned"
+OLD_DATA = "DeepSpeed has removed the key; data_efficiency has its curricula"
+ANALYSIS = "MMapIndexedDatasetBuilder writes the index files that a curriculum reads"
+DYNAMIC = "batches by tokens are not planned; DeepSpeed's engine leaves the key to this function, too"
+OLD_DATASETS = "MMapIndexedDataset is the one that a curriculum reads"
 TIERS = "states have one tier for a run; the configuration chooses it (offload_optimizer, offload_param)"
 REPORT = "`ds_report` and `deepseek-zero doctor` look at the machine"
 LOGGED = "engine.explain() and the records say what was sent"
@@ -102,7 +105,7 @@ MISSING: dict[str, Rows] = {
         (N, COMPRESSED, "comm compression"),
         (N, "the disk tier serves (offload device nvme)", "swap_tensor"),
         (N, INFERENCE, "hybrid_engine"),
-        (N, DATA, "data_pipeline progressive_layer_drop"),
+        (N, OLD_DATA, "progressive_layer_drop"),
         (N, "super_offload in the configuration serves", "superoffload"),
         (N, "ZenFlow is not planned; " + SHED, "zenflow"),
         (N, "Domino is not planned", "domino"),
@@ -113,6 +116,13 @@ MISSING: dict[str, Rows] = {
         (N, "activation_checkpointing.device parks them", "offload_activations"),
     ),
     "deepspeed.runtime.dataloader": ((N, "engine.deepspeed_io makes loaders", "DeepSpeedDataLoader"),),
+    "deepspeed.runtime.data_pipeline.data_sampling": (
+        (N, ANALYSIS, "data_analyzer"),
+        (N, DYNAMIC, "variable_batch_size_and_lr"),
+    ),
+    "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": (
+        (N, OLD_DATASETS, "IndexedDataset IndexedCachedDataset IndexedDatasetBuilder"),
+    ),
     "deepspeed.runtime.fp16": ((N, ONE_BIT, "onebit"),),
     "deepspeed.runtime.pipe": ((N, "stages exchange messages of the engine's own", "p2p"),),
     "deepspeed.sequence": (
@@ -151,8 +161,7 @@ MISSING: dict[str, Rows] = {
         (N, TIERS, "offload_states reload_states"),
         (L, PIPELINE, "set_dataiterator set_dataloader is_first_stage is_last_stage"),
         (L, PIPELINE, "is_pipe_partitioned"),
-        (N, DATA, "set_data_post_process_func set_custom_curriculum_learning_schedule curriculum_params_legacy"),
-        (N, DATA, "curriculum_learning_config data_efficiency_config random_ltd_config pld_params pld_theta"),
+        (N, OLD_DATA, "curriculum_params_legacy pld_params pld_theta"),
         (N, "DeepCompile's passes are not planned; compile() compiles unit by unit", "register_compile_pass"),
         (N, "quantised training is not planned", "quantize_training eigenvalue_params"),
         (N, "the configuration's flops_profiler, or deepspeed.profiling's FlopsProfiler", "start_profile"),

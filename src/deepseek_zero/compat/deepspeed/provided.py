@@ -297,6 +297,31 @@ PROVIDED: dict[str, dict[str, str]] = {
     "deepspeed.runtime.constants": {
         "deepseek_zero.compat.deepspeed.config_classes": "ValidationMode",
     },
+    "deepspeed.runtime.data_pipeline.config": {
+        "deepseek_zero.compat.deepspeed.data_pipeline.config": (
+            "get_curriculum_learning get_curriculum_learning_enabled get_curriculum_learning_params "
+            "get_data_efficiency_config get_data_efficiency_enabled get_data_efficiency_seed get_data_routing "
+            "get_data_routing_enabled get_data_sampling get_data_sampling_enabled get_data_sampling_num_epochs "
+            "get_data_sampling_num_workers get_data_sampling_pin_memory get_dynamic_batching get_random_ltd "
+            "get_random_ltd_enabled get_random_ltd_params"
+        ),
+    },
+    "deepspeed.runtime.data_pipeline.curriculum_scheduler": {
+        "deepseek_zero.compat.deepspeed.data_pipeline.curriculum_scheduler": "CurriculumScheduler",
+    },
+    "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": {
+        "deepseek_zero.compat.deepspeed.data_pipeline.data_sampler": "DeepSpeedDataSampler",
+    },
+    "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": {
+        "deepseek_zero.compat.deepspeed.data_pipeline.indexed_dataset": (
+            "data_file_path index_file_path MMapIndexedDataset MMapIndexedDatasetBuilder"
+        ),
+    },
+    "deepspeed.runtime.data_pipeline.data_sampling.utils": {
+        "deepseek_zero.compat.deepspeed.data_pipeline.indexed_dataset": (
+            "close_mmap_dataset_builder create_mmap_dataset_builder find_fit_int_dtype split_dataset split_index"
+        ),
+    },
     "deepspeed.runtime.dataloader": {
         "deepseek_zero.compat.deepspeed.utils": "RepeatingLoader",
     },

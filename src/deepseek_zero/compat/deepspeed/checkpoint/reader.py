@@ -144,6 +144,9 @@ def _completed(
         name: int(first.get(name) or 0) for name in ("global_steps", "global_samples", "skipped_steps")
     }
     trainer |= {"scaler": _scaler(first, optimizers), "lr_scheduler": first.get("lr_scheduler")}
+    if (curriculum := first.get("data_sampler")) is not None:
+        given = int(curriculum.get("consumed_samples", 0))
+        trainer["data"] = {"epoch": 0, "samples": given, "curriculum": curriculum}
     client = {name: value for name, value in first.items() if name not in RESERVED_KEYS}
     _refuse_gaps(found)
     found.plain = {"groups": groups, "trainer": trainer, "client": client}

@@ -10,7 +10,7 @@ import logging
 import pickle
 import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
@@ -177,7 +177,7 @@ def _model_state(
         "shared_params": tied if has_zero else None,
         "frozen_param_fragments": parts,
         "lr_scheduler": trainer.get("lr_scheduler"),
-        "data_sampler": None,
+        "data_sampler": _curriculum(trainer.get("data")),
         "random_ltd": None,
         **{name: trainer[name] for name in ("skipped_steps", "global_steps", "global_samples")},
         "dp_world_size": layout.ranks,
@@ -186,6 +186,11 @@ def _model_state(
         "ds_version": LAYOUT,
         **client,
     }
+
+
+def _curriculum(position: Any) -> Any:
+    """Return the state of the curriculum that deals the data, None without one."""
+    return position.get("curriculum") if isinstance(position, Mapping) else None
 
 
 def _client(source: OpenCheckpoint) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""DeepSpeed's data efficiency: samples by difficulty (curricula).  Imported where a configuration asks for it."""

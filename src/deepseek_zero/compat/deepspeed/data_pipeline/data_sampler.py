@@ -1,0 +1,322 @@
+"""Samples by difficulty: which ones a step may take, in DeepSpeed's order for the same seed.
+
+A *cluster* is what joined when difficulties rose: samples in a shuffled order, and how many of them are given.  A step
+takes of each cluster a share that is drawn by the clusters' sizes; a cluster that is used up is shuffled again.
+
+Every rank draws all of it by itself, from the seed and the same index files, and takes its rows; nothing is sent, and
+nothing is written.  A state holds the generator's state before each shuffle, by which clusters are made again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ....base.errors import UsageError
+from ....base.log import log_once, logger
+from .curriculum_scheduler import CurriculumScheduler
+from .indexed_dataset import MMapIndexedDataset, find_fit_int_dtype
+
+Array = np.ndarray[Any, Any]
+Difficulties = dict[str, Any]  # metric -> difficulty; None before the first
+
+WHERE = "data_efficiency.data_sampling.curriculum_learning"
+
+
+@dataclass
+class Cluster:
+    """Samples that joined when difficulties rose from `previous` to `current`.
+
+    shuffles: the generator's state before each shuffle that made this order of those of the members.
+    """
+
+    name: str
+    previous: Difficulties
+    current: Difficulties
+    samples: Array
+    position: int = 0
+    shuffles: list[dict[str, Any]] = field(default_factory=list)
+
+    def shuffle(self, generator: np.random.Generator) -> None:
+        self.shuffles.append(dict(generator.bit_generator.state))
+        generator.shuffle(self.samples)
+
+
+class DeepSpeedDataSampler:
+    """Yields the samples of this rank's micro-batches, by a curriculum.  Local.
+
+    data_efficiency_config: as `get_data_efficiency_config` returns it.  one_epoch_total_samples: in the dataset.
+    data_parallel_group, global_rank: ignored; every rank draws the same samples.  drop_last: leave out a micro-batch
+    that clusters cannot fill.
+    """
+
+    def __init__(
+        self,
+        data_efficiency_config: Mapping[str, Any],
+        one_epoch_total_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        data_parallel_group: Any = None,
+        gradient_accumulation_steps: int = 1,
+        global_rank: int = 0,
+        drop_last: bool = True,
+    ) -> None:
+        sampling = data_efficiency_config["data_sampling"]
+        self.data_efficiency_config, self.drop_last = data_efficiency_config, drop_last
+        self.one_epoch_total_samples = one_epoch_total_samples
+        self.total_samples = one_epoch_total_samples * sampling["num_epochs"]
+        self.micro_batch_size, self.data_parallel_rank = micro_batch_size, data_parallel_rank
+        self.data_parallel_size = data_parallel_size
+        self.micro_batch_times_data_parallel_size = micro_batch_size * data_parallel_size
+        self.global_batch_size = self.micro_batch_times_data_parallel_size * gradient_accumulation_steps
+        self.index_dtype = find_fit_int_dtype(0, one_epoch_total_samples)
+        self.np_rng = np.random.default_rng(data_efficiency_config["seed"])
+        self.consumed_samples = self.curriculum_step = 0
+        self.batch: list[int] = []  # of the step that is being given, all ranks' samples that are left
+        self._given: deque[list[int]] = deque(maxlen=gradient_accumulation_steps)
+        self.current_difficulties: Difficulties = {}
+        self.data_clusters: list[Cluster] = []
+        if not sampling["curriculum_learning"]["enabled"] or self.total_samples <= 0:
+            raise UsageError(
+                f"a sampler by difficulty without a curriculum, or of {self.total_samples} samples.",
+                fix=f"state {WHERE}, and a dataset that is not empty.",
+            )
+        self._metrics: Mapping[str, Mapping[str, Any]] = sampling["curriculum_learning"]["curriculum_metrics"]
+        self.curriculum_schedulers = {name: CurriculumScheduler(metric) for name, metric in self._metrics.items()}
+        self.curriculum_index_to_sample: dict[str, MMapIndexedDataset] = {}
+        self._values: dict[str, Array] = {}  # metric by value -> the value of each row
+        for name, metric in self._metrics.items():
+            self._open(name, metric)
+
+    def _open(self, name: str, metric: Mapping[str, Any]) -> None:
+        """Open the index files of a metric that has clusters of its own."""
+        kind = metric.get("difficulty_type")
+        if kind not in ("value", "percentile") or "clustering_type" not in metric:
+            raise UsageError(
+                f"the metric {name} has the difficulty_type {kind!r} and the clustering_type "
+                f"{metric.get('clustering_type')!r}.",
+                fix=f'in {WHERE}.curriculum_metrics.{name} state difficulty_type "value" or "percentile", and '
+                'clustering_type "single_cluster" or "schedule_based".',
+            )
+        if metric["clustering_type"] == "single_cluster":
+            return
+        self.curriculum_index_to_sample[name] = MMapIndexedDataset(metric["index_to_sample_path"])
+        if kind == "value":
+            values = MMapIndexedDataset(metric["index_to_metric_path"])
+            self._values[name] = np.array([values[row][0] for row in range(len(values))])
+
+    def __len__(self) -> int:
+        return int(self.total_samples)
+
+    @property
+    def micro_batches(self) -> int:
+        """Return how many micro-batches each rank is given in all, if every one is full."""
+        return len(self) // self.micro_batch_times_data_parallel_size + 1
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], Any]]) -> None:
+        """Take functions for metrics whose schedule is "custom": metric -> (step -> difficulty)."""
+        for metric, scheduler in self.curriculum_schedulers.items():
+            if metric in schedule_func_dict:
+                scheduler.set_custom_get_difficulty(schedule_func_dict[metric])
+
+    def get_start_end_idx(self, batch_len: int | None = None) -> tuple[int, int]:
+        """Return which of so many samples of all ranks are this rank's."""
+        many = batch_len or self.micro_batch_times_data_parallel_size
+        first, last = (round(rank * many / self.data_parallel_size) for rank in self._bounds())
+        return first, last
+
+    def _bounds(self) -> tuple[int, int]:
+        return self.data_parallel_rank, self.data_parallel_rank + 1
+
+    # -- clusters
+
+    def get_sample_based_on_metric_value(self, metric: str, value_start: float, value_end: float) -> Array:
+        """Return the samples with value_start < value <= value_end."""
+        values, rows = self._values[metric], self.curriculum_index_to_sample[metric]
+        return self._joined([rows[int(row)] for row in np.flatnonzero((values > value_start) & (values <= value_end))])
+
+    def get_sample_based_on_metric_percentile(self, metric: str, percentile_start: int, percentile_end: int) -> Array:
+        """Return the samples between two percentiles of a metric's order; max_difficulty percentiles are all."""
+        rows, most = self.curriculum_index_to_sample[metric], self._metrics[metric]["max_difficulty"]
+        ends = rows.sizes.cumsum(dtype=np.int64)
+        many = int(ends[-1]) if len(ends) else 0
+        start = many // most * percentile_start
+        stop = many if percentile_end == most else many // most * percentile_end
+        parts = []
+        for row in range(int(np.searchsorted(ends, start, "right")), len(rows)):
+            before = int(ends[row]) - rows.size(row)
+            if before >= stop:
+                break
+            parts.append(rows[row][max(0, start - before) : max(0, stop - before)])
+        return self._joined(parts)
+
+    def _joined(self, parts: list[Array]) -> Array:
+        return np.concatenate([np.empty(0, self.index_dtype), *parts]).astype(self.index_dtype)
+
+    def _between(self, metric: str, previous: Any, current: Any) -> Array:
+        if metric in self._values:
+            lowest = float("-inf") if previous is None else previous
+            return self.get_sample_based_on_metric_value(metric, lowest, current)
+        return self.get_sample_based_on_metric_percentile(metric, previous or 0, current)
+
+    def _members(self, previous: Difficulties, current: Difficulties) -> Array:
+        """Return what joins when difficulties rise, in the order of the index files."""
+        everything = np.arange(self.one_epoch_total_samples, dtype=self.index_dtype)
+        clustered = list(self.curriculum_index_to_sample)
+        if len(clustered) > 1:  # a sample is let in by all of them, so that what is new is what no cluster has
+            found: Array | None = None
+            for metric in self._metrics:
+                part = self._between(metric, None, current[metric]) if metric in clustered else everything
+                found = part if found is None else np.intersect1d(found, part, assume_unique=True)
+            assert found is not None
+            for cluster in self.data_clusters:
+                found = np.setdiff1d(found, cluster.samples, assume_unique=True)
+            return found.astype(self.index_dtype)
+        if clustered:
+            (metric,) = clustered
+            return self._between(metric, previous[metric], current[metric])
+        return everything if not self.data_clusters else everything[:0]
+
+    def get_new_cluster(self, previous_difficulties: Difficulties) -> None:
+        """Let in what the present difficulties allow and the previous ones did not."""
+        current = dict(self.current_difficulties)
+        samples = self._members(previous_difficulties, current)
+        told = f"new data cluster (difficulties {previous_difficulties} -> {current})"
+        if not len(samples):
+            logger.info(f"{told} has no matched data thus skipped.")
+            return
+        logger.info(f"{told} with size {len(samples)} generated.")
+        name = "_".join(["cluster", *(f"{metric}{level}" for metric, level in current.items())])
+        self.data_clusters.append(Cluster(name, dict(previous_difficulties), current, samples))
+        self.data_clusters[-1].shuffle(self.np_rng)
+
+    def sample_from_clusters(self) -> Array:
+        """Draw how many samples of a step each cluster gives, int [clusters]."""
+        sizes = [len(cluster.samples) for cluster in self.data_clusters]
+        if not sizes:
+            raise UsageError(
+                f"no sample is as easy as the curriculum begins: {self.current_difficulties}.",
+                fix=f"raise min_difficulty in {WHERE}, or look at the index files.",
+            )
+        shares = [size / sum(sizes) for size in sizes]
+        drawn = self.np_rng.choice(len(sizes), self.global_batch_size, replace=True, p=shares)
+        return np.bincount(drawn, minlength=len(sizes))
+
+    def get_sample_from_cluster(self, cidx: int, num_samples: int) -> list[int]:
+        """Take a cluster's next samples; where it ends it is shuffled and begins again."""
+        cluster = self.data_clusters[cidx]
+        found = cluster.samples[cluster.position : cluster.position + num_samples].tolist()
+        cluster.position += num_samples
+        if (rest := num_samples - len(found)) > 0:
+            cluster.shuffle(self.np_rng)
+            found += cluster.samples[:rest].tolist()
+            cluster.position = rest
+        return found  # type: ignore[no-any-return]
+
+    # -- batches
+
+    def get_next_global_batch(self) -> None:
+        """Draw the samples of one step of all ranks into `batch`."""
+        self.curriculum_step += 1
+        previous = {metric: self.current_difficulties.get(metric) for metric in self.curriculum_schedulers}
+        for metric, scheduler in self.curriculum_schedulers.items():
+            self.current_difficulties[metric] = scheduler.update_difficulty(self.curriculum_step)
+        if self.current_difficulties != previous or not self.data_clusters:
+            self.get_new_cluster(previous)
+        batch: list[int] = []
+        for cidx, many in enumerate(self.sample_from_clusters()):
+            batch += self.get_sample_from_cluster(cidx, int(many))
+        self.np_rng.shuffle(batch)
+        self.batch = batch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        many = self.micro_batch_times_data_parallel_size
+        least = many if self.drop_last else self.data_parallel_size  # with fewer, a rank would have no row
+        while self.consumed_samples <= self.total_samples:
+            if not self.batch:
+                self.get_next_global_batch()
+                self._refuse_too_few(least)
+            current, self.batch = self.batch[:many], self.batch[many:]
+            if len(current) < least:
+                continue
+            self.consumed_samples += len(current)
+            self._given.append(current)
+            first, last = self.get_start_end_idx(len(current))
+            yield current[first:last]
+
+    def _refuse_too_few(self, least: int) -> None:
+        """Raise where no step to come can have a micro-batch: the clusters are too small, and all there will be."""
+        levels = self.current_difficulties.items()
+        is_last = all(level >= self._metrics[metric]["max_difficulty"] for metric, level in levels)
+        if is_last and len(self.batch) < least:
+            raise UsageError(
+                f"the curriculum finds {len(self.batch)} samples for a step, and a micro-batch takes {least}.",
+                fix=f"raise max_difficulty in {WHERE}, or lower the micro-batch size.",
+            )
+
+    def deal_steps_of(self, samples: int) -> None:
+        """Have the steps from the next one on take so many samples of all ranks."""
+        self.global_batch_size = samples
+        self._given = deque(self._given, maxlen=samples // self.micro_batch_times_data_parallel_size)
+
+    # -- states
+
+    def state_dict(self, again: int = 0) -> dict[str, Any]:
+        """Return where it is, as plain values.  again: so many micro-batches, the last ones, count as not given."""
+        back = [sample for given in list(self._given)[len(self._given) - again :] for sample in given]
+        clusters = [
+            {
+                "previous": cluster.previous,
+                "current": cluster.current,
+                "position": cluster.position,
+                "shuffles": list(cluster.shuffles),
+            }
+            for cluster in self.data_clusters
+        ]
+        return {
+            "batch": back + self.batch,
+            "consumed_samples": self.consumed_samples - len(back),
+            "curriculum_step": self.curriculum_step,
+            "current_difficulties": dict(self.current_difficulties),
+            "data_cluster_paths": [cluster.name for cluster in self.data_clusters],
+            "data_cluster_current_position": [cluster.position for cluster in self.data_clusters],
+            "np_rng_state": self.np_rng.bit_generator.state,
+            "clusters": clusters,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state, at any number of ranks.
+
+        DeepSpeed's own states name files of clusters instead of shuffles: from such a one the curriculum goes on, over
+        samples in a new order, with a warning.
+        """
+        self.consumed_samples = int(state_dict["consumed_samples"])
+        self.curriculum_step = int(state_dict["curriculum_step"])
+        self.current_difficulties = dict(state_dict["current_difficulties"])
+        for metric, level in self.current_difficulties.items():
+            if metric in self.curriculum_schedulers:
+                self.curriculum_schedulers[metric].set_current_difficulty(level)
+        self._given.clear()
+        self.data_clusters, self.batch = [], []
+        if "clusters" not in state_dict:
+            log_once(
+                "DeepSpeed's own checkpoint does not hold the order of samples: the curriculum goes on in a new one.",
+                logging.WARNING,
+            )
+            self.current_difficulties = {}
+            return
+        self.batch = list(state_dict["batch"])
+        for saved, name in zip(state_dict["clusters"], state_dict["data_cluster_paths"], strict=True):
+            previous, current = dict(saved["previous"]), dict(saved["current"])
+            cluster = Cluster(name, previous, current, self._members(previous, current), int(saved["position"]))
+            for state in saved["shuffles"]:
+                self.np_rng.bit_generator.state = state
+                cluster.shuffle(self.np_rng)
+            self.data_clusters.append(cluster)
+        self.np_rng.bit_generator.state = state_dict["np_rng_state"]

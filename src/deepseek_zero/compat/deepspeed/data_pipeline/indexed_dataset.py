@@ -1,0 +1,185 @@
+"""Lists of numbers in two files, read through the page cache: DeepSpeed's (Megatron's) memory-mapped dataset.
+
+`NAME.bin` holds the rows one behind the other.  `NAME.idx` holds, little-endian: 9 bytes of magic, the version as
+uint64, the dtype's code as uint8, the number of rows and of document bounds as uint64; then sizes of rows in elements
+(int32), their offsets in bytes (int64), and the bounds (int64).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ....base.errors import UsageError
+
+Array = np.ndarray[Any, Any]
+
+MAGIC = b"MMIDIDX\x00\x00"
+_HEAD = struct.Struct("<9sQBQQ")
+_DTYPES = (np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16, np.uint32, np.uint64)
+CODES: dict[int, Any] = dict(enumerate(_DTYPES, 1))
+
+
+def data_file_path(prefix_path: str) -> str:
+    return f"{prefix_path}.bin"
+
+
+def index_file_path(prefix_path: str) -> str:
+    return f"{prefix_path}.idx"
+
+
+class MMapIndexedDataset:
+    """Rows of numbers, read only: `dataset[i]` is a 1-D array over the file's pages.
+
+    path: without .idx and .bin.  skip_warmup: ignored; pages are read when they are needed.  Raises UsageError where a
+    file is missing, is of another kind or is too short.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], skip_warmup: bool = False) -> None:
+        self._path = os.fspath(path)
+        if not self.exists(self._path):
+            raise UsageError(
+                f"{self._path}.idx and {self._path}.bin are not both there.",
+                "They hold which samples have which metric.",
+                "write them (MMapIndexedDatasetBuilder), or correct the path, which has no ending.",
+            )
+        whole = Path(index_file_path(self._path)).read_bytes()
+        if len(whole) < _HEAD.size or not whole.startswith(MAGIC):
+            raise self._damaged(index_file_path(self._path))
+        _, version, code, rows, bounds = _HEAD.unpack_from(whole)
+        if version != 1 or code not in CODES or len(whole) < _HEAD.size + 12 * rows + 8 * bounds:
+            raise self._damaged(index_file_path(self._path))
+        self.dtype = np.dtype(CODES[code])
+        self.sizes: Array = np.frombuffer(whole, np.int32, rows, _HEAD.size)
+        self._offsets: Array = np.frombuffer(whole, np.int64, rows, _HEAD.size + 4 * rows)
+        self.doc_idx: Array = np.frombuffer(whole, np.int64, bounds, _HEAD.size + 12 * rows)
+        data = data_file_path(self._path)
+        many = int(self.sizes.sum(dtype=np.int64))
+        if os.path.getsize(data) < many * self.dtype.itemsize:
+            raise self._damaged(data)
+        # an empty file cannot be mapped
+        self._data: Array = np.memmap(data, self.dtype, "r", shape=(many,)) if many else np.empty(0, self.dtype)
+
+    @staticmethod
+    def exists(path: str | os.PathLike[str]) -> bool:
+        name = os.fspath(path)
+        return os.path.exists(index_file_path(name)) and os.path.exists(data_file_path(name))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[row] for row in range(*index.indices(len(self)))]
+        return self.get(index)
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> Array:
+        """Return elements [offset, offset + length) of one row; to its end without a length."""
+        row = range(len(self))[int(idx)]
+        size = int(self.sizes[row])
+        first = int(self._offsets[row]) // self.dtype.itemsize
+        return self._data[first + offset : first + (size if length is None else offset + length)]
+
+    def size(self, index: int) -> int:
+        return int(self.sizes[index])
+
+    def get_doc_idx(self) -> Array:
+        return self.doc_idx
+
+    @property
+    def supports_prefetch(self) -> bool:
+        return False
+
+    def _damaged(self, file: str) -> UsageError:
+        return UsageError(
+            f"{file} is not a memory-mapped dataset, or not all of one.",
+            fix="write it again (MMapIndexedDatasetBuilder).",
+        )
+
+
+class MMapIndexedDatasetBuilder:
+    """Writes such files: rows by `add_item`, the index by `finalize`.  Local.
+
+    out_file: the .bin file.  dtype: of the numbers, an integer type of numpy's.
+    """
+
+    def __init__(self, out_file: str | os.PathLike[str], dtype: Any = np.int64) -> None:
+        self._dtype = np.dtype(dtype)
+        if self._dtype not in _DTYPES:
+            names = ", ".join(np.dtype(each).name for each in _DTYPES)
+            raise UsageError(f"{self._dtype} not supported.", fix=f"choose one of {names}.")
+        self._data_file = open(out_file, "wb")  # noqa: SIM115  # finalize closes it
+        self._sizes: list[int] = []
+        self._doc_idx = [0]
+
+    def add_item(self, tensor: Any) -> None:
+        """Write a tensor as a row."""
+        self.add_item_numpy(tensor.numpy())
+
+    def add_items(self, arr_list: Sequence[Any]) -> None:
+        for array in arr_list:
+            self.add_item_numpy(array)
+
+    def add_item_numpy(self, np_array: Any) -> None:
+        self._data_file.write(np.asarray(np_array).astype(self._dtype).tobytes())
+        self._sizes.append(np_array.size)
+
+    def end_document(self) -> None:
+        self._doc_idx.append(len(self._sizes))
+
+    def merge_file_(self, another_file: str | os.PathLike[str]) -> None:
+        """Write the rows of another such dataset behind those that are there."""
+        other, before = MMapIndexedDataset(another_file), len(self._sizes)
+        if other.dtype != self._dtype:
+            raise UsageError(f"{another_file} holds {other.dtype}, this one {self._dtype}.", fix="use one dtype.")
+        self.add_items(other[:])
+        self._doc_idx += [before + int(bound) for bound in other.doc_idx[1:]]
+
+    def finalize(self, index_file: str | os.PathLike[str]) -> None:
+        """Write the index and close both files."""
+        self._data_file.close()
+        sizes = np.array(self._sizes, np.int64)
+        offsets = (sizes.cumsum() - sizes) * self._dtype.itemsize
+        code = next(code for code, each in CODES.items() if self._dtype == each)
+        head = _HEAD.pack(MAGIC, 1, code, len(sizes), len(self._doc_idx))
+        bounds = np.array(self._doc_idx, np.int64)
+        Path(index_file).write_bytes(head + sizes.astype(np.int32).tobytes() + offsets.tobytes() + bounds.tobytes())
+
+
+def find_fit_int_dtype(min_value: int, max_value: int) -> Any:
+    """Return the smallest integer type of numpy's that holds both."""
+    kinds = (np.uint8, np.uint16, np.uint32) if min_value >= 0 else (np.int8, np.int16, np.int32)
+    for kind in kinds:
+        if np.iinfo(kind).min <= min_value and max_value <= np.iinfo(kind).max:
+            return kind
+    return np.uint64 if min_value >= 0 else np.int64
+
+
+def create_mmap_dataset_builder(fname: str | os.PathLike[str], dtype: Any) -> MMapIndexedDatasetBuilder:
+    return MMapIndexedDatasetBuilder(data_file_path(os.fspath(fname)), dtype)
+
+
+def close_mmap_dataset_builder(builder: MMapIndexedDatasetBuilder, fname: str | os.PathLike[str]) -> None:
+    builder.end_document()
+    builder.finalize(index_file_path(os.fspath(fname)))
+
+
+def split_index(start_idx: int, end_idx: int, num_partitions: int) -> list[list[int]]:
+    """Cut [start_idx, end_idx) into ranges of one size, the last ones shorter."""
+    size = -(-(end_idx - start_idx) // num_partitions)
+    bounds = [start_idx + part * size for part in range(num_partitions + 1)]
+    return [[first, min(end_idx, last)] for first, last in pairwise(bounds)]
+
+
+def split_dataset(
+    dataset: Any, num_workers: int, worker_id: int, num_threads: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the ranges of all workers, and those of one worker's threads."""
+    workers = split_index(0, len(dataset), num_workers)
+    return workers, split_index(workers[worker_id][0], workers[worker_id][1], num_threads)
