@@ -1354,7 +1354,13 @@ class DataEfficiency(Section):
         example=1,
         needs={"data_efficiency.data_sampling": _CURRICULUM},
     )
-    data_routing: dict[str, Any] = later({}, "Random layer-token dropping.", example={"enabled": True})
+    data_routing: dict[str, Any] = later(
+        {},
+        "Random layer-token dropping.",
+        off_when="nothing_enabled",
+        example={"random_ltd": {"enabled": True}},
+        instead="layers compute all tokens, as those do that no program converts",
+    )
     data_sampling: dict[str, Any] = effective(
         {}, "Curricula (curriculum_learning), and how many epochs they deal (num_epochs).", example=_CURRICULUM
     )

@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import deepseek_zero as dz
-from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.errors import NotBuiltError, UsageError
+from deepseek_zero.compat.deepspeed import module_stub
 from deepseek_zero.compat.deepspeed.data_pipeline.config import get_data_efficiency_config
 from deepseek_zero.compat.deepspeed.data_pipeline.curriculum_scheduler import CurriculumScheduler
 from deepseek_zero.compat.deepspeed.data_pipeline.data_sampler import DeepSpeedDataSampler
@@ -28,6 +29,7 @@ from deepseek_zero.compat.deepspeed.data_pipeline.indexed_dataset import (
     find_fit_int_dtype,
     split_dataset,
 )
+from deepseek_zero.config.load import load
 
 # -- schedules
 
@@ -408,3 +410,14 @@ def test_an_engine_whose_epochs_are_over_says_so(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="given all its epochs"):
         list(engine.training_dataloader)
     engine.destroy()
+
+
+def test_token_dropping_is_refused_and_behind_the_name_layers_compute_all_tokens() -> None:
+    off = {"enabled": True, "data_routing": {"enabled": False, "random_ltd": {"enabled": False, "total_layer_num": 4}}}
+    load({"train_batch_size": 1, "data_efficiency": off})
+    on = {"train_batch_size": 1, "data_efficiency": {"data_routing": {"random_ltd": {"enabled": True}}}}
+    with pytest.raises(NotBuiltError, match="data_routing"):
+        load(on)
+    assert any("layers compute all tokens" in note for note in load(on, unknown="warn").notes)
+    with pytest.raises(NotBuiltError, match="Dropping tokens"):
+        module_stub.placeholder("deepspeed.runtime.data_pipeline.data_routing.helper", "convert_to_random_ltd")(None)

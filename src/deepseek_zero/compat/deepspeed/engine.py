@@ -164,7 +164,6 @@ GETTERS: dict[str, Callable[[Engine], Any]] = {
     "data_sampling_config": lambda e: _data_efficiency(e)["data_sampling"],
     "curriculum_learning_enabled": lambda e: _data_efficiency(e)["data_sampling"]["curriculum_learning"]["enabled"],
     "curriculum_learning_config": lambda e: _data_efficiency(e)["data_sampling"]["curriculum_learning"],
-    "random_ltd_enabled": lambda e: _data_efficiency(e)["data_routing"]["random_ltd"]["enabled"],
     "random_ltd_config": lambda e: _data_efficiency(e)["data_routing"]["random_ltd"],
     # Logging
     "steps_per_print": lambda e: e._config.steps_per_print,
@@ -190,6 +189,7 @@ GETTERS: dict[str, Callable[[Engine], Any]] = {
     # What is off because it is not built
     "pld_enabled": lambda e: False,
     "curriculum_enabled_legacy": lambda e: False,
+    "random_ltd_enabled": lambda e: False,
     "eigenvalue_enabled": lambda e: False,
     "autotuning_enabled": lambda e: False,
     "elasticity_enabled": lambda e: False,

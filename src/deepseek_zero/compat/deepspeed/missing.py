@@ -45,6 +45,7 @@ UNIVERSAL = "every checkpoint loads at any number of ranks and any stage, so the
 BY_CONFIG = "the configuration decides; see docs/reference/config.md"
 OLD_DATA = "DeepSpeed has removed the key; data_efficiency has its curricula"
 ANALYSIS = "MMapIndexedDatasetBuilder writes the index files that a curriculum reads"
+ROUTING = "dropping tokens at random is not planned: every layer computes all of them"
 DYNAMIC = "batches by tokens are not planned; DeepSpeed's engine leaves the key to this function, too"
 OLD_DATASETS = "MMapIndexedDataset is the one that a curriculum reads"
 TIERS = "states have one tier for a run; the configuration chooses it (offload_optimizer, offload_param)"
@@ -116,6 +117,7 @@ MISSING: dict[str, Rows] = {
         (N, "activation_checkpointing.device parks them", "offload_activations"),
     ),
     "deepspeed.runtime.dataloader": ((N, "engine.deepspeed_io makes loaders", "DeepSpeedDataLoader"),),
+    "deepspeed.runtime.data_pipeline": ((N, ROUTING, "data_routing"),),
     "deepspeed.runtime.data_pipeline.data_sampling": (
         (N, ANALYSIS, "data_analyzer"),
         (N, DYNAMIC, "variable_batch_size_and_lr"),
