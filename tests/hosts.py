@@ -14,8 +14,10 @@ import ctypes
 import ipaddress
 import json
 import os
+import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +35,7 @@ RELAY = str(Path(__file__).with_name("relay.py"))
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 RECEIVED, SENT = 0, 8  # columns of bytes in /proc/net/dev
 LISTENS = "0A"  # the kernel's word in /proc/net/tcp
+FREE_PORTS = range(20_000, 29_000)  # below those that systems give to connections, and those that tests name
 END_SECONDS = 60.0
 # The first process of its namespace: it takes in orphans that have ended, as bash does while it reads.
 HOST = """
@@ -220,6 +223,18 @@ class Namespace:
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             assert pipe is not None
             pipe.close()
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody has taken.
+
+    Between this and its use no connection of another program is given it, as one bound to port 0 may be.
+    """
+    while True:
+        port = secrets.choice(FREE_PORTS)  # `random` begins every test, of every worker, alike
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import os
 import random
 import select
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from deepseek_zero.comm.transports import base
 from tests.crash import names_in
+from tests.hosts import free_port
 from tests.ranks.test_crash import engine_of, newest, step
 
 RANKS = 2
@@ -57,12 +57,6 @@ def start(rank: int, port: int, folder: Path, told: int) -> int:
         traceback.print_exc()
     finally:
         os._exit(1)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def end_of(children: list[int]) -> int:

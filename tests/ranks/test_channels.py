@@ -21,7 +21,7 @@ def groups_of(comm: Comm) -> list[dist.ProcessGroup | None]:
     return list(comm._transport.groups.values())
 
 
-@pytest.mark.ranks(2, timeout=40)
+@pytest.mark.ranks(2)
 def test_groups_are_shared_and_go_with_their_last_user(monkeypatch: pytest.MonkeyPatch) -> None:
     Comm(torch.device("cpu"))  # the links, whose group is everybody's
     made: list[dist.ProcessGroup] = []

@@ -194,7 +194,7 @@ AXES = {
 }
 
 
-@pytest.mark.ranks("ranks", timeout=25)
+@pytest.mark.ranks("ranks")
 @pytest.mark.parametrize(*cases(AXES, fits=lambda case: case[:2] != (3, "int4 both")))
 def test_training_has_the_bits_of_one_process_that_rounds_the_same_tensors(
     stage: int,
@@ -247,7 +247,7 @@ def test_training_has_the_bits_of_one_process_that_rounds_the_same_tensors(
         assert report.measured_total == report.predicted_total
 
 
-@pytest.mark.ranks(3, timeout=25)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("codes", ["int4 gradients", "int8 both, small blocks"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_stages_and_transports_agree(codes: str) -> None:
     def train(stage: int, transport: str) -> tuple[list[float], dict[str, Tensor], int]:
@@ -272,7 +272,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_stages_and_transports
         assert_same_bits(values, masters, "masters")
 
 
-@pytest.mark.ranks(2, timeout=25)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("transport", ["fastest", "gloo"])
 def test_whoever_reads_weights_outside_a_forward_gets_exact_ones_and_frozen_ones_are_computed_with_as_codes(
     transport: str,
@@ -304,7 +304,7 @@ def test_whoever_reads_weights_outside_a_forward_gets_exact_ones_and_frozen_ones
     assert_same_bits(dict(engine.module.state_dict()), exact, "weights behind that change")
 
 
-@pytest.mark.ranks(4, timeout=25)
+@pytest.mark.ranks(4)
 def test_a_second_copy_holds_decoded_weights_and_changes_no_bit() -> None:
     run = Run(3, "bf16", 2, optimizer="adamw", transport="gloo")
     plain = start(run, "both")
@@ -319,7 +319,7 @@ def test_a_second_copy_holds_decoded_weights_and_changes_no_bit() -> None:
     assert meter.sent_bytes["inner_gather"] == volume.inner_gathers > 0
 
 
-@pytest.mark.ranks(2, timeout=25)
+@pytest.mark.ranks(2)
 def test_small_units_and_models_of_vectors_are_sent_as_they_are_and_explain_says_what_codes_save() -> None:
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -345,7 +345,7 @@ def test_small_units_and_models_of_vectors_are_sent_as_they_are_and_explain_says
     assert deepseek_zero.plan(seeded(Gpt, width=30), config, ranks=2, rank=0).volume() == plan.volume()
 
 
-@pytest.mark.ranks(2, timeout=25)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_weight_that_follows_by_differences_is_saved_and_goes_on_bit_by_bit(dtype: str, tmp_path: Path) -> None:
     run = Run(2, dtype, optimizer="adamw")
@@ -374,7 +374,7 @@ def test_a_weight_that_follows_by_differences_is_saved_and_goes_on_bit_by_bit(dt
     assert_same_bits(dict(other.module.state_dict()), dict(exact.module.state_dict()), "weights of a plain run")
 
 
-@pytest.mark.ranks(2, timeout=25)
+@pytest.mark.ranks(2)
 def test_what_a_program_writes_into_weights_that_follow_by_differences_is_there_at_once() -> None:
     run = Run(1, "bf16", optimizer="adamw")
     engine = start(run, "int4 both")
@@ -427,7 +427,7 @@ class RoundingHosts(Rounding):
         return [[loss] for loss, _ in runs], [total.to(self.grad_dtype) for total in totals]
 
 
-@pytest.mark.ranks(4, timeout=25)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("stage", "dtype", "transport", "bucket", "inside"),
     [
@@ -476,7 +476,7 @@ def test_sums_by_host_are_codes_between_hosts_and_inside_a_host_exact_unless_cod
     assert report.measured_total <= report.predicted_total
 
 
-@pytest.mark.ranks(2, timeout=25)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_frozen_weights_at_rest_as_codes_are_saved_decoded_and_load_to_the_same_codes(
     dtype: str, tmp_path: Path

@@ -174,7 +174,7 @@ AXES = {
 }
 
 
-@pytest.mark.ranks("ranks", timeout=25)
+@pytest.mark.ranks("ranks")
 @pytest.mark.parametrize(*cases(AXES))
 def test_training_has_the_bits_of_one_process_that_keeps_every_ranks_errors(
     stage: int, kept: str, codes: str, dtype: str, accumulation: int, ranks: int, bucket: int, transport: str
@@ -184,7 +184,7 @@ def test_training_has_the_bits_of_one_process_that_keeps_every_ranks_errors(
     assert_follows(engine, run, reference_of(engine, run, codes, kept, ranks), range(STEPS))
 
 
-@pytest.mark.ranks(4, timeout=25)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("stage", "dtype", "kept", "bucket", "inside"),
     [
@@ -210,7 +210,7 @@ def test_where_sums_are_formed_by_host_errors_are_those_of_the_hosts_sums(
     assert engine.memory_report().measured["errors"] == sum(coded) / 2 * bytes_each
 
 
-@pytest.mark.ranks(4, timeout=25)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("kept", ["loco", "int8"])
 def test_errors_are_saved_and_a_run_goes_on_bit_by_bit_and_another_mesh_drops_them_with_a_line(
     kept: str, tmp_path: Path
@@ -252,7 +252,7 @@ def test_errors_are_saved_and_a_run_goes_on_bit_by_bit_and_another_mesh_drops_th
     assert len(said) == 1 and "what these had left out of gradients is dropped" in said[0]
 
 
-@pytest.mark.ranks(2, timeout=25)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kept", ["bf16", "int8"])
 def test_errors_follow_the_loss_scale_and_a_skipped_step_forgets_them(kept: str) -> None:
     torch.manual_seed(1)

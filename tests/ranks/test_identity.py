@@ -41,7 +41,7 @@ def names_of_one_crc(comm: Comm) -> tuple[str, str]:
     raise AssertionError("no pair found")
 
 
-@pytest.mark.ranks(2, timeout=40)
+@pytest.mark.ranks(2)
 @on_all_transports
 def test_names_of_one_crc_in_two_lanes_that_interleave_differently(transport: str) -> None:
     with apart(transport):
@@ -59,7 +59,7 @@ def test_names_of_one_crc_in_two_lanes_that_interleave_differently(transport: st
         dist.barrier()
 
 
-@pytest.mark.ranks(2, timeout=40)
+@pytest.mark.ranks(2)
 @on_all_transports
 def test_a_rank_astray_at_the_same_place_of_a_lane_gets_no_bytes(transport: str) -> None:
     with apart(transport):
@@ -94,7 +94,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.ranks(2, timeout=40)
+@pytest.mark.ranks(2)
 @on_all_transports
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_fails_on_one_rank_inside_a_collective_is_no_lost_connection(fault: str, transport: str) -> None:
@@ -117,7 +117,7 @@ def test_what_fails_on_one_rank_inside_a_collective_is_no_lost_connection(fault:
         dist.barrier()
 
 
-@pytest.mark.ranks(2, timeout=40)
+@pytest.mark.ranks(2)
 def test_a_fault_in_one_collective_is_not_raised_by_another_ones_wait() -> None:
     comm, rank = Comm(CPU), dist.get_rank()
     pending = comm.exchange(
@@ -132,7 +132,7 @@ def test_a_fault_in_one_collective_is_not_raised_by_another_ones_wait() -> None:
     dist.barrier()
 
 
-@pytest.mark.ranks(2, timeout=40)
+@pytest.mark.ranks(2)
 def test_a_transport_that_refuses_to_send_is_no_lost_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     comm, rank = Comm(CPU, transport="gloo"), dist.get_rank()
 
@@ -151,7 +151,7 @@ def test_a_transport_that_refuses_to_send_is_no_lost_connection(monkeypatch: pyt
     dist.barrier()
 
 
-@pytest.mark.ranks(2, timeout=40)
+@pytest.mark.ranks(2)
 def test_an_update_without_memory_in_a_reduction_reaches_the_other_rank_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -177,7 +177,7 @@ def test_an_update_without_memory_in_a_reduction_reaches_the_other_rank_by_name(
     dist.barrier()
 
 
-@pytest.mark.ranks(2, timeout=40)
+@pytest.mark.ranks(2)
 def test_a_window_of_gloo_tags_that_wraps_around_gives_everybody_his_own() -> None:
     comm, rank = Comm(CPU, transport="gloo"), dist.get_rank()
     boxes = [[torch.empty(1) for _ in range(2)] for _ in range(3000)]

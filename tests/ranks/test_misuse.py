@@ -45,7 +45,7 @@ from tests.plain import (
     seeded,
 )
 
-on_two_ranks = pytest.mark.ranks(2, timeout=30)
+on_two_ranks = pytest.mark.ranks(2)
 WIDTH = 8
 EVERY_SETTING = pytest.mark.parametrize("setting", [STAGE_1, STAGE_2, STAGE_3, STAGE_3_BARE], ids=str)
 
@@ -235,7 +235,7 @@ def test_a_rank_that_raises_is_named_on_the_other(at: str, by_engine: bool, sett
     dist.barrier()
 
 
-@pytest.mark.ranks(3, timeout=30)
+@pytest.mark.ranks(3)
 @on_stage_3
 def test_every_other_rank_of_three_names_the_one_that_raised(setting: Setting) -> None:
     model = seeded(Model)

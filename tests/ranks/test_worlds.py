@@ -20,7 +20,7 @@ import torch
 import deepseek_zero
 from deepseek_zero.base.errors import PeerError, UsageError
 from deepseek_zero.cli.run import SHORT_ERRORS
-from tests.hosts import NETWORK, hosts
+from tests.hosts import NETWORK, free_port, hosts
 
 LAUNCH_WORDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -28,12 +28,6 @@ LAUNCH_WORDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_
 def environment(**more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in LAUNCH_WORDS}
     return kept | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **more}
-
-
-def free_port() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
 
 
 def outputs(script: Path, environs: list[Mapping[str, str]], codes: Sequence[int] = (0, 0)) -> list[str]:
@@ -79,7 +73,7 @@ def train():
 def test_mpirun_without_more_makes_one_world_on_one_host(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN + "print('world', train().world_size, os.environ['RANK'], os.environ['LOCAL_RANK'])")
-    port = free_port()
+    port = str(free_port())
     names = ("RANK", "LOCAL_RANK")
     said = outputs(
         script,
@@ -112,7 +106,7 @@ print("world", train().world_size, deepseek_zero.DeepSeekZeRO3(torch.nn.Linear(4
 def test_srun_makes_one_world_behind_both_doors(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(BOTH_DOORS)
-    job = str(int(free_port()) % 20000)  # Slurm's port is 20000 and the job's number
+    job = str(free_port() - 20000)  # Slurm's port is 20000 and the job's number
     said = outputs(
         script,
         [SRUN | {"SLURM_JOB_ID": job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)],
@@ -225,7 +219,12 @@ def test_pages_of_frames_do_not_bury_the_death_of_rank_0(tmp_path: Path, log_lev
     assert SHORT_ERRORS["TORCH_CPP_LOG_LEVEL"] == "ERROR"
     script = tmp_path / "die.py"
     script.write_text(DIE)
-    said = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCH_CPP_LOG_LEVEL": log_level}
+    said = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "TORCH_CPP_LOG_LEVEL": log_level,
+    }
     killed, told = outputs(script, [said | {"RANK": str(rank)} for rank in range(2)], codes=[-9, 1])
     assert told.count("frame #0") <= (1 if log_level == "WARNING" else 0), told
     # The board that is gone tells of it, or the memory that both ranks map: whichever rank 1 looks at first.
@@ -263,7 +262,7 @@ def test_ranks_that_mp_spawn_made_know_who_they_are(tmp_path: Path) -> None:
     script = tmp_path / "spawn.py"
     script.write_text(SPAWN)
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), free_port()],
+        [sys.executable, str(script), str(tmp_path), str(free_port())],
         env=environment(),
         text=True,
         capture_output=True,
