@@ -30,8 +30,8 @@ from deepseek_zero.cli.orphans import Launch
 from deepseek_zero.cli.ranks import Command, Death, Ranks, Target
 from tests.hosts import free_port
 
-MOST_SECONDS = 15.0
-"""From the death of a rank to the end of all: the launcher promises 5 on a machine that does not stand still."""
+MOST_SECONDS = 5.0
+"""From the death of a rank to the end of all: the launcher's promise."""
 
 SOURCE = str(Path(deepseek_zero.__path__[0]).parent)
 
