@@ -145,6 +145,8 @@ def write_report(text: str, summary: str, exit_code: int, *, secondary: bool, at
 
 def _report_exception(error: BaseException, at: float) -> int:
     error = error.with_traceback(_own_frames_cut(error.__traceback__))
+    # As the interpreter leaves it behind: exit handlers tell by it how this program ended.
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     summary = "".join(traceback.format_exception_only(error)).strip()
     write_report(_shown_text(error), summary, 1, secondary=blames_a_peer(error), at=at)
     return 1

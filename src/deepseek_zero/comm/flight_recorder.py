@@ -150,21 +150,26 @@ class FlightRecorder:
 
     def find_failure(self, waits: str, engine: str) -> PeerError | None:
         """Return an error that names the first rank that raised in this engine or ended, or whose end another rank has
-        found; or that rank 0 is gone, which keeps the store.
+        found; or that rank 0 is gone, which keeps the store.  Who raised because of another rank is named last.
 
         waits: what this rank did meanwhile.
         """
         if lost := self.find_lost_host(asks=True):
             return lost
+        follows: PeerError | None = None
         for rank in range(self.size):
             if rank == self.rank:
                 continue
             if text := self.read(raised_in(engine), rank) or self.read("raised", rank):
-                return PeerError(
+                error = PeerError(
                     f"{self.name(rank, engine)} raised an error while {waits}: {text}",
                     "A collective needs every rank.",
                     f"fix the error of rank {rank}; its traceback is in that rank's output.",
                 )
+                if not text.startswith(f"{PeerError.__name__}: "):
+                    return error
+                follows = follows or error
+                continue
             if text := self.read("ended", rank):
                 return PeerError(
                     f"{self.name(rank, engine)} has ended ({text}) while {waits}.",
@@ -173,13 +178,13 @@ class FlightRecorder:
                 )
             if text := self.read(LOST, rank):
                 return PeerError(f"{text}, while {waits}.", KILLED_WHY, KILLED_FIX)
-        if self._is_gone:
+        if self._is_gone and follows is None:
             return PeerError(
                 f"{self.name(0, engine)}, which keeps the notice board, is gone while {waits}.",
                 "It was killed, ran out of memory, lost its network, or its program ended first.",
                 "look at the end of rank 0's output and at the system's log (dmesg) for the out-of-memory killer.",
             )
-        return None
+        return follows
 
     def find_desync(self, mine: Position, engine: str) -> PeerError | None:
         """Return why waiting is in vain, or None. Posts `mine` for the others; a suspicion counts when it stays."""
