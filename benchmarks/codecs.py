@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -26,13 +27,13 @@ from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.planner.layout import FlatLayout
 from deepseek_zero.planner.spec import P, S, Spec
-from deepseek_zero.precision.codecs import Blocks, Codec
+from deepseek_zero.precision.codecs import WORK_NUMEL, Blocks, Codec
 from deepseek_zero.sharding.buffer import CommContext, FlatBuffer, Pool, move
 from deepseek_zero.tiers.tier import Tiers
 from tests.hosts import hosts, run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "codecs.md"
-KERNEL_NUMEL, SUM_NUMEL, SCRATCH = 1 << 24, 1 << 23, 1 << 18
+KERNEL_NUMEL, SUM_NUMEL, SCRATCH = 1 << 24, 1 << 23, WORK_NUMEL.cpu
 CODECS: dict[str, Blocks] = {"int8": Blocks(8, 256), "int4": Blocks(4, 128)}
 WIRES: dict[str, Codec | None] = {"bf16": None, **CODECS}
 RATES, ROUNDS, PORT = ("100mbit", "1gbit"), 5, 29420
@@ -66,7 +67,7 @@ def be_a_rank(rounds: int) -> None:
     dist.init_process_group("gloo", init_method="env://")
     torch.set_num_threads(1)
     comm = Comm(torch.device("cpu"), transport="gloo").lay_out(Mesh(dp_shard=2, rank=dist.get_rank()))
-    pool = Pool(torch.device("cpu"), comm)
+    pool = Pool(torch.device("cpu"), comm, scratch_numel=SCRATCH)
     context = CommContext.over(comm, pool, 1 << 62, 2.0, Tiers())
     layout = FlatLayout((), SUM_NUMEL // 2, 2)
     target = FlatBuffer.empty(layout, Spec(S, torch.bfloat16), pool.device)
@@ -104,8 +105,8 @@ def table(speeds: dict[str, float], sums: dict[str, dict[str, list[float]]]) -> 
     lines = [
         "# Codecs",
         "",
-        f"Written by `benchmarks/codecs.py` on {date.today()}, on a machine of two cores that others used meanwhile:",
-        "ratios are safer than speeds.",
+        f"Written by `benchmarks/codecs.py` on {date.today()}.  Load at the end: {os.getloadavg()[0]:.1f} on "
+        f"{os.cpu_count()} cores.",
         "",
         f"Kernels on one thread, {KERNEL_NUMEL >> 20} Mi elements of fp32 unless said, the median round:",
         "",

@@ -8,6 +8,9 @@ both ends.  Both ranks send and receive all the time.  "gloo" is the library's o
 "sends first" is gloo's messages in the order that it had before, "sockets" is `"transport": "tcp"` (`Tcp.exchange`).
 All take turns in one run; medians of the rounds.  A share of 100 % is the rate in bytes of data, each way: headers
 alone take 4 % of it.
+
+Behind it, with one rank and with two on each host: a gather of one flat tensor (by host, where there are two), and a
+table of a row of every rank, beside the time that one byte takes there and back.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import time
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
@@ -24,6 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import deepseek_zero as dz
+from benchmarks.systems.common import seconds_of
+from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.comm.by_host import ByHost
+from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.comm.context import WorldContext
 from deepseek_zero.comm.ids import CollectiveId
 from deepseek_zero.comm.transports.base import Transport
@@ -35,7 +45,8 @@ WAYS = ("sockets", "gloo", "sends first")
 MIB = 1 << 20
 SHAPES = ((8 * MIB, 1), (MIB, 8), (64 * MIB, 1))  # bytes of a message, messages under way
 MOST_SECONDS = 2.0  # that a round may take at the rate
-PORT, ROUNDS = 29400, 5
+PORT, ROUNDS, HOSTS = 29400, 5, 2
+COLLECTIVES_RATE, GATHERED, ROWS = "1gbit", 16 * MIB, 300  # elements of fp32; tables
 
 
 def nothing(received: object) -> None:
@@ -111,6 +122,68 @@ def measure(rate: str, rounds: int) -> None:
     dist.destroy_process_group()
 
 
+def round_trip(rank: int, times: int) -> float:
+    """Return the median seconds of one byte from rank 0 to the last rank and back; 0 on the others."""
+    there, port, taken = dist.get_world_size() - 1, PORT + 50, []
+    if rank == there:
+        with socket.create_server(("", port)) as door:
+            dist.barrier()
+            with door.accept()[0] as line:
+                while byte := line.recv(1):
+                    line.sendall(byte)
+    else:
+        dist.barrier()
+        if rank == 0:
+            with socket.create_connection((last_address(), port)) as line:
+                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                for _ in range(times):
+                    began = time.perf_counter()
+                    line.sendall(b"x")
+                    line.recv(1)
+                    taken.append(time.perf_counter() - began)
+    dist.barrier()
+    return statistics.median(taken) if taken else 0.0
+
+
+def last_address() -> str:
+    """Return the address of the last host: they are numbered from 1 on, one each."""
+    net, _, _ = os.environ["MASTER_ADDR"].rpartition(".")
+    return f"{net}.{HOSTS}"
+
+
+def measure_collectives(rounds: int) -> None:
+    """Print, on rank 0, the median seconds of a gather and of a table of rows, and of a round trip."""
+    dz.init_distributed()
+    torch.set_num_threads(1)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = Mesh(dp_shard=size, rank=rank)
+    comm = Comm(torch.device("cpu")).lay_out(mesh)
+    hosts_of = ByHost.over(comm.whole, *mesh.host_groups(size // HOSTS)) if size > HOSTS else None
+    full, gathers, rows = torch.zeros(GATHERED), [], []
+    for turn in range(rounds + 1):
+        full.chunk(size)[rank].fill_(turn + rank)
+
+        def gather() -> None:
+            way = comm.all_gather if hosts_of is None else hosts_of.all_gather
+            way(full, "gather", "a unit", "gather").wait()
+
+        gathers.append(slowest(gather))
+        assert all(bool((piece == turn + each).all()) for each, piece in enumerate(full.chunk(size)))
+    for _ in range(ROWS):
+        rows.append(slowest(lambda: comm.all_gather_rows(torch.zeros(4, dtype=torch.float64), "verdict")))
+    trip = round_trip(rank, ROWS)
+    if rank == 0:
+        print(json.dumps([statistics.median(gathers[1:]), statistics.median(rows[ROWS // 10 :]), trip]), flush=True)
+    dist.barrier()
+
+
+def slowest(work: Callable[[], object]) -> float:
+    """Return the seconds of some work on the rank that takes longest.  Collective."""
+    seconds = torch.tensor(seconds_of(work), dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
+
+
 def run_on(pair: list[Host], rate: str, rounds: int) -> dict[str, float]:
     """Return what rank 0 measured between two hosts."""
     said = run_ranks("benchmarks.link", pair, PORT, ["--rates", rate, "--rounds", rounds], timeout=600)
@@ -118,7 +191,32 @@ def run_on(pair: list[Host], rate: str, rounds: int) -> dict[str, float]:
     return found
 
 
-def table(found: dict[str, dict[str, float]]) -> str:
+def collectives_on(pair: list[Host], each: int, rounds: int) -> tuple[float, float, float]:
+    """Return what rank 0 measured with so many ranks on each of two hosts."""
+    said = run_ranks("benchmarks.link", pair, PORT, ["--collectives", "--rounds", rounds], each=each, timeout=600)
+    gather, rows, trip = json.loads(said.splitlines()[-1])
+    return gather, rows, trip
+
+
+def collectives_table(found: dict[int, tuple[float, float, float]]) -> list[str]:
+    """Return the lines of the second part; found: by ranks on a host."""
+    lines = [
+        "",
+        f"A flat tensor of {4 * GATHERED // MIB} MiB gathered over {COLLECTIVES_RATE}, of which a host lacks a half",
+        "(goal: 300 ms), and a table of a row of every rank (goal: 1.5 round trips and 0.3 ms); the slowest rank's",
+        "time, medians.",
+        "",
+        "| ranks | gather, ms | useful share | table of rows, ms | round trip, ms | goal, ms |",
+        "|---|---|---|---|---|---|",
+    ]
+    for each, (gather, rows, trip) in found.items():
+        share = 4 * GATHERED / HOSTS * 8 / bits_per_second(COLLECTIVES_RATE) / gather
+        times = f"{rows * 1e3:.2f} | {trip * 1e3:.3f} | {1.5e3 * trip + 0.3:.2f}"
+        lines.append(f"| {HOSTS} x {each} | {gather * 1e3:.0f} | {share:.1%} | {times} |")
+    return lines
+
+
+def table(found: dict[str, dict[str, float]], collectives: dict[int, tuple[float, float, float]]) -> str:
     """Return the page."""
     lines = [
         "# A limited link between two hosts",
@@ -141,7 +239,7 @@ def table(found: dict[str, dict[str, float]]) -> str:
                     share = f"{sent * 8 / bits_per_second(rate) / seconds:.1%}"
                 cells += [f"{seconds * 1e3:.0f}", f"**{share}**"]
             lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, *collectives_table(collectives), ""])
 
 
 def main() -> None:
@@ -150,15 +248,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--as-rank", action="store_true", help="be one of the two ranks")
+    parser.add_argument("--collectives", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.as_rank and args.collectives:
+        measure_collectives(args.rounds)
+        return
     if args.as_rank:
         measure(args.rates, args.rounds)
         return
     found = {}
     for rate in args.rates.split(","):
-        with hosts(2, None if rate == "unlimited" else rate) as pair:
+        with hosts(HOSTS, None if rate == "unlimited" else rate) as pair:
             found[rate] = run_on(pair, rate, args.rounds)
-    args.out.write_text(table(found))
+    with hosts(HOSTS, COLLECTIVES_RATE) as pair:
+        collectives = {each: collectives_on(pair, each, args.rounds) for each in (1, 2)}
+    args.out.write_text(table(found, collectives))
     print(args.out.read_text())
 
 

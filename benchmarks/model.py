@@ -67,12 +67,15 @@ def build_model(shape: Shape) -> GPT:
 
 
 class Batches:
-    """The micro-batches of each step, as one of `shares` equal parts of the global batch of `ranks` ranks."""
+    """The micro-batches of each step, as one of `shares` equal parts of the global batch of `ranks` ranks.
 
-    def __init__(self, cell: Cell, ranks: int, share: int, shares: int) -> None:
+    context: tokens of a sequence.
+    """
+
+    def __init__(self, cell: Cell, ranks: int, share: int, shares: int, context: int = CONTEXT) -> None:
         self.text = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8).long()
         self.sequences = ranks * SEQUENCES_PER_RANK
-        self.accumulation = cell.accumulation
+        self.accumulation, self.context = cell.accumulation, context
         self.share = slice(share * self.sequences // shares, (share + 1) * self.sequences // shares)
 
     def of_step(self, step: int) -> list[Batch]:
@@ -80,7 +83,7 @@ class Batches:
         return [self._micro_batch(step * self.accumulation + number) for number in range(self.accumulation)]
 
     def _micro_batch(self, number: int) -> Batch:
-        numel = self.sequences * (CONTEXT + 1)
+        numel = self.sequences * (self.context + 1)
         where = torch.arange(number * numel, (number + 1) * numel) % len(self.text)
-        pieces = self.text[where].view(self.sequences, CONTEXT + 1)[self.share]
+        pieces = self.text[where].view(self.sequences, self.context + 1)[self.share]
         return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()

@@ -2,15 +2,16 @@
 
     python -m benchmarks.slow_link                                        # as root, ten minutes
     python -m benchmarks.slow_link --rates 100mbit --ranks 4 --out slow_link_2x2.md
+    python -m benchmarks.slow_link --rates 1gbit --tokens 32 --systems "ours, stage 3" "ours, stage 3, int8 and int4"
     python -m benchmarks.slow_link --also deepspeed-3     # genuine DeepSpeed, once deepspeed_env has installed it
 
 The hosts are namespaces of this machine (`tests/hosts.py`); `tc tbf` limits their links.  All systems live in the same
 processes and take turns, a step each; a figure is the median of the rounds, of the slower rank.  What needs an
 environment of its own (`--also`, names of benchmarks/systems) comes afterwards, in processes of its own.  Bytes are
-those that leave a host in a step, by its interface's counter, headers and all; nobody counts them for what comes
-afterwards.  The floor is the computation of a step that never talks, or the bytes of the plain step of stage 3 over the
+those that leave a host in a step, by its interface's counter, headers and all; neither they nor CPU time are counted
+for what comes afterwards.  A system's floor is the computation of a step that never talks, or its own bytes over the
 rate, whichever is longer.  With two ranks a host these are a machine's two cores shared by four, so that computation
-counts twice.  Leaves a table and a picture.
+takes twice as long.  Leaves a table and a picture.
 """
 
 from __future__ import annotations
@@ -24,28 +25,26 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import deepseek_zero as dz
-from benchmarks.cells import ADAMW, SEQUENCES_PER_RANK, Cell
+from benchmarks.cells import CONTEXT, SEQUENCES_PER_RANK, Cell
 from benchmarks.launch import THREADS, deepspeed_environment
-from benchmarks.model import Batch, Batches, build_model
-from benchmarks.systems import SYSTEMS
+from benchmarks.model import Batches, build_model
+from benchmarks.systems import SYSTEMS, ddp, floor, fsdp2
+from benchmarks.systems.common import Job, MakeModel, System, engine_settings, engine_step, seconds_of, take_a_core
 from benchmarks.worker import Task
-from deepseek_zero.report.plots import INK, save_figure, style_axes
+from deepseek_zero.report.plots import BLUE, INK, OTHER_COLOUR, save_figure, style_axes
 from tests.hosts import DEVICE, Host, bits_per_second, hosts, run_ranks, sent_from_here
 
 RESULTS = Path(__file__).parent / "results" / "slow_link.md"
-CELL = Cell("8x256", "fp32")
+CELL = Cell("30m", "bf16")
 RATES = ("100mbit", "300mbit", "1gbit")
 HOSTS, PORT, ROUNDS = 2, 29420, 3
 WEIGHTS, GRADIENTS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
@@ -53,65 +52,38 @@ DIFFERENCES = {"compression": {"weights": {"bits": 4}, "gradients": {"bits": 4}}
 ALL = {"compression": {"weights": {"bits": 8}, "gradients": {"bits": 4}}}
 TWICE = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}  # gathered again for backward
 
-Step = Callable[[list[Batch]], None]
+Build = Callable[[MakeModel, Job], System]
+FLOOR, PLAIN, BOTH, PEER = "never talking", "ours, stage 3", "ours, stage 3, int8 and int4", "FSDP2"
 
 
-def ours(stage: int, zero: dict[str, Any], **others: Any) -> Step:
-    config = {
-        "train_micro_batch_size_per_gpu": SEQUENCES_PER_RANK,
-        "optimizer": {"type": "AdamW", "params": ADAMW},
-        "steps_per_print": None,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
-        **others,
-    }
-    engine = dz.initialize(model=build_model(CELL.shape), config=config)[0]
+def ours(stage: int, zero: dict[str, Any], **others: Any) -> Build:
+    """This library at a stage.  zero, others: settings beside the cell's."""
 
-    def step(batches: list[Batch]) -> None:
-        for tokens, targets in batches:
-            engine.backward(engine(tokens, targets))
-            engine.step()
+    def build(make_model: MakeModel, job: Job) -> System:
+        settings = engine_settings(job, {"stage": stage, "stage3_param_persistence_threshold": 0, **zero})
+        engine, *_ = dz.initialize(model=make_model(), config={**settings, "steps_per_print": None, **others})
+        return System(engine_step(engine))
 
-    return step
+    return build
 
 
-def torchs(wrap: Callable[[nn.Module], nn.Module]) -> Step:
-    model = wrap(build_model(CELL.shape))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-
-    def step(batches: list[Batch]) -> None:
-        for tokens, targets in batches:
-            model(tokens, targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def fsdp2(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def systems(each: int) -> dict[str, Step]:
+def systems(each: int) -> dict[str, Build]:
     """By name; each: ranks on a host."""
-    found = {
-        "never talking": torchs(lambda model: model),
-        "ours, stage 3": ours(3, {}, ranks_per_host=1) if each > 1 else ours(3, {}),
+    return {
+        FLOOR: floor.build,
+        PLAIN: ours(3, {}, ranks_per_host=1) if each > 1 else ours(3, {}),
         **(by_host(each) if each > 1 else {}),
         "ours, stage 3, own sockets": ours(3, {}, transport="tcp"),
         "ours, stage 3, int8 weights": ours(3, WEIGHTS),
-        "ours, stage 3, int8 and int4": ours(3, ALL),
+        BOTH: ours(3, ALL),
         "ours, stage 2": ours(2, {}),
         "ours, stage 2, int4 and differences": ours(2, DIFFERENCES),
-        "DDP": torchs(DistributedDataParallel),
-        "FSDP2": torchs(fsdp2),
+        "DDP": ddp.build,
+        PEER: partial(fsdp2.build, reshard_after_forward=True),
     }
-    return found
 
 
-def by_host(each: int) -> dict[str, Step]:
+def by_host(each: int) -> dict[str, Build]:
     """What several ranks on a host have: sums by host, and a second copy of the weights among them (hpZ)."""
     second_copy = {**TWICE, "zero_hpz_partition_size": each}
     return {
@@ -122,66 +94,70 @@ def by_host(each: int) -> dict[str, Step]:
     }
 
 
-def measure(rounds: int, each: int) -> None:
-    """Print, on rank 0, by system the milliseconds of its steps, and the bytes that left this host in one."""
-    torch.set_num_threads(1)
+def measure(given: argparse.Namespace) -> None:
+    """Print, on rank 0, by system the seconds of its steps and of its CPU, and the bytes that left this host in one."""
     dz.init_distributed()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if size <= (cores := len(os.sched_getaffinity(0))):
-        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % cores]})
-    batches, running = Batches(CELL, size, rank, size), systems(each)
+    job = Job(given.cell, dist.get_rank(), dist.get_world_size())
+    take_a_core(job.rank, job.size)
+    batches = Batches(job.cell, job.size, job.rank, job.size, given.tokens)
+    builds = systems(given.ranks // HOSTS)
+    running = {name: builds[name](lambda: build_model(job.cell.shape), job) for name in given.systems or builds}
     seconds: dict[str, list[float]] = {name: [] for name in running}
+    busy: dict[str, list[float]] = {name: [] for name in running}
     sent: dict[str, int] = {}
-    for number in range(rounds + 1):  # the first opens connections and agrees on orders
+    for number in range(given.rounds + 1):  # the first opens connections and agrees on orders
         micro_batches = batches.of_step(number)
-        for name, step in running.items():
-            dist.barrier()
-            before, began = sent_from_here(), time.perf_counter()
-            step(micro_batches)
-            took = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+        for name, system in running.items():
+            before, computed = sent_from_here(), time.process_time()
+            took = torch.tensor(seconds_of(partial(system.step, micro_batches)), dtype=torch.float64)
+            computed = time.process_time() - computed
             dist.all_reduce(took, dist.ReduceOp.MAX)
             sent[name] = sent_from_here() - before
             if number:
                 seconds[name].append(float(took))
-    if rank == 0:
-        print(json.dumps([{name: statistics.median(each) for name, each in seconds.items()}, sent]), flush=True)
+                busy[name].append(computed)
+    if job.rank == 0:
+        medians = [{name: statistics.median(each) for name, each in taken.items()} for taken in (seconds, busy)]
+        print(json.dumps([*medians, sent]), flush=True)
     dist.barrier()
 
 
 @dataclass
 class Found:
-    """Of one rate: by system, the median seconds of a step, and the bytes that left the first host in one, where they
-    were counted.
+    """Of one rate: by system, the median seconds of a step, and, where they were counted, those of rank 0's CPU and the
+    bytes that left the first host in one.
     """
 
     rate: str
     seconds: dict[str, float]
+    busy: dict[str, float]
     sent: dict[str, int]
 
 
-def run(rate: str, ranks: int, rounds: int, also: Sequence[str]) -> Found:
+def run(rate: str, given: argparse.Namespace) -> Found:
     with hosts(HOSTS, rate) as pair:
-        arguments = ["--rounds", rounds, "--ranks", ranks]
-        said = run_ranks("benchmarks.slow_link", pair, PORT, arguments, each=ranks // HOSTS)
+        said = run_ranks("benchmarks.slow_link", pair, PORT, given.words, each=given.ranks // HOSTS, timeout=1800)
         line = next(line for line in said.splitlines() if line.startswith("[{"))
         found = Found(rate, *json.loads(line))
-        for system in also:
-            found.seconds[system] = seconds_of_its_own(system, pair, ranks, rounds)
+        for system in given.also:
+            found.seconds[system] = seconds_of_its_own(system, pair, given)
     return found
 
 
-def seconds_of_its_own(system: str, pair: Sequence[Host], ranks: int, rounds: int) -> float:
+def seconds_of_its_own(system: str, pair: Sequence[Host], given: argparse.Namespace) -> float:
     """Run a system of benchmarks/systems in its own environment; return the median seconds of a step, of the slowest
     rank.  SystemExit with what a rank said that failed.
     """
-    entry, each, started = SYSTEMS[system], ranks // HOSTS, []
+    entry, ranks, each, started = SYSTEMS[system], given.ranks, given.ranks // HOSTS, []
     world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(each), "GLOO_SOCKET_IFNAME": DEVICE}
     world |= {"MASTER_ADDR": pair[0].address, "MASTER_PORT": str(PORT + 1)}
     world |= THREADS | (deepspeed_environment() if entry.module == "deepspeed" else {})
+    cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="slow-link-") as folder:
         outs = [Path(folder, f"{rank}.json") for rank in range(ranks)]
         for rank, out in enumerate(outs):
-            task = Task(CELL.name, system, "time", rounds, rank, ranks, None, str(out))
+            core = cores[rank] if ranks <= len(cores) else None
+            task = Task(given.cell.name, system, "time", given.rounds, rank, ranks, core, str(out), given.tokens)
             here = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank % each)}
             started.append(pair[rank // each].run([entry.python, "-m", "benchmarks.worker", task.as_json()], here))
         said = [process.communicate()[0] for process in started]
@@ -191,67 +167,92 @@ def seconds_of_its_own(system: str, pair: Sequence[Host], ranks: int, rounds: in
     return statistics.median(map(max, zip(*steps, strict=True)))
 
 
-def table(found: list[Found], ranks: int) -> str:
+def table(found: list[Found], given: argparse.Namespace) -> str:
     """The page."""
+    shape, tokens = given.cell.shape, SEQUENCES_PER_RANK * given.tokens
     lines = [
         "# A step over the rate of the link",
         "",
-        f"Written by `benchmarks/slow_link.py` on {date.today()}: {CELL.name} ({CELL.shape.numel / 1e6:.1f}M",
-        f"parameters), {ranks} ranks on {HOSTS} hosts.  Milliseconds of a step, medians; megabytes that left a host in",
-        "one; times faster than FSDP2.  The floor: computation alone, or stage 3's plain bytes over the rate.",
+        f"Written by `benchmarks/slow_link.py` on {date.today()}: {given.cell.name} ({shape.numel / 1e6:.1f}M",
+        f"parameters), {given.ranks} ranks on {HOSTS} hosts, {tokens} tokens each, {given.rounds} rounds.  Load at the",
+        f"end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.  Milliseconds of a step and of a rank's CPU",
+        "in one, medians; megabytes that left a host in one; a step over its own floor (a step that never talks, or",
+        f"its bytes over the rate, whichever is longer); times faster than our plain stage 3, and {PEER}.",
     ]
     for each in found:
-        floor = max(each.seconds["never talking"], each.sent["ours, stage 3"] * 8 / bits_per_second(each.rate))
         lines += [
             "",
             f"## {each.rate}",
             "",
-            "| system | step | sent | over the floor | over FSDP2 |",
-            "|---|---|---|---|---|",
+            f"| system | step | CPU | sent | over its floor | faster than plain | than {PEER} |",
+            "|---|---|---|---|---|---|---|",
         ]
         for name, seconds in each.seconds.items():
-            faster = each.seconds["FSDP2"] / seconds
-            sent = f"{each.sent[name] / 1e6:.1f}" if name in each.sent else "-"
-            lines.append(f"| {name} | {1e3 * seconds:.0f} | {sent} | {seconds / floor:.2f} | {faster:.2f} |")
+            sent, over, faster = "-", "-", ["-", "-"]
+            busy = f"{1e3 * each.busy[name]:.0f}" if name in each.busy else "-"
+            if name in each.sent:
+                sent = f"{each.sent[name] / 1e6:.1f}"
+                line = each.sent[name] * 8 / bits_per_second(each.rate)
+                over = f"{seconds / max(each.seconds.get(FLOOR, 0.0), line):.2f}"
+            for place, other in enumerate((PLAIN, PEER)):
+                if other in each.seconds:
+                    faster[place] = f"{each.seconds[other] / seconds:.2f}"
+            lines.append(f"| {name} | {1e3 * seconds:.0f} | {busy} | {sent} | {over} | {' | '.join(faster)} |")
     return "\n".join([*lines, ""])
 
 
 def draw(found: list[Found], path: Path) -> None:
-    """Seconds of a step over the rate, both in powers."""
+    """Seconds of a step over the rate, both in powers; of one rate, a bar for each system."""
     figure = Figure(figsize=(7.2, 4.4), dpi=160, layout="constrained")
     axes = figure.subplots()
-    rates = [bits_per_second(each.rate) / 1e6 for each in found]
-    for name in found[0].seconds:
-        is_peer, is_floor = not name.startswith("ours"), name == "never talking"
-        style = ":" if is_floor else "--" if is_peer else "-"
-        axes.plot(rates, [each.seconds[name] for each in found], style, marker="o", markersize=3, label=name)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("Mbit/s of the link")
-    axes.set_title(
-        "Seconds of a step over the rate of the link", loc="left", color=INK, fontsize=10.5, fontweight="bold"
-    )
-    axes.legend(fontsize=7.5, frameon=False)
-    style_axes(axes, along="x")
+    if len(found) == 1:
+        (only,) = found
+        names = list(only.seconds)
+        colours = [BLUE if name.startswith("ours") else OTHER_COLOUR for name in names]
+        bars = axes.barh(names, [only.seconds[name] for name in names], color=colours)
+        axes.bar_label(bars, fmt="%.2f", fontsize=7.5, padding=3)
+        axes.invert_yaxis()
+        axes.set_xlabel("seconds")
+        title = f"Seconds of a step, link of {only.rate}"
+    else:
+        rates = [bits_per_second(each.rate) / 1e6 for each in found]
+        for name in found[0].seconds:
+            is_peer, is_floor = not name.startswith("ours"), name == FLOOR
+            style = ":" if is_floor else "--" if is_peer else "-"
+            axes.plot(rates, [each.seconds[name] for each in found], style, marker="o", markersize=3, label=name)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("Mbit/s of the link")
+        axes.legend(fontsize=7.5, frameon=False)
+        title = "Seconds of a step over the rate of the link"
+    axes.set_title(title, loc="left", color=INK, fontsize=10.5, fontweight="bold")
+    style_axes(axes, along="y" if len(found) == 1 else "x")
     save_figure(figure, path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cell", type=Cell.parse, default=CELL, help="model and number format; default %(default)s")
+    parser.add_argument("--tokens", type=int, default=CONTEXT, help="of a sequence; default %(default)s")
     parser.add_argument("--rates", default=",".join(RATES), help="in tc's words")
     parser.add_argument("--ranks", type=int, default=HOSTS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--systems", nargs="*", default=[], help="names of the table's first column; default all")
     parser.add_argument("--also", nargs="*", choices=SYSTEMS, default=[], help="in processes of their own")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--as-rank", action="store_true", help="be one of the ranks")
     given = parser.parse_args()
     if given.as_rank:
-        measure(given.rounds, given.ranks // HOSTS)
+        measure(given)
         return
     if missing := [system for system in given.also if not SYSTEMS[system].is_installed]:
         parser.error(f"not installed (benchmarks/deepspeed_env installs it): {', '.join(missing)}")
-    found = [run(rate, given.ranks, given.rounds, given.also) for rate in given.rates.split(",")]
-    given.out.write_text(table(found, given.ranks), encoding="utf-8")
+    if unknown := set(given.systems) - set(systems(given.ranks // HOSTS)):
+        parser.error(f"no such systems: {', '.join(sorted(unknown))}")
+    given.words = ["--cell", given.cell.name, "--tokens", given.tokens, "--ranks", given.ranks]
+    given.words += ["--rounds", given.rounds, "--systems", *given.systems]
+    found = [run(rate, given) for rate in given.rates.split(",")]
+    given.out.write_text(table(found, given), encoding="utf-8")
     draw(found, given.out.with_suffix(".png"))
     print(given.out.read_text(encoding="utf-8"))
 

@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .cells import Cell
+from .cells import CONTEXT, Cell
 from .probes import Peak, loopback_bytes, settled_memory
 from .systems import SYSTEMS
 
@@ -31,7 +31,9 @@ PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 @dataclass(frozen=True)
 class Task:
-    """One rank's orders.  steps: those after the first.  core: the one to stay on, None for any."""
+    """One rank's orders.  steps: those after the first.  core: the one to stay on, None for any.  context: tokens of a
+    sequence.
+    """
 
     cell: str
     system: str
@@ -41,6 +43,7 @@ class Task:
     ranks: int
     core: int | None
     out: str
+    context: int = CONTEXT
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -74,7 +77,7 @@ class Trial:
         """The model and the system around it; `initialise` is what the system takes beyond a plain model."""
         job = self.common.Job(self.cell, self.task.rank, self.task.ranks)
         share, shares = (0, 1) if self.entry.alone else (job.rank, job.size)
-        self.batches = self.model.Batches(self.cell, job.size, share, shares)
+        self.batches = self.model.Batches(self.cell, job.size, share, shares, self.task.context)
 
         def make_model() -> Any:
             return self.timed("build", lambda: self.model.build_model(self.cell.shape))

@@ -40,6 +40,7 @@ PORT, PORTS = 29555, range(29600, 29700)
 START_SECONDS, END_SECONDS = 120.0, 60.0
 LOOK_SECONDS = 0.01
 PAUSE_SECONDS = 0.02  # of every step: time of the rank's own, as computing is
+STEPS = 30  # until what is slow is named
 STRANGERS = 1000
 SAID = (b"", b"\x01" + b"raised/1" * 20, b"GET / HTTP/1.1\r\n\r\n" * 9, b"\x00\x00\x00\x40" * 60)
 
@@ -289,7 +290,7 @@ def slow_rank(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
     (job.folder / "slow").write_text(str(victim))
     began = len(job.steps(0))
     job.when_said([h0], rf"rank {victim} is slow")
-    yield Measure("steps until named", len(job.steps(0)) - began, 40)  # three windows, not the one it begins in
+    yield Measure("steps until named", len(job.steps(0)) - began, STEPS)
     job.finish()
     job.assert_same_bits(UNDISTURBED)
 
@@ -299,7 +300,7 @@ def slow_link(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
     h1.limit("30mbit")
     began = len(job.steps(0))
     job.when_said([h0], r"link .*h1")
-    yield Measure("steps until named", len(job.steps(0)) - began, 40)
+    yield Measure("steps until named", len(job.steps(0)) - began, STEPS)
     h1.limit(None)
     job.finish()
     job.assert_same_bits(UNDISTURBED)
@@ -344,7 +345,7 @@ def delay(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
     with h1.disturbed(delay=0.025):  # 50 ms there and back
         began = len(job.steps(0))
         job.when_said([h0], r"link .*h1")
-        yield Measure("steps until named", len(job.steps(0)) - began, 40)
+        yield Measure("steps until named", len(job.steps(0)) - began, STEPS)
         job.finish()
     job.assert_same_bits(UNDISTURBED)
 

@@ -43,8 +43,9 @@ class System:
 
 
 def join() -> None:
-    """Enter the group that the environment describes."""
-    dist.init_process_group("gloo")
+    """Enter the group that the environment describes, unless this process is in one."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
 
 
 def take_a_core(rank: int, size: int) -> int:

@@ -44,6 +44,7 @@ from .channel import (
     receive_exactly,
     silence_of,
 )
+from .flight_recorder import GONE
 
 MOST_KEY, MOST_TEXT = 1 << 10, 1 << 24  # bytes
 ANSWER_SECONDS = 30.0  # for rank 0, which may be busy, to take a line
@@ -52,7 +53,6 @@ QUIET_SECONDS = 5.0  # after a silence, until somebody waits for it again
 DOUBT_SECONDS = 2.5  # without a sign of its host, until nobody waits for rank 0; its kernel answers every second
 LOOK_SECONDS = 0.25  # between looks for such a sign, while a rank waits for an answer
 SEND_SECONDS = 1.0  # for another rank to take an answer that it asked for
-GONE = "gone"  # the topic of ranks whose idle connection has ended
 LOOPBACK = "127.0.0.1"
 _REQUEST = struct.Struct("!BII")
 _ANSWER = struct.Struct("!BI")

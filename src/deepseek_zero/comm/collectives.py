@@ -724,10 +724,10 @@ class Comm:
         """
         engine, recorder = self._engine, world.recorder
         engine.gave_up = True
+        if caught.is_silence and caught.rank is not None:  # seen here, whatever others have made of it since
+            return recorder.find_lost_host(asks=True) or recorder.host_lost([caught.rank])
         if error := recorder.find_failure(f"rank {world.rank} was in '{what}'", engine.name):
             return error
-        if caught.is_silence and caught.rank is not None:
-            return recorder.host_lost([caught.rank])
         me = recorder.name(world.rank, engine.name)
         other = "another rank" if caught.rank is None else recorder.name(caught.rank, engine.name)
         found = f"{me} lost its connection to {other} in '{what}': {first_line(caught)}"

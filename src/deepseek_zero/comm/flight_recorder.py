@@ -13,6 +13,7 @@ import contextlib
 import json
 import math
 import sys
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,6 +23,9 @@ from ..base.errors import HostLost, PeerError
 from ..base.mesh import Mesh
 from .bootstrap import Hosts
 
+GONE = "gone"  # the topic of ranks on other hosts whose process has ended, with or without a word
+STAY_SECONDS = 2.0  # for the others to read what ended this rank, where it keeps their lines
+LOOK_SECONDS = 0.02
 UNHEARD = 0.5  # seconds from a host's last sign of life to a cut, on the average
 SILENT = "silent hosts"  # the key of what rank 0 has found: a rank of each
 LOST = "lost"  # the topic of a rank that found another one gone, for ranks that share no group with either
@@ -148,6 +152,20 @@ class FlightRecorder:
         lost = {tuple(ranks): name for name, ranks in map(self._hosts.shared_with, silent)}
         return HostLost([(name, ranks) for ranks, name in lost.items()], self._dead_after)
 
+    def stay_for_others(self) -> None:
+        """Return when every rank of other hosts has ended, or has said why it will; after STAY_SECONDS in any case.
+
+        For rank 0, which failed and whose process has the board: ranks that look for the cause of the same failure a
+        moment later would find nobody, and name rank 0.
+        """
+        until = time.monotonic() + STAY_SECONDS
+        while time.monotonic() < until:
+            silent = [rank for rank, seconds in self._store.silences().items() if seconds > self._dead_after]
+            waited_for = set(range(self.size)).difference(self._hosts.near, silent)
+            if all(any(self.read(topic, rank) for topic in ("raised", "ended", GONE)) for rank in waited_for):
+                return
+            time.sleep(LOOK_SECONDS)
+
     def find_failure(self, waits: str, engine: str) -> PeerError | None:
         """Return an error that names the first rank that raised in this engine or ended, or whose end another rank has
         found; or that rank 0 is gone, which keeps the store.  Who raised because of another rank is named last.
@@ -244,6 +262,8 @@ def _post_end_at_exit(recorder: FlightRecorder) -> None:
         uncaught = getattr(sys, "last_value", None)  # Python keeps the exception that ended the program
         if uncaught is not None:
             alive.post("raised", f"{type(uncaught).__name__}: {uncaught}"[:300])
+            if alive.rank == 0:
+                alive.stay_for_others()
         else:
             alive.post("ended", "its program finished")
 

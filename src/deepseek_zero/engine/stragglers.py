@@ -1,12 +1,12 @@
-"""Names a rank or a link on which the others wait.  Every tenth verdict (optim/sharded.py) has each rank's seconds.
+"""Names a rank or a link on which the others wait, by the seconds of each in every seventh verdict (optim/sharded.py).
 
-own seconds of ten steps, by part, in the row of the verdict -> rank 0 compares them with the median -> a line where one
-rank is above it three times in a row.  Seconds in which a rank waits for others are nobody's own, so a slow rank is
+own seconds of seven steps, by part, in the row of the verdict -> rank 0 compares them with the median -> a line where
+one rank is above it three times in a row.  Seconds in which a rank waits for others are nobody's own, so a slow rank is
 named and not those that stand still because of it.
 
-The row also says how long the rank waited in each of the ten steps.  Whoever is late in a step waits least in it: what
-even that rank waited, all of them waited at once, and then not for a rank but for bytes on their way between hosts.
-Where that is more than half of the steps' time, three times in a row, the link is named.
+The row also says how long the rank waited in each of the seven steps.  Whoever is late in a step waits least in it:
+what even that rank waited, all of them waited at once, and then not for a rank but for bytes on their way between
+hosts.  Where that is more than half of the steps' time, three times in a row, the link is named.
 
 Nothing ends: a busy rank is late, not lost.
 """
@@ -24,7 +24,7 @@ from ..base.meter import Meter
 from ..base.quantities import format_seconds
 from ..report.explain import OWN, seconds_by_part
 
-WINDOW = 10  # steps
+WINDOW = 7  # steps: three windows, and the rest of the one in which it begins, are within thirty
 WINDOWS = 3  # after each other
 SLOW = 1.2  # times the median
 WORTH_SAYING = 0.05  # of the window's seconds

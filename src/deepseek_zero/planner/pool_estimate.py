@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..base.device import CPU
-from ..precision.codecs import Cast
+from ..precision.codecs import WORK_NUMEL, Cast
 from ..tiers.tier import Tier
 from .layout import MAX_IN_FLIGHT, SUM_TILE_NUMEL, FlatLayout, Messages, message_rooms, messages_of
 from .schedule import ActionKind, Schedule, schedule_units
@@ -242,6 +242,13 @@ def _is_cut(group: GroupPlan) -> bool:
     return group.plan.grad is not None and group.plan.grad.placement is S
 
 
+def scratch_numel(units: Sequence[UnitPlan], device: torch.device) -> int:
+    """Return the elements of fp32 in which sums over ranks and codecs work."""
+    groups = [group for unit in units for group in unit.groups]
+    has_codes = any(group.is_coded or group.plan.weight.rests_as is not None for group in groups)
+    return (WORK_NUMEL if has_codes else SUM_TILE_NUMEL).on(device)
+
+
 def pool_buffers(
     units: Sequence[UnitPlan],
     settings: PlanSettings,
@@ -274,7 +281,7 @@ def pool_buffers(
         player = _StepReplay(
             units,
             settings,
-            (torch.float32, SUM_TILE_NUMEL.on(device)),
+            (torch.float32, scratch_numel(units, device)),
             in_place,
             device.type != "cpu",
             replicas_in_place,

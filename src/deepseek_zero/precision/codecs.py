@@ -35,6 +35,9 @@ CODED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes whose every num
 LARGEST = {8: 127, 4: 7}
 SMALLEST_SCALE = 2.0**-126
 DECODED_AT_ONCE = PerDevice(cpu=1 << 16, accelerator=1 << 24)  # values, in two passes, where no scratch says how many
+# Elements of fp32 for a codec to work in: a tile is a dozen calls of torch, 70 us, which no smaller one wins back by
+# being in the cache.
+WORK_NUMEL = PerDevice(cpu=1 << 20, accelerator=1 << 24)
 FP32_BITS, EXACT_SCALE_BITS = 24, 17  # of a scale's significand
 LEAST_SCRATCH = 3  # granules that every codec can work in
 
@@ -217,7 +220,7 @@ class Blocks:
 
 def work_room(codec: Blocks, numel: int, device: torch.device) -> Tensor:
     """Return scratch in which a codec works on so many values at once, or on tiles of them."""
-    tile = min(numel, 4 * DECODED_AT_ONCE.on(device))
+    tile = min(numel, WORK_NUMEL.on(device))
     return torch.empty(max(tile, LEAST_SCRATCH * codec.granule), dtype=torch.float32, device=device)
 
 

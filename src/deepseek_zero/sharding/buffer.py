@@ -38,11 +38,15 @@ def has_pages_to_return(tensor: Tensor) -> bool:
 
 @dataclass
 class Pool:
-    """Lends flat tensors by (dtype, numel) and takes them back; counts what it has allocated."""
+    """Lends flat tensors by (dtype, numel) and takes them back; counts what it has allocated.
+
+    scratch_numel: elements of fp32 in which sums over ranks and codecs work; None: as many as sums alone need.
+    """
 
     device: torch.device
     comm: Comm
     budget: DeviceBudget = field(default_factory=DeviceBudget)
+    scratch_numel: int | None = None
     _idle: dict[tuple[torch.dtype, int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     allocated_bytes: int = 0
 
@@ -505,7 +509,7 @@ def move_differences(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommConte
 
 def lend_scratch(pool: Pool) -> Tensor:
     """Return lent room for sums and codecs to work in."""
-    return pool.take(SUM_TILE_NUMEL.on(pool.device), torch.float32)
+    return pool.take(pool.scratch_numel or SUM_TILE_NUMEL.on(pool.device), torch.float32)
 
 
 def _gather_offloaded(

@@ -18,6 +18,7 @@ from ..comm.by_host import ByHost
 from ..comm.collectives import Comm, scatter
 from ..comm.context import ranks_of_this_host
 from ..planner.plan import Plan
+from ..planner.pool_estimate import scratch_numel
 from ..planner.spec import predivide_of
 from ..planner.units import GroupKey
 from ..tiers.budget import DeviceBudget
@@ -39,7 +40,7 @@ def wrap_model(model: nn.Module, plan: Plan, comm: Comm, tiers: Tiers | None = N
     device = plan.mesh.device
     compare_ranks(model, plan, comm)
     tiers = tiers or Tiers()
-    pool = Pool(device, comm, tiers.budget)
+    pool = Pool(device, comm, tiers.budget, scratch_numel(plan.units, device))
     settings = plan.settings
     divisor = (plan.mesh.reduce_size if settings.mean else 1.0) / predivide_of(settings, plan.mesh.reduce_size)
     comm_ctx = CommContext.over(comm, pool, settings.bucket_numel, divisor, tiers)

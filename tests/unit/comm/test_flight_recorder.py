@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
+from deepseek_zero.comm import flight_recorder
 from deepseek_zero.comm.bootstrap import Hosts
 from deepseek_zero.comm.flight_recorder import FlightRecorder
 from tests.in_process import Texts
@@ -27,3 +30,21 @@ def test_who_raised_because_of_another_rank_is_named_last(lines: dict[str, str],
     else:
         with pytest.raises(type(error), match=named):
             raise error
+
+
+class Silent(Texts):
+    """Lines of which the kernel says that rank 4's host answers nothing."""
+
+    def silences(self) -> dict[int, float]:
+        return {2: 0.5, 4: 11.0}
+
+
+@pytest.mark.parametrize(("limit", "lines_of_2"), [(60.0, {"gone/2": "its process has ended"}), (0.1, {})])
+def test_the_board_stays_until_the_others_have_said_why_they_end_or_cannot(
+    limit: float, lines_of_2: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flight_recorder, "STAY_SECONDS", limit)
+    said = Silent({"raised/3": "HostLost: h2 silent", **lines_of_2})  # of rank 1, on this host, nobody asks
+    began = time.monotonic()
+    FlightRecorder(Hosts(0, ("h0", "h0", "h1", "h1", "h2")), said, dead_after=10.0).stay_for_others()
+    assert time.monotonic() - began < 30.0

@@ -10,10 +10,10 @@ import pytest
 
 from deepseek_zero.base.meter import Meter
 from deepseek_zero.engine import stragglers
-from deepseek_zero.engine.stragglers import Stragglers
+from deepseek_zero.engine.stragglers import WINDOW, Stragglers
 from deepseek_zero.report.explain import OWN
 
-EQUAL = [(1.0, 0.2, 0.0, 0.1, *[0.07] * 10)] * 4  # the last ten: waits of each step
+EQUAL = [(1.0, 0.2, 0.0, 0.1, *[0.07] * WINDOW)] * 4  # the last: waits of each step
 
 
 @pytest.fixture
@@ -36,12 +36,12 @@ def slower(rank: int, part: int, by: float) -> list[tuple[float, ...]]:
 def test_a_rank_is_named_once_with_its_part_in_the_third_window(told: list[str], part: int) -> None:
     found = Stragglers(Meter(), ["h0", "h1"])
     for window in range(1, 6):
-        found.hear(10 * window, slower(2, part, 0.4))
+        found.hear(WINDOW * window, slower(2, part, 0.4))
         assert len(told) == (window >= 3)
-    assert told[0].startswith(f"step 30: rank 2 is slow, and the others wait for it: {OWN[part]} took ")
-    found.hear(60, EQUAL)
+    assert told[0].startswith(f"step {3 * WINDOW}: rank 2 is slow, and the others wait for it: {OWN[part]} took ")
+    found.hear(6 * WINDOW, EQUAL)
     for window in range(7, 10):
-        found.hear(10 * window, slower(2, part, 0.4))
+        found.hear(WINDOW * window, slower(2, part, 0.4))
     assert len(told) == 2, "it was well in between"
 
 
@@ -51,7 +51,7 @@ def test_a_rank_is_named_once_with_its_part_in_the_third_window(told: list[str],
         EQUAL,
         slower(1, 0, 0.19),  # within 1.2 times the median
         slower(1, 2, 0.09),  # not worth a twentieth of the window
-        [(3.0, 0.6, 0.0, 0.3, *[0.0] * 10)] * 4,
+        [(3.0, 0.6, 0.0, 0.3, *[0.0] * WINDOW)] * 4,
     ],
 )
 def test_ranks_that_are_alike_are_not_named(told: list[str], rows: list[tuple[float, ...]]) -> None:
@@ -71,40 +71,45 @@ def test_a_slow_window_now_and_then_is_nobodys_fault(told: list[str]) -> None:
 def test_words_are_the_seconds_since_the_last_ones_without_waits() -> None:
     meter = Meter()
     found = Stragglers(meter, ["h0", "h1"])
-    assert [found.words(step) for step in range(1, 10)] == [()] * 9
+    assert [found.words(step) for step in range(1, WINDOW)] == [()] * (WINDOW - 1)
     meter.clock.seconds.update(forward=3.0, backward=5.0, optimizer=1.0, outside=0.5)
     meter.waited("gather", 1.0)
     meter.waited("reduce", 2.0)
     meter.waited("rows", 0.25)
     meter.sum_seconds = 0.5
-    assert found.words(10) == (4.5, 0.75, 0.0, 0.5, *[0.0] * 9, 3.25)
+    assert found.words(WINDOW) == (4.5, 0.75, 0.0, 0.5, *[0.0] * (WINDOW - 1), 3.25)
     meter.clock.seconds["forward"] += 2.0
     meter.waited("gather", 0.5)
-    assert found.words(12) == ()
-    assert found.words(20) == (1.5, 0.0, 0.0, 0.0, 0.0, 0.5, *[0.0] * 8)
+    assert found.words(WINDOW + 2) == ()
+    assert found.words(2 * WINDOW) == (1.5, 0.0, 0.0, 0.0, 0.0, 0.5, *[0.0] * (WINDOW - 2))
     meter.reset_seconds()
     meter.clock.seconds.clear()
-    assert found.words(30) == (0.0,) * 14, "the meter began anew"
+    assert found.words(3 * WINDOW) == (0.0,) * (4 + WINDOW), "the meter began anew"
 
 
 def waiting(*waits: float) -> list[tuple[float, ...]]:
     """Ranks of which each waited so long in each step; a window takes two seconds."""
-    return [(0.1, 0.1, 0.0, 0.1, *[each] * 10) for each in waits]
+    return [(0.1, 0.1, 0.0, 0.1, *[each] * WINDOW) for each in waits]
 
 
 def test_a_link_for_which_all_wait_at_once_is_named_and_no_rank(told: list[str]) -> None:
     found = Stragglers(Meter(), ["h0", "h1"])
     for window in range(1, 6):
-        found.hear(10 * window, waiting(0.15, 0.11))
+        found.hear(WINDOW * window, waiting(1.5 / WINDOW, 1.1 / WINDOW))
         assert len(told) == (window >= 3)
     assert told == [
-        "step 30: steps wait for the link between h0 and h1: all ranks waited at once for 55% of the time of 10 steps, "
-        "the third time in a row."
+        f"step {3 * WINDOW}: steps wait for the link between h0 and h1: all ranks waited at once for 55% of the "
+        f"time of {WINDOW} steps, the third time in a row."
     ]
+
+
+def in_turn(first: int) -> tuple[float, ...]:
+    """A rank that waits in every other step."""
+    return (0.1, 0.1, 0.0, 0.1, *[0.27 if step % 2 == first else 0.0 for step in range(WINDOW)])
 
 
 def test_ranks_that_wait_for_each_other_in_turn_wait_for_no_link(told: list[str]) -> None:
     found = Stragglers(Meter(), ["h0", "h1"])
     for window in range(1, 9):
-        found.hear(10 * window, [(0.1, 0.1, 0.0, 0.1, *[0.19, 0.0] * 5), (0.1, 0.1, 0.0, 0.1, *[0.0, 0.19] * 5)])
+        found.hear(WINDOW * window, [in_turn(0), in_turn(1)])
     assert told == []

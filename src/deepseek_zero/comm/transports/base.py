@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...base.memory import HUGE_PAGE, private_pages
 from ..ids import CollectiveId
 
 POLL_SECONDS = 1.0  # how long a wait lasts before its caller is asked whether to go on
@@ -112,6 +113,8 @@ class CopyingTransport:
     device = torch.device("cpu")
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if self.device.type == "cpu" and numel * dtype.itemsize >= HUGE_PAGE:
+            return private_pages(numel, dtype)  # a pool's go back to the system after each step, and come again
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def is_read(self, tensor: Tensor) -> bool:
