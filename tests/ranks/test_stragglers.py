@@ -57,9 +57,9 @@ def lines_of(slow: int | None, where: str = "computing") -> list[str]:
 @pytest.mark.parametrize("where", ["computing", "outside"])
 def test_a_slow_rank_is_named_within_thirty_steps_with_what_it_did(where: str) -> None:
     found = lines_of(1, where)
-    assert [f"step {WINDOWS * WINDOW}: rank 1 is slow, and the others wait for it: {where} took" in each for each in found] == (
-        [True] if dist.get_rank() == 0 else []
-    )
+    assert [
+        f"step {WINDOWS * WINDOW}: rank 1 is slow, and the others wait for it: {where} took" in each for each in found
+    ] == ([True] if dist.get_rank() == 0 else [])
 
 
 @pytest.mark.ranks(3, hosts=3)
