@@ -34,6 +34,7 @@ from tests.hosts import hosts, run_ranks
 RESULTS = Path(__file__).parent / "results" / "codec_losses.md"
 RANKS, HOSTS, PORT, LAST, LR = 4, 2, 29410, 50, 3e-3
 GRADIENTS, WEIGHTS = {"zero_quantized_gradients": True}, {"zero_quantized_weights": True}
+DIFFERENCES = {"weights": {"bits": 4, "difference": True}, "gradients": {"bits": 4}}
 FLAT = "plain, in another order of sums"  # other bits, no other numbers: what rounding alone does after some steps
 CODECS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -42,6 +43,7 @@ CODECS: dict[str, dict[str, Any]] = {
     "int4 gradients": GRADIENTS,
     "int8 gradients": {"compression": {"gradients": {"bits": 8}}},
     "int8 weights, int4 gradients": {**WEIGHTS, **GRADIENTS},
+    "int4 gradients and differences, stage 2": {"stage": 2, "compression": DIFFERENCES},
     "int4 gradients, errors kept": {**GRADIENTS, "compression": {"gradients": {"error_feedback": "bf16"}}},
     "int4 gradients, LoCo": {**GRADIENTS, "zeropp_loco_param": {}},
     "AdamW without clipping": {"stage": 1},

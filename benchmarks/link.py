@@ -46,7 +46,8 @@ MIB = 1 << 20
 SHAPES = ((8 * MIB, 1), (MIB, 8), (64 * MIB, 1))  # bytes of a message, messages under way
 MOST_SECONDS = 2.0  # that a round may take at the rate
 PORT, ROUNDS, HOSTS = 29400, 5, 2
-COLLECTIVES_RATE, GATHERED, ROWS = "1gbit", 16 * MIB, 300  # elements of fp32; tables
+COLLECTIVES_RATE, GATHERED = "1gbit", 16 * MIB  # elements of fp32
+CHAINS, TABLES, TRIPS = 30, 20, 300  # tables of rows one behind another in a chain; bytes there and back
 
 
 def nothing(received: object) -> None:
@@ -159,7 +160,7 @@ def measure_collectives(rounds: int) -> None:
     mesh = Mesh(dp_shard=size, rank=rank)
     comm = Comm(torch.device("cpu")).lay_out(mesh)
     hosts_of = ByHost.over(comm.whole, *mesh.host_groups(size // HOSTS)) if size > HOSTS else None
-    full, gathers, rows = torch.zeros(GATHERED), [], []
+    full, gathers = comm.empty(GATHERED, torch.float32), []
     for turn in range(rounds + 1):
         full.chunk(size)[rank].fill_(turn + rank)
 
@@ -169,11 +170,15 @@ def measure_collectives(rounds: int) -> None:
 
         gathers.append(slowest(gather))
         assert all(bool((piece == turn + each).all()) for each, piece in enumerate(full.chunk(size)))
-    for _ in range(ROWS):
-        rows.append(slowest(lambda: comm.all_gather_rows(torch.zeros(4, dtype=torch.float64), "verdict")))
-    trip = round_trip(rank, ROWS)
+
+    def tables() -> None:
+        for _ in range(TABLES):
+            comm.all_gather_rows(torch.zeros(4, dtype=torch.float64), "verdict")
+
+    rows = [slowest(tables) / TABLES for _ in range(CHAINS)]
+    trip = round_trip(rank, TRIPS)
     if rank == 0:
-        print(json.dumps([statistics.median(gathers[1:]), statistics.median(rows[ROWS // 10 :]), trip]), flush=True)
+        print(json.dumps([statistics.median(gathers[1:]), statistics.median(rows), trip]), flush=True)
     dist.barrier()
 
 

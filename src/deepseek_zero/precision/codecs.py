@@ -108,13 +108,14 @@ class Blocks:
         codes, scales = self._parts(message)
         codes, scales = codes[start * self.bits // 8 :], scales[start // self.block :]
         widens, packs = values.dtype != torch.float32, self.bits == 4
-        rounded, wide, packed, small = self._tiles(scratch, 1, widens, packs * 0.5, 2 / self.block)
+        rounded, packed, small = self._tiles(scratch, 1, packs * 0.5, 2 / self.block)
         for start in range(0, values.numel(), rounded.numel()):
             stop = min(start + rounded.numel(), values.numel())
-            tile = wide[: stop - start].copy_(values[start:stop]) if widens else values[start:stop]
-            rows, scale = tile.view(-1, self.block), scales[start // self.block : stop // self.block]
+            tile, work = values[start:stop], rounded[: stop - start]
+            rows = (work.copy_(tile) if widens else tile).view(-1, self.block)
+            scale = scales[start // self.block : stop // self.block]
             is_lost = self._scale(rows, scale, small)
-            quotients = torch.mul(rows, small[: scale.numel()].unsqueeze(1), out=rounded[: stop - start].view_as(rows))
+            quotients = torch.mul(rows, small[: scale.numel()].unsqueeze(1), out=work.view_as(rows))
             if is_lost is not None:
                 quotients.masked_fill_(
                     is_lost.unsqueeze(1), 0.0
