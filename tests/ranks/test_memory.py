@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import deepseek_zero
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.engine.memory import predicted_bytes
 from deepseek_zero.planner.plan import Machine, plan_model
@@ -25,6 +26,7 @@ from tests.reference import MakeOptimizer
 from tests.training import ALL, Run, assert_is_sharded, start_engine, train_step
 
 STEPS = 3
+ADAMW: dict[str, Any] = {"optimizer": {"type": "AdamW"}}
 
 
 def added_bytes(before: dict[int, int]) -> int:
@@ -60,6 +62,31 @@ def test_the_plans_prediction_is_the_sum_over_all_live_storages(ranks: int, stag
     engine = assert_prediction_holds(Run(stage, dtype, optimizer="adamw"))
     if stage == 3:
         assert_is_sharded(engine)
+
+
+@pytest.mark.ranks("ranks", hosts=2)
+@pytest.mark.parametrize(
+    ("ranks", "stage", "overlap", "tier", "bucket"),
+    [
+        (2, 0, True, "none", ALL),
+        (2, 1, True, "none", 2048),
+        (2, 2, True, "cpu", 2048),
+        (2, 3, False, "none", ALL),
+        (2, 3, True, "none", ALL),
+        (4, 2, True, "none", ALL),
+        (4, 3, True, "nvme", 2048),
+    ],
+)
+def test_the_prediction_holds_between_hosts_where_two_units_are_added_up_at_once(
+    ranks: int, stage: int, overlap: bool, tier: str, bucket: int
+) -> None:
+    run = Run(stage, "bf16", accumulation=2, optimizer="adamw", overlap=overlap, tier=tier, bucket=bucket)
+    engine = assert_prediction_holds(run)
+    plan = engine.runtime.plan
+    assert plan.machine.most_reductions == engine.runtime.executor.most_reductions == 2
+    elsewhere = deepseek_zero.plan(Gpt(), run.config() | ADAMW, ranks=ranks, rank=dist.get_rank(), hosts=2)
+    assert elsewhere.machine == plan.machine
+    assert elsewhere.bytes_by_state() == plan.bytes_by_state()
 
 
 AXES = {

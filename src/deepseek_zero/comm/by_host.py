@@ -54,21 +54,19 @@ class ByHost:
 
         Collective within the lane, of both groups.
         """
-        places, hosts, here = self.near.size, self.across.size, self.across.rank
-        slices, by_host = full.chunk(places * hosts), full.chunk(hosts)
+        places, hosts = self.near.size, self.across.size
+        slices = full.chunk(places * hosts)
         mine = [slices[host * places + self.near.rank] for host in range(hosts)]
 
         def fetch() -> Pending:
-            return self.across.exchange([mine[here]] * hosts, mine, lane, what, kind=kind)
+            return self.across.exchange([mine[self.across.rank]] * hosts, mine, lane, what, kind=kind)
 
-        def spread(which: Sequence[int]) -> Pending:
-            return all_of([self.near.all_gather(by_host[host], lane, what, kind=NEAR + kind) for host in which])
+        def spread() -> Pending:
+            kinds = NEAR + kind
+            return all_of([self.near.all_gather(each, lane, what, kind=kinds) for each in full.chunk(hosts)])
 
         fetched = self._queue("across", lane).add(DONE, fetch)
-        # What this host has itself goes round while the rest is on its way.
-        own = self._queue("near", lane).add(DONE, lambda: spread([here]))
-        rest = self._queue("near", lane).add(fetched, lambda: spread([host for host in range(hosts) if host != here]))
-        return all_of([own, rest])
+        return self._queue("near", lane).add(fetched, spread)
 
     def in_two_hops(self, near: Callable[[], Sequence[Pending]], across: Callable[[], Pending], lane: str) -> Pending:
         """Return a sum: first what `near` issues among the ranks of the host, then what `across` issues behind it.

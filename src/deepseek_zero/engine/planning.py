@@ -58,6 +58,7 @@ def plan_run(
         replicas_read_in_place=near,
         near_read_in_place=comm.would_read_in_place(inside),
         far_read_in_place=comm.would_read_in_place(across),
+        spans_hosts=comm.shard.far_size > 0,
     )
     if not TierChoices.of(settings, placement, mesh.device).are_open:
         return say_uncoded(plan_shape(shape, settings, mesh, machine, update, placement))

@@ -22,7 +22,7 @@ from ..base.device import CPU, default_device, has_fast_bf16
 from ..base.errors import UsageError, shown
 from ..base.given import refuse, whole_number
 from ..base.log import log_once
-from ..base.mesh import Mesh, current_mesh
+from ..base.mesh import SHARD_AXES, Mesh, current_mesh
 from ..comm.channel import listening_variables
 from ..comm.store import launchers_store
 from ..config import Facts, RawConfig, choose_source, resolve
@@ -283,11 +283,22 @@ def plan(
         own = on_meta(model)
         parts = plan_large_layers(chosen, own, parts)
         shape = read_model(own, settings)
-    near = hosts == 1 and axes.device.type == "cpu" and settings.transport != "gloo"
-    budgets = stated_budgets(settings, placement, axes.device)
-    in_place = near and axes.shard_size > 1
-    machine = Machine(in_place, budgets, near and axes.dp_replicate > 1, in_place, in_place)
     settings = with_order_of_sums(settings, axes, ranks // hosts if hosts > 1 and ranks % hosts == 0 else 1)
-    settings = with_useful_copies(settings, axes, in_place=in_place)
+    per_host, shard = -(-ranks // hosts), axes.ranks_along(*SHARD_AXES)
+    shares = axes.device.type == "cpu" and settings.transport != "gloo"
+
+    def in_place(members: Sequence[int]) -> bool:
+        return shares and len(members) > 1 and members[0] // per_host == members[-1] // per_host
+
+    inside, across = axes.hosts_of(settings.ranks_per_host or 1)
+    machine = Machine(
+        in_place(shard),
+        stated_budgets(settings, placement, axes.device),
+        replicas_read_in_place=in_place(axes.ranks_along("dp_replicate")),
+        near_read_in_place=in_place(inside),
+        far_read_in_place=in_place(across),
+        spans_hosts=shard[0] // per_host != shard[-1] // per_host,
+    )
+    settings = with_useful_copies(settings, axes, in_place=machine.reads_in_place)
     found = plan_shape(shape, settings, axes, machine, update_of(chosen, parts, axes.device), placement)
     return pieces.added_to(found)

@@ -36,7 +36,8 @@ class Machine:
     reads_in_place: ranks of one host read each other's memory, so that a gather lends no buffer;
     replicas_read_in_place: so do the ranks that hold the same slices; near_read_in_place, far_read_in_place: where sums
     are formed by host, those of a host, and those with one place on their hosts.  budgets: bytes of one
-    rank for states and buffers, by memory; asked where the settings leave open which memory is used.
+    rank for states and buffers, by memory; asked where the settings leave open which memory is used.  spans_hosts: the
+    ranks that share slices are on several hosts.
     """
 
     reads_in_place: bool = False
@@ -44,6 +45,14 @@ class Machine:
     replicas_read_in_place: bool = False
     near_read_in_place: bool = False
     far_read_in_place: bool = False
+    spans_hosts: bool = False
+
+    @property
+    def most_reductions(self) -> int:
+        """Return how many units' gradients are added up at once: between hosts the line would stand still while the
+        sum of one is formed and the next one is collected and coded.
+        """
+        return 2 if self.spans_hosts else 1
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,7 @@ class Plan:
             replicas_in_place,
             self.machine.near_read_in_place,
             self.machine.far_read_in_place,
+            self.machine.most_reductions,
         )
 
     def volume(self) -> StepVolume:

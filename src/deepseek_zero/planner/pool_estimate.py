@@ -42,6 +42,17 @@ class PoolLedger:
 
 
 @dataclass
+class _Reduction:
+    """The sum of one unit's gradients under way.  lent: buffers that end with it.  staged: of its groups, room for a
+    message, how many there are, how many are under way at once.
+    """
+
+    is_sum: bool
+    lent: list[Size] = field(default_factory=list)
+    staged: list[tuple[Size, int, int]] = field(default_factory=list)
+
+
+@dataclass
 class _StepReplay:
     """One micro-batch that ends a step, played through."""
 
@@ -55,13 +66,11 @@ class _StepReplay:
     replicas_in_place: bool = False  # ranks that hold the same slices read each other's memory
     near_in_place: bool = False  # so do those of a host, where sums are formed by host
     far_in_place: bool = False  # and those with one place on their hosts
+    most_reductions: int = 1  # under way at once
     ledger: PoolLedger = field(default_factory=PoolLedger)
-    is_reducing: bool = False
-    in_flight: list[Size] = field(default_factory=list)  # buffers that end with the reduction under way
+    in_flight: deque[_Reduction] = field(default_factory=deque)
     coded: dict[int, list[Size]] = field(default_factory=dict)  # by unit: messages of its weights, until it is used
     all_reducing: list[Size] = field(default_factory=list)  # buffers of the sum over replicas under way
-    # Of its groups: room for a message, how many there are, how many are under way at once.
-    staged: list[tuple[Size, int, int]] = field(default_factory=list)
     outgoing: list[Size] = field(default_factory=list)  # the last message's, on its way until the next one is
 
     def play(self, schedule: Schedule) -> None:
@@ -84,7 +93,7 @@ class _StepReplay:
                     self._reduce(unit)
                 case ActionKind.ALL_REDUCE if unit.trained:
                     self._all_reduce(unit)
-        self._wait_in_flight()
+        self._wait_for_all()
         self.ledger.give(self.outgoing)
         self.outgoing = []
         self._send_differences()
@@ -103,7 +112,7 @@ class _StepReplay:
 
     def _all_reduce(self, unit: UnitPlan) -> None:
         """The sum over replicas, two units under way at a time."""
-        self._wait_in_flight()
+        self._wait_for_all()
         taken = [size for group in unit.trained for size in self._outer(group)]
         self.ledger.take([*taken, self.scratch])
         self.ledger.give([*self.all_reducing, self.scratch])
@@ -154,22 +163,24 @@ class _StepReplay:
         return wire.dtype, wire.length(group.padded_numel)
 
     def _reduce(self, unit: UnitPlan) -> None:
-        self._wait_in_flight()
-        self.is_reducing = any(group.ranks > 1 or _is_cut(group) for group in unit.trained)
+        if len(self.in_flight) >= self.most_reductions:
+            self._wait_for_first()
+        reduction = _Reduction(any(group.ranks > 1 or _is_cut(group) for group in unit.trained))
+        self.in_flight.append(reduction)
         for group in unit.trained:
             held = [(group.summand_dtype, group.padded_numel)] if _is_cut(group) else []  # taken in backward
             taken = [self._travel(group)] if self._is_copied(group) else []
             under_way = self._messages(group).in_flight
             taken += self._rooms(group) * under_way
             self.ledger.take(taken)
-            self.in_flight += held + taken
+            reduction.lent += held + taken
             if self._is_staged(group):
-                self.staged.append((*self._staging(group), under_way))
-                self.ledger.take([self.staged[-1][0]] * under_way)
+                reduction.staged.append((*self._staging(group), under_way))
+                self.ledger.take([reduction.staged[-1][0]] * under_way)
             if group.ranks == 1:
-                self._send()  # nothing to wait for
+                self._send(reduction)  # nothing to wait for
         if not self.settings.overlap:
-            self._wait_in_flight()
+            self._wait_for_all()
 
     def _messages(self, group: GroupPlan) -> Messages:
         """How the sum of one group's gradients is cut."""
@@ -206,22 +217,26 @@ class _StepReplay:
             far_in_place=self.far_in_place,
         )
 
-    def _wait_in_flight(self) -> None:
-        if self.is_reducing:
+    def _wait_for_all(self) -> None:
+        while self.in_flight:
+            self._wait_for_first()
+
+    def _wait_for_first(self) -> None:
+        reduction = self.in_flight.popleft()
+        if reduction.is_sum:
             self.ledger.take([self.scratch])
             self.ledger.give([self.scratch])
-        self._send()
-        self.ledger.give(self.in_flight)
-        self.in_flight, self.is_reducing = [], False
+        self._send(reduction)
+        self.ledger.give(reduction.lent)
 
-    def _send(self) -> None:
+    def _send(self, reduction: _Reduction) -> None:
         """Sums are made and cross, message by message; each has its room until the next is on its way."""
-        for size, messages, under_way in self.staged:
+        for size, messages, under_way in reduction.staged:
             for number in range(messages):
                 self.ledger.give(self.outgoing)
                 self.outgoing = [size]
                 self.ledger.take([size] if number + under_way < messages else [])  # the first when it all began
-        self.staged = []
+        reduction.staged = []
 
 
 def gathered_size(group: GroupPlan) -> Size:
@@ -258,13 +273,15 @@ def pool_buffers(
     replicas_in_place: bool = False,
     near_in_place: bool = False,
     far_in_place: bool = False,
+    most_reductions: int = 1,
 ) -> Counter[Size]:
     """Buffers the pool holds after two training steps, by size: the first walks units as declared, later ones as
     agreed.
 
     agreed: the schedule in force, None where nothing has been recorded yet.  in_place: all ranks are on one host and
     read each other's memory.  replicas_in_place: as `in_place`, of the ranks that hold the same slices.  near_in_place,
-    far_in_place: of those of a host, and those with one place on their hosts.
+    far_in_place: of those of a host, and those with one place on their hosts.  most_reductions: of units, under way at
+    once.
     In a world of one nothing is lent but for states that rest in other memories, or as codes.
     """
     groups = [group for unit in units for group in unit.groups]
@@ -287,6 +304,7 @@ def pool_buffers(
             replicas_in_place,
             near_in_place,
             far_in_place,
+            most_reductions,
         )
         player.play(schedule)
         most |= player.ledger.peak

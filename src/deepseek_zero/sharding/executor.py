@@ -204,12 +204,21 @@ class Updates(Protocol):
 
 
 class Executor:
-    """Runs the program of one wrapped model.  updates: the optimizer, held weakly; None where nothing is updated."""
+    """Runs the program of one wrapped model.  updates: the optimizer, held weakly; None where nothing is updated.
+    most_reductions: of units, under way at once.
+    """
 
     def __init__(
-        self, units: Sequence[Unit], settings: PlanSettings, schedule: Schedule, comm: Comm, queue: OrderedIssueQueue
+        self,
+        units: Sequence[Unit],
+        settings: PlanSettings,
+        schedule: Schedule,
+        comm: Comm,
+        queue: OrderedIssueQueue,
+        most_reductions: int = 1,
     ) -> None:
         self.units, self.settings, self.comm, self.issue_queue = list(units), settings, comm, queue
+        self.most_reductions = most_reductions
         self.updates: Callable[[], Updates | None] = lambda: None
         tuner = Tuner(settings, [unit.numel for unit in units], comm)
         self.tuner = tuner if tuner.knobs else None  # None: no size is open
@@ -225,7 +234,7 @@ class Executor:
         self.late: set[int] = set()  # units with gradients that came after their sum
         self._ends_step = True  # the backward under way does what is done once a step
         self._reduced = 0  # reductions of this backward that have been started
-        self._in_flight: Unit | None = None
+        self._in_flight: deque[Unit] = deque()  # whose reductions are under way
         self._apart: Unit | None = None
         self._follow(schedule)
 
@@ -542,8 +551,9 @@ class Executor:
                 unit.expected = set(unit.arrived)
 
     def wait_for_reduce(self) -> None:
-        """Wait for the reduction in flight."""
-        self._after_reduce(self._wait_in_flight())
+        """Wait for the reductions in flight."""
+        while self._in_flight:
+            self._after_reduce(self._wait_for_first())
 
     def _reduce_next(self) -> Unit:
         unit = self.units[self.reduces[self._reduced]]
@@ -552,25 +562,23 @@ class Executor:
         return unit
 
     def _reduce(self, unit: Unit) -> None:
-        landed = self._wait_in_flight()
+        landed = self._wait_for_first() if len(self._in_flight) >= self.most_reductions else None
         unit.reduce_grads()
         unit.reduced_in_backward = True
-        self._in_flight = unit
-        self._after_reduce(landed)  # when the next one is on its way, since other ranks wait for that
+        self._in_flight.append(unit)
+        if landed is not None:
+            self._after_reduce(landed)  # when the next one is on its way, since other ranks wait for that
         if not self.settings.overlap:
             self.wait_for_reduce()
 
-    def _wait_in_flight(self) -> Unit | None:
-        """Wait for the reduction in flight; whose it was."""
-        landed = self._in_flight
-        if landed is not None:
-            landed.wait_for_reduce()
-            self._in_flight = None
-        return landed
+    def _wait_for_first(self) -> Unit:
+        """Wait for the first of the reductions in flight; whose it was."""
+        self._in_flight[0].wait_for_reduce()
+        return self._in_flight.popleft()
 
-    def _after_reduce(self, landed: Unit | None) -> None:
+    def _after_reduce(self, landed: Unit) -> None:
         """Run the U behind an S, unless it stands behind an A."""
-        if landed is not None and landed.number not in self.all_reduces:
+        if landed.number not in self.all_reduces:
             self._update(landed)
 
     def _update(self, unit: Unit) -> None:

@@ -115,7 +115,8 @@ class Runtime:
         self.backwards = 0  # finished since the last step
         self.has_gradients = False  # a backward has brought one since they were dropped
         self.is_graphless = False  # a loss without a graph was given since the last step
-        self.executor = Executor(units, plan.settings, plan.schedule, self.comm, comm_ctx.issue_queue)
+        most_reductions = plan.machine.most_reductions
+        self.executor = Executor(units, plan.settings, plan.schedule, self.comm, comm_ctx.issue_queue, most_reductions)
         self.forward = Forward(self)
         self._backward_id = -1
         for group in self.groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,6 +45,15 @@ def test_sharded_gradients_need_two_partial_ones_as_well_while_one_is_on_its_way
     assert pool_buffers(*units_of(2, ranks=3)) == {SCRATCH: 1, **inboxes, **partials}
     partials[FP32, 3 * 2048] = 1
     assert pool_buffers(*units_of(2, ranks=3, overlap=False)) == {SCRATCH: 1, **inboxes, **partials}
+
+
+def test_between_hosts_two_units_are_on_their_way() -> None:
+    units, settings = units_of(2, ranks=3, blocks=4)
+    inboxes = {(FP32, 2 * 1024): 1, (FP32, 2 * 2048): 2}
+    partials = {(FP32, 3 * 1024): 1, (FP32, 3 * 2048): 3}
+    assert pool_buffers(units, settings, most_reductions=2) == {SCRATCH: 1, **inboxes, **partials}
+    settings = replace(settings, overlap=False)
+    assert pool_buffers(units, settings, most_reductions=2) == pool_buffers(units, settings), "none is"
 
 
 def test_stage_3_gathers_into_buffers_of_the_same_sizes() -> None:

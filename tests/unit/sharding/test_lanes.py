@@ -57,9 +57,11 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank)) * 10.0**rank
 
 
-def start(rank: Rank, **settings: Any) -> tuple[Routed, Runtime]:
+def start(rank: Rank, most_reductions: int = 1, **settings: Any) -> tuple[Routed, Runtime]:
     model = Routed()
-    return model, sharded(rank, model, unit_names=("Block",), **{"stage": 3, "ahead_numel": 1000, **settings})
+    runtime = sharded(rank, model, unit_names=("Block",), **{"stage": 3, "ahead_numel": 1000, **settings})
+    runtime.executor.most_reductions = most_reductions
+    return model, runtime
 
 
 def assert_at_rest(runtime: Runtime) -> None:
@@ -113,7 +115,12 @@ ROUTES: dict[str, tuple[Route, ...]] = {
     "twice at once": ((0, 1, 1, 2, 3, 4),) * 2,
     "twice with others between": ((0, 1, 2, 1, 3, 4, 0),) * 3,
 }
-WINDOWS = {"wide": {}, "none": {"window_numel": 0, "ahead_numel": 0}, "in turn": {"overlap": False, "window_numel": 0}}
+WINDOWS: dict[str, dict[str, Any]] = {
+    "wide": {},
+    "none": {"window_numel": 0, "ahead_numel": 0},
+    "in turn": {"overlap": False, "window_numel": 0},
+    "between hosts": {"most_reductions": 2, "window_numel": 0},
+}
 
 
 @pytest.mark.parametrize("routes", ROUTES.values(), ids=ROUTES)
