@@ -113,8 +113,8 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         "",
         f"Written by `benchmarks/chosen_codes.py` on {date.today()}: {CELL.name} ({CELL.shape.numel / 1e6:.1f}M",
         "parameters), stage 3, two hosts of one rank.  Milliseconds of a start and of a step, medians; times faster",
-        "than without codes; the rate that was measured at the start, as a share of the link's.  Measured beside other",
-        "work on the same two cores: compare within a table.",
+        "than without codes; the rate that was measured at the start, as a share of the link's.  Compare",
+        "within a table.",
     ]
     for rate, each in found.items():
         lines += ["", f"## {rate}", "", "| system | start | step | faster | measured |", "|---|---|---|---|---|"]

@@ -153,7 +153,7 @@ def last_address() -> str:
 
 
 def measure_collectives(rounds: int) -> None:
-    """Print, on rank 0, the median seconds of a gather and of a table of rows, and of a round trip."""
+    """Print, on rank 0, the median seconds of a gather, of a table of rows, of torch's sum, and of a round trip."""
     dz.init_distributed()
     torch.set_num_threads(1)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -175,10 +175,17 @@ def measure_collectives(rounds: int) -> None:
         for _ in range(TABLES):
             comm.all_gather_rows(torch.zeros(4, dtype=torch.float64), "verdict")
 
-    rows = [slowest(tables) / TABLES for _ in range(CHAINS)]
+    def sums() -> None:
+        for _ in range(TABLES):
+            dist.all_reduce(one)
+
+    one, rows, torchs = torch.zeros(1), [], []
+    for _ in range(CHAINS):
+        rows.append(slowest(tables) / TABLES)
+        torchs.append(slowest(sums) / TABLES)
     trip = round_trip(rank, TRIPS)
     if rank == 0:
-        print(json.dumps([statistics.median(gathers[1:]), statistics.median(rows), trip]), flush=True)
+        print(json.dumps([*map(statistics.median, (gathers[1:], rows, torchs)), trip]), flush=True)
     dist.barrier()
 
 
@@ -196,32 +203,32 @@ def run_on(pair: list[Host], rate: str, rounds: int) -> dict[str, float]:
     return found
 
 
-def collectives_on(pair: list[Host], each: int, rounds: int) -> tuple[float, float, float]:
+def collectives_on(pair: list[Host], each: int, rounds: int) -> list[float]:
     """Return what rank 0 measured with so many ranks on each of two hosts."""
     said = run_ranks("benchmarks.link", pair, PORT, ["--collectives", "--rounds", rounds], each=each, timeout=600)
-    gather, rows, trip = json.loads(said.splitlines()[-1])
-    return gather, rows, trip
+    found: list[float] = json.loads(said.splitlines()[-1])
+    return found
 
 
-def collectives_table(found: dict[int, tuple[float, float, float]]) -> list[str]:
+def collectives_table(found: dict[int, list[float]]) -> list[str]:
     """Return the lines of the second part; found: by ranks on a host."""
     lines = [
         "",
         f"A flat tensor of {4 * GATHERED // MIB} MiB gathered over {COLLECTIVES_RATE}, of which a host lacks a half",
-        "(goal: 300 ms), and a table of a row of every rank (goal: 1.5 round trips and 0.3 ms); the slowest rank's",
-        "time, medians.",
+        "(goal: 300 ms), and a table of a row of every rank (goal: 1.5 round trips and 0.3 ms), beside torch's sum of",
+        f"one number, {TABLES} one behind another; the slowest rank's time, medians.",
         "",
-        "| ranks | gather, ms | useful share | table of rows, ms | round trip, ms | goal, ms |",
-        "|---|---|---|---|---|---|",
+        "| ranks | gather, ms | useful share | table of rows, ms | torch's sum, ms | round trip, ms | goal, ms |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for each, (gather, rows, trip) in found.items():
+    for each, (gather, rows, torchs, trip) in found.items():
         share = 4 * GATHERED / HOSTS * 8 / bits_per_second(COLLECTIVES_RATE) / gather
-        times = f"{rows * 1e3:.2f} | {trip * 1e3:.3f} | {1.5e3 * trip + 0.3:.2f}"
+        times = f"{rows * 1e3:.2f} | {torchs * 1e3:.2f} | {trip * 1e3:.3f} | {1.5e3 * trip + 0.3:.2f}"
         lines.append(f"| {HOSTS} x {each} | {gather * 1e3:.0f} | {share:.1%} | {times} |")
     return lines
 
 
-def table(found: dict[str, dict[str, float]], collectives: dict[int, tuple[float, float, float]]) -> str:
+def table(found: dict[str, dict[str, float]], collectives: dict[int, list[float]]) -> str:
     """Return the page."""
     lines = [
         "# A limited link between two hosts",
