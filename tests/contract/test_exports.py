@@ -11,7 +11,7 @@ from pathlib import Path
 import deepseek_zero
 
 NAMES = Path(__file__).with_name("public_names.txt")
-MOST_IMPORT_SECONDS = 0.3
+MOST_OF_TORCHS_IMPORT = 0.3
 
 
 def test_the_public_names_are_the_pinned_ones() -> None:
@@ -41,11 +41,11 @@ def test_the_import_prints_nothing() -> None:
 
 
 def test_the_import_adds_little_to_that_of_torch() -> None:
-    # CPU seconds: with warm files they are the wall seconds of an idle machine, and other work does not show in them.
+    # CPU seconds, as other work does not show in them, against torch's own in the same process, as machines differ.
     # A collection walks torch's objects, whenever it comes: none of ours.
     code = (
-        "import gc, time, torch; gc.disable(); start = time.process_time(); import deepseek_zero; "
-        "print(time.process_time() - start)"
+        "import gc, time; gc.disable(); start = time.process_time(); import torch; middle = time.process_time(); "
+        "import deepseek_zero; print((time.process_time() - middle) / (middle - start))"
     )
-    seconds = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(3)]
-    assert statistics.median(seconds) < MOST_IMPORT_SECONDS, seconds
+    ratios = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(3)]
+    assert statistics.median(ratios) < MOST_OF_TORCHS_IMPORT, ratios

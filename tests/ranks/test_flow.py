@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import deepseek_zero
+from deepseek_zero.comm.ids import WORLD_LANE
 from tests.plain import (
     BACKWARD,
     LEARNING_RATE,
@@ -733,11 +734,16 @@ def test_engines_that_are_dropped_take_their_threads_along() -> None:
         engine.backward(loss_of(engine, here(), 0))
         engine.step()
 
+    def an_engine_is_waited_for() -> bool:
+        waits = [each.name for each in threading.enumerate() if each.name.startswith("deepseek-zero-wait-")]
+        return any(not name.startswith(f"deepseek-zero-wait-{WORLD_LANE}/") for name in waits)  # the world's stay
+
     def threads() -> int:
         gc.collect()
         deadline = time.monotonic() + 20
-        while time.monotonic() < deadline and any("deepseek-zero-wait" in each.name for each in threading.enumerate()):
+        while time.monotonic() < deadline and an_engine_is_waited_for():
             time.sleep(0.01)
+        assert not an_engine_is_waited_for()
         return len(os.listdir("/proc/self/task"))
 
     one_step()

@@ -20,7 +20,7 @@ from deepseek_zero.compat.deepspeed.module_stub import VERSION, inventory
 from deepseek_zero.compat.deepspeed.provided import PROVIDED
 
 SOURCE = str(Path(deepseek_zero.__path__[0]).parent)
-MOST_IMPORT_SECONDS = 0.3  # of CPU; 0.2 was measured
+MOST_OF_TORCHS_IMPORT = 0.3  # 0.18 was measured
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -169,12 +169,13 @@ def test_the_line_for_pythons_start_waits_for_its_switch() -> None:
 def test_the_import_adds_little_to_that_of_torch(tmp_path: Path) -> None:
     # accelerate asks for the engine's class in every unwrap_model; pydantic alone costs more than all of ours
     code = (
-        "import gc, sys, time, torch; gc.disable(); "  # a collection walks torch's objects, whenever it comes
-        "start = time.process_time(); from deepspeed import DeepSpeedEngine; "
-        "print(time.process_time() - start, *{'pydantic', 'rich', 'torch._dynamo'} & sys.modules.keys())"
+        "import gc, sys, time; gc.disable(); "  # a collection walks torch's objects, whenever it comes
+        "start = time.process_time(); import torch; middle = time.process_time(); "
+        "from deepspeed import DeepSpeedEngine; end = time.process_time(); "
+        "print((end - middle) / (middle - start), *{'pydantic', 'rich', 'torch._dynamo'} & sys.modules.keys())"
     )
     path = os.pathsep.join([str(dropin.DIRECTORY), SOURCE])
     compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}  # once, as an install does
     runs = [python(code, PYTHONPATH=path, **compiled).stdout.split() for _ in range(3)]
-    assert min(float(seconds) for seconds, *_ in runs) < MOST_IMPORT_SECONDS
+    assert min(float(ratio) for ratio, *_ in runs) < MOST_OF_TORCHS_IMPORT, runs
     assert not any(others for _, *others in runs)
