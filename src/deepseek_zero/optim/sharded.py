@@ -254,6 +254,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         scales = self.settings.max_norm > 0 or (self.scaler is not None and not self._holds_momenta)
         undoes = self.speculative is not None
         settings = update_settings_of(self.settings, optimizer, chosen, scales_grads=scales, undoes=undoes)
+        settings = replace(settings, crosses_hosts=self.runtime.machine.spans_hosts)
         ranges = [[shard.planned for shard in shards] for shards in self.shards_by_group]
         units = [unit.planned for unit in self.runtime.units]
         return UpdatePlan.of(settings, ranges, units, self.runtime.comm_ctx.pool.device)

@@ -323,6 +323,8 @@ def _plan(
     shape: ModelShape, settings: PlanSettings, mesh: Mesh, machine: Machine, update: UpdateSettings | None
 ) -> Plan:
     units = plan_units(shape, settings, mesh, update.uncut_names if update is not None else ())
+    if update is not None:
+        update = replace(update, crosses_hosts=machine.spans_hosts)
     return Plan(
         settings,
         mesh,
@@ -338,11 +340,10 @@ def declared_schedule(
     units: tuple[UnitPlan, ...], settings: PlanSettings, update: UpdateSettings | None = None
 ) -> Schedule:
     """Return the schedule of units that are used in the order the model declares them, and updated as `update` says."""
-    may_wait = update is not None and update.can_defer
     deferred = [
         number
         for number, unit in enumerate(units)
-        if may_wait and any(group.plan.can_defer_update for group in unit.trained)
+        if update is not None and any(update.defers(group.plan) for group in unit.trained)
     ]
     ahead = [number for number in deferred if update is not None and update.by_unit and number]
     return schedule_units(units, settings, deferred=deferred, ahead=ahead)

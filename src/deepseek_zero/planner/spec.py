@@ -159,12 +159,17 @@ class ShardPlan:
         return self.moments is not None and (self.moments.tier is not Tier.DEVICE or self.moments_format != "fp32")
 
     @property
-    def can_defer_update(self) -> bool:
-        """Whether nobody sees a weight without asking for it, since weights and moments rest elsewhere: the update
-        then may wait for the next forward.
-        """
+    def rests_elsewhere(self) -> bool:
+        """Whether weights and moments rest in another memory, so that nobody sees a weight without asking for it."""
         tiers = [spec.tier for spec in (self.weight, self.moments) if spec is not None]
         return Tier.DEVICE not in tiers
+
+    @property
+    def rests_in_slices(self) -> bool:
+        """Whether a rank has slices of every state, on the training device, so that nobody sees a weight without asking
+        for it.
+        """
+        return self.weight.placement is S and not self.is_offloaded and not self.delayed_update
 
     @property
     def delayed_grad(self) -> Spec | None:

@@ -40,7 +40,8 @@ class UpdateSettings:
 
     optimizer: its class; `moments_for` knows what it keeps.  tile_numel: elements per optimizer call.  scales_grads:
     gradients may be clipped or unscaled.  can_defer: updates may wait for the next forward.  by_unit: tiles end where
-    units do, since some units are updated in backward.  undo_bytes: for what undoes such updates.
+    units do, since some units are updated in backward.  undo_bytes: for what undoes such updates.  crosses_hosts: the
+    ranks that share slices are on several hosts.
     """
 
     optimizer: str
@@ -50,6 +51,14 @@ class UpdateSettings:
     can_defer: bool = True
     by_unit: bool = False
     undo_bytes: int = 0
+    crosses_hosts: bool = False
+
+    def defers(self, plan: ShardPlan) -> bool:
+        """Return whether a group's update waits for the next forward: its states travel meanwhile, between memories, or
+        as the gathers of the units before it between hosts.
+        """
+        far = self.crosses_hosts and not self.by_unit
+        return self.can_defer and (plan.rests_elsewhere or (far and plan.rests_in_slices))
 
     @property
     def uncut_names(self) -> frozenset[str]:
@@ -137,7 +146,7 @@ def tile_order(
     for _, chunk in itertools.groupby(flat, key=lambda each: (id(each[1].group), each[1].start // settings.tile_numel)):
         bundle = list(chunk)
         group = bundle[0][1].group
-        if settings.can_defer and group.plan.can_defer_update:
+        if settings.defers(group.plan):
             later.setdefault(unit_of[id(group)] if settings.by_unit else EVERY_UNIT, []).append(bundle)
         else:
             now.append(bundle)

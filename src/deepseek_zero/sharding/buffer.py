@@ -41,12 +41,15 @@ class Pool:
     """Lends flat tensors by (dtype, numel) and takes them back; counts what it has allocated.
 
     scratch_numel: elements of fp32 in which sums over ranks and codecs work; None: as many as sums alone need.
+    keeps_pages: the ranks that share slices are on several hosts, so that a step has more buffers, of messages and of
+    what is gathered, and having all of their pages again takes it longer than coding what they carry.
     """
 
     device: torch.device
     comm: Comm
     budget: DeviceBudget = field(default_factory=DeviceBudget)
     scratch_numel: int | None = None
+    keeps_pages: bool = False
     _idle: dict[tuple[torch.dtype, int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     allocated_bytes: int = 0
 
@@ -77,6 +80,8 @@ class Pool:
 
     def return_pages(self) -> None:
         """Return the pages of large idle buffers to the system until they are lent again, on the CPU, after a step."""
+        if self.keeps_pages:
+            return
         for tensor in filter(has_pages_to_return, self.idle()):
             self.comm.wait_until_read(tensor)
             return_pages(tensor)
@@ -152,6 +157,7 @@ class FlatBuffer:
         Offloaded ones are fetched as by `elements`; whoever knows that they are not offloaded takes `memory`.
         """
         if self.extent is None and self.spec.rests_as is None:  # as `_is_plain`, which is a call; this one is frequent
+            self.guard.before_read()
             return self.memory
         return self.elements(0, self.numel)
 
@@ -181,10 +187,8 @@ class FlatBuffer:
         """
         if self.spec.rests_as is not None:
             return self._decoded(self.spec.rests_as, low, high)
-        if self.extent is None:
-            return self.memory[low:high]
         self.guard.before_read()
-        return self.extent.write(low, high)
+        return self.memory[low:high] if self.extent is None else self.extent.write(low, high)
 
     def write(self, low: int, high: int) -> Tensor:
         """Return a view as `elements` does, to be written: a save behind the training has copied the old values by
@@ -213,8 +217,6 @@ class FlatBuffer:
 
     def read(self, low: int, high: int) -> Tensor:
         """Return a view as `elements` does, to be read only: a disk need not store it again."""
-        if self._is_plain:
-            return self.memory[low:high]
         if self.extent is None:
             return self.elements(low, high)
         self.guard.before_read()
@@ -222,6 +224,8 @@ class FlatBuffer:
 
     def read_now(self, low: int, high: int) -> Tensor:
         """Return a view as `read` does, of the values as they are now, whatever update is pending."""
+        if self._is_plain:
+            return self.memory[low:high]
         return self.read(low, high) if self.extent is None else read_now(self.extent, low, high)
 
     @property

@@ -83,9 +83,9 @@ class Unit:
         return any(group.is_idle or not group.trainable for group in self.sharded)
 
     @property
-    def has_pending_update(self) -> bool:
-        """Return whether an update of a sharded weight is still pending."""
-        return any(group.guard.pending is not None for group in self.sharded)
+    def waits_for_states(self) -> bool:
+        """Return whether an update of a sharded weight is pending whose states come from another memory."""
+        return any(group.guard.pending is not None and group.plan.is_offloaded for group in self.sharded)
 
     @property
     def state(self) -> UnitState:
@@ -441,8 +441,9 @@ class Executor:
                 self.issue_queue.issue_all()
 
     def _gather_up_to(self, place: int) -> None:
-        """Run G and U up to a use.  Gathers beyond it stop before an update that is pending: that is made when its unit
-        is used, so that the states of the next tiles travel meanwhile.
+        """Run G and U up to a use.  Gathers beyond it stop before an update that waits for states: that is made when its
+        unit is used, so that the states of the next tiles travel meanwhile.  Where it is gathers that travel, an update
+        is made beside those before it.
         """
         assert self._walk is not None
         for index in range(self._reached, place + 1):
@@ -450,7 +451,7 @@ class Executor:
         self._reached = max(self._reached, place + 1)
         while self._to_gather:
             unit = self.units[self._to_gather[0]]
-            if unit.has_pending_update and self._walk.position[unit.number] > place:
+            if unit.waits_for_states and self._walk.position[unit.number] > place:
                 break
             self._to_gather.popleft()
             unit.unshard()  # which makes the update first

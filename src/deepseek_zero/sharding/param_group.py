@@ -352,8 +352,9 @@ class ParamGroup:
         """
         if not self.is_sharded or self.unsharded is not None or self.is_pinned:
             return DONE
-        if self.guard.pending is not None and self.weight.extent is not None:
-            self.weight.extent.pin()  # what the update writes stays in memory until it has been gathered
+        if self.guard.pending is not None:
+            if self.weight.extent is not None:
+                self.weight.extent.pin()  # what the update writes stays in memory until it has been gathered
             self.guard.pending.flush_group(self)
         self.unsharded = self.weight.lend_whole(self.comm_ctx.pool, self.plan.weight.wire)
         if self.secondary is not None:
@@ -1013,7 +1014,7 @@ class Gradient:
             self.guard.before_read()  # an update made ahead of its step goes with the gradient
             shard.extent.wait_for_copy()
             shard.extent.discard(0, shard.memory.numel())
-        elif shard is not None and has_pages_to_return(shard.memory):
+        elif shard is not None and not self.group.comm_ctx.pool.keeps_pages and has_pages_to_return(shard.memory):
             return_pages(shard.memory)
 
     def drop_buffers(self) -> None:

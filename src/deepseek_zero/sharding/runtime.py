@@ -104,7 +104,7 @@ class Runtime:
     """One wrapped model at work."""
 
     def __init__(self, model: nn.Module, units: list[Unit], comm_ctx: CommContext, plan: Plan) -> None:
-        self.model, self.units, self.settings = model, units, plan.settings
+        self.model, self.units, self.settings, self.machine = model, units, plan.settings, plan.machine
         self._planned = plan
         self.comm, self.comm_ctx = comm_ctx.world, comm_ctx
         self._phase = Phase.IDLE
@@ -115,7 +115,7 @@ class Runtime:
         self.backwards = 0  # finished since the last step
         self.has_gradients = False  # a backward has brought one since they were dropped
         self.is_graphless = False  # a loss without a graph was given since the last step
-        most_reductions = plan.machine.most_reductions
+        most_reductions = self.machine.most_reductions
         self.executor = Executor(units, plan.settings, plan.schedule, self.comm, comm_ctx.issue_queue, most_reductions)
         self.forward = Forward(self)
         self._backward_id = -1

@@ -40,7 +40,7 @@ def wrap_model(model: nn.Module, plan: Plan, comm: Comm, tiers: Tiers | None = N
     device = plan.mesh.device
     compare_ranks(model, plan, comm)
     tiers = tiers or Tiers()
-    pool = Pool(device, comm, tiers.budget, scratch_numel(plan.units, device))
+    pool = Pool(device, comm, tiers.budget, scratch_numel(plan.units, device), plan.machine.spans_hosts)
     settings = plan.settings
     divisor = (plan.mesh.reduce_size if settings.mean else 1.0) / predivide_of(settings, plan.mesh.reduce_size)
     comm_ctx = CommContext.over(comm, pool, settings.bucket_numel, divisor, tiers)
