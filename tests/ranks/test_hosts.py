@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import deepseek_zero
 from deepseek_zero.base.errors import PeerError, UsageError
@@ -22,6 +22,7 @@ from deepseek_zero.comm import context, measure
 from deepseek_zero.comm.measure import far_rate
 from deepseek_zero.engine import planning
 from deepseek_zero.engine.memory import predicted_volume
+from deepseek_zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.hosts import sent_from_here
 from tests.models import Gpt, batch_of, seeded
 from tests.reference import OPTIMIZERS, Reference
@@ -220,3 +221,53 @@ def test_the_configuration_says_where_ranks_listen() -> None:
     host, port = world._door.address
     assert host.startswith("10.77.0.") and 29710 <= port <= 29713
     engine.backward(engine(batch_of(0, 0, 0).tokens, batch_of(0, 0, 0).targets))
+
+
+def seen_after(engine: Any, way: str, folder: Path) -> list[Tensor]:
+    """What somebody sees who looks between a step and the next forward, in one of the ways there are."""
+    params = list(engine.module.parameters())
+    match way:
+        case "masters":
+            return [value for param in params if (value := safe_get_full_fp32_param(param)) is not None]
+        case "moments":
+            return [value for param in params if (value := safe_get_full_optimizer_state(param, "exp_avg")) is not None]
+        case "states":
+            return [entry["exp_avg"].clone() for entry in engine.optimizer.state.values()]
+        case "weights":
+            return [value.clone() for value in engine.state_dict().values()]
+        case "one weight":
+            with deepseek_zero.zero.GatheredParameters(params[2:3]):
+                return [params[2].detach().clone()]
+        case "written":
+            with deepseek_zero.zero.GatheredParameters(params[2:3], modifier_rank=0):
+                params[2].data.mul_(0.5)
+        case "evaluation":
+            with torch.no_grad():
+                batch = batch_of(9, 0, dist.get_rank())
+                return [engine(batch.tokens, batch.targets).clone()]
+        case "saved":
+            engine.save_checkpoint(folder, "here")
+            engine.load_checkpoint(folder, "here")
+    return []
+
+
+@pytest.mark.ranks(RANKS, hosts=2)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "way", ["masters", "moments", "states", "weights", "one weight", "written", "evaluation", "saved"]
+)
+def test_between_hosts_an_update_waits_for_the_next_forward_and_nobody_sees_that(
+    way: str, dtype: str, tmp_path: Path
+) -> None:
+    found, run = [], Run(3, dtype, accumulation=2, clipping=0.3, optimizer="adamw")
+    for waits in (True, False):
+        engine = start(replace(run, updates=(("pipeline", waits),)))
+        seen = []
+        for step in range(3):
+            losses = train_step(engine, run, step)
+            mine = any(group.gradient.is_deferred for group in engine.runtime.trained_groups)
+            assert dist.get_rank() > 0 or mine is waits  # the last rank has no more of this model than padding
+            seen += [*losses, *seen_after(engine, way, tmp_path / str(waits))]
+        found.append(seen + [value.clone() for value in engine.state_dict().values()])
+    assert len(found[0]) == len(found[1])
+    assert all(map(torch.equal, *found))

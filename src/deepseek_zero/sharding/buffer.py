@@ -394,7 +394,7 @@ def move(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: st
                 return _gather_codes(source.memory, source.spec.rests_as, target, comm_ctx, what)
             if source.extent is not None:
                 return _gather_offloaded(source, source.extent, target, comm_ctx, what)
-            return _all_gather(source.memory, target, comm_ctx, what)
+            return _all_gather(source.load(), target, comm_ctx, what)
         case Movement.REDUCE_SCATTER:
             return _reduce_scatter(source, target.load(), comm_ctx, what, add, target.extent)
         case Movement.ALL_REDUCE:
