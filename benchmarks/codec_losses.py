@@ -3,6 +3,7 @@
     python -m benchmarks.codec_losses                             # as root, half an hour on two cores
     python -m benchmarks.codec_losses --steps 60 --seeds 1        # a look
     python -m benchmarks.codec_losses --only OneBitAdam --only "AdamW without clipping"
+    python -m benchmarks.codec_losses --size 10m --steps 1000 --seeds 1 --only plain --only "int8 weights, int4 gradients"
 
 The hosts are namespaces of this machine (`tests/hosts.py`).  Every codec trains from the same weights on the same
 batches as plain communication, once for each seed; what is compared is the mean loss of the last 50 steps.  Two kinds
@@ -27,12 +28,16 @@ from matplotlib.figure import Figure
 import deepseek_zero as dz
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.report.plots import INK, save_figure, style_axes
-from examples.gpt import GPT, SIZES
+from examples.gpt import GPT, SIZES, GPTConfig
 from examples.text import Sampler, load_corpus
 from tests.hosts import hosts, run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "codec_losses.md"
 RANKS, HOSTS, PORT, LAST, LR = 4, 2, 29410, 50, 3e-3
+MODELS = {  # by size: its shape, and the learning rate that it takes
+    "main": (SIZES["main"], LR),
+    "10m": (GPTConfig(num_layers=6, width=384, num_heads=6, context=128), 1e-3),
+}
 GRADIENTS, WEIGHTS = {"zero_quantized_gradients": True}, {"zero_quantized_weights": True}
 DIFFERENCES = {"weights": {"bits": 4, "difference": True}, "gradients": {"bits": 4}}
 FLAT = "plain, in another order of sums"  # other bits, no other numbers: what rounding alone does after some steps
@@ -54,15 +59,16 @@ BOUND = 0.01  # nats per byte, of the seeds' mean
 ONE_BIT_BOUND = 0.02
 
 
-def train(codec: str, seed: int, steps: int) -> list[float]:
+def train(codec: str, seed: int, steps: int, size: str) -> list[float]:
     """The loss of each step, the mean of all ranks."""
     torch.manual_seed(seed)
+    shape, rate = MODELS[size]
     zero = CODECS[codec]
     if zero:  # every matrix is coded, however small the model
         zero = zero | {"compression": zero.get("compression", {}) | {"min_numel": 0}}
-    model = GPT(SIZES["main"])
+    model = GPT(shape)
     beta2 = 0.999 if codec in UNCLIPPED else 0.95  # a second moment that is frozen is to be a long mean
-    hypers: dict[str, Any] = {"lr": LR, "betas": [0.9, beta2], "weight_decay": 0.1}
+    hypers: dict[str, Any] = {"lr": rate, "betas": [0.9, beta2], "weight_decay": 0.1}
     if codec == "OneBitAdam":
         hypers["freeze_step"] = max(1, steps // 4)
     config = {
@@ -79,7 +85,7 @@ def train(codec: str, seed: int, steps: int) -> list[float]:
     }
     engine = dz.initialize(model=model, config=config)[0]
     mesh: Mesh = engine.mesh
-    sampler = Sampler(load_corpus().train, 1, SIZES["main"].context, seed)
+    sampler = Sampler(load_corpus().train, 1, shape.context, seed)
     losses = []
     for step in range(steps):
         tokens, targets = sampler.draw(step, mesh.rank)
@@ -94,21 +100,22 @@ def train(codec: str, seed: int, steps: int) -> list[float]:
     return [value / mesh.world_size for value in mean.tolist()]
 
 
-def be_a_rank(steps: int, seeds: int, only: list[str]) -> None:
+def be_a_rank(given: argparse.Namespace) -> None:
     """Train with every codec and seed, in turn; rank 0 prints a line of JSON for each."""
     torch.set_num_threads(1)
     dz.init_distributed()
-    for seed in range(seeds):
-        for codec in only or CODECS:
-            losses = train(codec, seed, steps)
+    for seed in range(given.seeds):
+        for codec in given.only or CODECS:
+            losses = train(codec, seed, given.steps, given.size)
             if dist.get_rank() == 0:
                 print(json.dumps([codec, seed, losses]), flush=True)
 
 
-def run(steps: int, seeds: int, only: list[str]) -> dict[str, list[list[float]]]:
+def run(given: argparse.Namespace) -> dict[str, list[list[float]]]:
     """By codec and seed, the losses of the steps."""
     with hosts(HOSTS) as pair:
-        arguments = ["--steps", steps, "--seeds", seeds, *(word for codec in only for word in ("--only", codec))]
+        arguments = ["--steps", given.steps, "--seeds", given.seeds, "--size", given.size]
+        arguments += [word for codec in given.only for word in ("--only", codec)]
         said = run_ranks("benchmarks.codec_losses", pair, PORT, arguments, each=RANKS // HOSTS)
     found: dict[str, list[list[float]]] = {}
     for line in said.splitlines():
@@ -122,15 +129,17 @@ def last(losses: list[float]) -> float:
     return statistics.fmean(losses[-LAST:])
 
 
-def table(found: dict[str, list[list[float]]], steps: int) -> str:
+def table(found: dict[str, list[list[float]]], steps: int, size: str) -> str:
     """The page."""
+    numel = sum(param.numel() for param in GPT(MODELS[size][0]).parameters())
+    name = "the main job's model" if size == "main" else "a larger model"
     plain = [last(losses) for losses in found.get("plain", found[next(iter(found))])]
     unclipped = [last(losses) for losses in found.get(UNCLIPPED[0], ())]
     noise = statistics.stdev(plain) if len(plain) > 1 else float("nan")
     lines = [
         "# What codes on the wire do to a training",
         "",
-        f"Written by `benchmarks/codec_losses.py` on {date.today()}: the main job's model (0.9M parameters) and text,",
+        f"Written by `benchmarks/codec_losses.py` on {date.today()}: {name} ({numel / 1e6:.1f}M parameters), the main job's text,",
         f"ZeRO-3, {RANKS} ranks on {HOSTS} hosts, {steps} steps, {len(plain)} seeds.  Losses are means of the last",
         f"{min(LAST, steps)} steps in nats per byte; between seeds the plain one varies by {noise:.3f} (standard",
         f"deviation).  Bound: {BOUND} above plain, mean of the seeds; OneBitAdam, frozen after a quarter of the steps,",
@@ -171,15 +180,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--size", choices=MODELS, default="main", help="of the model; default %(default)s")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--only", action="append", default=[], choices=[*CODECS], help="a codec; all if none is named")
     parser.add_argument("--as-rank", action="store_true", help="be one of the ranks")
     given = parser.parse_args()
     if given.as_rank:
-        be_a_rank(given.steps, given.seeds, given.only)
+        be_a_rank(given)
         return
-    found = run(given.steps, given.seeds, given.only)
-    given.out.write_text(table(found, given.steps), encoding="utf-8")
+    found = run(given)
+    given.out.write_text(table(found, given.steps, given.size), encoding="utf-8")
     draw(found, given.out.with_suffix(".png"))
     print(given.out.read_text(encoding="utf-8"))
 
