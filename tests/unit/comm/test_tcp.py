@@ -313,6 +313,35 @@ def test_silence_is_told_and_replaced_when_the_wire_is_back(
     assert told() == [(True, False)] * 2 + [(False, True)] * 2
 
 
+def test_of_a_payload_the_kernel_tells_when_much_of_it_is_here() -> None:
+    """A slow line would wake the thread for each packet."""
+    goes_on, reached = threading.Event(), threading.Event()
+
+    def half(data: bytes) -> bytes:
+        if sum(map(len, wire.passed)) > LARGE // 2:
+            reached.set()
+            goes_on.wait(PATIENCE)
+        return data
+
+    with two_ranks() as (first, second, wire):
+        link, sent, came = second.links[0], random(LARGE), torch.zeros(LARGE, dtype=torch.uint8)
+        wire.garble = half
+        waits = [first.start({1: (sent, sent[:0])}, cid(0)), second.start({0: (came[:0], came)}, cid(0))]
+        assert reached.wait(PATIENCE)
+        assert link.connection is not None
+        until_true(lambda: 1 < wakes_at(link) <= tcp.WAKE_BYTES, "it waits for much of the rest")
+        goes_on.set()
+        for wait in waits:
+            until(wait)
+        assert torch.equal(came, sent)
+        until_true(lambda: wakes_at(link) == 1, "it hears of every byte again")
+
+
+def wakes_at(link: tcp._Link) -> int:
+    assert link.connection is not None
+    return link.connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+
+
 def test_a_rank_that_ends_is_named_at_once_in_what_waits_for_it_and_what_comes_later() -> None:
     with two_ranks() as (first, second, _):
         tensor = random(LARGE)

@@ -50,6 +50,8 @@ ATTEMPT_SECONDS = 1.0  # of one attempt to reach it
 PAUSE_SECONDS = 0.2  # between attempts
 CONNECT_SECONDS = 30.0
 FAREWELL_SECONDS = 1.0  # for the others to receive what this rank sent last
+RECEIPT_SECONDS = 0.02  # that a receipt waits for a message to go with, where nobody waits for it
+WAKE_BYTES = 1 << 17  # of a payload, that have come before the thread that serves is woken for them
 _READ_AT_ONCE = 1 << 21  # bytes that are read before another connection's turn
 _GATHERED = 16  # messages written by one call
 _HEADER = struct.Struct("<BxxxIQQIIQQ")
@@ -173,12 +175,14 @@ class _Link:
     received: int = 0
     used: int = 0  # bytes of eager tensors that found their boxes
     owes_receipt: bool = False
+    is_waited_for: bool = False  # the receipt, by an exchange of the other's
     boxes: dict[int, _Box] = field(default_factory=dict)
     early: dict[int, bytes] = field(default_factory=dict)  # eager tensors without a box
     header: bytearray = field(default_factory=lambda: bytearray(HEADER_BYTES))
     into: memoryview = field(default_factory=lambda: memoryview(b""))  # the rest of what is being read
     reads: tuple[Kind, int, int, int, int, _Box | bytearray | None] | None = None  # a payload's kind, tag, ..., place
     crc: int = 0
+    wakes_at: int = 1  # bytes that have come before the kernel tells of them
 
     def expect_header(self) -> None:
         self.reads, self.into = None, memoryview(self.header)
@@ -294,13 +298,13 @@ class Links:
 
     def _send(self, link: _Link, view: memoryview, tag: int, exchange: _Exchange) -> None:
         size, is_ready = len(view), link.ready.pop(tag, False)
-        if size <= EAGER_BYTES and is_ready:
-            link.queue.append(_Frame(Kind.PIECE, tag, bytes(view), 0, size))
-            return
         if size <= EAGER_BYTES and link.eager_sent + size - link.eager_used <= EAGER_BUDGET:
             link.eager_sent += size
             link.eager.add(tag)
             link.queue.append(_Frame(Kind.EAGER, tag, bytes(view), 0, size))
+            return
+        if size <= EAGER_BYTES and is_ready:
+            link.queue.append(_Frame(Kind.PIECE, tag, bytes(view), 0, size))
             return
         exchange.left += 1
         if is_ready:
@@ -352,8 +356,8 @@ class Links:
 
     def _gather(self, link: _Link) -> bool:
         """Take the next messages to write; return whether there are any."""
-        if link.owes_receipt:
-            link.owes_receipt = False
+        if link.owes_receipt and (link.is_waited_for or link.queue):
+            link.owes_receipt = link.is_waited_for = False
             link.writing.append(_header(Kind.RECEIVED, link.received, offset=link.used))
         size = 0
         while link.resumed and link.queue and size < PIECE_BYTES and len(link.writing) < 2 * _GATHERED:
@@ -396,6 +400,7 @@ class Links:
             try:
                 count = link.connection.recv_into(link.into)
             except BlockingIOError:
+                self._wake_at(link, min(len(link.into), WAKE_BYTES) if link.reads is not None else 1)
                 return
             if not count:
                 raise ConnectionResetError("the other end closed the connection")
@@ -407,6 +412,16 @@ class Links:
             if not link.into:
                 for exchange in self._take_payload(link) if link.reads is not None else self._take_header(link):
                     exchange.end_one()
+
+    def _wake_at(self, link: _Link, nbytes: int) -> None:
+        """Have the kernel tell of what comes when it is so many bytes, all of which are sure to come: a slow line brings
+        a packet at a time, and a thread that is woken for each takes its core from the one that computes.
+        """
+        connection = link.connection
+        if connection is None or link.wakes_at == nbytes or isinstance(connection, ssl.SSLSocket):
+            return  # TLS may hold a part of them already
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+        link.wakes_at = nbytes
 
     def _take_header(self, link: _Link) -> Sequence[_Exchange]:
         """Act on a whole header; return the exchanges that lose one reason to wait."""
@@ -460,6 +475,7 @@ class Links:
         place.left -= length
         if place.left:
             return ()
+        link.is_waited_for = link.is_waited_for or kind is Kind.PIECE
         link.boxes.pop(tag, None)
         return (place.exchange,)
 
@@ -506,7 +522,8 @@ class Links:
     def _serve(self) -> None:
         looked = time.monotonic()
         while not self._is_closing:
-            events = self._poll.poll(BEAT_SECONDS)
+            owes = any(link.owes_receipt for link in self.links.values())
+            events = self._poll.poll(RECEIPT_SECONDS if owes else BEAT_SECONDS)
             with self._lock:
                 for descriptor, event in events:
                     if descriptor == self._wake:
@@ -515,6 +532,7 @@ class Links:
                     elif (link := self._of_descriptor.get(descriptor)) is not None:
                         self._look_at(link, event)
                 for link in self.links.values():
+                    link.is_waited_for = link.is_waited_for or not events
                     if link.connection is not None and not link.is_blocked:
                         self._write_or_break(link)
             if time.monotonic() - looked > BEAT_SECONDS / 2:
@@ -538,10 +556,12 @@ class Links:
                     _tell_silence(link, now)
                 if link.connection is None and link.generation:
                     self._start_recovery(link)  # should the last one have ended at the moment of the break
+                if link.wakes_at > 1:
+                    self._look_at(link, select.EPOLLIN)  # what a slow line has brought so far is a sign of life
                 if not link.resumed:
                     continue
                 if now - link.spoke >= BEAT_SECONDS and not link.is_blocked:
-                    link.owes_receipt = True
+                    link.owes_receipt = link.is_waited_for = True
                     self._write_or_break(link)
                 if now - link.heard > SILENT_SECONDS:
                     self._start_recovery(link)
@@ -581,7 +601,8 @@ class Links:
         if link.connection is not None:
             self._of_descriptor.pop(link.connection.fileno(), None)
             link.connection.close()
-        link.connection, link.resumed, link.is_blocked, link.owes_receipt = None, False, False, False
+        link.connection, link.resumed, link.is_blocked = None, False, False
+        link.owes_receipt, link.is_waited_for, link.wakes_at = False, False, 1
         link.writing.clear()
         link.expect_header()
 
