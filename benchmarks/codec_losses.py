@@ -3,7 +3,7 @@
     python -m benchmarks.codec_losses                             # as root, half an hour on two cores
     python -m benchmarks.codec_losses --steps 60 --seeds 1        # a look
     python -m benchmarks.codec_losses --only OneBitAdam --only "AdamW without clipping"
-    python -m benchmarks.codec_losses --size 10m --steps 1000 --seeds 1 --only plain --only "int8 weights, int4 gradients"
+    python -m benchmarks.codec_losses --size 10m --steps 1000 --seeds 1 --only plain --only "int4 gradients"
 
 The hosts are namespaces of this machine (`tests/hosts.py`).  Every codec trains from the same weights on the same
 batches as plain communication, once for each seed; what is compared is the mean loss of the last 50 steps.  Two kinds
@@ -135,13 +135,13 @@ def table(found: dict[str, list[list[float]]], steps: int, size: str) -> str:
     name = "the main job's model" if size == "main" else "a larger model"
     plain = [last(losses) for losses in found.get("plain", found[next(iter(found))])]
     unclipped = [last(losses) for losses in found.get(UNCLIPPED[0], ())]
-    noise = statistics.stdev(plain) if len(plain) > 1 else float("nan")
+    noise = f"{statistics.stdev(plain):.3f}" if len(plain) > 1 else "what one seed does not tell"
     lines = [
         "# What codes on the wire do to a training",
         "",
-        f"Written by `benchmarks/codec_losses.py` on {date.today()}: {name} ({numel / 1e6:.1f}M parameters), the main job's text,",
-        f"ZeRO-3, {RANKS} ranks on {HOSTS} hosts, {steps} steps, {len(plain)} seeds.  Losses are means of the last",
-        f"{min(LAST, steps)} steps in nats per byte; between seeds the plain one varies by {noise:.3f} (standard",
+        f"Written by `benchmarks/codec_losses.py` on {date.today()}: {name} ({numel / 1e6:.1f}M parameters), the main",
+        f"job's text, ZeRO-3, {RANKS} ranks on {HOSTS} hosts, {steps} steps, {len(plain)} seeds.  Losses are means of",
+        f"the last {min(LAST, steps)} steps in nats per byte; between seeds the plain one varies by {noise} (standard",
         f"deviation).  Bound: {BOUND} above plain, mean of the seeds; OneBitAdam, frozen after a quarter of the steps,",
         f"is compared with AdamW at stage 1, without clipping and with its second beta, 0.999; bound {ONE_BIT_BOUND}.",
         "",

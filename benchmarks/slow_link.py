@@ -10,8 +10,10 @@ processes and take turns, a step each; a figure is the median of the rounds, of 
 environment of its own (`--also`, names of benchmarks/systems) comes afterwards, in processes of its own.  Bytes are
 those that leave a host in a step, by its interface's counter, headers and all; neither they nor CPU time are counted
 for what comes afterwards.  A system's floor is the computation of a step that never talks, or its own bytes over the
-rate, whichever is longer.  With two ranks a host these are a machine's two cores shared by four, so that computation
-takes twice as long.  Leaves a table and a picture.
+rate, whichever is longer.  What this machine takes for a line of namespaces is no system's doing: two steps that never
+talk have the bytes of our plain step and of our codes pass between the hosts meanwhile, from buffer to buffer by two
+threads, and nothing done with them.  With two ranks a host these are a machine's two cores shared by four, so that
+computation takes twice as long.  Leaves a table and a picture.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,14 +36,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
+from torch import Tensor
 
 import deepseek_zero as dz
 from benchmarks.cells import CONTEXT, SEQUENCES_PER_RANK, Cell
 from benchmarks.launch import THREADS, deepspeed_environment
-from benchmarks.model import Batches, build_model
+from benchmarks.model import Batch, Batches, build_model
 from benchmarks.systems import SYSTEMS, ddp, floor, fsdp2
 from benchmarks.systems.common import Job, MakeModel, System, engine_settings, engine_step, seconds_of, take_a_core
 from benchmarks.worker import Task
+from deepseek_zero.precision.codecs import Blocks
 from deepseek_zero.report.plots import BLUE, INK, OTHER_COLOUR, save_figure, style_axes
 from tests.hosts import DEVICE, Host, bits_per_second, hosts, run_ranks, sent_from_here
 
@@ -54,6 +60,7 @@ TWICE = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}  # gat
 
 Build = Callable[[MakeModel, Job], System]
 FLOOR, PLAIN, BOTH, PEER = "never talking", "ours, stage 3", "ours, stage 3, int8 and int4", "FSDP2"
+BARE, BARE_CODES = "never talking, our plain bytes pass", "never talking, our codes pass"
 
 
 def ours(stage: int, zero: dict[str, Any], **others: Any) -> Build:
@@ -67,10 +74,47 @@ def ours(stage: int, zero: dict[str, Any], **others: Any) -> Build:
     return build
 
 
+def beside_bytes(per_element: float, port: int) -> Build:
+    """A step that never talks while so many bytes for each parameter pass between its two ranks, each way."""
+
+    def build(make_model: MakeModel, job: Job) -> System:
+        alone, nbytes = floor.build(make_model, job), int(per_element * job.cell.shape.numel)
+        if job.rank:
+            dist.barrier()
+            line = socket.create_connection((os.environ["MASTER_ADDR"], port))
+        else:
+            with socket.create_server(("", port)) as door:
+                dist.barrier()
+                line = door.accept()[0]
+        sent, came = bytearray(nbytes), bytearray(nbytes)
+
+        def step(batches: list[Batch]) -> list[Tensor]:
+            ways = [
+                threading.Thread(target=line.sendall, args=(sent,)),
+                threading.Thread(target=line.recv_into, args=(came, nbytes, socket.MSG_WAITALL)),
+            ]
+            for way in ways:
+                way.start()
+            losses = alone.step(batches)
+            for way in ways:
+                way.join()
+            return losses
+
+        return System(step)
+
+    return build
+
+
 def systems(each: int) -> dict[str, Build]:
     """By name; each: ranks on a host."""
+    weights, gradients = Blocks(8, 256).length(1 << 20) / 2**20, Blocks(4, 128).length(1 << 20) / 2**20
+    bare = {  # of what a rank sends the other of two: half of each state, weights once and gradients once
+        BARE: beside_bytes((2 + 2) / 2, PORT + 2),
+        BARE_CODES: beside_bytes((weights + gradients) / 2, PORT + 3),
+    }
     return {
         FLOOR: floor.build,
+        **(bare if each == 1 else {}),
         PLAIN: ours(3, {}, ranks_per_host=1) if each > 1 else ours(3, {}),
         **(by_host(each) if each > 1 else {}),
         "ours, stage 3, own sockets": ours(3, {}, transport="tcp"),

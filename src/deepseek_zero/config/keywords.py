@@ -151,7 +151,9 @@ class OffloadOptimizerKeywords(TypedDict, total=False):
     default: false).
     """
     pipeline: bool | Auto | None
-    """Update weights that are offloaded too when the next forward comes to them; the same bits."""
+    """Update weights that are offloaded too when the next forward comes to them, and between hosts sharded ones that
+    are not; the same bits.
+    """
     pipeline_read: bool | Auto | None
     """Read the next tiles while one is updated (DeepSpeed's default: false)."""
     pipeline_write: bool | Auto | None

@@ -100,7 +100,10 @@ class OffloadOptimizer(Section):
         needs={"zero_optimization.stage": 3, "zero_optimization.offload_optimizer.device": "cpu"},
     )
     pipeline: bool = effective(
-        True, "Update weights that are offloaded too when the next forward comes to them; the same bits.", example=False
+        True,
+        "Update weights that are offloaded too when the next forward comes to them, and between hosts sharded ones "
+        "that are not; the same bits.",
+        example=False,
     )
     pipeline_read: bool = effective(
         True, "Read the next tiles while one is updated (DeepSpeed's default: false).", example=False

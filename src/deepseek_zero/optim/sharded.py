@@ -16,6 +16,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 from zlib import crc32
@@ -601,20 +602,32 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             return
         for group in self.runtime.trained_groups:
             group.weights_changed()
-        self.updater.step_now(self.tiles.now, due)
-        # In unit order on every rank: a rank may own no shard of a group and still takes part in its gather.
-        pending: list[Pending] = []
-        differences: deque[Pending] = deque()  # few at a time: each has its message in a lent buffer
-        for unit in self.runtime.units:
-            for group in unit.trained:
-                if group.plan.sends_differences and len(differences) == MAX_IN_FLIGHT:
-                    differences.popleft().wait()
-                under_way = differences if group.plan.sends_differences else pending
-                under_way.append(group.refresh(unit.name, is_update=True))
-        for each in (*pending, *differences):
-            each.wait()
+        self._update_and_refresh(due)
         later = [tile for unit, tiles in self.tiles.later.items() if unit not in done for tile in tiles]
         self.updater.step_deferred(later, due)
+
+    def _update_and_refresh(self, due: Decision) -> None:
+        """Update what is not deferred, and bring it to all ranks that hold it whole: a group's weights are under way
+        while the next one is updated, unless they travel as differences, which keep the core busy themselves.
+
+        In unit order on every rank: a rank may own no shard of a group and still takes part in its gather.
+        """
+        pending: list[Pending] = []
+        differences: deque[Pending] = deque()  # few at a time: each has its message in a lent buffer
+        left = {shard.group for tile in self.tiles.now for _, shard in tile}
+        with closing(self.updater.step_now(self.tiles.now, due)) as updates:
+            for unit in self.runtime.units:
+                for group in unit.trained:
+                    while group in left or (left and group.plan.sends_differences):
+                        left -= next(updates)
+                    if group.plan.sends_differences and len(differences) == MAX_IN_FLIGHT:
+                        differences.popleft().wait()
+                    under_way = differences if group.plan.sends_differences else pending
+                    under_way.append(group.refresh(unit.name, is_update=True))
+            for _ in updates:  # to its end
+                pass
+        for each in (*pending, *differences):
+            each.wait()
 
     def finish(self) -> None:
         """Bring every state to where the last step leaves it: deferred updates run, speculative ones are undone.

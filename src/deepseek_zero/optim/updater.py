@@ -32,7 +32,7 @@ import inspect
 import itertools
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -572,6 +572,11 @@ class Decision:
         return (self.factor, self.number) == (other.factor, other.number) and _same(self.hypers, other.hypers)
 
 
+def _tiles_by_group(tiles: Iterable[Tile]) -> Counter[ParamGroup]:
+    """Return how many of these tiles have a part of each group."""
+    return Counter(group for tile in tiles for group in {shard.group for _, shard in tile})
+
+
 def hypers_of(optimizer: Optimizer) -> Hypers:
     """Return a copy of the hyper-parameters in force."""
     return [{key: _own(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -606,15 +611,18 @@ class Updater:
         self.updates = 0  # decided so far
         self.has_run = False  # so the optimizer has made its states
 
-    def step_now(self, tiles: Sequence[Tile], decision: Decision) -> None:
-        """Update these tiles now."""
+    def step_now(self, tiles: Sequence[Tile], decision: Decision) -> Generator[set[ParamGroup], None, None]:
+        """Update these tiles one after another; yield, behind each, the groups whose tiles have all been updated."""
         flow, done = TilePrefetcher(tiles, self._staged_states, self.settings), 0
+        left = _tiles_by_group(tiles)
         try:
             while (tile := flow.next()) is not None:
                 self._update(tile, decision)
                 flow.release(tile)
                 done += 1
-        except Exception:
+                left -= _tiles_by_group([tile])
+                yield {shard.group for _, shard in tile if not left[shard.group]}
+        except (Exception, GeneratorExit):  # the latter where what was yielded could not be used
             # A first tile that fails leaves split masters as they were; others are changed where they lie.
             in_place = any(shard.master.is_updated_in_place for tile in tiles for _, shard in tile)
             self._ended_halfway = done > 0 or in_place
@@ -628,9 +636,7 @@ class Updater:
             return
         self._tiles, self.has_run = TilePrefetcher(tiles, self._staged_states, self.settings), True
         self._decision = replace(decision, hypers=decision.hypers or hypers_of(self.inner))
-        self._tiles_left = Counter(
-            shard.group for tile in tiles for shard in {id(p.group): p for _, p in tile}.values()
-        )
+        self._tiles_left = _tiles_by_group(tiles)
         for group in self._tiles_left:
             group.gradient.defer()
             group.set_pending(self)

@@ -441,9 +441,9 @@ class Executor:
                 self.issue_queue.issue_all()
 
     def _gather_up_to(self, place: int) -> None:
-        """Run G and U up to a use.  Gathers beyond it stop before an update that waits for states: that is made when its
-        unit is used, so that the states of the next tiles travel meanwhile.  Where it is gathers that travel, an update
-        is made beside those before it.
+        """Run G and U up to a use.  Gathers beyond it stop before an update that waits for states: that is made when
+        its unit is used, so that the states of the next tiles travel meanwhile.  Where it is gathers that travel, an
+        update is made beside those before it.
         """
         assert self._walk is not None
         for index in range(self._reached, place + 1):

@@ -414,8 +414,9 @@ class Links:
                     exchange.end_one()
 
     def _wake_at(self, link: _Link, nbytes: int) -> None:
-        """Have the kernel tell of what comes when it is so many bytes, all of which are sure to come: a slow line brings
-        a packet at a time, and a thread that is woken for each takes its core from the one that computes.
+        """Have the kernel tell of what comes when it is so many bytes, all of which are sure to come.
+
+        A slow line brings a packet at a time, and a thread that is woken for each takes a core from what computes.
         """
         connection = link.connection
         if connection is None or link.wakes_at == nbytes or isinstance(connection, ssl.SSLSocket):
