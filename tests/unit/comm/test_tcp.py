@@ -337,6 +337,28 @@ def test_of_a_payload_the_kernel_tells_when_much_of_it_is_here() -> None:
         until_true(lambda: wakes_at(link) == 1, "it hears of every byte again")
 
 
+def test_nobody_waits_for_more_than_is_sure_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where reading ends since it is another connection's turn, what is left may be less than what is waited for."""
+    found: list[tuple[int, int]] = []
+    read = Links._read
+
+    def noted(links: Links, link: tcp._Link) -> None:
+        read(links, link)
+        found.append((link.wakes_at, len(link.into) if link.reads is not None else 1))
+
+    monkeypatch.setattr(tcp, "_READ_AT_ONCE", PIECE_BYTES // 3)
+    monkeypatch.setattr(Links, "_read", noted)
+    with two_ranks() as (first, second, _):
+        for place in range(5):
+            sent, came = random(LARGE), torch.zeros(LARGE, dtype=torch.uint8)
+            waits = [first.start({1: (sent, sent[:0])}, cid(place)), second.start({0: (came[:0], came)}, cid(place))]
+            for wait in waits:
+                until(wait)
+            assert torch.equal(came, sent)
+    assert any(at > 1 for at, _ in found)
+    assert all(at <= sure for at, sure in found)
+
+
 def wakes_at(link: tcp._Link) -> int:
     assert link.connection is not None
     return link.connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)

@@ -412,6 +412,7 @@ class Links:
             if not link.into:
                 for exchange in self._take_payload(link) if link.reads is not None else self._take_header(link):
                     exchange.end_one()
+        self._wake_at(link, 1)  # the rest is here already
 
     def _wake_at(self, link: _Link, nbytes: int) -> None:
         """Have the kernel tell of what comes when it is so many bytes, all of which are sure to come.
@@ -533,7 +534,7 @@ class Links:
                     elif (link := self._of_descriptor.get(descriptor)) is not None:
                         self._look_at(link, event)
                 for link in self.links.values():
-                    link.is_waited_for = link.is_waited_for or not events
+                    link.is_waited_for |= link.owes_receipt and not events
                     if link.connection is not None and not link.is_blocked:
                         self._write_or_break(link)
             if time.monotonic() - looked > BEAT_SECONDS / 2:
