@@ -6,7 +6,8 @@
     python -m benchmarks.slow_link --also deepspeed-3     # genuine DeepSpeed, once deepspeed_env has installed it
 
 The hosts are namespaces of this machine (`tests/hosts.py`); `tc tbf` limits their links.  All systems live in the same
-processes and take turns, a step each; a figure is the median of the rounds, of the slower rank.  What needs an
+processes and take turns, a step each; a figure is the median of the rounds, of the slower rank.  After the turns of
+all others a step finds nothing of its own in the caches, which no training does: `--in-a-row 2`.  What needs an
 environment of its own (`--also`, names of benchmarks/systems) comes afterwards, in processes of its own.  Bytes are
 those that leave a host in a step, by its interface's counter, headers and all; neither they nor CPU time are counted
 for what comes afterwards.  A system's floor is the computation of a step that never talks, or its own bytes over the
@@ -120,6 +121,7 @@ def systems(each: int) -> dict[str, Build]:
         "ours, stage 3, own sockets": ours(3, {}, transport="tcp"),
         "ours, stage 3, int8 weights": ours(3, WEIGHTS),
         BOTH: ours(3, ALL),
+        "ours, stage 3, int8 and int4, own sockets": ours(3, ALL, transport="tcp"),
         "ours, stage 2": ours(2, {}),
         "ours, stage 2, int4 and differences": ours(2, DIFFERENCES),
         "DDP": ddp.build,
@@ -152,6 +154,8 @@ def measure(given: argparse.Namespace) -> None:
     for number in range(given.rounds + 1):  # the first opens connections and agrees on orders
         micro_batches = batches.of_step(number)
         for name, system in running.items():
+            for _ in range(given.in_a_row - 1):
+                system.step(micro_batches)
             before, computed = sent_from_here(), time.process_time()
             took = torch.tensor(seconds_of(partial(system.step, micro_batches)), dtype=torch.float64)
             computed = time.process_time() - computed
@@ -218,8 +222,9 @@ def table(found: list[Found], given: argparse.Namespace) -> str:
         "# A step over the rate of the link",
         "",
         f"Written by `benchmarks/slow_link.py` on {date.today()}: {given.cell.name} ({shape.numel / 1e6:.1f}M",
-        f"parameters), {given.ranks} ranks on {HOSTS} hosts, {tokens} tokens each, {given.rounds} rounds.  Load at the",
-        f"end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.  Milliseconds of a step and of a rank's CPU",
+        f"parameters), {given.ranks} ranks on {HOSTS} hosts, {tokens} tokens each, {given.rounds} rounds, steps in a turn,",
+        f"of which the last is measured: {given.in_a_row}.  Load at the end: {os.getloadavg()[0]:.1f} on "
+        f"{os.cpu_count()} cores.  Milliseconds of a step and of a rank's CPU",
         "in one, medians; megabytes that left a host in one; a step over its own floor (a step that never talks, or",
         f"its bytes over the rate, whichever is longer); times faster than our plain stage 3, and {PEER}.",
     ]
@@ -281,6 +286,7 @@ def main() -> None:
     parser.add_argument("--rates", default=",".join(RATES), help="in tc's words")
     parser.add_argument("--ranks", type=int, default=HOSTS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--in-a-row", type=int, default=1, help="steps in a turn, of which the last is measured")
     parser.add_argument("--systems", nargs="*", default=[], help="names of the table's first column; default all")
     parser.add_argument("--also", nargs="*", choices=SYSTEMS, default=[], help="in processes of their own")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -294,7 +300,7 @@ def main() -> None:
     if unknown := set(given.systems) - set(systems(given.ranks // HOSTS)):
         parser.error(f"no such systems: {', '.join(sorted(unknown))}")
     given.words = ["--cell", given.cell.name, "--tokens", given.tokens, "--ranks", given.ranks]
-    given.words += ["--rounds", given.rounds, "--systems", *given.systems]
+    given.words += ["--rounds", given.rounds, "--in-a-row", given.in_a_row, "--systems", *given.systems]
     found = [run(rate, given) for rate in given.rates.split(",")]
     given.out.write_text(table(found, given), encoding="utf-8")
     draw(found, given.out.with_suffix(".png"))
