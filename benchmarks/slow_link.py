@@ -222,8 +222,8 @@ def table(found: list[Found], given: argparse.Namespace) -> str:
         "# A step over the rate of the link",
         "",
         f"Written by `benchmarks/slow_link.py` on {date.today()}: {given.cell.name} ({shape.numel / 1e6:.1f}M",
-        f"parameters), {given.ranks} ranks on {HOSTS} hosts, {tokens} tokens each, {given.rounds} rounds, steps in a turn,",
-        f"of which the last is measured: {given.in_a_row}.  Load at the end: {os.getloadavg()[0]:.1f} on "
+        f"parameters), {given.ranks} ranks on {HOSTS} hosts, {tokens} tokens each, {given.rounds} rounds.  Steps in a",
+        f"turn, of which the last is measured: {given.in_a_row}.  Load at the end: {os.getloadavg()[0]:.1f} on "
         f"{os.cpu_count()} cores.  Milliseconds of a step and of a rank's CPU",
         "in one, medians; megabytes that left a host in one; a step over its own floor (a step that never talks, or",
         f"its bytes over the rate, whichever is longer); times faster than our plain stage 3, and {PEER}.",
