@@ -54,6 +54,7 @@ RESULTS = Path(__file__).parent / "results" / "slow_link.md"
 CELL = Cell("30m", "bf16")
 RATES = ("100mbit", "300mbit", "1gbit")
 HOSTS, PORT, ROUNDS = 2, 29420, 3
+COLOURS = 10  # of a picture's lines
 WEIGHTS, GRADIENTS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 DIFFERENCES = {"compression": {"weights": {"bits": 4}, "gradients": {"bits": 4}}}
 ALL = {"compression": {"weights": {"bits": 8}, "gradients": {"bits": 4}}}
@@ -252,7 +253,7 @@ def table(found: list[Found], given: argparse.Namespace) -> str:
 
 def draw(found: list[Found], path: Path) -> None:
     """Seconds of a step over the rate, both in powers; of one rate, a bar for each system."""
-    figure = Figure(figsize=(7.2, 4.4), dpi=160, layout="constrained")
+    figure = Figure(figsize=(8.4, 4.4), dpi=160, layout="constrained")
     axes = figure.subplots()
     if len(found) == 1:
         (only,) = found
@@ -265,14 +266,15 @@ def draw(found: list[Found], path: Path) -> None:
         title = f"Seconds of a step, link of {only.rate}"
     else:
         rates = [bits_per_second(each.rate) / 1e6 for each in found]
-        for name in found[0].seconds:
-            is_peer, is_floor = not name.startswith("ours"), name == FLOOR
-            style = ":" if is_floor else "--" if is_peer else "-"
-            axes.plot(rates, [each.seconds[name] for each in found], style, marker="o", markersize=3, label=name)
+        for place, name in enumerate(found[0].seconds):
+            style = ":" if name.startswith(FLOOR) else "-" if name.startswith("ours") else "--"
+            colour, line = f"C{place % COLOURS}", [each.seconds[name] for each in found]
+            marker = "os"[place // COLOURS % 2]  # where colours come again
+            axes.plot(rates, line, style, color=colour, marker=marker, markersize=4, label=name)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xlabel("Mbit/s of the link")
-        axes.legend(fontsize=7.5, frameon=False)
+        axes.legend(fontsize=7.5, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
         title = "Seconds of a step over the rate of the link"
     axes.set_title(title, loc="left", color=INK, fontsize=10.5, fontweight="bold")
     style_axes(axes, along="y" if len(found) == 1 else "x")
