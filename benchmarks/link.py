@@ -47,6 +47,7 @@ SHAPES = ((8 * MIB, 1), (MIB, 8), (64 * MIB, 1))  # bytes of a message, messages
 MOST_SECONDS = 2.0  # that a round may take at the rate
 PORT, ROUNDS, HOSTS = 29400, 5, 2
 COLLECTIVES_RATE, GATHERED = "1gbit", 16 * MIB  # elements of fp32
+COLLECTIVES_BY = {"fastest": "gloo", "tcp": "sockets"}  # by transport, what goes between the hosts
 CHAINS, TABLES, TRIPS = 30, 20, 300  # tables of rows one behind another in a chain; bytes there and back
 
 
@@ -152,13 +153,13 @@ def last_address() -> str:
     return f"{net}.{HOSTS}"
 
 
-def measure_collectives(rounds: int) -> None:
+def measure_collectives(rounds: int, transport: str) -> None:
     """Print, on rank 0, the median seconds of a gather, of a table of rows, of torch's sum, and of a round trip."""
     dz.init_distributed()
     torch.set_num_threads(1)
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = Mesh(dp_shard=size, rank=rank)
-    comm = Comm(torch.device("cpu")).lay_out(mesh)
+    comm = Comm(torch.device("cpu"), transport=transport).lay_out(mesh)
     hosts_of = ByHost.over(comm.whole, *mesh.host_groups(size // HOSTS)) if size > HOSTS else None
     full, gathers = comm.empty(GATHERED, torch.float32), []
     for turn in range(rounds + 1):
@@ -203,32 +204,34 @@ def run_on(pair: list[Host], rate: str, rounds: int) -> dict[str, float]:
     return found
 
 
-def collectives_on(pair: list[Host], each: int, rounds: int) -> list[float]:
+def collectives_on(pair: list[Host], each: int, transport: str, rounds: int) -> list[float]:
     """Return what rank 0 measured with so many ranks on each of two hosts."""
-    said = run_ranks("benchmarks.link", pair, PORT, ["--collectives", "--rounds", rounds], each=each, timeout=600)
+    words = ["--collectives", transport, "--rounds", rounds]
+    said = run_ranks("benchmarks.link", pair, PORT, words, each=each, timeout=600)
     found: list[float] = json.loads(said.splitlines()[-1])
     return found
 
 
-def collectives_table(found: dict[int, list[float]]) -> list[str]:
-    """Return the lines of the second part; found: by ranks on a host."""
+def collectives_table(found: dict[tuple[int, str], list[float]]) -> list[str]:
+    """Return the lines of the second part; found: by ranks on a host and transport."""
     lines = [
         "",
         f"A flat tensor of {4 * GATHERED // MIB} MiB gathered over {COLLECTIVES_RATE}, of which a host lacks a half",
         "(goal: 300 ms), and a table of a row of every rank (goal: 1.5 round trips and 0.3 ms), beside torch's sum of",
         f"one number, {TABLES} one behind another; the slowest rank's time, medians.",
         "",
-        "| ranks | gather, ms | useful share | table of rows, ms | torch's sum, ms | round trip, ms | goal, ms |",
-        "|---|---|---|---|---|---|---|",
+        "| ranks | over | gather, ms | useful share | table of rows, ms | torch's sum, ms | round trip, ms | goal, ms |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for each, (gather, rows, torchs, trip) in found.items():
+    for (each, transport), (gather, rows, torchs, trip) in found.items():
         share = 4 * GATHERED / HOSTS * 8 / bits_per_second(COLLECTIVES_RATE) / gather
         times = f"{rows * 1e3:.2f} | {torchs * 1e3:.2f} | {trip * 1e3:.3f} | {1.5e3 * trip + 0.3:.2f}"
-        lines.append(f"| {HOSTS} x {each} | {gather * 1e3:.0f} | {share:.1%} | {times} |")
+        way = COLLECTIVES_BY[transport]
+        lines.append(f"| {HOSTS} x {each} | {way} | {gather * 1e3:.0f} | {share:.1%} | {times} |")
     return lines
 
 
-def table(found: dict[str, dict[str, float]], collectives: dict[int, list[float]]) -> str:
+def table(found: dict[str, dict[str, float]], collectives: dict[tuple[int, str], list[float]]) -> str:
     """Return the page."""
     lines = [
         "# A limited link between two hosts",
@@ -260,10 +263,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--as-rank", action="store_true", help="be one of the two ranks")
-    parser.add_argument("--collectives", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--collectives", choices=COLLECTIVES_BY, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.as_rank and args.collectives:
-        measure_collectives(args.rounds)
+        measure_collectives(args.rounds, args.collectives)
         return
     if args.as_rank:
         measure(args.rates, args.rounds)
@@ -273,7 +276,11 @@ def main() -> None:
         with hosts(HOSTS, None if rate == "unlimited" else rate) as pair:
             found[rate] = run_on(pair, rate, args.rounds)
     with hosts(HOSTS, COLLECTIVES_RATE) as pair:
-        collectives = {each: collectives_on(pair, each, args.rounds) for each in (1, 2)}
+        collectives = {
+            (each, transport): collectives_on(pair, each, transport, args.rounds)
+            for each in (1, 2)
+            for transport in COLLECTIVES_BY
+        }
     args.out.write_text(table(found, collectives))
     print(args.out.read_text())
 
