@@ -220,7 +220,7 @@ def collectives_table(found: dict[tuple[int, str], list[float]]) -> list[str]:
         "(goal: 300 ms), and a table of a row of every rank (goal: 1.5 round trips and 0.3 ms), beside torch's sum of",
         f"one number, {TABLES} one behind another; the slowest rank's time, medians.",
         "",
-        "| ranks | over | gather, ms | useful share | table of rows, ms | torch's sum, ms | round trip, ms | goal, ms |",
+        "| ranks | over | gather, ms | useful share | rows, ms | torch's sum, ms | round trip, ms | goal, ms |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for (each, transport), (gather, rows, torchs, trip) in found.items():
