@@ -41,8 +41,8 @@ class Pool:
     """Lends flat tensors by (dtype, numel) and takes them back; counts what it has allocated.
 
     scratch_numel: elements of fp32 in which sums over ranks and codecs work; None: as many as sums alone need.
-    keeps_pages: the ranks that share slices are on several hosts, so that a step has more buffers, of messages and of
-    what is gathered, and having all of their pages again takes it longer than coding what they carry.
+    keeps_pages: idle buffers keep their pages after a step, since the ranks that share slices are on several hosts: a
+    step has more buffers there, of messages and of what is gathered, and would have all of their pages anew.
     """
 
     device: torch.device
