@@ -5,16 +5,16 @@
     python -m benchmarks.slow_link --rates 1gbit --tokens 32 --systems "ours, stage 3" "ours, stage 3, int8 and int4"
     python -m benchmarks.slow_link --also deepspeed-3     # genuine DeepSpeed, once deepspeed_env has installed it
 
-The hosts are namespaces of this machine (`tests/hosts.py`); `tc tbf` limits their links.  All systems live in the same
-processes and take turns, a step each; a figure is the median of the rounds, of the slower rank.  After the turns of
-all others a step finds nothing of its own in the caches, which no training does: `--in-a-row 2`.  What needs an
-environment of its own (`--also`, names of benchmarks/systems) comes afterwards, in processes of its own.  Bytes are
-those that leave a host in a step, by its interface's counter, headers and all; neither they nor CPU time are counted
-for what comes afterwards.  A system's floor is the computation of a step that never talks, or its own bytes over the
-rate, whichever is longer.  What this machine takes for a line of namespaces is no system's doing: two steps that never
-talk have the bytes of our plain step and of our codes pass between the hosts meanwhile, from buffer to buffer by two
-threads, and nothing done with them.  With two ranks a host these are a machine's two cores shared by four, so that
-computation takes twice as long.  Leaves a table and a picture.
+The hosts are namespaces of this machine (`tests/hosts.py`); `tc tbf` limits their links.  Each system has processes of
+its own, as a training has, and all take turns, a step each; a figure is the median of the rounds, of the slower rank.
+After the turns of all others a step finds nothing of its own in the caches, which no training does: `--in-a-row 2`.
+What needs an environment of its own (`--also`, names of benchmarks/systems) comes afterwards.  Bytes are those that
+leave a host in a step, by its interface's counter, headers and all; neither they nor CPU time are counted for what
+comes afterwards.  A system's floor is the computation of a step that never talks (with int8 and int4 codes: and makes
+them), or its own bytes over the rate, whichever is longer.  What this machine takes for a line of namespaces is no
+system's doing: two steps that never talk have the bytes of our plain step and of our codes pass between the hosts
+meanwhile, from buffer to buffer by two threads, and nothing done with them.  With two ranks a host these are a
+machine's two cores shared by four, so that computation takes twice as long.  Leaves a table and a picture.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ import json
 import os
 import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -46,14 +48,14 @@ from benchmarks.model import Batch, Batches, build_model
 from benchmarks.systems import SYSTEMS, ddp, floor, fsdp2
 from benchmarks.systems.common import Job, MakeModel, System, engine_settings, engine_step, seconds_of, take_a_core
 from benchmarks.worker import Task
-from deepseek_zero.precision.codecs import Blocks
+from deepseek_zero.precision.codecs import Blocks, work_room
 from deepseek_zero.report.plots import BLUE, INK, OTHER_COLOUR, save_figure, style_axes
-from tests.hosts import DEVICE, Host, bits_per_second, hosts, run_ranks, sent_from_here
+from tests.hosts import DEVICE, Host, Process, bits_per_second, hosts, sent_from_here
 
 RESULTS = Path(__file__).parent / "results" / "slow_link.md"
 CELL = Cell("30m", "bf16")
 RATES = ("100mbit", "300mbit", "1gbit")
-HOSTS, PORT, ROUNDS = 2, 29420, 3
+HOSTS, PORT, ROUNDS = 2, 29420, 3  # port: of what comes afterwards, and below those of all teams
 COLOURS = 10  # of a picture's lines
 WEIGHTS, GRADIENTS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 DIFFERENCES = {"compression": {"weights": {"bits": 4}, "gradients": {"bits": 4}}}
@@ -62,7 +64,10 @@ TWICE = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}  # gat
 
 Build = Callable[[MakeModel, Job], System]
 FLOOR, PLAIN, BOTH, PEER = "never talking", "ours, stage 3", "ours, stage 3, int8 and int4", "FSDP2"
+READY = {"ready": True}
 BARE, BARE_CODES = "never talking, our plain bytes pass", "never talking, our codes pass"
+CODES = "never talking, our codes made"
+OF_WEIGHTS, OF_GRADIENTS = Blocks(8, 256), Blocks(4, 128)  # the codecs of `BOTH`
 
 
 def ours(stage: int, zero: dict[str, Any], **others: Any) -> Build:
@@ -76,11 +81,12 @@ def ours(stage: int, zero: dict[str, Any], **others: Any) -> Build:
     return build
 
 
-def beside_bytes(per_element: float, port: int) -> Build:
+def beside_bytes(per_element: float) -> Build:
     """A step that never talks while so many bytes for each parameter pass between its two ranks, each way."""
 
     def build(make_model: MakeModel, job: Job) -> System:
         alone, nbytes = floor.build(make_model, job), int(per_element * job.cell.shape.numel)
+        port = int(os.environ["MASTER_PORT"]) + 1
         if job.rank:
             dist.barrier()
             line = socket.create_connection((os.environ["MASTER_ADDR"], port))
@@ -107,22 +113,45 @@ def beside_bytes(per_element: float, port: int) -> Build:
     return build
 
 
+def beside_codes(make_model: MakeModel, job: Job) -> System:
+    """A step that never talks and makes the codes of `BOTH`: a rank codes its slice of the weights and every slice of
+    the gradients, and decodes every slice of both.
+    """
+    alone = floor.build(make_model, job)
+    numel = job.cell.shape.numel // job.size // OF_WEIGHTS.granule * OF_WEIGHTS.granule
+    slice_, gathered, summed = torch.randn(numel).bfloat16(), torch.empty(numel).bfloat16(), torch.empty(numel)
+    room = work_room(OF_WEIGHTS, numel, slice_.device)
+    weights, gradients = (torch.empty(each.length(numel), dtype=each.dtype) for each in (OF_WEIGHTS, OF_GRADIENTS))
+
+    def step(batches: list[Batch]) -> list[Tensor]:
+        losses = alone.step(batches)
+        OF_WEIGHTS.encode(slice_, weights, room)
+        for _ in range(job.size):
+            OF_WEIGHTS.decode(weights, 0, numel, gathered, room)
+            OF_GRADIENTS.encode(slice_, gradients, room)
+            OF_GRADIENTS.decode(gradients, 0, numel, summed, room)
+        return losses
+
+    return System(step)
+
+
 def systems(each: int) -> dict[str, Build]:
     """By name; each: ranks on a host."""
-    weights, gradients = Blocks(8, 256).length(1 << 20) / 2**20, Blocks(4, 128).length(1 << 20) / 2**20
+    codes = (OF_WEIGHTS.length(1 << 20) + OF_GRADIENTS.length(1 << 20)) / 2**20
     bare = {  # of what a rank sends the other of two: half of each state, weights once and gradients once
-        BARE: beside_bytes((2 + 2) / 2, PORT + 2),
-        BARE_CODES: beside_bytes((weights + gradients) / 2, PORT + 3),
+        BARE: beside_bytes((2 + 2) / 2),
+        BARE_CODES: beside_bytes(codes / 2),
+        CODES: beside_codes,
     }
     return {
         FLOOR: floor.build,
         **(bare if each == 1 else {}),
         PLAIN: ours(3, {}, ranks_per_host=1) if each > 1 else ours(3, {}),
         **(by_host(each) if each > 1 else {}),
-        "ours, stage 3, own sockets": ours(3, {}, transport="tcp"),
+        "ours, stage 3, gloo": ours(3, {}, transport="fastest"),
         "ours, stage 3, int8 weights": ours(3, WEIGHTS),
         BOTH: ours(3, ALL),
-        "ours, stage 3, int8 and int4, own sockets": ours(3, ALL, transport="tcp"),
+        "ours, stage 3, int8 and int4, gloo": ours(3, ALL, transport="fastest"),
         "ours, stage 2": ours(2, {}),
         "ours, stage 2, int4 and differences": ours(2, DIFFERENCES),
         "DDP": ddp.build,
@@ -141,34 +170,67 @@ def by_host(each: int) -> dict[str, Build]:
     }
 
 
-def measure(given: argparse.Namespace) -> None:
-    """Print, on rank 0, by system the seconds of its steps and of its CPU, and the bytes that left this host in one."""
+@dataclass(frozen=True)
+class Turn:
+    """Of a measured step: its seconds, of the slowest rank; those of this rank's CPU; the bytes that left its host."""
+
+    seconds: float
+    busy: float
+    sent: int
+
+
+def be_a_rank(given: argparse.Namespace) -> None:
+    """Build the one system that is named, and say so; take a turn for every line that comes, and write its `Turn`."""
     dz.init_distributed()
     job = Job(given.cell, dist.get_rank(), dist.get_world_size())
     take_a_core(job.rank, job.size)
     batches = Batches(job.cell, job.size, job.rank, job.size, given.tokens)
-    builds = systems(given.ranks // HOSTS)
-    running = {name: builds[name](lambda: build_model(job.cell.shape), job) for name in given.systems or builds}
-    seconds: dict[str, list[float]] = {name: [] for name in running}
-    busy: dict[str, list[float]] = {name: [] for name in running}
-    sent: dict[str, int] = {}
-    for number in range(given.rounds + 1):  # the first opens connections and agrees on orders
+    (name,) = given.systems
+    system = systems(given.ranks // HOSTS)[name](lambda: build_model(job.cell.shape), job)
+    print(json.dumps(READY), flush=True)
+    for number, _ in enumerate(sys.stdin):
         micro_batches = batches.of_step(number)
-        for name, system in running.items():
-            for _ in range(given.in_a_row - 1):
-                system.step(micro_batches)
-            before, computed = sent_from_here(), time.process_time()
-            took = torch.tensor(seconds_of(partial(system.step, micro_batches)), dtype=torch.float64)
-            computed = time.process_time() - computed
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            sent[name] = sent_from_here() - before
-            if number:
-                seconds[name].append(float(took))
-                busy[name].append(computed)
-    if job.rank == 0:
-        medians = [{name: statistics.median(each) for name, each in taken.items()} for taken in (seconds, busy)]
-        print(json.dumps([*medians, sent]), flush=True)
-    dist.barrier()
+        for _ in range(given.in_a_row - 1):
+            system.step(micro_batches)
+        before, computed = sent_from_here(), time.process_time()
+        took = torch.tensor(seconds_of(partial(system.step, micro_batches)), dtype=torch.float64)
+        computed = time.process_time() - computed
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        print(json.dumps(asdict(Turn(float(took), computed, sent_from_here() - before))), flush=True)
+
+
+class Team:
+    """The ranks of one system; between their turns they wait.  Made, they are still starting."""
+
+    def __init__(self, name: str, port: int, pair: Sequence[Host], given: argparse.Namespace) -> None:
+        each = given.ranks // HOSTS
+        world = {"WORLD_SIZE": given.ranks, "LOCAL_WORLD_SIZE": each}
+        world |= {"MASTER_ADDR": pair[0].address, "MASTER_PORT": port}
+        command = [sys.executable, "-m", "benchmarks.slow_link", "--as-rank", *map(str, given.words), "--systems", name]
+        self._ranks = []
+        for rank in range(given.ranks):
+            here = {**world, "RANK": rank, "LOCAL_RANK": rank % each}
+            words = {key: str(value) for key, value in here.items()}
+            self._ranks.append(pair[rank // each].run(command, words, stdin=subprocess.PIPE))
+
+    def turn(self) -> Turn:
+        """Have the ranks make the steps of a turn; return what rank 0 saw in the last."""
+        for rank in self._ranks:
+            print(file=rank.stdin, flush=True)
+        return Turn(**self.said()[0])
+
+    def said(self) -> list[Any]:
+        """Wait for the next line of every rank; SystemExit with what a rank said that ended instead."""
+        return [self._next(rank) for rank in self._ranks]
+
+    def _next(self, rank: Process) -> Any:
+        others = []
+        assert rank.stdout is not None
+        for line in rank.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+            others.append(line)
+        raise SystemExit("".join(others))
 
 
 @dataclass
@@ -185,12 +247,24 @@ class Found:
 
 def run(rate: str, given: argparse.Namespace) -> Found:
     with hosts(HOSTS, rate) as pair:
-        said = run_ranks("benchmarks.slow_link", pair, PORT, given.words, each=given.ranks // HOSTS, timeout=1800)
-        line = next(line for line in said.splitlines() if line.startswith("[{"))
-        found = Found(rate, *json.loads(line))
+        names = given.systems or systems(given.ranks // HOSTS)
+        teams = {name: Team(name, PORT + 2 * number, pair, given) for number, name in enumerate(names, 1)}
+        for team in teams.values():
+            assert team.said() == [READY] * given.ranks
+        turns: dict[str, list[Turn]] = {name: [] for name in teams}
+        for number in range(given.rounds + 1):
+            for name, team in teams.items():
+                turn = team.turn()
+                if number:  # the first opens connections and agrees on orders
+                    turns[name].append(turn)
+        found = Found(rate, {}, {}, {})
+        for name, each in turns.items():
+            found.seconds[name] = statistics.median(turn.seconds for turn in each)
+            found.busy[name] = statistics.median(turn.busy for turn in each)
+            found.sent[name] = each[-1].sent
         for system in given.also:
             found.seconds[system] = seconds_of_its_own(system, pair, given)
-    return found
+        return found
 
 
 def seconds_of_its_own(system: str, pair: Sequence[Host], given: argparse.Namespace) -> float:
@@ -199,7 +273,7 @@ def seconds_of_its_own(system: str, pair: Sequence[Host], given: argparse.Namesp
     """
     entry, ranks, each, started = SYSTEMS[system], given.ranks, given.ranks // HOSTS, []
     world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(each), "GLOO_SOCKET_IFNAME": DEVICE}
-    world |= {"MASTER_ADDR": pair[0].address, "MASTER_PORT": str(PORT + 1)}
+    world |= {"MASTER_ADDR": pair[0].address, "MASTER_PORT": str(PORT)}
     world |= THREADS | (deepspeed_environment() if entry.module == "deepspeed" else {})
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="slow-link-") as folder:
@@ -226,8 +300,9 @@ def table(found: list[Found], given: argparse.Namespace) -> str:
         f"parameters), {given.ranks} ranks on {HOSTS} hosts, {tokens} tokens each, {given.rounds} rounds.  Steps in a",
         f"turn, of which the last is measured: {given.in_a_row}.  Load at the end: {os.getloadavg()[0]:.1f} on "
         f"{os.cpu_count()} cores.  Milliseconds of a step and of a rank's CPU",
-        "in one, medians; megabytes that left a host in one; a step over its own floor (a step that never talks, or",
-        f"its bytes over the rate, whichever is longer); times faster than our plain stage 3, and {PEER}.",
+        "in one, medians; megabytes that left a host in one; a step over its own floor (a step that never talks, with",
+        "both codes one that makes them too, or its bytes over the rate, whichever is longer); times faster than our",
+        f"plain stage 3, and {PEER}.",
     ]
     for each in found:
         lines += [
@@ -243,7 +318,8 @@ def table(found: list[Found], given: argparse.Namespace) -> str:
             if name in each.sent:
                 sent = f"{each.sent[name] / 1e6:.1f}"
                 line = each.sent[name] * 8 / bits_per_second(each.rate)
-                over = f"{seconds / max(each.seconds.get(FLOOR, 0.0), line):.2f}"
+                computed = each.seconds.get(CODES if name.startswith(BOTH) else FLOOR, 0.0)
+                over = f"{seconds / max(computed, line):.2f}"
             for place, other in enumerate((PLAIN, PEER)):
                 if other in each.seconds:
                     faster[place] = f"{each.seconds[other] / seconds:.2f}"
@@ -295,14 +371,14 @@ def main() -> None:
     parser.add_argument("--as-rank", action="store_true", help="be one of the ranks")
     given = parser.parse_args()
     if given.as_rank:
-        measure(given)
+        be_a_rank(given)
         return
     if missing := [system for system in given.also if not SYSTEMS[system].is_installed]:
         parser.error(f"not installed (benchmarks/deepspeed_env installs it): {', '.join(missing)}")
     if unknown := set(given.systems) - set(systems(given.ranks // HOSTS)):
         parser.error(f"no such systems: {', '.join(sorted(unknown))}")
     given.words = ["--cell", given.cell.name, "--tokens", given.tokens, "--ranks", given.ranks]
-    given.words += ["--rounds", given.rounds, "--in-a-row", given.in_a_row, "--systems", *given.systems]
+    given.words += ["--in-a-row", given.in_a_row]
     found = [run(rate, given) for rate in given.rates.split(",")]
     given.out.write_text(table(found, given), encoding="utf-8")
     draw(found, given.out.with_suffix(".png"))

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..base.capabilities import Capability
@@ -277,8 +276,7 @@ class Comm:
         self._lanes: dict[str, Lane] = {}  # by their last name: "gather", "reduce" or "rows"
         self._transport: Transport = SingleRank(device)
         self._far: frozenset[int] = frozenset()  # members on other hosts
-        if world is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            world = WorldContext.of_this_world()
+        world = world or WorldContext.of_this_world_if_any()
         if world is not None:
             self._world = self._engine.world = world
             self._engine.transport = _encrypted_way(transport, world, device)

@@ -95,6 +95,13 @@ class WorldContext:
         return cls._current
 
     @classmethod
+    def of_this_world_if_any(cls) -> WorldContext | None:
+        """Return None where torch.distributed has no world, or one of a single rank.  Collective in that world."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return cls.of_this_world()
+        return None
+
+    @classmethod
     def _connect(cls) -> WorldContext:
         """Connect this process to all others of torch.distributed's world.  Collective."""
         atexit.register(drain_threads)  # once for each world; a second look costs nothing

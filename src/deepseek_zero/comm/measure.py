@@ -20,6 +20,7 @@ from ..base.quantities import format_bytes
 from .board import listening_host
 from .channel import interface_of
 from .collectives import Comm
+from .context import WorldContext
 
 PROBE = "probe"  # as what the meter counts it
 FIRST_BYTES, MOST_BYTES, GROWTH = 1 << 19, 1 << 26, 4  # of a whole buffer; it grows until it takes long enough
@@ -76,12 +77,12 @@ def try_transports(device: torch.device) -> TriedTransport:
     the same.
     """
     ways = {"fastest": "gloo", "tcp": "our own sockets"}
+    world = WorldContext.of_this_world_if_any()
+    if world is None or world.hosts.is_one or device.type != "cpu":
+        return TriedTransport("fastest")
     if uses_tls():
         return TriedTransport("fastest")  # which is our own sockets then: gloo encrypts nothing
-    gloo = Comm(device, transport="fastest", trains=False)
-    if device.type != "cpu" or not gloo.far_size:
-        return TriedTransport("fastest")
-    rates = {"fastest": far_rate(gloo, "trying gloo", BRIEFLY)}
+    rates = {"fastest": far_rate(Comm(device, transport="fastest", trains=False), "trying gloo", BRIEFLY)}
     lacks = ""
     try:
         rates["tcp"] = far_rate(Comm(device, transport="tcp", trains=False), "trying our own sockets", BRIEFLY)

@@ -1506,7 +1506,7 @@ class Config(Section):
         example=True,
     )
     transport: Literal["fastest", "gloo", "tcp", "measured"] = effective(
-        "fastest",
+        "measured",
         "Ours. How CPU ranks exchange: through shared memory on one host and gloo between hosts; gloo only; shared "
         "memory on one host and our own sockets between hosts; or as the first or the third, whichever carries more "
         "between hosts when it is tried at the start. The same bits.",
