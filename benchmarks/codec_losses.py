@@ -2,6 +2,7 @@
 
     python -m benchmarks.codec_losses                             # as root, half an hour on two cores
     python -m benchmarks.codec_losses --steps 60 --seeds 1        # a look
+    python -m benchmarks.codec_losses --steps 240 --seeds 12      # enough seeds to tell a hundredth from noise
     python -m benchmarks.codec_losses --only OneBitAdam --only "AdamW without clipping"
     python -m benchmarks.codec_losses --size 10m --steps 1000 --seeds 1 --only plain --only "int4 gradients"
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from datetime import date
 from pathlib import Path
@@ -144,6 +146,7 @@ def table(found: dict[str, list[list[float]]], steps: int, size: str) -> str:
         f"the last {min(LAST, steps)} steps in nats per byte; between seeds the plain one varies by {noise} (standard",
         f"deviation).  Bound: {BOUND} above plain, mean of the seeds; OneBitAdam, frozen after a quarter of the steps,",
         f"is compared with AdamW at stage 1, without clipping and with its second beta, 0.999; bound {ONE_BIT_BOUND}.",
+        "Behind a mean: its standard error.",
         "",
         "| codec | loss | above plain, by seed | mean | within the bound |",
         "|---|---|---|---|---|",
@@ -154,8 +157,9 @@ def table(found: dict[str, list[list[float]]], steps: int, size: str) -> str:
         above = [last(losses) - reference for losses, reference in zip(runs, references, strict=True)]
         mean = statistics.fmean(above)
         told = ", ".join(f"{each:+.4f}" for each in above)
+        error = f" ± {statistics.stdev(above) / math.sqrt(len(above)):.4f}" if len(above) > 1 and any(above) else ""
         lines.append(
-            f"| {codec} | {statistics.fmean(map(last, runs)):.4f} | {told} | **{mean:+.4f}** | "
+            f"| {codec} | {statistics.fmean(map(last, runs)):.4f} | {told} | **{mean:+.4f}**{error} | "
             f"{'yes' if mean <= (ONE_BIT_BOUND if is_one_bit else BOUND) else 'no'} |"
         )
     return "\n".join([*lines, ""])

@@ -199,6 +199,24 @@ def test_a_rank_of_another_host_that_is_killed_is_named_at_once() -> None:
     assert time.monotonic() - began < tcp.dead_after() / 2, "not by its silence"
 
 
+@pytest.mark.ranks(2, hosts=2, fresh=True)
+def test_where_no_connection_can_be_made_every_engine_goes_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(links: tcp.Links, link: object, seconds: float) -> None:
+        raise TimeoutError("a firewall drops it")
+
+    monkeypatch.setenv(DEAD_AFTER, "2")
+    monkeypatch.setattr(tcp, "CONNECT_SECONDS", 3.0)  # of the rank that waits to be called
+    monkeypatch.setattr(tcp.Links, "_reach", unreachable)
+    run = Run(3, transport="measured")
+    for _ in range(2):  # the second asks nobody again
+        engine = start_engine(run, seeded(Gpt))
+        (fallback,) = [line for line in engine.parts.capabilities.fallbacks if "tried between hosts" in line]
+        assert "taken: gloo (our own sockets: rank" in fallback and "has no connection to rank" in fallback
+        train_step(engine, run, 0)
+    with pytest.raises(PeerError, match="has no connection to rank"):
+        Comm(CPU, transport="tcp")
+
+
 @pytest.mark.ranks(2, hosts=2)
 def test_a_rank_that_is_stopped_for_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DEAD_AFTER, "2")

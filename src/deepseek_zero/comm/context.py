@@ -82,6 +82,7 @@ class WorldContext:
         self.tags, self._gloo_group, self._pages = Tags(), group, pages
         self._secret, self._door = secret, door
         self._links: Links | None = None  # once a transport needs them
+        self._refusal = ""  # why there will be none
         self._nccl_groups: dict[Partition, NcclGroups] = {}
         self.ranks = tuple(range(self.size))
         self.gloo = self.gloo_over(self.ranks)  # for what is agreed before an engine has a transport
@@ -135,6 +136,17 @@ class WorldContext:
         """
         if self._links is not None:
             return
+        if not self._refusal:
+            self._refusal = self._connected_far()
+        if self._refusal:
+            raise PeerError(
+                f"{self._refusal}.",
+                'The ranks were to exchange over sockets of their own ("transport").',
+                'open the ports that --ports names between the hosts, or write "transport": "gloo".',
+            )
+
+    def _connected_far(self) -> str:
+        """Make the connections; return why that failed on one of the ranks, or "".  Collective in the world."""
         near = () if self._pages is None else self._pages.peers
         door, refusal = self._door, ""
         try:
@@ -149,16 +161,15 @@ class WorldContext:
             assert door is not None
             far = {rank: (place[0], place[1]) for rank, (_, place) in enumerate(everyone) if rank not in near}
             far.pop(self.rank)
-            self._links = Links(self.rank, self._secret, door, far)
-            weakref.finalize(self, self._links.close).atexit = False
-            refusal = self._links.connect()
+            links = Links(self.rank, self._secret, door, far)
+            weakref.finalize(self, links.close).atexit = False
+            refusal = links.connect()
             everyone = [(said, None) for said in all_gather_text(refusal, self.size, self._gloo_group)]
-        if said := next((said for said, _ in everyone if said), ""):
-            raise PeerError(
-                f"{said}.",
-                'The ranks were to exchange over sockets of their own ("transport").',
-                'open the ports that --ports names between the hosts, or write "transport": "gloo".',
-            )
+            if any(said for said, _ in everyone):
+                links.hang_up()
+            else:
+                self._links = links
+        return next((said for said, _ in everyone if said), "")
 
     def tcp_over(self, ranks: Sequence[int]) -> Transport:
         """Return shared memory to those of these ranks that are on this host, our own sockets to the others. Local."""

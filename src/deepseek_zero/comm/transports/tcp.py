@@ -278,6 +278,11 @@ class Links:
                         del tags[tag]
 
     def close(self) -> None:
+        """Hang up, and stop listening."""
+        self.hang_up()
+        self.door.close()
+
+    def hang_up(self) -> None:
         """Wait until the others have received what was sent, for a second at most, and close all connections."""
         with self._changed:
             if self._is_closing:
@@ -289,7 +294,6 @@ class Links:
         self._rouse()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(FAREWELL_SECONDS)
-        self.door.close()
         with self._lock:
             for link in self.links.values():
                 self._disconnect(link)
