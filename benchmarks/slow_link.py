@@ -318,7 +318,9 @@ def table(found: list[Found], given: argparse.Namespace) -> str:
             if name in each.sent:
                 sent = f"{each.sent[name] / 1e6:.1f}"
                 line = each.sent[name] * 8 / bits_per_second(each.rate)
-                computed = each.seconds.get(CODES if name.startswith(BOTH) else FLOOR, 0.0)
+                computed = each.seconds.get(FLOOR, 0.0)
+                if name.startswith(BOTH):
+                    computed = each.seconds.get(CODES, computed)
                 over = f"{seconds / max(computed, line):.2f}"
             for place, other in enumerate((PLAIN, PEER)):
                 if other in each.seconds:

@@ -157,19 +157,18 @@ class WorldContext:
             refusal = f"rank {self.rank} cannot listen: {error}"
         rows = all_gather_text(json.dumps([refusal, door and door.address]), self.size, self._gloo_group)
         everyone = [json.loads(row) for row in rows]
-        if not any(said for said, _ in everyone):
-            assert door is not None
-            far = {rank: (place[0], place[1]) for rank, (_, place) in enumerate(everyone) if rank not in near}
-            far.pop(self.rank)
-            links = Links(self.rank, self._secret, door, far)
-            weakref.finalize(self, links.close).atexit = False
-            refusal = links.connect()
-            everyone = [(said, None) for said in all_gather_text(refusal, self.size, self._gloo_group)]
-            if any(said for said, _ in everyone):
-                links.hang_up()
-            else:
-                self._links = links
-        return next((said for said, _ in everyone if said), "")
+        if said := next((said for said, _ in everyone if said), ""):
+            return said
+        assert door is not None
+        far = {rank: (place[0], place[1]) for rank, (_, place) in enumerate(everyone) if rank not in near}
+        far.pop(self.rank)
+        links = Links(self.rank, self._secret, door, far)
+        if said := next(filter(None, all_gather_text(links.connect(), self.size, self._gloo_group)), ""):
+            links.hang_up()
+            return said
+        self._links = links
+        weakref.finalize(self, links.close).atexit = False
+        return ""
 
     def tcp_over(self, ranks: Sequence[int]) -> Transport:
         """Return shared memory to those of these ranks that are on this host, our own sockets to the others. Local."""

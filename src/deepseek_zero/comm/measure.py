@@ -78,10 +78,8 @@ def try_transports(device: torch.device) -> TriedTransport:
     """
     ways = {"fastest": "gloo", "tcp": "our own sockets"}
     world = WorldContext.of_this_world_if_any()
-    if world is None or world.hosts.is_one or device.type != "cpu":
-        return TriedTransport("fastest")
-    if uses_tls():
-        return TriedTransport("fastest")  # which is our own sockets then: gloo encrypts nothing
+    if world is None or world.hosts.is_one or device.type != "cpu" or uses_tls():
+        return TriedTransport("fastest")  # under TLS that is our own sockets: gloo encrypts nothing
     rates = {"fastest": far_rate(Comm(device, transport="fastest", trains=False), "trying gloo", BRIEFLY)}
     lacks = ""
     try:
