@@ -2,8 +2,8 @@
 
     python -m benchmarks.codec_losses                             # as root, half an hour on two cores
     python -m benchmarks.codec_losses --steps 60 --seeds 1        # a look
-    python -m benchmarks.codec_losses --steps 240 --seeds 12      # enough seeds to tell a hundredth from noise
     python -m benchmarks.codec_losses --only OneBitAdam --only "AdamW without clipping"
+    python -m benchmarks.codec_losses --size tiny --seeds 24      # least noise: what tells a hundredth
     python -m benchmarks.codec_losses --size 10m --steps 1000 --seeds 1 --only plain --only "int4 gradients"
 
 The hosts are namespaces of this machine (`tests/hosts.py`).  Every codec trains from the same weights on the same
@@ -36,9 +36,10 @@ from tests.hosts import hosts, run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "codec_losses.md"
 RANKS, HOSTS, PORT, LAST, LR = 4, 2, 29410, 50, 3e-3
-MODELS = {  # by size: its shape, and the learning rate that it takes
-    "main": (SIZES["main"], LR),
-    "10m": (GPTConfig(num_layers=6, width=384, num_heads=6, context=128), 1e-3),
+MODELS = {  # by size: its name, its shape, the learning rate that it takes, and the sequences of a rank's batch
+    "tiny": ("the tiny model", SIZES["tiny"], 1e-3, 16),
+    "main": ("the main job's model", SIZES["main"], LR, 1),
+    "10m": ("a larger model", GPTConfig(num_layers=6, width=384, num_heads=6, context=128), 1e-3, 1),
 }
 GRADIENTS, WEIGHTS = {"zero_quantized_gradients": True}, {"zero_quantized_weights": True}
 DIFFERENCES = {"weights": {"bits": 4, "difference": True}, "gradients": {"bits": 4}}
@@ -64,7 +65,7 @@ ONE_BIT_BOUND = 0.02
 def train(codec: str, seed: int, steps: int, size: str) -> list[float]:
     """The loss of each step, the mean of all ranks."""
     torch.manual_seed(seed)
-    shape, rate = MODELS[size]
+    _, shape, rate, batch = MODELS[size]
     zero = CODECS[codec]
     if zero:  # every matrix is coded, however small the model
         zero = zero | {"compression": zero.get("compression", {}) | {"min_numel": 0}}
@@ -74,7 +75,7 @@ def train(codec: str, seed: int, steps: int, size: str) -> list[float]:
     if codec == "OneBitAdam":
         hypers["freeze_step"] = max(1, steps // 4)
     config = {
-        "train_micro_batch_size_per_gpu": 1,
+        "train_micro_batch_size_per_gpu": batch,
         "steps_per_print": None,
         "gradient_clipping": 0.0 if codec in UNCLIPPED else 1.0,
         "optimizer": {"type": "OneBitAdam" if codec == "OneBitAdam" else "AdamW", "params": hypers},
@@ -87,7 +88,7 @@ def train(codec: str, seed: int, steps: int, size: str) -> list[float]:
     }
     engine = dz.initialize(model=model, config=config)[0]
     mesh: Mesh = engine.mesh
-    sampler = Sampler(load_corpus().train, 1, shape.context, seed)
+    sampler = Sampler(load_corpus().train, batch, shape.context, seed)
     losses = []
     for step in range(steps):
         tokens, targets = sampler.draw(step, mesh.rank)
@@ -133,15 +134,15 @@ def last(losses: list[float]) -> float:
 
 def table(found: dict[str, list[list[float]]], steps: int, size: str) -> str:
     """The page."""
-    numel = sum(param.numel() for param in GPT(MODELS[size][0]).parameters())
-    name = "the main job's model" if size == "main" else "a larger model"
+    name, shape, *_ = MODELS[size]
+    numel = sum(param.numel() for param in GPT(shape).parameters())
     plain = [last(losses) for losses in found.get("plain", found[next(iter(found))])]
     unclipped = [last(losses) for losses in found.get(UNCLIPPED[0], ())]
     noise = f"{statistics.stdev(plain):.3f}" if len(plain) > 1 else "what one seed does not tell"
     lines = [
         "# What codes on the wire do to a training",
         "",
-        f"Written by `benchmarks/codec_losses.py` on {date.today()}: {name} ({numel / 1e6:.1f}M parameters), the main",
+        f"Written by `benchmarks/codec_losses.py` on {date.today()}: {name} ({numel / 1e6:.2f}M parameters), the main",
         f"job's text, ZeRO-3, {RANKS} ranks on {HOSTS} hosts, {steps} steps, {len(plain)} seeds.  Losses are means of",
         f"the last {min(LAST, steps)} steps in nats per byte; between seeds the plain one varies by {noise} (standard",
         f"deviation).  Bound: {BOUND} above plain, mean of the seeds; OneBitAdam, frozen after a quarter of the steps,",
