@@ -223,6 +223,12 @@ class Team:
         """Wait for the next line of every rank; SystemExit with what a rank said that ended instead."""
         return [self._next(rank) for rank in self._ranks]
 
+    def end(self) -> None:
+        """Leave memory and cores to what comes afterwards."""
+        for rank in self._ranks:
+            rank.kill()
+            rank.communicate()
+
     def _next(self, rank: Process) -> Any:
         others = []
         assert rank.stdout is not None
@@ -262,6 +268,8 @@ def run(rate: str, given: argparse.Namespace) -> Found:
             found.seconds[name] = statistics.median(turn.seconds for turn in each)
             found.busy[name] = statistics.median(turn.busy for turn in each)
             found.sent[name] = each[-1].sent
+        for team in teams.values():
+            team.end()
         for system in given.also:
             found.seconds[system] = seconds_of_its_own(system, pair, given)
         return found
