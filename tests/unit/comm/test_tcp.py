@@ -313,6 +313,40 @@ def test_silence_is_told_and_replaced_when_the_wire_is_back(
     assert told() == [(True, False)] * 2 + [(False, True)] * 2
 
 
+@pytest.mark.parametrize("is_backing_off", [True, False])
+def test_an_old_connection_that_is_heard_again_is_replaced_where_the_kernel_backs_off(
+    is_backing_off: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a cut of 7 s left to send again went 10 s after it began: 3 s after the other end was heard."""
+    monkeypatch.setattr(tcp, "SILENT_SECONDS", 0.6)
+    monkeypatch.setattr(tcp, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(tcp, "is_backing_off", lambda connection: is_backing_off)
+    reach, is_back = Links._reach, threading.Event()
+
+    def reach_when_back(links: Links, link: tcp._Link, seconds: float) -> None:
+        if not is_back.is_set():
+            time.sleep(0.05)
+            raise OSError("no answer")
+        reach(links, link, seconds)
+
+    with two_ranks() as (first, second, wire):
+        link = second.links[0]  # of the rank that dials
+        swap(first, second, SMALL, 0)()
+        until_true(lambda: not link.recovering, "it is connected, and knows it")
+        monkeypatch.setattr(Links, "_reach", reach_when_back)
+        wire.silent.set()
+        until_true(lambda: link.recovering, "a new connection is looked for")
+        wire.silent.clear()
+        healed = time.monotonic()
+        until_true(lambda: link.heard > healed, "the old connection is heard again")
+        if is_backing_off:
+            is_back.set()
+            until_true(lambda: link.generation == 2 and link.resumed, "a new connection")
+        until_true(lambda: not link.recovering, "nothing more is looked for")
+        assert link.generation == (2 if is_backing_off else 1)
+        swap(first, second, LARGE, 1)()
+
+
 def test_of_a_payload_the_kernel_tells_when_much_of_it_is_here() -> None:
     """A slow line would wake the thread for each packet."""
     goes_on, reached = threading.Event(), threading.Event()

@@ -34,7 +34,7 @@ from torch import Tensor
 from ...base.errors import ModelMismatchError
 from ...base.launch import dead_after
 from ...base.log import logger
-from ..channel import Address, Door, Hello, Refused, Role, dial, end_with_the_host, introduce
+from ..channel import Address, Door, Hello, Refused, Role, dial, end_with_the_host, introduce, is_backing_off
 from ..ids import CollectiveId, engine_of
 from . import base
 from .base import ConnectionLost, CopyingTransport, Use, Wait, filled, once
@@ -633,7 +633,7 @@ class Links:
         try:
             while not (self._is_closing or link.gone):
                 now = time.monotonic()
-                if link.resumed and (link.generation > generation or link.heard > began):
+                if link.resumed and (link.generation > generation or self._is_back(link, began)):
                     return
                 if link.generation > generation and link.connection is not None and now - link.heard < SILENT_SECONDS:
                     time.sleep(PAUSE_SECONDS / 10)  # it is new: the other end has not said where to go on yet
@@ -652,6 +652,14 @@ class Links:
                 time.sleep(PAUSE_SECONDS)
         finally:
             link.recovering = False
+
+    def _is_back(self, link: _Link, began: float) -> bool:
+        """Return whether the old connection carries again, both ways: who dials has a new one sooner than a kernel that
+        backs off sends what it has.
+        """
+        connection = link.connection
+        stuck = connection is not None and self._dials(link) and is_backing_off(connection)
+        return link.heard > began and not stuck
 
     def _reach(self, link: _Link, seconds: float) -> None:
         """Make a new connection, if that is this rank's part, or ask whether the other still lives.
