@@ -48,7 +48,7 @@ _CHALLENGE = struct.Struct("!8sI32s32s")
 _PROOF_BYTES = 32
 _SIOCGIFADDR = 0x8915
 BEAT_SECONDS, MOST_BEATS = 1, 127  # of kernels; so many without an answer end a connection
-_TCP_INFO = struct.Struct("=BxB53xI")  # the kernel's tcp_info: state, tcpi_retransmits, tcpi_last_ack_recv in ms
+_TCP_INFO = struct.Struct("=B23xI28xI")  # the kernel's tcp_info: state, tcpi_unacked, tcpi_last_ack_recv in ms
 _ESTABLISHED = 1
 
 Address = tuple[str, int]
@@ -237,13 +237,14 @@ def silence_of(connection: socket.socket) -> float | None:
     return milliseconds / 1000 if state == _ESTABLISHED else None
 
 
-def is_backing_off(connection: socket.socket) -> bool:
-    """Return whether the kernel has sent something again in vain, and waits twice as long each time to do it again.
+def has_unanswered(connection: socket.socket) -> bool:
+    """Return whether the other end's kernel has not yet acknowledged all that was sent.
 
-    After a silence of seconds it waits for seconds more, although the other end may long be heard again.
+    Between two tries to send it again a kernel waits twice as long each time: after a silence of seconds it waits for
+    seconds more, although the other end may long be heard again.
     """
-    state, retransmits, _ = _info_of(connection)
-    return state == _ESTABLISHED and retransmits > 0
+    state, unanswered, _ = _info_of(connection)
+    return state == _ESTABLISHED and unanswered > 0
 
 
 def _info_of(connection: socket.socket) -> tuple[int, int, int]:
@@ -251,12 +252,12 @@ def _info_of(connection: socket.socket) -> tuple[int, int, int]:
     if sys.platform != "linux":
         return 0, 0, 0
     try:
-        state, retransmits, milliseconds = _TCP_INFO.unpack(
+        state, unanswered, milliseconds = _TCP_INFO.unpack(
             connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         )
     except (OSError, struct.error):  # closed
         return 0, 0, 0
-    return state, retransmits, milliseconds
+    return state, unanswered, milliseconds
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -315,14 +315,14 @@ def test_silence_is_told_and_replaced_when_the_wire_is_back(
     assert told() == [(True, False)] * 2 + [(False, True)] * 2
 
 
-@pytest.mark.parametrize("is_backing_off", [True, False])
-def test_an_old_connection_that_is_heard_again_is_replaced_where_the_kernel_backs_off(
-    is_backing_off: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_unanswered", [True, False])
+def test_an_old_connection_that_is_heard_again_is_replaced_where_the_kernel_waits(
+    has_unanswered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a cut of 7 s left to send again went 10 s after it began: 3 s after the other end was heard."""
     monkeypatch.setattr(tcp, "SILENT_SECONDS", 0.6)
     monkeypatch.setattr(tcp, "BEAT_SECONDS", 0.2)
-    monkeypatch.setattr(tcp, "is_backing_off", lambda connection: is_backing_off)
+    monkeypatch.setattr(tcp, "has_unanswered", lambda connection: has_unanswered)
     reach, is_back = Links._reach, threading.Event()
 
     def reach_when_back(links: Links, link: tcp._Link, seconds: float) -> None:
@@ -341,11 +341,11 @@ def test_an_old_connection_that_is_heard_again_is_replaced_where_the_kernel_back
         wire.silent.clear()
         healed = time.monotonic()
         until_true(lambda: link.heard > healed, "the old connection is heard again")
-        if is_backing_off:
+        if has_unanswered:
             is_back.set()
             until_true(lambda: link.generation == 2 and link.resumed, "a new connection")
         until_true(lambda: not link.recovering, "nothing more is looked for")
-        assert link.generation == (2 if is_backing_off else 1)
+        assert link.generation == (2 if has_unanswered else 1)
         swap(first, second, LARGE, 1)()
 
 

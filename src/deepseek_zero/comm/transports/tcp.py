@@ -34,7 +34,7 @@ from torch import Tensor
 from ...base.errors import ModelMismatchError
 from ...base.launch import dead_after
 from ...base.log import logger
-from ..channel import Address, Door, Hello, Refused, Role, dial, end_with_the_host, introduce, is_backing_off
+from ..channel import Address, Door, Hello, Refused, Role, dial, end_with_the_host, has_unanswered, introduce
 from ..ids import CollectiveId, engine_of
 from . import base
 from .base import ConnectionLost, CopyingTransport, Use, Wait, filled, once
@@ -654,11 +654,11 @@ class Links:
             link.recovering = False
 
     def _is_back(self, link: _Link, began: float) -> bool:
-        """Return whether the old connection carries again, both ways: who dials has a new one sooner than a kernel that
-        backs off sends what it has.
+        """Return whether the old connection carries again, both ways: who dials has a new one sooner than a kernel sends
+        again what nobody has acknowledged.
         """
         connection = link.connection
-        stuck = connection is not None and self._dials(link) and is_backing_off(connection)
+        stuck = connection is not None and self._dials(link) and has_unanswered(connection)
         return link.heard > began and not stuck
 
     def _reach(self, link: _Link, seconds: float) -> None:
