@@ -654,8 +654,9 @@ class Links:
             link.recovering = False
 
     def _is_back(self, link: _Link, began: float) -> bool:
-        """Return whether the old connection carries again, both ways: who dials has a new one sooner than a kernel sends
-        again what nobody has acknowledged.
+        """Return whether the old connection carries again, both ways.
+
+        Who dials has a new one sooner than a kernel sends again what nobody has acknowledged.
         """
         connection = link.connection
         stuck = connection is not None and self._dials(link) and has_unanswered(connection)
