@@ -658,9 +658,10 @@ class Links:
 
         Who dials has a new one sooner than a kernel sends again what nobody has acknowledged.
         """
+        if link.heard <= began:
+            return False
         connection = link.connection
-        stuck = connection is not None and self._dials(link) and has_unanswered(connection)
-        return link.heard > began and not stuck
+        return connection is None or not self._dials(link) or not has_unanswered(connection)
 
     def _reach(self, link: _Link, seconds: float) -> None:
         """Make a new connection, if that is this rank's part, or ask whether the other still lives.
