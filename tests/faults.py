@@ -371,11 +371,13 @@ def clock_jumps(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
         until = time.monotonic() + 6.0  # what is told of silence is told after five
         while time.monotonic() < until:
             longest = max(longest, goes_on(job, 10))
-        assert abs(job.wall_clock(far) - ahead) < 5.0 and abs(job.wall_clock(0)) < 5.0
+        seen = {rank: job.wall_clock(rank) for rank in (0, far)}
+        assert abs(seen[far] - ahead) < 5.0 and abs(seen[0]) < 5.0, f"clocks of ranks are ahead by {seen}, not {ahead}"
     yield Measure("longest step", longest, 2.0)
     job.finish()
     job.assert_same_bits(UNDISTURBED)
-    assert not [text for *_, text in job.lines if re.search("silent|HostLost|is stopped|is slow|has ended", text)]
+    told = [text for *_, text in job.lines if re.search("silent|HostLost|is stopped|is slow|has ended", text)]
+    assert not told, told
 
 
 def cut_between(job: Job, options: argparse.Namespace) -> Iterator[Measure]:

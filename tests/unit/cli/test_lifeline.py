@@ -65,16 +65,20 @@ def test_a_file_a_terminal_and_null_are_no_connection() -> None:
 def test_what_a_launcher_hangs_on(monkeypatch: pytest.MonkeyPatch) -> None:
     connected = {0, 1, 2}
     monkeypatch.setattr(lifeline, "is_connected", connected.__contains__)
-    assert Lifeline.of_this_process(needs_input=True).streams == (0,)
-    assert Lifeline.of_this_process(needs_input=False).streams == STREAMS
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert Lifeline.of_this_process(needs_input=False).streams == (), "nohup"
-    signal.signal(signal.SIGHUP, before)
-    connected.remove(2)
-    assert Lifeline.of_this_process(needs_input=False).streams == (), "standard error is a file"
-    connected.remove(0)
-    with pytest.raises(UsageError, match="standard input is no connection"):
-        Lifeline.of_this_process(needs_input=True)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite itself may run under nohup
+    try:
+        assert Lifeline.of_this_process(needs_input=True).streams == (0,)
+        assert Lifeline.of_this_process(needs_input=False).streams == STREAMS
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert Lifeline.of_this_process(needs_input=False).streams == (), "nohup"
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        connected.remove(2)
+        assert Lifeline.of_this_process(needs_input=False).streams == (), "standard error is a file"
+        connected.remove(0)
+        with pytest.raises(UsageError, match="standard input is no connection"):
+            Lifeline.of_this_process(needs_input=True)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 LAUNCHER = """
