@@ -281,14 +281,9 @@ class FarBoard:
 
     def _connect(self, seconds: float) -> socket.socket:
         connection = self._reach()
-        try:
-            connection.settimeout(seconds)
-            connection = introduce(connection, self._secret, Hello(self._role, self._rank, 0))
-        except BaseException:
-            connection.close()
-            raise
-        self._connection = connection
-        return connection
+        connection.settimeout(seconds)
+        self._connection = introduce(connection, self._secret, Hello(self._role, self._rank, 0))
+        return self._connection
 
     def _reach(self) -> socket.socket:
         """Return a connection that rank 0's host has taken. TimeoutError if it has not, RuntimeError if for long."""

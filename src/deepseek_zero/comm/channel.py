@@ -144,19 +144,23 @@ def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> socket.
     """Prove this end to a door, and have the door prove itself; return the connection to use from then on.
 
     Waits as long as the connection's own time limit says. Raises `Refused` if it is another's door, OSError if the
-    connection breaks.
+    connection breaks; then it is closed.
     """
     if uses_tls():
         connection = _encrypted(connection, secret, hello.to)
-    said = _HELLO.pack(_MAGIC, hello.role, hello.rank, hello.to, secrets.token_bytes(32))
-    connection.sendall(said)
-    answer = receive_exactly(connection, _CHALLENGE.size)
-    magic, rank, _, proof = _CHALLENGE.unpack(answer)
-    if magic != _MAGIC or rank != hello.to:
-        raise Refused(f"what listens there is not rank {hello.to}")
-    if not hmac.compare_digest(proof, _proof(secret, b"door", said + answer[:-_PROOF_BYTES])):
-        raise Refused(f"what listens there as rank {hello.to} does not hold the job's secret")
-    connection.sendall(_proof(secret, b"dialer", said + answer))
+    try:
+        said = _HELLO.pack(_MAGIC, hello.role, hello.rank, hello.to, secrets.token_bytes(32))
+        connection.sendall(said)
+        answer = receive_exactly(connection, _CHALLENGE.size)
+        magic, rank, _, proof = _CHALLENGE.unpack(answer)
+        if magic != _MAGIC or rank != hello.to:
+            raise Refused(f"what listens there is not rank {hello.to}")
+        if not hmac.compare_digest(proof, _proof(secret, b"door", said + answer[:-_PROOF_BYTES])):
+            raise Refused(f"what listens there as rank {hello.to} does not hold the job's secret")
+        connection.sendall(_proof(secret, b"dialer", said + answer))
+    except BaseException:
+        connection.close()  # within TLS nobody else has it
+        raise
     return connection
 
 

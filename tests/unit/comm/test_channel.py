@@ -233,6 +233,18 @@ def test_by_tls_who_holds_the_secret_comes_in_and_nobody_else(tls_door: tuple[Do
     assert admitted.empty()
 
 
+def test_by_tls_a_connection_that_proves_nothing_is_closed(
+    tls_door: tuple[Door, Admitted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within TLS it is another object than the one that was dialed, and nobody but `introduce` could close it."""
+    made: list[socket.socket] = []
+    encrypted = channel._encrypted
+    monkeypatch.setattr(channel, "_encrypted", lambda *given: made.append(encrypted(*given)) or made[0])
+    with pytest.raises(ConnectionError):
+        introduce(dial(tls_door[0].address, PATIENCE), SECRET, Hello(Role.DATA, 3, to=5))
+    assert made[0].fileno() == -1
+
+
 def test_one_end_with_tls_and_one_without_never_meet(
     door: tuple[Door, Admitted], tls_door: tuple[Door, Admitted], monkeypatch: pytest.MonkeyPatch
 ) -> None:

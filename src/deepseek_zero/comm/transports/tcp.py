@@ -404,8 +404,7 @@ class Links:
             try:
                 count = link.connection.recv_into(link.into)
             except BlockingIOError:
-                self._wake_at(link, min(len(link.into), WAKE_BYTES) if link.reads is not None else 1)
-                return
+                break
             if not count:
                 raise ConnectionResetError("the other end closed the connection")
             link.heard = time.monotonic()
@@ -416,7 +415,7 @@ class Links:
             if not link.into:
                 for exchange in self._take_payload(link) if link.reads is not None else self._take_header(link):
                     exchange.end_one()
-        self._wake_at(link, 1)  # the rest is here already
+        self._wake_at(link, min(len(link.into), WAKE_BYTES) if link.reads is not None else 1)
 
     def _wake_at(self, link: _Link, nbytes: int) -> None:
         """Have the kernel tell of what comes when it is so many bytes, all of which are sure to come.
