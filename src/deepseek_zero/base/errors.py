@@ -82,8 +82,17 @@ class HostLost(PeerError):
 
 def host_and_ranks(name: str, ranks: Sequence[int]) -> str:
     """Return a host as messages name it: "h1 (ranks 2, 3)"."""
+    return f"{name} ({listed_ranks(ranks)})"
+
+
+def listed_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as messages name them: "rank 2", "ranks 2, 3"."""
     listed = ", ".join(map(str, ranks)) if len(ranks) <= MOST_LISTED else f"{ranks[0]} to {ranks[-1]}"
-    return f"{name} ({'rank' if len(ranks) == 1 else 'ranks'} {listed})"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}"
+
+
+class IntegrityError(DeepSeekZeroError):
+    """Bits changed where nothing wrote, or differ between ranks that hold the same (`integrity`); on every rank."""
 
 
 class ModelMismatchError(DeepSeekZeroError):

@@ -396,6 +396,17 @@ class MemoryBudgetKeywords(TypedDict, total=False):
     """Of the disk under nvme_path, with device "auto"; null: what is free."""
 
 
+class IntegrityKeywords(TypedDict, total=False):
+    """Keys of `integrity`."""
+
+    mode: Literal["off", "warn", "end"] | Auto | None
+    """Ours. Compare memory with what it should be: what ranks hold alike between them, and what rests with itself; warn
+    says what differs, and on which rank, end ends the run with it.
+    """
+    every: float | Auto | None
+    """Ours. So many steps apart. What is trained and one rank alone holds is watched for one of them."""
+
+
 class NetworkKeywords(TypedDict, total=False):
     """Keys of `network`."""
 
@@ -1119,6 +1130,8 @@ class _Keys(TypedDict, total=False):
     on one host and our own sockets between hosts; or as the first or the third, whichever carries more between hosts
     when it is tried at the start. The same bits.
     """
+    integrity: IntegrityKeywords | Auto | None
+    """Ours. Finding bits that changed in memory or on their way."""
     network: NetworkKeywords | Auto | None
     """Ours. Where the ranks of a host listen."""
     ranks_per_host: float | Auto | None

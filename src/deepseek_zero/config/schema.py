@@ -580,6 +580,23 @@ class Bf16(Section):
     )
 
 
+class Integrity(Section):
+    mode: Literal["off", "warn", "end"] = effective(
+        "off",
+        "Ours. Compare memory with what it should be: what ranks hold alike between them, and what rests with itself; "
+        "warn says what differs, and on which rank, end ends the run with it.",
+        example="end",
+    )
+    every: int = effective(
+        100,
+        "Ours. So many steps apart. What is trained and one rank alone holds is watched for one of them.",
+        unit="steps",
+        example=1,
+        needs={"integrity.mode": "warn"},
+        ge=1,
+    )
+
+
 class MemoryBudget(Section):
     device: int | None = effective(
         None,
@@ -1512,6 +1529,7 @@ class Config(Section):
         "between hosts when it is tried at the start. The same bits.",
         example="gloo",
     )
+    integrity: Integrity = section(Integrity, "Ours. Finding bits that changed in memory or on their way.")
     network: Network = section(Network, "Ours. Where the ranks of a host listen.")
     ranks_per_host: int | None = effective(
         None,

@@ -31,6 +31,7 @@ from ..sharding.wrap import check_room, open_tiers, wrap_model
 from .changes import changes_of_piece, changes_of_whole, refuse_changes_on, refuse_whole_states
 from .determinism import Determinism
 from .engine import Parts
+from .integrity import Integrity
 from .optimizer import Client, OptimizerParts, optimizer_parts
 from .pieces import cut_along_axes, refuse_auto_on
 from .planning import plan_run
@@ -38,6 +39,7 @@ from .preemption import Preemption
 from .saving import Saver
 from .settings import (
     data_settings_of,
+    integrity_settings_of,
     memory_settings_of,
     observer_settings_of,
     placement_settings_of,
@@ -114,7 +116,7 @@ def assemble(
     if chosen.make is not None:
         optimizer = ShardedOptimizer(runtime, chosen.groups, chosen.make, step_settings, scaler, plan.update)
     runtime.loss_factor.scaler = scaler
-    saving = saving_settings_of(config)
+    saving, integrity = saving_settings_of(config), integrity_settings_of(config)
     parts = Parts(
         runtime,
         optimizer,
@@ -127,6 +129,7 @@ def assemble(
         placement_settings_of(config),
         (config.scheduler.type, config.scheduler.params) if config.scheduler.type is not None else None,
         preemption=Preemption(saving.on_signal) if saving.on_signal is not None else None,
+        integrity=Integrity(runtime, optimizer, mesh, integrity) if integrity is not None and optimizer else None,
         saver=Saver(saving.retention),
         sparse_attention=sparse,
     )
@@ -136,6 +139,7 @@ def assemble(
             f"{parts.data_settings}",
             f"schedule {parts.schedule}",
             f"save on signal {saving.on_signal}",
+            f"integrity {integrity}",
             f"deterministic {config.deterministic}",
             *([] if sparse is None else [f"sparse attention {sparse.layout}"]),
         ],

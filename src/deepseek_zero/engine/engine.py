@@ -51,6 +51,7 @@ from ..report.timers import Timers
 from ..sharding.runtime import Runtime
 from .data import ShardedLoader
 from .determinism import Determinism
+from .integrity import Integrity
 from .memory import memory_report, plan_of, traced
 from .preemption import Preemption
 from .saving import Saver
@@ -99,6 +100,7 @@ class Parts:
     vertical: LayerwiseAccumulation | None = None
     saver: Saver = field(default_factory=Saver)
     preemption: Preemption | None = None
+    integrity: Integrity | None = None
     capabilities: Capabilities = field(default_factory=Capabilities)
     determinism: Determinism | None = None
     pipeline: Pipeline | None = None
@@ -117,6 +119,7 @@ class Parts:
             str(self.data_settings),
             str(self.saving_settings),
             str(self.placement_settings),
+            f"integrity {self.integrity.settings if self.integrity is not None else None}",
             f"loss scale {self.scaler}",
             f"optimizer {type(inner).__name__} {inner.defaults if inner is not None else ''}",
             f"schedule {self.schedule}",
@@ -526,14 +529,9 @@ class Engine(StandsForModule):
         self.global_samples += taken * self._batch.micro * self._batch.data_size
         if not boundary:
             return
-        preemption = self.parts.preemption
         with self.observer.timed("step"):
-            words = (preemption.word,) if preemption is not None else ()
-            seconds = self._stragglers.words(self.global_steps + 1) if self._stragglers is not None else ()
-            self.optimizer.step(words=(*words, *seconds), number=self.global_steps + 1)
+            self._update()
         self.global_steps += 1
-        if self._stragglers is not None and seconds and self.optimizer.last is not None:
-            self._stragglers.hear(self.global_steps, [row[len(words) :] for row in self.optimizer.last.verdict.words])
         if self.optimizer.last is not None and self.optimizer.last.skipped:
             self.skipped_steps += 1
         else:
@@ -543,8 +541,37 @@ class Engine(StandsForModule):
         self.observer.stepped(self)
         if self.parts.saver.current is not None:
             self.parts.saver.commit_if_written()
-        if preemption is not None:
-            preemption.act(self)
+        if self.parts.preemption is not None:
+            self.parts.preemption.act(self)
+        if self.parts.integrity is not None:
+            self.parts.integrity.after_step(self.global_steps)
+
+    def _update(self) -> None:
+        """Update the weights; with the verdict on gradients each rank tells all others what it has to say."""
+        assert self.optimizer is not None
+        step, preemption, stragglers, integrity = (
+            self.global_steps + 1,
+            self.parts.preemption,
+            self._stragglers,
+            self.parts.integrity,
+        )
+        asked = (preemption.word,) if preemption is not None else ()
+        seconds = stragglers.words(step) if stragglers is not None else ()
+        sums: tuple[float, ...] = ()
+
+        def words() -> tuple[float, ...]:
+            nonlocal sums
+            sums = integrity.words(step) if integrity is not None else ()
+            return (*asked, *seconds, *sums)
+
+        self.optimizer.step(words=words, number=step)
+        if self.optimizer.last is None:
+            return
+        rows = [row[len(asked) :] for row in self.optimizer.last.verdict.words]
+        if stragglers is not None and seconds:
+            stragglers.hear(step, rows)
+        if integrity is not None and sums:
+            integrity.hear(step, [row[len(seconds) :] for row in rows])
 
     def _move_rates(self, words: dict[str, Any]) -> None:
         if isinstance(self.lr_scheduler, ReduceLROnPlateau) and "metrics" not in words:

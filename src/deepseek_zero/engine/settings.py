@@ -53,6 +53,14 @@ class DataSettings:
 
 
 @dataclass(frozen=True)
+class IntegritySettings:
+    """How memory is compared with what it should be. every: so many steps. ends: an error, and not a line."""
+
+    every: int
+    ends: bool
+
+
+@dataclass(frozen=True)
 class ObserverSettings:
     """What is reported, how often and where. steps_per_print: None prints nothing."""
 
@@ -376,6 +384,12 @@ def saving_settings_of(config: Config) -> SavingSettings:
         layout=section.layout,
         on_signal=PreemptionSettings(asked.path, asked.signals) if asked.path is not None else None,
     )
+
+
+def integrity_settings_of(config: Config) -> IntegritySettings | None:
+    """How often memory is compared with what it should be; None for never."""
+    section = config.integrity
+    return None if section.mode == "off" else IntegritySettings(section.every, ends=section.mode == "end")
 
 
 def recompute_settings_of(config: Config) -> RecomputeSettings:

@@ -425,14 +425,18 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     # -- stepping
 
     def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None, *, words: tuple[float, ...] = (), number: int | None = None
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        words: Callable[[], tuple[float, ...]] = tuple,
+        number: int | None = None,
     ) -> None:
         """Update the weights from the reduced gradients. Collective.
 
         If gradients are not finite no state changes on any rank, unless check_grad_overflow is false. Raises
-        `UsageError` on every rank if a loss had no graph, and `PeerError` if another rank failed. words: numbers of
-        this rank's that all ranks find in the verdict, as many on each. number: of this step in messages; None: counted
-        here.
+        `UsageError` on every rank if a loss had no graph, and `PeerError` if another rank failed. words: returns
+        numbers of this rank's that all ranks find in the verdict, as many on each; it is called once, when gradients
+        are reduced and nothing has changed yet. number: of this step in messages; None: counted here.
         """
         if closure is not None:
             raise UsageError(
@@ -445,11 +449,12 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         runtime, groups = self.runtime, self.runtime.trained_groups
         with torch.no_grad(), propagate_errors(runtime.comm):
             runtime.before_step()
-            verdict = agree_on_norm(runtime, words)
+            said = words()
+            verdict = agree_on_norm(runtime, said)
             self._refuse_differences(verdict)
             if verdict.any_late:
                 runtime.executor.reduce_late()
-                verdict = agree_on_norm(runtime, words)
+                verdict = agree_on_norm(runtime, said)
         is_idle = verdict.is_idle and bool(groups)
         if is_idle:
             self._report_idle(verdict)

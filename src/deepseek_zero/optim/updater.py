@@ -377,6 +377,16 @@ class Moments:
                 moment = self._found[id(shard.group), name]
                 yield ExtentRange(moment.extent, shard.start, shard.stop), moment.powers.get(id(shard))
 
+    def resting(self, shard: MasterShard) -> Iterator[tuple[str, Tensor]]:
+        """Yield the moments of a shard as they lie in memory between steps, by name; a disk's are not there."""
+        for name, value in self._inner.state.get(shard.param, {}).items():
+            if not self._scratch.is_placeholder(value):
+                yield from [(name, value)] if isinstance(value, Tensor) else ()
+                continue
+            moment = self._found[id(shard.group), name]
+            if not moment.extent.is_offloaded:
+                yield name, moment.extent.read(shard.start, shard.stop)
+
     def load(self, shard: MasterShard, *, working: bool = True) -> None:
         """Load a shard's moments into the optimizer's state. working: for one tile's update, into buffers that tiles
         share.

@@ -113,11 +113,13 @@ class StateGuard:
     pending: an update that a read must not overtake; set and cleared by the optimizer that defers it. reader: called
     before a write, and returns when the write may happen; a save behind the training (background_write.py) has by then
     copied the states it has not yet written. Views that may be written come from `FlatBuffer.write` and `local_part`,
-    `MasterWeight` and `Moments`, which all call `before_write`; nothing else writes.
+    `MasterWeight` and `Moments`, which all call `before_write`; nothing else writes. writes: how often that was, so
+    that what rests can be told from what was written.
     """
 
     pending: PendingUpdate | None = None
     reader: Callable[[], None] | None = None
+    writes: int = 0
 
     def before_read(self) -> None:
         """Flush pending updates, of all groups: such readers hold views of several states."""
@@ -126,6 +128,7 @@ class StateGuard:
 
     def before_write(self) -> None:
         """Wait until a save behind the training has copied the old values."""
+        self.writes += 1
         if self.reader is not None:
             self.reader()
 

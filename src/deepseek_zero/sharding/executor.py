@@ -68,6 +68,7 @@ class Unit:
         self.is_held = False  # stays gathered whatever the program says (`Executor.hold`)
         self.is_promoted = False  # precision "auto" found that 16 bits do not do here
         self.is_tile = is_tile
+        self.watch: Callable[[Unit], None] | None = None  # is called when its weights have been gathered
 
     def set_groups(self, groups: Sequence[ParamGroup]) -> None:
         """Replace the unit's groups."""
@@ -158,6 +159,8 @@ class Unit:
             self._enter(UnitState.UNSHARDED)
             for group in self.sharded:
                 group.point_to_unsharded()
+            if self.watch is not None:
+                self.watch(self)
 
     def reshard(self) -> None:
         """Shard the parameters again; a gather under way is waited for first, since the transport still writes its

@@ -1,0 +1,259 @@
+"""Finds bits that changed where nothing wrote: what several ranks hold alike is compared between them, every so many
+steps, and what rests is compared with itself.
+
+    step n-1 is over -> sums of what this rank holds alone -> ... -> step n, gradients reduced, nothing updated yet:
+    the same sums, and sums of everything that others hold, too -> their digests in the verdict (optim/sharded.py)
+    -> where they differ, the sums themselves -> the rank, the state and its parameters, on every rank
+
+Held alike are replicated weights, masters, moments and reduced gradients, the copies of a sharded weight that ranks
+have gathered, and the slices of replicas.  Where more than half of at least three ranks agree, the others are named.
+
+What rests are slices, masters and moments.  Their sums hold until something writes (`StateGuard.writes`), so those of
+trained states say something of one step in every n, and those of frozen ones of all.
+
+Not found: a gradient that one rank computes wrong before it is summed, which all ranks then have alike.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..base.checksums import BLOCK_BYTES, block_sums
+from ..base.errors import IntegrityError, listed_ranks
+from ..base.log import log_once
+from ..base.mesh import REDUCE_AXES, Mesh
+from ..comm.context import Partition
+from ..optim.sharded import ShardedOptimizer
+from ..planner.spec import Placement
+from ..sharding.buffer import FlatBuffer
+from ..sharding.executor import Unit
+from ..sharding.param_group import ParamGroup
+from ..sharding.runtime import Runtime
+from .settings import IntegritySettings
+
+MOST_SHOWN = 8  # findings of one step that a message tells
+Table = dict[str, list[tuple[int, str]]]  # by state: of each block its sum, and what it is of
+Sums = list[tuple["State", Tensor]]
+
+
+@dataclass(frozen=True)
+class State:
+    """Memory that has one state of a group, or a part of one. low: the place of its first element in the layout.
+
+    is_whole: every rank with this piece of the model has the same, not only replicas. rests: only what passes the
+    group's guard writes it.
+    """
+
+    what: str
+    group: ParamGroup
+    dtype: torch.dtype
+    numel: int
+    low: int = 0
+    is_whole: bool = True
+    rests: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.what} of '{self.group.members[0].name}' from {self.low}"
+
+    def names_in(self, block: int) -> str:
+        """Return which parameters a block of this memory is of."""
+        names = [member.name for member in self.group.members]
+        if self.dtype.is_floating_point:  # codes and halves of numbers have no place in the layout
+            numel = BLOCK_BYTES // self.dtype.itemsize
+            first = self.low + block * numel
+            last = min(first + numel, self.low + self.numel)
+            slots = self.group.layout.slots
+            names = [slot.name for slot in slots if slot.start < last and first < slot.start + slot.numel] or names
+        return f"{self.what} of '{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+class Integrity:
+    """The comparisons of one engine."""
+
+    def __init__(self, runtime: Runtime, optimizer: ShardedOptimizer, mesh: Mesh, settings: IntegritySettings) -> None:
+        self._runtime, self._optimizer, self.settings = runtime, optimizer, settings
+        self._pieces = mesh.groups_along(*REDUCE_AXES)
+        self._replicas = mesh.groups_along("dp_replicate")
+        self._rested: dict[str, tuple[int, Tensor]] = {}  # by state: how often it was written until then, and its sums
+        self._gathered: dict[str, tuple[State, Tensor]] = {}
+        self._found: Sums = []  # of the step under way
+        self._changed: list[str] = []
+        self._said: set[str] = set()
+
+    def after_step(self, step: int) -> None:
+        """Take the sums of what rests, if the next step compares. Local; updates that are still to come run first."""
+        if (step + 1) % self.settings.every:
+            return
+        self._optimizer.finish()
+        for state, values in self._states():
+            if state.rests and self._sums_before(state) is None:
+                self._rested[state.key] = state.group.guard.writes, block_sums(values)
+        for unit in self._runtime.units:
+            unit.watch = self._note_gathered
+
+    def words(self, step: int) -> tuple[float, ...]:
+        """Return what this rank adds to the verdict of a step: digests of what other ranks hold too, and whether what
+        rested has changed; or nothing. All ranks do so at the same steps.
+        """
+        if step % self.settings.every:
+            return ()
+        for unit in self._runtime.units:
+            unit.watch = None
+        before = {state.key: sums for state, _ in self._states() if (sums := self._sums_before(state)) is not None}
+        made = [(state, block_sums(values)) for state, values in (*self._states(), *self._gradients())]
+        self._found = [(state, sums.cpu()) for state, sums in (*made, *self._gathered.values())]
+        self._gathered = {}
+        self._changed = [
+            state.names_in(block)
+            for state, sums in self._found
+            if state.key in before
+            for block in sums.ne(before[state.key].cpu()).nonzero().flatten().tolist()
+        ]
+        whole, slices = (
+            [sums for state, sums in self._found if state.is_whole is is_whole] for is_whole in (True, False)
+        )
+        return _digest(whole), _digest(slices), float(len(self._changed))
+
+    def hear(self, step: int, rows: Sequence[Sequence[float]]) -> None:
+        """Take the words of all ranks of the world; where they differ, find out in what, and say it. Collective.
+
+        Raises `IntegrityError` on every rank if that is to end the run.
+        """
+        differ = [len({rows[rank][0] for rank in ranks}) > 1 for ranks in self._pieces]
+        differ += [len({rows[rank][1] for rank in ranks}) > 1 for ranks in self._replicas]
+        if any(differ) or any(row[2] for row in rows):
+            said = json.dumps([self._table(is_whole=True), self._table(is_whole=False), self._changed])
+            texts = [said]
+            if len(rows) > 1:
+                texts = self._runtime.comm.whole.all_gather_text(said, "what differs between ranks")
+            self._tell(step, found_in([json.loads(text) for text in texts], self._pieces, self._replicas))
+        self._found, self._changed = [], []
+
+    def _table(self, *, is_whole: bool) -> Table:
+        return {
+            state.key: [(value, state.names_in(block)) for block, value in enumerate(sums.tolist())]
+            for state, sums in self._found
+            if state.is_whole is is_whole
+        }
+
+    def _tell(self, step: int, lines: Sequence[str]) -> None:
+        new = [line for line in lines if line not in self._said]
+        if not new:
+            return
+        self._said.update(new)
+        shown = "; ".join(new[:MOST_SHOWN]) + (f"; and {len(new) - MOST_SHOWN} more" if len(new) > MOST_SHOWN else "")
+        error = IntegrityError(
+            f"step {step}: {shown}.",
+            "A bit changed in memory or on its way, or a core computed wrong: nothing that was asked for did it.",
+            "test the memory of that rank's host, and start again from a checkpoint that was saved before step "
+            f"{max(1, step - self.settings.every)}.",
+        )
+        if self.settings.ends:
+            raise error
+        log_once(str(error), logging.WARNING)
+
+    def _sums_before(self, state: State) -> Tensor | None:
+        """Return the sums of a state since it was last written, if they are known."""
+        writes, sums = self._rested.get(state.key, (-1, None))
+        return sums if writes == state.group.guard.writes else None
+
+    def _states(self) -> Iterator[tuple[State, Tensor]]:
+        """Yield what lies in memory between steps; a disk compares what it brings back itself (tiers/disk.py)."""
+        for unit in self._runtime.units:
+            for group in unit.groups:
+                for what, buffer in _buffers(group):
+                    if not buffer.is_offloaded:
+                        yield _state(what, group, buffer.memory, buffer.spec.placement)
+        for shard in self._optimizer.shards():
+            for name, values in self._optimizer.moments.resting(shard):
+                yield _state(name, shard.group, values, shard.master.placement, shard.start)
+
+    def _gradients(self) -> Iterator[tuple[State, Tensor]]:
+        """Yield reduced gradients that every rank has whole, as none of their programs has changed them."""
+        for group in self._runtime.trained_groups:
+            gradient = group.gradient
+            if gradient.is_whole and not gradient.is_edited and (values := gradient.reduced()) is not None:
+                yield _state("gradient", group, values, Placement.REPLICATE)
+
+    def _note_gathered(self, unit: Unit) -> None:
+        """Take the sums of a unit's weights as this rank has gathered them, the first time in a step."""
+        for group in unit.sharded:
+            if group.unsharded is not None:
+                values = group.unsharded.memory
+                state, _ = _state("gathered weight", group, values, Placement.REPLICATE)
+                if state.key not in self._gathered:
+                    self._gathered[state.key] = state, block_sums(values)
+
+
+def _buffers(group: ParamGroup) -> Iterator[tuple[str, FlatBuffer]]:
+    yield "weight", group.weight
+    if group.master is not None and not group.plan.master_is_weight:
+        yield "master", group.master.buffer
+
+
+def _state(what: str, group: ParamGroup, values: Tensor, placement: Placement, start: int = 0) -> tuple[State, Tensor]:
+    """Return what memory is, and the memory. start: of its first element on this rank."""
+    comm, is_whole = group.comm_ctx.comm, placement is Placement.REPLICATE
+    low = start + (0 if is_whole else group.layout.bounds(comm.rank)[0])
+    # A weight that every rank has whole is the program's, too, to change as it likes, and so is that of a single rank.
+    rests = comm.size > 1 and not is_whole if what == "weight" else what not in ("gradient", "gathered weight")
+    return State(what, group, values.dtype, values.numel(), low, is_whole, rests), values
+
+
+def _digest(sums: Sequence[Tensor]) -> float:
+    found = 0
+    for each in sums:
+        found = zlib.crc32(each.numpy().tobytes(), found)
+    return float(found)
+
+
+def found_in(heard: Sequence[tuple[Table, Table, list[str]]], pieces: Partition, replicas: Partition) -> list[str]:
+    """Return what is wrong, a line for each state and set of ranks. heard: by rank, of its world: what all ranks of a
+    piece of the model have, what replicas have, and what changed while it rested.
+    """
+    lines = [
+        f"{what} changed on rank {rank} while nothing wrote it"
+        for rank, (_, _, changed) in enumerate(heard)
+        for what in changed
+    ]
+    for ranks in pieces:
+        lines += differences({rank: heard[rank][0] for rank in ranks})
+    for ranks in replicas:
+        lines += differences({rank: heard[rank][1] for rank in ranks})
+    return lines
+
+
+def differences(tables: Mapping[int, Table]) -> list[str]:
+    """Return what ranks do not hold alike, a line for each state and set of ranks. tables: by rank.
+
+    What only some ranks have is compared among these.
+    """
+    lines: dict[tuple[str, str], list[str]] = {}  # by state and ranks
+    for key in dict.fromkeys(key for table in tables.values() for key in table):
+        ranks = [rank for rank, table in tables.items() if key in table]
+        for block in range(min(len(tables[rank][key]) for rank in ranks)):
+            sums = {rank: tables[rank][key][block][0] for rank in ranks}
+            if len(set(sums.values())) > 1:
+                lines.setdefault((key, _who(sums)), []).append(tables[ranks[0]][key][block][1])
+    return [
+        where[0] + (f" (and {len(where) - 1} MiB more)" if len(where) > 1 else "") + who
+        for (_, who), where in lines.items()
+    ]
+
+
+def _who(sums: Mapping[int, int]) -> str:
+    """Return which ranks hold something else than most do. sums: by rank, not all alike."""
+    ((most, count),) = Counter(sums.values()).most_common(1)
+    if 2 * count <= len(sums):
+        return f" differs between {listed_ranks(list(sums))}, of which none is in the majority"
+    others, agreed = ([rank for rank, each in sums.items() if (each == most) is alike] for alike in (False, True))
+    return f" is another on {listed_ranks(others)} than on {listed_ranks(agreed)}"

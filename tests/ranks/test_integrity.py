@@ -1,0 +1,204 @@
+"""A bit that flips in memory is found at the next comparison, with rank, state and parameter, on every rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import deepseek_zero
+from deepseek_zero.base.errors import IntegrityError
+from deepseek_zero.engine.engine import Engine
+from deepseek_zero.sharding.param_group import ParamGroup
+from deepseek_zero.sharding.runtime import Runtime
+
+WRONG, STEPS, WIDTH = 1, 5, 96  # the rank whose bits flip
+EXPONENT = 1 << 28
+
+
+def start(stage: int, *, mode: str = "end", every: int = 1, frozen: bool = False, **config: Any) -> Engine:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+    model[1].requires_grad_(not frozen)
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **config.pop("zero_optimization", {})}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": zero,
+        "steps_per_print": None,
+        "integrity": {"mode": mode, "every": every},
+        **config,
+    }
+    return deepseek_zero.initialize(model=model, config=config)[0]
+
+
+def train(engine: Engine, flip: Callable[[Engine], None] | None = None, at: int = 2) -> list[float]:
+    """The losses.  flip: is done by one rank between two steps, the batch of which is the same on all."""
+    losses = []
+    dtype = next(engine.module.parameters()).dtype
+    for step in range(STEPS):
+        if step == at and flip is not None and dist.get_rank() == WRONG:
+            flip(engine)
+        loss = engine(torch.ones(2, WIDTH, dtype=dtype)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def flip_bit(values: Tensor) -> None:
+    words = values.detach().reshape(-1).view(torch.uint8).numpy().view("u4")  # past torch, as a cosmic ray is
+    words[3] ^= EXPONENT
+
+
+def flip_weight(engine: Engine) -> None:
+    flip_bit(engine.module[0].weight)
+
+
+def flip_slice(engine: Engine) -> None:
+    flip_bit(engine.runtime.units[-1].groups[0].weight.memory)
+
+
+def flip_moment(engine: Engine) -> None:
+    assert engine.optimizer is not None
+    flip_bit(next(iter(engine.optimizer.inner.state.values()))["exp_avg"])
+
+
+def flip_master(engine: Engine) -> None:
+    master = engine.runtime.units[-1].groups[0].master
+    assert master is not None
+    flip_bit(master.buffer.memory)
+
+
+OTHER = r"is another on rank 1 than on ranks 0, 2"
+RESTED = r"changed on rank 1 while nothing wrote it"
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(
+    ("stage", "flip", "found"),
+    [
+        (0, flip_weight, f"weight of '0.weight' and 5 more {OTHER}"),
+        (0, flip_moment, f"exp_avg of '0.weight' and 2 more {RESTED}; exp_avg of '0.weight' and 2 more {OTHER}"),
+        (1, flip_weight, f"weight of '0.weight' and 5 more {OTHER}"),
+        (2, flip_weight, f"weight of '0.weight' and 5 more {OTHER}"),
+        (2, flip_moment, f"exp_avg of .* {RESTED}"),
+        (3, flip_moment, f"exp_avg of .* {RESTED}"),
+        (3, flip_slice, f"weight of .* {RESTED}"),
+    ],
+)
+def test_the_rank_the_state_and_the_parameters_are_named_on_every_rank(
+    stage: int, flip: Callable[[Engine], None], found: str
+) -> None:
+    engine = start(stage)
+    with pytest.raises(IntegrityError, match=f"step 3: {found}") as error:
+        train(engine, flip)
+    assert "saved before step 2" in str(error.value)
+    engine.destroy()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_halves_of_masters_are_compared_too(stage: int) -> None:
+    engine = start(stage, bf16={"enabled": True})
+    with pytest.raises(IntegrityError, match=f"step 3: master of .* {RESTED}"):
+        train(engine, flip_master)
+    engine.destroy()
+
+
+@pytest.mark.ranks(3, hosts=3)
+def test_a_copy_that_one_rank_has_gathered_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(3, transport="gloo")  # whose messages have no checksum
+    train(engine)
+    point = ParamGroup.point_to_unsharded
+
+    def damaged(group: ParamGroup) -> None:
+        if group.unsharded is not None and dist.get_rank() == WRONG:
+            flip_bit(group.unsharded.memory)
+        point(group)
+
+    monkeypatch.setattr(ParamGroup, "point_to_unsharded", damaged)
+    with pytest.raises(IntegrityError, match=f"gathered weight of .* {OTHER}"):
+        train(engine)
+    monkeypatch.undo()
+    engine.destroy()
+
+
+@pytest.mark.ranks(3)
+def test_a_gradient_that_every_rank_has_whole_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(0)
+    train(engine)
+    before_step = Runtime.before_step
+
+    def damaged(runtime: Runtime) -> None:
+        before_step(runtime)
+        if dist.get_rank() == WRONG:
+            gradient = runtime.trained_groups[0].gradient.reduced()
+            assert gradient is not None
+            flip_bit(gradient)
+
+    monkeypatch.setattr(Runtime, "before_step", damaged)
+    with pytest.raises(IntegrityError, match=f"gradient of .* {OTHER}"):
+        train(engine)
+    monkeypatch.undo()
+    engine.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_of_two_ranks_neither_is_named_but_for_what_rests() -> None:
+    engine = start(1)
+    with pytest.raises(
+        IntegrityError, match=r"weight of .* differs between ranks 0, 1, of which none is in the majority"
+    ):
+        train(engine, flip_weight)
+    engine.destroy()
+    engine = start(3)
+    with pytest.raises(IntegrityError, match=f"weight of .* {RESTED}"):
+        train(engine, flip_slice)
+    engine.destroy()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_differs_and_stays_so_is_found_at_the_next_comparison(stage: int) -> None:
+    """Frozen weights rest from one comparison to the next."""
+    engine = start(stage, every=2, frozen=True)
+
+    def flip(engine: Engine) -> None:
+        frozen = next(group for unit in engine.runtime.units for group in unit.groups if not group.trainable)
+        flip_bit(frozen.weight.memory)
+
+    with pytest.raises(IntegrityError, match=f"step 4: weight of '1.weight'.* {OTHER if stage == 1 else RESTED}"):
+        train(engine, flip, at=2)
+    engine.destroy()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_run_without_faults_has_the_same_losses_and_says_nothing(stage: int) -> None:
+    engine = start(stage, mode="off")
+    plain = train(engine)
+    engine.destroy()
+    for every in (1, 3):
+        engine = start(stage, every=every)
+        assert train(engine) == plain
+        engine.destroy()
+
+
+@pytest.mark.ranks(3)
+def test_a_warning_is_said_once_and_the_run_goes_on() -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("deepseek_zero").addHandler(handler)
+    engine = start(0, mode="warn")
+    assert len(train(engine, flip_weight)) == STEPS
+    engine.destroy()
+    logging.getLogger("deepseek_zero").removeHandler(handler)
+    found = [line for line in said if f"weight of '0.weight' and 5 more {OTHER}" in line]
+    assert len(found) == (dist.get_rank() == 0)
