@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -50,13 +50,14 @@ class Job:
     """A training on hosts, by one launcher on each, and everything it has said.
 
     lines: (host, when, what) of the launchers' outputs. every: `time.monotonic()`, which hosts of one machine share.
-    own_clocks: `set_clock` will be called.
+    own_clocks: `set_clock` will be called. config: keys that the training's configuration has beside its own.
     """
 
     machines: Sequence[Host]
     folder: Path
     each: int
     own_clocks: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
     launchers: list[Process] = field(default_factory=list)
     lines: list[tuple[Host, float, str]] = field(default_factory=list)
 
@@ -85,6 +86,7 @@ class Job:
             words += [f"--ports={PORTS[0]}-{PORTS[-1]}"]
             words += [f"--dead-after={options.dead_after:g}", "--module", "tests.faults"]
             words += ["--as-rank", str(self.folder), "--transport", options.transport]
+            words += ["--config", json.dumps(self.config)]
             self.launchers.append(host.run([sys.executable, "-m", "deepseek_zero.cli", "run", *words], environment))
             threading.Thread(target=self._listen, args=(host, self.launchers[-1]), daemon=True).start()
         self.until(lambda: all(len(self.steps(rank)) > 3 for rank in self.ranks), START_SECONDS, "the ranks train")
@@ -410,13 +412,37 @@ def two_hosts_lost(*gone: int) -> Play:
     return two_lost
 
 
+def flipped_in(what: str, every: int) -> Play:
+    """A bit flips in a rank's memory. every: so many steps apart it is looked for."""
+
+    def flipped(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+        victim = job.ranks[-1]
+        (job.folder / "flip").write_text(f"{victim} {what}")
+        began = job.until((job.folder / "flipped").exists, END_SECONDS, "a bit flips")
+        job.when_raised(job.ranks, rf"IntegrityError: step \d+: .*{what}.* on rank {victim}")
+        named = {
+            int(text.split("step ")[1].split(":")[0]) for rank in job.ranks for _, text in [job.error(rank) or (0, "")]
+        }
+        yield Measure("steps until named, by all", max(named) - int((job.folder / "flipped").read_text()), every)
+        yield Measure("gone", job.when_gone(job.machines) - began, 5.0 + every * 0.1)
+
+    return flipped
+
+
+def integrity(stage: int, every: int) -> dict[str, Any]:
+    """Return keys that have every rank look for flipped bits."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return {"integrity": {"mode": "end", "every": every}, "zero_optimization": zero}
+
+
 @dataclass(frozen=True)
 class Row:
-    """A row of the table.  hosts: so many are there.  own_clocks: as of `Job`."""
+    """A row of the table.  hosts: so many are there.  own_clocks, config: as of `Job`."""
 
     play: Play
     hosts: int = 2
     own_clocks: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 ROWS = {
@@ -435,6 +461,9 @@ ROWS = {
     "loss": Row(loss_of_packets),
     "delay": Row(delay),
     "flipped-bits": Row(flipped_bits),
+    "flipped-weight": Row(flipped_in("weight", 10), config=integrity(0, 10)),
+    "flipped-gradient": Row(flipped_in("gradient", 1), config=integrity(0, 1)),
+    "flipped-moment": Row(flipped_in("exp_avg", 1), config=integrity(3, 1)),
     "clock-jumps": Row(clock_jumps, own_clocks=True),
     "strangers": Row(strangers),
 }
@@ -461,7 +490,7 @@ def pid_of(job: Job, host: Host, rank: int) -> int:
 def playing(row: Row, options: argparse.Namespace) -> Iterator[Job]:
     """A job that trains; whatever happens, nothing of it is left."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, hosts(row.hosts) as machines:
-        job = Job(machines, Path(folder), options.each, row.own_clocks)
+        job = Job(machines, Path(folder), options.each, row.own_clocks, row.config)
         job.start(options)
         yield job
 
@@ -491,6 +520,7 @@ def be_a_rank(options: argparse.Namespace) -> None:
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "transport": options.transport,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        **json.loads(options.config),
     }
     try:
         engine, *_ = deepseek_zero.initialize(model=model, config=config)
@@ -498,6 +528,7 @@ def be_a_rank(options: argparse.Namespace) -> None:
         with open(folder / f"{rank}.steps", "w", buffering=1) as steps:
             last, step = sys.maxsize, 0
             while step < last:
+                flip_if_asked(folder, rank, step, engine)
                 loss = engine(torch.randn(4, 300)).square().mean()
                 engine.backward(loss)
                 engine.step()
@@ -513,6 +544,35 @@ def be_a_rank(options: argparse.Namespace) -> None:
         part.write_text(json.dumps([time.monotonic(), f"{type(error).__name__}: {error}"]))
         part.rename(folder / f"{rank}.error")
         raise
+
+
+def flip_if_asked(folder: Path, rank: int, step: int, engine: Any) -> None:
+    """Flip a bit of this rank's memory, past torch, once somebody has said of what."""
+    with suppress(OSError):
+        asked, what = (folder / "flip").read_text().split()
+        if int(asked) != rank or (folder / "flipped").exists():
+            return
+        optimizer, runtime = engine.optimizer, engine.runtime
+        if what == "weight":
+            flip(next(engine.module.parameters()))
+        elif what == "exp_avg":
+            flip(next(iter(optimizer.inner.state.values()))[what])
+        else:
+            before_step = runtime.before_step
+
+            def damaged() -> None:
+                before_step()
+                flip(runtime.trained_groups[0].gradient.reduced())
+                del runtime.before_step
+
+            runtime.before_step = damaged
+        (folder / "flipped").write_text(str(step))
+
+
+def flip(values: Any) -> None:
+    import torch
+
+    values.detach().reshape(-1).view(torch.uint8).numpy()[3] ^= 1 << 5
 
 
 def be_a_stranger(places: Sequence[tuple[str, int]]) -> None:
@@ -545,6 +605,7 @@ def main() -> int:
     parser.add_argument("--transport", choices=("gloo", "tcp"), default="tcp")
     parser.add_argument("--load", type=float, default=1.0, help="bounds are multiplied by it")
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)
+    parser.add_argument("--config", default="{}", help=argparse.SUPPRESS)
     parser.add_argument("--as-stranger", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:

@@ -57,7 +57,7 @@ def flip_bit(values: Tensor) -> None:
 
 
 def flip_weight(engine: Engine) -> None:
-    flip_bit(engine.module[0].weight)
+    flip_bit(next(engine.module.parameters()))
 
 
 def flip_slice(engine: Engine) -> None:
