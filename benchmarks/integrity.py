@@ -1,0 +1,117 @@
+"""What it costs to compare memory with what it should be: a step with `integrity` over a step without it.
+
+    deepseek-zero run --nproc 2 benchmarks/integrity.py                # GPT-30M in fp32 and bf16, ten minutes
+    deepseek-zero run --nproc 2 benchmarks/integrity.py --cells tiny-fp32 --steps 3 --out /tmp/integrity.md
+
+An engine that compares at every step and one that never does take the same batch in turn, in the same processes; the
+difference of a pair is what one comparison costs, and a hundredth of it what it costs every hundred steps, the default.
+The floor beside it is one reading of what this rank holds, at the rate at which this core reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, by a launcher
+
+import deepseek_zero as dz
+from benchmarks.cells import Cell
+from benchmarks.model import Batches, build_model
+from benchmarks.paired import WARM_UP, Racer
+from benchmarks.systems.common import Job, engine_settings, engine_step, take_a_core
+from benchmarks.systems.ours import STAGE_3
+from deepseek_zero.base.checksums import block_sums
+
+RESULTS = Path(__file__).parent / "results" / "integrity.md"
+CELLS = "30m-fp32,30m-bf16"
+EVERY = 100  # steps, by default
+READ_BYTES = 1 << 28
+
+
+def racer(job: Job, stage: int, mode: str) -> Racer:
+    config = engine_settings(job, {"stage": stage, **(STAGE_3 if stage == 3 else {})})
+    config |= {"steps_per_print": None, "integrity": {"mode": mode, "every": 1}}
+    engine, *_ = dz.initialize(model=build_model(job.cell.shape), config=config)
+    return Racer(mode, engine_step(engine), engine)
+
+
+def held(engine: Any) -> int:
+    """Bytes of which a comparison takes sums, gathered weights aside."""
+    return sum(values.nbytes for _, values in engine.parts.integrity._states())
+
+
+def seconds_a_byte() -> float:
+    values = torch.ones(READ_BYTES // 4)
+    taken = []
+    for _ in range(5):
+        began = time.perf_counter()
+        block_sums(values)
+        taken.append(time.perf_counter() - began)
+    return min(taken) / READ_BYTES
+
+
+def race(job: Job, steps: int) -> list[str]:
+    """The rows of one cell, a stage each."""
+    batches, rows = Batches(job.cell, job.size, job.rank, job.size), []
+    for stage in (0, 1, 2, 3):
+        pair = [racer(job, stage, mode) for mode in ("off", "end")]
+        for number in range(WARM_UP + steps):
+            for each in pair:
+                each.run(batches.of_step(number), count=number >= WARM_UP)
+        off, on = pair
+        more = statistics.median(mine - its for mine, its in zip(on.seconds, off.seconds, strict=True))
+        step, nbytes = statistics.median(off.seconds), held(on.engine)
+        rows.append(
+            f"| {stage} | {step * 1e3:.0f} | {more * 1e3:.1f} | {nbytes / 1e6:.0f} | "
+            f"{nbytes * seconds_a_byte() * 1e3:.1f} | {more / step:.2%} | {more / step / EVERY:.3%} |"
+        )
+        for each in pair:
+            each.engine.destroy()
+        del pair, off, on, each
+        gc.collect()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", default=CELLS)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    dz.init_distributed()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    cores = take_a_core(rank, size)
+    lines = [
+        "# What it costs to compare memory with what it should be",
+        "",
+        f"{date.today()}, torch {torch.__version__}, {size} ranks with one thread each, {cores} cores; medians of "
+        f"{asked.steps} pairs on rank 0.",
+        "Written by `benchmarks/integrity.py`: an engine with `integrity` at every step and one without take each "
+        "batch in turn.",
+        "",
+        "*One comparison*: the difference of a pair. *Held*: bytes of weights, masters and moments on a rank. *One "
+        "reading*: of these, at this core's rate; what rests is read twice, and what was gathered once.",
+    ]
+    for name in asked.cells.split(","):
+        rows = race(Job(Cell.parse(name), rank, size), asked.steps)
+        lines += ["", f"## {name}", ""]
+        lines += ["| stage | step, ms | one comparison, ms | held, MB | one reading, ms | at every step | every 100 |"]
+        lines += ["|---|" + "--:|" * 6, *rows]
+    if rank == 0:
+        asked.out.parent.mkdir(parents=True, exist_ok=True)
+        asked.out.write_text("\n".join(lines) + "\n")
+        print("\n".join(lines[7:]))
+
+
+if __name__ == "__main__":
+    main()
