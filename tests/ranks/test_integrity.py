@@ -23,8 +23,9 @@ EXPONENT = 1 << 28
 
 def start(stage: int, *, mode: str = "end", every: int = 1, frozen: bool = False, **config: Any) -> Engine:
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
-    model[1].requires_grad_(not frozen)
+    model = config.pop("model", None) or nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+    if frozen:
+        model[1].requires_grad_(False)
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **config.pop("zero_optimization", {})}
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -160,6 +161,39 @@ def test_of_two_ranks_neither_is_named_but_for_what_rests() -> None:
     engine = start(3)
     with pytest.raises(IntegrityError, match=f"weight of .* {RESTED}"):
         train(engine, flip_slice)
+    engine.destroy()
+
+
+@pytest.mark.ranks(4)
+def test_slices_are_compared_among_replicas() -> None:
+    engine = start(2, mesh={"dp_replicate": 2}, bf16={"enabled": True})
+    twins = "differs between ranks 1, 3, of which none is in the majority"
+    with pytest.raises(IntegrityError, match=f"step 3: master of .* {RESTED}; master of .* {twins}"):
+        train(engine, flip_master)
+    engine.destroy()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("flip", [flip_weight, None])
+def test_pieces_along_tp_are_compared_among_themselves(flip: Callable[[Engine], None] | None) -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(torch.relu(self.up(x)))
+
+    rules = [
+        {"patterns": [r"up\.weight$"], "partition_type": "column"},
+        {"patterns": [r"down\.weight$"], "partition_type": "row"},
+    ]
+    engine = start(1, model=Pair(), mesh={"tp": 2}, tensor_parallel={"partition_config": {"layer_specs": rules}})
+    if flip is None:
+        assert len(train(engine)) == STEPS
+    else:
+        with pytest.raises(IntegrityError, match=r"step 3: weight of 'up.weight' .* differs between ranks 1, 3"):
+            train(engine, flip)
     engine.destroy()
 
 

@@ -33,7 +33,7 @@ from ..base.mesh import REDUCE_AXES, Mesh
 from ..comm.context import Partition
 from ..optim.sharded import ShardedOptimizer
 from ..planner.spec import Placement
-from ..sharding.buffer import FlatBuffer
+from ..sharding.buffer import FlatBuffer, StateGuard
 from ..sharding.executor import Unit
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
@@ -83,7 +83,7 @@ class Integrity:
         self._runtime, self._optimizer, self.settings = runtime, optimizer, settings
         self._pieces = mesh.groups_along(*REDUCE_AXES)
         self._replicas = mesh.groups_along("dp_replicate")
-        self._rested: dict[str, tuple[int, Tensor]] = {}  # by state: how often it was written until then, and its sums
+        self._rested: dict[str, tuple[StateGuard, int, Tensor]] = {}  # by state: its guard, writes until then, sums
         self._gathered: dict[str, tuple[State, Tensor]] = {}
         self._found: Sums = []  # of the step under way
         self._changed: list[str] = []
@@ -96,7 +96,8 @@ class Integrity:
         self._optimizer.finish()
         for state, values in self._states():
             if state.rests and self._sums_before(state) is None:
-                self._rested[state.key] = state.group.guard.writes, block_sums(values)
+                guard = state.group.guard
+                self._rested[state.key] = guard, guard.writes, block_sums(values)
         for unit in self._runtime.units:
             unit.watch = self._note_gathered
 
@@ -163,8 +164,8 @@ class Integrity:
 
     def _sums_before(self, state: State) -> Tensor | None:
         """Return the sums of a state since it was last written, if they are known."""
-        writes, sums = self._rested.get(state.key, (-1, None))
-        return sums if writes == state.group.guard.writes else None
+        guard, writes, sums = self._rested.get(state.key, (None, 0, None))
+        return sums if guard is state.group.guard and writes == guard.writes else None
 
     def _states(self) -> Iterator[tuple[State, Tensor]]:
         """Yield what lies in memory between steps; a disk compares what it brings back itself (tiers/disk.py)."""
