@@ -42,6 +42,8 @@ LOOK_SECONDS = 0.01
 PAUSE_SECONDS = 0.02  # of every step: time of the rank's own, as computing is
 STEPS = 30  # until what is slow is named
 STRANGERS = 1000
+CALM_STEPS = 1000
+FALSE_ALARMS = "silent|HostLost|is stopped|is slow|wait for the link|has ended"
 SAID = (b"", b"\x01" + b"raised/1" * 20, b"GET / HTTP/1.1\r\n\r\n" * 9, b"\x00\x00\x00\x40" * 60)
 
 
@@ -332,6 +334,18 @@ def goes_on(job: Job, steps: int) -> float:
     return max(after - before for each in ends for before, after in pairwise(each))
 
 
+def undisturbed(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+    """Nothing happens for many steps, and nobody is said to be slow, silent or lost."""
+    deadline = time.monotonic() + 5 * END_SECONDS
+    while min(len(job.steps(rank)) for rank in job.ranks) < CALM_STEPS:
+        assert time.monotonic() < deadline, f"no {CALM_STEPS} steps in {5 * END_SECONDS:g} s"
+        time.sleep(1.0)  # looking takes from a rank's core
+    told = [text for *_, text in job.lines if re.search(FALSE_ALARMS, text)]
+    yield Measure("lines that name somebody", len(told), 0)
+    job.finish()
+    job.assert_same_bits(UNDISTURBED)
+
+
 def loss_of_packets(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
     h1 = job.machines[1]
     with h1.disturbed(loss=0.01) as counts:
@@ -378,7 +392,7 @@ def clock_jumps(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
     yield Measure("longest step", longest, 2.0)
     job.finish()
     job.assert_same_bits(UNDISTURBED)
-    told = [text for *_, text in job.lines if re.search("silent|HostLost|is stopped|is slow|has ended", text)]
+    told = [text for *_, text in job.lines if re.search(FALSE_ALARMS, text)]
     assert not told, told
 
 
@@ -446,6 +460,7 @@ class Row:
 
 
 ROWS = {
+    "undisturbed": Row(undisturbed),
     "cut-healed": Row(cut_healed),
     "cut-lost": Row(cut_lost),
     "kill-rank": Row(kill_rank),
