@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -236,3 +238,13 @@ def test_a_warning_is_said_once_and_the_run_goes_on() -> None:
     logging.getLogger("deepseek_zero").removeHandler(handler)
     found = [line for line in said if f"weight of '0.weight' and 5 more {OTHER}" in line]
     assert len(found) == (dist.get_rank() == 0)
+
+
+@pytest.mark.ranks(2)
+def test_a_model_does_not_keep_the_engine_that_compared_it() -> None:
+    engine = start(3)
+    train(engine)
+    model, optimizer = engine.module, weakref.ref(engine.optimizer)
+    del engine
+    gc.collect()
+    assert optimizer() is None and model is not None

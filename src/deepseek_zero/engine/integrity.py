@@ -22,6 +22,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -99,7 +100,7 @@ class Integrity:
                 guard = state.group.guard
                 self._rested[state.key] = guard, guard.writes, block_sums(values)
         for unit in self._runtime.units:
-            unit.watch = self._note_gathered
+            unit.watch = partial(_note_gathered, self._gathered)  # not of this object, which holds the engine's parts
 
     def words(self, step: int) -> tuple[float, ...]:
         """Return what this rank adds to the verdict of a step: digests of what other ranks hold too, and whether what
@@ -112,7 +113,7 @@ class Integrity:
         before = {state.key: sums for state, _ in self._states() if (sums := self._sums_before(state)) is not None}
         made = [(state, block_sums(values)) for state, values in (*self._states(), *self._gradients())]
         self._found = [(state, sums.cpu()) for state, sums in (*made, *self._gathered.values())]
-        self._gathered = {}
+        self._gathered.clear()
         self._changed = [
             state.names_in(block)
             for state, sums in self._found
@@ -185,14 +186,15 @@ class Integrity:
             if gradient.is_whole and not gradient.is_edited and (values := gradient.reduced()) is not None:
                 yield _state("gradient", group, values, Placement.REPLICATE)
 
-    def _note_gathered(self, unit: Unit) -> None:
-        """Take the sums of a unit's weights as this rank has gathered them, the first time in a step."""
-        for group in unit.sharded:
-            if group.unsharded is not None:
-                values = group.unsharded.memory
-                state, _ = _state("gathered weight", group, values, Placement.REPLICATE)
-                if state.key not in self._gathered:
-                    self._gathered[state.key] = state, block_sums(values)
+
+def _note_gathered(found: dict[str, tuple[State, Tensor]], unit: Unit) -> None:
+    """Take the sums of a unit's weights as this rank has gathered them, the first time in a step."""
+    for group in unit.sharded:
+        if group.unsharded is not None:
+            values = group.unsharded.memory
+            state, _ = _state("gathered weight", group, values, Placement.REPLICATE)
+            if state.key not in found:
+                found[state.key] = state, block_sums(values)
 
 
 def _buffers(group: ParamGroup) -> Iterator[tuple[str, FlatBuffer]]:
