@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import logging
 import zlib
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ from .settings import IntegritySettings
 
 MOST_SHOWN = 8  # findings of one step that a message tells
 Table = dict[str, list[tuple[int, str]]]  # by state: of each block its sum, and what it is of
-Sums = list[tuple["State", Tensor]]
+Sums = list[int]  # of each block
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,9 @@ class Integrity:
         self._runtime, self._optimizer, self.settings = runtime, optimizer, settings
         self._pieces = mesh.groups_along(*REDUCE_AXES)
         self._replicas = mesh.groups_along("dp_replicate")
-        self._rested: dict[str, tuple[StateGuard, int, Tensor]] = {}  # by state: its guard, writes until then, sums
+        self._rested: dict[str, tuple[StateGuard, int, Sums]] = {}  # by state: its guard, writes until then, sums
         self._gathered: dict[str, tuple[State, Tensor]] = {}
-        self._found: Sums = []  # of the step under way
+        self._found: list[tuple[State, Sums]] = []  # in the step under way
         self._changed: list[str] = []
         self._said: set[str] = set()
 
@@ -98,7 +99,7 @@ class Integrity:
         for state, values in self._states():
             if state.rests and self._sums_before(state) is None:
                 guard = state.group.guard
-                self._rested[state.key] = guard, guard.writes, block_sums(values)
+                self._rested[state.key] = guard, guard.writes, block_sums(values).tolist()
         for unit in self._runtime.units:
             unit.watch = partial(_note_gathered, self._gathered)  # not of this object, which holds the engine's parts
 
@@ -112,18 +113,23 @@ class Integrity:
             unit.watch = None
         before = {state.key: sums for state, _ in self._states() if (sums := self._sums_before(state)) is not None}
         made = [(state, block_sums(values)) for state, values in (*self._states(), *self._gradients())]
-        self._found = [(state, sums.cpu()) for state, sums in (*made, *self._gathered.values())]
+        self._found = [(state, sums.tolist()) for state, sums in (*made, *self._gathered.values())]
         self._gathered.clear()
         self._changed = [
             state.names_in(block)
             for state, sums in self._found
             if state.key in before
-            for block in sums.ne(before[state.key].cpu()).nonzero().flatten().tolist()
+            for block, (then, now) in enumerate(zip(before[state.key], sums, strict=True))
+            if then != now
         ]
-        whole, slices = (
-            [sums for state, sums in self._found if state.is_whole is is_whole] for is_whole in (True, False)
-        )
-        return _digest(whole), _digest(slices), float(len(self._changed))
+        return self._digest(is_whole=True), self._digest(is_whole=False), float(len(self._changed))
+
+    def _digest(self, *, is_whole: bool) -> float:
+        found = 0
+        for state, sums in self._found:
+            if state.is_whole is is_whole:
+                found = zlib.crc32(array("q", sums), found)
+        return float(found)
 
     def hear(self, step: int, rows: Sequence[Sequence[float]]) -> None:
         """Take the words of all ranks of the world; where they differ, find out in what, and say it. Collective.
@@ -142,7 +148,7 @@ class Integrity:
 
     def _table(self, *, is_whole: bool) -> Table:
         return {
-            state.key: [(value, state.names_in(block)) for block, value in enumerate(sums.tolist())]
+            state.key: [(value, state.names_in(block)) for block, value in enumerate(sums)]
             for state, sums in self._found
             if state.is_whole is is_whole
         }
@@ -163,7 +169,7 @@ class Integrity:
             raise error
         log_once(str(error), logging.WARNING)
 
-    def _sums_before(self, state: State) -> Tensor | None:
+    def _sums_before(self, state: State) -> Sums | None:
         """Return the sums of a state since it was last written, if they are known."""
         guard, writes, sums = self._rested.get(state.key, (None, 0, None))
         return sums if guard is state.group.guard and writes == guard.writes else None
@@ -210,13 +216,6 @@ def _state(what: str, group: ParamGroup, values: Tensor, placement: Placement, s
     # A weight that every rank has whole is the program's, too, to change as it likes, and so is that of a single rank.
     rests = comm.size > 1 and not is_whole if what == "weight" else what not in ("gradient", "gathered weight")
     return State(what, group, values.dtype, values.numel(), low, is_whole, rests), values
-
-
-def _digest(sums: Sequence[Tensor]) -> float:
-    found = 0
-    for each in sums:
-        found = zlib.crc32(each.numpy().tobytes(), found)
-    return float(found)
 
 
 def found_in(heard: Sequence[tuple[Table, Table, list[str]]], pieces: Partition, replicas: Partition) -> list[str]:
