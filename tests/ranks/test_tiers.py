@@ -448,6 +448,18 @@ def test_a_disk_that_fails_on_one_rank_ends_the_step_on_all(
             train_step(engine, Run(3), step)
 
 
+@pytest.mark.ranks(2)
+def test_a_disk_that_fails_as_memory_is_about_to_be_compared_ends_the_step_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    zero = offload("nvme") | {"stage3_param_persistence_threshold": 0}
+    engine = engine_of(3, zero, integrity={"mode": "end", "every": 1})
+    train_step(engine, Run(3), 0)
+    with a_disk_that_refuses("pwritev", errno.EIO, monkeypatch, rank=1):
+        for step in range(1, 4):
+            train_step(engine, Run(3), step)
+
+
 @pytest.mark.ranks(1)
 def test_after_a_step_that_ended_halfway_no_other_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(2, offload("nvme", weights=False))

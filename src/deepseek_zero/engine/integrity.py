@@ -32,6 +32,7 @@ from ..base.checksums import BLOCK_BYTES, block_sums
 from ..base.errors import IntegrityError, listed_ranks
 from ..base.log import log_once
 from ..base.mesh import REDUCE_AXES, Mesh
+from ..comm.collectives import propagate_errors
 from ..comm.context import Partition
 from ..optim.sharded import ShardedOptimizer
 from ..planner.spec import Placement
@@ -92,14 +93,17 @@ class Integrity:
         self._said: set[str] = set()
 
     def after_step(self, step: int) -> None:
-        """Take the sums of what rests, if the next step compares. Local; updates that are still to come run first."""
+        """Take the sums of what rests, if the next step compares. Local; updates that are still to come run first, and
+        where a disk fails on one rank the others hear of it.
+        """
         if (step + 1) % self.settings.every:
             return
-        self._optimizer.finish()
-        for state, values in self._states():
-            if state.rests and self._sums_before(state) is None:
-                guard = state.group.guard
-                self._rested[state.key] = guard, guard.writes, block_sums(values).tolist()
+        with propagate_errors(self._runtime.comm):
+            self._optimizer.finish()
+            for state, values in self._states():
+                if state.rests and self._sums_before(state) is None:
+                    guard = state.group.guard
+                    self._rested[state.key] = guard, guard.writes, block_sums(values).tolist()
         for unit in self._runtime.units:
             unit.watch = partial(_note_gathered, self._gathered)  # not of this object, which holds the engine's parts
 
