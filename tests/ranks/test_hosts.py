@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepseek_zero
+from deepseek_zero.base import launch
 from deepseek_zero.base.errors import PeerError, UsageError
 from deepseek_zero.checkpoint import load
 from deepseek_zero.checkpoint.format import Manifest
@@ -271,3 +272,14 @@ def test_between_hosts_an_update_waits_for_the_next_forward_and_nobody_sees_that
         found.append(seen + [value.clone() for value in engine.state_dict().values()])
     assert len(found[0]) == len(found[1])
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.ranks(2, hosts=2)
+def test_where_the_notice_board_is_out_of_reach_every_rank_says_where_it_would_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 listens at its own loopback, as told; nobody waits for ranks that could not reach it."""
+    monkeypatch.setenv(launch.INTERFACE, "lo")
+    monkeypatch.setattr(context.WorldContext, "_current", None)
+    with pytest.raises(UsageError, match=r"rank 1 does not reach rank 0 at 127\.0\.0\.1:\d+: .*refused"):
+        start(Run(3))

@@ -386,11 +386,24 @@ def open_board(
                 "ranks on several hosts hold no secret: whoever reads their network can join them. Name a file of "
                 f"{launch.SECRET_BYTES} random bytes, mode 0600, the same on every host, in {launch.SECRET_FILE}."
             )
-    if board is not None:
-        return board, secret, door
     host, port = everyone[0]["address"]
-    watches = 0 not in hosts.near and not hosts.is_one
-    return FarBoard((host, port), secret, rank, watches=watches, dead_after=dead_after), secret, None
+    found: Board | FarBoard | None = board
+    problem = ""
+    if found is None:
+        watches = 0 not in hosts.near and not hosts.is_one
+        try:
+            found = FarBoard((host, port), secret, rank, watches=watches, dead_after=dead_after)
+        except OSError as error:
+            problem = f"rank {rank} does not reach rank 0 at {host}:{port}: {error}."
+    problem = next(filter(None, all_gather_text(problem, size, group)), "")
+    if problem or found is None:
+        raise UsageError(
+            problem,
+            "Rank 0 keeps the notice board, at the address by which it is known or the one that was named.",
+            f"name an interface that all hosts reach, and ports that are open ({launch.INTERFACE}, {launch.PORTS}; "
+            "the launcher's --interface and --ports).",
+        )
+    return found, secret, door
 
 
 def listening_ports() -> range:
@@ -406,10 +419,11 @@ def listening_host(hosts: Hosts) -> str:
         return address_of(said)
     if hosts.is_one:
         return LOOPBACK
-    for target in (meeting_address(), socket.gethostname(), "192.0.2.1"):
+    met_at = meeting_address()
+    for target in filter(None, (met_at, socket.gethostname(), "192.0.2.1")):
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((target or "", 9))  # asks the routing table; nothing is sent
+            probe.connect((target, 9))  # asks the routing table; nothing is sent
             found = str(probe.getsockname()[0])
-            if target == meeting_address() or not found.startswith("127."):  # a host's own name may mean 127.0.1.1
+            if target == met_at or not found.startswith("127."):  # a host's own name may mean 127.0.1.1
                 return found
     return LOOPBACK
