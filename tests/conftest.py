@@ -27,6 +27,7 @@ import pytest
 import torch.distributed as dist
 
 from deepseek_zero.base import log
+from deepseek_zero.base.launch import GLOO_INTERFACE, INTERFACE, PORTS
 from deepseek_zero.compat.deepspeed import dropin
 from tests.rank_pool import Outcome, RankPool, Task, seed_everything
 
@@ -90,7 +91,12 @@ HEARD = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 def _seed() -> Iterator[None]:
     seed_everything()
     handlers = [(number, signal.getsignal(number)) for number in HEARD]
+    listening = {name: os.environ.get(name) for name in (INTERFACE, PORTS, GLOO_INTERFACE)}
     yield
+    for name, value in listening.items():  # an engine that was told where to listen tells all that are started later
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
     for number, handler in handlers:  # an engine that saved when asked to end ignores what asked it
         signal.signal(number, handler)
     if dist.is_initialized():  # the tests' own process is nobody's rank
