@@ -397,6 +397,8 @@ def open_board(
             problem = f"rank {rank} does not reach rank 0 at {host}:{port}: {error}."
     problem = next(filter(None, all_gather_text(problem, size, group)), "")
     if problem or found is None:
+        if found is not None:
+            found.close()  # what was reached is of no use
         raise UsageError(
             problem,
             "Rank 0 keeps the notice board, at the address by which it is known or the one that was named.",
