@@ -26,23 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 
 import deepseek_zero as dz
 from benchmarks.cells import Cell
-from benchmarks.model import Batches, build_model
-from benchmarks.paired import WARM_UP, Racer
-from benchmarks.systems.common import Job, engine_settings, engine_step, take_a_core
-from benchmarks.systems.ours import STAGE_3
+from benchmarks.model import Batches
+from benchmarks.paired import WARM_UP, stage_racer
+from benchmarks.systems.common import Job, take_a_core
 from deepseek_zero.base.checksums import block_sums
 
 RESULTS = Path(__file__).parent / "results" / "integrity.md"
 CELLS = "30m-fp32,30m-bf16"
 EVERY = 100  # steps, by default
 READ_BYTES = 1 << 28
-
-
-def racer(job: Job, stage: int, mode: str) -> Racer:
-    config = engine_settings(job, {"stage": stage, **(STAGE_3 if stage == 3 else {})})
-    config |= {"steps_per_print": None, "integrity": {"mode": mode, "every": 1}}
-    engine, *_ = dz.initialize(model=build_model(job.cell.shape), config=config)
-    return Racer(mode, engine_step(engine), engine)
 
 
 def held(engine: Any) -> int:
@@ -64,7 +56,7 @@ def race(job: Job, steps: int) -> list[str]:
     """The rows of one cell, a stage each."""
     batches, rows = Batches(job.cell, job.size, job.rank, job.size), []
     for stage in (0, 1, 2, 3):
-        pair = [racer(job, stage, mode) for mode in ("off", "end")]
+        pair = [stage_racer(job, stage, integrity={"mode": mode, "every": 1}) for mode in ("off", "end")]
         for number in range(WARM_UP + steps):
             for each in pair:
                 each.run(batches.of_step(number), count=number >= WARM_UP)

@@ -103,8 +103,10 @@ def floor_racer(job: Job) -> Racer:
     return racer
 
 
-def stage_racer(job: Job, stage: int) -> Racer:
-    config = engine_settings(job, {"stage": stage, **(STAGE_3 if stage == 3 else {})}) | {"steps_per_print": None}
+def stage_racer(job: Job, stage: int, **keys: Any) -> Racer:
+    """An engine of a stage.  keys: of its configuration, beside the cell's."""
+    zero = {"stage": stage, **(STAGE_3 if stage == 3 else {})}
+    config = {**engine_settings(job, zero), "steps_per_print": None, **keys}
     engine, *_ = dz.initialize(model=build_model(job.cell.shape), config=config)
     return Racer(f"stage {stage}", engine_step(engine), engine)
 

@@ -38,7 +38,7 @@ from ..optim.sharded import ShardedOptimizer
 from ..planner.spec import Placement
 from ..sharding.buffer import FlatBuffer, StateGuard
 from ..sharding.executor import Unit
-from ..sharding.param_group import ParamGroup
+from ..sharding.param_group import ParamGroup, is_exposed
 from ..sharding.runtime import Runtime
 from .settings import IntegritySettings
 
@@ -115,15 +115,13 @@ class Integrity:
             return ()
         for unit in self._runtime.units:
             unit.watch = None
-        before = {state.key: sums for state, _ in self._states() if (sums := self._sums_before(state)) is not None}
         made = [(state, block_sums(values)) for state, values in (*self._states(), *self._gradients())]
         self._found = [(state, sums.tolist()) for state, sums in (*made, *self._gathered.values())]
         self._gathered.clear()
         self._changed = [
             state.names_in(block)
             for state, sums in self._found
-            if state.key in before
-            for block, (then, now) in enumerate(zip(before[state.key], sums, strict=True))
+            for block, (then, now) in enumerate(zip(self._sums_before(state) or sums, sums, strict=True))
             if then != now
         ]
         return self._digest(is_whole=True), self._digest(is_whole=False), float(len(self._changed))
@@ -182,12 +180,12 @@ class Integrity:
         """Yield what lies in memory between steps; a disk compares what it brings back itself (tiers/disk.py)."""
         for unit in self._runtime.units:
             for group in unit.groups:
-                for what, buffer in _buffers(group):
+                for what, buffer, rests in _buffers(group):
                     if not buffer.is_offloaded:
-                        yield _state(what, group, buffer.memory, buffer.spec.placement)
+                        yield _state(what, group, buffer.memory, buffer.spec.placement, rests=rests)
         for shard in self._optimizer.shards():
             for name, values in self._optimizer.moments.resting(shard):
-                yield _state(name, shard.group, values, shard.master.placement, shard.start)
+                yield _state(name, shard.group, values, shard.master.placement, shard.start, rests=True)
 
     def _gradients(self) -> Iterator[tuple[State, Tensor]]:
         """Yield reduced gradients that every rank has whole, as none of their programs has changed them."""
@@ -207,18 +205,19 @@ def _note_gathered(found: dict[str, tuple[State, Tensor]], unit: Unit) -> None:
                 found[state.key] = state, block_sums(values)
 
 
-def _buffers(group: ParamGroup) -> Iterator[tuple[str, FlatBuffer]]:
-    yield "weight", group.weight
+def _buffers(group: ParamGroup) -> Iterator[tuple[str, FlatBuffer, bool]]:
+    """Yield the buffers of a group that lie between steps, and whether each rests."""
+    yield "weight", group.weight, not is_exposed(group.plan, group.comm_ctx)
     if group.master is not None and not group.plan.master_is_weight:
-        yield "master", group.master.buffer
+        yield "master", group.master.buffer, True
 
 
-def _state(what: str, group: ParamGroup, values: Tensor, placement: Placement, start: int = 0) -> tuple[State, Tensor]:
+def _state(
+    what: str, group: ParamGroup, values: Tensor, placement: Placement, start: int = 0, *, rests: bool = False
+) -> tuple[State, Tensor]:
     """Return what memory is, and the memory. start: of its first element on this rank."""
-    comm, is_whole = group.comm_ctx.comm, placement is Placement.REPLICATE
-    low = start + (0 if is_whole else group.layout.bounds(comm.rank)[0])
-    # A weight that every rank has whole is the program's, too, to change as it likes, and so is that of a single rank.
-    rests = comm.size > 1 and not is_whole if what == "weight" else what not in ("gradient", "gathered weight")
+    is_whole = placement is Placement.REPLICATE
+    low = start + (0 if is_whole else group.layout.bounds(group.comm_ctx.comm.rank)[0])
     return State(what, group, values.dtype, values.numel(), low, is_whole, rests), values
 
 

@@ -1366,10 +1366,15 @@ def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> 
     buffer.guard = weight.guard
     if plan.sends_differences:
         return MasterWeight(buffer, rank, plan.moments.dtype, update_device=home, copy_engine=comm_ctx.copy_engine)
-    exposed = plan.weight.placement is not S or comm_ctx.comm.size == 1
+    exposed = is_exposed(plan, comm_ctx)
     return MasterWeight(
         buffer, rank, plan.moments.dtype, beneath, plan.master_is_split, exposed, home, comm_ctx.copy_engine
     )
+
+
+def is_exposed(plan: ShardPlan, comm_ctx: CommContext) -> bool:
+    """Return whether programs see a group's weight between steps, and may change it past its guard."""
+    return plan.weight.placement is not S or comm_ctx.comm.size == 1
 
 
 def set_placeholders(members: Sequence[ParamInfo], placeholder: Tensor) -> None:
