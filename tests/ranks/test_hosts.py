@@ -20,6 +20,7 @@ from deepseek_zero.base.errors import PeerError, UsageError
 from deepseek_zero.checkpoint import load
 from deepseek_zero.checkpoint.format import Manifest
 from deepseek_zero.comm import context, measure
+from deepseek_zero.comm.ids import CollectiveId, lane_number
 from deepseek_zero.comm.measure import far_rate
 from deepseek_zero.engine import planning
 from deepseek_zero.engine.memory import predicted_volume
@@ -283,3 +284,21 @@ def test_where_the_notice_board_is_out_of_reach_every_rank_says_where_it_would_b
     monkeypatch.setattr(context.WorldContext, "_current", None)
     with pytest.raises(UsageError, match=r"rank 1 does not reach rank 0 at 127\.0\.0\.1:\d+: .*refused"):
         start(Run(3))
+
+
+@pytest.mark.ranks(3)
+def test_gloo_is_given_every_receive_of_an_exchange_before_any_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other order halves what a link carries both ways at once (`benchmarks/link.py`)."""
+    gloo, posted = context.WorldContext.of_this_world().gloo_over(range(3)), list[str]()
+
+    def spy(verb: str) -> None:
+        real = getattr(dist, verb)
+        monkeypatch.setattr(dist, verb, lambda *given, **named: posted.append(verb) or real(*given, **named))
+
+    spy("irecv")
+    spy("isend")
+    full = torch.zeros(3)
+    full[dist.get_rank()] = dist.get_rank() + 1.0
+    gloo.all_gather(full, CollectiveId("world/rows", lane_number(0, "rows"), 1 << 20, 0, []))()
+    assert full.tolist() == [1.0, 2.0, 3.0]
+    assert posted == ["irecv", "irecv", "isend", "isend"]

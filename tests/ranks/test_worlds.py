@@ -12,12 +12,14 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
 import deepseek_zero
+from deepseek_zero.base import mesh
 from deepseek_zero.base.errors import PeerError, UsageError
 from deepseek_zero.cli.run import SHORT_ERRORS
 from tests.hosts import NETWORK, free_port, hosts
@@ -197,6 +199,20 @@ def test_a_port_that_is_taken_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPa
             deepseek_zero.init_distributed()
     assert len(str(caught.value).splitlines()) == 3
     assert "#0" not in "".join(traceback.format_exception(caught.value)), "no frames of C++"
+
+
+@pytest.mark.parametrize(("rank", "whom"), [(0, "1 more to come"), (1, "rank 0, which listens there")])
+def test_a_rank_that_meets_nobody_says_whom_it_waits_for_and_ends(
+    rank: int, whom: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mesh, "MEETING", timedelta(seconds=2))
+    monkeypatch.setattr(mesh, "TELL_SECONDS", 0.3)
+    said = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level("WARNING"), pytest.raises(PeerError, match=rf"rank {rank} of 2 did not meet the others at"):
+        deepseek_zero.init_distributed()
+    assert f"rank {rank} has waited 0 s at 127.0.0.1:{said['MASTER_PORT']} for {whom}" in caplog.text
 
 
 DIE = (

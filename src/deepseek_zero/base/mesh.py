@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -21,11 +22,14 @@ import torch.distributed as dist
 from . import world
 from .device import CPU, default_device
 from .errors import PeerError, UsageError, shown
-from .log import log_first, speak
-from .world import ask_mpi, discover, meeting_place
+from .log import log_first, logger, speak
+from .world import World, ask_mpi, discover, meeting_place
 
 # Evidence ends a wait (comm/flight_recorder.py), never patience: a rank that loads data for an hour is late, not dead.
 PATIENCE = timedelta(days=7)
+# Before ranks have met, none has evidence of another: a wait for them has a limit, which is torch's own.
+MEETING = timedelta(minutes=30)
+TELL_SECONDS = 30.0  # after which a rank says whom it waits for
 
 
 AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")  # from the slowest to the fastest
@@ -307,7 +311,7 @@ def init_distributed(
     found = discover(os.environ)
     if found.port is None and port is not None:
         found = replace(found, port=port)
-    found = meeting_place(os.environ, ask_mpi(found))
+    found = meeting_place(os.environ, ask_mpi(os.environ, found))
     if found.size == 1:
         return False
     os.environ.update(found.variables())  # where torch looks, and scripts that ask for LOCAL_RANK
@@ -318,6 +322,8 @@ def init_distributed(
     try:
         # NCCL's own threads ask a store whenever they like, also where Python has ended: they get torch's own.
         store = store_of() if "nccl" not in backend else None
+        if store is None and backend not in ("fake", "mpi"):  # they need no store
+            store = _met(found, timeout)
         place = {} if store is None else {"store": store, "rank": found.rank, "world_size": found.size}
         dist.init_process_group(backend, timeout=timeout, **place)
     except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
@@ -329,6 +335,23 @@ def init_distributed(
             "look at rank 0's output first; another job on that port needs another MASTER_PORT.",
         ) from None
     return True
+
+
+def _met(found: World, timeout: timedelta) -> Any:
+    """Return torch's store at the meeting place, once all ranks are there; say whom this one waits for."""
+    others = "rank 0, which listens there once it has started" if found.rank else f"{found.size - 1} more to come"
+    waits = f"rank {found.rank} has waited {TELL_SECONDS:.0f} s at {found.address}:{found.port} for {others}"
+    teller = threading.Timer(TELL_SECONDS, logger.warning, [waits])
+    teller.daemon = True
+    teller.start()
+    try:
+        meeting = dist.rendezvous("env://", found.rank, found.size, timeout=min(timeout, MEETING))  # type: ignore[attr-defined]
+        store, _, _ = next(meeting)
+    finally:
+        teller.cancel()
+    store.set_timeout(timeout)
+    # As torch does: the store may be another's, too.
+    return dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]  # public
 
 
 def current_mesh(device: torch.device | None = None, wish: Any = None, *, store_of: Callable[[], Any | None]) -> Mesh:

@@ -142,8 +142,8 @@ def discover(environ: Mapping[str, str]) -> World:
     )
     launcher = _launcher_of(environ)
     if launcher is None or (stated_rank is not None and stated_size is not None):
-        if stated_rank is None and stated_size is None:
-            _refuse_lone_process(environ)
+        if stated_size in (None, 1) and not any(name in environ for name in _COUNTED):
+            _refuse_lone_process(environ, launcher)
         return _stated(environ, stated_rank, stated_size)
     found = _read(environ, launcher)
     for name, stated, actual in ((TORCHRUN.rank, stated_rank, found.rank), (TORCHRUN.size, stated_size, found.size)):
@@ -157,14 +157,20 @@ def discover(environ: Mapping[str, str]) -> World:
     return found
 
 
+# By these torchrun, our launcher and DeepSpeed's say that they counted the ranks they started: one may be all.
+_COUNTED = (TORCHRUN.local_size, "LOCAL_SIZE")
+
+
 def _launcher_of(environ: Mapping[str, str]) -> Launcher | None:
-    """The innermost launcher: an mpirun inside a Slurm job starts its daemons as a step, which ranks then inherit."""
-    by_mpi = [each for each in MPI if all(mark in environ for mark in each.marks)]
-    by_slurm = all(mark in environ for mark in SLURM.marks)
-    if not by_slurm:
-        return by_mpi[0] if by_mpi else None
-    strangers = [each for each in by_mpi if (_number(environ, each.size, 1) or 1) != _number(environ, SLURM.size, 1)]
-    return strangers[0] if strangers else SLURM
+    """The innermost launcher.
+
+    An mpirun inside a Slurm job starts its daemons as a step, whose variables their ranks inherit. They number their
+    ranks on a host, which a step that speaks PMI leaves to Slurm's own words.
+    """
+    by_mpi = next((each for each in MPI if all(mark in environ for mark in each.marks)), None)
+    if not all(mark in environ for mark in SLURM.marks):
+        return by_mpi
+    return by_mpi if by_mpi is not None and by_mpi.local_rank in environ else SLURM
 
 
 def _stated(environ: Mapping[str, str], rank: int | None, size: int | None) -> World:
@@ -215,6 +221,12 @@ def _read(environ: Mapping[str, str], launcher: Launcher) -> World:
             )
     nodes = 1 if local_size == size else _number(environ, launcher.nodes, 1)
     node = 0 if nodes == 1 else next((_number(environ, name, 0) for name in launcher.node if name in environ), None)
+    if nodes is not None and (node or 0) >= nodes:
+        raise UsageError(
+            f"this host is number {node} ({' or '.join(launcher.node)}), but {launcher.nodes}={nodes}.",
+            "Hosts are numbered from 0.",
+            f"unset {launcher.nodes}, or let the launcher set it.",
+        )
     return World(
         rank or 0,
         size,
@@ -353,12 +365,15 @@ def meeting_place(environ: Mapping[str, str], world: World) -> World:
     )
 
 
-def ask_mpi(world: World) -> World:
-    """The same world, with rank 0's address by mpi4py where an MPI started its processes, nothing says where they meet
-    and that package is installed for this MPI.  Collective in MPI's world then.
+def ask_mpi(environ: Mapping[str, str], world: World) -> World:
+    """The same world, with rank 0's address by mpi4py where an MPI started its processes on several hosts, nobody
+    stated where they meet and that package is installed for this MPI.  Collective in MPI's world then.
+
+    It is asked before an address that was guessed counts: that one is mpirun's, and rank 0 may be elsewhere.
     """
     by_mpi = world.source in {each.source for each in MPI}
-    if world.size == 1 or world.address is not None or not by_mpi or find_spec("mpi4py") is None:
+    is_known = world.size == world.local_size or bool(environ.get("MASTER_ADDR"))
+    if is_known or not by_mpi or find_spec("mpi4py") is None:
         return world
     try:
         everyone = import_module("mpi4py.MPI").COMM_WORLD
@@ -471,12 +486,27 @@ def nodes_of(environ: Mapping[str, str]) -> Nodes | None:
     """
     if environ.get(ALONE) == "1":
         return None
-    if PET.num_nodes in environ or PET.nproc in environ:
-        return _nodes_said(environ, PET)
+    stated = _nodes_said(environ, PET) if PET.num_nodes in environ or PET.nproc in environ else None
+    if stated is not None and stated.num_nodes > 1:
+        return stated
+    found = _nodes_of_engine(environ)
+    if stated is None or found is None:
+        return found if stated is None else stated
+    if PET.num_nodes in environ and found.num_nodes > 1:
+        raise UsageError(
+            f"{PET.num_nodes}={environ[PET.num_nodes][:80]}, but {found.source} says {found.num_nodes} machines.",
+            "Each of them would start a training of its own.",
+            f"unset {PET.num_nodes}, or set {ALONE}=1 for that.",
+        )
+    return replace(found, nproc=stated.nproc)  # how many processes a machine runs, not how many machines there are
+
+
+def _nodes_of_engine(environ: Mapping[str, str]) -> Nodes | None:
+    """The machines by anybody's word but that of PET_*."""
     launcher = _launcher_of(environ)
     if launcher is not None:
         return _nodes_of_tasks(environ, launcher)
-    engines = ENGINES if TORCHRUN.local_rank in environ else (*ENGINES, PODS)
+    engines = ENGINES[1:] if TORCHRUN.local_rank in environ else (*ENGINES[1:], PODS)
     return next((_nodes_said(environ, engine) for engine in engines if engine.num_nodes in environ), None)
 
 
@@ -526,8 +556,21 @@ def _nodes_of_tasks(environ: Mapping[str, str], launcher: Launcher) -> Nodes | N
     return Nodes(launcher.source, nodes, tasks.node, address=tasks.address, port=tasks.port)
 
 
-def _refuse_lone_process(environ: Mapping[str, str]) -> None:
-    """Raise UsageError in a process that is no rank, where an engine has the same command run on other machines."""
+def _refuse_lone_process(environ: Mapping[str, str], launcher: Launcher | None) -> None:
+    """Raise UsageError in a process that is a world of its own, where an engine has others run the same command."""
+    for each in MPI if launcher is None else ():
+        if _number(environ, each.rank, 0) and each.size not in environ:
+            raise UsageError(
+                f"{each.rank}={environ[each.rank]}, but {each.size} is not set.",
+                f"{each.source} numbers its processes and counts them; each would train a model of its own.",
+                f"start the script through {each.source}, or set {ALONE}=1 for one process on purpose.",
+            )
+    if launcher is not None and (count := _number(environ, launcher.size, 1) or 1) > 1:
+        raise UsageError(
+            f"{TORCHRUN.size}=1, but {launcher.source} says {count} ({launcher.size}={count}).",
+            f"It started {count} processes, and each would train a model of its own.",
+            f"unset RANK and WORLD_SIZE; {ALONE}=1 means one process on purpose.",
+        )
     for engine in ENGINES:
         most = _count_said(environ, engine)[1]
         if most > 1:

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from deepseek_zero.base import memory
 from deepseek_zero.base.errors import StorageError, UsageError
-from deepseek_zero.base.world import discover, meeting_place, nodes_of
+from deepseek_zero.base.world import ask_mpi, discover, meeting_place, nodes_of
 from deepseek_zero.cli.agent import gpus_of_this_machine
 from deepseek_zero.cli.nodes import THREAD_VARIABLES, Machine, allowed_cores
 from deepseek_zero.compat.deepspeed.dropin import DIRECTORY, is_dropin_active
@@ -102,7 +102,7 @@ def _deepspeed() -> Finding:
 def _world() -> Finding:
     """Tell which rank of which world a script started here would be, and by which source."""
     try:
-        found = meeting_place(os.environ, discover(os.environ))
+        found = meeting_place(os.environ, ask_mpi(os.environ, discover(os.environ)))
     except UsageError as error:
         return Finding("world", "unclear", str(error), Severity.BAD)
     if found.size == 1:

@@ -26,7 +26,7 @@ from rich.text import Text
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.launch import DEAD_AFTER, DEFAULT_DEAD_AFTER, MESH, TLS, checked_dead_after
 from deepseek_zero.base.log import logger
-from deepseek_zero.base.world import Nodes, nodes_of
+from deepseek_zero.base.world import Nodes, discover, nodes_of
 from deepseek_zero.cli.lifeline import Lifeline
 from deepseek_zero.cli.nodes import Asked, Machine, NodePlan, allowed_cores, plan_node
 from deepseek_zero.cli.ranks import Command, Outcome, Target
@@ -177,8 +177,9 @@ def run(options: RunOptions) -> int:
     command = _command(options)
     agent = importlib.import_module("deepseek_zero.cli.agent")  # late: it imports torch, which --help must not wait for
     machine = Machine(allowed_cores(), agent.gpus_of_this_machine(os.environ))
-    said = nodes_of(os.environ)
-    plan = plan_node(_enough(_asked(options), machine, axes, said), machine, own_names(), said)
+    asked = _asked(options)
+    said = _said(asked)
+    plan = plan_node(_enough(asked, machine, axes, said), machine, own_names(), said)
     _check_axes(plan, axes)
     refuse_launcher(options, plan.num_nodes)
     if plan.num_nodes > 1 and options.max_restarts:
@@ -253,6 +254,23 @@ def own_names() -> set[str]:
     with suppress(OSError):  # a machine that cannot resolve its own name still has it
         names.update(str(entry[4][0]) for entry in socket.getaddrinfo(name, None))
     return names
+
+
+def _said(asked: Asked) -> Nodes | None:
+    """Return what an engine's variables say of the machines; options that say it beat them, nonsense, too."""
+    try:
+        said = nodes_of(os.environ)
+    except UsageError:
+        if asked.hostfile is None and asked.num_nodes is None:
+            raise
+        return None
+    with suppress(UsageError):  # variables that ranks here will not see
+        if said is None and asked.num_nodes is None and (outer := discover(os.environ)).size > 1:
+            logger.warning(
+                f"this launcher was itself started as rank {outer.rank} of {outer.size} ({outer.source}): every one of "
+                "them starts a training of its own"
+            )
+    return said
 
 
 def _asked(options: RunOptions) -> Asked:

@@ -106,6 +106,25 @@ ROWS = {
         {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", **OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", **PLACE},
         (1, 4, 1, 2, "10.0.0.1", 29511),
     ),
+    "mpirun whose daemons srun started, as many ranks as daemons": (
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", **OPEN_MPI},
+        (1, 2, 1, 2, "127.0.0.1", 29500),
+    ),
+    "Kubeflow's deepspeed-distributed, a pod of Open MPI": (
+        {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", **PLACE},
+        (1, 4, 1, 2, "10.0.0.1", 29511),
+    ),
+    "two MPIs, one inside the other": ({**MPICH, **MVAPICH, **OPEN_MPI}, (1, 2, 1, 2, "127.0.0.1", 29500)),
+    "PMI before MVAPICH": ({**MVAPICH, **MPICH, **PLACE}, (1, 4, 1, 2, "10.0.0.1", 29511)),
+    "a late step of srun": ({**SRUN, "SLURM_STEP_ID": "18"}, (6, 7, 0, 1, "gpu03", 20000 + 40007 % 20000 + 2)),
+    "an interactive step": (
+        {**SRUN, "SLURM_STEP_ID": "4294967290"},
+        (6, 7, 0, 1, "gpu03", 20000 + 40007 % 20000 + 10),
+    ),
+    "one rank of a launcher inside a step of srun": (
+        {**SRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        (0, 1, 0, 1, None, None),
+    ),
     "mpiexec of MPICH": ({**MPICH, **PLACE}, (1, 4, 1, 2, "10.0.0.1", 29511)),
     "mpirun_rsh": (MVAPICH, (1, 2, 1, 2, "127.0.0.1", 29500)),
     "mpirun, alone on purpose": ({**OPEN_MPI, "DEEPSEEK_ZERO_ALONE": "1"}, (0, 1, 0, 1, None, None)),
@@ -144,6 +163,17 @@ REFUSED = {
     "a task outside": ({**SRUN, "SLURM_PROCID": "7"}, r"SLURM_PROCID=7, but SLURM_STEP_NUM_TASKS=7"),
     "a step without a task": ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, r"SLURM_PROCID is not set"),
     "two sizes": ({**SRUN, "WORLD_SIZE": "8", **PLACE}, r"WORLD_SIZE=8, but Slurm says 7"),
+    "a host outside": (
+        {**TORCHRUN, "GROUP_RANK": "2", "GROUP_WORLD_SIZE": "2"},
+        r"this host is number 2 \(GROUP_RANK or NODE_RANK\), but GROUP_WORLD_SIZE=2",
+    ),
+    "a rank of Open MPI's without a size": ({"OMPI_COMM_WORLD_RANK": "3"}, r"OMPI_COMM_WORLD_SIZE is not set"),
+    "a rank of PMI's without a size": ({"PMI_RANK": "3"}, r"PMI_RANK=3, but PMI_SIZE is not set"),
+    "one process by hand, four by mpirun": (
+        {**MPICH, "RANK": "0", "WORLD_SIZE": "1"},
+        r"WORLD_SIZE=1, but MPICH or Intel MPI says 4",
+    ),
+    "one process by hand, seven by srun": ({**SRUN, "RANK": "0", "WORLD_SIZE": "1"}, r"WORLD_SIZE=1, but Slurm says 7"),
     "two ranks": ({**OPEN_MPI, "RANK": "0"}, r"RANK=0, but Open MPI says 1"),
 }
 
@@ -271,6 +301,12 @@ LAUNCHERS_OF_SRUN = SRUN | {
         ({**KUBEFLOW, "PET_NNODES": "2:2"}, Nodes("PET_*", 2, 1, "auto", None, "job-node-0-0.job", 29400)),
         (SKYPILOT, Nodes("SkyPilot", 2, 1, None, 8, "10.0.0.4")),
         (DSTACK, Nodes("dstack", 2, 1, None, None, "10.0.0.6")),
+        ({**SKYPILOT, "PET_NPROC_PER_NODE": "4"}, Nodes("SkyPilot", 2, 1, "4", 8, "10.0.0.4")),
+        (
+            {**LAUNCHERS_OF_SRUN, "PET_NPROC_PER_NODE": "4"},
+            Nodes("Slurm", 2, 1, "4", None, "gpu03", 20000 + 40007 % 20000 + 2),
+        ),
+        ({**KUBEFLOW, **SKYPILOT}, Nodes("PET_*", 2, 1, "auto", None, "job-node-0-0.job", 29400)),
         (LAUNCHERS_OF_SRUN, Nodes("Slurm", 2, 1, None, None, "gpu03", 20000 + 40007 % 20000 + 2)),
         ({**LAUNCHERS_OF_SRUN, **PLACE}, Nodes("Slurm", 2, 1, None, None, *PLACE_OF_NODES)),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
@@ -296,6 +332,8 @@ def test_each_engines_variables_describe_the_machines_of_a_launcher(
         ({**KUBEFLOW, "PET_NNODES": "two"}, "PET_NNODES='two' is not a number"),
         (SRUN, r"Slurm started 7 copies of this launcher \(SLURM_STEP_NUM_TASKS=7\)"),
         (OPEN_MPI, "Open MPI started 2 copies of this launcher"),
+        ({**OPEN_MPI, "PET_NPROC_PER_NODE": "2"}, "Open MPI started 2 copies of this launcher"),
+        ({**LAUNCHERS_OF_SRUN, "PET_NNODES": "1"}, "PET_NNODES=1, but Slurm says 2 machines"),
         ({**SKYPILOT, "SKYPILOT_NODE_RANK": ""}, "SKYPILOT_NODE_RANK='' is not a number"),
     ],
 )
@@ -305,7 +343,9 @@ def test_launchers_that_would_each_train_are_refused(environ: dict[str, str], sa
     assert caught.value.why and caught.value.fix
 
 
-@pytest.mark.parametrize("environ", [KUBEFLOW, SKYPILOT, DSTACK, {"PET_NNODES": "1:2"}])
+@pytest.mark.parametrize(
+    "environ", [KUBEFLOW, SKYPILOT, DSTACK, {"PET_NNODES": "1:2"}, {**DSTACK, "WORLD_SIZE": "1", "RANK": "0"}]
+)
 def test_a_command_that_runs_on_several_machines_and_is_no_rank_is_refused(environ: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=r"=(1:)?2, and this process is no rank of a world") as caught:
         discover(environ)
@@ -374,17 +414,19 @@ def test_mpi4py_is_asked_where_nothing_else_says_where_ranks_meet(monkeypatch: p
     unknown = discover(MPICH)
     assert unknown.address is None
     monkeypatch.setattr(world, "find_spec", lambda name: None)
-    assert world.ask_mpi(unknown) is unknown
+    assert world.ask_mpi(MPICH, unknown) is unknown
     monkeypatch.setattr(world, "find_spec", lambda name: name)
     monkeypatch.setattr(world, "import_module", lambda name: SimpleNamespace(COMM_WORLD=EveryoneOfMpi(1, 4)))
-    assert world.ask_mpi(unknown).address == "10.0.0.8"
-    own = world.ask_mpi(replace(unknown, rank=1, address="stated"))
-    assert own.address == "stated"
-    assert world.ask_mpi(World()) == World()
+    assert world.ask_mpi(MPICH, unknown).address == "10.0.0.8"
+    guessed = replace(unknown, address="10.0.0.3")
+    assert world.ask_mpi(MPICH, guessed).address == "10.0.0.8", "mpirun's host need not be rank 0's"
+    assert world.ask_mpi({**MPICH, **PLACE}, guessed) is guessed, "what a user stated"
+    assert world.ask_mpi(MPICH, replace(guessed, local_size=4)).address == "10.0.0.3", "one host"
+    assert world.ask_mpi({}, World()) == World()
     monkeypatch.setattr(world, "import_module", lambda name: SimpleNamespace(COMM_WORLD=EveryoneOfMpi(0, 1)))
-    assert world.ask_mpi(unknown) is unknown, "mpi4py of another MPI sees a world of one"
+    assert world.ask_mpi(MPICH, unknown) is unknown, "mpi4py of another MPI sees a world of one"
     monkeypatch.setattr(world, "import_module", lambda name: SimpleNamespace(COMM_WORLD=EveryoneOfMpi(0, 4)))
-    found = world.ask_mpi(replace(unknown, rank=0))
+    found = world.ask_mpi(MPICH, replace(unknown, rank=0))
     monkeypatch.setattr(world, "import_module", import_module)
-    assert world.ask_mpi(unknown) is unknown, "mpi4py cannot be imported"
+    assert world.ask_mpi(MPICH, unknown) is unknown, "mpi4py cannot be imported"
     assert found.address and meeting_place({}, found) is found
