@@ -238,22 +238,23 @@ def free_port() -> int:
 
 
 @contextmanager
-def hosts(count: int, rate: str | None = None) -> Iterator[list[Host]]:
+def hosts(count: int, rate: str | None = None, own: str | None = None) -> Iterator[list[Host]]:
     """Make so many hosts on one switch; they end with the block.  Skips the test without root or the programs.
 
-    rate: of every link, each way, in tc's words ("100mbit", "1gbit"); None: as fast as the machine.
+    rate: of every link, each way, in tc's words ("100mbit", "1gbit"); None: as fast as the machine.  own: what a host's
+    name means on itself ("127.0.1.1", as Debian writes); None: what it means on the others.
     """
     need(os.geteuid() == 0, "root, to make hosts of namespaces")
     need(all(map(shutil.which, PROGRAMS)), f"{', '.join(PROGRAMS)} (iproute2 and util-linux)")
     need(subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode == 0, "leave to make namespaces")
     with ExitStack() as stack:
-        lines = ["127.0.0.1 localhost", *(f"{NETWORK[number + 1]} h{number}" for number in range(count))]
-        names = "".join(f"{line}\n" for line in lines)
         switch = Namespace(SWITCH, kinds=("net",))
         stack.callback(switch.end)
         found = []
         for number in range(count):
             kinds = ("net", "uts", "mount", "ipc", "pid")
+            meant = {f"h{each}": NETWORK[each + 1] for each in range(count)} | ({f"h{number}": own} if own else {})
+            names = "".join(f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **meant}.items())
             start = Namespace(HOST, f"h{number}", names, kinds=kinds)
             stack.callback(start.end)
             found.append(Host(number, switch, start))

@@ -281,6 +281,7 @@ def test_where_the_notice_board_is_out_of_reach_every_rank_says_where_it_would_b
 ) -> None:
     """Rank 0 listens at its own loopback, as told; nobody waits for ranks that could not reach it."""
     monkeypatch.setenv(launch.INTERFACE, "lo")
+    monkeypatch.setenv(launch.GLOO_INTERFACE, "v0")  # or the ranks could not even say so
     monkeypatch.setattr(context.WorldContext, "_current", None)
     with pytest.raises(UsageError, match=r"rank 1 does not reach rank 0 at 127\.0\.0\.1:\d+: .*refused"):
         start(Run(3))

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from deepseek_zero.base.errors import PeerError, UsageError
-from deepseek_zero.base.launch import DEAD_AFTER, SECRET_FILE, TLS
+from deepseek_zero.base.launch import DEAD_AFTER, INTERFACE, SECRET_FILE, TLS
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.comm.transports import tcp
 from deepseek_zero.comm.transports.tcp import Tcp
@@ -124,6 +124,27 @@ def test_a_run_listens_at_one_address_and_goes_on_through_strangers_and_a_cut(tm
         assert "hold no secret" not in output
     assert any("closed a connection from" in output for output in outputs)
     assert not any(secret.hex() in output for output in outputs)
+
+
+def test_the_launchers_store_listens_at_the_interface_that_was_named_else_where_others_reach_its_host(
+    tmp_path: Path,
+) -> None:
+    """Never at all addresses: also not where the meeting place is another machine's address, which leads here."""
+    script = tmp_path / "waits.py"
+    script.write_text("import time\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "deepseek_zero.cli", "run", "--nproc=1", f"--master_port={MASTER_PORT}"]
+    with hosts(2) as (alone, first):
+        place = ["--num_nodes=2", "--node_rank=0", "--master_addr=10.77.0.200"]
+        launchers = [
+            alone.run([*command, str(script)], {INTERFACE: "v0"}),
+            first.run([*command, *place, str(script)]),
+        ]
+        deadline = time.monotonic() + 60
+        while not (alone.ports() and first.ports()):
+            assert time.monotonic() < deadline and all(each.poll() is None for each in launchers)
+            time.sleep(0.05)
+        assert alone.ports() == {(alone.address, MASTER_PORT)}
+        assert first.ports() == {(first.address, MASTER_PORT)}
 
 
 @pytest.mark.ranks(4, hosts=2)

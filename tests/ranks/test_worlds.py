@@ -157,6 +157,32 @@ print(f"rank {engine.global_rank} of {engine.world_size}, {here} here, local ran
 FIRST_HOST = str(NETWORK[1])
 
 
+def plain_rank(rank: int) -> tuple[list[str], dict[str, str]]:
+    return [sys.executable], pod(rank)
+
+
+def launched_rank(rank: int) -> tuple[list[str], dict[str, str]]:
+    options = ["--num_nodes=2", "--master_addr=h0", "--master_port=29511", "--nproc=1", f"--node_rank={rank}"]
+    return [sys.executable, "-m", "deepseek_zero.cli", "run", *options], {}
+
+
+@pytest.mark.parametrize("start", [plain_rank, launched_rank])
+def test_hosts_whose_own_names_mean_loopback_meet_by_the_first_ones_name(
+    start: Callable[[int], tuple[list[str], dict[str, str]]], tmp_path: Path
+) -> None:
+    """Debian's /etc/hosts has a line 127.0.1.1 with the host's own name; these hosts have no way to other networks."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN + "engine = train()\nfrom deepseek_zero.comm import context\n" + TELL)
+    with hosts(2, own="127.0.1.1") as machines:
+        started = []
+        for rank, machine in enumerate(machines):
+            command, variables = start(rank)
+            started.append(machine.run([*command, str(script)], environment(**variables)))
+        said = [process.communicate(timeout=60)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], "\n".join(said)
+    assert [f"rank {rank} of 2, 1 here, local rank 0" in each for rank, each in enumerate(said)] == [True, True], said
+
+
 DOORS: dict[str, Callable[[torch.nn.Module], object]] = {
     "initialize": lambda model: deepseek_zero.initialize(model=model, config={"train_batch_size": 1}),
     "DeepSeekZeRO3": deepseek_zero.DeepSeekZeRO3,

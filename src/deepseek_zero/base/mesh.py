@@ -23,6 +23,7 @@ from . import world
 from .device import CPU, default_device
 from .errors import PeerError, UsageError, shown
 from .log import log_first, logger, speak
+from .network import lead_gloo
 from .world import World, ask_mpi, discover, meeting_place
 
 # Evidence ends a wait (comm/flight_recorder.py), never patience: a rank that loads data for an hour is late, not dead.
@@ -319,6 +320,7 @@ def init_distributed(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = backend or default_backend(device)
+    lead_gloo(found.nodes == 1, found.address)
     try:
         # NCCL's own threads ask a store whenever they like, also where Python has ended: they get torch's own.
         store = store_of() if "nccl" not in backend else None

@@ -8,7 +8,6 @@ Importing this module imports torch, so cli/run.py does it late.
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import signal
@@ -36,6 +35,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.launch import SAVED_EXIT_CODE, SECRET_BYTES, SECRET_FILE, STORE, uses_tls
 from deepseek_zero.base.log import logger
+from deepseek_zero.base.network import listening_address, reached_at
 from deepseek_zero.cli.nodes import NodePlan, visible_gpus
 from deepseek_zero.cli.peers import TELL_AFTER, PeerWatch, tell_stopped
 from deepseek_zero.cli.ranks import Command, Death, Outcome, Ranks
@@ -43,7 +43,6 @@ from deepseek_zero.comm.channel import Address, Refused, read_secret
 from deepseek_zero.comm.store import NO_SECRET, BoardStore, keep_store, reach_store
 
 ROLE = "default"
-EVERYWHERE = "0.0.0.0"
 
 POLL_SECONDS = 0.1
 
@@ -111,25 +110,42 @@ class Meeting(RendezvousHandler):
         """Open or reach the store; return where it listens."""
         plan = self.plan
         try:
-            host = _resolved(plan.master_addr)
+            sought = _resolved(plan.master_addr)
+        except OSError as error:
+            raise self._no_meeting(error) from error
+        host = sought if plan.node_rank > 0 else self._own_address(sought)
+        try:
             if plan.node_rank > 0:
-                self._stores.append(_reach(host, port, self.secret, plan.node_rank))
-                return host, port
-            try:
+                store = _reach(host, port, self.secret, plan.node_rank)
+            else:
                 store, _, (_, port) = keep_store(host, port, self.secret)
-            except OSError as error:
-                if error.errno != errno.EADDRNOTAVAIL:
-                    raise
-                store, _, (_, port) = keep_store(EVERYWHERE, port, self.secret)  # another machine's, which leads here
-            self._stores.append(store)
-            return host, port
         except (RuntimeError, OSError) as error:
+            raise self._no_meeting(error) from error
+        self._stores.append(store)
+        return host, port
+
+    def _own_address(self, sought: str) -> str:
+        """Return where node 0's store listens. Raises `UsageError` where the others would look for it elsewhere.
+
+        sought: what master_addr means on this machine; where another machine has that address, it leads here.
+        """
+        plan = self.plan
+        host = listening_address(plan.num_nodes == 1, plan.master_addr)
+        if plan.num_nodes > 1 and reached_at(plan.master_addr) == sought != host:
             raise UsageError(
-                f"The nodes cannot meet at {plan.master_addr}:{plan.master_port}.",
-                why=(str(error).splitlines() or [type(error).__name__])[0],
-                fix="Another program may hold the port (leave --master_port out on a single node, and a free one is "
-                "taken), or node 0 is not running there, or the address cannot be reached from here.",
-            ) from error
+                f"The other nodes would come to {sought}, and the store listens at {host} (--interface).",
+                why=f"{plan.master_addr}, where all meet, is another address of this machine.",
+                fix=f"Say --master_addr={host} on every machine (MASTER_ADDR under Slurm), or name that interface.",
+            )
+        return host
+
+    def _no_meeting(self, error: Exception) -> UsageError:
+        return UsageError(
+            f"The nodes cannot meet at {self.plan.master_addr}:{self.plan.master_port}.",
+            why=(str(error).splitlines() or [type(error).__name__])[0],
+            fix="Another program may hold the port (leave --master_port out on a single node, and a free one is "
+            "taken), or node 0 is not running there, or the address cannot be reached from here.",
+        )
 
     def is_closed(self) -> bool:
         """Never: the meeting lasts as long as the launcher."""

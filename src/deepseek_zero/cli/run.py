@@ -191,9 +191,9 @@ def run(options: RunOptions) -> int:
     if plan.share.note:
         logger.info(plan.share.note)
     environment = rank_environment(plan, machine) | (child_environment(os.environ) if options.as_deepspeed else {})
-    environment |= _listening_environment(options)
-    if options.tls:
-        os.environ[TLS] = environment[TLS] = "1"  # for the launcher's own store, too
+    connecting = _listening_environment(options) | ({TLS: "1"} if options.tls else {})
+    environment |= connecting
+    os.environ.update(connecting)  # for the launcher's own store, too
     if plan.num_nodes > 1:
         environment[DEAD_AFTER] = f"{options.dead_after:g}"
     if named := [f"{axis}={size}" for axis, size in axes.items() if size > 1]:

@@ -6,7 +6,6 @@ is one operation with a key and a value, an answer is a text; both are limited b
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import math
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from ..base import launch
 from ..base.errors import UsageError
 from ..base.log import logger
+from ..base.network import listening_address
 from ..base.world import meeting_address
 from .bootstrap import Hosts, all_gather_text
 from .channel import (
@@ -34,7 +34,6 @@ from .channel import (
     Hello,
     Refused,
     Role,
-    address_of,
     ask_for_life,
     dial,
     fingerprint,
@@ -53,7 +52,6 @@ QUIET_SECONDS = 5.0  # after a silence, until somebody waits for it again
 DOUBT_SECONDS = 2.5  # without a sign of its host, until nobody waits for rank 0; its kernel answers every second
 LOOK_SECONDS = 0.25  # between looks for such a sign, while a rank waits for an answer
 SEND_SECONDS = 1.0  # for another rank to take an answer that it asked for
-LOOPBACK = "127.0.0.1"
 _REQUEST = struct.Struct("!BII")
 _ANSWER = struct.Struct("!BI")
 
@@ -414,18 +412,5 @@ def listening_ports() -> range:
 
 
 def listening_host(hosts: Hosts) -> str:
-    """Return the one address at which this rank listens: of the interface that was named, else the one by which it
-    reaches rank 0; loopback where all ranks are on one host.
-    """
-    if said := os.environ.get(launch.INTERFACE):
-        return address_of(said)
-    if hosts.is_one:
-        return LOOPBACK
-    met_at = meeting_address()
-    for target in filter(None, (met_at, socket.gethostname(), "192.0.2.1")):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((target, 9))  # asks the routing table; nothing is sent
-            found = str(probe.getsockname()[0])
-            if target == met_at or not found.startswith("127."):  # a host's own name may mean 127.0.1.1
-                return found
-    return LOOPBACK
+    """Return the one address at which this rank listens (`listening_address`)."""
+    return listening_address(hosts.is_one, meeting_address())

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import hmac
 import math
@@ -38,6 +37,7 @@ from typing import NamedTuple
 from ..base.errors import UsageError
 from ..base.launch import GLOO_INTERFACE, INTERFACE, PORTS, SECRET_BYTES, SECRET_FILE, uses_tls
 from ..base.log import logger
+from ..base.network import address_of, interface_of
 from . import tls
 
 HANDSHAKE_SECONDS = 5.0
@@ -46,7 +46,6 @@ _MAGIC = b"dszero\x00\x01"  # the last byte is the protocol's version
 _HELLO = struct.Struct("!8sB3xII32s")
 _CHALLENGE = struct.Struct("!8sI32s32s")
 _PROOF_BYTES = 32
-_SIOCGIFADDR = 0x8915
 BEAT_SECONDS, MOST_BEATS = 1, 127  # of kernels; so many without an answer end a connection
 _TCP_INFO = struct.Struct("=B23xI28xI")  # the kernel's tcp_info: state, tcpi_unacked, tcpi_last_ack_recv in ms
 _ESTABLISHED = 1
@@ -266,52 +265,6 @@ def _info_of(connection: socket.socket) -> tuple[int, int, int]:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _own_address(name: str) -> str | None:
-    """Return the IPv4 address of a network interface, or None."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError:
-            return None
-    return socket.inet_ntoa(found[20:24])
-
-
-def interface_of(address: str) -> str:
-    """Return the name of the network interface that has this address. Raises `UsageError` if none has."""
-    for _, name in socket.if_nameindex():
-        if _own_address(name) == address:
-            return name
-    raise UsageError(
-        f"no network interface of this host has the address {address}.",
-        "gloo, which carries the start of a run, wants a name.",
-        "name the interface instead.",
-    )
-
-
-def address_of(interface: str) -> str:
-    """Return the address to listen at. interface: the name of a network interface (eth0), or an address of this host.
-
-    Raises `UsageError` if this host has no such interface.
-    """
-    if interface in (name for _, name in socket.if_nameindex()):
-        if found := _own_address(interface):
-            return found
-        reason = "It has no IPv4 address."
-    else:
-        try:
-            with socket.socket(_family(interface), socket.SOCK_STREAM) as probe:
-                probe.bind((interface, 0))
-                return interface
-        except OSError as error:
-            reason = f"{error.strerror or error}."
-    names = ", ".join(name for _, name in socket.if_nameindex())
-    raise UsageError(
-        f"this host cannot listen at the interface {interface!r}.",
-        reason,
-        f"name an interface ({names}) or an address of this host.",
-    )
 
 
 def listening_variables(interface: str | None, ports: str | None) -> dict[str, str]:

@@ -25,6 +25,7 @@ from ..base import world
 from ..base.errors import PeerError, UsageError
 from ..base.launch import dead_after
 from ..base.mesh import PATIENCE
+from ..base.network import lead_gloo
 from .board import listening_host, listening_ports, open_board
 from .bootstrap import Hosts, all_gather_text
 from .channel import Door
@@ -108,6 +109,7 @@ class WorldContext:
         atexit.register(drain_threads)  # once for each world; a second look costs nothing
         atexit.register(_hang_up)  # after the recorder's goodbye, which is registered later
         rank, size, before = dist.get_rank(), dist.get_world_size(), open_descriptors()
+        lead_gloo(world.local_size() == size, world.meeting_address())
         group = dist.new_group(backend="gloo", timeout=PATIENCE)
         gloos = open_descriptors() - before
         hosts, sockets, no_sharing_reason = connect_local(rank, size, group)

@@ -16,9 +16,9 @@ from ..base.capabilities import Capability
 from ..base.device import synchronize
 from ..base.errors import PeerError, UsageError
 from ..base.launch import uses_tls
+from ..base.network import interface_of
 from ..base.quantities import format_bytes
 from .board import listening_host
-from .channel import interface_of
 from .collectives import Comm
 from .context import WorldContext
 
