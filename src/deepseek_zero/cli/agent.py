@@ -39,7 +39,7 @@ from deepseek_zero.base.network import listening_address, reached_at
 from deepseek_zero.cli.nodes import NodePlan, visible_gpus
 from deepseek_zero.cli.peers import TELL_AFTER, PeerWatch, tell_stopped
 from deepseek_zero.cli.ranks import Command, Death, Outcome, Ranks
-from deepseek_zero.comm.channel import Address, Refused, read_secret
+from deepseek_zero.comm.channel import Address, Refused, read_secret, warn_without_secret
 from deepseek_zero.comm.store import NO_SECRET, BoardStore, keep_store, reach_store
 
 ROLE = "default"
@@ -75,7 +75,7 @@ class Meeting(RendezvousHandler):
 
     plan: NodePlan
     run_id: str
-    secret: bytes
+    secret: bytes = field(repr=False)
     place: str = ""
     _stores: list[BoardStore] = field(default_factory=list)
 
@@ -119,6 +119,8 @@ class Meeting(RendezvousHandler):
                 store = _reach(host, port, self.secret, plan.node_rank)
             else:
                 store, _, (_, port) = keep_store(host, port, self.secret)
+                if self.secret == NO_SECRET:
+                    warn_without_secret((host, port), "launchers")
         except (RuntimeError, OSError) as error:
             raise self._no_meeting(error) from error
         self._stores.append(store)

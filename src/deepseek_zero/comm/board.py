@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 from ..base import launch
 from ..base.errors import UsageError
-from ..base.log import logger
 from ..base.network import listening_address
 from ..base.world import meeting_address
 from .bootstrap import Hosts, all_gather_text
@@ -42,6 +41,7 @@ from .channel import (
     read_secret,
     receive_exactly,
     silence_of,
+    warn_without_secret,
 )
 from .flight_recorder import GONE
 
@@ -345,8 +345,9 @@ def open_board(
     """Open the board of one world and agree on the job's secret; return both, and rank 0's door.  Collective in the
     group.
 
-    Without a secret of the launcher's or the user's rank 0 draws one, which travels through the group as it is; beyond
-    one host it says so.  Raises `UsageError` on every rank if one cannot read its secret or holds another.
+    Without a secret of the launcher's or the user's rank 0 draws one, which travels through the group as it is; where
+    it listens beyond loopback it says so.  Raises `UsageError` on every rank if one cannot read its secret or holds
+    another.
     """
     said: dict[str, object] = {}
     door, board, secret, dead_after = None, None, None, math.inf
@@ -379,11 +380,8 @@ def open_board(
             )
     if secret is None:
         secret = bytes.fromhex(everyone[0]["drawn"])
-        if rank == 0 and not hosts.is_one:
-            logger.warning(
-                "ranks on several hosts hold no secret: whoever reads their network can join them. Name a file of "
-                f"{launch.SECRET_BYTES} random bytes, mode 0600, the same on every host, in {launch.SECRET_FILE}."
-            )
+        if door is not None:
+            warn_without_secret(door.address, "ranks")
     host, port = everyone[0]["address"]
     found: Board | FarBoard | None = board
     problem = ""

@@ -37,7 +37,7 @@ from typing import NamedTuple
 from ..base.errors import UsageError
 from ..base.launch import GLOO_INTERFACE, INTERFACE, PORTS, SECRET_BYTES, SECRET_FILE, uses_tls
 from ..base.log import logger
-from ..base.network import address_of, interface_of
+from ..base.network import address_of, interface_of, is_loopback
 from . import tls
 
 HANDSHAKE_SECONDS = 5.0
@@ -90,6 +90,19 @@ def read_secret() -> bytes | None:
             f"chmod 600 that file; or {fix}",
         )
     return secret
+
+
+def warn_without_secret(address: Address, whose: str) -> None:
+    """Say that a job holds no secret, where others than this host reach its door.  whose: who hold none, in the plural.
+
+    Say it once for a job and door.
+    """
+    host, port = address
+    if not is_loopback(host):
+        logger.warning(
+            f"{whose} hold no secret: whoever reaches {host}:{port} or reads their network can join them. Name a file "
+            f"of {SECRET_BYTES} random bytes, mode 0600, the same on every host, in {SECRET_FILE}."
+        )
 
 
 def fingerprint(secret: bytes) -> str:

@@ -11,7 +11,10 @@ from contextlib import suppress
 
 import pytest
 
-from deepseek_zero.comm.board import ANSWER_SECONDS, MOST_TEXT, Board, FarBoard, Operation
+from deepseek_zero.base.launch import INTERFACE, SECRET_FILE
+from deepseek_zero.comm import board as module
+from deepseek_zero.comm.board import ANSWER_SECONDS, MOST_TEXT, Board, FarBoard, Operation, open_board
+from deepseek_zero.comm.bootstrap import Hosts
 from deepseek_zero.comm.channel import Door, Hello, Refused, Role, dial, introduce
 
 SECRET = b"s" * 32
@@ -158,3 +161,16 @@ def until(true: Callable[[], object]) -> object:
     while not (value := true()) and time.monotonic() < deadline:
         time.sleep(0.01)
     return value
+
+
+@pytest.mark.parametrize(("interface", "warnings"), [("127.0.0.1", 0), ("0.0.0.0", 1)])
+def test_without_a_secret_a_board_that_others_reach_says_so_once_on_one_host_too(
+    interface: str, warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(SECRET_FILE, raising=False)
+    monkeypatch.setenv(INTERFACE, interface)
+    monkeypatch.setattr(module, "all_gather_text", lambda text, *_: [text])
+    _, _, door = open_board(0, 1, Hosts(0, ("this host",)), None)
+    assert door is not None
+    door.close()
+    assert caplog.text.count(f"ranks hold no secret: whoever reaches {interface}:{door.address[1]}") == warnings
