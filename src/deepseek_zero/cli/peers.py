@@ -143,7 +143,7 @@ class PeerWatch:
         except RuntimeError:
             self._is_store_gone = True
             if not self._has_finished:
-                self._heard = self._heard or Outcome(1, "node 0, which holds the store, is gone")
+                self._heard = self._heard or Outcome(1, f"{self._names[0]} has ended", ENDED_STORY)
 
     def _look_at_others(self) -> None:
         for node in range(self._nodes):

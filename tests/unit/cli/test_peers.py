@@ -135,10 +135,17 @@ def test_all_have_finished_when_each_has_and_a_store_that_goes_then_is_no_failur
     assert within(PATIENCE, second.all_finished) and second.heard_failure() is None
 
 
-def test_a_store_that_is_gone_is_a_failure() -> None:
+def test_the_end_of_the_launcher_that_holds_the_store_is_told_with_its_host_and_ranks() -> None:
     (_, second), lines = two(10.0)
     lines[1].is_broken = True
-    assert within(PATIENCE, second.heard_failure) == Outcome(1, "node 0, which holds the store, is gone")
+    ended = Outcome(1, f"{socket.gethostname()} (rank 0) has ended", peers.ENDED_STORY)
+    assert within(PATIENCE, second.heard_failure) == ended
+    unheard = Line(Table())
+    unheard.is_broken = True
+    third = PeerWatch(unheard, 1, 2, [1], 10.0)
+    assert within(PATIENCE, third.heard_failure) == Outcome(
+        1, "node 0, which holds the store, has ended", peers.ENDED_STORY
+    )
 
 
 def test_a_silent_machine_is_told_then_lost_by_name_on_both_sides(caplog: pytest.LogCaptureFixture) -> None:
