@@ -70,7 +70,7 @@ class Refused(ConnectionError):
 def read_secret() -> bytes | None:
     """Return the job's secret from the file that DEEPSEEK_ZERO_SECRET_FILE names; None without the variable.
 
-    Raises `UsageError` if the file is missing, is not 32 bytes long, or may be read by other users.
+    Raises `UsageError` if the file is missing, is not 32 bytes long, is another user's, or may be read by others.
     """
     path = os.environ.get(SECRET_FILE)
     if not path:
@@ -78,16 +78,22 @@ def read_secret() -> bytes | None:
     fix = f"write {SECRET_BYTES} random bytes into a file of mode 0600, the same on every host, and name it there."
     try:
         with open(path, "rb") as file:
-            mode, secret = os.fstat(file.fileno()).st_mode, file.read(SECRET_BYTES + 1)
+            status, secret = os.fstat(file.fileno()), file.read(SECRET_BYTES + 1)
     except OSError as error:
         raise UsageError(f"the job's secret cannot be read: {error}.", f"{SECRET_FILE} names that file.", fix) from None
     if len(secret) != SECRET_BYTES:
         raise UsageError(f"{SECRET_FILE} names a file that does not hold {SECRET_BYTES} bytes.", fix=fix)
-    if stat.S_IMODE(mode) & 0o077:
+    if status.st_uid not in (os.geteuid(), 0):
         raise UsageError(
-            f"{SECRET_FILE} names a file that other users may open (mode {stat.S_IMODE(mode):04o}).",
+            f"{SECRET_FILE} names a file of another user (number {status.st_uid}).",
+            "Who may write it chooses who joins the job.",
+            fix,
+        )
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        raise UsageError(
+            f"{SECRET_FILE} names a file that other users may open (mode {stat.S_IMODE(status.st_mode):04o}).",
             "Whoever reads it can join the job.",
-            f"chmod 600 that file; or {fix}",
+            f"chmod 600 that file (of a Kubernetes Secret, say defaultMode: 0400 in its volume); or {fix}",
         )
     return secret
 

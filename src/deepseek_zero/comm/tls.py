@@ -10,13 +10,14 @@ the handshakes and everything that is encrypted are OpenSSL's.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import hmac
 import os
 import ssl
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 RECORD_BYTES = 1 << 14  # of one TLS record, at most
@@ -87,10 +88,7 @@ def contexts(secret: bytes) -> Contexts:
     certificate = ssl.DER_cert_to_PEM_cert(_certificate(seed))
     key = _der(_SEQUENCE, _der(_INTEGER, b"\0"), _ALGORITHM, _der(_OCTETS, _der(_OCTETS, seed)))
     both = Contexts(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
-    with tempfile.TemporaryDirectory() as folder:  # of mode 0700; OpenSSL reads keys from files alone
-        path = os.path.join(folder, "key")
-        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-            file.write(_pem("PRIVATE KEY", key) + certificate)
+    with _file_of(_pem("PRIVATE KEY", key) + certificate) as path:
         for context in both:
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.check_hostname = False  # the key is the identity, wherever its holder is
@@ -100,6 +98,24 @@ def contexts(secret: bytes) -> Contexts:
             context.sslsocket_class = TlsSocket
     both.door.num_tickets = 0  # or a door would write what nobody reads
     return both
+
+
+@contextlib.contextmanager
+def _file_of(text: str) -> Iterator[str]:
+    """Yield the path of a file with this text, for OpenSSL, which reads keys from files alone.
+
+    On Linux it is memory that ends with this process, also where that is killed; elsewhere a file of mode 0600.
+    """
+    if hasattr(os, "memfd_create"):
+        with open(os.memfd_create("key"), "w") as file:
+            file.write(text)
+            file.flush()
+            yield f"/proc/self/fd/{file.fileno()}"
+        return
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(text)
+        file.flush()
+        yield file.name
 
 
 def _certificate(seed: bytes) -> bytes:

@@ -60,7 +60,28 @@ def test_deepspeeds_other_options_are_taken(tmp_path: Path) -> None:
     kept = Path(tempfile.gettempdir()) / f"{os.getpid()}.deepspeed"
     with pid_file(options):
         assert kept.read_text() == str(os.getpid())
+        assert kept.stat().st_mode & 0o777 == 0o600
     assert not kept.exists()
+
+
+def test_save_pid_replaces_an_old_file_follows_no_link_and_leaves_what_is_anothers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    kept, precious, me = tmp_path / f"{os.getpid()}.deepspeed", tmp_path / "precious", os.geteuid()
+    precious.write_text("mine")
+    kept.symlink_to(precious)
+    options = RunOptions(command=[__file__], save_pid=True)
+    for _ in range(2):
+        with pid_file(options):
+            assert (kept.is_symlink(), kept.read_text()) == (False, str(os.getpid()))
+        kept.write_text("of a process that had this number")
+    kept.unlink()
+    kept.symlink_to(precious)
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    with pytest.raises(UsageError, match=r"(?s)--save_pid cannot write .*File exists"), pid_file(options):
+        pass
+    assert kept.is_symlink() and precious.read_text() == "mine"
 
 
 def test_every_option_of_deepspeeds_command_is_known() -> None:

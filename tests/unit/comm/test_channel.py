@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import struct
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -171,11 +172,35 @@ def test_a_secret_is_32_bytes_that_others_cannot_read(tmp_path: Path, monkeypatc
     with pytest.raises(UsageError, match="cannot be read"):
         channel.read_secret()
     assert write(path, SECRET, 0o600)() == SECRET
-    with pytest.raises(UsageError, match="other users may open"):
-        write(path, SECRET, 0o644)()
+    for mode in (0o644, 0o440):
+        with pytest.raises(UsageError, match=r"(?s)other users may open.*defaultMode: 0400"):
+            write(path, SECRET, mode)()
     for content in (b"", SECRET[:-1], SECRET + b"\n"):
         with pytest.raises(UsageError, match="does not hold 32 bytes"):
             write(path, content, 0o600)()
+
+
+def test_a_secret_is_read_behind_links_as_kubernetes_mounts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = tmp_path / "..2026_01_01"
+    version.mkdir()
+    (version / "secret").write_bytes(SECRET)
+    (version / "secret").chmod(0o400)
+    (tmp_path / "..data").symlink_to(version.name)
+    (tmp_path / "secret").symlink_to("..data/secret")
+    monkeypatch.setenv(SECRET_FILE, str(tmp_path / "secret"))
+    assert channel.read_secret() == SECRET
+
+
+def test_a_secret_of_another_user_is_refused_and_roots_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, me = tmp_path / "secret", os.geteuid()
+    monkeypatch.setenv(SECRET_FILE, str(path))
+    read = write(path, SECRET, 0o600)
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    if me == 0:
+        assert read() == SECRET
+        os.chown(path, me + 2, -1)
+    with pytest.raises(UsageError, match="a file of another user"):
+        read()
 
 
 def test_a_child_of_a_fork_does_not_keep_the_door_open() -> None:
@@ -261,3 +286,20 @@ def test_a_jobs_key_is_ed25519_and_the_same_in_every_process() -> None:
         "18ff9b538d16f290ae67f760984dc6594a7c15e9716ed28dc027beceea1ec40a"
     )
     assert tls._certificate(seed) == tls._certificate(seed) != tls._certificate(bytes(32))
+
+
+def test_a_jobs_key_is_in_no_folder_where_the_system_has_files_without_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def contexts() -> tls.Contexts:
+        return tls.contexts(secrets.token_bytes(32))  # which nobody has made yet
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nosuch"))
+    if hasattr(os, "memfd_create"):
+        assert contexts().door.cert_store_stats()["x509"] == 1
+        monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(FileNotFoundError):
+        contexts()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert contexts().door.cert_store_stats()["x509"] == 1
+    assert not list(tmp_path.iterdir())

@@ -26,7 +26,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -126,15 +126,34 @@ def set_log_level(options: LauncherOptions) -> None:
 
 @contextmanager
 def pid_file(options: LauncherOptions) -> Iterator[None]:
-    """With --save_pid, keep a file from which the programs that started this one learn its process id."""
+    """With --save_pid, keep a file from which the programs that started this one learn its process id.
+
+    Raises `UsageError` if somebody else's stands in its place.
+    """
     path = Path(tempfile.gettempdir()) / f"{os.getpid()}.deepspeed" if options.save_pid else None
     if path is not None:
-        path.write_text(str(os.getpid()), encoding="utf-8")
+        try:
+            _write_own(path, str(os.getpid()))
+        except OSError as error:
+            raise UsageError(
+                f"--save_pid cannot write {path}: {error.strerror}.",
+                "DeepSpeed chose that name, which every user of this machine can guess.",
+                "remove what is there, set TMPDIR to a folder of your own, or leave --save_pid out.",
+            ) from None
     try:
         yield
     finally:
         if path is not None:
             path.unlink(missing_ok=True)
+
+
+def _write_own(path: Path, text: str) -> None:
+    """Write a new file that nobody else may open, in the place of an old one of this user's; follow no link."""
+    with suppress(FileNotFoundError):
+        if path.lstat().st_uid == os.geteuid():
+            path.unlink()
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+        file.write(text)
 
 
 Slots = dict[str, tuple[int, ...]]
