@@ -49,6 +49,9 @@ POLL_SECONDS = 0.1
 MEETING_TIMEOUT = timedelta(minutes=15)
 """How long a node waits for the others to be started."""
 
+STILL_WAITING_SECONDS = 10.0
+"""After which a node that does not reach node 0 says so, once."""
+
 FOLLOW_SECONDS = 2.0
 """How long ranks may take to say what a failure elsewhere did to them, and the cause of theirs to be heard."""
 
@@ -178,15 +181,19 @@ def _reach(host: str, port: int, secret: bytes, node: int) -> BoardStore:
     """Return node 0's store, as soon as it is there. Raises `Refused` if another's listens there, OSError if nobody
     does for long.
     """
-    deadline = time.monotonic() + MEETING_TIMEOUT.total_seconds()
+    began, is_told = time.monotonic(), False
     while True:
         try:
             return reach_store((host, port), secret, node, watches=True)
         except Refused:
             raise
-        except OSError:
-            if time.monotonic() > deadline:
+        except OSError as error:
+            waited = time.monotonic() - began
+            if waited > MEETING_TIMEOUT.total_seconds():
                 raise
+            if waited > STILL_WAITING_SECONDS and not is_told:
+                logger.warning(f"still waiting for node 0 at {host}:{port}: {str(error) or 'it does not answer'}")
+                is_told = True
             time.sleep(POLL_SECONDS)
 
 

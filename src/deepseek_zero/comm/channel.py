@@ -46,6 +46,9 @@ _MAGIC = b"dszero\x00\x01"  # the last byte is the protocol's version
 _HELLO = struct.Struct("!8sB3xII32s")
 _CHALLENGE = struct.Struct("!8sI32s32s")
 _PROOF_BYTES = 32
+_TLS_RECORDS = (b"\x15", b"\x16")  # how TLS begins: with an alert, or a handshake
+_NO_COMMON_PROTOCOL = bytes.fromhex("15030300020246")  # such an alert, which both kinds of dialers understand
+_BOTH_ENDS = "say --tls on every host, or nowhere"
 BEAT_SECONDS, MOST_BEATS = 1, 127  # of kernels; so many without an answer end a connection
 _TCP_INFO = struct.Struct("=B23xI28xI")  # the kernel's tcp_info: state, tcpi_unacked, tcpi_last_ack_recv in ms
 _ESTABLISHED = 1
@@ -169,7 +172,10 @@ def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> socket.
     try:
         said = _HELLO.pack(_MAGIC, hello.role, hello.rank, hello.to, secrets.token_bytes(32))
         connection.sendall(said)
-        answer = receive_exactly(connection, _CHALLENGE.size)
+        answer = receive_exactly(connection, 1)
+        if answer in _TLS_RECORDS:
+            raise Refused(f"what listens there speaks TLS: {_BOTH_ENDS}")
+        answer += receive_exactly(connection, _CHALLENGE.size - 1)
         magic, rank, _, proof = _CHALLENGE.unpack(answer)
         if magic != _MAGIC or rank != hello.to:
             raise Refused(f"what listens there is not rank {hello.to}")
@@ -182,14 +188,17 @@ def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> socket.
     return connection
 
 
+_NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")  # what OpenSSL calls a first record that is none
+
+
 def _encrypted(connection: socket.socket, secret: bytes, to: int) -> socket.socket:
     try:
         return tls.contexts(secret).dialer.wrap_socket(connection)
     except ssl.SSLCertVerificationError:
         raise Refused(f"what listens there as rank {to} does not hold the job's secret") from None
     except ssl.SSLError as error:
-        if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
-            raise Refused("what listens there speaks no TLS: say --tls on every host, or nowhere") from None
+        if error.reason in (*_NO_TLS, "TLSV1_ALERT_PROTOCOL_VERSION"):
+            raise Refused(f"what listens there speaks no TLS: {_BOTH_ENDS}") from None
         raise ConnectionResetError(errno.ECONNRESET, f"no TLS: {error}") from None
 
 
@@ -437,6 +446,8 @@ class Door:
             if not data:
                 raise Refused("it went before it had proven anything")
             pending.came += data
+            if self._tls is None and pending.came[:1] in _TLS_RECORDS:
+                raise _other_protocol(connection, "it speaks TLS, and this job does not")
             if len(pending.came) == pending.keeper.needs:
                 answer, pending.came = pending.keeper.take(bytes(pending.came)), bytearray()
                 if answer and connection.send(answer) != len(answer):
@@ -444,6 +455,8 @@ class Door:
         except BlockingIOError:
             return
         except OSError as error:
+            if pending.handshake is not None and isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
+                error = _other_protocol(connection, "it speaks no TLS, and this job does")
             self._turn_away(connection, str(error))
             return
         hello = pending.keeper.hello
@@ -479,6 +492,14 @@ class Door:
                 f"closed a connection from {origin} to this job: {reason} (others will be closed in silence)"
             )
         connection.close()
+
+
+def _other_protocol(connection: socket.socket, what: str) -> Refused:
+    """Tell a dialer that one of the two ends alone speaks TLS, and return why it is turned away."""
+    with contextlib.suppress(OSError):  # past TLS, where the connection is by TLS
+        socket.socket.send(connection, _NO_COMMON_PROTOCOL)
+        socket.socket.recv(connection, 1 << 12)  # what stays unread would reset the connection, and the record with it
+    return Refused(f"{what}: {_BOTH_ENDS}")
 
 
 def _listen(host: str, ports: Iterable[int]) -> socket.socket:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.base.launch import INTERFACE
+from deepseek_zero.base.launch import INTERFACE, TLS
+from deepseek_zero.cli import agent
 from deepseek_zero.cli.agent import Meeting
 from deepseek_zero.cli.nodes import NodePlan, Share
-from deepseek_zero.comm.store import NO_SECRET
+from deepseek_zero.comm.store import NO_SECRET, keep_store
 from tests.hosts import free_port
 
 SECRET = b"s" * 32
@@ -42,3 +45,24 @@ def test_without_a_secret_a_store_that_others_reach_says_so_once(
     found._stores[0]._board.close()
     assert caplog.text.count(f"launchers hold no secret: whoever reaches {found.place}") == warnings
     assert repr(secret) not in repr(found)
+
+
+def test_a_node_that_does_not_reach_node_0_says_so_once_and_goes_on_trying(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(agent, "STILL_WAITING_SECONDS", 0.05)
+    monkeypatch.setattr(agent, "MEETING_TIMEOUT", timedelta(seconds=0.5))
+    with pytest.raises(UsageError, match="cannot meet"):
+        meeting(1, port := free_port()).next_rendezvous()
+    (said,) = [line for line in caplog.messages if "still waiting" in line]
+    assert said.startswith(f"still waiting for node 0 at 127.0.0.1:{port}: [Errno ")
+
+
+@pytest.mark.parametrize("by_tls", ["0", "1"], ids=["node 1", "node 0"])
+def test_tls_on_one_node_alone_is_told_at_once(by_tls: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TLS, by_tls)
+    _, board, (_, port) = keep_store("127.0.0.1", 0, SECRET)
+    monkeypatch.setenv(TLS, str(1 - int(by_tls)))
+    with pytest.raises(UsageError, match="say --tls on every host, or nowhere"):
+        meeting(1, port).next_rendezvous()
+    board.close()

@@ -267,15 +267,20 @@ def test_by_tls_a_connection_that_proves_nothing_is_closed(
     assert made[0].fileno() == -1
 
 
-def test_one_end_with_tls_and_one_without_never_meet(
-    door: tuple[Door, Admitted], tls_door: tuple[Door, Admitted], monkeypatch: pytest.MonkeyPatch
+def test_one_end_with_tls_and_one_without_never_meet_and_both_say_why(
+    door: tuple[Door, Admitted],
+    tls_door: tuple[Door, Admitted],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with dial(door[0].address, PATIENCE) as connection, pytest.raises(ConnectionError):
+    with dial(door[0].address, PATIENCE) as connection, pytest.raises(Refused, match="speaks no TLS: say --tls on"):
         introduce(connection, SECRET, HELLO)
     monkeypatch.setenv(TLS, "0")
-    with dial(tls_door[0].address, PATIENCE) as connection, pytest.raises(ConnectionError):
+    with dial(tls_door[0].address, PATIENCE) as connection, pytest.raises(Refused, match="speaks TLS: say --tls on"):
         introduce(connection, SECRET, HELLO)
     assert door[1].empty() and tls_door[1].empty()
+    assert "it speaks TLS, and this job does not: say --tls on every host" in caplog.text
+    assert "it speaks no TLS, and this job does: say --tls on every host" in caplog.text
 
 
 def test_a_jobs_key_is_ed25519_and_the_same_in_every_process() -> None:
