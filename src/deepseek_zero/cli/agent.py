@@ -200,10 +200,7 @@ def _reach(host: str, port: int, secret: bytes, node: int) -> BoardStore:
 def _free_port(host: str) -> int:
     """Return a port that nobody listens at now."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError:  # another machine's address
-            probe.bind(("", 0))
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
