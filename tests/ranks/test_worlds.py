@@ -166,13 +166,16 @@ def launched_rank(rank: int) -> tuple[list[str], dict[str, str]]:
     return [sys.executable, "-m", "deepseek_zero.cli", "run", *options], {}
 
 
-@pytest.mark.parametrize("start", [plain_rank, launched_rank])
+OWN_GROUP = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+
+
+@pytest.mark.parametrize(("start", "before"), [(plain_rank, ""), (launched_rank, ""), (launched_rank, OWN_GROUP)])
 def test_hosts_whose_own_names_mean_loopback_meet_by_the_first_ones_name(
-    start: Callable[[int], tuple[list[str], dict[str, str]]], tmp_path: Path
+    start: Callable[[int], tuple[list[str], dict[str, str]]], before: str, tmp_path: Path
 ) -> None:
     """Debian's /etc/hosts has a line 127.0.1.1 with the host's own name; these hosts have no way to other networks."""
     script = tmp_path / "train.py"
-    script.write_text(TRAIN + "engine = train()\nfrom deepseek_zero.comm import context\n" + TELL)
+    script.write_text(before + TRAIN + "engine = train()\nfrom deepseek_zero.comm import context\n" + TELL)
     with hosts(2, own="127.0.1.1") as machines:
         started = []
         for rank, machine in enumerate(machines):

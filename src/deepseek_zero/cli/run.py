@@ -26,6 +26,7 @@ from rich.text import Text
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.launch import DEAD_AFTER, DEFAULT_DEAD_AFTER, MESH, TLS, checked_dead_after
 from deepseek_zero.base.log import logger
+from deepseek_zero.base.network import lead_gloo
 from deepseek_zero.base.world import Nodes, discover, nodes_of
 from deepseek_zero.cli.lifeline import Lifeline
 from deepseek_zero.cli.nodes import Asked, Machine, NodePlan, allowed_cores, plan_node
@@ -194,6 +195,7 @@ def run(options: RunOptions) -> int:
     connecting = _listening_environment(options) | ({TLS: "1"} if options.tls else {})
     environment |= connecting
     os.environ.update(connecting)  # for the launcher's own store, too
+    lead_gloo(plan.num_nodes == 1, plan.master_addr)  # that of scripts which call torch's init_process_group
     if plan.num_nodes > 1:
         environment[DEAD_AFTER] = f"{options.dead_after:g}"
     if named := [f"{axis}={size}" for axis, size in axes.items() if size > 1]:
