@@ -313,11 +313,11 @@ class FarBoard:
                 except (ConnectionRefusedError, Refused) as error:
                     self._drop()
                     raise RuntimeError(f"rank 0, which keeps the board, has ended: {error}") from None
-                except ConnectionError:
-                    self._drop()
                 except TimeoutError:
                     self._drop()
                     break
+                except (OSError, ValueError):  # it broke, or what came is damaged; TLS's own errors are OSErrors
+                    self._drop()
             self._quiet_until = time.monotonic() + QUIET_SECONDS
             return None
 

@@ -11,11 +11,12 @@ from contextlib import suppress
 
 import pytest
 
-from deepseek_zero.base.launch import INTERFACE, SECRET_FILE
+from deepseek_zero.base.launch import INTERFACE, SECRET_FILE, TLS
 from deepseek_zero.comm import board as module
 from deepseek_zero.comm.board import ANSWER_SECONDS, MOST_TEXT, Board, FarBoard, Operation, open_board
 from deepseek_zero.comm.bootstrap import Hosts
 from deepseek_zero.comm.channel import Door, Hello, Refused, Role, dial, introduce
+from tests.wire import Wire
 
 SECRET = b"s" * 32
 PATIENCE = 20.0  # seconds; this process may stand still for a while at any moment
@@ -90,6 +91,27 @@ def test_a_broken_connection_is_made_again_and_an_ended_rank_0_is_known(door: Do
     friend._connection.shutdown(socket.SHUT_RDWR)
     with pytest.raises(RuntimeError, match="rank 0"):
         friend.look("a")
+
+
+@pytest.mark.parametrize("uses_tls", [False, True])
+@pytest.mark.parametrize("passes", [0, 1])  # before the damage: the request, its answer
+def test_a_byte_that_flips_on_the_way_costs_a_connection_and_no_line(
+    uses_tls: bool, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TLS finds it, and says so by an error that is no ConnectionError; without TLS what comes is no text."""
+    monkeypatch.setenv(TLS, str(int(uses_tls)))
+    door = Door("127.0.0.1", SECRET, 0)
+    board, wire = Board(door), Wire(door.address)
+    friend = FarBoard(wire.address, SECRET, 1)
+    assert friend.set("a", "b")  # all that joins has passed
+    flips = [False] * passes + [True]
+    wire.garble = lambda data: data[:-1] + bytes([data[-1] ^ 0x80]) if flips and flips.pop(0) else data
+    assert friend.look("a") == "b"
+    assert not flips and wire.connections == 2
+    assert friend.set("c", "d") and board.look("c") == "d"
+    friend.close()
+    wire.close()
+    door.close()
 
 
 def test_a_stopped_rank_0_is_not_gone_and_keeps_nobody_waiting(

@@ -1,16 +1,14 @@
-"""Our own sockets between two ranks of this process, and a wire between them that breaks, falls silent and garbles."""
+"""Our own sockets between two ranks of this process, and a wire between them (tests/wire.py) that is damaged."""
 
 from __future__ import annotations
 
 import os
 import socket
-import struct
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -19,81 +17,17 @@ from torch import Tensor
 from deepseek_zero.base.device import storage_users
 from deepseek_zero.base.errors import ModelMismatchError
 from deepseek_zero.base.launch import TLS
-from deepseek_zero.comm.channel import Address, Door, Hello, Role, dial, introduce
+from deepseek_zero.comm.channel import Door, Hello, Role, dial, introduce
 from deepseek_zero.comm.ids import CollectiveId, lane_number
 from deepseek_zero.comm.transports import tcp
 from deepseek_zero.comm.transports.base import ConnectionLost, Wait
 from deepseek_zero.comm.transports.tcp import EAGER_BUDGET, EAGER_BYTES, PIECE_BYTES, Links, Tcp
+from tests.wire import Wire
 
 SECRET = b"s" * 32
 SMALL, MEDIUM, LARGE = 1000, EAGER_BYTES, 5 * PIECE_BYTES + 12  # bytes
 MANY = EAGER_BUDGET // EAGER_BYTES * 5 // 4
 PATIENCE = 20.0  # seconds; this process may stand still for a while at any moment
-
-
-@dataclass
-class Wire:
-    """A way to an address that can be damaged. garble: changes what passes."""
-
-    to: Address
-    garble: Callable[[bytes], bytes] = bytes
-    silent: threading.Event = field(default_factory=threading.Event)
-    passed: list[bytes] = field(default_factory=list)
-    ends: list[socket.socket] = field(default_factory=list)
-    connections: int = 0
-    is_open: bool = True
-
-    def __post_init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address: Address = self._listener.getsockname()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while self.is_open:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            try:
-                far = socket.create_connection(self.to)
-            except OSError:
-                near.close()
-                continue
-            self.ends += [near, far]
-            self.connections += 1  # and a reset breaks it from now on
-            if not self.is_open:
-                self.reset()
-            for source, target in ((near, far), (far, near)):
-                threading.Thread(target=self._carry, args=(source, target), daemon=True).start()
-
-    def _carry(self, source: socket.socket, target: socket.socket) -> None:
-        try:
-            while data := source.recv(1 << 16):
-                while self.silent.is_set():
-                    time.sleep(0.01)
-                self.passed.append(data)
-                target.sendall(self.garble(data))
-            target.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
-
-    def reset(self) -> None:
-        """Break every connection as a lost route does: both ends see a reset, and what was under way is gone."""
-        for each in list(self.ends):
-            with suppress(ValueError):
-                self.ends.remove(each)
-            with suppress(OSError):
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-
-    def close(self) -> None:
-        self.is_open = False
-        self.silent.clear()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # a close alone would leave its thread in accept
-        self._listener.close()
-        self.reset()
 
 
 @contextmanager
