@@ -215,10 +215,12 @@ _ACTIONS: Mapping[Operation, Callable[[Board, str, str], str | None]] = {
 class FarBoard:
     """The board as another rank sees it.
 
-    RuntimeError if rank 0 is gone: nobody listens there any more, or its host has not answered for `dead_after`. Where
-    its host answers and it does not (it is stopped, or busy), nothing is known, and nobody waits long to learn that.
-    watches: the kernels of both ends hear each other, so that a silent host and an ended process are known. dead_after:
-    seconds. role: as the board's.
+    RuntimeError if rank 0 is gone: nobody listens there any more, or nothing has been heard of its host for
+    `dead_after`. Where its host answers and it does not (it is stopped, or busy), nothing is known, and nobody waits
+    long to learn that: a question stays under way, and nothing else is asked before it is answered. A new connection
+    each time would fill the queue of those that rank 0 is to take.
+    watches: rank 0 is on another host; the kernels of both ends hear each other, so that a silent host and an ended
+    process are known. dead_after: seconds. role: as the board's.
     """
 
     def __init__(
@@ -235,14 +237,13 @@ class FarBoard:
         self._dead_after = dead_after
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
+        self._is_owed = False  # what was asked over it last has no answer yet
         self._quiet_until = 0.0  # it did not answer lately: until then nobody waits for it
         self._unreachable_since: float | None = None
         self._idle: socket.socket | None = None
-        self._connect(ANSWER_SECONDS)
+        self._connection = self._introduced(role, ANSWER_SECONDS)
         if watches:
-            idle = self._reach()
-            idle.settimeout(ANSWER_SECONDS)
-            self._idle = introduce(idle, secret, Hello(Role.LIFE, rank, 0))
+            self._idle = self._introduced(Role.LIFE, ANSWER_SECONDS)
             ask_for_life(self._idle)
 
     def set(self, key: str, value: str) -> bool:
@@ -275,22 +276,25 @@ class FarBoard:
     def _drop(self) -> None:
         if self._connection is not None:
             self._connection.close()
-        self._connection = None
+        self._connection, self._is_owed = None, False
 
-    def _connect(self, seconds: float) -> socket.socket:
+    def _introduced(self, role: Role, seconds: float) -> socket.socket:
         connection = self._reach()
         connection.settimeout(seconds)
-        self._connection = introduce(connection, self._secret, Hello(self._role, self._rank, 0))
-        return self._connection
+        return introduce(connection, self._secret, Hello(role, self._rank, 0))
 
     def _reach(self) -> socket.socket:
-        """Return a connection that rank 0's host has taken. TimeoutError if it has not, RuntimeError if for long."""
+        """Return a connection that rank 0's host has taken. TimeoutError if it has not; RuntimeError if it has not for
+        long, while nothing else told of it: a host that is heard, or this one, may have its queue full.
+        """
         self._raise_if_silent()
         try:
             connection = dial(self._address, HURRIED_SECONDS)
         except ConnectionRefusedError:
             raise
         except OSError as error:
+            if self._is_heard():
+                raise TimeoutError from None
             self._unreachable_since = since = self._unreachable_since or time.monotonic()
             if time.monotonic() - since > self._dead_after:
                 raise RuntimeError(f"rank 0's host has not answered for {self._dead_after:g} s: {error}") from None
@@ -307,9 +311,9 @@ class FarBoard:
         with self._lock:
             for _ in range(2):
                 try:
-                    connection = self._connection or self._connect(seconds)
-                    connection.settimeout(seconds)
-                    return self._answer(connection, request, seconds)
+                    if (answer := self._exchange(request, seconds)) is not None:
+                        return answer
+                    break
                 except (ConnectionRefusedError, Refused) as error:
                     self._drop()
                     raise RuntimeError(f"rank 0, which keeps the board, has ended: {error}") from None
@@ -321,17 +325,38 @@ class FarBoard:
             self._quiet_until = time.monotonic() + QUIET_SECONDS
             return None
 
-    def _answer(self, connection: socket.socket, request: bytes, seconds: float) -> Answer:
+    def _exchange(self, request: bytes, seconds: float) -> Answer | None:
+        """Return the answer to a request; None if rank 0 takes its time with it, or with the last one.
+
+        Raises TimeoutError where the connection is of no more use.
+        """
+        connection = self._connection = self._connection or self._introduced(self._role, seconds)
+        connection.settimeout(seconds)
+        if self._is_owed and self._answer(connection, seconds) is None:
+            return None
         connection.sendall(request)
-        if self._idle is not None:
-            until = time.monotonic() + seconds
-            while not select.select([connection], [], [], LOOK_SECONDS)[0] and time.monotonic() < until:
-                self._raise_if_silent()
+        self._is_owed = True
+        return self._answer(connection, seconds)
+
+    def _answer(self, connection: socket.socket, seconds: float) -> Answer | None:
+        poll, until = select.poll(), time.monotonic() + seconds
+        poll.register(connection, select.POLLIN)
+        while not poll.poll(LOOK_SECONDS * 1000):
+            self._raise_if_silent()
+            if time.monotonic() > until:
+                if self._is_heard():
+                    return None
+                raise TimeoutError
         is_there, size = _ANSWER.unpack(receive_exactly(connection, _ANSWER.size))
         if size > MOST_TEXT:
             raise ConnectionResetError("no answer of a board")
         text = receive_exactly(connection, size).decode()
+        self._is_owed = False
         return Answer(text if is_there else None)
+
+    def _is_heard(self) -> bool:
+        """Return whether rank 0's host surely is there: it is this one, or its kernel answers."""
+        return self._idle is None or any(seconds <= DOUBT_SECONDS for seconds in self.silences().values())
 
     def _raise_if_silent(self) -> None:
         """Raise TimeoutError where nobody answers and rank 0's host has been silent for a while."""

@@ -113,6 +113,7 @@ class BoardStore(Store):
         while (answer := self._board.ask(operation, key, value)) is None:
             if time.monotonic() > until:
                 raise DistStoreError(f"who keeps the store has not answered for {self._timeout}")
+            time.sleep(LONGEST_PAUSE)  # behind a silent host there is no answer at once
         return answer
 
 

@@ -15,7 +15,7 @@ from deepseek_zero.base.launch import INTERFACE, SECRET_FILE, TLS
 from deepseek_zero.comm import board as module
 from deepseek_zero.comm.board import ANSWER_SECONDS, MOST_TEXT, Board, FarBoard, Operation, open_board
 from deepseek_zero.comm.bootstrap import Hosts
-from deepseek_zero.comm.channel import Door, Hello, Refused, Role, dial, introduce
+from deepseek_zero.comm.channel import Address, Door, Hello, Refused, Role, dial, introduce
 from tests.wire import Wire
 
 SECRET = b"s" * 32
@@ -134,11 +134,64 @@ def test_a_stopped_rank_0_is_not_gone_and_keeps_nobody_waiting(
     assert board.look("c") == "d"
 
 
-def test_a_host_without_a_sign_of_life_is_gone_after_its_time(
+def test_a_rank_0_that_stands_still_for_long_is_asked_over_the_connection_there_is(
     door: Door, far: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A connection for each try would fill the queue of those that its kernel takes for it."""
+    board, friend = Board(door), far(1)
+    monkeypatch.setattr("deepseek_zero.comm.board.HURRIED_SECONDS", 0.1)
+    monkeypatch.setattr("deepseek_zero.comm.board.ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("deepseek_zero.comm.board.QUIET_SECONDS", 0.1)
+    monkeypatch.setattr("deepseek_zero.comm.board.LOOK_SECONDS", 0.02)
+    dialled: list[Address] = []
+
+    def dial_noted(address: Address, seconds: float) -> socket.socket:
+        dialled.append(address)
+        return dial(address, seconds)
+
+    monkeypatch.setattr("deepseek_zero.comm.board.dial", dial_noted)
+    goes_on = threading.Event()
+    look_at = door._look_at
+    monkeypatch.setattr(door, "_look_at", lambda descriptor: (goes_on.wait(), look_at(descriptor)))
+    for number in range(8):
+        assert not friend.set("a", str(number))
+    goes_on.set()
+    assert until(lambda: friend.set("b", "c"))
+    assert board.look("a") == "0", "what was under way is done, and its answer is no other's"
+    assert until(lambda: friend.look("b")) == "c"
+    assert not dialled
+
+
+@pytest.mark.parametrize("watches", [False, True])
+def test_a_full_queue_is_no_evidence_where_the_host_is_heard_or_is_this_one(
+    door: Door, watches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = Board(door)
+    friend = FarBoard(door.address, SECRET, 1, watches=watches, dead_after=0.0)
+    assert not watches or until(board.silences)
+    monkeypatch.setattr("deepseek_zero.comm.board.HURRIED_SECONDS", 0.1)
+    goes_on = threading.Event()
+    look_at = door._look_at
+    monkeypatch.setattr(door, "_look_at", lambda descriptor: (goes_on.wait(), look_at(descriptor)))
+    door._listener.listen(0)
+    queue: list[socket.socket] = []
+    with suppress(TimeoutError):
+        while len(queue) < 10:
+            queue.append(dial(door.address, 0.1))
+    assert 0 < len(queue) < 10, "the kernel takes no more"
+    friend._drop()
+    for _ in range(3):
+        assert not friend.set("a", "b")
+    goes_on.set()
+    assert until(lambda: friend.set("a", "b")) and board.look("a") == "b"
+    for each in queue:
+        each.close()
+    friend.close()
+
+
+def test_a_host_without_a_sign_of_life_is_gone_after_its_time(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     Board(door)
-    friend = far(1)
+    friend = FarBoard(door.address, SECRET, 1, watches=True)
     friend.close()
 
     def unreachable(*_: object) -> socket.socket:

@@ -76,6 +76,19 @@ def test_a_wait_ends_when_the_key_comes_or_the_time_is_over(stores: tuple[Board,
     assert far.clone().check(["later"])
 
 
+def test_a_store_that_nobody_waits_for_is_asked_with_pauses(
+    stores: tuple[Board, BoardStore, BoardStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a silent host there is no answer at once: asking without a pause would take a core for as long."""
+    _, _, far = stores
+    asked: list[str] = []
+    monkeypatch.setattr(far._board, "ask", lambda operation, key, value: asked.append(key))
+    far.set_timeout(timedelta(seconds=0.5))
+    with pytest.raises(dist.DistStoreError, match="has not answered"):  # type: ignore[attr-defined]
+        far.set("a", "b")
+    assert 1 < len(asked) <= 12
+
+
 def test_a_number_is_added_once_though_asked_for_over_two_connections(
     stores: tuple[Board, BoardStore, BoardStore],
 ) -> None:
