@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -15,7 +17,9 @@ import torch.distributed as dist
 
 from deepseek_zero.base.errors import HostLost, PeerError, UsageError
 from deepseek_zero.base.launch import DEAD_AFTER, dead_after
+from deepseek_zero.comm.board import Board, FarBoard
 from deepseek_zero.comm.collectives import Comm
+from deepseek_zero.comm.context import WorldContext
 from deepseek_zero.comm.transports.gloo import end_with_their_hosts, open_descriptors
 from tests.hosts import DEVICE
 
@@ -44,6 +48,27 @@ def test_a_cut_is_a_lost_host_on_every_rank_of_both_sides(monkeypatch: pytest.Mo
     with pytest.raises(PeerError, match="silent for 2 s"):
         comm.barrier("the next one")
     assert time.monotonic() - began < seconds + 10.0
+
+
+@pytest.mark.ranks(2, hosts=2, fresh=True)
+def test_a_connection_that_tells_of_life_outlasts_any_silence_and_is_heard_again() -> None:
+    """A kernel asks 127 times at most, in two minutes; here it is told to ask twice, and is silent for longer."""
+    comm, world = Comm(torch.device("cpu")), WorldContext.of_this_world()
+    comm.barrier("all are here")
+    board = world.recorder._store
+    assert isinstance(board, Board | FarBoard)
+    assert within(10.0, lambda: board.silences())
+    (life,) = board._idle.values() if isinstance(board, Board) else [board._idle]
+    assert life is not None
+    life.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    if dist.get_rank():  # a limit would not do: what this host's own queue drops a kernel does not count
+        subprocess.run(["ip", "link", "set", DEVICE, "down"], check=True)
+    time.sleep(5.0)
+    assert 3.5 < board.silences()[1 - dist.get_rank()] < math.inf
+    if dist.get_rank():
+        subprocess.run(["ip", "link", "set", DEVICE, "up"], check=True)
+    assert within(10.0, lambda: board.silences()[1 - dist.get_rank()] < 2.5)
+    comm.barrier("nobody is lost")
 
 
 @pytest.mark.ranks(2)
@@ -76,3 +101,10 @@ def test_how_long_a_host_may_be_silent_is_read_or_refused(monkeypatch: pytest.Mo
         monkeypatch.setenv(DEAD_AFTER, text)
         with pytest.raises(UsageError, match=DEAD_AFTER):
             dead_after()
+
+
+def within(seconds: float, found: Callable[[], object]) -> object:
+    until = time.monotonic() + seconds
+    while not (value := found()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return value

@@ -6,7 +6,6 @@ is one operation with a key and a value, an answer is a text; both are limited b
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -84,7 +83,6 @@ class Board:
         self._added: dict[str, tuple[int, str]] = {}  # by who asked: the last request and its answer
         self._lock = threading.Lock()
         self._idle: dict[int, socket.socket] = {}  # by rank of another host, over which kernels hear each other
-        self._silent: set[int] = set()  # ranks of which the kernel has heard nothing for minutes
         self._door = door
         door.admit(role, lambda connection, rank: door.watch(connection, _Reader(self, connection, door).read))
         door.admit(Role.LIFE, self._take_idle)
@@ -129,8 +127,7 @@ class Board:
     def silences(self) -> dict[int, float]:
         """Return for how many seconds the hosts of ranks on other hosts have answered nothing, by rank."""
         found = {rank: silence_of(connection) for rank, connection in tuple(self._idle.items())}
-        heard = {rank: seconds for rank, seconds in found.items() if seconds is not None}
-        return heard | dict.fromkeys(self._silent, math.inf)
+        return {rank: seconds for rank, seconds in found.items() if seconds is not None}
 
     def close(self) -> None:
         """Listen to nobody any more."""
@@ -138,20 +135,17 @@ class Board:
 
     def _take_idle(self, connection: socket.socket, rank: int) -> None:
         ask_for_life(connection)
-        self._silent.discard(rank)
         self._idle[rank] = connection
         self._door.watch(connection, lambda: self._drop_idle(connection, rank))
 
     def _drop_idle(self, connection: socket.socket, rank: int) -> None:
-        """Take note that an idle connection has ended: with its process, or because its host was silent for minutes."""
+        """Take note that an idle connection has ended, with its process if nothing broke it."""
         try:
             has_ended = not connection.recv(1)
         except BlockingIOError:  # a word of TLS's own
             return
-        except OSError as error:
+        except OSError:
             has_ended = False
-            if error.errno == errno.ETIMEDOUT:
-                self._silent.add(rank)
         if self._idle.get(rank) is connection:
             del self._idle[rank]
             if has_ended:

@@ -49,7 +49,8 @@ _PROOF_BYTES = 32
 _TLS_RECORDS = (b"\x15", b"\x16")  # how TLS begins: with an alert, or a handshake
 _NO_COMMON_PROTOCOL = bytes.fromhex("15030300020246")  # such an alert, which both kinds of dialers understand
 _BOTH_ENDS = "say --tls on every host, or nowhere"
-BEAT_SECONDS, MOST_BEATS = 1, 127  # of kernels; so many without an answer end a connection
+BEAT_SECONDS = 1  # of kernels
+NEVER = (1 << 31) - 1  # milliseconds, the most that a kernel takes
 _TCP_INFO = struct.Struct("=B23xI28xI")  # the kernel's tcp_info: state, tcpi_unacked, tcpi_last_ack_recv in ms
 _ESTABLISHED = 1
 
@@ -238,11 +239,13 @@ def _send_at_once(connection: socket.socket) -> None:
 def ask_for_life(connection: socket.socket) -> None:
     """Have the kernel ask the other end's every second whether it is there, over a connection that carries nothing.
 
-    The other end's kernel answers, also for a process that is stopped.
+    The other end's kernel answers, also for a process that is stopped. No silence ends the connection: how long one
+    may last is not the kernel's to say, and one that ends in time leaves a connection that is heard again.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        for option, value in (("KEEPIDLE", BEAT_SECONDS), ("KEEPINTVL", BEAT_SECONDS), ("KEEPCNT", MOST_BEATS)):
+        times = {"KEEPIDLE": BEAT_SECONDS, "KEEPINTVL": BEAT_SECONDS, "USER_TIMEOUT": NEVER}
+        for option, value in times.items():
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
 
 
