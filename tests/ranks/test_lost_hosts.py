@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import pickle
@@ -15,8 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepseek_zero.base import launch
 from deepseek_zero.base.errors import HostLost, PeerError, UsageError
 from deepseek_zero.base.launch import DEAD_AFTER, dead_after
+from deepseek_zero.base.log import logger
 from deepseek_zero.comm.board import Board, FarBoard
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.comm.context import WorldContext
@@ -51,9 +54,13 @@ def test_a_cut_is_a_lost_host_on_every_rank_of_both_sides(monkeypatch: pytest.Mo
 
 
 @pytest.mark.ranks(2, hosts=2, fresh=True)
-def test_a_connection_that_tells_of_life_outlasts_any_silence_and_is_heard_again() -> None:
+def test_a_connection_that_tells_of_life_outlasts_any_silence_which_is_told_by_the_hosts_name() -> None:
     """A kernel asks 127 times at most, in two minutes; here it is told to ask twice, and is silent for longer."""
     comm, world = Comm(torch.device("cpu")), WorldContext.of_this_world()
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
     comm.barrier("all are here")
     board = world.recorder._store
     assert isinstance(board, Board | FarBoard)
@@ -63,12 +70,16 @@ def test_a_connection_that_tells_of_life_outlasts_any_silence_and_is_heard_again
     life.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
     if dist.get_rank():  # a limit would not do: what this host's own queue drops a kernel does not count
         subprocess.run(["ip", "link", "set", DEVICE, "down"], check=True)
-    time.sleep(5.0)
-    assert 3.5 < board.silences()[1 - dist.get_rank()] < math.inf
+    time.sleep(6.5)
+    assert world.recorder.find_lost_host(asks=False) is None
+    assert launch.TELL_AFTER < board.silences()[1 - dist.get_rank()] < math.inf
     if dist.get_rank():
         subprocess.run(["ip", "link", "set", DEVICE, "up"], check=True)
     assert within(10.0, lambda: board.silences()[1 - dist.get_rank()] < 2.5)
     comm.barrier("nobody is lost")
+    logger.removeHandler(handler)
+    far = ["h1 (rank 1)", "h0 (rank 0)"][dist.get_rank()]
+    assert [line for line in lines if far in line] == [f"{far} silent for 5 s", f"{far} heard again"]
 
 
 @pytest.mark.ranks(2)

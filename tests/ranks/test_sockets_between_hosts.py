@@ -241,7 +241,7 @@ def test_where_no_connection_can_be_made_every_engine_goes_over_gloo(monkeypatch
 @pytest.mark.ranks(2, hosts=2)
 def test_a_rank_that_is_stopped_for_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DEAD_AFTER, "2")
-    for name, value in {"SILENT_SECONDS": 0.5, "TELL_SECONDS": 0.8, "BEAT_SECONDS": 0.2}.items():
+    for name, value in {"SILENT_SECONDS": 0.5, "TELL_AFTER": 0.8, "BEAT_SECONDS": 0.2}.items():
         monkeypatch.setattr(tcp, name, value)
     comm, rank = Comm(CPU, transport="tcp"), dist.get_rank()
     full = torch.zeros(2 << 20)

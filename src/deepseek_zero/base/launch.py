@@ -33,6 +33,7 @@ SECRET_FILE, SECRET_BYTES = "DEEPSEEK_ZERO_SECRET_FILE", 32
 INTERFACE, PORTS = "DEEPSEEK_ZERO_INTERFACE", "DEEPSEEK_ZERO_PORTS"
 STORE, TLS = "DEEPSEEK_ZERO_STORE", "DEEPSEEK_ZERO_TLS"
 DEAD_AFTER, DEFAULT_DEAD_AFTER, LEAST_DEAD_AFTER = "DEEPSEEK_ZERO_DEAD_AFTER", 10.0, 2.0
+TELL_AFTER = 5.0  # seconds until a line names a host that is silent, or a rank that is stopped
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch's own
 MESH_OPTIONS = "the launcher's command line"  # in messages, where the mesh comes from that variable
 
@@ -58,6 +59,14 @@ def checked_dead_after(seconds: float, name: str) -> float:
             f"give {LEAST_DEAD_AFTER:g} s or more, or inf for never.",
         )
     return seconds
+
+
+def launchers_store() -> str | None:
+    """Return where the store of our launcher listens, which watches the hosts of this job; None under another one, also
+    where a rank of ours has started that one: it says another MASTER_PORT.
+    """
+    place, _, master_port = os.environ.get(STORE, "").partition("/")
+    return place if place and os.environ.get("MASTER_PORT") == master_port else None
 
 
 def uses_tls() -> bool:

@@ -33,11 +33,11 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.base.launch import SAVED_EXIT_CODE, SECRET_BYTES, SECRET_FILE, STORE, uses_tls
+from deepseek_zero.base.launch import SAVED_EXIT_CODE, SECRET_BYTES, SECRET_FILE, STORE, TELL_AFTER, uses_tls
 from deepseek_zero.base.log import logger
 from deepseek_zero.base.network import listening_address, reached_at
 from deepseek_zero.cli.nodes import NodePlan, visible_gpus
-from deepseek_zero.cli.peers import TELL_AFTER, PeerWatch, tell_stopped
+from deepseek_zero.cli.peers import PeerWatch, tell_stopped
 from deepseek_zero.cli.ranks import Command, Death, Outcome, Ranks
 from deepseek_zero.comm.channel import Address, Refused, read_secret, warn_without_secret
 from deepseek_zero.comm.store import NO_SECRET, BoardStore, keep_store, reach_store

@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from deepseek_zero.base.errors import host_and_ranks
+from deepseek_zero.base.launch import TELL_AFTER
 from deepseek_zero.base.log import logger
 from deepseek_zero.cli.ranks import Outcome
 from deepseek_zero.comm.flight_recorder import GONE
@@ -22,9 +23,6 @@ from deepseek_zero.comm.flight_recorder import GONE
 ASK_SECONDS = 0.5
 FAREWELL_SECONDS = 2.0
 """How long a launcher stays after a failure of its own, so that the others can read of it."""
-
-TELL_AFTER = 5.0
-"""Seconds after which a line names a silent machine, or a rank that is stopped."""
 
 LOST_STORY = "It lost its power or its network, or this host did. --dead-after says how long a host may be silent."
 ENDED_STORY = "Its launcher was killed or asked to end, or that machine was shut down; what it wrote says more."

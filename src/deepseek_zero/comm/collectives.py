@@ -678,6 +678,8 @@ class Comm:
             self.meter.events.append(Event(issued.kind, issued.what, issued.issued, issued.arrived[0], (began, ended)))
         if world.recorder.is_waiting:
             world.recorder.withdraw("waiting")
+        if world.recorder.told:  # nobody may wait long enough to look, now that it is heard again
+            world.recorder.tell_silences()
 
     def _until_evidence(self, world: WorldContext, issued: IssuedCollective, action: Callable[[], T]) -> T:
         """Call what may have to wait for other ranks, until there is evidence that it waits in vain.

@@ -164,7 +164,7 @@ class WorldContext:
         assert door is not None
         far = {rank: (place[0], place[1]) for rank, (_, place) in enumerate(everyone) if rank not in near}
         far.pop(self.rank)
-        links = Links(self.rank, self._secret, door, far)
+        links = Links(self.rank, self._secret, door, far, self.hosts.names)
         if said := next(filter(None, all_gather_text(links.connect(), self.size, self._gloo_group)), ""):
             links.hang_up()
             return said

@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
-from ..base.errors import HostLost, PeerError
+from ..base import launch
+from ..base.errors import HostLost, PeerError, host_and_ranks
+from ..base.log import logger
 from ..base.mesh import Mesh
 from .bootstrap import Hosts
 
@@ -91,6 +93,8 @@ class FlightRecorder:
         """dead_after: seconds of silence after which another host is lost."""
         self.rank, self.size, self._hosts, self._store = hosts.rank, len(hosts.keys), hosts, store
         self._dead_after = dead_after
+        self.told: set[str] = set()  # hosts whose silence is told
+        self._tells = self.rank == hosts.near[0] and launch.launchers_store() is None
         self.meshes: dict[str, Mesh] = {}  # by engine, once it has one
         self._said: dict[str, str] = {}
         self.is_waiting = False  # this rank's line under "waiting" stands
@@ -139,13 +143,33 @@ class FlightRecorder:
         Rank 0's kernel hears all hosts, and every other one's hears rank 0's. asks: also look at the board for what
         rank 0 has found, which may take a moment; else nothing waits.
         """
-        silent = [rank for rank, seconds in self._store.silences().items() if seconds > self._dead_after + UNHEARD]
+        silences = self.tell_silences()
+        silent = [rank for rank, seconds in silences.items() if seconds > self._dead_after + UNHEARD]
         if silent and self.rank == 0:
             self._store.set(SILENT, json.dumps(silent))
         if not silent and asks and not self._is_gone:
             with contextlib.suppress(RuntimeError):  # whoever reads lines next finds that out, too
                 silent = json.loads(self._store.look(SILENT) or "[]")
         return self.host_lost(silent) if silent else None
+
+    def tell_silences(self) -> dict[int, float]:
+        """Return the store's silences.  Say once of a host that it is silent, and once that it is heard again: one rank
+        of each host does, where no launcher of ours watches the hosts.
+        """
+        silences = self._store.silences()
+        if not self._tells:
+            return silences
+        found: dict[str, float] = {}
+        for rank, seconds in silences.items():
+            host = host_and_ranks(*self._hosts.shared_with(rank))
+            found[host] = min(seconds, found.get(host, math.inf))
+        for host in {host for host, seconds in found.items() if seconds > launch.TELL_AFTER} - self.told:
+            logger.warning(f"{host} silent for {launch.TELL_AFTER:g} s")
+            self.told.add(host)
+        for host in {host for host in self.told if found.get(host, 0.0) < launch.TELL_AFTER}:
+            logger.warning(f"{host} heard again")
+            self.told.discard(host)
+        return silences
 
     def host_lost(self, silent: Sequence[int]) -> HostLost:
         """Return the error that names the hosts of these ranks, which have been silent for too long."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import secrets
 import time
 from collections.abc import Sequence
@@ -136,13 +135,11 @@ def reach_store(address: Address, secret: bytes, rank: int, *, watches: bool = F
 
 
 def launchers_store() -> BoardStore | None:
-    """Return the store that our launcher keeps for the ranks of this job; None under another launcher, also where a
-    rank of ours has started that one: it says another MASTER_PORT.
+    """Return the store that our launcher keeps for the ranks of this job; None under another launcher.
 
     Raises as `reach_store`, and `UsageError` if the secret cannot be read.
     """
-    place, _, master_port = os.environ.get(launch.STORE, "").partition("/")
-    if not place or os.environ.get("MASTER_PORT") != master_port:
+    if (place := launch.launchers_store()) is None:
         return None
     host, _, port = place.rpartition(":")
     _KEPT.append(reach_store((host, int(port)), read_secret() or NO_SECRET, world.rank()))

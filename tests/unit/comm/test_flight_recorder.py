@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from deepseek_zero.base.launch import STORE
 from deepseek_zero.comm import flight_recorder
 from deepseek_zero.comm.bootstrap import Hosts
 from deepseek_zero.comm.flight_recorder import FlightRecorder
@@ -48,3 +49,29 @@ def test_the_board_stays_until_the_others_have_said_why_they_end_or_cannot(
     began = time.monotonic()
     FlightRecorder(Hosts(0, ("h0", "h0", "h1", "h1", "h2")), said, dead_after=10.0).stay_for_others()
     assert time.monotonic() - began < 30.0
+
+
+@pytest.mark.parametrize(("rank", "is_ours", "lines"), [(0, False, 1), (1, False, 0), (0, True, 0)])
+def test_one_rank_of_a_host_names_a_silent_one_once_and_none_where_our_launcher_does(
+    rank: int, is_ours: bool, lines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "29501")
+    monkeypatch.setenv(STORE, f"10.77.0.1:29500/{29501 if is_ours else 29500}")
+    said, silences = Texts(), {2: 0.1, 3: 0.1, 4: 5.1}
+    monkeypatch.setattr(said, "silences", lambda: silences, raising=False)
+    hosts = Hosts(rank, ("a", "a", "b", "b", "c"), ("h0", "h0", "h1", "h1", "h2"))
+    recorder = FlightRecorder(hosts, said, dead_after=60.0)
+
+    def told(**now: float) -> list[str]:
+        caplog.clear()
+        silences.update({int(each[1:]): seconds for each, seconds in now.items()})
+        assert recorder.find_lost_host(asks=False) is None
+        return caplog.messages
+
+    assert told() == ["h2 (rank 4) silent for 5 s"] * lines
+    assert told(_2=6.0) == [], "of rank 3, on the same host, there are signs"
+    assert told(_3=5.5, _4=9.0) == ["h1 (ranks 2, 3) silent for 5 s"] * lines
+    assert told(_2=7.0, _3=7.0, _4=0.2) == ["h2 (rank 4) heard again"] * lines
+    assert told() == []
+    assert told(_3=0.4) == ["h1 (ranks 2, 3) heard again"] * lines
+    assert told() == [] and not recorder.told

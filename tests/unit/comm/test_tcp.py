@@ -35,7 +35,7 @@ def two_ranks() -> Iterator[tuple[Links, Links, Wire]]:
     """Ranks 0 and 1, connected by a wire."""
     doors = [Door("127.0.0.1", SECRET, rank) for rank in (0, 1)]
     wire = Wire(doors[0].address)
-    ranks = (Links(0, SECRET, doors[0], {1: doors[1].address}), Links(1, SECRET, doors[1], {0: wire.address}))
+    ranks = (Links(0, SECRET, doors[0], {1: doors[1].address}), Links(1, SECRET, doors[1], {0: wire.address}, ["h0"]))
     try:
         on_both(lambda links: links.connect(), ranks)
         assert all(link.resumed for links in ranks for link in links.links.values())
@@ -229,7 +229,7 @@ def test_silence_is_told_and_replaced_when_the_wire_is_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tcp, "SILENT_SECONDS", 0.6)
-    monkeypatch.setattr(tcp, "TELL_SECONDS", 2.5)  # longer than this process may stand still, which looks like silence
+    monkeypatch.setattr(tcp, "TELL_AFTER", 2.5)  # longer than this process may stand still, which looks like silence
     monkeypatch.setattr(tcp, "BEAT_SECONDS", 0.2)
 
     def told() -> list[tuple[bool, bool]]:
@@ -245,6 +245,7 @@ def test_silence_is_told_and_replaced_when_the_wire_is_back(
         under_way()
         until_true(lambda: len(told()) >= 4, "both have told that it is over")
     assert told() == [(True, False)] * 2 + [(False, True)] * 2
+    assert all("rank 1 on 127.0.0.1 is" in line or "rank 0 on h0 (127.0.0.1) is" in line for line in caplog.messages)
 
 
 @pytest.mark.parametrize("has_unanswered", [True, False])

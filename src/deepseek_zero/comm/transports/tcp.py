@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from ...base.errors import ModelMismatchError
-from ...base.launch import dead_after
+from ...base.launch import TELL_AFTER, dead_after
 from ...base.log import logger
 from ..channel import Address, Door, Hello, Refused, Role, dial, end_with_the_host, has_unanswered, introduce
 from ..ids import CollectiveId, engine_of
@@ -45,7 +45,6 @@ EAGER_BYTES = 1 << 14  # a tensor up to this size is copied, and leaves without 
 EAGER_BUDGET = 1 << 20  # of such bytes that one rank keeps for another
 BEAT_SECONDS = 1.0  # a connection with nothing to say says so
 SILENT_SECONDS = 3.0  # then a new connection is tried
-TELL_SECONDS = 5.0  # then a line says who is silent
 ATTEMPT_SECONDS = 1.0  # of one attempt to reach it
 PAUSE_SECONDS = 0.2  # between attempts
 CONNECT_SECONDS = 30.0
@@ -147,10 +146,11 @@ class _Offer:
 
 @dataclass(eq=False)
 class _Link:
-    """Everything between this rank and one other. gone: why it is lost, once it is."""
+    """Everything between this rank and one other. host: as messages name it. gone: why it is lost, once it is."""
 
     rank: int
     address: Address
+    host: str
     connection: socket.socket | None = None
     generation: int = 0  # connections so far
     resumed: bool = False  # the other has said where to go on
@@ -209,10 +209,15 @@ class Links:
     Ranks are those of the world here; `Tcp` speaks of a group's.
     """
 
-    def __init__(self, rank: int, secret: bytes, door: Door, addresses: Mapping[int, Address]) -> None:
-        """addresses: of the far ranks' doors."""
+    def __init__(
+        self, rank: int, secret: bytes, door: Door, addresses: Mapping[int, Address], names: Sequence[str] = ()
+    ) -> None:
+        """addresses: of the far ranks' doors.  names: of all ranks' hosts, where they are known."""
         self.rank, self.door, self._secret = rank, door, secret
-        self.links = {peer: _Link(peer, address) for peer, address in addresses.items()}
+        self.links = {
+            peer: _Link(peer, address, f"{names[peer]} ({address[0]})" if names else address[0])
+            for peer, address in addresses.items()
+        }
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._of_descriptor: dict[int, _Link] = {}
@@ -646,7 +651,7 @@ class Links:
                 except OSError:
                     if time.monotonic() - answered > limit:
                         link.is_silent = True
-                        self._lose(link, f"its host {link.address[0]} has not answered for {dead_after():g} s")
+                        self._lose(link, f"its host {link.host} has not answered for {dead_after():g} s")
                         return
                 time.sleep(PAUSE_SECONDS)
         finally:
@@ -711,11 +716,12 @@ def _has_more(connection: socket.socket) -> bool:
 
 def _tell_silence(link: _Link, now: float) -> None:
     """Say once that a rank is silent, and once that it is heard again."""
-    if link.silence_told_at is None and now - link.heard > TELL_SECONDS:
+    if link.silence_told_at is None and now - link.heard > TELL_AFTER:
         link.silence_told_at = link.heard
-        logger.warning(f"rank {link.rank} at {link.address[0]} is silent; this rank waits for it")
+        logger.warning(f"rank {link.rank} on {link.host} is silent; this rank waits for it")
     elif link.silence_told_at is not None and now - link.heard < SILENT_SECONDS:
-        logger.warning(f"rank {link.rank} is heard again, after {link.heard - link.silence_told_at:.1f} s")
+        seconds = link.heard - link.silence_told_at
+        logger.warning(f"rank {link.rank} on {link.host} is heard again, after {seconds:.1f} s")
         link.silence_told_at = None
 
 
