@@ -730,7 +730,8 @@ class Engine(StandsForModule):
 
     def _network_lines(self) -> list[str]:
         comm = self.runtime.comm
-        return [link.explain() for link in network_links(self.current_plan(), comm.meter, line_of(comm))]
+        slow = [self._stragglers.link] if self._stragglers is not None and self._stragglers.link else []
+        return [link.explain() for link in network_links(self.current_plan(), comm.meter, line_of(comm))] + slow
 
     def _where_steps_went(self) -> list[str]:
         settings, executor, comm = self.runtime.settings, self.runtime.executor, self.runtime.comm

@@ -38,6 +38,7 @@ class Stragglers:
         self._meter, self._hosts = meter, hosts
         self._waited, self._waits = 0.0, [0.0] * WINDOW  # in all, and in each step of this window
         self._windows_on_the_link = 0
+        self.link = ""  # what is to say of the link, as long as steps wait for it
         self._before: tuple[float, ...] = (0.0,) * len(OWN)
         self._since = time.perf_counter()
         self._in_a_row: Counter[tuple[int, str]] = Counter()
@@ -80,9 +81,11 @@ class Stragglers:
                 )
         together = sum(min(row[len(OWN) + each] for row in rows) for each in range(WINDOW))
         self._windows_on_the_link = self._windows_on_the_link + 1 if together > MOSTLY * seconds else 0
-        if self._windows_on_the_link == WINDOWS:
-            log_once(
-                f"step {step}: steps wait for the link between {' and '.join(self._hosts)}: all ranks waited at once "
-                f"for {together / seconds:.0%} of the time of {WINDOW} steps, the third time in a row.",
-                logging.WARNING,
+        self.link = ""
+        if self._windows_on_the_link >= WINDOWS:
+            self.link = (
+                f"steps wait for the link between {' and '.join(self._hosts)}: all ranks waited at once for "
+                f"{together / seconds:.0%} of the time of {WINDOW} steps"
             )
+        if self._windows_on_the_link == WINDOWS:
+            log_once(f"step {step}: {self.link}, the third time in a row.", logging.WARNING)

@@ -97,6 +97,9 @@ def test_a_link_for_which_all_wait_at_once_is_named_and_no_rank(told: list[str])
     for window in range(1, 6):
         found.hear(WINDOW * window, waiting(1.5 / WINDOW, 1.1 / WINDOW))
         assert len(told) == (window >= 3)
+        assert bool(found.link) == (window >= 3) and found.link in "".join(told)
+    found.hear(WINDOW * 6, waiting(0.0, 0.0))
+    assert not found.link
     assert told == [
         f"step {3 * WINDOW}: steps wait for the link between h0 and h1: all ranks waited at once for 55% of the "
         f"time of {WINDOW} steps, the third time in a row."
