@@ -43,6 +43,8 @@ PAUSE_SECONDS = 0.02  # of every step: time of the rank's own, as computing is
 STEPS = 30  # until what is slow is named
 STRANGERS = 1000
 CALM_STEPS = 1000
+SAVED_AFTER, SAVED_EVERY = 3, 25  # steps: before the first damage, and more than those that name who is slow
+LINK = "steps wait for the link between h0 and h1"
 FALSE_ALARMS = "silent|HostLost|is stopped|is slow|wait for the link|has ended"
 SAID = (b"", b"\x01" + b"raised/1" * 20, b"GET / HTTP/1.1\r\n\r\n" * 9, b"\x00\x00\x00\x40" * 60)
 
@@ -177,6 +179,16 @@ class Job:
             assert common > 3 and found[:common] == expected[:common], f"rank {rank}: other losses"
             reference[rank] = max(found, expected, key=len)
 
+    def assert_last_checkpoint_is_good(self) -> None:
+        """Load what `latest` names, every byte checked, and compare the next loss with the run's own."""
+        command = [sys.executable, "-m", "tests.faults", "--as-loader", str(self.folder)]
+        alone = {"OMP_NUM_THREADS": "1", "DEEPSEEK_ZERO_LOG_LEVEL": "error"}
+        done = subprocess.run(command, env={**os.environ, **alone}, capture_output=True, text=True)
+        assert not done.returncode, done.stderr
+        saved, loss = json.loads(done.stdout)
+        assert saved % SAVED_EVERY == SAVED_AFTER and saved <= min(len(self.steps(rank)) for rank in self.ranks)
+        assert [loss] * len(self.steps(0)[saved : saved + 1]) == [each for _, each in self.steps(0)[saved : saved + 1]]
+
     def leftovers(self, machines: Sequence[Host]) -> list[str]:
         """Return what is left on hosts that still are: processes, listening sockets, shared memory, folders."""
         found = []
@@ -229,6 +241,7 @@ def cut_lost(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
     job.when_said([h0], lost(h1, far, options))
     job.when_said([h1], r"HostLost: (h0|node 0)")
     yield Measure("all gone", job.when_gone([h0, h1]) - began, options.dead_after + 6.0)
+    job.assert_last_checkpoint_is_good()
 
 
 def lost(host: Host, ranks: Sequence[int], options: argparse.Namespace) -> str:
@@ -303,7 +316,7 @@ def slow_link(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
     h0, h1 = job.machines
     h1.limit("30mbit")
     began = len(job.steps(0))
-    job.when_said([h0], r"link .*h1")
+    job.when_said([h0], LINK)
     yield Measure("steps until named", len(job.steps(0)) - began, STEPS)
     h1.limit(None)
     job.finish()
@@ -356,14 +369,21 @@ def loss_of_packets(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
     assert not [text for *_, text in job.lines if "HostLost" in text]
 
 
-def delay(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+def delay(job: Job, options: argparse.Namespace, loss: float = 0.0) -> Iterator[Measure]:
     h0, h1 = job.machines
-    with h1.disturbed(delay=0.025):  # 50 ms there and back
+    with h1.disturbed(delay=0.025, loss=loss) as counts:  # 50 ms there and back
         began = len(job.steps(0))
-        job.when_said([h0], r"link .*h1")
+        job.when_said([h0], LINK)
         yield Measure("steps until named", len(job.steps(0)) - began, STEPS)
         job.finish()
     job.assert_same_bits(UNDISTURBED)
+    assert (counts["lost"] > 0) == (loss > 0), counts
+    for rank in job.ranks:
+        assert re.search(LINK, (job.folder / f"{rank}.explained").read_text()), f"rank {rank} explains no link"
+
+
+def loss_and_delay(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+    yield from delay(job, options, loss=0.01)
 
 
 def flipped_bits(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
@@ -422,6 +442,7 @@ def two_hosts_lost(*gone: int) -> Play:
         yield Measure("HostLost", job.when_raised(ranks, said) - began, options.dead_after + 1.0)
         job.when_said([survivor], rf"HostLost: ({named}|node 0)")
         yield Measure("all gone", job.when_gone([survivor]) - began, options.dead_after + 6.0)
+        job.assert_last_checkpoint_is_good()
 
     return two_lost
 
@@ -475,6 +496,7 @@ ROWS = {
     "slow-link": Row(slow_link),
     "loss": Row(loss_of_packets),
     "delay": Row(delay),
+    "loss-and-delay": Row(loss_and_delay),
     "flipped-bits": Row(flipped_bits),
     "flipped-weight": Row(flipped_in("weight", 10), config=integrity(0, 10)),
     "flipped-gradient": Row(flipped_in("gradient", 1), config=integrity(0, 1)),
@@ -519,14 +541,12 @@ def play(row: str, options: argparse.Namespace) -> list[Measure]:
         return found
 
 
-def be_a_rank(options: argparse.Namespace) -> None:
-    """Train, and write down every loss and the error at the end."""
+def begin(rank: int, options: argparse.Namespace) -> tuple[Any, Callable[[], Any]]:
+    """Return an engine, and what gives a rank's next batch."""
     import torch
 
     import deepseek_zero
-    from deepseek_zero.base.errors import DeepSeekZeroError
 
-    folder, rank = Path(options.as_rank), int(os.environ["RANK"])
     torch.manual_seed(1)
     model = torch.nn.Sequential(*[torch.nn.Linear(300, 300) for _ in range(4)])
     config = {
@@ -535,30 +555,53 @@ def be_a_rank(options: argparse.Namespace) -> None:
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "transport": options.transport,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "checkpoint": {"keep_last": 2},
         **json.loads(options.config),
     }
+    engine, *_ = deepseek_zero.initialize(model=model, config=config)
+    batches = torch.Generator().manual_seed(2 + rank)
+    return engine, lambda: torch.randn(4, 300, generator=batches)
+
+
+def be_a_rank(options: argparse.Namespace) -> None:
+    """Train, save, and write down every loss and the error at the end."""
+    from deepseek_zero.base.errors import DeepSeekZeroError
+
+    folder, rank = Path(options.as_rank), int(os.environ["RANK"])
     try:
-        engine, *_ = deepseek_zero.initialize(model=model, config=config)
-        torch.manual_seed(2 + rank)
+        engine, next_batch = begin(rank, options)
         with open(folder / f"{rank}.steps", "w", buffering=1) as steps:
             last, step = sys.maxsize, 0
             while step < last:
                 flip_if_asked(folder, rank, step, engine)
-                loss = engine(torch.randn(4, 300)).square().mean()
+                loss = engine(next_batch()).square().mean()
                 engine.backward(loss)
                 engine.step()
                 steps.write(f"{time.monotonic()} {loss.item().hex()} {time.time()}\n")
+                if engine.global_steps % SAVED_EVERY == SAVED_AFTER:
+                    engine.save_checkpoint(folder / "checkpoints")
                 time.sleep(PAUSE_SECONDS)
                 with suppress(OSError):
                     time.sleep(5 * PAUSE_SECONDS * ((folder / "slow").read_text() == str(rank)))
                 with suppress(OSError):
                     last = int((folder / "last").read_text())
                 step += 1
+        (folder / f"{rank}.explained").write_text(engine.explain())
     except DeepSeekZeroError as error:
         part = folder / f"{rank}.part"
         part.write_text(json.dumps([time.monotonic(), f"{type(error).__name__}: {error}"]))
         part.rename(folder / f"{rank}.error")
         raise
+
+
+def be_a_loader(options: argparse.Namespace) -> None:
+    """Load what was saved last; write the steps that it has behind it, and rank 0's loss of the next one."""
+    engine, next_batch = begin(0, options)
+    engine.load_checkpoint(Path(options.as_loader) / "checkpoints")
+    for _ in range(engine.global_steps):
+        next_batch()  # which was seen
+    loss = engine(next_batch()).square().mean()
+    sys.stdout.write(json.dumps([engine.global_steps, loss.item().hex()]))
 
 
 def flip_if_asked(folder: Path, rank: int, step: int, engine: Any) -> None:
@@ -611,7 +654,8 @@ def be_a_stranger(places: Sequence[tuple[str, int]]) -> None:
     sys.stdout.write(f"{longest}\n")
 
 
-def main() -> int:
+def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options that words state; None: those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", nargs="*", choices=ROWS, default=list(ROWS))
     parser.add_argument("--repeat", type=int, default=1)
@@ -622,9 +666,17 @@ def main() -> int:
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)
     parser.add_argument("--config", default="{}", help=argparse.SUPPRESS)
     parser.add_argument("--as-stranger", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    parser.add_argument("--as-loader", help=argparse.SUPPRESS)
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    options = parsed()
     if options.as_rank:
         be_a_rank(options)
+        return 0
+    if options.as_loader:
+        be_a_loader(options)
         return 0
     if options.as_stranger:
         be_a_stranger(json.loads(options.as_stranger))
