@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 MAKES_HOSTS = (
     "unit/test_hosts",
-    *(f"ranks/test_{name}" for name in "hosts lost_hosts sockets_between_hosts stragglers worlds".split()),
+    *(f"ranks/test_{name}" for name in "faults hosts lost_hosts sockets_between_hosts stragglers worlds".split()),
 )
 
 

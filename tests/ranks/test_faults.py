@@ -1,0 +1,31 @@
+"""A few rows of the table of faults (tests/faults.py), each played once between two hosts of one rank each.
+
+The others are played by hand.  A cut, a stopped board and strangers have cheaper tests (test_lost_hosts.py,
+test_sockets_between_hosts.py).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import faults
+
+OPTIONS = faults.parsed(["--each", "1", "--dead-after", "4"])
+LOAD = 3.0  # bounds are for a machine that is not busy
+
+
+def keeps_its_promises(row: str) -> None:
+    for measure in faults.play(row, OPTIONS):
+        assert measure.took <= LOAD * measure.bound, measure
+
+
+@pytest.mark.parametrize("row", ["kill-rank", "kill-agent"])
+def test_what_is_killed_is_named_on_the_other_host_and_nothing_is_left(row: str) -> None:
+    keeps_its_promises(row)
+
+
+def test_a_stopped_rank_and_a_bad_link_are_named_and_cost_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "UNDISTURBED", {})
+    keeps_its_promises("stopped-rank")
+    assert min(map(len, faults.UNDISTURBED.values())) > faults.STEPS, "what the next row's losses are compared with"
+    keeps_its_promises("loss-and-delay")
