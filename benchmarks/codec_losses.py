@@ -83,7 +83,7 @@ def train(codec: str, seed: int, steps: int, size: str) -> list[float]:
             "type": "WarmupCosineLR",
             "params": {"total_num_steps": steps, "warmup_num_steps": max(1, steps // 20), "warmup_min_ratio": 0.01},
         },
-        "ranks_per_host": 1 if codec == FLAT or codec in UNCLIPPED else None,
+        "ranks_per_host": 1 if codec in (FLAT, UNCLIPPED[0]) else None,  # OneBitAdam takes 1 by itself
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
     }
     engine = dz.initialize(model=model, config=config)[0]

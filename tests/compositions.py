@@ -63,6 +63,11 @@ class Here(threading.local):
 
     rank: Rank
 
+    def start(self, rank: Rank, model: nn.Module, config: dict[str, Any], **request: Any) -> Engine:
+        """The engine of one rank, as `initialize` builds it.  request: of `Request`."""
+        self.rank = rank
+        return start_file.start(load(config), start_file.Request(model, **request))
+
 
 @contextmanager
 def engines_of_threads() -> Iterator[Here]:
@@ -107,12 +112,11 @@ class Found:
 
 def train(here: Here, rank: Rank, sizes: Sizes, stage: int, dtype: str, optimizer: str, clipping: float = 0.0) -> Found:
     """A few steps of one rank's engine."""
-    here.rank = rank
     pp, dp, tp, sp = sizes
     mesh = Mesh(pp=pp, dp_shard=dp, tp=tp, sp=sp)
     model = llama(max(2, pp))
-    request = start_file.Request(model, OPTIMIZERS[optimizer](list(model.parameters())), mesh=mesh)
-    engine = start_file.start(load(config_of(stage, dtype, clipping)), request)
+    made = OPTIMIZERS[optimizer](list(model.parameters()))
+    engine = here.start(rank, model, config_of(stage, dtype, clipping), optimizer=made, mesh=mesh)
     found = Found(mesh=engine.mesh)
     for step in range(STEPS):
         found.losses.append(one_step(engine, step))

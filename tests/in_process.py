@@ -289,7 +289,8 @@ class Context(WorldContext):
         self._in_process = world
         self.expected: list[Receipt] = []  # what this rank has issued and not yet taken
         self.seen = 0  # collectives that had been completed when this rank last stopped waiting to look around
-        hosts = Hosts(rank, ("this process",) * world.size)
+        keys = tuple(f"host {each * world.hosts // world.size}" for each in range(world.size))
+        hosts = Hosts(rank, keys, keys)
         super().__init__(hosts, FlightRecorder(hosts, world.store))
 
     def gloo_over(self, ranks: Sequence[int], far_only: bool = False) -> Transport:  # type: ignore[override]
@@ -321,11 +322,20 @@ class Rank:
 class World(Generic[T]):
     """Ranks that run one after the other.  reads_in_place: they read each other's memory, as ranks of one host do.
 
-    seed, timeouts: see `Baton`.  issued: by rank, (lane, name) of every collective, in order.
+    seed, timeouts: see `Baton`.  hosts: that ranks say they are on, in runs.  issued: by rank, (lane, name) of every
+    collective, in order.
     """
 
-    def __init__(self, size: int, *, seed: int | None = None, reads_in_place: bool = False, timeouts: int = 0) -> None:
-        self.size, self.reads_in_place = size, reads_in_place
+    def __init__(
+        self,
+        size: int,
+        *,
+        seed: int | None = None,
+        reads_in_place: bool = False,
+        timeouts: int = 0,
+        hosts: int = 1,
+    ) -> None:
+        self.size, self.reads_in_place, self.hosts = size, reads_in_place, hosts
         self.baton = Baton(size, seed, timeouts)
         self.store = Texts()
         self.messages: dict[tuple[tuple[int, ...], str, int, int], Message] = {}

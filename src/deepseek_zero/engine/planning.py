@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch.optim import Optimizer
 
 from ..base.device import PerDevice, free_device_bytes, synchronize
 from ..base.errors import UsageError
@@ -17,6 +18,7 @@ from ..comm.agreement import AllRanks
 from ..comm.collectives import Comm
 from ..comm.context import ranks_of_this_host
 from ..comm.measure import far_rate
+from ..optim.one_bit_adam import OneBitAdam
 from ..optim.sharded import update_settings_of, updates_in_backward
 from ..optim.speculative import works_by_shard
 from ..planner.auto_wrap_policy import ModelShape
@@ -49,7 +51,7 @@ def plan_run(
         row = torch.tensor([int(comm.shard.reads_in_place)])
         in_place = bool(comm.whole.all_gather_rows(row, "where weights are read").all())
         settings = with_useful_copies(settings, mesh, in_place=in_place)
-    settings = with_order_of_sums(settings, mesh, comm.ranks_per_host)
+    settings = with_order_of_sums(settings, mesh, comm.ranks_per_host, optimizer.cls)
     settings = with_chosen_codes(config, settings, comm, mesh)
     say_fixed_codes(config, settings)
     inside, across = mesh.hosts_of(settings.ranks_per_host or 1)
@@ -193,13 +195,20 @@ def with_useful_copies(settings: PlanSettings, mesh: Mesh, *, in_place: bool) ->
     return replace(settings, secondary_ranks=1)
 
 
-def with_order_of_sums(settings: PlanSettings, mesh: Mesh, counted: int) -> PlanSettings:
+def with_order_of_sums(
+    settings: PlanSettings, mesh: Mesh, counted: int, optimizer: type[Optimizer] | None
+) -> PlanSettings:
     """Return the settings with the ranks per host that sums follow: stated, else counted; logs where that cannot be.
 
-    counted: ranks that each of several hosts has; 1: one host, or several that differ.
+    counted: ranks that each of several hosts has; 1: one host, or several that differ.  optimizer: its class.
     """
     if settings.ranks_per_host is not None:
         return settings
+    if counted > 1 and optimizer is not None and issubclass(optimizer, OneBitAdam):
+        log_once(
+            "sums are formed in the order of ranks, and not host by host: OneBitAdam exchanges momenta rank by rank."
+        )
+        counted = 1
     try:
         mesh.near_size(counted)
     except UsageError as error:

@@ -283,7 +283,8 @@ def plan(
         own = on_meta(model)
         parts = plan_large_layers(chosen, own, parts)
         shape = read_model(own, settings)
-    settings = with_order_of_sums(settings, axes, ranks // hosts if hosts > 1 and ranks % hosts == 0 else 1)
+    counted = ranks // hosts if hosts > 1 and ranks % hosts == 0 else 1
+    settings = with_order_of_sums(settings, axes, counted, parts.cls)
     per_host, shard = -(-ranks // hosts), axes.ranks_along(*SHARD_AXES)
     shares = axes.device.type == "cpu" and settings.transport != "gloo"
 

@@ -836,7 +836,9 @@ def refuse_beside_exchange(runtime: Runtime, settings: StepSettings, groups: Seq
         "offload_optimizer": any(row.is_offloaded for row in rows),
         "ZeroOptimizer": settings.keep_grads,
         "vertical_micro_batches": plan.layerwise_micro_batches > 1,
-        "ranks_per_host above 1": any(group.planned.near > 1 for group in runtime.trained_groups),
+        'ranks_per_host above 1 ("ranks_per_host": 1 goes)': any(
+            group.planned.near > 1 for group in runtime.trained_groups
+        ),
         "other axes than dp_shard": runtime.comm.whole is not runtime.comm_ctx.comm,
         "several values of betas[0] or freeze_step": len({(each["betas"][0], each["freeze_step"]) for each in groups})
         > 1,
