@@ -729,9 +729,10 @@ class Engine(StandsForModule):
         return "\n".join([self.plan(), *capabilities, *self._where_steps_went(), *self._network_lines(), *parked])
 
     def _network_lines(self) -> list[str]:
-        comm = self.runtime.comm
+        comm, comm_ctx = self.runtime.comm, self.runtime.comm_ctx
         slow = [self._stragglers.link] if self._stragglers is not None and self._stragglers.link else []
-        return [link.explain() for link in network_links(self.current_plan(), comm.meter, line_of(comm))] + slow
+        links = network_links(self.current_plan(), comm.meter, line_of(comm), comm_ctx)
+        return [link.explain() for link in links] + slow
 
     def _where_steps_went(self) -> list[str]:
         settings, executor, comm = self.runtime.settings, self.runtime.executor, self.runtime.comm

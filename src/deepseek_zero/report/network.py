@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from ..base.meter import Meter
 from ..base.quantities import format_bytes
+from ..comm.collectives import Comm
 from ..comm.measure import Line
 from ..planner.plan import Plan
+from ..sharding.buffer import CommContext
 
 BETWEEN_HOSTS, INSIDE_A_HOST = "between hosts", "inside a host"
 
@@ -47,10 +49,12 @@ class NetworkLink:
         return words
 
 
-def network_links(plan: Plan, meter: Meter, line: Line | None) -> list[NetworkLink]:
+def network_links(plan: Plan, meter: Meter, line: Line | None, comm_ctx: CommContext) -> list[NetworkLink]:
     """Return the links that carried something, far ones first; none before there were two steps.
 
-    Where ranks of a host read each other's memory, what others would be sent counts as sent inside the host.
+    Where ranks of a host read each other's memory, what others would be sent counts as sent inside the host.  What
+    codes save is saved among the ranks that share slices, each of which is sent the same: sums over replicas, and what
+    is gathered from a second copy, are sent as they are.
     """
     steps = meter.counted_steps
     if steps <= 0:
@@ -58,14 +62,19 @@ def network_links(plan: Plan, meter: Meter, line: Line | None) -> list[NetworkLi
     sent, far = meter.counted_bytes
     exact, coded = plan.uncoded().volume(), plan.volume()
     saved = exact.state_bytes - coded.state_bytes
-    if coded.inside_hosts:
-        saved_inside: float = exact.inside_hosts - coded.inside_hosts
-    else:  # each peer is sent the same
-        saved_inside = saved * (1 - far / sent) if sent else 0.0
-    saved_far = saved - saved_inside
+    if (hosts := comm_ctx.hosts) is None:
+        saved_far = saved * far_share(comm_ctx.comm)
+    else:
+        saved_near = exact.inside_hosts - coded.inside_hosts
+        saved_far = saved_near * far_share(hosts.near) + (saved - saved_near) * far_share(hosts.across)
     seconds = sum(meter.clock.seconds.values()) / meter.clock.steps
     found = (
         NetworkLink(BETWEEN_HOSTS, far / steps, far / steps + saved_far, seconds, line),
-        NetworkLink(INSIDE_A_HOST, (sent - far) / steps, (sent - far) / steps + saved_inside, seconds),
+        NetworkLink(INSIDE_A_HOST, (sent - far) / steps, (sent - far) / steps + saved - saved_far, seconds),
     )
     return [link for link in found if link.sent_bytes]
+
+
+def far_share(comm: Comm) -> float:
+    """Return the part of what a rank sends each other of a group that leaves its host."""
+    return comm.far_size / max(1, comm.size - 1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ from deepseek_zero.comm.measure import Line, line_of
 from deepseek_zero.planner.plan import Plan, plan_model
 from deepseek_zero.planner.spec import Compression, PlanSettings
 from deepseek_zero.precision.codecs import Blocks
-from deepseek_zero.report.network import BETWEEN_HOSTS, INSIDE_A_HOST, network_links
+from deepseek_zero.report.network import BETWEEN_HOSTS, INSIDE_A_HOST, NetworkLink, network_links
+from tests.compositions import engines_of_threads
+from tests.in_process import Rank, run_ranks
 
 
 def planned(per_host: int) -> Plan:
@@ -38,12 +42,19 @@ def metered(plan: Plan, far: float, steps: int = 2) -> Meter:
     return meter
 
 
+def groups(per_host: int) -> Any:
+    """The groups that share slices: four ranks on two hosts."""
+    near, across = SimpleNamespace(size=2, far_size=0), SimpleNamespace(size=2, far_size=1)
+    hosts = SimpleNamespace(near=near, across=across) if per_host > 1 else None
+    return SimpleNamespace(comm=SimpleNamespace(size=4, far_size=2), hosts=hosts)
+
+
 @pytest.mark.parametrize("per_host", [1, 2])
 def test_bytes_are_those_of_a_step_with_and_without_codes(per_host: int) -> None:
     plan = planned(per_host)
     volume, exact = plan.volume(), plan.uncoded().volume()
     far = 2 / 3 if per_host == 1 else (volume.state_bytes - volume.inside_hosts) / volume.state_bytes
-    links = network_links(plan, metered(plan, far), Line(4 * volume.state_bytes * far, "eth0 has"))
+    links = network_links(plan, metered(plan, far), Line(4 * volume.state_bytes * far, "eth0 has"), groups(per_host))
     between, inside = links
     assert (between.name, inside.name) == (BETWEEN_HOSTS, INSIDE_A_HOST)
     assert between.sent_bytes + inside.sent_bytes == volume.state_bytes
@@ -59,15 +70,68 @@ def test_bytes_are_those_of_a_step_with_and_without_codes(per_host: int) -> None
     assert "without codes" in between.explain() and "x less" in between.explain()
 
 
+@pytest.mark.parametrize(
+    ("hosts", "mesh", "per_host", "secondary", "saves"),
+    [
+        (2, Mesh(), 1, 1, True),
+        (2, Mesh(), 2, 1, True),
+        (2, Mesh(), 1, 2, True),
+        (2, Mesh(dp_replicate=2, dp_shard=2), 1, 1, False),
+        (4, Mesh(dp_replicate=2, dp_shard=2), 1, 1, True),
+    ],
+    ids=["flat", "by host", "second copies", "replicas on other hosts", "replicas and slices on other hosts"],
+)
+def test_what_codes_save_between_hosts_is_what_a_run_without_them_sends(
+    hosts: int, mesh: Mesh, per_host: int, secondary: int, saves: bool
+) -> None:
+    def sent(rank: Rank, *, coded: bool) -> tuple[dict[str, NetworkLink], float]:
+        """The links, and the bytes that went to other hosts in a step."""
+        model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "steps_per_print": None,
+            "ranks_per_host": per_host,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {
+                "stage": 3,
+                "stage3_param_persistence_threshold": 0,
+                "stage3_max_live_parameters": 0,
+                "zero_quantized_weights": coded,
+                "zero_quantized_gradients": coded,
+                "zero_hpz_partition_size": secondary,
+                "compression": {"min_numel": 0},
+            },
+        }
+        engine = here.start(rank, model, config, mesh=mesh)
+        for _ in range(3):
+            engine.backward(engine(torch.ones(1, 512)).square().mean())
+            engine.step()
+        meter, comm_ctx = engine.runtime.comm.meter, engine.runtime.comm_ctx
+        links = {link.name: link for link in network_links(engine.current_plan(), meter, None, comm_ctx)}
+        far = meter.counted_bytes[1] / meter.counted_steps
+        engine.destroy()
+        return links, far
+
+    with engines_of_threads() as here:
+        coded, plain = (
+            run_ranks(4, lambda rank, coded=coded: sent(rank, coded=coded), hosts=hosts) for coded in (True, False)
+        )
+    for (links, far), (_, without) in zip(coded, plain, strict=True):
+        between = links[BETWEEN_HOSTS]
+        assert between.sent_bytes == far
+        assert between.uncoded_bytes == pytest.approx(without, rel=1e-3)
+        assert ("x less" in between.explain()) is saves
+
+
 def test_before_two_steps_and_behind_a_reset_nothing_is_claimed_that_was_not_counted() -> None:
     plan = planned(1)
-    assert network_links(plan, metered(plan, 1.0, steps=0), None) == []
+    assert network_links(plan, metered(plan, 1.0, steps=0), None, groups(1)) == []
     meter = metered(plan, 1.0)
     meter.reset()
-    assert network_links(plan, meter, None) == []
+    assert network_links(plan, meter, None, groups(1)) == []
     meter.count("all_gather", 50, 50)
     meter.end_step()
-    (between,) = network_links(plan, meter, None)
+    (between,) = network_links(plan, meter, None, groups(1))
     assert between.sent_bytes == 50 and "% of" not in between.explain()
 
 
