@@ -63,12 +63,13 @@ def plan_run(
         spans_hosts=comm.shard.far_size > 0,
     )
     if not TierChoices.of(settings, placement, mesh.device).are_open:
-        return say_uncoded(plan_shape(shape, settings, mesh, machine, update, placement))
+        plan = plan_shape(shape, settings, mesh, machine, update, placement)
+        return say_uncoded(plan, among_hosts=comm.spans_hosts)
     machine = replace(machine, budgets=free_budgets(placement, comm, mesh.device))
     with AllRanks(comm, "placing states"):
         found = plan_shape(shape, settings, mesh, machine, update, placement)
     log_once(f"placement: {describe_tiers(found.settings.unit_tiers)}")
-    return say_uncoded(found)
+    return say_uncoded(found, among_hosts=comm.spans_hosts)
 
 
 def with_chosen_codes(config: Config, settings: PlanSettings, comm: Comm, mesh: Mesh) -> PlanSettings:
@@ -135,8 +136,10 @@ def measured_rates(codec: Blocks, device: torch.device) -> tuple[float, float]:
     return numel / encode, numel / seconds(lambda: codec.decode(message, 0, numel, values, room))
 
 
-def say_uncoded(plan: Plan) -> Plan:
-    """Return the plan; logs why weights or gradients are not coded on their way where the settings ask for it."""
+def say_uncoded(plan: Plan, *, among_hosts: bool) -> Plan:
+    """Return the plan; logs why weights or gradients are not coded on their way where the settings ask for it, and
+    where codes do not go to other hosts though there are some (among_hosts).
+    """
     asked, groups = plan.settings.compression, [group.plan for unit in plan.units for group in unit.groups]
     wanted = {
         "weights": asked.weights,
@@ -162,6 +165,12 @@ def say_uncoded(plan: Plan) -> Plan:
             why = "sums are not formed by host (ranks_per_host)"
         done = "kept" if state == "frozen weights" else "sent"
         log_once(f"{state} are {done} as they are, though {wanted[state]} is asked for: {why}.")
+    is_coded = any(wanted[state] is not None and found[state] for state in ("weights", "gradients"))
+    if is_coded and among_hosts and not plan.machine.spans_hosts:
+        log_once(
+            "codes save nothing between hosts here, and round and take time inside: ranks that share slices are all "
+            "on one host, and what goes to others (sums over replicas, activations) is sent as it is."
+        )
     return plan
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.config import Config
 from deepseek_zero.engine.planning import say_fixed_codes, say_uncoded, with_useful_copies
-from deepseek_zero.planner.plan import plan_model
+from deepseek_zero.planner.plan import Machine, plan_model
 from deepseek_zero.planner.spec import Compression, PlanSettings, UnitTiers
 from deepseek_zero.precision.codecs import Blocks
 from deepseek_zero.tiers.tier import Tier
@@ -75,9 +75,29 @@ def test_what_is_not_coded_though_it_was_asked_for_is_said(
     compression = Compression(Blocks(8, 256), Blocks(4, 128), min_numel=min_numel)
     settings = PlanSettings(stage, persistence_numel=0, compression=compression)
     with caplog.at_level("INFO", logger="deepseek_zero"):
-        say_uncoded(plan_model(nn.Linear(8, 8), settings, Mesh(dp_shard=ranks)))
+        say_uncoded(plan_model(nn.Linear(8, 8), settings, Mesh(dp_shard=ranks)), among_hosts=False)
     said = " ".join(caplog.messages)
     assert len(caplog.messages) == len(words) // 2 and all(word in said for word in words)
+
+
+@pytest.mark.parametrize(
+    ("among_hosts", "spans_hosts", "compression", "is_said"),
+    [
+        (True, False, Compression(gradients=Blocks(4, 128)), True),
+        (True, False, Compression(Blocks(8, 256)), True),
+        (True, False, Compression(), False),
+        (True, True, Compression(gradients=Blocks(4, 128)), False),
+        (False, False, Compression(gradients=Blocks(4, 128)), False),
+    ],
+)
+def test_that_codes_stay_inside_a_host_where_slices_do_is_said(
+    among_hosts: bool, spans_hosts: bool, compression: Compression, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = PlanSettings(persistence_numel=0, compression=compression)
+    plan = plan_model(nn.Linear(8, 8), settings, MESH, Machine(spans_hosts=spans_hosts))
+    with caplog.at_level("INFO", logger="deepseek_zero"):
+        say_uncoded(plan, among_hosts=among_hosts)
+    assert any("codes save nothing between hosts" in line for line in caplog.messages) == is_said
 
 
 @pytest.mark.parametrize("precision", ["auto", "bf16"])
