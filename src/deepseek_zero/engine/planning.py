@@ -24,7 +24,7 @@ from ..optim.speculative import works_by_shard
 from ..planner.auto_wrap_policy import ModelShape
 from ..planner.codec_choice import CodecRate, Open, choose_codes, gather_traffic, reduce_traffic
 from ..planner.plan import Machine, Plan, plan_shape
-from ..planner.spec import PlanSettings
+from ..planner.spec import Compression, PlanSettings, plan_for
 from ..planner.unit_tiers import PlacementSettings, TierChoices, describe_tiers
 from ..planner.update import UpdateSettings
 from ..precision.codecs import Blocks, work_room
@@ -96,12 +96,13 @@ def with_chosen_codes(config: Config, settings: PlanSettings, comm: Comm, mesh: 
     least = comm.whole.all_gather_rows(torch.tensor(mine, dtype=torch.float64), "rates of codecs").amin(dim=0)
     rates = {codec: CodecRate(codec, float(least[2 * at]), float(least[2 * at + 1])) for at, codec in enumerate(codecs)}
     here, near = mesh.shard_size - int(table.max()), mesh.near_size(settings.ranks_per_host or 1)
-    itemsize = settings.policy.weight_dtype(torch.float32).itemsize
-    traffic = {"weights": gather_traffic, "gradients": reduce_traffic}
-    states = {
-        state: Open(traffic[state](mesh.shard_size, here, near, itemsize), tuple(rates[codec] for codec in among))
-        for state, among in choices.items()
+    uncoded = replace(settings, compression=Compression())
+    row = plan_for(uncoded, torch.float32, trainable=True, persistent=False, ranks=mesh.shard_size)
+    traffic = {
+        "weights": gather_traffic(mesh.shard_size, here, near, row.weight.dtype.itemsize),
+        "gradients": reduce_traffic(mesh.shard_size, here, near, row.grad_wire.dtype.itemsize),
     }
+    states = {state: Open(traffic[state], tuple(rates[codec] for codec in among)) for state, among in choices.items()}
     chosen = choose_codes(asked, link, **states)
     log_once(f"compression.auto: {chosen.why}")
     return replace(settings, compression=chosen)

@@ -154,7 +154,7 @@ class _StepReplay:
 
     def _partials(self, unit: UnitPlan) -> list[Size]:
         """Sharded gradients are collected in a lent buffer, whole ones where they stay."""
-        return [(group.summand_dtype, group.padded_numel) for group in unit.trained if _is_cut(group)]
+        return [(group.plan.summand_dtype, group.padded_numel) for group in unit.trained if _is_cut(group)]
 
     def _travel(self, group: GroupPlan) -> Size:
         if group.plan.exchange is not None:
@@ -168,7 +168,7 @@ class _StepReplay:
         reduction = _Reduction(any(group.ranks > 1 or _is_cut(group) for group in unit.trained))
         self.in_flight.append(reduction)
         for group in unit.trained:
-            held = [(group.summand_dtype, group.padded_numel)] if _is_cut(group) else []  # taken in backward
+            held = [(group.plan.summand_dtype, group.padded_numel)] if _is_cut(group) else []  # taken in backward
             taken = [self._travel(group)] if self._is_copied(group) else []
             under_way = self._messages(group).in_flight
             taken += self._rooms(group) * under_way
@@ -186,12 +186,12 @@ class _StepReplay:
         """How the sum of one group's gradients is cut."""
         if group.plan.exchange is not None:
             return Messages(group.layout.slice_numel, 1)
-        most = group.grad_wire.message_numel
+        most = group.plan.grad_wire.message_numel
         return messages_of(group.layout.slice_numel, group.layout.ranks, self.settings.bucket_numel, most)
 
     def _is_copied(self, group: GroupPlan) -> bool:
         """Whether a gradient travels as another than it is collected."""
-        return group.plan.exchange is not None or group.hop_wires[0] != Cast(group.summand_dtype)
+        return group.plan.exchange is not None or group.hop_wires[0] != Cast(group.plan.summand_dtype)
 
     def _is_staged(self, group: GroupPlan) -> bool:
         """Whether a sum is kept in another memory than the one it is made in."""

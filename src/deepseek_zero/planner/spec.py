@@ -141,6 +141,20 @@ class ShardPlan:
         return self.master is not None and self.master.dtype == torch.int16
 
     @cached_property
+    def summand_dtype(self) -> torch.dtype:
+        """The dtype in which a rank collects what it adds to the sum of gradients."""
+        assert self.grad is not None
+        if self.grad.placement is not S:
+            return self.grad.dtype
+        return self.grad.wire.dtype if isinstance(self.grad.wire, Cast) else self.weight.dtype
+
+    @property
+    def grad_wire(self) -> Codec:
+        """How gradients are sent."""
+        assert self.grad is not None
+        return self.grad.wire or Cast(self.summand_dtype)
+
+    @cached_property
     def sends_differences(self) -> bool:
         """Whether ranks that all hold the weight hear what the masters differ from it, as codes; what these leave out
         stays in the masters, and the weight is a state of its own.

@@ -88,18 +88,10 @@ class GroupPlan:
         return [slot.name for slot in self.layout.slots]
 
     @cached_property
-    def summand_dtype(self) -> torch.dtype:
-        """The dtype in which a rank collects what it adds to the sum of gradients."""
-        assert self.plan.grad is not None
-        if self.plan.grad.placement is not S:
-            return self.plan.grad.dtype
-        return self.plan.grad.wire.dtype if isinstance(self.plan.grad.wire, Cast) else self.plan.weight.dtype
-
-    @cached_property
     def summands(self) -> Spec:
         """How a rank collects what it adds to the sum of gradients."""
         assert self.plan.grad is not None
-        return replace(self.plan.grad, placement=P, dtype=self.summand_dtype)
+        return replace(self.plan.grad, placement=P, dtype=self.plan.summand_dtype)
 
     @property
     def exchange_length(self) -> int:
@@ -122,16 +114,10 @@ class GroupPlan:
         return self.padded_numel // self.near if self.plan.feedback is not None else 0
 
     @property
-    def grad_wire(self) -> Codec:
-        """How gradients of this group are sent."""
-        assert self.plan.grad is not None
-        return self.plan.grad.wire or Cast(self.summand_dtype)
-
-    @property
     def hop_wires(self) -> tuple[Codec, Codec]:
         """How gradients of this group are sent inside a host, and between hosts; of one hop the first holds."""
         assert self.plan.grad is not None
-        return hop_wires(self.grad_wire, self.summand_dtype, self.near, self.plan.grad.wire_inside)
+        return hop_wires(self.plan.grad_wire, self.plan.summand_dtype, self.near, self.plan.grad.wire_inside)
 
     @property
     def weight_wire(self) -> Codec:

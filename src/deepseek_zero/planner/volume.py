@@ -168,7 +168,7 @@ def _reduce_bytes(group: GroupPlan, *, inside: bool = False) -> int:
     is_whole = plan.grad.placement is not S and plan.master.placement is R
     whole = _to_others(group, Cast(plan.grad.dtype), inside=inside) if is_whole else 0
     if not near:
-        return _to_others(group, group.grad_wire, inside=inside) + whole
+        return _to_others(group, group.plan.grad_wire, inside=inside) + whole
     near_wire, far_wire = group.hop_wires
     between = 0 if inside else (group.ranks // group.near - 1) * _slice_bytes(group, far_wire)
     return near * _slice_bytes(group, near_wire) + between + whole

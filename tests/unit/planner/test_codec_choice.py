@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.config import Config
@@ -14,6 +15,7 @@ from deepseek_zero.engine import planning
 from deepseek_zero.planner.codec_choice import CodecRate, Open, choose_codes, gather_traffic, reduce_traffic
 from deepseek_zero.planner.spec import Compression, PlanSettings
 from deepseek_zero.precision.codecs import Blocks
+from deepseek_zero.precision.policy import Policy
 
 INT8, INT4 = Blocks(8, 256), Blocks(4, 128)
 RATES = {INT8: CodecRate(INT8, 1.1e9, 2.5e9), INT4: CodecRate(INT4, 1.1e9, 1.1e9)}  # elements a second of a core
@@ -74,3 +76,35 @@ def test_that_weights_are_not_chosen_for_at_stages_1_and_2_is_said(
     settings = PlanSettings(stage, compression=Compression(weights=weights, left_open=("gradients",)))
     planning.with_chosen_codes(Config(), settings, alone, Mesh())
     assert any("compression.weights.bits states them" in line for line in said) == is_said
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "reduce", "gradients"),
+    [
+        (1, 1, None, 2),
+        (1, 4, None, 4),  # summands are added up in fp32
+        (3, 4, None, 2),  # those of each micro-batch are reduced as they are
+        (3, 1, torch.float32, 4),
+        (0, 4, torch.float16, 2),
+    ],
+)
+def test_gradients_are_priced_in_the_dtype_in_which_they_would_travel(
+    stage: int, accumulation: int, reduce: torch.dtype | None, gradients: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    priced: dict[str, Open] = {}
+
+    def choose(asked: Compression, link: float, **states: Open) -> Compression:
+        priced.update(states)
+        return replace(asked, why="")
+
+    monkeypatch.setattr(planning, "far_rate", lambda comm, what: MBIT)
+    monkeypatch.setattr(planning, "measured_rates", lambda codec, device: (1e9, 1e9))
+    monkeypatch.setattr(planning, "choose_codes", choose)
+    comm: Any = SimpleNamespace(
+        shard=SimpleNamespace(far_size=1), whole=SimpleNamespace(all_gather_rows=lambda row, what: row[None])
+    )
+    policy = Policy(torch.bfloat16, reduce=reduce)
+    asked = Compression(left_open=("weights", "gradients"))
+    settings = PlanSettings(stage, policy=policy, accumulation=accumulation, compression=asked)
+    planning.with_chosen_codes(Config(), settings, comm, Mesh(dp_shard=2))
+    assert {state: each.traffic.plain_bytes for state, each in priced.items()} == {"weights": 2, "gradients": gradients}

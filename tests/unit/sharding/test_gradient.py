@@ -333,7 +333,7 @@ def test_how_gradients_travel(settings: dict[str, Any], stage: int, size: int) -
     def body(rank: Rank) -> None:
         group = built(rank, stage, **settings)
         gradient, own = group.gradient, group.plan.weight.dtype
-        travels = group.planned.grad_wire.dtype
+        travels = group.plan.grad_wire.dtype
         bring(group, rank, 0)
         gradient.reduce("it").wait()
         before = {"prescale": float(size), "predivide": 8.0}.get(next(iter(settings)), 1.0)
