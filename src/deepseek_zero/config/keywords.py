@@ -1084,7 +1084,9 @@ class _Keys(TypedDict, total=False):
     check_grad_overflow: bool | Auto | None
     """Skip a step whose gradients are not finite, in fp32; bf16.check_grad_overflow is its like, fp16 always does."""
     communication_data_type: str | Auto | None
-    """Dtype gradients are reduced in; null: the plan's choice."""
+    """Dtype gradients are reduced in; null: the plan's choice. It does not hold for coded matrices, between hosts where
+    sums are formed by host (fp32), nor for sums over replicas (the gradient's own dtype).
+    """
     seq_parallel_communication_data_type: str | Auto | None
     """Dtype gradients are reduced in across sequence-parallel ranks."""
     gradient_allreduce_op: Literal["mean", "sum"] | Auto | None

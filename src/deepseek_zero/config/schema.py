@@ -1452,7 +1452,10 @@ class Config(Section):
     )
     # Communication
     communication_data_type: Dtype | None = effective(
-        None, "Dtype gradients are reduced in; null: the plan's choice.", example="bf16"
+        None,
+        "Dtype gradients are reduced in; null: the plan's choice. It does not hold for coded matrices, between "
+        "hosts where sums are formed by host (fp32), nor for sums over replicas (the gradient's own dtype).",
+        example="bf16",
     )
     seq_parallel_communication_data_type: Dtype = later(
         "fp32",

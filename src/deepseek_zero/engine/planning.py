@@ -27,7 +27,7 @@ from ..planner.plan import Machine, Plan, plan_shape
 from ..planner.spec import Compression, PlanSettings, plan_for
 from ..planner.unit_tiers import PlacementSettings, TierChoices, describe_tiers
 from ..planner.update import UpdateSettings
-from ..precision.codecs import Blocks, work_room
+from ..precision.codecs import Blocks, Cast, work_room
 from ..tiers.disk import Disk
 from ..tiers.host import free_host_bytes
 from ..tiers.tier import Tier
@@ -63,13 +63,15 @@ def plan_run(
         spans_hosts=comm.shard.far_size > 0,
     )
     if not TierChoices.of(settings, placement, mesh.device).are_open:
-        plan = plan_shape(shape, settings, mesh, machine, update, placement)
-        return say_uncoded(plan, among_hosts=comm.spans_hosts)
-    machine = replace(machine, budgets=free_budgets(placement, comm, mesh.device))
-    with AllRanks(comm, "placing states"):
         found = plan_shape(shape, settings, mesh, machine, update, placement)
-    log_once(f"placement: {describe_tiers(found.settings.unit_tiers)}")
-    return say_uncoded(found, among_hosts=comm.spans_hosts)
+    else:
+        machine = replace(machine, budgets=free_budgets(placement, comm, mesh.device))
+        with AllRanks(comm, "placing states"):
+            found = plan_shape(shape, settings, mesh, machine, update, placement)
+        log_once(f"placement: {describe_tiers(found.settings.unit_tiers)}")
+    say_uncoded(found, among_hosts=comm.spans_hosts)
+    say_other_wires(found)
+    return found
 
 
 def with_chosen_codes(config: Config, settings: PlanSettings, comm: Comm, mesh: Mesh) -> PlanSettings:
@@ -137,9 +139,9 @@ def measured_rates(codec: Blocks, device: torch.device) -> tuple[float, float]:
     return numel / encode, numel / seconds(lambda: codec.decode(message, 0, numel, values, room))
 
 
-def say_uncoded(plan: Plan, *, among_hosts: bool) -> Plan:
-    """Return the plan; logs why weights or gradients are not coded on their way where the settings ask for it, and
-    where codes do not go to other hosts though there are some (among_hosts).
+def say_uncoded(plan: Plan, *, among_hosts: bool) -> None:
+    """Log why weights or gradients are not coded on their way where the settings ask for it, and where codes do not go
+    to other hosts though there are some (among_hosts).
     """
     asked, groups = plan.settings.compression, [group.plan for unit in plan.units for group in unit.groups]
     wanted = {
@@ -172,7 +174,22 @@ def say_uncoded(plan: Plan, *, among_hosts: bool) -> Plan:
             "codes save nothing between hosts here, and round and take time inside: ranks that share slices are all "
             "on one host, and what goes to others (sums over replicas, activations) is sent as it is."
         )
-    return plan
+
+
+def say_other_wires(plan: Plan) -> None:
+    """Log which gradients do not travel in the dtype that `communication_data_type` states."""
+    if (asked := plan.settings.policy.reduce) is None:
+        return
+    rows = [(group.plan, group.near) for unit in plan.units for group in unit.trained]
+    by_host = asked != torch.float32 and any(near > 1 and row.grad_wire == Cast(asked) for row, near in rows)
+    is_other = any(row.grad is not None and row.grad.dtype != asked for row, _ in rows)
+    found = {
+        "matrices, which are sent as codes": any(isinstance(row.grad_wire, Blocks) for row, _ in rows),
+        "the sums of hosts, which are fp32 (ranks_per_host)": by_host,
+        "sums over replicas, which are in the gradient's own dtype": plan.mesh.dp_replicate > 1 and is_other,
+    }
+    if others := [name for name, is_there in found.items() if is_there]:
+        log_once(f"communication_data_type does not hold for {', nor for '.join(others)}.")
 
 
 def _nothing_frozen(plan: Plan) -> str:

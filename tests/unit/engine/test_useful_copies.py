@@ -4,18 +4,21 @@ reason is said.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.config import Config
-from deepseek_zero.engine.planning import say_fixed_codes, say_uncoded, with_useful_copies
+from deepseek_zero.engine.planning import say_fixed_codes, say_other_wires, say_uncoded, with_useful_copies
 from deepseek_zero.planner.plan import Machine, plan_model
 from deepseek_zero.planner.spec import Compression, PlanSettings, UnitTiers
 from deepseek_zero.precision.codecs import Blocks
+from deepseek_zero.precision.policy import Policy
 from deepseek_zero.tiers.tier import Tier
 
 MESH = Mesh(dp_replicate=2, dp_shard=4).on_world(8)
@@ -98,6 +101,32 @@ def test_that_codes_stay_inside_a_host_where_slices_do_is_said(
     with caplog.at_level("INFO", logger="deepseek_zero"):
         say_uncoded(plan, among_hosts=among_hosts)
     assert any("codes save nothing between hosts" in line for line in caplog.messages) == is_said
+
+
+@pytest.mark.parametrize(
+    ("reduce", "keys", "mesh", "words"),
+    [
+        (torch.bfloat16, {"compression": Compression(gradients=Blocks(4, 128))}, Mesh(dp_shard=2), "sent as codes"),
+        (torch.bfloat16, {"ranks_per_host": 2}, Mesh(dp_shard=4), "the sums of hosts, which are fp32"),
+        (
+            torch.bfloat16,
+            {"ranks_per_host": 2},
+            Mesh(dp_replicate=2, dp_shard=4),
+            "hosts, .*, nor for sums over replicas",
+        ),
+        (torch.float32, {"ranks_per_host": 2}, Mesh(dp_shard=4), ""),
+        (torch.bfloat16, {}, Mesh(dp_shard=4), ""),
+        (None, {"compression": Compression(gradients=Blocks(4, 128))}, Mesh(dp_shard=2), ""),
+    ],
+)
+def test_where_gradients_travel_in_another_dtype_than_the_stated_one_is_said(
+    reduce: torch.dtype | None, keys: dict[str, Any], mesh: Mesh, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = PlanSettings(persistence_numel=0, policy=Policy(reduce=reduce), **keys)
+    with caplog.at_level("INFO", logger="deepseek_zero"):
+        say_other_wires(plan_model(nn.Linear(8, 8), settings, mesh))
+    (line,) = caplog.messages or [""]
+    assert bool(line) is bool(words) and re.search(words, line)
 
 
 @pytest.mark.parametrize("precision", ["auto", "bf16"])
