@@ -37,7 +37,8 @@ KERNEL_NUMEL, SUM_NUMEL, SCRATCH = 1 << 24, 1 << 23, WORK_NUMEL.cpu
 CODECS: dict[str, Blocks] = {"int8": Blocks(8, 256), "int4": Blocks(4, 128)}
 WIRES: dict[str, Codec | None] = {"bf16": None, **CODECS}
 RATES, ROUNDS, PORT = ("100mbit", "1gbit"), 5, 29420
-GOALS = {"int8 encode": 1.0, "int8 decode": 2.2, "int4 encode": 0.9, "int4 decode": 0.9}
+GOALS = {"int8 encode": "1.0", "int8 decode": "2.2", "int4 encode": "0.9", "int4 decode": "0.9"}
+OF_A_COPY = {"int8 encode": "0.42", "int8 decode": "0.9"}
 
 
 def kernels(rounds: int) -> dict[str, float]:
@@ -110,12 +111,12 @@ def table(speeds: dict[str, float], sums: dict[str, dict[str, list[float]]]) -> 
         "",
         f"Kernels on one thread, {KERNEL_NUMEL >> 20} Mi elements of fp32 unless said, the median round:",
         "",
-        "| kernel | Gelem/s | of a copy | goal |",
-        "|---|---|---|---|",
+        "| kernel | Gelem/s | goal | of a copy | goal |",
+        "|---|---|---|---|---|",
     ]
     for name, speed in speeds.items():
-        goal = f"{GOALS[name]:.1f}" if name in GOALS else ""
-        lines.append(f"| {name} | {speed:.2f} | {speed / copied:.2f} | {goal} |")
+        goal, of_a_copy = GOALS.get(name, ""), OF_A_COPY.get(name, "")
+        lines.append(f"| {name} | {speed:.2f} | {goal} | {speed / copied:.2f} | {of_a_copy} |")
     lines += [
         "",
         f"The sum of one bf16 gradient of {SUM_NUMEL >> 20} Mi elements between two ranks on two hosts, codec and sum "
