@@ -187,7 +187,7 @@ class WeightCodes(Section):
     difference: bool | None = accepted(
         None,
         "Send what weights differ from those that all ranks have.",
-        "stages 1 and 2 always do, and at stage 3 ranks have none",
+        "stages 1 and 2 always do; at stage 3 ranks keep none, or a second copy (hpZ) that each update drops",
     )
 
 
