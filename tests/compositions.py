@@ -63,10 +63,12 @@ class Here(threading.local):
 
     rank: Rank
 
-    def start(self, rank: Rank, model: nn.Module, config: dict[str, Any], **request: Any) -> Engine:
-        """The engine of one rank, as `initialize` builds it.  request: of `Request`."""
+    def start(
+        self, rank: Rank, model: nn.Module, config: dict[str, Any], kind: type[Engine] = Engine, **request: Any
+    ) -> Any:
+        """The engine of one rank, as `initialize` builds it, of that class.  request: of `Request`."""
         self.rank = rank
-        return start_file.start(load(config), start_file.Request(model, **request))
+        return start_file.start(load(config), start_file.Request(model, **request), kind)
 
 
 @contextmanager
