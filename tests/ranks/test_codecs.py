@@ -86,11 +86,16 @@ class Flat:
 
 def flats_of(engine: Any) -> list[Flat]:
     """The coded buffers, as the engine lays them out; exactly the matrices must be in them."""
-    groups = [group for group in engine.runtime.groups if group.planned.key.is_coded]
-    slots = [slot for group in groups for slot in group.layout.slots]
+    found = coded_flats(engine)
     matrices = {name for name, parameter in engine.module.named_parameters() if len(parameter.shape) > 1}
-    assert {slot.name for slot in slots} == matrices
-    return [Flat({slot.name: slot.start for slot in each.layout.slots}, each.layout.padded_numel) for each in groups]
+    assert {name for flat in found for name in flat.places} == matrices
+    return found
+
+
+def coded_flats(engine: Any) -> list[Flat]:
+    """The coded buffers, as the engine lays them out."""
+    layouts = [group.layout for group in engine.runtime.groups if group.planned.key.is_coded]
+    return [Flat({slot.name: slot.start for slot in layout.slots}, layout.padded_numel) for layout in layouts]
 
 
 @dataclass

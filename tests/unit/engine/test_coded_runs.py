@@ -1,9 +1,11 @@
-"""Runs whose matrices travel as codes, through engines whose ranks are threads: at another number of ranks, beside other
-axes, on several hosts, and with the bits of one process that rounds the same tensors.
+"""Runs whose matrices travel as codes, through engines whose ranks are threads: the bits of one process that rounds the
+same tensors, bytes by the formulas, other numbers of ranks, other axes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,17 @@ from torch import Tensor, nn
 
 from deepseek_zero.checkpoint import load
 from deepseek_zero.compat.deepspeed.engine import DeepSpeedEngine
+from deepseek_zero.precision.codecs import Blocks
 from tests.compositions import Here, engines_of_threads
 from tests.in_process import Rank, run_ranks
-from tests.models import batch_of, seeded
+from tests.models import Batch, batch_of, seeded
+from tests.ranks.test_codecs import Flat, Rounding, coded_flats
+from tests.ranks.test_feedback import FeedingBack
 from tests.ranks.test_parity import assert_same_bits, masters_of
-from tests.reference import OPTIMIZERS
+from tests.reference import OPTIMIZERS, Reference
+from tests.training import offload
 
+STEPS = 3
 INT4 = {"zero_quantized_gradients": True, "compression": {"min_numel": 0}}
 
 
@@ -57,6 +64,148 @@ def train_step(engine: Any, rank: Rank, step: int) -> list[Tensor]:
         engine.step()
         losses.append(loss.detach())
     return losses
+
+
+@dataclass
+class Trained:
+    """What one rank saw in its steps; scales: of losses.  flats: where coded matrices lie."""
+
+    losses: list[list[Tensor]] = field(default_factory=list)
+    weights: list[dict[str, Tensor]] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    skipped: int = 0
+    flats: list[Flat] = field(default_factory=list)
+
+
+def train(
+    here: Here, rank: Rank, config: dict[str, Any], model: nn.Module, poisoned: int = -1, **request: Any
+) -> Trained:
+    """Some steps of one rank; poisoned: the step in which the last rank's loss is infinite."""
+    engine, found = start(here, rank, config, model, **request), Trained()
+    for step in range(STEPS):
+        found.scales.append(engine.optimizer.loss_scale)
+        losses = []
+        for micro in range(engine.runtime.settings.accumulation):
+            batch = batch_of(step, micro, rank.index)
+            loss = engine(batch.tokens, batch.targets)
+            engine.backward(loss * (float("inf") if (step, rank.index) == (poisoned, rank.size - 1) else 1.0))
+            engine.step()
+            losses.append(loss.detach())
+        found.losses.append(losses)
+        found.weights.append(weights_of(engine))
+    found.skipped, found.flats = engine.skipped_steps, coded_flats(engine)
+    engine.destroy()
+    return found
+
+
+class Scaled(Reference):
+    """The reference with a loss scale that is a power of two, and one micro-batch whose loss is infinite; a step whose
+    sums are not finite is none.
+    """
+
+    scale, poison = 1.0, None
+
+    def micro_batch(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        for weight in self.weights:
+            weight.grad = None
+        loss = self.model(batch.tokens, batch.targets)
+        factor = self.scale / self.accumulation * (float("inf") if batch is self.poison else 1.0)
+        (loss.float() * factor).backward()
+        return loss.detach(), [torch.zeros_like(each) if each.grad is None else each.grad for each in self.weights]
+
+    def step(self, batches: Any, norm: float | None = None) -> tuple[list[list[Tensor]], float]:
+        if self.poison is None:
+            return super().step(batches, norm)
+        losses, reduced = self.gradients(batches)
+        assert not all(bool(each.isfinite().all()) for each in reduced)
+        return losses, float("inf")
+
+
+@dataclass
+class ScaledRounding(Rounding, Scaled):
+    def gradients(self, batches: Any) -> tuple[list[list[Tensor]], list[Tensor]]:
+        losses, reduced = super().gradients(batches)
+        return losses, [each.float() / self.scale for each in reduced]
+
+
+def assert_follows(found: Sequence[Trained], reference: Any, poisoned: int = -1) -> None:
+    """Every rank has the reference's losses and weights in each step."""
+    for step in range(STEPS):
+        micros = range(reference.accumulation)
+        everyone = [[batch_of(step, micro, rank) for micro in micros] for rank in range(len(found))]
+        reference.scale, reference.poison = found[0].scales[step], everyone[-1][0] if step == poisoned else None
+        expected, _ = reference.step(everyone)
+        for one, losses in zip(found, expected, strict=True):
+            assert all(map(torch.equal, one.losses[step], losses)), f"losses differ in step {step}"
+            assert_same_bits(one.weights[step], reference.values(), f"weights after step {step}")
+
+
+def oracle(
+    found: Sequence[Trained],
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    model: nn.Module,
+    codes: Any,
+    kind: Any = Rounding,
+) -> Any:
+    """The reference of a run whose weights and gradients are coded so, weights at stage 3 alone."""
+    assert bool(found[0].flats) is (codes != (None, None))
+    stage = config["zero_optimization"]["stage"]
+    trained = [number for number, each in enumerate(model.parameters()) if each.requires_grad]
+    return kind(
+        model,
+        len(found),
+        config["gradient_accumulation_steps"],
+        stage < 2,
+        dtype,
+        lambda params: OPTIMIZERS["adamw"]([params[number] for number in trained]),
+        flats=found[0].flats,
+        codes=codes,
+    )
+
+
+@pytest.mark.parametrize(("stage", "codes"), [(2, (None, Blocks(4, 128))), (3, (Blocks(8, 256), Blocks(4, 128)))])
+def test_beside_frozen_weights_a_run_has_the_bits_of_one_process(stage: int, codes: Any) -> None:
+    def model() -> nn.Module:
+        found = seeded()
+        found.blocks[1].requires_grad_(False)
+        return found
+
+    config = configured(stage, accumulation=2, **INT4, zero_quantized_weights=codes[0] is not None)
+    with engines_of_threads() as here:
+        found = run_ranks(2, lambda rank: train(here, rank, config, model()))
+    assert_follows(found, oracle(found, config, torch.bfloat16, model(), codes))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_alone_sends_nothing_and_has_the_bits_without_codes(stage: int) -> None:
+    config = configured(stage, **INT4, zero_quantized_weights=True)
+    with engines_of_threads() as here:
+        found = run_ranks(1, lambda rank: train(here, rank, config, seeded()))
+    assert not found[0].flats
+    assert_follows(found, oracle(found, config, torch.bfloat16, seeded(), (None, None)))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_overflow_in_fp16_is_one_process_overflow(stage: int) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 1}
+    codes = Blocks(8, 256) if stage == 3 else None, Blocks(4, 128)
+    config = configured(stage, **INT4, zero_quantized_weights=stage == 3) | {"fp16": fp16, "bf16": {"enabled": False}}
+    with engines_of_threads() as here:
+        found = run_ranks(3, lambda rank: train(here, rank, config, seeded(), poisoned=1))
+    assert [each.skipped for each in found] == [1, 1, 1] and len(set(found[0].scales)) > 1
+    assert_follows(found, oracle(found, config, torch.float16, seeded(), codes, ScaledRounding), poisoned=1)
+
+
+@pytest.mark.parametrize(("stage", "kept"), [(1, "int8"), (2, "bf16"), (3, "bf16")])
+def test_errors_that_are_fed_back_beside_offloaded_states_are_those_of_one_process(stage: int, kept: str) -> None:
+    given = {"min_numel": 0, "gradients": {"bits": 4, "error_feedback": kept}}
+    config = configured(stage, accumulation=2, compression=given, **offload("cpu", weights=stage == 3))
+    with engines_of_threads() as here:
+        found = run_ranks(2, lambda rank: train(here, rank, config, seeded()))
+    reference = oracle(found, config, torch.bfloat16, seeded(), (None, Blocks(4, 128)), FeedingBack)
+    reference.kept = kept
+    assert_follows(found, reference)
 
 
 def weights_of(engine: Any) -> dict[str, Tensor]:
@@ -110,3 +259,73 @@ def test_a_run_of_4_ranks_goes_on_at_2(state: str, tmp_path: Path, monkeypatch: 
         assert_same_bits(mine, others, "what both ranks have")
     lines = [line for line in said if "is dropped" in line]
     assert len(lines) == (0 if state == "differences" else 2), "one on each thread, which is rank 0 of a process"
+
+
+# -- bytes, by the formulas: P padded elements, f = (N - 1) / N, F = (M - 1) / M, w and r bytes of an element as codes
+
+
+class Square(nn.Sequential):
+    """Matrices alone, all of whose elements are coded and none is padding."""
+
+    numel = 2 * 128 * 128
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False))
+
+
+def bytes_of_a_step(ranks: int, hosts: int, config: dict[str, Any]) -> tuple[int, int]:
+    """What the first rank sends in a step, and what all ranks of its host send to other hosts, rows aside."""
+
+    def step(rank: Rank) -> tuple[int, int]:
+        engine = start(here, rank, config, Square())
+        meter = engine.runtime.comm.meter
+        for _ in range(2):
+            meter.reset()
+            for _ in range(engine.runtime.settings.accumulation):
+                engine.backward(engine(torch.ones(2, 128)).float().square().mean())
+                engine.step()
+        assert sum(group.layout.padded_numel for group in engine.runtime.groups) == Square.numel
+        found = meter.total_bytes() - meter.sent_bytes["rows"], sum(meter.far_bytes.values()) - meter.far_bytes["rows"]
+        engine.destroy()
+        return found
+
+    with engines_of_threads() as here:
+        found = run_ranks(ranks, step, hosts=hosts)
+    return found[0][0], sum(far for _, far in found[: ranks // hosts])
+
+
+W, R, DIFFERENCE = 1 + 4 / 256, 0.5 + 4 / 128, 0.5 + 4 / 512
+BOTH = {"zero_quantized_weights": True, **INT4}
+KEPT = {"stage3_max_live_parameters": 10**9}  # gathered once, for forward and backward
+BLOCKS_OF_512 = {"compression": {"min_numel": 0, "weights": {"bits": 4, "block": 512}, "gradients": {"bits": 4}}}
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_what_a_rank_sends_is_what_the_formulas_say(accumulation: int) -> None:
+    part, many = 3 / 4 * Square.numel, accumulation
+    for stage, zero, expected in (
+        (3, BOTH, part * many * (2 * W + R)),
+        (3, BOTH | KEPT, part * many * (W + R)),
+        (2, BLOCKS_OF_512, part * (many * R + DIFFERENCE)),
+    ):
+        assert bytes_of_a_step(4, 1, configured(stage, accumulation=many, **zero))[0] == expected
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_what_a_host_sends_to_others_is_what_the_formulas_say(accumulation: int) -> None:
+    part, many = 1 / 2 * Square.numel, accumulation
+    for stage, zero, expected in (
+        (3, BOTH, part * many * (2 * W + R)),
+        (3, BOTH | {"zero_hpz_partition_size": 2}, part * (W + many * R)),
+        (2, BLOCKS_OF_512, part * (many * R + DIFFERENCE)),
+    ):
+        assert bytes_of_a_step(4, 2, configured(stage, accumulation=many, **zero))[1] == expected
+
+
+@pytest.mark.parametrize(("dtype", "zero"), [("fp32", {}), ("bf16", BOTH)])
+def test_by_host_two_hosts_of_four_send_each_other_a_quarter_of_what_flat_sums_send(
+    dtype: str, zero: dict[str, Any]
+) -> None:
+    config = configured(3, dtype, **zero)
+    by_host, flat = (bytes_of_a_step(8, 2, config | {"ranks_per_host": each})[1] for each in (None, 1))
+    assert by_host == flat / 4 > 0
