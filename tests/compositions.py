@@ -112,13 +112,23 @@ class Found:
     mesh: Mesh = field(default_factory=Mesh)
 
 
-def train(here: Here, rank: Rank, sizes: Sizes, stage: int, dtype: str, optimizer: str, clipping: float = 0.0) -> Found:
-    """A few steps of one rank's engine."""
+def train(
+    here: Here,
+    rank: Rank,
+    sizes: Sizes,
+    stage: int,
+    dtype: str,
+    optimizer: str,
+    clipping: float = 0.0,
+    zero: dict[str, Any] | None = None,
+) -> Found:
+    """A few steps of one rank's engine.  zero: more keys of zero_optimization."""
     pp, dp, tp, sp = sizes
     mesh = Mesh(pp=pp, dp_shard=dp, tp=tp, sp=sp)
     model = llama(max(2, pp))
-    made = OPTIMIZERS[optimizer](list(model.parameters()))
-    engine = here.start(rank, model, config_of(stage, dtype, clipping), optimizer=made, mesh=mesh)
+    made, config = OPTIMIZERS[optimizer](list(model.parameters())), config_of(stage, dtype, clipping)
+    config["zero_optimization"] |= zero or {}
+    engine = here.start(rank, model, config, optimizer=made, mesh=mesh)
     found = Found(mesh=engine.mesh)
     for step in range(STEPS):
         found.losses.append(one_step(engine, step))

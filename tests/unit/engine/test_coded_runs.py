@@ -4,6 +4,7 @@ same tensors, bytes by the formulas, other numbers of ranks, other axes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,17 +16,20 @@ from torch import Tensor, nn
 
 from deepseek_zero.checkpoint import load
 from deepseek_zero.compat.deepspeed.engine import DeepSpeedEngine
+from deepseek_zero.parallel.cuts import cut
 from deepseek_zero.precision.codecs import Blocks
-from tests.compositions import Here, engines_of_threads
+from tests import compositions
+from tests.compositions import DTYPES, Found, Here, Sizes, engines_of_threads
 from tests.in_process import Rank, run_ranks
 from tests.models import Batch, batch_of, seeded
 from tests.ranks.test_codecs import Flat, Rounding, coded_flats
 from tests.ranks.test_feedback import FeedingBack
 from tests.ranks.test_parity import assert_same_bits, masters_of
-from tests.reference import OPTIMIZERS, Reference
+from tests.reference import OPTIMIZERS, Reference, TwoLevels
 from tests.training import offload
 
 STEPS = 3
+TOLERANCE = 0.3  # of what two steps of SGD along gradients of 4 bits change
 INT4 = {"zero_quantized_gradients": True, "compression": {"min_numel": 0}}
 
 
@@ -68,12 +72,16 @@ def train_step(engine: Any, rank: Rank, step: int) -> list[Tensor]:
 
 @dataclass
 class Trained:
-    """What one rank saw in its steps; scales: of losses.  flats: where coded matrices lie."""
+    """What one rank saw in its steps.  scales: of losses.  reduced: bytes of summands that it sent; padded: elements of
+    all flat buffers.  flats: where coded matrices lie.
+    """
 
     losses: list[list[Tensor]] = field(default_factory=list)
     weights: list[dict[str, Tensor]] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     skipped: int = 0
+    reduced: int = 0
+    padded: int = 0
     flats: list[Flat] = field(default_factory=list)
 
 
@@ -82,6 +90,7 @@ def train(
 ) -> Trained:
     """Some steps of one rank; poisoned: the step in which the last rank's loss is infinite."""
     engine, found = start(here, rank, config, model, **request), Trained()
+    engine.runtime.comm.meter.reset()
     for step in range(STEPS):
         found.scales.append(engine.optimizer.loss_scale)
         losses = []
@@ -93,6 +102,8 @@ def train(
             losses.append(loss.detach())
         found.losses.append(losses)
         found.weights.append(weights_of(engine))
+    found.reduced = engine.runtime.comm.meter.sent_bytes["reduce_scatter"]
+    found.padded = sum(group.layout.padded_numel for group in engine.runtime.groups)
     found.skipped, found.flats = engine.skipped_steps, coded_flats(engine)
     engine.destroy()
     return found
@@ -329,3 +340,88 @@ def test_by_host_two_hosts_of_four_send_each_other_a_quarter_of_what_flat_sums_s
     config = configured(3, dtype, **zero)
     by_host, flat = (bytes_of_a_step(8, 2, config | {"ranks_per_host": each})[1] for each in (None, 1))
     assert by_host == flat / 4 > 0
+
+
+# -- communication_data_type
+
+
+@dataclass
+class Casting(Reference):
+    """The reference whose ranks' summands are rounded to a dtype on their way."""
+
+    travels: torch.dtype = torch.float32
+    scale, poison = 1.0, None
+
+    def _mean(self, of_ranks: list[Tensor]) -> Tensor:
+        return super()._mean([each.to(self.travels) for each in of_ranks])
+
+
+@pytest.mark.parametrize(
+    ("stage", "travels", "dtype", "accumulation", "hosts"),
+    [
+        (1, "fp16", "fp32", 2, 1),
+        (2, "fp16", "bf16", 2, 1),
+        (3, "fp16", "bf16", 1, 2),
+        (2, "bf16", "fp32", 2, 2),
+        (0, "fp32", "bf16", 1, 1),
+        (3, "fp32", "bf16", 2, 1),
+    ],
+)
+def test_summands_that_travel_in_another_dtype_are_rounded_to_it_once(
+    stage: int, travels: str, dtype: str, accumulation: int, hosts: int
+) -> None:
+    config = configured(stage, dtype, accumulation) | {"communication_data_type": travels}
+    ranks = 2 * hosts
+    with engines_of_threads() as here:
+        found = run_ranks(ranks, lambda rank: train(here, rank, config, seeded()), hosts=hosts)
+    of, sent, optimizer = DTYPES[dtype], DTYPES[travels], OPTIMIZERS["adamw"]
+    per_host, times = ranks // hosts if hosts > 1 else 1, STEPS * (accumulation if stage > 1 else 1)
+    reference = Casting(seeded(), ranks, accumulation, stage < 2, of, optimizer, ranks_per_host=per_host, travels=sent)
+    assert_follows(found, reference)
+    if hosts == 1:
+        assert found[0].reduced == found[0].padded / ranks * (ranks - 1) * sent.itemsize * times
+
+
+# -- other axes
+
+
+@dataclass
+class RoundingLevels(Rounding, TwoLevels):
+    """The reference that rounds what travels among the ranks that share slices, and nothing between replicas."""
+
+
+@pytest.mark.parametrize(("stage", "codes"), [(2, (None, Blocks(4, 128))), (3, (Blocks(8, 256), Blocks(4, 128)))])
+def test_beside_replicas_codes_have_the_bits_of_one_process(stage: int, codes: Any) -> None:
+    config = configured(stage, accumulation=2, **INT4, zero_quantized_weights=codes[0] is not None)
+    mesh = {"dp_replicate": 2, "dp_shard": 2}
+    with engines_of_threads() as here:
+        found = run_ranks(4, lambda rank: train(here, rank, config, seeded(), mesh=mesh))
+    reference = oracle(found, config, torch.bfloat16, seeded(), codes, RoundingLevels)
+    reference.shard = 2
+    assert_follows(found, reference)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stage"),
+    [((1, 2, 2, 1), 1), ((1, 2, 2, 1), 3), ((2, 2, 1, 1), 3), ((1, 2, 1, 2), 2), ((1, 2, 1, 2), 3), ((1, 1, 1, 2), 3)],
+)
+def test_beside_other_axes_codes_leave_ranks_alike_and_close_to_a_run_without(sizes: Sizes, stage: int) -> None:
+    pytest.importorskip("transformers")
+
+    def run(zero: dict[str, Any]) -> list[Found]:
+        return run_ranks(
+            math.prod(sizes), lambda rank: compositions.train(here, rank, sizes, stage, "fp32", "sgd", zero=zero)
+        )
+
+    with engines_of_threads() as here:
+        coded, plain = run(BOTH), run({})
+    begins = compositions.llama(2).state_dict()
+    first = {each.mesh.coordinates["tp"]: each for each in reversed(coded)}
+    for one, without in zip(coded, plain, strict=True):
+        assert_same_bits(one.weights, first[one.mesh.coordinates["tp"]].weights, "what ranks of one piece hold")
+        assert one.norms == coded[0].norms
+        for name, value in one.weights.items():
+            before, plainly = begins[name], without.weights[name]
+            if before.shape != value.shape:
+                before = cut(before, one.parts[name], one.mesh.coordinates["tp"])
+            assert 0 < (value - plainly).norm() <= TOLERANCE * (plainly - before).norm(), name
