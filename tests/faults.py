@@ -28,6 +28,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -214,15 +215,20 @@ Play = Callable[[Job, argparse.Namespace], Iterator[Measure]]
 UNDISTURBED: dict[int, list[str]] = {}  # losses by rank, of the longest run so far
 
 
-def cut_healed(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+def cut_healed(
+    job: Job,
+    options: argparse.Namespace,
+    cut: Callable[[Host], None] = Host.cut,
+    heal: Callable[[Host], None] = Host.heal,
+) -> Iterator[Measure]:
     h0, h1 = job.machines
     began = time.monotonic()
-    h1.cut()
+    cut(h1)
     yield Measure("said silent, both", job.when_said([h0], r"h1 .*silent for 5 s") - began, 6.5)
     job.when_said([h1], r"silent for 5 s")
     time.sleep(max(0.0, began + 7.0 - time.monotonic()))
     healed = time.monotonic()
-    h1.heal()
+    heal(h1)
     went_on = job.until(lambda: all(job.steps(rank)[-1][0] > healed + 0.1 for rank in job.ranks), 60, "steps go on")
     yield Measure("goes on", went_on - healed, 2.0)
     job.when_said([h0, h1], r"heard again")
@@ -230,11 +236,11 @@ def cut_healed(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
     job.assert_same_bits(UNDISTURBED)
 
 
-def cut_lost(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+def cut_lost(job: Job, options: argparse.Namespace, cut: Callable[[Host], None] = Host.cut) -> Iterator[Measure]:
     h0, h1 = job.machines
     near, far = job.ranks[: job.each], job.ranks[job.each :]
     began = time.monotonic()
-    h1.cut()
+    cut(h1)
     bound = options.dead_after + 1.0
     yield Measure("HostLost, far side", job.when_raised(far, lost(h0, near, options)) - began, bound)
     yield Measure("HostLost, near side", job.when_raised(near, lost(h1, far, options)) - began, bound)
@@ -485,6 +491,8 @@ ROWS = {
     "undisturbed": Row(undisturbed),
     "cut-healed": Row(cut_healed),
     "cut-lost": Row(cut_lost),
+    "unplugged-healed": Row(partial(cut_healed, cut=Host.unplug, heal=Host.plug)),
+    "unplugged-lost": Row(partial(cut_lost, cut=Host.unplug)),
     "kill-rank": Row(kill_rank),
     "kill-agent": Row(kill_agent),
     "kill-pid-1": Row(kill_first_process),

@@ -91,6 +91,14 @@ class Host:
         """End a cut."""
         self._switch.ip(f"link set {self._port} master br0")
 
+    def unplug(self) -> None:
+        """Take the carrier from the link: its host's kernel knows at once that nothing leaves any more."""
+        self._switch.ip(f"link set {self._port} down")
+
+    def plug(self) -> None:
+        """End that."""
+        self._switch.ip(f"link set {self._port} up")
+
     def isolate(self) -> None:
         """Lose every packet between this host and others that are isolated, too; nobody is told."""
         self._switch.ip(f"link set {self._port} type bridge_slave isolated on")

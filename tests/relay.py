@@ -2,7 +2,7 @@
 
     python tests/relay.py p1 q1 --loss 0.01 --delay 0.025 --flip-every 2000
 
-Kernels without netem have nothing of this kind.  A damaged frame gets the TCP checksum of what it has become, as where
+Many kernels have no netem.  A damaged frame gets the TCP checksum of what it has become, as where
 the memory of a switch flips a bit: nobody on the way notices.  It is a frame with much data: lines between programs are
 short, and known by TCP's checksum alone.  Ends with its standard input; then it writes how many frames it passed, lost
 and damaged.  Run by path, standard library only; needs root, and frames with checksums (`without_offload`).

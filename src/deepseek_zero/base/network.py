@@ -111,9 +111,10 @@ def interface_of(address: str) -> str:
     for _, name in socket.if_nameindex():
         if _own_address(name) == address:
             return name
+    reason = "gloo, which carries the start of a run, wants the name of an interface"
     raise UsageError(
-        f"no network interface of this host has the address {address}.",
-        "gloo, which carries the start of a run, wants a name.",
+        f"no network interface of this host has the IPv4 address {address}.",
+        reason + (", and what is looked for here are IPv4 addresses." if ":" in address else "."),
         "name the interface instead.",
     )
 

@@ -35,6 +35,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.launch import SAVED_EXIT_CODE, SECRET_BYTES, SECRET_FILE, STORE, TELL_AFTER, uses_tls
 from deepseek_zero.base.log import logger
+from deepseek_zero.base.mesh import PATIENCE
 from deepseek_zero.base.network import listening_address, reached_at
 from deepseek_zero.cli.nodes import NodePlan, visible_gpus
 from deepseek_zero.cli.peers import PeerWatch, tell_stopped
@@ -284,6 +285,7 @@ class RankAgent(SimpleElasticAgent):
         self._attempt += 1
         plan, own = self._plan, [worker.global_rank for worker in worker_group.workers]
         if plan.num_nodes > 1:
+            self._meeting_store.set_timeout(PATIENCE)  # all have met: how long one may be silent is `dead_after`
             self._peers = PeerWatch(self._meeting_store, plan.node_rank, plan.num_nodes, own, self._dead_after)
         return self._ranks.start([self._rank_environment(worker_group, worker) for worker in worker_group.workers])
 
