@@ -150,6 +150,7 @@ def systems(each: int) -> dict[str, Build]:
         **(by_host(each) if each > 1 else {}),
         "ours, stage 3, gloo": ours(3, {}, transport="fastest"),
         "ours, stage 3, int8 weights": ours(3, WEIGHTS),
+        "ours, stage 3, int4 gradients": ours(3, GRADIENTS),
         BOTH: ours(3, ALL),
         "ours, stage 3, int8 and int4, gloo": ours(3, ALL, transport="fastest"),
         "ours, stage 2": ours(2, {}),
