@@ -61,7 +61,7 @@ def checked_dead_after(seconds: float, name: str) -> float:
     return seconds
 
 
-def launchers_store() -> str | None:
+def place_of_store() -> str | None:
     """Return where the store of our launcher listens, which watches the hosts of this job; None under another one, also
     where a rank of ours has started that one: it says another MASTER_PORT.
     """

@@ -450,15 +450,15 @@ class NodeWords:
     port: str = ""
 
 
+PET = NodeWords(
+    "PET_*",
+    "PET_NNODES",
+    "PET_NODE_RANK",
+    "PET_MASTER_ADDR",
+    nproc="PET_NPROC_PER_NODE",
+    port="PET_MASTER_PORT",
+)
 ENGINES = (
-    NodeWords(
-        "PET_*",
-        "PET_NNODES",
-        "PET_NODE_RANK",
-        "PET_MASTER_ADDR",
-        nproc="PET_NPROC_PER_NODE",
-        port="PET_MASTER_PORT",
-    ),
     NodeWords(
         "SkyPilot",
         "SKYPILOT_NUM_NODES",
@@ -474,7 +474,6 @@ ENGINES = (
         num_gpus="DSTACK_GPUS_PER_NODE",
     ),
 )
-PET = ENGINES[0]
 # PyTorchJob's words for its pods, which are torchrun's for ranks: without LOCAL_RANK they may number machines.
 PODS = NodeWords("RANK and WORLD_SIZE", "WORLD_SIZE", "RANK", "MASTER_ADDR", port="MASTER_PORT")
 
@@ -506,7 +505,7 @@ def _nodes_of_engine(environ: Mapping[str, str]) -> Nodes | None:
     launcher = _launcher_of(environ)
     if launcher is not None:
         return _nodes_of_tasks(environ, launcher)
-    engines = ENGINES[1:] if TORCHRUN.local_rank in environ else (*ENGINES[1:], PODS)
+    engines = ENGINES if TORCHRUN.local_rank in environ else (*ENGINES, PODS)
     return next((_nodes_said(environ, engine) for engine in engines if engine.num_nodes in environ), None)
 
 
@@ -571,7 +570,7 @@ def _refuse_lone_process(environ: Mapping[str, str], launcher: Launcher | None) 
             f"It started {count} processes, and each would train a model of its own.",
             f"unset RANK and WORLD_SIZE; {ALONE}=1 means one process on purpose.",
         )
-    for engine in ENGINES:
+    for engine in (PET, *ENGINES):
         most = _count_said(environ, engine)[1]
         if most > 1:
             raise UsageError(

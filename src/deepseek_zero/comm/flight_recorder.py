@@ -94,7 +94,7 @@ class FlightRecorder:
         self.rank, self.size, self._hosts, self._store = hosts.rank, len(hosts.keys), hosts, store
         self._dead_after = dead_after
         self.told: set[str] = set()  # hosts whose silence is told
-        self._tells = self.rank == hosts.near[0] and launch.launchers_store() is None
+        self._tells = self.rank == hosts.near[0] and launch.place_of_store() is None
         self.meshes: dict[str, Mesh] = {}  # by engine, once it has one
         self._said: dict[str, str] = {}
         self.is_waiting = False  # this rank's line under "waiting" stands

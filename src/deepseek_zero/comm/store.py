@@ -139,7 +139,7 @@ def launchers_store() -> BoardStore | None:
 
     Raises as `reach_store`, and `UsageError` if the secret cannot be read.
     """
-    if (place := launch.launchers_store()) is None:
+    if (place := launch.place_of_store()) is None:
         return None
     host, _, port = place.rpartition(":")
     _KEPT.append(reach_store((host, int(port)), read_secret() or NO_SECRET, world.rank()))
