@@ -141,6 +141,11 @@ class Doorkeeper:
         self.hello: Hello | None = None  # once it is believed
         self._claimed: Hello | None = None
 
+    @property
+    def is_first(self) -> bool:
+        """Whether it waits for the dialer's first words, by which protocols are told apart."""
+        return self._claimed is None
+
     def take(self, data: bytes) -> bytes:
         """Take `needs` bytes and return what to send back; raise `Refused` if they are not what they should be."""
         if self._claimed is None:
@@ -449,7 +454,7 @@ class Door:
             if not data:
                 raise Refused("it went before it had proven anything")
             pending.came += data
-            if self._tls is None and pending.came[:1] in _TLS_RECORDS:
+            if self._tls is None and pending.keeper.is_first and pending.came[:1] in _TLS_RECORDS:
                 raise _other_protocol(connection, "it speaks TLS, and this job does not")
             if len(pending.came) == pending.keeper.needs:
                 answer, pending.came = pending.keeper.take(bytes(pending.came)), bytearray()

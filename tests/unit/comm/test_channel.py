@@ -66,6 +66,17 @@ def test_who_holds_the_secret_comes_in_and_what_he_says_next_is_not_lost(door: t
     assert door[0].strangers == 0
 
 
+def test_a_proof_may_begin_with_any_byte(door: tuple[Door, Admitted], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A door tells TLS by its first byte, and once took 1 of 128 proofs for it."""
+    prove = channel._proof
+    for first in range(256):
+        monkeypatch.setattr(channel, "_proof", lambda *said, byte=first: bytes([byte]) + prove(*said)[1:])
+        with dial(door[0].address, PATIENCE) as connection:
+            introduce(connection, SECRET, HELLO)
+            door[1].get(timeout=PATIENCE)[0].close()
+    assert door[0].strangers == 0
+
+
 def test_both_ends_refuse_another_secret(door: tuple[Door, Admitted]) -> None:
     with dial(door[0].address, PATIENCE) as connection, pytest.raises(Refused, match="does not hold the job's secret"):
         introduce(connection, OTHER, HELLO)
