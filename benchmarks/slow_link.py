@@ -57,6 +57,7 @@ CELL = Cell("30m", "bf16")
 RATES = ("100mbit", "300mbit", "1gbit")
 HOSTS, PORT, ROUNDS = 2, 29420, 3  # port: of what comes afterwards, and below those of all teams
 COLOURS = 10  # of a picture's lines
+SECONDS = [scale * step for scale in (0.1, 1, 10, 100) for step in (1, 2, 3, 5)]  # told at its axis
 WEIGHTS, GRADIENTS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 DIFFERENCES = {"compression": {"weights": {"bits": 4}, "gradients": {"bits": 4}}}
 ALL = {"compression": {"weights": {"bits": 8}, "gradients": {"bits": 4}}}
@@ -264,6 +265,7 @@ def run(rate: str, given: argparse.Namespace) -> Found:
                 turn = team.turn()
                 if number:  # the first opens connections and agrees on orders
                     turns[name].append(turn)
+        sys.stderr.write(f"{rate}: {given.rounds} rounds of {len(teams)} systems\n")
         found = Found(rate, {}, {}, {})
         for name, each in turns.items():
             found.seconds[name] = statistics.median(turn.seconds for turn in each)
@@ -360,6 +362,11 @@ def draw(found: list[Found], path: Path) -> None:
             axes.plot(rates, line, style, color=colour, marker=marker, markersize=4, label=name)
         axes.set_xscale("log")
         axes.set_yscale("log")
+        axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        axes.set_yticks(SECONDS, [f"{seconds:g}" for seconds in SECONDS])
+        axes.minorticks_off()
+        least, most = (edge(seconds for each in found for seconds in each.seconds.values()) for edge in (min, max))
+        axes.set_ylim(least / 1.15, most * 1.15)
         axes.set_xlabel("Mbit/s of the link")
         axes.legend(fontsize=7.5, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
         title = "Seconds of a step over the rate of the link"

@@ -45,6 +45,17 @@ STEPS = 30  # until what is slow is named
 STRANGERS = 1000
 CALM_STEPS = 1000
 SAVED_AFTER, SAVED_EVERY = 3, 25  # steps: before the first damage, and more than those that name who is slow
+# Read by every Python program of the hosts as it starts: launchers and ranks.
+NO_PICKLES = """
+import pickle
+
+def refuse(*args, **words):
+    raise AssertionError("unpickled")
+
+pickle.load = pickle.loads = refuse
+for name in ("Unpickler", "_Unpickler"):
+    setattr(pickle, name, type(name, (getattr(pickle, name),), {"load": refuse}))
+"""
 LINK = "steps wait for the link between h0 and h1"
 FALSE_ALARMS = "silent|HostLost|is stopped|is slow|wait for the link|has ended"
 SAID = (b"", b"\x01" + b"raised/1" * 20, b"GET / HTTP/1.1\r\n\r\n" * 9, b"\x00\x00\x00\x40" * 60)
@@ -75,7 +86,9 @@ class Job:
         secret = self.folder / "secret"
         secret.touch(mode=0o600)
         secret.write_bytes(secrets.token_bytes(32))
+        (self.folder / "sitecustomize.py").write_text(NO_PICKLES)
         environment = {"DEEPSEEK_ZERO_SECRET_FILE": str(secret), "OMP_NUM_THREADS": "1", "COLUMNS": "400"}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(self.folder), os.environ.get("PYTHONPATH"))))
         if self.own_clocks:
             need(shutil.which("cc") is not None, "a C compiler, to make a clock that jumps")
             subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", self.folder / "clock.so", CLOCK], check=True)
@@ -319,6 +332,21 @@ def slow_rank(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
     job.assert_same_bits(UNDISTURBED)
 
 
+def slow_host(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+    """A host whose programs get a core for a third of the time, as where somebody else has it, too."""
+    h0, h1 = job.machines
+    began = len(job.steps(0))
+    with h1.slowed(2 / 3):
+        job.when_said([h0], "|".join(rf"rank {victim} is slow" for victim in job.ranks[job.each :]))
+        yield Measure("steps until named", len(job.steps(0)) - began, STEPS)
+        time.sleep(options.dead_after)
+    goes_on(job, 3)
+    told = [text for *_, text in job.lines if re.search("silent|HostLost|is stopped|has ended", text)]
+    assert not told, told
+    job.finish()
+    job.assert_same_bits(UNDISTURBED)
+
+
 def slow_link(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
     h0, h1 = job.machines
     h1.limit("30mbit")
@@ -502,6 +530,7 @@ ROWS = {
     "two-lost-with-0": Row(two_hosts_lost(0, 1), hosts=3),
     "stopped-rank": Row(stopped_rank),
     "slow-rank": Row(slow_rank),
+    "slow-host": Row(slow_host),
     "slow-link": Row(slow_link),
     "loss": Row(loss_of_packets),
     "delay": Row(delay),

@@ -20,6 +20,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -140,6 +142,39 @@ class Host:
             burst = max(LEAST_BURST, int(bits_per_second(rate) / 8 * BURST_SECONDS))
             words = f"qdisc replace dev {device} root tbf rate {rate} burst {burst} latency {QUEUE}"
             namespace.call("tc", *words.split())
+
+    @contextmanager
+    def slowed(self, stopped: float, period: float = 0.1) -> Iterator[None]:
+        """Stop every process of this host for a part of each period, within a block; its kernel goes on.
+
+        stopped: that part. period: in seconds.
+        """
+        over = threading.Event()
+
+        def send(sig: signal.Signals, pids: Sequence[int]) -> None:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, sig)
+
+        def go_on() -> None:
+            send(signal.SIGCONT, [*self.pids(), *handles])  # nsenter stops where its program does
+
+        def take_turns() -> None:
+            while not over.is_set():
+                send(signal.SIGSTOP, self.pids())
+                time.sleep(stopped * period)
+                go_on()
+                time.sleep((1 - stopped) * period)
+            go_on()  # nsenter may have stopped since
+
+        handles = [process.pid for process in self._running if process.poll() is None]
+        turns = threading.Thread(target=take_turns, daemon=True)
+        turns.start()
+        try:
+            yield
+        finally:
+            over.set()
+            turns.join()
 
     def kill(self) -> None:
         """End the host as a loss of power does: no packet says that its programs are gone."""

@@ -177,6 +177,8 @@ def record(folder: Path, everyone: Sequence[Host]) -> dict[str, Any]:
         at.record("srun, uneven", h0, [*srun, "-n3", "--distribution=block"], 3)
         at.record("srun from a third host", h2, [*srun, "-n2"], 2)
         at.record("srun with PMI2", h0, [*srun, "-n4", "--mpi=pmi2"], 4)
+        parts = ["-N1", "-n2", "--overcommit"], ["-N1", "-n1"]
+        at.record("a heterogeneous job", h0, ["salloc", *parts[0], ":", *parts[1], "srun", "--het-group=0,1"], 3)
         at.record("srun of one task", h0, ["srun", "-n1"], 1)
         at.record("an allocation without srun", h0, ["salloc", "-N2", "-n4", "--overcommit"], 1)
         batch = folder / "batch.sh"

@@ -771,3 +771,22 @@ def test_a_rank_that_somebody_stopped_is_named_and_waited_for(
         f"rank 5 on {here} is stopped; the others wait for it",
         f"rank 5 on {here} runs again",
     ]
+
+
+def test_a_rank_that_runs_between_two_looks_is_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "TELL_AFTER", 0.3)
+    monkeypatch.setattr(agent, "LOOK_SECONDS", 0.0)
+    standstill = agent.Standstill()
+    with Ranks(Command(Target.SCRIPT, str(write(tmp_path, "while True:\n    pass\n")))) as ranks:
+        (pid,) = ranks.start([{"RANK": "4"}]).values()
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            os.kill(pid, signal.SIGSTOP)
+            wait_until(ranks.stopped, 60)
+            standstill.look(ranks)
+            assert not standstill.told, "it has had time of its core since the last look"
+            before = psutil.Process(pid).cpu_times().user
+            os.kill(pid, signal.SIGCONT)
+            wait_until(lambda: psutil.Process(pid).cpu_times().user > before, 60)  # noqa: B023
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: (standstill.look(ranks), standstill.told)[1], 60)

@@ -229,10 +229,14 @@ class EndRequest:
 
 @dataclass
 class Standstill:
-    """Names ranks of this machine that somebody has stopped. told: of those that still are."""
+    """Names ranks of this machine that somebody has stopped. told: of those that still are.
+
+    A rank that is stopped at every look may run between them (a limit on its share of a core): one that has had CPU
+    time since is not the same standstill.
+    """
 
     told: set[int] = field(default_factory=set)
-    _since: dict[int, float] = field(default_factory=dict)
+    _since: dict[tuple[int, int], float] = field(default_factory=dict)  # by rank and ticks of CPU time
     _looked: float = 0.0
 
     def look(self, ranks: Ranks) -> None:
@@ -241,8 +245,8 @@ class Standstill:
         if now - self._looked < LOOK_SECONDS:
             return
         self._looked = now
-        self._since = {rank: self._since.get(rank, now) for rank in ranks.stopped()}
-        stopped = {rank for rank, since in self._since.items() if now - since >= TELL_AFTER}
+        self._since = {each: self._since.get(each, now) for each in ranks.stopped()}
+        stopped = {rank for (rank, _), since in self._since.items() if now - since >= TELL_AFTER}
         tell_stopped(socket.gethostname(), self.told, stopped)
         self.told = stopped
 

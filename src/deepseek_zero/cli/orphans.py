@@ -44,7 +44,7 @@ class Launch:
 
     def _owns(self, pid: int, entry: bytes) -> bool:
         try:
-            state, group = _state_and_group(pid)
+            state, group, _ = _state_group_and_ticks(pid)
             if state in "ZX":
                 return False
             return group in self.groups or entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -66,18 +66,21 @@ def _processes() -> list[int]:
     return []
 
 
-def _state_and_group(pid: int) -> tuple[str, int]:
+def _state_group_and_ticks(pid: int) -> tuple[str, int, int]:
     # The second field is the program's name in parentheses and may itself hold spaces and parentheses.
     fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return fields[0], int(fields[2])
+    return fields[0], int(fields[2]), int(fields[11]) + int(fields[12])
 
 
-def is_stopped(pid: int) -> bool:
-    """Return whether a signal has stopped a process; a debugger at work in it has not."""
+def stopped_after(pid: int) -> int | None:
+    """Return the ticks of CPU time after which a signal has stopped a process; None where none has (a debugger at work
+    in it is no signal).
+    """
     try:
-        return _state_and_group(pid)[0] == "T"
+        state, _, ticks = _state_group_and_ticks(pid)
     except OSError:  # it has ended, or there is no /proc
-        return False
+        return None
+    return ticks if state == "T" else None
 
 
 def send(pids: Collection[int], number: signal.Signals) -> None:

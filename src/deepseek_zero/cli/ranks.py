@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from deepseek_zero.base.launch import ATTEMPT, ENDING, SAVED_EXIT_CODE, SAVES, SECRET_BYTES, is_marked, mark
-from deepseek_zero.cli.orphans import MARK, Guard, Launch, is_stopped, send
+from deepseek_zero.cli.orphans import MARK, Guard, Launch, send, stopped_after
 
 WORKER = str(Path(__file__).with_name("worker.py"))
 
@@ -127,10 +127,13 @@ class Ranks:
         """True once every rank has ended, or has said by which error it will."""
         return all(rank.finished or rank.death for rank in self._running.values())
 
-    def stopped(self) -> list[int]:
-        """Return the ranks that a signal has stopped (SIGSTOP); none without /proc (not Linux)."""
+    def stopped(self) -> list[tuple[int, int]]:
+        """Return the ranks that a signal has stopped (SIGSTOP), each with the ticks of CPU time it has had until then;
+        none without /proc (not Linux).
+        """
         running = [rank for rank in self._running.values() if not (rank.finished or rank.death)]
-        return [rank.rank for rank in running if is_stopped(rank.process.pid)]
+        found = ((rank.rank, stopped_after(rank.process.pid)) for rank in running)
+        return [(rank, ticks) for rank, ticks in found if ticks is not None]
 
     @property
     def secret_file(self) -> str:

@@ -235,10 +235,8 @@ class FarBoard:
         self._quiet_until = 0.0  # it did not answer lately: until then nobody waits for it
         self._unreachable_since: float | None = None
         self._idle: socket.socket | None = None
-        self._connection = self._introduced(role, ANSWER_SECONDS)
-        if watches:
-            self._idle = self._introduced(Role.LIFE, ANSWER_SECONDS)
-            ask_for_life(self._idle)
+        self._watches = watches
+        self._connect(ANSWER_SECONDS)
 
     def set(self, key: str, value: str) -> bool:
         """Write a text; return whether it stands there."""
@@ -264,13 +262,26 @@ class FarBoard:
         """Close the connections."""
         with self._lock:
             self._drop()
-            if self._idle is not None:
-                self._idle.close()
+            self._drop_idle()
+
+    def _drop_idle(self) -> None:
+        if self._idle is not None:
+            self._idle.close()
+        self._idle = None
 
     def _drop(self) -> None:
         if self._connection is not None:
             self._connection.close()
         self._connection, self._is_owed = None, False
+
+    def _connect(self, seconds: float) -> socket.socket:
+        """Return a new connection for questions; what broke the last one may have broken the idle one, too."""
+        connection = self._connection = self._introduced(self._role, seconds)
+        if self._watches and (self._idle is None or silence_of(self._idle) is None):
+            self._drop_idle()
+            self._idle = self._introduced(Role.LIFE, seconds)
+            ask_for_life(self._idle)
+        return connection
 
     def _introduced(self, role: Role, seconds: float) -> socket.socket:
         connection = self._reach()
@@ -324,7 +335,7 @@ class FarBoard:
 
         Raises TimeoutError where the connection is of no more use.
         """
-        connection = self._connection = self._connection or self._introduced(self._role, seconds)
+        connection = self._connection or self._connect(seconds)
         connection.settimeout(seconds)
         if self._is_owed and self._answer(connection, seconds) is None:
             return None
@@ -350,7 +361,7 @@ class FarBoard:
 
     def _is_heard(self) -> bool:
         """Return whether rank 0's host surely is there: it is this one, or its kernel answers."""
-        return self._idle is None or any(seconds <= DOUBT_SECONDS for seconds in self.silences().values())
+        return not self._watches or any(seconds <= DOUBT_SECONDS for seconds in self.silences().values())
 
     def _raise_if_silent(self) -> None:
         """Raise TimeoutError where nobody answers and rank 0's host has been silent for a while."""

@@ -26,6 +26,7 @@ WORLDS: dict[str, tuple[str, str | None]] = {
     "srun, uneven": ("Slurm", "h0"),
     "srun from a third host": ("Slurm", "h0"),
     "srun with PMI2": ("Slurm", "h0"),
+    "a heterogeneous job": ("Slurm", "h0"),
     "Open MPI in an allocation": ("Open MPI", FIRST),
     "Open MPI in an allocation, one on each host": ("Open MPI", FIRST),
     "MPICH in an allocation": ("MPICH or Intel MPI", None),

@@ -218,6 +218,21 @@ def test_the_kernels_hear_each_other_and_an_ended_process_is_known(door: Door) -
     assert board.silences() == {}
 
 
+def test_kernels_hear_each_other_again_where_something_between_them_reset_all_connections(door: Door) -> None:
+    board, friend = Board(door), FarBoard(door.address, SECRET, 3, watches=True)
+    assert until(lambda: 3 in board.silences())
+    for each in (friend._connection, friend._idle):
+        assert each is not None
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        each.close()
+    assert until(lambda: not board.silences())
+    friend.set("a", "b")
+    assert until(lambda: 3 in board.silences()) and 0 in friend.silences()
+    assert board.look("gone/3") is None
+    friend.close()
+    assert until(lambda: board.look("gone/3"))
+
+
 def test_a_board_behind_a_silent_host_keeps_nobody_waiting(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     board = Board(door)
     friend = FarBoard(door.address, SECRET, 1, watches=True)

@@ -1,0 +1,107 @@
+"""What it costs to watch for slow ranks and links: its part of a step, on two hosts of two ranks.
+
+    python -m benchmarks.stragglers                                            # as root, three minutes
+    python -m benchmarks.stragglers --cells tiny-fp32 --steps 14 --out /tmp/stragglers.md
+
+Hosts are namespaces of this machine (`tests/hosts.py`), their link as fast as it is.  What is watched costs the calls
+in which a rank sums up its own seconds and compares those of all, timed here where the engine makes them, and a few
+numbers more in the verdict of every seventh step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import deepseek_zero as dz
+from benchmarks.cells import Cell
+from benchmarks.model import Batches, build_model
+from benchmarks.systems.common import Job, engine_settings, engine_step
+from deepseek_zero.engine.stragglers import WINDOW
+from tests.hosts import free_port, hosts, run_ranks
+
+RESULTS = Path(__file__).parent / "results" / "stragglers.md"
+CELLS = "tiny-fp32,30m-bf16"
+HOSTS, EACH = 2, 2
+GOAL = 0.001
+
+
+def be_a_rank(cell: str, steps: int) -> None:
+    """Train; rank 0 writes the seconds of a step, those of the watch in it, and the bytes of its words, at worst."""
+    torch.set_num_threads(1)
+    dz.init_distributed()
+    job = Job(Cell.parse(cell), dist.get_rank(), dist.get_world_size())
+    config = {**engine_settings(job, {"stage": 3}), "steps_per_print": None}
+    engine: Any = dz.initialize(model=build_model(job.cell.shape), config=config)[0]
+    watch, batches, step = engine._stragglers, Batches(job.cell, job.size, job.rank, job.size), engine_step(engine)
+    spent, words = 0.0, 0
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_and_count(*given: Any) -> Any:
+            nonlocal spent, words
+            began = time.perf_counter()
+            found = call(*given)
+            spent += time.perf_counter() - began
+            words = max(words, len(found or ()))
+            return found
+
+        return call_and_count
+
+    watch.words, watch.hear = timed(watch.words), timed(watch.hear)
+    seconds = []
+    for number in range(WINDOW + steps):
+        if number == WINDOW:  # what comes before is warm-up
+            spent = 0.0
+        began = time.perf_counter()
+        for loss in step(batches.of_step(number)):
+            loss.item()
+        seconds.append(time.perf_counter() - began)
+    mine = statistics.mean(seconds[WINDOW:]), spent / steps, words * 8.0
+    rows: list[Any] = [None] * job.size
+    dist.all_gather_object(rows, mine)
+    if job.rank == 0:
+        sys.stdout.write(json.dumps([max(column) for column in zip(*rows, strict=True)]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--cells", default=CELLS)
+    parser.add_argument("--steps", type=int, default=10 * WINDOW)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--as-rank", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_rank:
+        be_a_rank(options.as_rank[0], int(options.as_rank[1]))
+        return
+    lines = []
+    for cell in options.cells.split(","):
+        with hosts(HOSTS) as pair:
+            said = run_ranks("benchmarks.stragglers", pair, free_port(), [cell, options.steps], each=EACH)
+        step, watch, nbytes = json.loads(said.splitlines()[-1])
+        share = watch / step
+        lines.append(f"| {cell} | {step * 1e3:.1f} | {watch * 1e6:.1f} | {share:.4%} | {share / GOAL:.2f} | {nbytes:g} |")
+        sys.stderr.write(f"{lines[-1]}\n")
+    text = f"""# What it costs to watch for slow ranks and links
+
+Written by `benchmarks/stragglers.py` on {date.today()}: torch {torch.__version__}, {HOSTS} hosts of namespaces with
+{EACH} ranks each, stage 3, {options.steps} steps; the slowest rank of each column.  The goal is {GOAL:.1%} of a step.
+
+| cell | step, ms | the watch in a step, us | share | of the goal | bytes of a rank every {WINDOW} steps |
+|---|--:|--:|--:|--:|--:|
+"""
+    options.out.write_text(text + "\n".join(lines) + "\n")
+    sys.stderr.write(f"{options.out}\n")
+
+
+if __name__ == "__main__":
+    main()
