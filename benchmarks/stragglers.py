@@ -89,7 +89,9 @@ def main() -> None:
             said = run_ranks("benchmarks.stragglers", pair, free_port(), [cell, options.steps], each=EACH)
         step, watch, nbytes = json.loads(said.splitlines()[-1])
         share = watch / step
-        lines.append(f"| {cell} | {step * 1e3:.1f} | {watch * 1e6:.1f} | {share:.4%} | {share / GOAL:.2f} | {nbytes:g} |")
+        lines.append(
+            f"| {cell} | {step * 1e3:.1f} | {watch * 1e6:.1f} | {share:.4%} | {share / GOAL:.2f} | {nbytes:g} |"
+        )
         sys.stderr.write(f"{lines[-1]}\n")
     text = f"""# What it costs to watch for slow ranks and links
 
