@@ -14,6 +14,7 @@ import ctypes
 import ipaddress
 import json
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -147,7 +148,8 @@ class Host:
     def slowed(self, stopped: float, period: float = 0.1) -> Iterator[None]:
         """Stop every process of this host for a part of each period, within a block; its kernel goes on.
 
-        stopped: that part. period: in seconds.
+        stopped: that part. period: in seconds, the mean of many lengths: of one length they may fall in step with what
+        runs there, and stop it only while it waits.
         """
         over = threading.Event()
 
@@ -160,11 +162,13 @@ class Host:
             send(signal.SIGCONT, [*self.pids(), *handles])  # nsenter stops where its program does
 
         def take_turns() -> None:
+            lengths = random.Random(0)
             while not over.is_set():
+                length = lengths.uniform(0.5 * period, 1.5 * period)
                 send(signal.SIGSTOP, self.pids())
-                time.sleep(stopped * period)
+                time.sleep(stopped * length)
                 go_on()
-                time.sleep((1 - stopped) * period)
+                time.sleep((1 - stopped) * length)
             go_on()  # nsenter may have stopped since
 
         handles = [process.pid for process in self._running if process.poll() is None]
