@@ -11,6 +11,7 @@ the handshakes and everything that is encrypted are OpenSSL's.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import hmac
@@ -46,6 +47,9 @@ class TlsSocket(ssl.SSLSocket):
     """A connection by TLS that raises BlockingIOError where a plain one does, and gathers what it writes."""
 
     def recv(self, *args: Any) -> bytes:
+        if self.version() is None:  # ssl asks so of a connection that ended before TLS began, and would leave it open
+            self.close()
+            raise ConnectionResetError(errno.ECONNRESET, "the connection ended before TLS began")
         try:
             return super().recv(*args)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):

@@ -278,6 +278,24 @@ def test_by_tls_a_connection_that_proves_nothing_is_closed(
     assert made[0].fileno() == -1
 
 
+@pytest.mark.parametrize("end", ["door", "dialer"])
+def test_a_connection_that_is_reset_before_tls_begins_is_closed(end: str) -> None:
+    """Python's ssl has taken it by then, and raises without closing it (3.11)."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dialed = dial(listener.getsockname(), PATIENCE)
+        accepted, _ = listener.accept()
+    kept, other = (accepted, dialed) if end == "door" else (dialed, accepted)
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset when it is closed
+    other.close()
+    descriptor = kept.fileno()
+    with pytest.raises(ConnectionResetError, match="ended before TLS began"):
+        getattr(tls.contexts(SECRET), end).wrap_socket(
+            kept, server_side=end == "door", do_handshake_on_connect=end == "dialer"
+        )
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+
+
 def test_one_end_with_tls_and_one_without_never_meet_and_both_say_why(
     door: tuple[Door, Admitted],
     tls_door: tuple[Door, Admitted],
