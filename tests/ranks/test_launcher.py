@@ -454,6 +454,28 @@ def test_a_failure_is_told_once_with_its_code_and_without_noise(tmp_path: Path) 
     assert len(lines) == 5
 
 
+def test_ranks_that_raise_a_moment_after_another_are_not_ended_before_they_do(tmp_path: Path) -> None:
+    """What fails a step often fails it on every rank, and what a script does on its error is its own."""
+    script = write(
+        tmp_path,
+        """
+        import os, sys, time
+        rank = int(os.environ["RANK"])
+        open(sys.argv[1] + "up" + str(rank), "w").close()
+        while not all(os.path.exists(sys.argv[1] + "up" + str(each)) for each in range(3)):
+            time.sleep(0.001)
+        try:
+            time.sleep(0.1 * rank)
+            raise ValueError(f"of rank {rank}")
+        finally:
+            open(sys.argv[1] + "said" + str(rank), "w").close()
+        """,
+    )
+    code, _, err = run_command("--nproc", "3", str(script), f"{tmp_path}/")
+    assert code == 1 and err.strip().endswith("ValueError: of rank 0")
+    assert [(tmp_path / f"said{rank}").exists() for rank in range(3)] == [True, True, True]
+
+
 def test_gpus_that_are_not_there_are_replaced_with_one_line(tmp_path: Path) -> None:
     script = write(tmp_path, "import os\nprint(os.environ['WORLD_SIZE'], os.environ['OMP_NUM_THREADS'])\n")
     code, out, err = run_command("--num_gpus", "800", str(script), CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="5")

@@ -54,7 +54,10 @@ STILL_WAITING_SECONDS = 10.0
 """After which a node that does not reach node 0 says so, once."""
 
 FOLLOW_SECONDS = 2.0
-"""How long ranks may take to say what a failure elsewhere did to them, and the cause of theirs to be heard."""
+"""How long ranks may take to say what the loss of a machine did to them, and the cause of their failure to be heard."""
+
+SAY_SECONDS = 0.5
+"""How long ranks may take to raise their own error after another's: what fails a step often fails it on every rank."""
 
 LOOK_SECONDS = 1.0
 """Between looks whether ranks are stopped."""
@@ -271,7 +274,7 @@ class RankAgent(SimpleElasticAgent):
         self._plan, self._dead_after = plan, dead_after
         self._peers: PeerWatch | None = None  # where there are other machines, once all have met
         self._attempt = -1
-        self._followed_since: float | None = None
+        self._failed_since: float | None = None
         self._standstill = Standstill()
         self.elsewhere: Outcome | None = None
 
@@ -287,6 +290,7 @@ class RankAgent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._attempt += 1
+        self._failed_since = None
         plan, own = self._plan, [worker.global_rank for worker in worker_group.workers]
         if plan.num_nodes > 1:
             self._meeting_store.set_timeout(PATIENCE)  # all have met: how long one may be silent is `dead_after`
@@ -330,10 +334,10 @@ class RankAgent(SimpleElasticAgent):
             if self.elsewhere is None and (heard := self._peers.heard_failure()) is not None:
                 self.elsewhere = heard
                 logger.warning(f"{heard.headline}; ending the ranks here")
-            if self._is_early(death):
-                return RunResult(WorkerState.HEALTHY)
             if death is not None and not death.secondary:
                 self._peers.begin_to_tell(self._words_of(death))  # before the others here have ended
+        if self._is_early(death):
+            return RunResult(WorkerState.HEALTHY)
         if death is not None:
             if self._remaining_restarts > 0:
                 logger.warning(f"{death.headline(self.world_size)}; restarting all ranks of this machine")
@@ -346,16 +350,21 @@ class RankAgent(SimpleElasticAgent):
         return RunResult(WorkerState.HEALTHY)
 
     def _is_early(self, death: Death | None) -> bool:
-        """Return whether to wait a moment longer: for the cause of a failure that only followed another machine's, or,
-        where a machine is lost, for all ranks here to hear of it.
-        """
-        if self.elsewhere is None:
-            waits = death is not None and death.secondary
-        else:
-            waits = self.elsewhere.is_silence and not self._ranks.have_all_ended
-        if waits and self._followed_since is None:
-            self._followed_since = time.monotonic()
-        return waits and time.monotonic() - (self._followed_since or 0.0) < FOLLOW_SECONDS
+        """Return whether to wait a moment longer for what is still to be said of a failure, here or elsewhere."""
+        if death is None and self.elsewhere is None:
+            return False
+        now = time.monotonic()
+        self._failed_since = self._failed_since or now
+        return now - self._failed_since < self._patience_after(death)
+
+    def _patience_after(self, death: Death | None) -> float:
+        if death is not None and death.secondary and self._peers is not None and self.elsewhere is None:
+            return FOLLOW_SECONDS  # its cause is another machine's, which tells it
+        if self._ranks.have_all_ended:
+            return 0.0
+        if self.elsewhere is not None:
+            return FOLLOW_SECONDS if self.elsewhere.is_silence else SAY_SECONDS
+        return SAY_SECONDS if death is not None and death.report is not None else 0.0
 
     def hear(self, number: int, _: FrameType | None = None) -> None:
         """Take a signal sent to the launcher: a request for ranks that save when asked, else the end of all."""

@@ -1,8 +1,8 @@
 """Names a rank or a link on which the others wait, by the seconds of each in every seventh verdict (optim/sharded.py).
 
-own seconds of seven steps, by part, in the row of the verdict -> rank 0 compares them with the median -> a line where
-one rank is above it three times in a row.  Seconds in which a rank waits for others are nobody's own, so a slow rank is
-named and not those that stand still because of it.
+own seconds of seven steps, by part, in the row of the verdict -> rank 0 compares each part, and all together, with the
+median -> a line where one rank is above it three times in a row.  Seconds in which a rank waits for others are nobody's
+own, so a slow rank is named and not those that stand still because of it.
 
 The row also says how long the rank waited in each of the seven steps.  Whoever is late in a step waits least in it:
 what even that rank waited, all of them waited at once, and then not for a rank but for bytes on their way between
@@ -29,6 +29,7 @@ WINDOWS = 3  # after each other
 SLOW = 1.2  # times the median
 WORTH_SAYING = 0.1  # of the window's seconds; with a twentieth, what else runs on a core names somebody (0105)
 MOSTLY = 0.5  # of the window's seconds
+ALL = "all that it does itself"  # who has a part of a core is slow now in one part, now in another
 
 
 class Stragglers:
@@ -64,16 +65,19 @@ class Stragglers:
         """Take the words of all ranks, and name those that are slow for the third time, or the link."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
+        columns = {part: [row[place] for row in rows] for place, part in enumerate(OWN)}
+        columns[ALL] = [sum(row[: len(OWN)]) for row in rows]
         slow = {
             (rank, part): (own, middle)
-            for place, part in enumerate(OWN)
-            for middle in [statistics.median_low(row[place] for row in rows)]
-            for rank, own in enumerate(row[place] for row in rows)
+            for part, column in columns.items()
+            for middle in [statistics.median_low(column)]
+            for rank, own in enumerate(column)
             if own > SLOW * middle and own - middle > WORTH_SAYING * seconds
         }
         self._in_a_row = Counter({each: self._in_a_row[each] + 1 for each in slow})
+        in_a_part = {rank for rank, part in slow if part != ALL and self._in_a_row[rank, part] >= WINDOWS}
         for (rank, part), (own, middle) in slow.items():
-            if self._in_a_row[rank, part] == WINDOWS:
+            if self._in_a_row[rank, part] == WINDOWS and not (part == ALL and rank in in_a_part):
                 log_once(
                     f"step {step}: rank {rank} is slow, and the others wait for it: {part} took {format_seconds(own)} "
                     f"of {WINDOW} steps, {format_seconds(middle)} on the median rank, the third time in a row.",

@@ -45,12 +45,22 @@ def test_a_rank_is_named_once_with_its_part_in_the_third_window(told: list[str],
     assert len(told) == 2, "it was well in between"
 
 
+def test_a_rank_that_is_slow_now_in_one_part_and_now_in_another_is_named(told: list[str]) -> None:
+    found = Stragglers(Meter(), ["h0", "h1"])
+    for window in range(1, 6):
+        found.hear(WINDOW * window, slower(2, window % 2, 0.4))
+    assert told == [
+        f"step {3 * WINDOW}: rank 2 is slow, and the others wait for it: all that it does itself took 1.70 s of "
+        f"{WINDOW} steps, 1.30 s on the median rank, the third time in a row."
+    ]
+
+
 @pytest.mark.parametrize(
     "rows",
     [
         EQUAL,
         slower(1, 0, 0.19),  # within 1.2 times the median
-        slower(1, 2, 0.09),  # not worth a twentieth of the window
+        slower(1, 2, 0.09),  # not worth a tenth of the window
         [(3.0, 0.6, 0.0, 0.3, *[0.0] * WINDOW)] * 4,
     ],
 )
