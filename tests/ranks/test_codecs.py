@@ -171,8 +171,13 @@ class Rounding(Reference):
 
 
 def formula(engine: Any, run: Run, codes: str) -> float:
-    """What a rank sends in a step without a window: f P times bytes per element, codes with a scale for each block."""
+    """What a rank sends in a step without a window: f P times bytes per element, codes with a scale for each block.
+
+    Weights that rest on a tier are loaded once where they are used as forward ends and again as backward begins: those
+    of the last block, and of the model itself, around it.
+    """
     weights, gradients = CODES[codes]
+    at_turn = () if run.tier == "none" else ("blocks.2.", "tokens.", "places.", "norm.", "head.")
     ranks, total = dist.get_world_size(), 0.0
     for group in engine.runtime.groups:
         own = group.plan.weight.dtype.itemsize
@@ -181,7 +186,8 @@ def formula(engine: Any, run: Run, codes: str) -> float:
         gathered = weights.bits / 8 + 4 / weights.block if weights is not None and is_coded else own
         reduced = gradients.bits / 8 + 4 / gradients.block if gradients is not None and is_coded else kept
         times = run.accumulation if run.stage > 1 else 1
-        whole = {0: kept, 1: gathered, 2: gathered, 3: 2 * times * gathered}[run.stage]
+        loads = 1 if group.layout.slots[0].name.startswith(at_turn) else 2  # of a micro-batch
+        whole = {0: kept, 1: gathered, 2: gathered, 3: loads * times * gathered}[run.stage]
         total += group.layout.padded_numel / ranks * (ranks - 1) * (times * reduced + whole)
     return total
 
