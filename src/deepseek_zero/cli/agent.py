@@ -358,6 +358,7 @@ class RankAgent(SimpleElasticAgent):
         return now - self._failed_since < self._patience_after(death)
 
     def _patience_after(self, death: Death | None) -> float:
+        """Return for how many seconds the ranks here may still speak. death: of one of them, the one to act on."""
         if death is not None and death.secondary and self._peers is not None and self.elsewhere is None:
             return FOLLOW_SECONDS  # its cause is another machine's, which tells it
         if self._ranks.have_all_ended:
