@@ -331,6 +331,7 @@ def parse_ports(text: str) -> range:
 
 @dataclass
 class _Pending:
+    origin: str
     keeper: Doorkeeper
     until: float
     handshake: Callable[[], None] | None = None  # of TLS, until it is done
@@ -425,7 +426,7 @@ class Door:
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, (origin, *_) = self._listener.accept()
         except OSError:  # it is gone again, or there are no descriptors left
             return
         connection.setblocking(False)
@@ -438,9 +439,9 @@ class Door:
                 return
             connection, handshake = secured, secured.do_handshake
         if len(self._pending) >= MOST_PENDING:
-            self._turn_away(next(iter(self._pending)), "too many at once")
+            self._turn_away(next(iter(self._pending)), Refused("too many at once"))
         keeper = Doorkeeper(self._secret, self._rank)
-        self._pending[connection] = _Pending(keeper, time.monotonic() + HANDSHAKE_SECONDS, handshake)
+        self._pending[connection] = _Pending(origin, keeper, time.monotonic() + HANDSHAKE_SECONDS, handshake)
         self._sockets[connection.fileno()] = connection
         self._poll.register(connection, select.POLLIN)
 
@@ -455,7 +456,7 @@ class Door:
                 raise Refused("it went before it had proven anything")
             pending.came += data
             if self._tls is None and pending.keeper.is_first and pending.came[:1] in _TLS_RECORDS:
-                raise _other_protocol(connection, "it speaks TLS, and this job does not")
+                raise _OtherProtocol("it speaks TLS, and this job does not")
             if len(pending.came) == pending.keeper.needs:
                 answer, pending.came = pending.keeper.take(bytes(pending.came)), bytearray()
                 if answer and connection.send(answer) != len(answer):
@@ -464,8 +465,8 @@ class Door:
             return
         except OSError as error:
             if pending.handshake is not None and isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
-                error = _other_protocol(connection, "it speaks no TLS, and this job does")
-            self._turn_away(connection, str(error))
+                error = _OtherProtocol("it speaks no TLS, and this job does")
+            self._turn_away(connection, error)
             return
         hello = pending.keeper.hello
         if hello is not None:
@@ -482,32 +483,36 @@ class Door:
             connection, pending = next(iter(self._pending.items()))
             if pending.until > now:
                 return
-            self._turn_away(connection, f"it proved nothing within {HANDSHAKE_SECONDS:g} s")
+            self._turn_away(connection, Refused(f"it proved nothing within {HANDSHAKE_SECONDS:g} s"))
 
     def _forget(self, connection: socket.socket) -> None:
         del self._pending[connection], self._sockets[connection.fileno()]
         self._poll.unregister(connection)
 
-    def _turn_away(self, connection: socket.socket, reason: str) -> None:
+    def _turn_away(self, connection: socket.socket, reason: OSError) -> None:
+        origin = self._pending[connection].origin
         self._forget(connection)
         self.strangers += 1
         if self.strangers == 1:
-            try:
-                origin = connection.getpeername()[0]
-            except OSError:
-                origin = "a host that is gone"
             logger.warning(
                 f"closed a connection from {origin} to this job: {reason} (others will be closed in silence)"
             )
+        if isinstance(reason, _OtherProtocol):  # which the dialer hears after this log, and may end at once
+            _tell_no_common_protocol(connection)
         connection.close()
 
 
-def _other_protocol(connection: socket.socket, what: str) -> Refused:
-    """Tell a dialer that one of the two ends alone speaks TLS, and return why it is turned away."""
+class _OtherProtocol(Refused):
+    """One of the two ends alone speaks TLS."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}: {_BOTH_ENDS}")
+
+
+def _tell_no_common_protocol(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # past TLS, where the connection is by TLS
         socket.socket.send(connection, _NO_COMMON_PROTOCOL)
         socket.socket.recv(connection, 1 << 12)  # what stays unread would reset the connection, and the record with it
-    return Refused(f"{what}: {_BOTH_ENDS}")
 
 
 def _listen(host: str, ports: Iterable[int]) -> socket.socket:

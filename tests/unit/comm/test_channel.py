@@ -309,7 +309,7 @@ def test_one_end_with_tls_and_one_without_never_meet_and_both_say_why(
         introduce(connection, SECRET, HELLO)
     assert door[1].empty() and tls_door[1].empty()
     assert "it speaks TLS, and this job does not: say --tls on every host" in caplog.text
-    assert "it speaks no TLS, and this job does: say --tls on every host" in caplog.text
+    assert "127.0.0.1 to this job: it speaks no TLS, and this job does: say --tls on every host" in caplog.text
 
 
 def test_a_jobs_key_is_ed25519_and_the_same_in_every_process() -> None:
