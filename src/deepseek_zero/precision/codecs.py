@@ -108,7 +108,8 @@ class Blocks:
         codes, scales = self._parts(message)
         codes, scales = codes[start * self.bits // 8 :], scales[start // self.block :]
         widens, packs = values.dtype != torch.float32, self.bits == 4
-        rounded, packed, small = self._tiles(scratch, 1, packs * 0.5, 2 / self.block)
+        rounded, room, small = self._tiles(scratch, 1, packs / torch.float32.itemsize, 2 / self.block)
+        apart = room.view(torch.int8)
         for start in range(0, values.numel(), rounded.numel()):
             stop = min(start + rounded.numel(), values.numel())
             tile, work = values[start:stop], rounded[: stop - start]
@@ -120,8 +121,13 @@ class Blocks:
                 quotients.masked_fill_(
                     is_lost.unsqueeze(1), 0.0
                 )  # their codes say nothing, and share bytes with others'
-            whole = self._packed(quotients.round_(), packed)
-            codes[start * self.bits // 8 : stop * self.bits // 8].view_as(whole).copy_(whole)
+            quotients.round_()
+            codes_of_tile = codes[start * self.bits // 8 : stop * self.bits // 8]
+            if packs:
+                both = self._in_blocks(apart[: stop - start]).copy_(self._in_blocks(work))
+                torch.add(both[:, 0], both[:, 1], alpha=16, out=codes_of_tile.view(-1, self.block))
+            else:
+                codes_of_tile.copy_(work)
 
     def _scale(self, rows: Tensor, scale: Tensor, small: Tensor) -> Tensor | None:
         """Write each row's scale, and its reciprocal at the front of `small`; return which rows are not finite, None if
@@ -148,14 +154,6 @@ class Blocks:
             inverse.masked_fill_(is_zero, 0.0)
         return is_lost
 
-    def _packed(self, whole: Tensor, packed: Tensor) -> Tensor:
-        """Return the codes, one row of whole numbers for each block, as what the bytes hold."""
-        if self.bits == 8:
-            return whole
-        pairs = whole.view(-1, 2, self.block)
-        both = packed[: whole.numel() // 2].view(-1, self.block)
-        return torch.add(pairs[:, 0], pairs[:, 1], alpha=16, out=both)
-
     def decode(self, message: Tensor, start: int, stop: int, out: Tensor, scratch: Tensor) -> None:
         """Write values [start, stop) of a message into `out`.  Local.
 
@@ -163,31 +161,32 @@ class Blocks:
         scratch: as for `encode`, but that for fp32 `decode_scratch` elements for each value are enough.
         """
         codes, scales = (part[start // self.granule : stop // self.granule] for part in self._parts_in_blocks(message))
-        widens, half = out.dtype != torch.float32, self.decode_scratch / 2
-        wide, whole, high = self._tiles(scratch, widens, half, half) if widens or half else (out, out, out)
-        tile = wide.numel() if widens else 2 * whole.numel() if half else DECODED_AT_ONCE.on(out.device)
-        at_once = tile // self.granule
-        cuts = (each.split(at_once) for each in (self._in_blocks(out), codes, scales))
+        widens, packs = out.dtype != torch.float32, self.bits == 4
+        wide, apart, tile = out, codes, DECODED_AT_ONCE.on(out.device)
+        if widens or packs:
+            wide, room = self._tiles(scratch, widens, self.decode_scratch)
+            apart = self._in_blocks(room.view(torch.int8)) if packs else codes
+            tile = wide.numel() if widens else apart.numel()
+        cuts = (each.split(tile // self.granule) for each in (self._in_blocks(out), codes, scales))
         for into, coded, scale in zip(*cuts, strict=True):
             exact = self._in_blocks(wide[: into.numel()]) if widens else into
-            self._decode_tile(coded, scale, exact, whole, high)
+            exact.copy_(self._taken_apart(coded, apart) if packs else coded).mul_(scale)
             if widens:
                 into.copy_(exact)
 
     @property
-    def decode_scratch(self) -> int:
+    def decode_scratch(self) -> float:
         """Return the elements of scratch for each value that `decode` works in where it writes fp32."""
-        return 0 if self.bits == 8 else 1
+        return 0.0 if self.bits == 8 else 1 / torch.float32.itemsize
 
-    def _decode_tile(self, codes: Tensor, scale: Tensor, out: Tensor, whole: Tensor, high: Tensor) -> None:
-        if self.bits == 8:
-            out.copy_(codes).mul_(scale)
-            return
-        both = whole[: codes.numel()].view_as(codes).copy_(codes)
-        upper = torch.mul(both, 1 / 16, out=high[: codes.numel()].view_as(codes)).round_()
-        both.add_(upper, alpha=-16)
-        torch.mul(both, scale[:, :1], out=out[:, :1])
-        torch.mul(upper, scale[:, 1:], out=out[:, 1:])
+    def _taken_apart(self, codes: Tensor, room: Tensor) -> Tensor:
+        """Return the two codes of each byte, each in one of its own.  A lower one is at least -7, so adding 8 borrows
+        nothing from the higher.
+        """
+        both = room[: len(codes)]
+        high = torch.add(codes, 8, out=both[:, 1:]).bitwise_right_shift_(4)
+        torch.sub(codes, high, alpha=16, out=both[:, :1])
+        return both
 
     def _in_blocks(self, values: Tensor) -> Tensor:
         """Return flat values as (granules, blocks that share bytes, values of a block)."""

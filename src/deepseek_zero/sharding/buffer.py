@@ -471,7 +471,7 @@ class Message:
         """Add up a message from each rank (`ordered_sum`).  Local."""
         wire, scratch = self.wire, lend_scratch(self.pool)
         if isinstance(wire, Blocks):
-            end = 2 * (scratch.numel() // (2 + wire.decode_scratch) // BLOCK * BLOCK)
+            end = 2 * (int(scratch.numel() / (2 + wire.decode_scratch)) // BLOCK * BLOCK)
             ordered_sum(
                 received,
                 into,

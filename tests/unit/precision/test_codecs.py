@@ -62,6 +62,15 @@ def test_codes_are_the_defined_ones_and_miss_a_value_by_half_a_scale_at_most(cod
     assert torch.equal(decoded(codec, message, values.numel(), dtype), found.to(dtype))
 
 
+def test_any_two_codes_of_four_bits_share_a_byte_and_no_zero_has_a_sign() -> None:
+    codec, each = Blocks(4, 256), torch.arange(-7.0, 8.0)
+    rows = torch.full((2, 256), 7.0)
+    rows[:, : len(each) ** 2] = torch.cartesian_prod(each, each).T
+    found = decoded(codec, coded(codec, rows.view(-1)), rows.numel()).view_as(rows)
+    assert torch.equal(found, rows)
+    assert not (found.signbit() & (found == 0)).any()
+
+
 @named
 def test_neither_the_size_of_a_tile_nor_the_part_that_is_decoded_changes_a_bit(codec: Blocks) -> None:
     values = values_of(codec, blocks=22)
