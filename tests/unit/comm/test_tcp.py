@@ -21,7 +21,7 @@ from deepseek_zero.comm.channel import Door, Hello, Role, dial, introduce
 from deepseek_zero.comm.ids import CollectiveId, lane_number
 from deepseek_zero.comm.transports import tcp
 from deepseek_zero.comm.transports.base import ConnectionLost, Wait
-from deepseek_zero.comm.transports.tcp import EAGER_BUDGET, EAGER_BYTES, PIECE_BYTES, Links, Tcp
+from deepseek_zero.comm.transports.tcp import EAGER_BUDGET, EAGER_BYTES, PIECE_BYTES, Kind, Links, Tcp
 from tests.wire import Wire
 
 SECRET = b"s" * 32
@@ -162,20 +162,45 @@ def test_a_box_that_is_made_while_its_tensor_comes_unasked_is_filled() -> None:
         link, tag, found = second.links[0], tcp.tag_of(cid(0)), torch.zeros_like(sent)
         payload = bytes(sent.tolist())
         with second._lock:  # as its thread does when the header and the payload come apart
-            link.header[:] = tcp._header(
-                tcp.Kind.EAGER, link.received + 1, tag, SMALL, zlib.crc32(payload), total=SMALL
-            )
+            link.header[:] = tcp._header(Kind.EAGER, link.received + 1, tag, SMALL, zlib.crc32(payload), total=SMALL)
             second._take_header(link)
-            link.queue.append(tcp._Frame(tcp.Kind.READY, tag + 1))  # another tensor's
+            link.urgent.append(tcp._Frame(Kind.READY, tag + 1))  # another tensor's
             link.resumed = False  # nothing leaves meanwhile
             wait = second.start({0: (sent[:0], found)}, cid(0))
             link.into[:], link.crc = payload, zlib.crc32(payload)
             for exchange in second._take_payload(link):
                 exchange.end_one()
-            assert [frame.tag for frame in link.queue] == [tag + 1], "it is asked for no more"
-            link.queue.clear()
+            assert [frame.tag for frame in link.urgent] == [tag + 1], "it is asked for no more"
+            link.urgent.clear()
         until(wait)
         assert torch.equal(found, sent) and not link.early and not link.boxes and link.used == SMALL
+
+
+def test_a_small_tensor_waits_for_no_large_one() -> None:
+    numel = 16 << 20  # more than the kernel and the wire take
+
+    def slowly(data: bytes) -> bytes:
+        time.sleep(0.005)
+        return data
+
+    with two_ranks() as (first, second, wire):
+        wire.garble = slowly
+        queues = [first.links[1].queue, second.links[0].queue]
+        large = swap(first, second, numel, 0)
+        until_true(lambda: all(queues), "both are asked for it")
+        swap(first, second, SMALL, 1)()
+        assert all(queues), "most of it waits"
+        wire.garble = bytes
+        large()
+
+
+def test_what_left_by_another_connection_leaves_first_and_small_messages_before_large_ones() -> None:
+    link = tcp._Link(1, ("127.0.0.1", 1), "h1")
+    again, large, small = (tcp._Frame(kind, tag) for tag, kind in enumerate((Kind.PIECE, Kind.PIECE, Kind.READY)))
+    again.number = 7
+    link.queue.extend([again, large])
+    link.urgent.append(small)
+    assert [link.next_frame() for _ in range(4)] == [again, small, large, None]
 
 
 def test_an_engine_that_ends_leaves_nothing_and_takes_no_room() -> None:
@@ -405,8 +430,8 @@ def test_who_lies_about_lengths_is_cut_off_before_memory_is_made() -> None:
     with two_ranks() as (first, second, _):
         with dial(first.door.address, PATIENCE) as liar:
             introduce(liar, SECRET, Hello(Role.DATA, 1, 0))
-            liar.sendall(tcp._header(tcp.Kind.RESUME, 0))
-            liar.sendall(tcp._header(tcp.Kind.PIECE, 1, 5, 1 << 30, 0, 0, 1 << 30))
+            liar.sendall(tcp._header(Kind.RESUME, 0))
+            liar.sendall(tcp._header(Kind.PIECE, 1, 5, 1 << 30, 0, 0, 1 << 30))
             liar.settimeout(PATIENCE)
             with suppress(ConnectionError):
                 while liar.recv(1 << 16):

@@ -3,6 +3,8 @@
 A message is a header and at most PIECE_BYTES; a longer tensor is several pieces.  Small tensors leave at once and wait
 at the receiver for their box, as long as no more than EAGER_BUDGET bytes of them do.  Every other tensor waits for
 READY, which a receiver says when it has a box for it: its pieces land straight in that box, stored nowhere on the way.
+What is small leaves before the pieces that are queued, and the kernel is given little that it cannot send: a receipt
+behind megabytes would keep a collective waiting whose data has come.
 
 Messages are numbered.  A receiver says up to which number it has them, and a sender keeps what has not been received,
 so that a connection that broke, or fell silent, is replaced by a new one and goes on where it was.  A rank is lost when
@@ -40,7 +42,8 @@ from . import base
 from .base import ConnectionLost, CopyingTransport, Use, Wait, filled, once
 from .shared_memory import lane_of_tag, tag_of
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 18  # which a receipt or a question may wait for, if it has begun to leave
+UNSENT_BYTES = 1 << 18  # that the kernel takes of a connection and has not sent yet: they wait for those, too
 EAGER_BYTES = 1 << 14  # a tensor up to this size is copied, and leaves without a question
 EAGER_BUDGET = 1 << 20  # of such bytes that one rank keeps for another
 BEAT_SECONDS = 1.0  # a connection with nothing to say says so
@@ -161,6 +164,7 @@ class _Link:
     spoke: float = 0.0
     silence_told_at: float | None = None
     # sending
+    urgent: deque[_Frame] = field(default_factory=deque)  # before what is queued: questions, and eager tensors
     queue: deque[_Frame] = field(default_factory=deque)
     sent: deque[_Frame] = field(default_factory=deque)  # and not received yet, as far as is known
     writing: deque[memoryview | bytes] = field(default_factory=deque)
@@ -197,9 +201,20 @@ class _Link:
                 found.append(frame.exchange)
         return found
 
+    def next_frame(self) -> _Frame | None:
+        """Take the next message to write.  What was sent before, over another connection, keeps its place."""
+        is_sent_again = self.queue and self.queue[0].number
+        waiting = self.queue if is_sent_again or not self.urgent else self.urgent
+        return waiting.popleft() if waiting else None
+
+    @property
+    def unsent(self) -> int:
+        """Return how many messages wait."""
+        return len(self.urgent) + len(self.queue)
+
     @property
     def has_unreceived(self) -> bool:
-        return not self.gone and bool(self.queue or self.sent)
+        return not self.gone and bool(self.urgent or self.queue or self.sent)
 
 
 class Links:
@@ -310,7 +325,7 @@ class Links:
         if size <= EAGER_BYTES and link.eager_sent + size - link.eager_used <= EAGER_BUDGET:
             link.eager_sent += size
             link.eager.add(tag)
-            link.queue.append(_Frame(Kind.EAGER, tag, bytes(view), 0, size))
+            link.urgent.append(_Frame(Kind.EAGER, tag, bytes(view), 0, size))
             return
         if size <= EAGER_BYTES and is_ready:
             link.queue.append(_Frame(Kind.PIECE, tag, bytes(view), 0, size))
@@ -330,9 +345,10 @@ class Links:
 
     def _push(self, link: _Link) -> None:
         """Have what is queued be written: small messages by this thread, at once, others by the one that serves."""
-        if not (link.queue and link.resumed) or link.is_blocked:
+        if not (link.unsent and link.resumed) or link.is_blocked:
             return
-        if len(link.queue) <= _GATHERED and sum(len(frame.payload) for frame in link.queue) <= EAGER_BYTES:
+        is_short = link.unsent <= _GATHERED
+        if is_short and sum(len(frame.payload) for frame in (*link.urgent, *link.queue)) <= EAGER_BYTES:
             self._write_or_break(link)
         else:
             self._rouse()
@@ -365,12 +381,13 @@ class Links:
 
     def _gather(self, link: _Link) -> bool:
         """Take the next messages to write; return whether there are any."""
-        if link.owes_receipt and (link.is_waited_for or link.queue):
+        if link.owes_receipt and (link.is_waited_for or link.unsent):
             link.owes_receipt = link.is_waited_for = False
             link.writing.append(_header(Kind.RECEIVED, link.received, offset=link.used))
         size = 0
-        while link.resumed and link.queue and size < PIECE_BYTES and len(link.writing) < 2 * _GATHERED:
-            frame = link.queue.popleft()
+        while link.resumed and size < PIECE_BYTES and len(link.writing) < 2 * _GATHERED:
+            if (frame := link.next_frame()) is None:
+                break
             if not frame.number:
                 link.last_number += 1
                 frame.number = link.last_number
@@ -393,7 +410,7 @@ class Links:
         if early is None:
             exchange.left += 1
             link.boxes[tag] = _Box(view, len(view), exchange)
-            link.queue.append(_Frame(Kind.READY, tag, total=len(view)))
+            link.urgent.append(_Frame(Kind.READY, tag, total=len(view)))
             return
         link.used += len(early)
         link.owes_receipt = True
@@ -496,9 +513,9 @@ class Links:
             link.early[tag] = bytes(came)
             return ()
         link.used += len(came)
-        asked = next((frame for frame in link.queue if frame.tag == tag and frame.kind is Kind.READY), None)
-        if asked is not None and not asked.number:
-            link.queue.remove(asked)  # the other would keep it for a tensor that it has sent already
+        asked = next((frame for frame in link.urgent if frame.tag == tag and frame.kind is Kind.READY), None)
+        if asked is not None:
+            link.urgent.remove(asked)  # the other would keep it for a tensor that it has sent already
         if len(came) != len(box.view):
             box.exchange.fail(_other_size(link, len(came), len(box.view)))
             return ()
@@ -595,6 +612,7 @@ class Links:
     def _install(self, link: _Link, connection: socket.socket) -> None:
         """Go on over a new connection."""
         connection.setblocking(False)
+        _keep_little_unsent(connection)
         with self._lock:
             if self._is_closing or link.gone:
                 connection.close()
@@ -697,7 +715,8 @@ class Links:
             self._disconnect(link)
             ended = {box.exchange for box in link.boxes.values()} | {offer.exchange for offer in link.offers.values()}
             ended |= {frame.exchange for frame in (*link.queue, *link.sent) if frame.exchange is not None}
-            for kept in (link.queue, link.sent, link.boxes, link.offers, link.early, link.ready, link.eager):
+            frames = link.urgent, link.queue, link.sent
+            for kept in (*frames, link.boxes, link.offers, link.early, link.ready, link.eager):
                 kept.clear()
             for exchange in ended:
                 exchange.fail(_lost(link))
@@ -707,6 +726,12 @@ class Links:
         for link in self.links.values():  # or it would look as if this rank still lived when it has ended
             if link.connection is not None:
                 link.connection.close()
+
+
+def _keep_little_unsent(connection: socket.socket) -> None:
+    """Have the kernel take no more of a connection than it can soon send, where it knows how."""
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
 
 def _has_more(connection: socket.socket) -> bool:
