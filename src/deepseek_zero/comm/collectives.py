@@ -74,12 +74,14 @@ class IssuedCollective:
 class Pending:
     """A collective under way.  `wait()` returns when its data may be used, or raises `PeerError`.
 
-    is_here: whether its data has come; None: its wait is no wait for other ranks.
+    is_here: whether its data has come; None: its wait is no wait for other ranks.  _issue: issues what of it has not
+    been; None: all has.
     """
 
     _wait: Wait
     _finish: Finish | None = None
     is_here: Callable[[], bool] | None = None
+    _issue: Callable[[], None] | None = None
     _done: bool = False
     _error: Exception | None = None  # it ended so: there is no data, however often `wait` is called
 
@@ -89,7 +91,7 @@ class Pending:
         if not self._done:
             self._done = True
             # Each is dropped as it runs: they hold views of lent buffers, and the pool takes no viewed buffer back.
-            wait, self._wait = self._wait, no_wait
+            wait, self._wait, self._issue = self._wait, no_wait, None
             try:
                 wait()
                 del wait
@@ -102,7 +104,14 @@ class Pending:
 
     def then(self, finish: Finish) -> Pending:
         """Return this collective followed by local work, which `wait()` does."""
-        return Pending(self.wait, finish, self.is_done)
+        return Pending(self.wait, finish, self.is_done, self._issue)
+
+    def issue_all(self) -> None:
+        """Issue all of it, waiting for its first messages where there is no room for more.  Collective within its
+        lane.
+        """
+        if self._issue is not None and not self._done:
+            self._issue()
 
     def is_done(self) -> bool:
         """Return whether `wait` would return without other ranks' doing.  Local."""

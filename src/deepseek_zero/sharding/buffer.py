@@ -638,17 +638,22 @@ def _reduce_scatter(
         return rooms[number % depth].exchange(pieces, low, high, what, add_up)
 
     under_way = deque(start(number) for number in range(depth))
+    others = iter(range(depth, len(cuts)))
+
+    def issue() -> None:
+        for number in others:
+            under_way.popleft().wait()
+            under_way.append(start(number))
 
     def finish() -> None:
-        for number in range(depth, len(cuts) + depth):
+        issue()
+        while under_way:
             under_way.popleft().wait()
-            if number < len(cuts):
-                under_way.append(start(number))
         for room in rooms:
             room.give_back()
         message.arrived()
 
-    return Pending(finish)
+    return Pending(finish, _issue=issue)
 
 
 class MessageRoom:

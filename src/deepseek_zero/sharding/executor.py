@@ -187,6 +187,11 @@ class Unit:
         """Start to sum the replicas' sums. Collective among them."""
         self._reduces += [group.gradient.sum_over_replicas(self.name) for group in self.trained if not group.is_idle]
 
+    def issue_reduces(self) -> None:
+        """Issue the messages of its sums that are still to be issued.  Collective within the reduce lane."""
+        for pending in self._reduces:
+            pending.issue_all()
+
     def wait_for_reduce(self) -> None:
         for pending in self._reduces:
             pending.wait()
@@ -567,6 +572,8 @@ class Executor:
 
     def _reduce(self, unit: Unit) -> None:
         landed = self._wait_for_first() if len(self._in_flight) >= self.most_reductions else None
+        for other in self._in_flight:  # or the line would stand still until somebody waits for it
+            other.issue_reduces()
         unit.reduce_grads()
         unit.reduced_in_backward = True
         self._in_flight.append(unit)
