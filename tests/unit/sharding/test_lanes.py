@@ -7,6 +7,7 @@ twice, recomputed, or no forward at all.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -23,15 +24,16 @@ from tests.in_process import Deadlock, Rank, World, optimizer_over, run_ranks, s
 from tests.reference import OPTIMIZERS
 
 BLOCKS, WIDTH, STEPS = 5, 19, 3
+WIDE = 100  # a rank's slice of a block is several messages
 Route = Sequence[int] | None
 STRAIGHT = tuple(range(BLOCKS))
 GATHERS, REDUCES = "engine 0/gather", "engine 0/reduce"
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.linear(x))
@@ -40,12 +42,12 @@ class Block(nn.Module):
 class Routed(nn.Module):
     """Blocks that a forward goes through in the order it is told.  recomputes: each in a reentrant checkpoint."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(5)
-            self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-            self.head = nn.Linear(WIDTH, 3)
+            self.blocks = nn.ModuleList(Block(width) for _ in range(BLOCKS))
+            self.head = nn.Linear(width, 3)
 
     def forward(self, x: Tensor, route: Sequence[int], recomputes: bool = False) -> Tensor:
         for number in route:
@@ -53,12 +55,12 @@ class Routed(nn.Module):
         return self.head(x)
 
 
-def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank)) * 10.0**rank
+def batch(rank: int, step: int, width: int = WIDTH) -> Tensor:
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(100 * step + rank)) * 10.0**rank
 
 
-def start(rank: Rank, most_reductions: int = 1, **settings: Any) -> tuple[Routed, Runtime]:
-    model = Routed()
+def start(rank: Rank, most_reductions: int = 1, *, width: int = WIDTH, **settings: Any) -> tuple[Routed, Runtime]:
+    model = Routed(width)
     runtime = sharded(rank, model, unit_names=("Block",), **{"stage": 3, "ahead_numel": 1000, **settings})
     runtime.executor.most_reductions = most_reductions
     return model, runtime
@@ -87,20 +89,20 @@ def assert_equal(found: Tensor, expected: Tensor, what: str, *, exact: bool) -> 
     torch.testing.assert_close(found, expected, rtol=0.0, atol=close, msg=lambda text: f"{what}: {text}")
 
 
-def plain_gradients(routes: Sequence[Route], step: int) -> dict[str, Tensor]:
+def plain_gradients(routes: Sequence[Route], step: int, width: int = WIDTH) -> dict[str, Tensor]:
     """Ranks ascending, in fp32, divided once."""
     found = []
     for rank, route in enumerate(routes):
-        model = Routed()
+        model = Routed(width)
         if route is not None:
-            model(batch(rank, step), route).square().mean().backward()
+            model(batch(rank, step, width), route).square().mean().backward()
         found.append([torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
     sums = [parts[0].clone() for parts in zip(*found, strict=True)]
     for number, parts in enumerate(zip(*found, strict=True)):
         for part in parts[1:]:
             sums[number].add_(part)
         sums[number].div_(float(len(routes)))
-    return {name: total for (name, _), total in zip(Routed().named_parameters(), sums, strict=True)}
+    return {name: total for (name, _), total in zip(Routed(width).named_parameters(), sums, strict=True)}
 
 
 ROUTES: dict[str, tuple[Route, ...]] = {
@@ -181,6 +183,28 @@ def test_second_hops_are_issued_in_one_order_however_ranks_stray(
 
     found = run_ranks(4, body, seed=seed, reads_in_place=seed == 2)
     assert all(each == found[0] for each in found) and all(found[0].values())
+
+
+@pytest.mark.parametrize("routes", ROUTES.values(), ids=ROUTES)
+def test_between_hosts_a_units_messages_are_all_issued_before_the_next_units(routes: Sequence[Route]) -> None:
+    def body(rank: Rank) -> list[str]:
+        model, runtime = start(rank, 2, width=WIDE, bucket_numel=1024 * rank.size)
+        for step in range(STEPS):
+            model(batch(rank.index, step, WIDE), routes[rank.index]).square().mean().backward()
+            late = reduce_late(runtime)
+            assert_at_rest(runtime)
+            expected = plain_gradients(routes, step, WIDE)
+            for name, param in model.named_parameters():
+                assert_equal(param.grad.full_tensor(), expected[name], f"{name}, step {step}", exact=name not in late)
+            runtime.after_step()
+        return rank.issued(REDUCES)
+
+    found = run_ranks(len(routes), body, seed=1)
+    assert all(each == found[0] for each in found), "one order"
+    units = [name for name, _ in groupby(found[0])]
+    assert len(found[0]) > 3 * len(units), "several messages each"
+    if routes == ROUTES["straight"]:  # else some gradients come late
+        assert len(units) == STEPS * (BLOCKS + 1)
 
 
 @pytest.mark.parametrize("settings", WINDOWS.values(), ids=WINDOWS)
