@@ -154,7 +154,9 @@ def last_address() -> str:
 
 
 def measure_collectives(rounds: int, transport: str) -> None:
-    """Print, on rank 0, the median seconds of a gather, of a table of rows, of torch's sum, and of a round trip."""
+    """Print, on rank 0, the median seconds of a gather, of a table of rows, of its own CPU in one, of torch's sum, and
+    of a round trip.
+    """
     dz.init_distributed()
     torch.set_num_threads(1)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -180,13 +182,15 @@ def measure_collectives(rounds: int, transport: str) -> None:
         for _ in range(TABLES):
             dist.all_reduce(one)
 
-    one, rows, torchs = torch.zeros(1), [], []
+    one, rows, torchs, busy = torch.zeros(1), [], [], []
     for _ in range(CHAINS):
+        began = time.process_time()
         rows.append(slowest(tables) / TABLES)
+        busy.append((time.process_time() - began) / TABLES)  # with a sum of torch's, one of 21
         torchs.append(slowest(sums) / TABLES)
     trip = round_trip(rank, TRIPS)
     if rank == 0:
-        print(json.dumps([*map(statistics.median, (gathers[1:], rows, torchs)), trip]), flush=True)
+        print(json.dumps([*map(statistics.median, (gathers[1:], rows, busy, torchs)), trip]), flush=True)
     dist.barrier()
 
 
@@ -218,16 +222,18 @@ def collectives_table(found: dict[tuple[int, str], list[float]]) -> list[str]:
         "",
         f"A flat tensor of {4 * GATHERED // MIB} MiB gathered over {COLLECTIVES_RATE}, of which a host lacks a half",
         "(goal: 300 ms), and a table of a row of every rank (goal: 1.5 round trips and 0.3 ms), beside torch's sum of",
-        f"one number, {TABLES} one behind another; the slowest rank's time, medians.",
+        f"one number, {TABLES} one behind another; the slowest rank's time, and rank 0's CPU in a table, medians: with",
+        f"two ranks a host {os.cpu_count()} cores do four ranks' work.",
         "",
-        "| ranks | over | gather, ms | useful share | rows, ms | torch's sum, ms | round trip, ms | goal, ms |",
-        "|---|---|---|---|---|---|---|---|",
+        "| ranks | over | gather, ms | share | rows, ms | CPU, ms | torch's sum, ms | round trip, ms | goal, ms |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for (each, transport), (gather, rows, torchs, trip) in found.items():
+    for (each, transport), (gather, rows, busy, torchs, trip) in found.items():
         share = 4 * GATHERED / HOSTS * 8 / bits_per_second(COLLECTIVES_RATE) / gather
-        times = f"{rows * 1e3:.2f} | {torchs * 1e3:.2f} | {trip * 1e3:.3f} | {1.5e3 * trip + 0.3:.2f}"
+        times = " | ".join(f"{1e3 * seconds:.2f}" for seconds in (rows, busy, torchs))
+        trips = f"{trip * 1e3:.3f} | {1.5e3 * trip + 0.3:.2f}"
         way = COLLECTIVES_BY[transport]
-        lines.append(f"| {HOSTS} x {each} | {way} | {gather * 1e3:.0f} | {share:.1%} | {times} |")
+        lines.append(f"| {HOSTS} x {each} | {way} | {gather * 1e3:.0f} | {share:.1%} | {times} | {trips} |")
     return lines
 
 
