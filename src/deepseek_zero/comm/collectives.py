@@ -110,7 +110,7 @@ class Pending:
         """Issue all of it, waiting for its first messages where there is no room for more.  Collective within its
         lane.
         """
-        if self._issue is not None and not self._done:
+        if self._issue is not None:
             self._issue()
 
     def is_done(self) -> bool:

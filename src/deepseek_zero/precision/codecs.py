@@ -108,7 +108,7 @@ class Blocks:
         codes, scales = self._parts(message)
         codes, scales = codes[start * self.bits // 8 :], scales[start // self.block :]
         widens, packs = values.dtype != torch.float32, self.bits == 4
-        rounded, room, small = self._tiles(scratch, 1, packs / torch.float32.itemsize, 2 / self.block)
+        rounded, room, small = self._tiles(scratch, 1, self.decode_scratch, 2 / self.block)
         apart = room.view(torch.int8)
         for start in range(0, values.numel(), rounded.numel()):
             stop = min(start + rounded.numel(), values.numel())
@@ -122,12 +122,12 @@ class Blocks:
                     is_lost.unsqueeze(1), 0.0
                 )  # their codes say nothing, and share bytes with others'
             quotients.round_()
-            codes_of_tile = codes[start * self.bits // 8 : stop * self.bits // 8]
+            coded = codes[start * self.bits // 8 : stop * self.bits // 8]
             if packs:
                 both = self._in_blocks(apart[: stop - start]).copy_(self._in_blocks(work))
-                torch.add(both[:, 0], both[:, 1], alpha=16, out=codes_of_tile.view(-1, self.block))
+                torch.add(both[:, 0], both[:, 1], alpha=16, out=coded.view(-1, self.block))
             else:
-                codes_of_tile.copy_(work)
+                coded.copy_(work)
 
     def _scale(self, rows: Tensor, scale: Tensor, small: Tensor) -> Tensor | None:
         """Write each row's scale, and its reciprocal at the front of `small`; return which rows are not finite, None if
@@ -162,11 +162,11 @@ class Blocks:
         """
         codes, scales = (part[start // self.granule : stop // self.granule] for part in self._parts_in_blocks(message))
         widens, packs = out.dtype != torch.float32, self.bits == 4
-        wide, apart, tile = out, codes, DECODED_AT_ONCE.on(out.device)
+        tile, wide, room = DECODED_AT_ONCE.on(out.device), scratch[:0], scratch[:0]
         if widens or packs:
             wide, room = self._tiles(scratch, widens, self.decode_scratch)
-            apart = self._in_blocks(room.view(torch.int8)) if packs else codes
-            tile = wide.numel() if widens else apart.numel()
+            tile = max(wide.numel(), room.nbytes)
+        apart = self._in_blocks(room.view(torch.int8))
         cuts = (each.split(tile // self.granule) for each in (self._in_blocks(out), codes, scales))
         for into, coded, scale in zip(*cuts, strict=True):
             exact = self._in_blocks(wide[: into.numel()]) if widens else into
@@ -176,7 +176,7 @@ class Blocks:
 
     @property
     def decode_scratch(self) -> float:
-        """Return the elements of scratch for each value that `decode` works in where it writes fp32."""
+        """Return the elements of scratch for each value, in which codes lie apart: all that `decode` needs for fp32."""
         return 0.0 if self.bits == 8 else 1 / torch.float32.itemsize
 
     def _taken_apart(self, codes: Tensor, room: Tensor) -> Tensor:

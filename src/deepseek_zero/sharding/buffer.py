@@ -638,12 +638,14 @@ def _reduce_scatter(
         return rooms[number % depth].exchange(pieces, low, high, what, add_up)
 
     under_way = deque(start(number) for number in range(depth))
-    others = iter(range(depth, len(cuts)))
+    others = deque(range(depth, len(cuts)))
 
     def issue() -> None:
-        for number in others:
-            under_way.popleft().wait()
-            under_way.append(start(number))
+        while others:
+            under_way[0].wait()  # which raises again what it raised: a message is never left out
+            under_way.append(start(others[0]))
+            under_way.popleft()
+            others.popleft()
 
     def finish() -> None:
         issue()
