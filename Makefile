@@ -3,13 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: train test check clients bench bench-full bench-growth bench-tiers bench-checkpoint peer-tests clean
+.PHONY: train test slow check clients bench bench-full bench-growth bench-tiers bench-checkpoint peer-tests clean
 
 train: $(STAMP)  ## train a GPT on real text with ZeRO-3 on two processes
 	@$(BIN)/deepseek-zero run --nproc 2 examples/pretrain_text.py
 
-test: $(STAMP)  ## run all tests
+test: $(STAMP)  ## run all tests except the slow ones; what failed runs once more, alone
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/test
+
+slow: $(STAMP)  ## the tests that do not fit into `make test`
+	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/test -m slow
 
 check: $(STAMP)  ## style, types, layers, exported names, spelling
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
