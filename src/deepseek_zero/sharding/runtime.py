@@ -66,7 +66,7 @@ from .nonfinite import NonFiniteDetector
 from .param_group import ParamGroup, ParamInfo, build_group
 from .saved_tensor_hooks import weight_hooks
 from .sharded_parameter import Hook
-from .state_dict import join_stages, shard_state_dicts
+from .state_dict import StateDictMode, join_stages, shard_state_dicts
 
 _SCALERS: weakref.WeakSet[LossFactor] = weakref.WeakSet()  # of the engines in this process that scale their losses
 
@@ -121,9 +121,10 @@ class Runtime:
         self._backward_id = -1
         for group in self.groups:
             group.runtime = weakref.ref(self)
-        self._handles = [*install_hooks(self), *shard_state_dicts(units)]
+        self.state_dicts = StateDictMode()
+        self._handles = [*install_hooks(self), *shard_state_dicts(units, self.state_dicts)]
         if (pipe := self.comm.along.get("pp")) is not None:
-            self._handles += join_stages(self.model, pipe)
+            self._handles += join_stages(self.model, pipe, self.state_dicts)
 
     @property
     def phase(self) -> Phase:

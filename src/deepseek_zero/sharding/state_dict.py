@@ -4,12 +4,17 @@ state_dict: collective; every rank gets full tensors of its own (on the CPU wher
 more than one unit gathered at a time. load_state_dict: local; every rank reads its slices out of the full values it
 is given. Parameters that are split along "tp" are whole in both. Of a model in stages the state dict is the whole
 model's on every rank, that of a part of it is this rank's own; what is loaded may be either.
+
+With `StateDictMode.gathers` false, state_dict() is local, as in DeepSpeed: a sharded parameter is an empty tensor under
+its name, and a gathered one is this rank's copy of it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,21 +22,46 @@ from torch import Tensor, nn
 
 from ..base.device import is_persistent_buffer, without_torch_function
 from ..base.errors import UsageError
+from ..base.log import log_first
 from ..comm.collectives import Comm, propagate_errors, scatter
 from ..parallel.cuts import cut
 from ..planner.split import Split, split_of
 from .access import GatheredParameters, join_split
 from .executor import Unit, UnitState
-from .sharded_parameter import Hook
+from .param_group import ParamInfo
+from .sharded_parameter import Hook, ShardedParameter
+
+EMPTY_VALUES = (
+    "state_dict() does not communicate, as in DeepSpeed: parameters that are sharded now are empty tensors in it.  "
+    "For whole values call engine.module_state_dict() or engine.save_16bit_model() on all ranks, or state_dict() "
+    "inside zero.GatheredParameters.  This is said once."
+)
 
 
-def shard_state_dicts(units: Sequence[Unit]) -> list[Any]:
+class StateDictMode:
+    """Says whether `state_dict()` of one wrapped model gathers what is sharded (a collective) or is local."""
+
+    def __init__(self) -> None:
+        self.gathers = True
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Let `state_dict()` gather inside the block, whatever holds outside it."""
+        before = self.gathers
+        self.gathers = True
+        try:
+            yield
+        finally:
+            self.gathers = before
+
+
+def shard_state_dicts(units: Sequence[Unit], mode: StateDictMode) -> list[Any]:
     """Hook every module that holds parameters, so that the state dict of a part of a unit works too; returns torch's
     handles.
     """
     handles: list[Any] = []
     for unit in units:
-        saver, loader = _Saver(unit), _Loader(unit)
+        saver, loader = _Saver(unit, mode), _Loader(unit)
         mine = {id(member.param) for member in unit.members()}
         for module in unit.module.modules():
             if module is unit.module or any(id(param) in mine for param in module.parameters(recurse=False)):
@@ -51,13 +81,13 @@ def own_names(unit: Unit, module: nn.Module) -> list[str]:
     return [name for name, param in module.named_parameters(remove_duplicate=False) if id(param) in mine]
 
 
-def join_stages(model: nn.Module, comm: Comm) -> list[Any]:
+def join_stages(model: nn.Module, comm: Comm, mode: StateDictMode) -> list[Any]:
     """Let a model of which each rank has some stages give and take the state dict of the whole one; returns torch's
     handles. Collective.
 
     comm: of the ranks along "pp".
     """
-    stages = _Stages(model, comm)
+    stages = _Stages(model, comm, mode)
     return [
         model.register_state_dict_post_hook(Hook(stages.after)),
         model.register_load_state_dict_pre_hook(Hook(stages.before_load)),
@@ -67,8 +97,9 @@ def join_stages(model: nn.Module, comm: Comm) -> list[Any]:
 class _Stages:
     """Brings the state of other stages into a state dict, and leaves it out of what is loaded."""
 
-    def __init__(self, model: nn.Module, comm: Comm) -> None:
+    def __init__(self, model: nn.Module, comm: Comm, mode: StateDictMode) -> None:
         self.comm = comm
+        self.mode = mode
         own = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         for prefix, module in model.named_modules(remove_duplicate=False):
             buffers = [name for name, _ in module.named_buffers(recurse=False) if is_persistent_buffer(module, name)]
@@ -78,6 +109,8 @@ class _Stages:
 
     def after(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Make a state dict whole: stage by stage, of what several have the first one's. Collective."""
+        if not self.mode.gathers:
+            return
         here = {name.removeprefix(prefix): state[name] for name in list(state) if name.startswith(prefix)}
         own = {name: value.detach() for name, value in here.items() if isinstance(value, Tensor)}
         forms = [(name, str(each.dtype).removeprefix("torch."), *each.shape) for name, each in own.items()]
@@ -124,13 +157,18 @@ class _Saver:
     Weights that a forward gathers as codes are gathered exactly here.
     """
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, mode: StateDictMode) -> None:
         self.unit, self.woken = unit, False
+        self.mode = mode
+        self.resting: list[ParamInfo] | None = None  # of a local state dict, the parameters that are sharded now
         self.exact: GatheredParameters | None = None
         self.outermost: nn.Module | None = None  # whose state dict is being made; the modules inside it have no part
 
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self.outermost in (None, module):
+        if self.outermost is None and not self.mode.gathers:
+            self.outermost = module
+            self.resting = _show_empty(self.unit)
+        elif self.outermost in (None, module):
             self.woken = self.unit.state is UnitState.SHARDED
             if coded := [group for group in self.unit.sharded if group.plan.weight.wire is not None]:
                 self.exact = GatheredParameters([member.param for group in coded for member in group.members])
@@ -145,7 +183,7 @@ class _Saver:
             return
         self.outermost = None
         copies: dict[int, Tensor] = {}
-        splits = _splits(self.unit, module)
+        splits = _splits(self.unit, module) if self.resting is None else {}
         for name in own_names(self.unit, module):
             value = state.get(prefix + name)
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
@@ -153,6 +191,10 @@ class _Saver:
                 if key not in copies:
                     copies[key] = self._joined(value, splits.get(name), name).to("cpu", copy=True)
                 state[prefix + name] = copies[key].view(copies[key].shape)
+        if self.resting is not None:
+            for member in self.resting:
+                member.reshard()
+            self.resting = None
         if self.exact is not None:
             self.exact.__exit__(None, None, None)
             self.exact = None
@@ -166,6 +208,16 @@ class _Saver:
         if split is None or (comm := along_tp(self.unit)) is None:
             return value
         return join_split(value.reshape(-1), split, comm, f"state dict: {name}").view(split.shape)
+
+
+def _show_empty(unit: Unit) -> list[ParamInfo]:
+    """Let each sharded parameter of a unit view an empty tensor until `reshard`; return them."""
+    resting = [member for member in unit.members() if type(member.param) is ShardedParameter]
+    for member in resting:
+        member.unshard(member.placeholder.new_empty(0))
+    if resting:
+        log_first(EMPTY_VALUES, logging.WARNING)
+    return resting
 
 
 def along_tp(unit: Unit) -> Comm | None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from ... import parallel
 from ...base.errors import NotBuiltError, UsageError
 from ...base.given import path_of, refuse
 from ...base.log import log_once, logger
+from ...base.mesh import Mesh
 from ...base.nested import tensors_in
 from ...checkpoint.contents import SaveSettings
 from ...checkpoint.export import ExportSettings, consolidated, export_file
@@ -32,7 +33,7 @@ from ...comm.context import local_rank
 from ...engine import exporting, saving
 from ...engine.compiling import compile_units, restore
 from ...engine.data import ShardedLoader
-from ...engine.engine import Engine
+from ...engine.engine import Engine, Parts
 from ...engine.pieces import refuse_shared_loader
 from . import groups
 from .before_initialize import asked_tp_size, get_z3_leaf_modules
@@ -41,6 +42,9 @@ from .data_pipeline.config import get_data_efficiency_config
 from .dropin import is_dropin_imported
 from .missing import ENGINE, engine_name_missing, missing_names
 from .profiling import FlopsProfiler, ThroughputTimer
+
+if TYPE_CHECKING:  # pydantic is imported by those who read a configuration
+    from ...config import Config
 
 __all__ = ["DeepSpeedEngine"]
 
@@ -240,6 +244,11 @@ class DeepSpeedEngine(Engine):
     client_lr_scheduler: Any = None
     client_mpu: Any = None
 
+    def __init__(self, config: Config, mesh: Mesh, parts: Parts) -> None:
+        super().__init__(config, mesh, parts)
+        # In a world of one, what is sharded is here.
+        self.runtime.state_dicts.gathers = not is_dropin_imported() or mesh.world_size == 1
+
     # -- the optimizer's words, which Lightning looks for on the engine
 
     @property
@@ -408,7 +417,16 @@ class DeepSpeedEngine(Engine):
         exclude_frozen_parameters: leave out parameters that no stage trains.
         """
         frozen = frozen_names(self.runtime) if exclude_frozen_parameters else frozenset()
-        return {name: value for name, value in self.module.state_dict().items() if name not in frozen}
+        with self.runtime.state_dicts.gathering():
+            whole = self.module.state_dict()
+        return {name: value for name, value in whole.items() if name not in frozen}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the whole state dict, with "module." before each name.  Collective, also behind DeepSpeed's name,
+        where `engine.module.state_dict()` is local.
+        """
+        with self.runtime.state_dicts.gathering():
+            return super().state_dict(*args, **kwargs)
 
     def load_module_state_dict(
         self,

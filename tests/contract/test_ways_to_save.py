@@ -1,0 +1,195 @@
+"""Every way in which programs written for DeepSpeed save a model, at every stage, behind the name `deepspeed`.
+
+Each way is a function that every rank calls, as a real program does; what it leaves in the folder is the whole model, and
+the ranks are still in step after it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import deepseek_zero
+from deepseek_zero.compat.deepspeed import engine as door
+from deepseek_zero.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+transformers = pytest.importorskip("transformers")
+Loaded = dict[str, Tensor]
+HIDDEN = 64
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64,
+            hidden_size=HIDDEN,
+            intermediate_size=2 * HIDDEN,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+        )
+    )
+
+
+def start(stage: int) -> Any:
+    zero = {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+        "steps_per_print": None,
+    }
+    return deepseek_zero.initialize(model=llama(), config=config)[0]
+
+
+def train(engine: Any) -> None:
+    tokens = torch.arange(8).view(1, 8) + dist.get_rank()
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+
+
+def is_first() -> bool:
+    return dist.get_rank() == 0
+
+
+def load_safetensors(path: Path) -> Loaded:
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def whole_checkpoint(engine: Any, folder: Path) -> Loaded:
+    """accelerate's save_state, the Trainer: one folder for all ranks."""
+    engine.save_checkpoint(folder)
+    return get_fp32_state_dict_from_zero_checkpoint(folder)
+
+
+def own_folders(engine: Any, folder: Path) -> Loaded:
+    """Ray Train: each rank saves into a folder of its own, and the folders are put together."""
+    own = folder / f"own {dist.get_rank()}"
+    engine.save_checkpoint(own)
+    dist.barrier()
+    together = folder / "together"
+    if is_first():
+        for rank in range(dist.get_world_size()):
+            shutil.copytree(folder / f"own {rank}", together, dirs_exist_ok=True)
+    dist.barrier()
+    return get_fp32_state_dict_from_zero_checkpoint(together)
+
+
+def model_file(engine: Any, folder: Path) -> Loaded:
+    """The Trainer's save_model, without accelerate."""
+    assert engine.save_16bit_model(folder, "model.bin")
+    return torch.load(folder / "model.bin", weights_only=True)
+
+
+def consolidated_on_first(engine: Any, folder: Path) -> Loaded:
+    """accelerate's get_state_dict, and a save on rank 0 with it."""
+    whole = engine._zero3_consolidated_16bit_state_dict()
+    if is_first():
+        engine.module.save_pretrained(folder, state_dict=whole)
+    else:
+        assert whole is None
+    dist.barrier()
+    return load_safetensors(folder / "model.safetensors")
+
+
+def save_pretrained_on_all(engine: Any, folder: Path) -> Loaded:
+    """accelerate's example: `save_pretrained` on all ranks, with a state dict on rank 0 and None on the others."""
+    whole = engine._zero3_consolidated_16bit_state_dict()
+    engine.module.save_pretrained(folder, is_main_process=is_first(), state_dict=whole)
+    dist.barrier()
+    return load_safetensors(folder / "model.safetensors")
+
+
+def names_on_first(engine: Any, folder: Path) -> Loaded:
+    """OpenRLHF: gather parameter by parameter, compare with the keys of a state dict that rank 0 alone takes."""
+    whole = {}
+    for name, param in engine.module.named_parameters():
+        with deepseek_zero.zero.GatheredParameters([param]):
+            if is_first():
+                whole[name] = param.data.clone()
+    if is_first():
+        assert set(engine.module.state_dict()) == set(whole)
+        torch.save(whole, folder / "whole.pt")
+    dist.barrier()
+    return torch.load(folder / "whole.pt", weights_only=True)
+
+
+def local_file_first(engine: Any, folder: Path) -> Loaded:
+    """DeepSpeed-Chat: rank 0 writes its local state dict, and the whole one over it, if the stage is 3."""
+    if is_first():
+        torch.save(engine.module.state_dict(), folder / "model.pt")
+    if engine.zero_optimization_partition_weights():
+        whole = {}
+        for name, param in engine.module.named_parameters():
+            with deepseek_zero.zero.GatheredParameters([param]):
+                whole[name] = param.data.cpu().clone()
+        if is_first():
+            torch.save(whole, folder / "model.pt")
+    dist.barrier()
+    return torch.load(folder / "model.pt", weights_only=True)
+
+
+def gathered_module(engine: Any, folder: Path) -> Loaded:
+    """TRL's unwrapped model: all parameters gathered on all ranks, a state dict on rank 0."""
+    with deepseek_zero.zero.GatheredParameters(list(engine.module.parameters())):
+        if is_first():
+            torch.save(engine.module.state_dict(), folder / "model.pt")
+    dist.barrier()
+    return torch.load(folder / "model.pt", weights_only=True)
+
+
+def engine_state_dict(engine: Any, folder: Path) -> Loaded:
+    """`engine.state_dict()` on all ranks, with the engine's own prefix."""
+    return {name.removeprefix("module."): value for name, value in engine.state_dict().items()}
+
+
+def on_last_rank(engine: Any, folder: Path) -> Loaded:
+    """A state dict on the last rank alone, for its buffers; then the whole one on all ranks."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        assert list(engine.module.state_dict()) == list(engine.module_state_dict_names)
+    return engine.module_state_dict()
+
+
+WAYS: list[Callable[[Any, Path], Loaded]] = [
+    whole_checkpoint,
+    model_file,
+    consolidated_on_first,
+    save_pretrained_on_all,
+    names_on_first,
+    local_file_first,
+    gathered_module,
+    engine_state_dict,
+    on_last_rank,
+]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.ranks(2)
+def test_a_save_leaves_the_whole_model_and_ranks_in_step(
+    way: Callable[[Any, Path], Loaded], stage: int, tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(door, "is_dropin_imported", lambda: True)
+        engine = start(stage)
+        train(engine)
+        expected = engine.module_state_dict()
+        engine.module_state_dict_names = list(expected)
+        saved = way(engine, tmp_path)
+        assert set(saved) == set(expected)
+        assert all(torch.equal(saved[name].float(), expected[name].float()) for name in expected)
+        train(engine)
+        engine.destroy()

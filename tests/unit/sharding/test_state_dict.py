@@ -1,0 +1,63 @@
+"""A local state dict (`StateDictMode.gathers` is false): no communication, whatever is sharded or gathered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepseek_zero.sharding.access import GatheredParameters
+from tests.in_process import Rank, run_ranks, sharded
+from tests.models import Gpt, batch_of, seeded
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_rank_alone_takes_a_local_state_dict(stage: int) -> None:
+    plain = seeded(Gpt, blocks=2).state_dict()
+
+    def body(rank: Rank) -> dict[str, torch.Tensor]:
+        runtime = sharded(rank, seeded(Gpt, blocks=2), stage=stage)
+        runtime.state_dicts.gathers = False
+        found = runtime.model.state_dict() if rank.index == 1 else {}
+        batch = batch_of(0, 0, rank.index)
+        runtime.model(batch.tokens, batch.targets).backward()  # the ranks are still in step
+        return found
+
+    found = run_ranks(2, body)[1]
+    assert list(found) == list(plain)
+    for name, value in found.items():
+        if stage < 3:
+            assert torch.equal(value, plain[name])
+        else:
+            assert value.shape == (0,) and value.dtype == plain[name].dtype and type(value) is torch.Tensor
+
+
+def test_what_is_gathered_is_whole_in_a_local_state_dict() -> None:
+    plain = seeded(Gpt, blocks=2).state_dict()
+
+    def body(rank: Rank) -> dict[str, torch.Tensor]:
+        runtime = sharded(rank, seeded(Gpt, blocks=2), stage=3)
+        runtime.state_dicts.gathers = False
+        with GatheredParameters(runtime.model.blocks[0]):
+            found = runtime.model.state_dict() if rank.index == 0 else {}
+        with runtime.state_dicts.gathering():
+            gathered = runtime.model.state_dict()
+        assert all(torch.equal(gathered[name], plain[name]) for name in plain)
+        assert all(type(each).__name__ == "ShardedParameter" for each in runtime.model.parameters())
+        return found
+
+    found = run_ranks(2, body)[0]
+    whole = {name for name in plain if name.startswith("blocks.0.")}
+    assert all(torch.equal(found[name], plain[name]) for name in whole)
+    assert all(value.shape == (0,) for name, value in found.items() if name not in whole)
+
+
+def test_the_parameters_themselves_stay_sharded_in_a_local_state_dict_with_keep_vars() -> None:
+    def body(rank: Rank) -> None:
+        model = seeded(Gpt, blocks=2)
+        runtime = sharded(rank, model, stage=3)
+        runtime.state_dicts.gathers = False
+        kept = model.state_dict(keep_vars=True)
+        params = dict(model.named_parameters(remove_duplicate=False))
+        assert all(kept[name] is param for name, param in params.items())
+
+    run_ranks(2, body)
