@@ -1,7 +1,7 @@
 """Every way in which programs written for DeepSpeed save a model, at every stage, behind the name `deepspeed`.
 
-Each way is a function that every rank calls, as a real program does; what it leaves in the folder is the whole model, and
-the ranks are still in step after it.
+Each way is a function that every rank calls, as a real program does.  What it leaves in the folder is the whole model,
+and the ranks are still in step after it.
 """
 
 from __future__ import annotations
