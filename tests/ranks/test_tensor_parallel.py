@@ -82,6 +82,25 @@ def test_dropout_differs_between_heads_and_is_equal_outside(
     assert not torch.equal(found.loss, virtual_step(still, 2).loss)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_ranks_that_were_seeded_differently_train_alike(sequence: bool) -> None:
+    """Programs for data parallelism call torch.manual_seed(seed + rank), also between two steps."""
+    own = tiny("gpt2", attn_pdrop=0.2, resid_pdrop=0.3, embd_pdrop=0.3)
+    splits = parallelize(own, Comm(CPU), ParallelSettings(sequence=sequence))
+    losses = []
+    for number in range(2):
+        torch.manual_seed(7 * number + dist.get_rank())
+        loss = own(**batch(number), use_cache=False).loss
+        loss.backward()
+        losses.append(loss.item())
+    whole = [each.grad for name, each in own.named_parameters() if splits[name].kind == "equal"]
+    others: list[Any] = [None, None]
+    dist.all_gather_object(others, (losses, whole))
+    assert others[0][0] == others[1][0]
+    assert len(whole) > 2 and all(map(torch.equal, others[0][1], others[1][1]))
+
+
 def masks_of(model: torch.nn.Module, probability: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Where dropouts of this probability drop from now on: the first one's in the model, and the others'."""
     outside: list[torch.Tensor] = []

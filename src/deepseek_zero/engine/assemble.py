@@ -28,7 +28,7 @@ from ..planner.split import refuse_other_cuts
 from ..precision.policy import Policy
 from ..sharding.ties import refuse_owned, tie_shared
 from ..sharding.wrap import check_room, open_tiers, wrap_model
-from .changes import changes_of_piece, changes_of_whole, refuse_changes_on, refuse_whole_states
+from .changes import changes_of_piece, changes_of_whole, refuse_changes_on, refuse_split_states, refuse_whole_states
 from .determinism import Determinism
 from .engine import Parts
 from .integrity import Integrity
@@ -101,6 +101,7 @@ def assemble(
     with AllRanks(comm, "reading the model and its optimizer"):
         shape, chosen = look_at(config, settings, model, client, params, is_part=stages is not None)
         refuse_whole_states(chosen, shape.wholes)
+        refuse_split_states(chosen, model)
         refuse_other_cuts(shape.cuts, mesh.tp)
     step_settings = step_settings_of(config, chosen.granularity, mesh.device)
     plan = pieces.plans.added_to(plan_run(config, settings, shape, chosen, comm, mesh))

@@ -19,6 +19,7 @@ from ..base.errors import NotBuiltError
 from ..base.log import log_once
 from ..base.mesh import Mesh
 from ..checkpoint.piece import remember_names, whole_names
+from ..optim.sharded import refuse_parts
 from ..planner.update import ParamGroupPlan
 from ..sharding.cut_layers import CutChoice, choose_cuts, cut_layers
 from .optimizer import OptimizerParts
@@ -120,6 +121,21 @@ def refuse_whole_states(parts: OptimizerParts, tiles: Mapping[str, str]) -> None
                 "Its update of a tile would be another one.",
                 "leave tile_above out, or train that parameter with an optimizer that works element by element.",
             )
+
+
+def refuse_split_states(parts: OptimizerParts, model: nn.Module) -> None:
+    """Raise NotBuiltError if an optimizer needs a whole tensor that is split over the ranks along "tp".
+
+    Args:
+        parts: The optimizer.
+        model: The model, or the piece of it that one rank has, with the split noted on its parameters.
+    """
+    assert parts.cls is not None or not parts.planned
+    for group in parts.planned:
+        if group.is_uncut:
+            trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+            named = [(name, param) for name, param in trained if name in group.names]
+            refuse_parts(getattr(parts.cls, "__name__", ""), named)
 
 
 def refuse_changes_on(config: Config, mesh: Mesh) -> None:

@@ -33,7 +33,7 @@ from ..planner.plan import Machine, Plan, plan_shape
 from ..planner.split import refuse_other_cuts
 from ..sharding.ties import tie_shared
 from .assemble import assemble, look_at
-from .changes import plan_large_layers, refuse_changes_on
+from .changes import plan_large_layers, refuse_changes_on, refuse_split_states
 from .data import ShardedLoader
 from .engine import Engine
 from .mesh_statements import MeshStatement, choose_mesh, statements_of
@@ -278,6 +278,7 @@ def plan(
         parts_of_call = pipeline_settings_of(chosen).row_parts(axes.pp) if axes.pp > 1 else 1
         settings = replace(settings, reduces_once=settings.reduces_once or axes.pp > 1, row_parts=parts_of_call)
         own, pieces = plan_pieces(chosen, model, axes, example)
+        refuse_split_states(parts, own)
         shape = read_model(own, settings)
     if chosen.zero_optimization.tile_above is not None:
         own = on_meta(model)

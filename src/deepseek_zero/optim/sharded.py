@@ -26,12 +26,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..base.device import PerDevice, ScalesItself, adopt_step_hooks, tell_schedules_of_step
-from ..base.errors import UsageError
+from ..base.errors import NotBuiltError, UsageError
 from ..base.log import log_once
 from ..comm.agreement import agree
 from ..comm.collectives import Pending, propagate_errors
 from ..planner.layout import MAX_IN_FLIGHT
 from ..planner.spec import R
+from ..planner.split import split_of
 from ..planner.update import ParamGroupPlan, ShardRange, UpdatePlan, UpdateSettings, shard_ranges
 from ..precision.compact import StochasticRounding
 from ..precision.feedback import Feedback
@@ -372,6 +373,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             return
         group = self.inner.param_groups[number]
         if self.uncut[number]:
+            refuse_parts(type(self.inner).__name__, zip(trained_names(params), params, strict=True))
             relayout_whole(self.runtime, [{"params": params}])
         shards = self._cut(params, self.uncut[number])
         self.shards_by_group[number] = [*self.shards_by_group[number], *shards]
@@ -915,6 +917,25 @@ def trained_names(params: Iterable[nn.Parameter]) -> list[str]:
     """Return the names of the parameters that are updated, in the optimizer's order; the same on every rank."""
     owners = [(owner_of(param), param) for param in params]
     return [owner.name_of(param) for owner, param in owners if isinstance(owner, ParamGroup) and owner.trainable]
+
+
+def refuse_parts(optimizer: str, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise NotBuiltError if tensor parallelism has split a parameter that the optimizer needs as a whole tensor.
+
+    Args:
+        optimizer: The name of the optimizer's class, for the message.
+        named: The names and parameters of a group that may not be cut.
+    """
+    for name, param in named:
+        split = split_of(param)
+        if split is None or split.kind != "split":
+            continue
+        raise NotBuiltError(
+            f"{optimizer} with tensor parallelism (tp): parameter '{name}' is split over the ranks along tp.",
+            f"{optimizer} computes its update from a whole tensor, and each rank would take its part for the whole.",
+            "use an optimizer that works element by element (AdamW, SGD, Lion), or dp_shard instead of tp; if the "
+            'optimizer is a class of your own that works element by element, set granularity = "element" in it.',
+        )
 
 
 def relayout_whole(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:

@@ -41,7 +41,7 @@ def parallelize(
     settings = settings or ParallelSettings()
     plan = plan or choose(model, comm.size, settings)
     _take_values(model, plan, comm)
-    streams = Streams(comm.rank, comm.device) if has_dropout(model) else None
+    streams = Streams(comm.rank, comm.device) if may_draw(model) else None
     axis = TensorAxis(TensorGroup(comm), streams)
     _become(model, plan, axis)
     for (name, attribute), local in plan.attributes.items():
@@ -65,7 +65,7 @@ def virtual(model: nn.Module, tp: int | Mesh, settings: ParallelSettings | None 
     tp = tp.tp if isinstance(tp, Mesh) else tp
     settings = settings or ParallelSettings()
     plan = choose(model, tp, settings)
-    axis = VirtualAxis(tp, next(model.parameters()).device, has_dropout=has_dropout(model))
+    axis = VirtualAxis(tp, next(model.parameters()).device, has_dropout=may_draw(model))
     for holder, name in plan.attentions.items():
         module = model.get_submodule(name)
         counts = {(module, attribute): local for (of, attribute), local in plan.attributes.items() if of == name}
@@ -115,9 +115,23 @@ def _take_values(model: nn.Module, plan: ParallelPlan, comm: Comm) -> None:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Return whether a layer may drop something in training."""
-    for module in model.modules():
-        names = ("p", "dropout", "attention_dropout", "attn_dropout")
-        if any(isinstance(value := getattr(module, name, None), float) and value > 0 for name in names):
+    """Return whether a module has an attribute that says that it drops something in training."""
+    return any(_has_probability(module) for module in model.modules())
+
+
+def may_draw(model: nn.Module) -> bool:
+    """Return whether the model may draw random numbers in training.
+
+    A forward may also read a probability in the configuration, which has some that no layer uses.
+    """
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return has_dropout(model) or any(_has_probability(config) for config in configs)
+
+
+def _has_probability(holder: object) -> bool:
+    if isinstance(holder, nn.RReLU):
+        return True
+    for name, value in getattr(holder, "__dict__", {}).items():
+        if (name == "p" or "drop" in name) and isinstance(value, float) and value > 0:
             return True
     return False

@@ -21,7 +21,7 @@ from ..planner.split import Split
 from .cuts import activations
 from .functions import Entry, column, enter, enter_tokens, gather, leave, row, scatter
 from .group import TensorGroup
-from .streams import Streams
+from .streams import Streams, align_generators
 
 
 @dataclass(frozen=True)
@@ -180,11 +180,15 @@ class TensorAxis:
         return self.group.all_gather(own, [own.shape[1]] * self.group.size, what)
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """Forget what a forward left that an error ended. A forward pre-hook of the model."""
+        """Forget what a forward left that an error ended; align the ranks' generators. Collective.
+
+        A forward pre-hook of the model.
+        """
         if not self._runs and self.streams is not None:
             self.streams.forget()  # left by a recomputation, which has put torch's generators back itself
         self.leave()
         self._runs = True
+        align_generators(self.group.comm)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note that a forward has come to its end. A forward hook of the model."""

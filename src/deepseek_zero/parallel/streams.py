@@ -1,8 +1,9 @@
 """Random numbers along the tensor-parallel axis: equal on every rank outside of split layers, different inside.
 
-Outside, ranks draw the same numbers because they were seeded alike and draw alike. Inside, where each holds its own
-heads, a rank draws from a stream of its own, made of one number of the common stream and its coordinate. So there is
-one state: who restores the common stream (a recomputation, a checkpoint) has restored the other one too.
+Outside, ranks draw the same numbers because their generators have the same state: `align_generators` sees to that
+before each forward. Inside, where each holds its own heads, a rank draws from a stream of its own, made of one number
+of the common stream and its coordinate. So there is one state: who restores the common stream (a recomputation, a
+checkpoint) has restored the other one too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import hashlib
 
 import torch
 from torch import Tensor
+
+from ..base.log import log_once
+from ..comm.collectives import Comm
 
 
 class Streams:
@@ -46,3 +50,45 @@ class Streams:
     def forget(self) -> None:
         """Stay where torch's generators are: somebody else has put them back."""
         self._outside = None
+
+
+def align_generators(comm: Comm) -> None:
+    """Give torch's default generators the state that they have on the first rank, if ranks differ.
+
+    Programs often seed with `seed + rank`. Ranks along "tp" compute one batch together, so what lies outside of split
+    layers must draw the same numbers on all of them.
+
+    Args:
+        comm: The communicator of the ranks along "tp".
+
+    Note:
+        Collective: every rank of `comm` must call it. It sends 8 bytes to each rank, and 5 KB if states differ.
+    """
+    state = _generator_state(comm.device)
+    digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
+    own = torch.tensor([int.from_bytes(digest, "little", signed=True)])
+    digests = comm.all_gather_rows(own, "the states of generators")
+    if bool((digests == digests[0]).all()):
+        return
+    states = comm.all_gather_rows(state, "the first rank's generators")
+    _set_generator_state(states[0].clone(), comm.device)
+    log_once(
+        "tensor parallelism: the random generators of the ranks along tp were in different states (torch.manual_seed "
+        "with another seed on each rank, for instance). These ranks compute one batch together, so all of them go on "
+        "with the state of the first one."
+    )
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    """Return the state of the CPU's default generator, followed by that of a CUDA device."""
+    state = torch.get_rng_state()
+    if device.type == "cuda":
+        state = torch.cat([state, torch.cuda.get_rng_state(device)])
+    return state
+
+
+def _set_generator_state(state: Tensor, device: torch.device) -> None:
+    numel = torch.get_rng_state().numel()
+    torch.set_rng_state(state[:numel].clone())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[numel:].clone(), device)
