@@ -165,6 +165,7 @@ def on_last_rank(engine: Any, folder: Path) -> Loaded:
 
 WAYS: list[Callable[[Any, Path], Loaded]] = [
     whole_checkpoint,
+    own_folders,
     model_file,
     consolidated_on_first,
     save_pretrained_on_all,

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import random
+import shutil
 import stat
 import threading
 import time
@@ -71,6 +72,40 @@ def test_three_steps_and_three_after_a_load_are_six(tmp_path: Path, stage: int, 
     assert (six.global_steps, six.global_samples) == (resumed.global_steps, resumed.global_samples) == (6, 6 * 4 * 2)
     if resumed.fp16_enabled():
         assert six.parts.scaler.state_dict() == resumed.parts.scaler.state_dict()
+
+
+@pytest.mark.ranks(3)
+def test_ranks_with_folders_of_their_own_save_parts_of_one_checkpoint(tmp_path: Path) -> None:
+    six = build(3)
+    train(six, 0, 6)
+    three = build(3)
+    train(three, 0, 2)
+    own = tmp_path / ("first" if dist.get_rank() == 0 else "others")
+    three.save_checkpoint(own, tag="kept")
+    train(three, 2, 3)
+    three.save_checkpoint(own, tag="kept", wait=False)  # over the one before
+    three.finish_saving()
+    assert (own / "latest").exists() is (dist.get_rank() == 0)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.copytree(tmp_path / "others", tmp_path / "first", dirs_exist_ok=True)
+    dist.barrier()
+    resumed = build(3)
+    resumed.load_checkpoint(tmp_path / "first")
+    train(resumed, 3, 6)
+    assert_same(six.module_state_dict(), resumed.module_state_dict())
+
+
+@pytest.mark.ranks(2)
+def test_folders_of_their_own_are_refused_where_files_are_made_of_several_ranks(tmp_path: Path) -> None:
+    engine = build(3, checkpoint={"layout": "deepspeed"})
+    train(engine, 0, 1)
+    with pytest.raises(CheckpointError, match="ranks save into different folders"):
+        engine.save_checkpoint(tmp_path / str(dist.get_rank()))
+    (tmp_path / f"file {dist.get_rank()}" / "tag").mkdir(parents=True)
+    (tmp_path / f"file {dist.get_rank()}" / "tag" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="is there already and is no checkpoint"):
+        build(3).save_checkpoint(tmp_path / f"file {dist.get_rank()}", tag="tag")
 
 
 @pytest.mark.ranks(2)

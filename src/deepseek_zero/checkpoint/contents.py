@@ -33,7 +33,7 @@ class SaveSettings:
     latest: point `latest` at it.  exclude_frozen: leave out parameters that are not trained.  tag_validation: Ignore,
     Warn or Fail when ranks name different tags.  wait: return when it is on the disk; else write while training goes
     on, where no state rests on a disk.  snapshot_bytes: how much each rank may copy meanwhile of states that a step is
-    about to change.
+    about to change.  folders: the folder that each rank names, if they differ; empty if all ranks name one.
     """
 
     latest: bool = True
@@ -41,6 +41,7 @@ class SaveSettings:
     tag_validation: str = "Warn"
     wait: bool = True
     snapshot_bytes: int = 1 << 30
+    folders: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Writes a checkpoint: every rank its slices, then one rename, then `latest`.
 
 A crash at any moment leaves the previous checkpoint loadable: files are written into a hidden directory and synced to
-the disk, and the directory takes its final name when every rank is done.  All ranks must see the same directory.
+the disk, and the directory takes its final name when every rank is done.  All ranks must see the same directory, or
+each names one of its own: then the checkpoint is what the folders of all ranks hold together.
 
 A rank's file is written at once, or behind the training (background_write.py).
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +39,7 @@ from .staging import StagedOutput
 from .state import WriteGroup, exact_dtype, optimizer_scalars, value_item, write_groups
 
 NOW, IN_BACKGROUND = "at once", "behind"
+RANK_FILE = re.compile(r"rank_\d+\.safetensors")
 
 
 class PendingSave:
@@ -95,6 +98,8 @@ class PendingSave:
         """
         try:
             indexes = run_and_gather(self._comm, "saving: this rank's index", self._index)
+            if self.settings.folders:
+                run_and_gather(self._comm, "saving: the other folders", self._finish_part)
             run_and_gather(
                 self._comm, "saving: the manifest", lambda: self._finish(indexes) if self._comm.rank == 0 else ""
             )
@@ -157,26 +162,50 @@ class PendingSave:
         stage = _facts_of(self._manifest) if self._tells_of_stage else None
         return json.dumps({"chunks": chunks, "scalars": self._scalars, "head": self.write.head_crc, "stage": stage})
 
-    # -- rank 0's part
+    # -- the folders: rank 0's has the manifest; where ranks name several, each has a rank that opens and completes it
+
+    @property
+    def _sharers(self) -> list[int]:
+        """Return the ranks that write into this rank's folder."""
+        folders = self.settings.folders
+        if not folders:
+            return list(range(self._comm.size))
+        return [rank for rank, folder in enumerate(folders) if folder == folders[self._comm.rank]]
 
     def _open_staging(self) -> str:
-        """Make a hidden directory and lock it (rank 0); returns a new identity for this save."""
-        if self._comm.rank:
+        """Make and lock a hidden directory on the first rank that writes there; return a new identity for this save."""
+        if self._comm.rank != self._sharers[0]:
             return ""
-        refuse_foreign_files(self.final)
+        if self._comm.rank == 0 or not _has_only_rank_files(self.final):
+            refuse_foreign_files(self.final)
         self._staged.open()
         return secrets.token_hex(8)
+
+    def _finish_part(self) -> str:
+        """Complete a folder that is not rank 0's: it holds files of ranks and nothing else."""
+        if self._comm.rank == self._sharers[0] != 0:
+            self._refuse_missing()
+            with files.describing_errors(f"completing '{self.final}'"):
+                self._staged.finish()
+                publish(self.hidden, self.final, latest=False)
+            self._staged.unlock()
+        return ""
+
+    def _refuse_missing(self) -> None:
+        """Raise CheckpointError if this rank does not see the files of all ranks that write into its folder."""
+        missing = [rank for rank in self._sharers if not (self.hidden / f"rank_{rank:05d}.safetensors").exists()]
+        if missing:
+            raise CheckpointError(
+                f"rank {self._comm.rank} does not see the files of ranks {missing} in {self.hidden}.",
+                "All ranks that name one directory write into it, and the first of them completes it.",
+                "save to a file system that every rank shares, or give each rank a directory of its own and put them "
+                "together afterwards.",
+            )
 
     def _finish(self, indexes: list[str]) -> str:
         """Write the manifest, rename the directory, write `latest`."""
         found = [json.loads(index) for index in indexes]
-        missing = [rank for rank in range(len(found)) if not (self.hidden / f"rank_{rank:05d}.safetensors").exists()]
-        if missing:
-            raise CheckpointError(
-                f"rank 0 does not see the files of ranks {missing} in {self.hidden}.",
-                "All ranks write into one directory, which rank 0 completes.",
-                "save to a file system that every rank shares.",
-            )
+        self._refuse_missing()
         self._manifest.chunks = [SavedChunk.from_json(values) for index in found for values in index["chunks"]]
         for index in found:
             self._manifest.scalars.update(index["scalars"])
@@ -200,6 +229,11 @@ def refuse_foreign_files(final: Path) -> None:
             "A checkpoint takes the place of the one before under its tag, not that of something else.",
             "name another tag, or move it away.",
         )
+
+
+def _has_only_rank_files(final: Path) -> bool:
+    """Return whether a folder exists and holds what a rank with a folder of its own has saved there, or nothing."""
+    return final.is_dir() and all(RANK_FILE.fullmatch(each.name) for each in final.iterdir())
 
 
 def publish(hidden: Path, final: Path, *, latest: bool) -> None:

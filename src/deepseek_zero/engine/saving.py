@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from ..base.errors import CheckpointError
 from ..base.log import log_once
 from ..base.mesh import Mesh
 from ..checkpoint.catalogue import (
@@ -177,6 +179,7 @@ def save_checkpoint(
     refuse_same_names(engine.runtime.model)
     comm = engine.runtime.comm.whole
     name = run_and_gather(comm, "saving: the tag", lambda: tag_to_save(asked))[comm.rank]
+    settings = replace(settings, folders=_different_folders(comm, Path(directory)))
     num_begun = engine.begun
     if num_begun:
         log_once(
@@ -207,6 +210,20 @@ def save_checkpoint(
     return saving.final
 
 
+def _different_folders(comm: Comm, directory: Path) -> tuple[str, ...]:
+    """Return the folder that each rank names, and nothing if all name the same one.  Collective."""
+    folders = run_and_gather(comm, "saving: the folders", lambda: os.path.realpath(directory))
+    other = next((rank for rank, folder in enumerate(folders) if folder != folders[0]), None)
+    if other is None:
+        return ()
+    log_once(
+        f"ranks save into different folders: rank 0 into {folders[0]}, rank {other} into {folders[other]}.  Each rank "
+        "writes its own file there; put the folders together in one place before they are loaded.",
+        logging.WARNING,
+    )
+    return tuple(folders)
+
+
 def _position(loader: Any, num_begun: int) -> Any:
     """The data loader's position at the beginning of this step; only our own loader knows it in the middle of one."""
     if isinstance(loader, ShardedLoader):
@@ -225,9 +242,15 @@ def _foreign_layout(
     chosen = engine.parts.saving_settings
     if chosen.layout != "auto":
         named = layout_named(chosen.layout)
+        if isinstance(named, EngineLayout) and settings.folders:
+            raise CheckpointError(
+                f"ranks save into different folders, and checkpoint.layout asks for {named.title}.",
+                "Files in that layout are made of the states of several ranks.",
+                'name one folder on all ranks, or set checkpoint.layout to "slices".',
+            )
         return named if isinstance(named, EngineLayout) else None
     wants_slices = not settings.wait or chosen.retention.last is not None or chosen.on_signal is not None
-    if preferred is None or wants_slices or engine.runtime.settings.stage == 0:
+    if preferred is None or wants_slices or engine.runtime.settings.stage == 0 or settings.folders:
         return None
     reasons = run_and_gather(
         engine.runtime.comm.whole, "saving: the layout", lambda: preferred.unsupported_reason(contents)
