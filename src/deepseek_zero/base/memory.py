@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ LARGEST_ON_HEAP = 32 << 20  # the C library's own upper limit
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt's numbers
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: map what is there, copy nothing
 _ENTRY = 8  # bytes per page in /proc/self/pagemap
+_CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _IS_SHARED = 61  # its bit for a page of shared memory; clear on one that was copied for us alone
 
 
@@ -107,28 +109,90 @@ def _written_pages() -> Capability:
     return Capability(name, "stay mapped")
 
 
-def private_pages(numel: int, dtype: torch.dtype) -> Tensor:
-    """Zeroed memory of this process, on pages of its own: huge ones as far as they fill it, one fault instead of 512.
+def private_pages(numel: int, dtype: torch.dtype, *, locked: bool = False) -> Tensor:
+    """Return zeroed memory of this process on pages of its own, huge pages where they fit.
 
-    It begins where a huge page can, which Linux promises for no size but theirs (6.13).
+    It begins at a huge page's boundary. Linux before 6.13 does not align mappings of every size.
+
+    Args:
+        numel: Number of elements.
+        dtype: Their type.
+        locked: Page-lock the memory for copies of a GPU. It stays locked until the memory is freed.
+
+    Raises:
+        OutOfMemoryError: CUDA refuses to lock the pages.
     """
     nbytes = numel * dtype.itemsize
     huge = nbytes // HUGE_PAGE * HUGE_PAGE
-    pages = mmap.mmap(-1, nbytes + (HUGE_PAGE if huge else 0), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapped = nbytes + (HUGE_PAGE if huge else 0)
+    kind = _LockedPages if locked else mmap.mmap
+    pages = kind(-1, mapped, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE_PAGE if huge else 0
     with suppress(OSError, AttributeError):  # a kernel without them
         pages.madvise(mmap.MADV_HUGEPAGE, start, huge)
-    return torch.frombuffer(pages, dtype=dtype, count=numel, offset=start)
+    found = torch.frombuffer(pages, dtype=dtype, count=numel, offset=start)
+    if isinstance(pages, _LockedPages):
+        pages.lock(found)
+    return found
 
 
-def lock_pages(tensor: Tensor) -> None:
-    """Page-lock CPU memory for a GPU's copies, exactly these bytes; for as long as the process lives."""
-    if torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0) != 0:
-        raise OutOfMemoryError(
-            f"{tensor.nbytes:,} bytes of host memory cannot be page-locked.",
-            "The system limits what a process may lock (ulimit -l).",
-            'raise that limit, or set "pin_memory": false.',
-        )
+class _LockedPages(mmap.mmap):
+    """A mapping whose pages CUDA keeps locked until it is unmapped.
+
+    The tensors over it keep it alive. Its destructor unlocks the pages before the system can give their addresses to
+    another mapping: CUDA refuses to lock a range that overlaps one it still lists.
+    """
+
+    address = 0  # of the locked range; 0: nothing is locked
+    process = 0
+
+    def lock(self, tensor: Tensor) -> None:
+        """Lock the bytes of a tensor over this mapping."""
+        cudart = torch.cuda.cudart()
+        error = cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+        if int(error) != 0:
+            _clear_cuda_error(cudart)
+            raise _lock_refusal(tensor.nbytes, int(error), _name_of_cuda_error(cudart, error))
+        self.address = tensor.data_ptr()
+        self.process = os.getpid()
+
+    def __del__(self) -> None:
+        if self.address and self.process == os.getpid():  # a forked child has locked nothing
+            _unlock(self.address)
+
+
+def _unlock(address: int) -> None:
+    """Let CUDA unlock the range that begins here. An error has no remedy here, so it is only cleared."""
+    with suppress(Exception):  # Python or CUDA is ending, and the system unlocks everything
+        cudart = torch.cuda.cudart()
+        if int(cudart.cudaHostUnregister(address)) != 0:
+            _clear_cuda_error(cudart)
+
+
+def _clear_cuda_error(cudart: Any) -> None:
+    """Read CUDA's last error, which resets it. Otherwise the next kernel launch of any code raises it."""
+    read = getattr(cudart, "cudaGetLastError", None)  # torch 2.11 to 2.13 do not show it
+    if read is not None:
+        read()
+        return
+    with suppress(RuntimeError, AssertionError):
+        torch.ones(1, device="cuda")  # torch reads the error after each launch, and raises it
+
+
+def _name_of_cuda_error(cudart: Any, error: Any) -> str:
+    try:
+        return str(cudart.cudaGetErrorString(error))
+    except (AttributeError, TypeError):
+        return "no further description"
+
+
+def _lock_refusal(nbytes: int, error: int, name: str) -> OutOfMemoryError:
+    what = f"{nbytes:,} bytes of host memory cannot be page-locked: CUDA error {error}, {name}."
+    if error == _CUDA_OUT_OF_MEMORY:
+        why = "The host has no more memory that may be locked; a limit of the process (ulimit -l) can be the cause."
+        return OutOfMemoryError(what, why, 'raise that limit, offload less, or set "pin_memory": false.')
+    why = "Copies between such memory and a GPU run while it computes."
+    return OutOfMemoryError(what, why, 'set "pin_memory": false to train with pageable memory.')
 
 
 def return_pages(tensor: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from ..base.capabilities import Capability
 from ..base.device import default_device
 from ..base.errors import OutOfMemoryError
-from ..base.memory import PAGE, lock_pages, private_pages
+from ..base.memory import PAGE, private_pages
 from ..base.quantities import format_bytes
 from .tier import Extent, Traffic
 
@@ -45,12 +45,11 @@ class HostMemory:
             )
 
     def reserve(self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str) -> Extent:
-        """Return a zeroed extent; raise `OutOfMemoryError` if the system refuses the pages."""
+        """Return a zeroed extent; raise `OutOfMemoryError` if the system or CUDA refuses the pages."""
         if not numel:
             return Extent(torch.empty(0, dtype=dtype))
-        memory = private_pages(-(-numel * dtype.itemsize // PAGE) * PAGE // dtype.itemsize, dtype)
-        if self.pinned:
-            lock_pages(memory)
+        pages = -(-numel * dtype.itemsize // PAGE)
+        memory = private_pages(pages * PAGE // dtype.itemsize, dtype, locked=self.pinned)
         self.reserved_bytes += memory.nbytes
         return Extent(memory[:numel])
 
