@@ -14,14 +14,20 @@ from tests.needs import need
 from tests.pairwise import is_full
 
 ROOT = Path(__file__).parents[2]
-CASES = ("stages_and_tiers", "optimizers_and_fewer_bits", "checkpoints_and_access", "activations_and_memory")
+CASES = (
+    "stages_and_tiers",
+    "optimizers_and_fewer_bits",
+    "checkpoints_and_access",
+    "activations_and_memory",
+    "planned_on_shapes",
+)
 
 
 # Alone, copies out of the host wait longest: two ranks talk over the host, which waits for them.  CI takes what moves
 # states and what parks activations; DEEPSEEK_ZERO_FULL=1 takes all.
 RUNS = [(case, ranks) for case in CASES for ranks in (1, 2)]
 if not is_full():
-    RUNS = [(CASES[0], 1), (CASES[3], 2)]
+    RUNS = [(CASES[0], 1), (CASES[3], 2), (CASES[4], 2)]
 
 
 @pytest.mark.parametrize(("case", "ranks"), RUNS)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import deepseek_zero
 from deepseek_zero import checkpointing, zero
 from deepseek_zero.base.errors import OutOfMemoryError
+from deepseek_zero.pipeline import find_chain
 from deepseek_zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from tests import toy
 from tests.models import Gpt, seeded
@@ -268,7 +269,73 @@ def activations_and_memory(path: Path) -> None:
         raise AssertionError("a budget of the device was passed over")
 
 
-CASES = (stages_and_tiers, optimizers_and_fewer_bits, checkpoints_and_access, activations_and_memory)
+class Chained(nn.Module):
+    """A model of blocks that makes tensors in its forward, as models do: where its inputs are, or on the CPU first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(11, 64), nn.Embedding(8, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)) for _ in range(4))
+        self.register_buffer("gain", torch.ones(64))
+        self.offset = torch.zeros(64)
+        self.head = nn.Linear(64, 11)
+        self.dummy_inputs = {"tokens": torch.zeros(2, 8, dtype=torch.long), "targets": torch.zeros(2, 8).long()}
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        x = x * self.gain + self.offset.to(x.device)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), targets.flatten())
+
+
+def planned_on_shapes(path: Path) -> None:
+    """The chain of a model is the same wherever the model and the sample are; on two ranks its stages train."""
+    chains, places = [], ("cpu", toy.NAME, "meta")
+    for model_at, sample_at in itertools.product(places, places):
+        model = Chained().to(model_at)
+        sample = {name: value.to(sample_at) for name, value in model.dummy_inputs.items()}
+        chains.append(find_chain(model, (), sample))
+        found = deepseek_zero.plan(
+            model, {"train_micro_batch_size_per_gpu": 2}, ranks=2, mesh={"pp": 2}, example=sample, device=toy.NAME
+        )
+        assert found.pipeline is not None
+    assert all(chain == chains[0] for chain in chains) and len(chains[0].blocks) == 4
+    if not dist.is_initialized():
+        return
+    losses = {}
+    for mesh, place in (({}, toy.NAME), ({"pp": 2}, toy.NAME), ({"pp": 2}, "cpu")):
+        model = seeded(Chained).to(place)
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "steps_per_print": None,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+            "zero_optimization": {"stage": 1},
+        }
+        engine = deepseek_zero.initialize(model=model, config=config, mesh=mesh)[0]
+        assert {param.device.type for param in engine.module.parameters()} == {toy.NAME}
+        losses[place, bool(mesh)] = [chained_loss(engine, number) for number in range(STEPS)]
+        engine.destroy()
+    whole = losses.pop((toy.NAME, False))
+    for found_losses in losses.values():
+        torch.testing.assert_close(torch.tensor(found_losses), torch.tensor(whole), atol=1e-5, rtol=1e-5)
+
+
+def chained_loss(engine: Any, number: int) -> float:
+    tokens = torch.randint(0, 11, (4, 9), generator=torch.Generator().manual_seed(number)).to(engine.device)
+    loss = engine(tokens[:, :-1], tokens[:, 1:])
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+CASES = (
+    stages_and_tiers,
+    optimizers_and_fewer_bits,
+    checkpoints_and_access,
+    activations_and_memory,
+    planned_on_shapes,
+)
 
 if __name__ == "__main__":
     with training_on(toy.NAME):

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..base.device import CPU, fake_tensors, version_of
+from ..base.device import default_device, fake_tensors, version_of
 from ..base.errors import UsageError, brief
 from ..base.nested import map_inputs, map_tensors, tensors_in
 
@@ -151,11 +151,10 @@ class _FakeRun(TorchFunctionMode):
 
     def watch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Run the model's forward once; ChainError where it is no chain."""
+        device = default_device()  # wherever the model and the sample are now, both will be there
         with fake_tensors() as mode, torch.random.fork_rng(devices=[]):
-            is_meta = any(param.is_meta for param in self.model.parameters())  # then as if on the CPU
 
             def faked(tensor: Tensor) -> Tensor:
-                device = CPU if is_meta else tensor.device
                 with mode:
                     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
