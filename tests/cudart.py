@@ -1,8 +1,8 @@
 """A stand-in for CUDA's runtime: it lists page-locked ranges, refuses overlaps and keeps its last error, as CUDA does.
 
-    cudart = install(monkeypatch)    # torch.cuda.cudart() returns it, and host tiers lock their pages
-    ...
-    assert not cudart.ranges         # everything was unlocked before it was freed
+cudart = install(monkeypatch)    # torch.cuda.cudart() returns it, and host tiers lock their pages
+...
+assert not cudart.ranges         # everything was unlocked before it was freed
 """
 
 from __future__ import annotations
