@@ -6,6 +6,7 @@ Names load on first use, so that importing the package costs little more than im
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
     from .utils import log_dist
 
 __version__ = "0.1.0"
+
+# A program under torchrun may call torch's init_process_group before anything of this package.
+if "torch.distributed" in sys.modules or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    import_module(f"{__name__}.base.restarts").separate_starts()
 
 _LAYOUT_MODULES.append("deepseek_zero.compat.deepspeed.checkpoint")  # checkpoints of DeepSpeed's are read as ours are
 

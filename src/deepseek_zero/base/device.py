@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -210,6 +211,15 @@ class ScalesItself:
             'leave it out: "fp16": {"enabled": true} scales losses, skips steps and moves the scale itself. A scaler '
             "made with enabled=False may stay.",
         )
+
+
+def replace_rendezvous(scheme: str, wrap: Callable[[Any], Any]) -> None:
+    """Have torch use ``wrap(handler)`` for URLs of a scheme in place of its own handler; once for each `wrap`."""
+    handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    if getattr(handlers[scheme], "wrapped_by", None) is not wrap:
+        wrapped = wrap(handlers[scheme])
+        wrapped.wrapped_by = wrap
+        handlers[scheme] = wrapped
 
 
 def without_torch_function() -> Any:

@@ -24,12 +24,11 @@ from .device import CPU, default_device
 from .errors import PeerError, UsageError, shown
 from .log import log_first, logger, speak
 from .network import lead_gloo
+from .restarts import MEETING, separate_starts
 from .world import World, ask_mpi, discover, meeting_place
 
 # Evidence ends a wait (comm/flight_recorder.py), never patience: a rank that loads data for an hour is late, not dead.
 PATIENCE = timedelta(days=7)
-# Before ranks have met, none has evidence of another: a wait for them has a limit, which is torch's own.
-MEETING = timedelta(minutes=30)
 TELL_SECONDS = 30.0  # after which a rank says whom it waits for
 
 
@@ -321,6 +320,7 @@ def init_distributed(
         torch.cuda.set_device(device)
     backend = backend or default_backend(device)
     lead_gloo(found.nodes == 1, found.address)
+    separate_starts()
     try:
         # NCCL's own threads ask a store whenever they like, also where Python has ended: they get torch's own.
         store = store_of() if "nccl" not in backend else None
