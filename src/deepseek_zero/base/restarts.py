@@ -44,6 +44,8 @@ def uses_agent_store() -> bool:
 
 def separate_starts() -> None:
     """Have every rendezvous of this process agree on a fresh prefix if an agent keeps the store. Local, idempotent."""
+    if not dist.is_available():
+        return
     for scheme in ("env", "tcp"):
         replace_rendezvous(scheme, _with_fresh_prefix)
 

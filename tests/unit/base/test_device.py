@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ OF_OBJECTS: dict[str, object] = {
     "_cdata": torch.ones(1).untyped_storage(),
     "_schema": torch.ops.aten.mm.default,
     "_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten,
+    "_rendezvous_handlers": import_module("torch.distributed.rendezvous"),
     "_optimizer_step_pre_hooks": torch.optim.SGD([torch.ones(1)]),
     "_optimizer_step_post_hooks": torch.optim.SGD([torch.ones(1)]),
 }

@@ -1,0 +1,85 @@
+"""Train a small GPT under torchrun, ended at chosen moments, and go on from the last checkpoint after each restart.
+
+    torchrun --standalone --nproc-per-node=2 --max-restarts=N tests/restarted.py FOLDER STEPS WAY ENDS
+
+WAY: which call joins the process group first: "engine", "torch" or "deepspeed". ENDS: a JSON list with one entry for
+each start that is to fail, [rank, moment, seconds]. That rank is ended so many seconds after the moment, by a signal
+that runs no code of the process. Moments are "start" (before torch is imported), "joining" (the process group), "built"
+(the engine) and "step N".
+
+Rank 0 appends "STEP LOSS" for each step to FOLDER/restarted. After the last start it trains once more from the
+beginning, without an interruption, and appends those losses to FOLDER/undisturbed. FOLDER/reached has the step at which
+each of these trainings began.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+FOLDER, STEPS, WAY, ENDS = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
+RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+END = dict(enumerate(ENDS)).get(ATTEMPT)
+SAVE_EVERY = 3
+
+
+def at(moment: str) -> None:
+    """Start the timer if this rank is to end after this moment."""
+    if END is not None and END[:2] == [RANK, moment]:
+        signal.setitimer(signal.ITIMER_REAL, END[2])  # its signal ends a process that has no handler
+
+
+def note(name: str, line: str) -> None:
+    if RANK == 0:
+        with open(FOLDER / name, "a") as file:
+            file.write(line + "\n")
+
+
+def train(losses: str, saved: Path | None) -> None:
+    """Train to the last step, from the last checkpoint if there is one; write each loss."""
+    import deepseek_zero
+    from tests.models import batch_of, seeded
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": None,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    engine = deepseek_zero.initialize(model=seeded(width=60, heads=4, hidden=128), config=config)[0]
+    if saved is not None and saved.exists():
+        engine.load_checkpoint(saved)
+    note("reached", f"{losses} {engine.global_steps}")
+    at("built")
+    for step in range(engine.global_steps, STEPS):
+        at(f"step {step}")
+        batch = batch_of(step, 0, RANK)
+        loss = engine(batch.tokens, batch.targets)
+        engine.backward(loss)
+        engine.step()
+        note(losses, f"{step} {loss.item().hex()}")
+        if saved is not None and step % SAVE_EVERY == 0:
+            engine.save_checkpoint(saved)
+
+
+def main() -> None:
+    at("start")
+    import torch.distributed as dist
+
+    import deepseek_zero
+
+    at("joining")
+    if WAY == "torch":
+        dist.init_process_group("gloo")
+    elif WAY == "deepspeed":
+        deepseek_zero.init_distributed()
+    train("restarted", FOLDER / "saved")
+    while END is not None:  # trained before the timer ended it
+        signal.pause()
+    train("undisturbed", None)
+
+
+main()
