@@ -6,6 +6,7 @@ is a world of one: it joins no group and runs the same code with smaller data.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import math
 import os
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from . import world
 from .device import CPU, default_device
+from .ending import drain_threads
 from .errors import PeerError, UsageError, shown
 from .log import log_first, logger, speak
 from .network import lead_gloo
@@ -328,6 +330,7 @@ def init_distributed(
             store = _met(found, timeout)
         place = {} if store is None else {"store": store, "rank": found.rank, "world_size": found.size}
         dist.init_process_group(backend, timeout=timeout, **place)
+        atexit.register(drain_threads)
     except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
         lines = str(error).splitlines() or [type(error).__name__]  # torch adds a page of C++ frames to its first one
         raise PeerError(

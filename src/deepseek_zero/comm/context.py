@@ -9,19 +9,16 @@ from __future__ import annotations
 import atexit
 import itertools
 import json
-import os
-import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import ClassVar
 
 import torch.distributed as dist
 
 from ..base import world
+from ..base.ending import drain_threads
 from ..base.errors import PeerError, UsageError
 from ..base.launch import dead_after
 from ..base.mesh import PATIENCE
@@ -33,7 +30,7 @@ from .flight_recorder import FlightRecorder, Position
 from .ids import engine_of
 from .transports.base import Transport
 from .transports.composed import Hierarchical
-from .transports.gloo import Gloo, Tags, end_with_their_hosts, open_descriptors
+from .transports.gloo import Gloo, Tags, end_with_their_hosts, open_files, shut_down
 from .transports.nccl import NcclGroups
 from .transports.shared_memory import HostPages, SharedMemory, connect_local
 from .transports.tcp import Links, Tcp
@@ -41,7 +38,6 @@ from .transports.tcp import Links, Tcp
 Partition = tuple[tuple[int, ...], ...]  # the world cut into groups of ranks
 AFTER_WORD_SECONDS = 3.0  # gloo's connections outlive a lost host so long: the board's word of it has its name
 LOG_LENGTH = 64  # collectives remembered per lane, for the flight recorder
-MOST_EXIT_SECONDS, LOOK_SECONDS, QUIET_LOOKS = 1.0, 1e-3, 3  # for threads that let go of their last message
 
 
 @dataclass
@@ -82,6 +78,7 @@ class WorldContext:
         self.hosts, self.recorder, self.no_sharing_reason = hosts, recorder, no_sharing_reason
         self.tags, self._gloo_group, self._pages = Tags(), group, pages
         self._secret, self._door = secret, door
+        self._gloo_files: dict[int, int] = {}
         self._links: Links | None = None  # once a transport needs them
         self._refusal = ""  # why there will be none
         self._nccl_groups: dict[Partition, NcclGroups] = {}
@@ -107,18 +104,19 @@ class WorldContext:
     def _connect(cls) -> WorldContext:
         """Connect this process to all others of torch.distributed's world.  Collective."""
         atexit.register(drain_threads)  # once for each world; a second look costs nothing
-        atexit.register(_hang_up)  # after the recorder's goodbye, which is registered later
-        rank, size, before = dist.get_rank(), dist.get_world_size(), open_descriptors()
+        atexit.register(hang_up)  # after the recorder's goodbye, which is registered later
+        rank, size, before = dist.get_rank(), dist.get_world_size(), open_files()
         lead_gloo(world.local_size() == size, world.meeting_address())
         group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        gloos = open_descriptors() - before
+        gloo_files = {number: file for number, file in open_files().items() if before.get(number) != file}
         hosts, sockets, no_sharing_reason = connect_local(rank, size, group)
         board, secret, door = open_board(rank, size, hosts, group)
         if not hosts.is_one:
-            end_with_their_hosts(gloos, dead_after() + AFTER_WORD_SECONDS)
+            end_with_their_hosts(gloo_files, dead_after() + AFTER_WORD_SECONDS)
         recorder = FlightRecorder(hosts, board, dead_after())
         pages = HostPages(rank, sockets) if sockets is not None else None
         found = cls(hosts, recorder, group, pages, no_sharing_reason, secret, door)
+        found._gloo_files = gloo_files
         weakref.finalize(found, board.close).atexit = False
         return found
 
@@ -240,38 +238,16 @@ def local_rank() -> int:
     return links.hosts.near.index(links.rank)
 
 
-def _hang_up() -> None:
-    """Close our own sockets as the program ends, when the others have what this rank sent last."""
-    links = WorldContext._current
-    if links is not None and links._links is not None:
-        links._links.close()
+def hang_up() -> None:
+    """End the connections of this rank as the program ends, after the others have what it sent last.
 
-
-def drain_threads() -> None:
-    """Wait, as the program ends, until no other thread of this process wants to run; a second at most.
-
-    gloo's threads drop the tensors of a message a moment after its last receiver has gone on.  Where that moment falls
-    behind the end of Python, torch asks for a lock of an interpreter that is gone, and a program that did all its work
-    dies by SIGABRT ("terminate called without an active exception", pytorch#179291).
+    A thread that still waits for a message of gloo's would wake when the other end closes the connection. If Python is
+    ending at that moment, the thread aborts the process. So its wait ends here, while Python is whole.
     """
-    until, quiet = time.monotonic() + MOST_EXIT_SECONDS, 0
-    while quiet < QUIET_LOOKS and time.monotonic() < until:
-        time.sleep(LOOK_SECONDS)  # without the interpreter's lock, for which they may wait
-        quiet = 0 if _others_run() else quiet + 1
-
-
-def _others_run() -> bool:
-    """Return whether another thread of this process runs or could run; False if the system does not tell."""
-    me = str(threading.get_native_id())
-    try:
-        return any(_wants_to_run(thread) for thread in os.listdir("/proc/self/task") if thread != me)
-    except OSError:  # no /proc
-        return False
-
-
-def _wants_to_run(thread: str) -> bool:
-    try:
-        stat = Path("/proc/self/task", thread, "stat").read_bytes()
-    except OSError:  # it has ended meanwhile
-        return False
-    return stat.rpartition(b") ")[2][:1] == b"R"  # the state comes after the name, which may hold anything
+    world = WorldContext._current
+    if world is None:
+        return
+    if world.tags.is_any_under_way():
+        shut_down(world._gloo_files)
+    if world._links is not None:
+        world._links.close()

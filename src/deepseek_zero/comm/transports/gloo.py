@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -86,33 +86,54 @@ class Tags:
             self._under_way[lane] -= 1
             self._changed.notify_all()
 
+    def is_any_under_way(self) -> bool:
+        """Return whether messages of a collective may still come or go, among them those of one that failed."""
+        with self._changed:
+            return any(self._under_way.values())
+
     def _is_busy(self, engine: str) -> bool:
         return any(count for lane, count in self._under_way.items() if engine_of(lane) == engine)
 
 
-def open_descriptors() -> set[int]:
-    """Return the numbers of this process's open files; none where the system does not tell."""
+def open_files() -> dict[int, int]:
+    """Return the open files of this process, as the inode by descriptor; {} if the system does not tell."""
+    found = dict[int, int]()
     with contextlib.suppress(OSError):
-        return {int(name) for name in os.listdir("/proc/self/fd")}
-    return set()
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # that of the listing itself
+                found[int(name)] = os.fstat(int(name)).st_ino
+    return found
 
 
-def end_with_their_hosts(descriptors: Collection[int], seconds: float) -> int:
+def end_with_their_hosts(files: Mapping[int, int], seconds: float) -> int:
     """Have the kernel end gloo's connections to a host that has answered nothing for so long; return how many it has.
 
-    descriptors: of the files that gloo opened, connections among them.  gloo itself hears of a silent host when its
-    kernel gives up what it sends, after a quarter of an hour, and never while it only waits.
+    files: those that gloo opened, as of `open_files`.  gloo itself hears of a silent host when its kernel gives up what
+    it sends, after a quarter of an hour, and never while it only waits.
     """
+    return _for_connections(files, lambda connection: end_with_the_host(connection, seconds))
+
+
+def shut_down(files: Mapping[int, int]) -> int:
+    """End gloo's connections, so that every wait for a message over them fails; return how many they are.
+
+    What has been sent still arrives.  files: as for `end_with_their_hosts`.
+    """
+    return _for_connections(files, lambda connection: connection.shutdown(socket.SHUT_RDWR))
+
+
+def _for_connections(files: Mapping[int, int], act: Callable[[socket.socket], None]) -> int:
+    """Act on the connections to other ranks among these files, if they are still the same; return their number."""
     found = 0
-    for descriptor in descriptors:
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(fileno=os.dup(descriptor)) as connection,
-        ):  # else it is no socket
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                connection.getpeername()  # else it listens
-                end_with_the_host(connection, seconds)
-                found += 1
+    for descriptor, inode in files.items():
+        with contextlib.suppress(OSError):  # closed, or not a socket, or one that listens
+            if os.fstat(descriptor).st_ino != inode:
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                    connection.getpeername()
+                    act(connection)
+                    found += 1
     return found
 
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from deepseek_zero.comm import context
+from deepseek_zero.base import ending
 
 
 def busy(until: float) -> threading.Thread:
@@ -22,7 +22,7 @@ def busy(until: float) -> threading.Thread:
 
 def test_the_end_waits_for_a_thread_that_still_runs() -> None:
     thread = busy(time.monotonic() + 0.2)
-    context.drain_threads()
+    ending.drain_threads()
     assert not thread.is_alive()
 
 
@@ -31,11 +31,11 @@ def test_the_end_waits_for_no_thread_that_sleeps_and_for_none_for_ever(monkeypat
     sleeper = threading.Thread(target=release.wait, daemon=True)
     sleeper.start()
     began = time.monotonic()
-    context.drain_threads()
-    assert time.monotonic() - began < context.MOST_EXIT_SECONDS / 2
-    monkeypatch.setattr(context, "MOST_EXIT_SECONDS", 0.1)
+    ending.drain_threads()
+    assert time.monotonic() - began < ending.MOST_EXIT_SECONDS / 2
+    monkeypatch.setattr(ending, "MOST_EXIT_SECONDS", 0.1)
     thread = busy(time.monotonic() + 0.5)
-    context.drain_threads()
+    ending.drain_threads()
     assert thread.is_alive() and sleeper.is_alive()
     release.set()
     thread.join()
