@@ -32,7 +32,7 @@ from .engine import exporting
 from .engine.assemble import assemble
 from .engine.engine import Parts, StandsForModule
 from .engine.mesh_statements import choose_mesh, statements_of
-from .engine.optimizer import adopting, forget_others, granularities
+from .engine.optimizer import adopting, client_states, forget_others, granularities
 from .engine.start import Request, example_of, facts_of, listen_as_stated, parameters_of
 from .optim.registry import resolve_optimizer
 from .optim.sharded import ShardedOptimizer
@@ -209,7 +209,10 @@ class ZeroOptimizer(ScalesItself, Optimizer):
                 parts.step_settings, keep_grads=True, granularity=granularities(self.client, self.client.param_groups)
             )
             groups = list(self.client.param_groups)
-            self.sharded = ShardedOptimizer(runtime, groups, adopting(self.client), settings, parts.scaler)
+            states = client_states(self.client, runtime.plan.mesh.coordinates["tp"])
+            self.sharded = ShardedOptimizer(
+                runtime, groups, adopting(self.client), settings, parts.scaler, initial_states=states
+            )
         return self.sharded
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

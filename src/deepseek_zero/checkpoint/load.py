@@ -433,12 +433,14 @@ def restore_optimizer(
         kept = {key: value for key, value in mine.items() if key in IMPLEMENTATION_OPTIONS}
         restored.append({**mine, **saved, **kept, "params": numbers})
     before = reset_states(optimizer)
+    optimizer.load_inner({"state": {}, "param_groups": restored})  # a rank may have no state at all
     for group, found in states if states is not None else read_states(reader, manifest, optimizer, before):
         state = {number: values for number, values in found.items() if values}
         optimizer.load_inner({"state": state, "param_groups": restored})
         if group.plan.moments_external:
             found = state = {}
             trim_heap()
+    optimizer.add_missing_states()
 
 
 def split_as_saved(manifest: Manifest, keys: Callable[[str], Iterable[str]], optimizer: ShardedOptimizer) -> None:

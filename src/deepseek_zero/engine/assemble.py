@@ -99,7 +99,8 @@ def assemble(
     if stages is not None:
         settings = replace(settings, reduces_once=True, row_parts=stages.settings.row_parts(mesh.pp))
     with AllRanks(comm, "reading the model and its optimizer"):
-        shape, chosen = look_at(config, settings, model, client, params, is_part=stages is not None)
+        tp_rank = mesh.coordinates["tp"]
+        shape, chosen = look_at(config, settings, model, client, params, is_part=stages is not None, coordinate=tp_rank)
         refuse_whole_states(chosen, shape.wholes)
         refuse_split_states(chosen, model)
         refuse_other_cuts(shape.cuts, mesh.tp)
@@ -115,7 +116,9 @@ def assemble(
     scaler = scaler_of(config)
     optimizer = None
     if chosen.make is not None:
-        optimizer = ShardedOptimizer(runtime, chosen.groups, chosen.make, step_settings, scaler, plan.update)
+        optimizer = ShardedOptimizer(
+            runtime, chosen.groups, chosen.make, step_settings, scaler, plan.update, chosen.states
+        )
     runtime.loss_factor.scaler = scaler
     saving, integrity = saving_settings_of(config), integrity_settings_of(config)
     parts = Parts(
@@ -175,13 +178,14 @@ def look_at(
     params: Sequence[Any] | None,
     *,
     is_part: bool = False,
+    coordinate: int = 0,
 ) -> tuple[ModelShape, OptimizerParts]:
     """Return what a plan needs of a model and of its optimizer.
 
-    client, params: as `assemble` takes them.  is_part: as `optimizer_parts` takes it.  Local.  UsageError where the
-    optimizer holds a parameter that the model does not have, or where `settings` name modules that it does not have.
+    client, params: as `assemble` takes them.  is_part, coordinate: as `optimizer_parts` takes them.  Local.  UsageError
+    if the optimizer holds a parameter that the model does not have, or if `settings` name modules that it does not have.
     """
-    optimizer = optimizer_parts(config, model, client, params, is_part=is_part)
+    optimizer = optimizer_parts(config, model, client, params, is_part=is_part, coordinate=coordinate)
     return read_model(model, settings), optimizer
 
 

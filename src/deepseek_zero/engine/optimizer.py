@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..base.errors import UsageError, shown
@@ -15,6 +15,7 @@ from ..optim.sharded import unknown_parameter
 from ..planner.memory import MOMENT_OPTIONS
 from ..planner.update import ParamGroupPlan
 from ..sharding.ties import without_twins
+from .client_states import ClientStates
 
 if TYPE_CHECKING:  # as in engine.py
     from ..config import Config
@@ -29,7 +30,8 @@ class OptimizerParts:
     """The parts of an optimizer. groups: parameter groups, of whole parameters. make: builds it over master shards.
 
     cls: its class; None without an optimizer. granularity: of each group, how finely its state may be cut.
-    planned: the groups by their parameters' names, as the planner needs them.
+    planned: the groups by their parameters' names, as the planner needs them. states: those that a client's optimizer
+    has already.
     """
 
     cls: type[Optimizer] | None = None
@@ -37,15 +39,22 @@ class OptimizerParts:
     make: Make | None = None
     granularity: tuple[str, ...] = ()
     planned: tuple[ParamGroupPlan, ...] = ()
+    states: ClientStates | None = None
 
 
 def optimizer_parts(
-    config: Config, model: nn.Module, client: Client, params: Sequence[Any] | None, *, is_part: bool = False
+    config: Config,
+    model: nn.Module,
+    client: Client,
+    params: Sequence[Any] | None,
+    *,
+    is_part: bool = False,
+    coordinate: int = 0,
 ) -> OptimizerParts:
     """Return what the optimizer is made of; nothing where neither the client nor the configuration has one.
 
     params: parameters or parameter groups to train; None: all that require gradients.  is_part: the model has some of a
-    pipeline's stages, and what is trained of others is left out.
+    pipeline's stages, and what is trained of others is left out.  coordinate: this rank's along "tp".
     """
     if is_part:
         params = forget_others(model, client, params)
@@ -61,7 +70,8 @@ def optimizer_parts(
     if isinstance(client, Optimizer):
         cut = granularities(client, client.param_groups)
         groups = list(client.param_groups)
-        return OptimizerParts(type(client), groups, adopting(client), cut, planned_groups(model, groups, cut))
+        planned, states = planned_groups(model, groups, cut), client_states(client, coordinate)
+        return OptimizerParts(type(client), groups, adopting(client), cut, planned, states)
     if config.optimizer.type is None:
         return OptimizerParts()
     spec = resolve_optimizer(config.optimizer.type, config.optimizer.params)
@@ -127,19 +137,46 @@ def adopting(client: Optimizer) -> Make:
     """Keep the client's own object: its groups get slices for parameters, so schedulers bound to it keep working."""
 
     def adopt(groups: list[dict[str, Any]]) -> Optimizer:
-        if any(float(entry.get("step", 1)) > 0 for entry in client.state.values()):
-            raise UsageError(
-                "the optimizer has already taken a step, so it holds state for whole parameters.",
-                "Its state would have to be cut into slices.",
-                "pass a fresh optimizer and load its state from a checkpoint afterwards.",
-            )
-        if client.state:  # made at construction (Adagrad): made again over the slices
-            client.state = cast("Any", type(client))(groups).state
+        for key in [key for key in client.state if isinstance(key, Tensor)]:
+            del client.state[key]  # of whole parameters: `ClientStates` has it
         for mine, sliced in zip(client.param_groups, groups, strict=True):
             mine["params"] = sliced["params"]
         return client
 
     return adopt
+
+
+def client_states(client: Optimizer, coordinate: int) -> ClientStates | None:
+    """Return the state that a client's optimizer has for whole parameters; None without any.
+
+    Raises:
+        UsageError: The state counts steps, or a parameter group holds tensors with elements.
+    """
+    for number, group in enumerate(client.param_groups):
+        _refuse_tensors(type(client).__name__, number, group)
+    states = ClientStates(client, coordinate)
+    if counted := states.most_steps:
+        raise UsageError(
+            f"the {type(client).__name__} that was passed as optimizer has already taken steps: its state counts "
+            f"{counted:g}.",
+            "The engine counts steps from its own first one, so schedule, loss scale and optimizer would disagree.",
+            "pass a fresh optimizer and load its state from a checkpoint afterwards.",
+        )
+    return None if states.are_empty else states
+
+
+def _refuse_tensors(optimizer: str, number: int, group: Mapping[str, Any]) -> None:
+    """Raise UsageError if a parameter group keeps state itself: only `Optimizer.state` is cut."""
+    for key, value in group.items():
+        values = value.values() if isinstance(value, Mapping) else value
+        if key == "params" or not isinstance(values, Iterable) or isinstance(values, (str, Tensor)):
+            continue
+        if any(isinstance(each, Tensor) and each.dim() > 0 for each in values):
+            raise UsageError(
+                f"parameter group {number} of {optimizer} holds tensors under '{key}'.",
+                "Only what is in the optimizer's `state`, by parameter, can be cut into slices.",
+                "keep it there: self.state[param]['name'] = tensor.",
+            )
 
 
 def _groups(model: nn.Module, params: Sequence[Any] | None) -> list[dict[str, Any]]:

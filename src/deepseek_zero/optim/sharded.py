@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from ..base.device import PerDevice, ScalesItself, adopt_step_hooks, tell_schedules_of_step
 from ..base.errors import NotBuiltError, UsageError
 from ..base.log import log_once
-from ..comm.agreement import agree
+from ..comm.agreement import AllRanks, agree
 from ..comm.collectives import Pending, propagate_errors
 from ..planner.layout import MAX_IN_FLIGHT
 from ..planner.spec import R
@@ -43,6 +43,7 @@ from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
 from ..sharding.ties import without_twins
 from .adaptive_precision import AdaptivePrecision
+from .initial_states import InitialStates, states_at_construction
 from .nonfinite import NonFiniteReport
 from .one_bit_adam import OneBitAdam
 from .registry import granularity_of
@@ -139,8 +140,12 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         settings: StepSettings,
         scaler: LossScaler | None = None,
         planned: UpdatePlan | None = None,
+        initial_states: InitialStates | None = None,
     ) -> None:
-        """planned: the optimizer's part of the plan that the model was wrapped by; None: it is planned here."""
+        """planned: the optimizer's part of the plan that the model was wrapped by; None: it is planned here.
+
+        initial_states: those of a client's optimizer; None: there are none.
+        """
         self.runtime, self.settings, self.scaler = runtime, settings, scaler
         groups = without_twins(groups)
         self.overflow = False
@@ -169,7 +174,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         slices = [[shard.param for shard in shards] for shards in self.shards_by_group]
         with undecorated():
             self.inner = make_inner([{**group, "params": own} for group, own in zip(groups, slices, strict=True)])
-        self._has_states_at_once = bool(self.inner.state)  # Adagrad makes them when it is built
+        self._initial_states = initial_states
+        self._has_states_at_construction = bool(self.inner.state) or initial_states is not None  # Adagrad
         self.moments = Moments(self.inner, self.scratch)
         self.updater = Updater(self.inner, self.scratch, self.moments, settings.flow, runtime.comm.meter.clock)
         late = settings.delay_after
@@ -181,6 +187,10 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         _prefer_fused(self.inner)
         adopt_step_hooks(self, self.inner)
         self._compare_ranks()
+        if initial_states is not None:
+            with AllRanks(runtime.comm, "taking over the state of the optimizer"):
+                self.shards_by_group = [self._with_initial_states(shards) for shards in self.shards_by_group]
+                self._plan_work()
         for group in runtime.trained_groups:
             group.optimizer = weakref.ref(self)
         runtime.executor.updates = weakref.ref(self)
@@ -267,6 +277,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         for number, group in enumerate(self.inner.param_groups):
             plain = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
             lines.append(f"{type(self.inner).__name__}, parameter group {number}: {plain}")
+        lines += self._initial_states.describe() if self._initial_states is not None else []
         agree(
             self.runtime.comm,
             lines,
@@ -371,18 +382,40 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         """Add parameters to one of the user's groups."""
         if not params:
             return
-        group = self.inner.param_groups[number]
         if self.uncut[number]:
             refuse_parts(type(self.inner).__name__, zip(trained_names(params), params, strict=True))
             relayout_whole(self.runtime, [{"params": params}])
-        shards = self._cut(params, self.uncut[number])
+        shards = self._with_initial_states(self._cut(params, self.uncut[number]))
         self.shards_by_group[number] = [*self.shards_by_group[number], *shards]
         self.names_by_group[number] = trained_names(self.params_by_group[number])
-        if self._has_states_at_once and shards:
-            options = {**group, "params": [shard.param for shard in shards]}
-            with undecorated():
-                make: Any = type(self.inner)
-                self.inner.state.update(make([options]).state)
+        self._add_missing_states(number, shards)
+
+    def _with_initial_states(self, shards: Sequence[MasterShard]) -> list[MasterShard]:
+        """Return new shards, cut where counters differ, after they got the state of the client's optimizer. Local."""
+        states = self._initial_states
+        if states is None:
+            return list(shards)
+        found = list[MasterShard]()
+        for shard in shards:
+            spans = cuts_of(shard, states.counters)
+            found += self._parts_of(shard, spans if len(spans) > 1 else None)
+        for shard in found:
+            if values := states.cut_for(shard):
+                self.inner.state[shard.param] = values
+                self.moments.offload(shard, StochasticRounding(0))
+        return found
+
+    def _add_missing_states(self, number: int, shards: Sequence[MasterShard]) -> None:
+        """Let the class make the state of these shards of a group if it makes state at construction. Local."""
+        without = [shard.param for shard in shards if not self.inner.state.get(shard.param)]
+        if self._has_states_at_construction and without:
+            group = {**self.inner.param_groups[number], "params": without}
+            self.inner.state.update(states_at_construction(self.inner, group))
+
+    def add_missing_states(self) -> None:
+        """Add the state from construction for shards of which a checkpoint had none. Local."""
+        for number, shards in enumerate(self.shards_by_group):
+            self._add_missing_states(number, shards)
 
     def _shard(self, group: ParamGroup, span: ShardRange) -> MasterShard:
         assert group.master is not None

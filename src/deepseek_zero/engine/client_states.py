@@ -1,0 +1,208 @@
+"""State that a client's optimizer has when it is handed over, by whole parameter, and cut for each shard.
+
+A class may make its state in `__init__` (`torch.optim.Adagrad`), for whole parameters. `ClientStates` keeps it until
+the shards are there that hold the parameters' elements, which may be later than the start of the run if parameters are
+frozen then.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..base.errors import UsageError
+from ..checkpoint.boxes import Part, read_part
+from ..optim.updater import MasterShard, ParamOverlap
+from ..planner.layout import Shape
+from ..planner.rows import rows_of
+from ..planner.split import split_of
+from ..sharding.ties import CUT_INTO, TIED_TO
+
+STEP = "step"  # torch's name for the number of updates
+PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class WholeState:
+    """The state of one whole parameter, and the dtype that the parameter had with it."""
+
+    param: nn.Parameter
+    values: Mapping[str, Any]
+    dtype: torch.dtype
+
+
+class ClientStates:
+    """The state of a client's optimizer as it was handed over.
+
+    Args:
+        client: The optimizer, over whole parameters. Its state is referenced here and not changed.
+        coordinate: This rank's coordinate along "tp".
+    """
+
+    def __init__(self, client: Optimizer, coordinate: int = 0) -> None:
+        self._optimizer, self._coordinate = type(client).__name__, coordinate
+        self._by_param: dict[int, WholeState] = {}
+        for param, values in client.state.items():
+            if isinstance(param, Tensor) and values:  # schedulefree's `train` leaves empty entries
+                self._add(param, values)
+        self._counters = {
+            key
+            for state in self._by_param.values()
+            for key, value in state.values.items()
+            if state.param.dim() > 0 and isinstance(value, Tensor) and value.dim() == 0
+        }
+
+    def _add(self, param: Any, values: Mapping[str, Any]) -> None:
+        state = WholeState(param, dict(values), param.dtype)
+        first = param.__dict__.get(TIED_TO, param)
+        for each in first.__dict__.get(CUT_INTO, (first,)):
+            self._by_param.setdefault(id(each), state)
+
+    @property
+    def are_empty(self) -> bool:
+        """Return whether the optimizer has no state for any parameter."""
+        return not self._by_param
+
+    @property
+    def most_steps(self) -> float:
+        """Return the largest number of steps that the state of a parameter counts."""
+        found = [0.0]
+        for state in self._by_param.values():
+            steps = state.values.get(STEP)
+            if isinstance(steps, (int, float)) or (isinstance(steps, Tensor) and steps.numel() == 1):
+                found.append(float(steps))
+        return max(found)
+
+    def describe(self) -> list[str]:
+        """Return one line per state, the same on ranks whose optimizers have the same state."""
+        found = []
+        for number, state in enumerate(self._by_param.values()):
+            for key, value in state.values.items():
+                found.append(f"state '{key}' of parameter {number}: {_described(value)}")
+        return found
+
+    def counters(self, overlap: ParamOverlap) -> Hashable:
+        """Return what parameters must have in common to share a shard: kinds of state, and numbers of them."""
+        state = self._state_of(overlap)
+        if state is None:
+            return None
+        return tuple(self._counter(state, key, overlap) for key in state.values)
+
+    def _counter(self, state: WholeState, key: str, overlap: ParamOverlap) -> Hashable:
+        value = state.values[key]
+        number = self._number(state, key, value)
+        if isinstance(number, PLAIN):
+            return key, type(value), number
+        if type(value) in (Tensor, nn.Parameter) and _is_elementwise(state, key, overlap):
+            return key, value.dtype
+        return key, id(value)
+
+    def cut_for(self, shard: MasterShard) -> dict[str, Any]:
+        """Return the state of a shard whose parameters agree in `counters`.
+
+        Raises:
+            UsageError: A state has neither the parameter's shape nor is it a number, and the shard is a part of it.
+        """
+        overlaps = list(shard.overlaps())
+        states = [state for overlap in overlaps if (state := self._state_of(overlap)) is not None]
+        if not states:
+            return {}
+        return {key: self._value(shard, overlaps, states, key) for key in states[0].values}
+
+    def _value(self, shard: MasterShard, overlaps: list[ParamOverlap], states: list[WholeState], key: str) -> Any:
+        first = states[0].values[key]
+        if self._number(states[0], key, first) is not _NO_NUMBER:
+            return first.clone() if isinstance(first, Tensor) else first
+        is_whole = len(overlaps) == 1 and overlaps[0].stop - overlaps[0].start == overlaps[0].slot.numel
+        is_plain = type(first) in (Tensor, nn.Parameter)
+        if is_plain and all(_is_elementwise(state, key, each) for state, each in zip(states, overlaps, strict=True)):
+            return self._joined(shard, overlaps, states, key)
+        member = _param_of(overlaps[0])
+        if is_whole and self._part(member) is None and rows_of(member) is None:
+            return first.clone() if is_plain else first
+        shape = f" has shape {tuple(first.shape)}" if isinstance(first, Tensor) else ""
+        raise UsageError(
+            f"state '{key}' ({type(first).__name__}){shape} that {self._optimizer} has for '{overlaps[0].slot.name}', "
+            f"of shape {overlaps[0].slot.shape}, cannot be cut into slices.",
+            "Only state with the parameter's own shape, and numbers, can be cut.",
+            'give the optimizer\'s class the attribute granularity = "tensor", so that it gets whole parameters, or '
+            "let it make that state in its first step.",
+        )
+
+    def _joined(self, shard: MasterShard, overlaps: list[ParamOverlap], states: list[WholeState], key: str) -> Tensor:
+        """Return an element-wise state of a shard, put together from those of its parameters."""
+        first = states[0].values[key]
+        dtype = shard.param.dtype if first.dtype == states[0].dtype else first.dtype
+        found = torch.zeros(shard.numel, dtype=dtype, device=shard.master.update_device)
+        for overlap, state in zip(overlaps, states, strict=True):
+            flat = self._flat_of(overlap, state.values[key])
+            found[overlap.offset : overlap.offset + overlap.stop - overlap.start].copy_(
+                flat[overlap.start : overlap.stop]
+            )
+        return found.view(shard.param.shape)
+
+    def _flat_of(self, overlap: ParamOverlap, value: Tensor) -> Tensor:
+        """Return what this rank's model holds of a state, flat, of a state of the whole parameter or of this part."""
+        param, flat = _param_of(overlap), value.detach().reshape(-1)
+        rows, part = rows_of(param), self._part(param)
+        if value.shape == overlap.slot.shape:
+            return flat
+        if rows is not None:
+            return flat[rows.start : rows.start + overlap.slot.numel]
+        assert part is not None
+        pieces = read_part(part, 0, part.numel, partial(_read_flat, flat))
+        return torch.cat([values for _, values in pieces])
+
+    def _part(self, param: nn.Parameter) -> Part | None:
+        return Part.of(split_of(param), self._coordinate)
+
+    def _state_of(self, overlap: ParamOverlap) -> WholeState | None:
+        return self._by_param.get(id(_param_of(overlap)))
+
+    def _number(self, state: WholeState, key: str, value: Any) -> Any:
+        """Return a state that counts something, as a number; `_NO_NUMBER` for one with elements or of another kind."""
+        if isinstance(value, PLAIN):
+            return value
+        if not isinstance(value, Tensor) or value.dim() > 0:
+            return _NO_NUMBER
+        is_counter = state.param.dim() > 0 or key in self._counters or key == STEP
+        return value.item() if is_counter else _NO_NUMBER
+
+
+_NO_NUMBER = object()
+
+
+def _param_of(overlap: ParamOverlap) -> nn.Parameter:
+    return overlap.shard.group.members[overlap.number].param
+
+
+def _is_elementwise(state: WholeState, key: str, overlap: ParamOverlap) -> bool:
+    """Return whether a state has the shape of the parameter: the whole one's, or of the part that is here."""
+    param = _param_of(overlap)
+    rows, split = rows_of(param), split_of(param)
+    shapes: set[Shape] = {tuple(overlap.slot.shape)}
+    if rows is not None:
+        shapes.add(tuple(rows.shape))
+    if split is not None:
+        shapes.add(tuple(split.shape))
+    return tuple(state.values[key].shape) in shapes
+
+
+def _read_flat(flat: Tensor, start: int, stop: int) -> list[tuple[int, Tensor]]:
+    return [(start, flat[start:stop])]
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value) if isinstance(value, PLAIN) else type(value).__name__
+    if type(value) not in (Tensor, nn.Parameter) or value.is_meta:
+        return f"{type(value).__name__} {tuple(value.shape)}"
+    content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{value.dtype} {tuple(value.shape)} with checksum {zlib.crc32(content.data):08x}"

@@ -1,0 +1,54 @@
+"""State that an optimizer has for a parameter before its first update over slices."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..base.errors import UsageError
+from .registry import known_arguments
+from .updater import MasterShard, ParamOverlap, undecorated
+
+
+class InitialStates(Protocol):
+    """State of whole parameters that is cut for shards."""
+
+    def describe(self) -> list[str]:
+        """Return one line per state, the same on ranks that have the same state."""
+        ...
+
+    def counters(self, overlap: ParamOverlap) -> Hashable:
+        """Return what parameters must have in common to share a shard: kinds of state, and numbers of them."""
+        ...
+
+    def cut_for(self, shard: MasterShard) -> dict[str, Any]:
+        """Return the state of a shard whose parameters agree in `counters`; empty without one.
+
+        Raises:
+            UsageError: A state cannot be cut.
+        """
+        ...
+
+
+def states_at_construction(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
+    """Return the state that a class makes at construction for a group's parameters, with an optimizer's arguments.
+
+    Raises:
+        UsageError: The class cannot be built from the optimizer's defaults.
+    """
+    cls: Any = type(optimizer)
+    known = known_arguments(cls)
+    given = {key: value for key, value in optimizer.defaults.items() if key in known}
+    try:
+        with undecorated():
+            return dict(cls([dict(group)], **given).state)
+    except Exception as error:
+        raise UsageError(
+            f"parameters join {cls.__name__}, which makes its state at construction, and it cannot be built for them: "
+            f"{str(error)[:300]}.",
+            "Its state for these parameters is needed before their first update.",
+            "give the optimizer all parameters when you build it, also those that are frozen at first.",
+        ) from error
