@@ -183,7 +183,7 @@ def look_at(
     """Return what a plan needs of a model and of its optimizer.
 
     client, params: as `assemble` takes them.  is_part, coordinate: as `optimizer_parts` takes them.  Local.  UsageError
-    if the optimizer holds a parameter that the model does not have, or if `settings` name modules that it does not have.
+    if the optimizer holds a parameter that the model does not have, or if `settings` name modules that it lacks.
     """
     optimizer = optimizer_parts(config, model, client, params, is_part=is_part, coordinate=coordinate)
     return read_model(model, settings), optimizer

@@ -129,7 +129,7 @@ def on_ranks(body: Callable[[Here, Rank], Any]) -> list[Any]:
 def assert_alike(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
     for each in found:
         for name, value in expected.items():
-            torch.testing.assert_close(each[name], value, atol=2e-6, rtol=1e-5, msg=lambda text: f"{name}: {text}")
+            torch.testing.assert_close(each[name], value, atol=2e-6, rtol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("stage", range(4))
