@@ -137,7 +137,18 @@ def argument_of(operator: Any, name: str, args: tuple[Any, ...], kwargs: dict[st
     return None
 
 
+def written_by(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments of a call of one of torch's operators that it writes in place."""
+    schema = getattr(operator, "_schema", None)  # a higher-order operator has none
+    if schema is None or not schema.is_mutable:
+        return []
+    names = [each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [argument_of(operator, name, args, kwargs) for name in names]
+
+
 class _Dispatch(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, call: Dispatched, begin: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.call, self.begin = call, begin

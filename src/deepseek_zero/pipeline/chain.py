@@ -1,9 +1,10 @@
 """Finds the chain of blocks in a model, by one run on fake tensors: no memory, no arithmetic, no rewriting, no tracer.
 
-A model can be cut between two blocks where block k + 1's first argument *is* block k's output (the first element, where
-that is a tuple), and everything else a block is given depends on the inputs of the model alone.  Each stage then runs
-the model's own forward on the same inputs, with stand-ins for the blocks of others (stage.py).  `find_chain` checks
-that, and learns which parameters are used before the blocks, in each, and behind them, and what each part costs.
+A model can be cut between two blocks if block k + 1's first argument *is* block k's output (the first element, if
+that is a tuple), and if each part uses nothing else of another part: neither an argument, nor an attribute, nor an
+output that the model keeps (origins.py).  Each stage then runs the model's own forward on the same inputs, with
+stand-ins for the blocks of others (stage.py).  `find_chain` checks that, and learns which parameters are used before
+the blocks, in each, and after them, and what each part costs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +21,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
 
 from ..base.device import default_device, fake_tensors, version_of
 from ..base.errors import UsageError, brief
-from ..base.nested import map_inputs, map_tensors, tensors_in
+from ..base.nested import map_inputs, map_tensors
+from .origins import BETWEEN, Origins, Source, Sources, all_tensors
 
 
 class ChainError(UsageError):
@@ -146,6 +150,7 @@ class _FakeRun(TorchFunctionMode):
         self.flops = FlopCounterMode(display=False)
         self.counted = 0  # of them, in the parts before
         self.memory: dict[int, Any] = {}  # storages that are counted, or not to be
+        self.origins = Origins(self._source, self._used)
 
     # -- the run
 
@@ -163,12 +168,23 @@ class _FakeRun(TorchFunctionMode):
                 self.fakes[name] = nn.Parameter(faked(param), requires_grad=floats)
                 self.names[id(self.fakes[name])] = name
                 self._is_new(self.fakes[name])
+                self.origins.has_param(self.fakes[name])
             buffers = {name: faked(buffer) for name, buffer in self.model.named_buffers()}
-            handles = list(self._hooks())
+            for name, buffer in buffers.items():
+                self.origins.has_input(buffer, name)
+
+            def given_fake(tensor: Tensor) -> Tensor:
+                fake = faked(tensor)
+                self.origins.has_input(fake)
+                return fake
+
+            attributes = {module: dict(vars(module)) for module in self.model.modules()}
+            handles = [*hold_back_caches(self.model), *self._hooks()]
             try:
-                with self.flops, saved_tensors_hooks(self._saved, _unpacked), self, torch.enable_grad():
-                    given = map_inputs((tuple(args), without_cache(self.model, kwargs)), faked)
-                    state: dict[str, Any] = {**self.fakes, **buffers}
+                given = map_inputs((tuple(args), kwargs), given_fake)
+                state: dict[str, Any] = {**self.fakes, **buffers}
+                hooks = saved_tensors_hooks(self._saved, _unpacked)
+                with self.origins.recording(), self.flops, hooks, self, torch.enable_grad():
                     output = torch.func.functional_call(self.model, state, given[0], given[1], tie_weights=True)
                     self._end_part()
             except ChainError:
@@ -184,6 +200,9 @@ class _FakeRun(TorchFunctionMode):
             finally:
                 for handle in handles:
                     handle.remove()
+                for module, before in attributes.items():  # what it has kept is fake
+                    vars(module).clear()
+                    vars(module).update(before)
         if self.failure is not None:
             raise self.failure
         if self.now != len(self.parts) - 1 or self.is_inside:
@@ -191,10 +210,11 @@ class _FakeRun(TorchFunctionMode):
                 f"{self._called(self.now)} is not followed by {self._called(self.now + 1)} in the model's forward.",
                 "The blocks of a chain are called one after the other, each once.",
             )
-        if any(tensor.requires_grad for tensor in tensors_in(output)):
+        self._used(self._sources_in(output))
+        for name, (writer, user) in self.origins.shared_buffers().items():
             raise self._refused(
-                f"what follows {self._called(len(self.blocks))} uses what precedes {self._called(1)}.",
-                "The last stage has the output of the blocks and the inputs of the model, and no embeddings.",
+                f"buffer '{name}' is written in {self._called(writer)} and used in {self._called(user)}.",
+                "Each stage has a copy of it, and writes in its own blocks only.",
             )
 
     def _hooks(self) -> Iterator[Any]:
@@ -203,7 +223,7 @@ class _FakeRun(TorchFunctionMode):
             yield block.register_forward_hook(self._left(number), with_kwargs=True)
 
     def _entered(self, number: int) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if self.is_inside or self.now != number - 1:
                 raise self._refused(
                     f"{self._called(number)} is called behind {self._called(self.now)}.",
@@ -222,14 +242,20 @@ class _FakeRun(TorchFunctionMode):
                     f"the first argument of {self._called(number)} is not the output of {self._called(number - 1)}.",
                     "What is computed between two blocks would be computed by no stage.",
                 )
-            if any(tensor.requires_grad for tensor in tensors_in(given[1:])):
+            if self._sources_in(given[1:]) - {Source(number - 1, is_handed=True)}:
                 raise self._refused(
                     f"{self._called(number)} is given more than the output of {self._called(number - 1)} and what "
                     "follows from the model's inputs.",
                     "A stage has the inputs of the model, and of the stages before it one tensor.",
                 )
             self._end_part()
+            first = given[0]
+            if number == 1 and self.origins.of([first]):
+                first = self._handed(first, is_differentiated=first.requires_grad)
             self.now, self.is_inside = number, True
+            if args:
+                return (first, *args[1:]), kwargs
+            return args, {**kwargs, next(iter(kwargs)): first}
 
         return hook
 
@@ -244,24 +270,75 @@ class _FakeRun(TorchFunctionMode):
             self.is_inside = False
             self.lengths.append(len(output) if isinstance(output, tuple) else None)
             self.outputs.append(Output(tuple(first.shape), first.dtype))
-            # Cut here: what requires a gradient from now on has it from the parameters, or from before the blocks.
-            self.last_output = first.detach()
+            self.last_output = self._handed(first)
             self.last_version = version_of(self.last_output)
             if number == len(self.blocks):
                 self._end_part()
                 for fake in self.fakes.values():
                     fake.requires_grad_(False)
                 self.now += 1
-            rest = map_tensors(output[1:], Tensor.detach) if isinstance(output, tuple) else ()
+            rest = map_tensors(output[1:], self._kept) if isinstance(output, tuple) else ()
             return (self.last_output, *rest) if isinstance(output, tuple) else self.last_output
 
         return hook
 
+    # -- what was computed from what
+
+    def _handed(self, tensor: Tensor, *, is_differentiated: bool = False) -> Tensor:
+        """Return what the next part is given for a tensor of the part that ends: a tensor that aliases no other."""
+        return self._put(tensor, Source(self.now, is_handed=True), is_differentiated=is_differentiated)
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        """Return what stands for a tensor that a block returns after its first one."""
+        return self._put(tensor, Source(self.now))
+
+    def _put(self, tensor: Tensor, source: Source, *, is_differentiated: bool = False) -> Tensor:
+        found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        if is_differentiated:
+            found = found.requires_grad_().clone()  # a leaf could not be written in place
+        self.origins.put(found, source)
+        if id(tensor.untyped_storage()) in self.memory:  # counted
+            self._is_new(found)
+        return found
+
+    def _source(self) -> Source:
+        """Return the source of what is computed now."""
+        is_between = not self.is_inside and 0 < self.now <= len(self.blocks)
+        return Source(BETWEEN if is_between else self.now)
+
+    def _sources_in(self, value: Any) -> Sources:
+        tensors: list[Tensor] = []
+
+        def found(tensor: Tensor) -> Tensor:
+            tensors.append(tensor)
+            return tensor
+
+        map_tensors(value, found)
+        return self.origins.of(tensors)
+
+    def _used(self, sources: Sources) -> None:
+        """Raise ChainError if the part that runs uses what another part computes."""
+        own = self._source().part
+        if own in (0, BETWEEN):  # a later part may not use the result
+            return
+        foreign = sources - {Source(own), Source(own - 1, is_handed=True)}
+        if not foreign:
+            return
+        part, is_handed = min(foreign)
+        found = f"the output of {self._called(part)}" if is_handed else f"what {self._called(part)} computes"
+        if part == 0:
+            found = f"what precedes {self._called(1)}"
+        user = self._called(own) if own <= len(self.blocks) else f"what follows {self._called(len(self.blocks))}"
+        raise self._refused(
+            f"{user} uses {found}.",
+            "A stage has the inputs of the model, and of the stages before it one tensor.",
+        )
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func is Tensor.requires_grad_ or next(_tensors(output), None) is None:  # a shape, a dtype: no use
+        if func is Tensor.requires_grad_ or next(all_tensors(output), None) is None:  # a shape, a dtype: no use
             return output
-        for tensor in _tensors(*args, *(kwargs or {}).values()):
+        for tensor in all_tensors(*args, *(kwargs or {}).values()):
             if (name := self.names.get(id(tensor))) is not None:
                 self.parts[self.now].params[name] = tensor.numel()
                 if not self.is_inside and 0 < self.now < len(self.parts) - 1:
@@ -318,24 +395,26 @@ class _FakeRun(TorchFunctionMode):
         return error
 
 
-def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward that keeps no keys and values for a next token, where the model has the choice.
+def hold_back_caches(model: nn.Module) -> list[RemovableHandle]:
+    """Let every module that has the choice keep no keys and values for a next token, unless its caller says so.
 
-    Such a cache passes from block to block, and training has no use for it.
+    Such a cache passes from block to block, and training has no use for it. A wrapper's forward does not show the
+    choice of the model inside, so each module is told. Returns the handles of the hooks.
     """
-    if "use_cache" in kwargs or "use_cache" not in inspect.signature(model.forward).parameters:
-        return dict(kwargs)
-    return {**kwargs, "use_cache": False}
+    handles = []
+    for module in model.modules():
+        names = list(inspect.signature(module.forward).parameters)
+        if "use_cache" in names:
+            hook = partial(_without_cache, names.index("use_cache"))
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    return handles
+
+
+def _without_cache(place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) > place or kwargs.get("use_cache") is not None:
+        return None
+    return args, {**kwargs, "use_cache": False}
 
 
 def _unpacked(nothing: None) -> Tensor:
     raise AssertionError("no backward follows the run on fake tensors")
-
-
-def _tensors(*values: Any) -> Iterator[Tensor]:
-    """The tensors that an operator takes or returns."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(*value)

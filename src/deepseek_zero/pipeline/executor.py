@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..base.errors import UsageError
@@ -248,7 +249,7 @@ class _Step:
         received = self._arrived.pop((stage, micro, Kind.RECV_F), ())
         own = self.executor.stages[stage]
         with self.executor.states.forward(stage):
-            output = own.forward(self.micro_batches[micro], received)
+            output = own.forward(self.micro_batches[micro], tuple(_entered(each) for each in received))
         held = self._held[stage, micro] = _Held(received)
         if stage == self.last:
             if self.trains:
@@ -262,7 +263,8 @@ class _Step:
             held.form = form_of(outputs)
             held.edges = [get_gradient_edge(each) if each.requires_grad else None for each in outputs]
             if self._is_here(stage + 1):
-                handed = tuple(each.detach().requires_grad_(each.requires_grad) for each in outputs)
+                # Copies: what the next stage writes in place must not change what this one keeps for its backward.
+                handed = tuple(each.detach().clone().requires_grad_(each.requires_grad) for each in outputs)
                 self._arrived[stage + 1, micro, Kind.RECV_F] = handed
             else:
                 self._sending[stage, micro, Kind.SEND_F] = outputs
@@ -359,6 +361,26 @@ class _Step:
             lane.inbox.post(
                 tuple(each for each in sent if each.is_differentiated), f"gradient {micro} of stage {stage}"
             )
+
+
+class _Enter(torch.autograd.Function):
+    """What a stage received, as a tensor of its graph: a leaf that requires a gradient cannot be written in place."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        return received.data  # not a view for autograd
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _entered(received: Tensor) -> Tensor:
+    if not received.requires_grad:
+        return received
+    found: Tensor = _Enter.apply(received)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _grad_of(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..base.errors import UsageError
 from ..parallel.layers import Vocabulary
 from ..planner.split import set_copy
-from .chain import Chain, without_cache
+from .chain import Chain, hold_back_caches
 from .partition import LayerCost, partition
 
 Received = tuple[Tensor, ...]
@@ -131,6 +131,10 @@ class _LeaveForward(Exception):
         self.output = output
 
 
+class _AbsentError(UsageError, AttributeError):
+    """An attribute of a block of another stage."""
+
+
 class StandIn(nn.Module):
     """A block of another stage.  Gives its input back, in the form that the block returns.
 
@@ -143,6 +147,16 @@ class StandIn(nn.Module):
         for name, value in vars(block).items():
             if not name.startswith("_") and isinstance(value, str | int | float | bool | type(None)):
                 self.__dict__.setdefault(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise _AbsentError(
+                f"a block of another pipeline stage has no attribute '{name}' on this rank.",
+                "Each rank has its own blocks. Of the others it has plain attributes: strings, numbers and flags.",
+                "keep what the forward reads outside the blocks, or write the model as a PipelineModule.",
+            ) from None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the first argument."""
@@ -263,7 +277,6 @@ class ModelStage:
 
     def forward(self, micro: MicroBatch, received: Received = ()) -> Any:
         """Run the model's forward with this stage's blocks."""
-        kwargs = without_cache(self.model, micro.kwargs)
         rest = {key: getattr(self._box, key) for key in self._view}
         self._show(self._view)
         if self._entry is not None:
@@ -272,7 +285,7 @@ class ModelStage:
         forward: _StageForward = self.model.__dict__["forward"]
         forward.is_due = True
         try:
-            output = self.model(*micro.args, **kwargs)
+            output = self.model(*micro.args, **micro.kwargs)
         finally:
             forward.is_due = False
             self._show(rest)
@@ -346,6 +359,7 @@ def take_stages(model: nn.Module, cut: Cut, own: Sequence[int]) -> list[ModelSta
         setattr(box, key, module)
     if len(found) == 1:
         found[0].settle()
+    hold_back_caches(model)
     _drop_params(model, cut, mine, zeros)
     for name, param in model.named_parameters():
         if cut.owners[name][0] not in mine:

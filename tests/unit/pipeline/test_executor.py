@@ -48,8 +48,8 @@ def alone(make: Callable[[], nn.Module], batches: Sequence[Batch]) -> tuple[list
 
 
 @cache
-def cut_of(stages: int) -> Cut:
-    model, batch = gpt(), batch_of(0, 0, 0)
+def cut_of(stages: int, make: Callable[[], nn.Module] = gpt) -> Cut:
+    model, batch = make(), batch_of(0, 0, 0)
     return cut_chain(model, find_chain(model, (batch.tokens, batch.targets)), stages, "uniform")
 
 
@@ -68,7 +68,7 @@ def pipelined(
     def body(rank: Rank) -> tuple[list[Tensor] | None, Grads]:
         mesh = Mesh(pp=schedule.ranks).on_world(rank.size, rank.index)
         model = make()
-        cut = cut_of(schedule.stages)
+        cut = cut_of(schedule.stages, make)
         executor = PipelineExecutor(
             Links(rank.comm, mesh, schedule), take_stages(model, cut, schedule.stages_of(rank.index))
         )
@@ -103,6 +103,33 @@ def test_two_ranks_have_the_bits_of_one_process(name: str, virtual: int, reads_i
     batches = micro_batches(4)
     found = pipelined(gpt, schedule, batches, reads_in_place=reads_in_place)
     assert equal(found, alone(gpt, batches))
+
+
+class StartsInPlace(nn.Module):
+    """A block that first writes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(15, 15), nn.Linear(15, 15))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(x)
+        return found
+
+
+def starts_in_place() -> nn.Module:
+    model = gpt()
+    torch.manual_seed(0)
+    model.blocks = nn.ModuleList(StartsInPlace() for _ in model.blocks)  # type: ignore[attr-defined]
+    return model
+
+
+@pytest.mark.parametrize(("ranks", "virtual"), [(2, 1), (2, 2), (1, 2)])
+def test_a_stage_may_begin_with_a_layer_that_writes_in_place(ranks: int, virtual: int) -> None:
+    batches = micro_batches(4)
+    schedule = make_schedule("1f1b" if virtual == 1 else "interleaved", ranks, virtual, 4)
+    found = pipelined(starts_in_place, schedule, batches)
+    assert equal(found, alone(starts_in_place, batches))
 
 
 @pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), ("interleaved", 2), ("breadth_first", 2)])

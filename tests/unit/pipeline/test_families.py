@@ -32,6 +32,19 @@ GROUPED = {**SIZES, "num_key_value_heads": 2}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
+class Wrapped(nn.Module):
+    """A model inside a module whose forward does not show that the model can keep a cache."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
+        found = self.net(input_ids=input_ids, attention_mask=attention_mask)
+        found["loss"] = nn.functional.cross_entropy(found.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return found
+
+
 def model_of(family: str) -> nn.Module:
     need(find_spec("transformers") is not None, "transformers")
     import transformers as hf
@@ -49,6 +62,7 @@ def model_of(family: str) -> nn.Module:
         "opt": lambda: hf.OPTForCausalLM(hf.OPTConfig(**opt, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0)),
         "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**SIZES, **NO_DROPOUT)),
         "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**t5, decoder_start_token_id=0)),
+        "wrapped": lambda: Wrapped(hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED))),
         "albert": lambda: hf.AlbertForMaskedLM(hf.AlbertConfig(**SIZES, embedding_size=16)),
     }
     torch.manual_seed(0)
@@ -74,7 +88,7 @@ def alone(model: nn.Module, cut: Cut) -> tuple[list[Tensor], dict[str, Tensor]]:
     return losses, {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 
-FAMILIES = ["llama", "mistral", "qwen2", "gemma2", "gpt2", "gpt_neox", "opt", "bert"]
+FAMILIES = ["llama", "mistral", "qwen2", "gemma2", "gpt2", "gpt_neox", "opt", "bert", "wrapped"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -126,6 +126,132 @@ class Given(Tower):
         return self.last(x)
 
 
+class Collecting(Tower):
+    """A head over the outputs of all blocks, which need no gradient where `detaches`."""
+
+    detaches = False
+
+    def forward(self, x: Tensor) -> Any:
+        x, kept = self.first(x), []
+        for block in self.blocks:
+            x = block(x)
+            kept.append(x.detach() if self.detaches else x)
+        return self.last(x + torch.stack(kept).mean(0))
+
+
+class CollectingDetached(Collecting):
+    detaches = True
+
+
+class Returning(Tower):
+    def forward(self, x: Tensor) -> Any:
+        x, kept = self.first(x), []
+        for block in self.blocks:
+            x = block(x)
+            kept.append(x)
+        return self.last(x), kept
+
+
+class Statistic(Tower):
+    """Blocks that leave a number without a gradient, which the loss is multiplied by."""
+
+    class Inner(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            self.statistic = x.detach().square().mean()
+            return super().forward(x)
+
+    def block(self, number: int) -> nn.Module:
+        return self.Inner()
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) * sum(block.statistic for block in self.blocks)
+
+
+class Auxiliary(Statistic):
+    class Inner(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            found = super().forward(x)
+            self.statistic = found.square().mean()
+            return found
+
+
+class Earlier(Tower):
+    """Each block is given the mean of the input of the block before."""
+
+    class Inner(Block):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return super().forward(x) * scale
+
+    def block(self, number: int) -> nn.Module:
+        return self.Inner()
+
+    def forward(self, x: Tensor) -> Any:
+        x = early = self.first(x)
+        for block in self.blocks:
+            x, early = block(x, early.detach().mean()), x
+        return self.last(x)
+
+
+class Secret(Tower):
+    """A block that reads what an earlier one has left in a list."""
+
+    class Inner(Block):
+        def __init__(self, left: list[Tensor]) -> None:
+            super().__init__()
+            self.left = left
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = super().forward(x)
+            if len(self.left) > 1:
+                found = found + self.left[0]
+            self.left.append(found.detach())
+            return found
+
+    def block(self, number: int) -> nn.Module:
+        self.__dict__.setdefault("left", [])
+        return self.Inner(self.__dict__["left"])
+
+
+class Counted(Tower):
+    """A buffer that the last block writes, and that scales the input of the next forward."""
+
+    class Inner(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += 1
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.blocks[3].register_buffer("seen", self.seen)
+
+    def block(self, number: int) -> nn.Module:
+        return self.Inner() if number == 3 else Block()
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x * (1 + self.seen))
+
+
+class Drawing(Tower):
+    """Each block is given noise that is drawn before the blocks."""
+
+    def forward(self, x: Tensor) -> Any:
+        x, noise = self.first(x), torch.rand(15)
+        for block in self.blocks:
+            x = block(x, noise)
+        return self.last(x)
+
+    class Inner(Block):
+        def forward(self, x: Tensor, noise: Tensor) -> Tensor:
+            return super().forward(x) * noise
+
+    def block(self, number: int) -> nn.Module:
+        return self.Inner()
+
+
 class Some(Tower):
     def between(self, number: int, block: nn.Module, x: Tensor) -> Any:
         return x if number == 2 else block(x)
@@ -153,6 +279,15 @@ class Two(nn.Module):
         (Skipping, "what follows 'blocks.3' uses what precedes 'blocks.0'"),
         (Given, "'blocks.0' is given more than"),
         (Some, "'blocks.3' is called behind 'blocks.1'"),
+        (Collecting, "what follows 'blocks.3' uses the output of 'blocks.0'"),
+        (CollectingDetached, "what follows 'blocks.3' uses the output of 'blocks.0'"),
+        (Returning, "what follows 'blocks.3' uses the output of 'blocks.0'"),
+        (Statistic, "what follows 'blocks.3' uses what 'blocks.0' computes"),
+        (Auxiliary, "what follows 'blocks.3' uses what 'blocks.0' computes"),
+        (Earlier, "'blocks.0' is given more than"),
+        (Secret, "'blocks.2' uses what 'blocks.0' computes"),
+        (Counted, "buffer 'seen' is written in 'blocks.3' and used in what precedes the blocks"),
+        (Drawing, "'blocks.0' is given more than"),
         (Two, "cannot run on fake tensors"),
         (lambda: nn.Linear(15, 3), "has no list of blocks"),
     ],
@@ -192,17 +327,41 @@ class Tied(Gpt):
         self.head.weight = self.tokens.weight
 
 
-@pytest.mark.parametrize("make", [Tower, Tuples, lambda: Gpt(4), Tied, lambda: whole_sequential()])
+class Own(Tower):
+    """Blocks with values of their own that nothing else reads, and values that follow from the inputs alone."""
+
+    class Inner(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("load", torch.ones(15))
+
+        def forward(self, x: Tensor, mask: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+            self.largest = x.detach().abs().amax((0, 1))
+            with torch.no_grad():
+                self.load.mul_(0.5).add_(self.largest)
+            return super().forward(x * mask) * scale + zero + self.load
+
+    def block(self, number: int) -> nn.Module:
+        return self.Inner()
+
+    def forward(self, x: Tensor) -> Any:
+        mask, x = x > 0, self.first(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x, mask, x.mean() if number else torch.ones(()), torch.zeros_like(x))
+        return self.last(x) + mask.sum()
+
+
+@pytest.mark.parametrize("make", [Tower, Tuples, Own, lambda: Gpt(4), Tied, lambda: whole_sequential()])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_stages_one_after_the_other_are_the_model(make: Callable[[], nn.Module], stages: int) -> None:
     torch.manual_seed(3)
     model = make()
     batch = batch_of(0, 0, 0)
     args = (batch.tokens, batch.targets) if isinstance(model, Gpt) else (X,)
-    loss = model(*args)
+    whole = copy.deepcopy(model)
+    loss = whole(*args)
     loss.backward()
-    expected = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
-    model.zero_grad()
+    expected = {name: param.grad for name, param in whole.named_parameters() if param.grad is not None}
     found, grads = run_stages(model, stages, *args)
     assert torch.equal(found, loss)
     assert grads.keys() == expected.keys()
@@ -282,11 +441,23 @@ def test_the_sample_changes_nothing() -> None:
             return nn.Sequential(nn.Linear(15, 15), nn.BatchNorm1d(5), nn.Dropout(0.5))
 
     model = Counting()
+    model.blocks[0].register_forward_hook(lambda module, args, output: setattr(module, "seen", output))
     before, state = torch.random.get_rng_state(), copy.deepcopy(model.state_dict())
     find_chain(model, (X,))
     assert torch.equal(torch.random.get_rng_state(), before)
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
     assert all(param.grad is None for param in model.parameters())
+    assert not hasattr(model.blocks[0], "seen")
+
+
+def test_an_attribute_of_another_stages_block_is_refused_by_name() -> None:
+    model = Tuples(4)
+    take_stages(model, cut_chain(model, find_chain(model, (X,)), 2), [1])
+    block: Any = model.blocks[0]
+    assert block.kind == "own"
+    assert not hasattr(block, "aux")
+    with pytest.raises(UsageError, match="a block of another pipeline stage has no attribute 'aux'"):
+        block.aux  # noqa: B018
 
 
 def test_the_loss_is_found_or_its_absence_is_told() -> None:
