@@ -52,6 +52,33 @@ def test_every_module_and_name_of_deepspeeds_can_be_imported(as_deepspeed: None)
     assert len(inventory()) > 700 and seen > 9000
 
 
+def run_module(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python -m NAME` behind the name deepspeed."""
+    given = os.environ | dropin.child_environment({"PYTHONPATH": SOURCE, "PATH": os.environ["PATH"]})
+    command = [sys.executable, "-m", name, *arguments]
+    return subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "name", ["deepspeed.checkpoint.ds_to_universal", "deepspeed.utils.zero_to_fp32", "deepspeed.launcher.runner"]
+)
+def test_modules_that_are_programs_run_by_name(name: str) -> None:
+    done = run_module(name, "--help")
+    assert done.returncode == 0 and done.stdout.startswith("usage: deepspeed"), done.stderr
+
+
+@pytest.mark.parametrize("name", ["deepspeed.env_report", "deepspeed.runtime.constants"])
+def test_a_module_that_is_no_program_here_does_not_end_as_if_it_had_run(name: str) -> None:
+    done = run_module(name)
+    assert done.returncode != 0 and "deepseek_zero" in done.stderr
+
+
+def test_the_version_stands_beside_its_dunder(as_deepspeed: None) -> None:
+    import deepspeed
+
+    assert deepspeed.version == deepspeed.__version__ == VERSION and deepspeed.git_hash == deepspeed.git_branch
+
+
 def test_a_class_that_is_not_built_can_be_named_and_not_made(as_deepspeed: None) -> None:
     from deepspeed import InferenceEngine as same
     from deepspeed import init_inference

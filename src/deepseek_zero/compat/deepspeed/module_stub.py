@@ -139,7 +139,8 @@ class _Modules(MetaPathFinder, InspectLoader):
     ) -> ModuleSpec | None:
         if not fullname.startswith("deepspeed.") or not is_dropin_imported() or fullname not in _modules():
             return None
-        return ModuleSpec(fullname, self, is_package=True)
+        # `python -m` runs no package, and gives the origin to the program as its own name.
+        return ModuleSpec(fullname, self, origin=fullname, is_package=bool(submodules(fullname)))
 
     def exec_module(self, module: ModuleType) -> None:
         names: Any = module
@@ -151,9 +152,10 @@ class _Modules(MetaPathFinder, InspectLoader):
             setattr(module, name, look_up(module.__name__, name))
 
     def get_source(self, fullname: str) -> str:
-        """Return what `python -m` runs: the module's own `main`, where it has one."""
-        main = "main" in homes(fullname)
-        return f"from {fullname} import main\nraise SystemExit(main())\n" if main else ""
+        """Return what `python -m` runs: the module's `main`, which raises an error if it is not built."""
+        if "main" in public_names(fullname):
+            return f"from {fullname} import main\nraise SystemExit(main())\n"
+        return f"raise SystemExit('{fullname} is no program in deepseek_zero, which stands in for DeepSpeed here.')\n"
 
     def get_code(self, fullname: str) -> CodeType:
         return compile(self.get_source(fullname), f"<{fullname}>", "exec")

@@ -15,6 +15,7 @@ PROVIDED: dict[str, dict[str, str]] = {
         "deepseek_zero.compat.deepspeed.constants": (
             "ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER HAS_TRITON LAMB_OPTIMIZER LION_OPTIMIZER ZeROOptimizer"
         ),
+        "deepseek_zero.compat.deepspeed.git_version_info": "git_branch git_hash version",
     },
     "deepspeed.accelerator.abstract_accelerator": {
         "deepseek_zero.compat.deepspeed.accelerator": "DeepSpeedAccelerator",
