@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import math
 import os
 import threading
@@ -27,7 +28,7 @@ from .errors import PeerError, UsageError, shown
 from .log import log_first, logger, speak
 from .network import lead_gloo
 from .restarts import MEETING, separate_starts
-from .world import World, ask_mpi, discover, meeting_place
+from .world import World, ask_mpi, discover, meeting_place, refuse_lone_process, suspect_lone_process
 
 # Evidence ends a wait (comm/flight_recorder.py), never patience: a rank that loads data for an hour is late, not dead.
 PATIENCE = timedelta(days=7)
@@ -315,6 +316,9 @@ def init_distributed(
         found = replace(found, port=port)
     found = meeting_place(os.environ, ask_mpi(os.environ, found))
     if found.size == 1:
+        refuse_lone_process(os.environ)
+        if warning := suspect_lone_process(os.environ):
+            log_first(str(warning), logging.WARNING)
         return False
     os.environ.update(found.variables())  # where torch looks, and scripts that ask for LOCAL_RANK
     device = default_device()

@@ -473,6 +473,12 @@ ENGINES = (
         "DSTACK_MASTER_NODE_IP",
         num_gpus="DSTACK_GPUS_PER_NODE",
     ),
+    NodeWords(
+        "LeaderWorkerSet",
+        "LWS_GROUP_SIZE",
+        "LWS_WORKER_INDEX",
+        "LWS_LEADER_ADDRESS",
+    ),
 )
 # PyTorchJob's words for its pods, which are torchrun's for ranks: without LOCAL_RANK they may number machines.
 PODS = NodeWords("RANK and WORLD_SIZE", "WORLD_SIZE", "RANK", "MASTER_ADDR", port="MASTER_PORT")
@@ -579,6 +585,71 @@ def _refuse_lone_process(environ: Mapping[str, str], launcher: Launcher | None) 
                 "start the script with `deepseek-zero run script.py`, which reads these variables; "
                 f"{ALONE}=1 means one process on purpose.",
             )
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """A variable which suggests that a process without a launcher was meant to be one of several.
+
+    least: the least value that suggests it. counts: variables that settle it if they are 2 or more.
+    """
+
+    name: str
+    least: int
+    counts: tuple[str, ...]
+    why: str
+    fix: str
+
+
+_INDEXED_JOB = Suspicion(
+    "JOB_COMPLETION_INDEX",
+    0,
+    ("NNODES", "NUM_NODES"),
+    "Each pod of an indexed Kubernetes Job would train a model of its own.",
+    "start the script in every pod with `deepseek-zero run --num-nodes PODS --node-rank $JOB_COMPLETION_INDEX "
+    f"--master-addr FIRST_POD train.py`; {ALONE}=1 means one process on purpose.",
+)
+_SLURM_WHY = "Without srun a command of a Slurm job is one process on the job's first machine."
+_SLURM_FIX = f"start the script with `srun python train.py`; {ALONE}=1 means one process on purpose."
+_SUSPICIONS = (
+    _INDEXED_JOB,
+    Suspicion("SLURM_JOB_NUM_NODES", 2, ("SLURM_NTASKS",), _SLURM_WHY, _SLURM_FIX),
+    Suspicion("SLURM_NNODES", 2, ("SLURM_NTASKS",), _SLURM_WHY, _SLURM_FIX),
+    Suspicion("SLURM_NTASKS", 2, (), _SLURM_WHY, _SLURM_FIX),
+)
+
+
+def suspect_lone_process(environ: Mapping[str, str]) -> UsageError | None:
+    """Return what to warn of if a process that trains alone was probably meant to be one of several; else None."""
+    found = _suspicion_of(environ)
+    if found is None:
+        return None
+    return UsageError(f"{found.name}={environ[found.name]}, and no launcher says more.", found.why, found.fix)
+
+
+def refuse_lone_process(environ: Mapping[str, str]) -> None:
+    """Raise UsageError if a second variable confirms that a process that trains alone is one of several."""
+    found = _suspicion_of(environ)
+    for count in () if found is None else found.counts:
+        if _value_of(environ, count) >= 2:
+            assert found is not None
+            raise UsageError(
+                f"{found.name}={environ[found.name]} and {count}={environ[count]}, and this process has no rank.",
+                found.why,
+                found.fix,
+            )
+
+
+def _suspicion_of(environ: Mapping[str, str]) -> Suspicion | None:
+    if environ.get(ALONE) == "1" or TORCHRUN.size in environ or _launcher_of(environ) is not None:
+        return None
+    return next((each for each in _SUSPICIONS if _value_of(environ, each.name) >= each.least), None)
+
+
+def _value_of(environ: Mapping[str, str], name: str) -> int:
+    """Return a variable as a number; -1 if it is none."""
+    text = environ.get(name, "")
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else -1
 
 
 # -- the running process

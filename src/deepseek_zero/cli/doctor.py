@@ -27,7 +27,7 @@ from rich.table import Table
 
 from deepseek_zero.base import memory
 from deepseek_zero.base.errors import StorageError, UsageError
-from deepseek_zero.base.world import ask_mpi, discover, meeting_place, nodes_of
+from deepseek_zero.base.world import ask_mpi, discover, meeting_place, nodes_of, suspect_lone_process
 from deepseek_zero.cli.agent import gpus_of_this_machine
 from deepseek_zero.cli.nodes import THREAD_VARIABLES, Machine, allowed_cores
 from deepseek_zero.compat.deepspeed.dropin import DIRECTORY, is_dropin_active
@@ -106,6 +106,8 @@ def _world() -> Finding:
     except UsageError as error:
         return Finding("world", "unclear", str(error), Severity.BAD)
     if found.size == 1:
+        if warning := suspect_lone_process(os.environ):
+            return Finding("world", "one process", str(warning), Severity.BAD)
         return Finding("world", "one process", f"source: {found.source}")
     places = {"local rank": (found.local_rank, found.local_size), "host": (found.node, found.nodes)}
     told = "".join(f"; {place} {here} of {many}" for place, (here, many) in places.items() if None not in (here, many))

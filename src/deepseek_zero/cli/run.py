@@ -27,7 +27,7 @@ from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.launch import DEAD_AFTER, DEFAULT_DEAD_AFTER, MESH, TLS, checked_dead_after
 from deepseek_zero.base.log import logger
 from deepseek_zero.base.network import lead_gloo
-from deepseek_zero.base.world import Nodes, discover, nodes_of
+from deepseek_zero.base.world import Nodes, discover, nodes_of, suspect_lone_process
 from deepseek_zero.cli.lifeline import Lifeline
 from deepseek_zero.cli.nodes import Asked, Machine, NodePlan, allowed_cores, plan_node
 from deepseek_zero.cli.ranks import Command, Outcome, Target
@@ -266,6 +266,9 @@ def _said(asked: Asked) -> Nodes | None:
         if asked.hostfile is None and asked.num_nodes is None:
             raise
         return None
+    warning = suspect_lone_process(os.environ)
+    if warning is not None and said is None and asked.num_nodes is None and asked.hostfile is None:
+        logger.warning(str(warning))
     with suppress(UsageError):  # variables that ranks here will not see
         if said is None and asked.num_nodes is None and (outer := discover(os.environ)).size > 1:
             logger.warning(

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.base.world import Nodes, discover, meeting_place, nodes_of
+from deepseek_zero.base.world import (
+    Nodes,
+    discover,
+    meeting_place,
+    nodes_of,
+    refuse_lone_process,
+    suspect_lone_process,
+)
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("launchers.json").read_text())
 FIRST, LOGIN = "10.77.0.1", "10.77.0.3"  # rank 0's host; the one that some commands were given on
@@ -71,6 +78,12 @@ def test_a_process_of_its_own_is_a_world_of_one(case: str) -> None:
     assert (found.rank, found.size, found.source) == (0, 1, LONE[case])
     assert meeting_place(row["environ"], found) is found
     assert nodes_of(row["environ"]) is None
+    warning = suspect_lone_process(row["environ"])
+    assert (warning is not None) == (LONE[case] == "no launcher")
+    if warning is not None:
+        assert "SLURM_JOB_NUM_NODES=2" in str(warning) and "srun python train.py" in warning.fix
+        with pytest.raises(UsageError, match=r"SLURM_JOB_NUM_NODES=2 and SLURM_NTASKS=4"):
+            refuse_lone_process(row["environ"])
 
 
 @pytest.mark.parametrize("case", [case for case, (_, address) in WORLDS.items() if address in (None, LOGIN)])

@@ -282,6 +282,7 @@ KUBEFLOW = {
     "PET_MASTER_ADDR": "job-node-0-0.job",
     "PET_MASTER_PORT": "29400",
 }
+LWS = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "job-0.job.default"}
 LAUNCHERS_OF_SRUN = SRUN | {
     "SLURM_STEP_NUM_TASKS": "2",
     "SLURM_STEP_NUM_NODES": "2",
@@ -301,6 +302,7 @@ LAUNCHERS_OF_SRUN = SRUN | {
         ({**KUBEFLOW, "PET_NNODES": "2:2"}, Nodes("PET_*", 2, 1, "auto", None, "job-node-0-0.job", 29400)),
         (SKYPILOT, Nodes("SkyPilot", 2, 1, None, 8, "10.0.0.4")),
         (DSTACK, Nodes("dstack", 2, 1, None, None, "10.0.0.6")),
+        (LWS, Nodes("LeaderWorkerSet", 2, 1, None, None, "job-0.job.default")),
         ({**SKYPILOT, "PET_NPROC_PER_NODE": "4"}, Nodes("SkyPilot", 2, 1, "4", 8, "10.0.0.4")),
         (
             {**LAUNCHERS_OF_SRUN, "PET_NPROC_PER_NODE": "4"},
@@ -344,7 +346,7 @@ def test_launchers_that_would_each_train_are_refused(environ: dict[str, str], sa
 
 
 @pytest.mark.parametrize(
-    "environ", [KUBEFLOW, SKYPILOT, DSTACK, {"PET_NNODES": "1:2"}, {**DSTACK, "WORLD_SIZE": "1", "RANK": "0"}]
+    "environ", [KUBEFLOW, SKYPILOT, DSTACK, LWS, {"PET_NNODES": "1:2"}, {**DSTACK, "WORLD_SIZE": "1", "RANK": "0"}]
 )
 def test_a_command_that_runs_on_several_machines_and_is_no_rank_is_refused(environ: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=r"=(1:)?2, and this process is no rank of a world") as caught:
@@ -430,3 +432,53 @@ def test_mpi4py_is_asked_where_nothing_else_says_where_ranks_meet(monkeypatch: p
     monkeypatch.setattr(world, "import_module", import_module)
     assert world.ask_mpi(MPICH, unknown) is unknown, "mpi4py cannot be imported"
     assert found.address and meeting_place({}, found) is found
+
+
+POD = {"JOB_COMPLETION_INDEX": "0"}
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        (POD, "JOB_COMPLETION_INDEX=0"),
+        ({"JOB_COMPLETION_INDEX": "3"}, "JOB_COMPLETION_INDEX=3"),
+        (BATCH, "SLURM_JOB_NUM_NODES=2"),
+        ({"SLURM_NNODES": "2"}, "SLURM_NNODES=2"),
+        ({"SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS": "4"}, "SLURM_NTASKS=4"),
+        ({"SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS": "1"}, None),
+        ({"JOB_COMPLETION_INDEX": ""}, None),
+        ({}, None),
+        ({**POD, "DEEPSEEK_ZERO_ALONE": "1"}, None),
+        ({**POD, "RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({**POD, **TORCHRUN}, None),
+        ({**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
+    ],
+)
+def test_a_process_that_was_probably_not_meant_to_train_alone_is_warned(
+    environ: dict[str, str], said: str | None
+) -> None:
+    warning = world.suspect_lone_process(environ)
+    world.refuse_lone_process(environ)
+    assert (warning is None) == (said is None)
+    if warning is not None:
+        assert said is not None and said in str(warning)
+        assert "DEEPSEEK_ZERO_ALONE=1" in warning.fix
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({**BATCH, "SLURM_NTASKS": "2"}, "SLURM_JOB_NUM_NODES=2 and SLURM_NTASKS=2"),
+        ({**POD, "NNODES": "2"}, "JOB_COMPLETION_INDEX=0 and NNODES=2"),
+    ],
+)
+def test_a_lone_process_is_refused_if_another_variable_counts_more(environ: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        world.refuse_lone_process(environ)
+    world.refuse_lone_process({**environ, "DEEPSEEK_ZERO_ALONE": "1"})
+
+
+def test_a_pod_with_a_world_but_no_rank_is_refused() -> None:
+    with pytest.raises(UsageError, match="WORLD_SIZE=2 but RANK is not set"):
+        discover({**POD, "WORLD_SIZE": "2"})
