@@ -224,3 +224,28 @@ def test_where_the_file_system_knows_no_locks_the_second_job_is_warned(
         build().save_checkpoint(tmp_path, tag="two")
         engine.save_checkpoint(tmp_path, tag="three")
     assert not said
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("tag", [None, "newest"])
+def test_a_folder_without_checkpoints_is_a_warning_that_names_the_folder_that_is_meant(
+    tmp_path: Path, tag: str | None
+) -> None:
+    engine = build()
+    engine.save_checkpoint(tmp_path / "run" / "checkpoints")
+    if here() == 0:
+        (tmp_path / "run" / "checkpoint").mkdir()
+    dist.barrier()
+    meant = str(tmp_path / "run" / "checkpoints")
+    for asked in ("run", "run/checkpoint5", "run/checkpoint", "runs/checkpoints", "run/checkpoints/global_step7"):
+        with warnings_of() as said:
+            assert engine.load_checkpoint(tmp_path / asked, tag=tag) == (None, None)
+        if here() == 0 and asked != "run/checkpoints/global_step7":
+            assert len(said) == 1 and "training starts from the beginning" in said[0]
+            assert f"Did you mean '{meant}'" in said[0], asked
+    with warnings_of() as said:
+        assert engine.load_checkpoint(tmp_path / "elsewhere", tag=tag) == (None, None)
+    # A program that asks for the newest checkpoint finds none at its first start.
+    assert len(said) == (here() == 0 and tag is None)
+    if said:
+        assert f"'{tmp_path / 'elsewhere'}' does not exist" in said[0] and "Did you mean" not in said[0]

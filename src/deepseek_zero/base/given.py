@@ -4,11 +4,17 @@ was.
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from .errors import UsageError, shown
+from .errors import NotBuiltError, UsageError, shown
+
+# Two letters at least: "C:/x" is a path.  One slash is enough: pathlib makes "s3:/x" of "s3://x".
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def refuse(call: str, name: str, value: Any, wanted: str, fix: str) -> UsageError:
@@ -23,8 +29,31 @@ def path_of(call: str, name: str, value: Any) -> Path:
     if isinstance(value, str | os.PathLike):
         text = os.fspath(value)
         if isinstance(text, str) and "\0" not in text:
+            refuse_url(f"{call}({name}={shown(value)})", text)
             return Path(text)
     raise refuse(call, name, value, "the path of a file or a directory", "pass a text or a pathlib.Path.")
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path begins with the scheme of a URL, such as s3:// or file://."""
+    return _URL.match(os.fspath(path)) is not None
+
+
+URL_REASON = "Files are on a file system that the hosts have mounted; object stores are not built."
+URL_FIX = "mount the store and name the folder, or write to a local folder and copy it; write ./ before a folder s3:."
+
+
+def refuse_url(what: str, path: str | os.PathLike[str]) -> None:
+    """Raise NotBuiltError if `path` is a URL.  what: the path, as the caller gave it."""
+    if is_url(path):
+        raise NotBuiltError(f"{what} is a URL.", URL_REASON, URL_FIX)
+
+
+def did_you_mean(name: str, choices: Collection[str]) -> str:
+    """Return " (did you mean ...?)" with the closest of `choices`, or nothing."""
+    by_case = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(name.lower(), list(by_case), n=1, cutoff=0.6)
+    return f" (did you mean {by_case[close[0]]!r}?)" if close else ""
 
 
 def whole_number(call: str, name: str, value: Any, least: int, most: int | None = None) -> int:

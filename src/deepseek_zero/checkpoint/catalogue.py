@@ -25,9 +25,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 
 from ..base.errors import CheckpointError
+from ..base.given import did_you_mean
 from ..base.log import log_once
 from ..comm.collectives import Comm
 from . import files
@@ -36,6 +38,8 @@ from .layouts import SLICES, Layout, is_checkpoint, layout_of
 from .lockstep import run_and_gather
 from .staging import STAGING_LOCK
 from .verify import NO_FILES, Fault, FileSubset, check_headers, verify
+
+MOST_NAMED = 3  # directories that a message suggests
 
 STALE_SAVE_SECONDS = 3600.0
 MAX_FAULTS_SHOWN = 3  # faults named of one checkpoint that is passed over
@@ -165,10 +169,10 @@ def existing_folder(directory: Path, tag: str) -> Path:
     folder = tag_folder(directory, checked_tag(tag))
     if folder.exists():
         return folder
-    raise CheckpointError(
-        f"{directory} holds no checkpoint {tag!r}.",
-        fix=f"choose one of: {', '.join(sorted(tags_in(directory))) or 'none is there'}.",
-    )
+    tags = sorted(tags_in(directory))
+    near = ", ".join(f"'{path}'" for path in near_directories(directory)) if not tags else ""
+    fix = f"choose one of: {', '.join(tags) or near or 'none is there'}."
+    raise CheckpointError(f"{directory} holds no checkpoint {tag!r}{did_you_mean(tag, tags)}.", fix=fix)
 
 
 def replaced_path(folder: Path) -> Path:
@@ -212,6 +216,31 @@ def is_single_checkpoint(path: Path) -> bool:
     """Return whether a path is one checkpoint or export, not a directory of them (which may hold an export, too)."""
     layout = layout_of(path)
     return layout is not None and (layout.has_states or not tags_in(path))
+
+
+def near_directories(directory: Path) -> list[Path]:
+    """List directories of checkpoints that may be meant by `directory`, which holds none: inside it, or spelled alike.
+
+    Names are compared at the first part of the path that does not exist, and at the last part.
+    """
+    missing = directory.absolute()
+    found = _subdirectories(missing)
+    rest: tuple[str, ...] = ()
+    while missing.parent != missing:
+        siblings = {path.name: path for path in _subdirectories(missing.parent)}
+        for name in get_close_matches(missing.name, siblings, cutoff=0.6):
+            found.append(siblings[name].joinpath(*rest))
+        if missing.parent.is_dir():
+            break
+        rest = (missing.name, *rest)
+        missing = missing.parent
+    return [path for path in found if path != directory.absolute() and tags_in(path)][:MOST_NAMED]
+
+
+def _subdirectories(directory: Path) -> list[Path]:
+    with suppress(OSError):
+        return sorted(path for path in directory.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return []
 
 
 def _hidden(directory: Path) -> list[tuple[Path, str, str]]:

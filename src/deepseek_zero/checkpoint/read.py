@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError
+from ..base.given import refuse_url
 from .boxes import READ_NUMEL, Part, boxes_of, copy_shared
 from .catalogue import is_single_checkpoint, latest_tag
 from .format import BUFFER, MANIFEST, VALUE, WEIGHT, WHOLE, Manifest, SavedChunk, checked_tag, decode, missing_elements
@@ -246,6 +247,7 @@ def resolve_checkpoint(path: Path, tag: str | None) -> Path:
 
     CheckpointError where there is neither.
     """
+    refuse_url(f"'{path}'", path)
     if tag is None and is_single_checkpoint(path):
         return path
     chosen = tag if tag is not None else latest_tag(path)

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..base.errors import CheckpointError
+from ..base.given import refuse_url
 from . import files
 
 STAGING_LOCK = ".writing"
@@ -31,6 +32,7 @@ class StagedOutput:
     """
 
     def __init__(self, final: Path) -> None:
+        refuse_url(f"'{final}'", final)
         self.final, self.path, self._lock = final, staging_path(final), -1
 
     def open(self) -> None:
@@ -137,6 +139,7 @@ def staged_output(out: Path) -> Iterator[StagedOutput]:
 @contextmanager
 def in_turn(out: Path) -> Iterator[None]:
     """Let processes of this host that make the same output run the block one behind the other."""
+    refuse_url(f"'{out}'", out)
     files.make_folders(out.parent)
     descriptor = os.open(out.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -14,10 +14,20 @@ from typing import Annotated, Any
 import typer
 
 from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.given import refuse_url
 
 app = typer.Typer(no_args_is_help=True, help="Look into checkpoints, check every byte, convert them, remove old ones.")
 
-Where = Annotated[Path, typer.Argument(metavar="DIR", help="A directory of checkpoints, or one checkpoint in it.")]
+
+def _local(path: Path) -> Path:
+    refuse_url(f"'{path}'", path)
+    return path
+
+
+Where = Annotated[
+    Path,
+    typer.Argument(metavar="DIR", help="A directory of checkpoints, or one checkpoint in it.", callback=_local),
+]
 Tag = Annotated[str | None, typer.Option("--tag", help="Only this checkpoint of the directory.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -58,7 +68,10 @@ def verify_command(where: Where, tag: Tag = None, json: AsJson = False) -> None:
 def convert_command(
     where: Where,
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="What to write, a file for pth, else a directory; not there yet.")
+        Path,
+        typer.Argument(
+            metavar="OUT", help="What to write, a file for pth, else a directory; not there yet.", callback=_local
+        ),
     ],
     to: Annotated[Form, typer.Option("--to", help="What to write.")] = Form.SAFETENSORS,
     dtype: Annotated[
@@ -82,7 +95,7 @@ def convert_command(
 
 @app.command("prune")
 def prune_command(
-    where: Annotated[Path, typer.Argument(metavar="DIR", help="A directory of checkpoints.")],
+    where: Annotated[Path, typer.Argument(metavar="DIR", help="A directory of checkpoints.", callback=_local)],
     keep_last: Annotated[
         int | None,
         typer.Option("--keep-last", min=1, help="Keep so many of the newest. Default: all.", show_default=False),

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.given import refuse_url
 from deepseek_zero.base.launch import DEAD_AFTER, DEFAULT_DEAD_AFTER, MESH, TLS, checked_dead_after
 from deepseek_zero.base.log import logger
 from deepseek_zero.base.network import lead_gloo
@@ -290,6 +291,8 @@ def _command(options: RunOptions) -> Command:
         raise UsageError("No script was given.", fix="deepseek-zero run [options] script.py args...")
     if options.module and options.no_python:
         raise UsageError("--module and --no_python are mutually exclusive.", fix="Give one of them.")
+    if options.log_dir is not None:
+        refuse_url(f"--log-dir {options.log_dir}", options.log_dir)
     target, *args = options.command
     kind = Target.MODULE if options.module else Target.PROGRAM if options.no_python else Target.SCRIPT
     source = _source(kind, target)

@@ -17,9 +17,10 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from ..base.errors import ConfigError, shown
+from ..base.given import URL_FIX, URL_REASON, is_url
 from ..base.log import log_first, log_once, speak
 from ..base.other_optimizers import OTHER_OPTIMIZERS
-from .fields import Milestone, Section, Status, advice, declared, instead_of, subsection
+from .fields import Milestone, Section, Status, advice, declared, instead_of, rows, subsection
 from .layer_specs import check_layer_specs
 from .normalise import Normaliser
 from .raw_config import Problem, Problems, RawConfig, lookup
@@ -120,11 +121,20 @@ def check(values: Mapping[str, Any], autos: Set[str], problems: Problems) -> Non
     _vertical(values, problems)
     _schedules(values, problems)
     _parking(values, problems)
+    _paths(values, problems)
     _pipeline(values, problems)
     check_layer_specs(lookup(values, "tensor_parallel.partition_config") or {}, problems)
     _packages(values, problems)
     _feedback(values, problems)
     _not_built(Config, values, "", None, problems)
+
+
+def _paths(values: Mapping[str, Any], problems: Problems) -> None:
+    for row in rows(Config):
+        value = lookup(values, row.path)
+        is_path = row.path.endswith(("path", "output_file", "_dir")) and row.status is Status.EFFECTIVE
+        if is_path and isinstance(value, str) and is_url(value):
+            problems.add(row.path, f"{shown(value)} is a URL: {URL_REASON}", URL_FIX, value)
 
 
 def _precision(values: Mapping[str, Any], problems: Problems) -> None:

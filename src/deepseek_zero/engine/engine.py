@@ -26,7 +26,7 @@ from ..attention.layer import SparseAttention
 from ..base.capabilities import Capabilities
 from ..base.device import allocated_bytes
 from ..base.errors import StorageError, UsageError
-from ..base.given import whole_number
+from ..base.given import path_of, whole_number
 from ..base.log import log_once, logger
 from ..base.mesh import Mesh
 from ..base.quantities import format_bytes, format_count, format_seconds
@@ -722,6 +722,8 @@ class Engine(StandsForModule):
 
         picture: where rank 0 also draws plan and schedule, mesh and pipeline, as a PNG.
         """
+        if picture is not None:
+            path_of("explain", "picture", picture)
         if picture is not None and is_rank_zero():
             draw(self.current_plan(), picture)
         parked = self.parts.recompute.explain() if self.parts.recompute is not None else []
@@ -763,6 +765,8 @@ class Engine(StandsForModule):
 
         picture: where rank 0 draws bytes over operators, as a PNG.  Operators take longer meanwhile.
         """
+        if picture is not None:
+            path_of("memory_trace", "picture", picture)
         recompute = self.parts.recompute
         trace = traced(
             self.runtime, self.optimizer, recompute.extents if recompute is not None else list, self.parts.pipeline

@@ -26,6 +26,7 @@ from ..checkpoint.catalogue import (
     apply_retention,
     existing_folder,
     latest_tag,
+    near_directories,
     newest_good_of_all,
     tags_in,
 )
@@ -268,7 +269,8 @@ def load_checkpoint(engine: Trainer, directory: str | Path, tag: Any, restore: R
 
     tag "newest": the newest checkpoint of which every byte is right, in any layout.  It is loaded with a warning where
     `latest` is missing or empty beside checkpoints: a run that has been saved does not begin again.  Without any
-    checkpoint the answer is (None, None), and a line in the log.  CheckpointError on every rank, and an unchanged
+    checkpoint the answer is (None, None), and the log has a warning (with tag "newest" a line, unless a folder with
+    checkpoints is spelled alike).  CheckpointError on every rank, and an unchanged
     engine, where the checkpoint does not fit or (restore.verify) is damaged.
     """
     engine.parts.saver.finish()
@@ -318,14 +320,21 @@ def _choose_checkpoint(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, b
             "Name a tag to load another one.",
             logging.WARNING,
         )
-    elif newest is None and chosen:
-        log_once(f"no checkpoint in {folder}: training starts from the beginning.")
-    elif newest is None:
-        log_once(
-            f"Unable to find latest file at {folder / LATEST}, if trying to load latest checkpoint please ensure "
-            "this file exists or pass an explicit checkpoint tag when loading a checkpoint."
-        )
+    elif newest is None and comm.rank == 0:
+        _warn_of_nothing(folder, is_expected=bool(chosen))
     return folder, newest or "", True
+
+
+def _warn_of_nothing(folder: Path, *, is_expected: bool) -> None:
+    """Log that a folder holds no checkpoint, and which ones may be meant.
+
+    is_expected: a program that asks for the newest checkpoint at each start finds none at the first one.
+    """
+    near = near_directories(folder)
+    where = f"no checkpoint in '{folder.absolute()}'" if folder.is_dir() else f"'{folder.absolute()}' does not exist"
+    hint = f" Did you mean {' or '.join(repr(str(path)) for path in near)}?" if near else ""
+    level = logging.INFO if is_expected and not near else logging.WARNING
+    log_once(f"{where}: nothing is loaded, and training starts from the beginning.{hint}", level)
 
 
 def _asks_for_newest(folder: Path, tag: Any) -> bool:

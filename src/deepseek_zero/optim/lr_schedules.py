@@ -25,8 +25,9 @@ from torch.optim import lr_scheduler as torch_schedules
 
 from ..base.device import tell_schedules_of_step
 from ..base.errors import ConfigError, DeepSeekZeroError, UsageError, shown
+from ..base.given import did_you_mean
 from ..base.log import log_once
-from .registry import checked_arguments, nearest
+from .registry import checked_arguments
 from .updater import undecorated
 
 __all__ = [
@@ -444,7 +445,7 @@ def resolve_schedule(
     cls = by_case.get(str(name).lower())
     if cls is None:
         raise ConfigError(
-            f"DeepSpeed does not recognize LR scheduler {str(name)[:100]}{nearest(str(name)[:100], choices)}.",
+            f"no learning-rate schedule is called {str(name)[:100]}{did_you_mean(str(name)[:100], choices)}.",
             fix=f"name one of {', '.join(VALID_LR_SCHEDULES)} or one of torch.optim.lr_scheduler, or pass a scheduler.",
         )
     settings = checked_arguments(f"scheduler {shown(name)}", cls, params)

@@ -6,7 +6,6 @@ JSON `params` dictionary to the keyword arguments of a class, with every problem
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Collection, Iterable, Mapping
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 
 from deepseek_zero.base.device import default_device
 from deepseek_zero.base.errors import ConfigError, DeepSeekZeroError, NotBuiltError, shown
+from deepseek_zero.base.given import did_you_mean
 from deepseek_zero.base.log import log_once
 from deepseek_zero.base.other_optimizers import OTHER_OPTIMIZERS
 from deepseek_zero.optim.lamb import Lamb
@@ -156,7 +156,7 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> OptimizerSpec:
         raise NotBuiltError(f"optimizer {shown(name)} is not built: {other.why}.", fix=f"{other.use}.")
     if key not in _NAMED and key not in _TORCH:
         raise ConfigError(
-            f"optimizer {shown(name)} is not known{nearest(key[:100], [*VALID_OPTIMIZERS, *OTHER_OPTIMIZERS])}.",
+            f"optimizer {shown(name)} is not known{did_you_mean(key[:100], [*VALID_OPTIMIZERS, *OTHER_OPTIMIZERS])}.",
             fix=f"name one of {', '.join(VALID_OPTIMIZERS)}, or pass an optimizer instance.",
         )
     _refuse_max_grad_norm(params)
@@ -288,15 +288,8 @@ def checked_arguments(
     return fitted
 
 
-def nearest(name: str, choices: Collection[str]) -> str:
-    """' (did you mean ...?)' with the closest of `choices`, or nothing."""
-    by_case = {choice.lower(): choice for choice in choices}
-    close = difflib.get_close_matches(name.lower(), list(by_case), n=1, cutoff=0.6)
-    return f" (did you mean {by_case[close[0]]!r}?)" if close else ""
-
-
 def _unknown(name: str, valid: Collection[str]) -> str:
-    return f"{shown(name)} is not a parameter{nearest(name[:_LONGEST_NAME], valid)}"
+    return f"{shown(name)} is not a parameter{did_you_mean(name[:_LONGEST_NAME], valid)}"
 
 
 def _is_auto(value: object) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import NotBuiltError
+from ..base.given import refuse_url
 from ..base.quantities import format_bytes
 from .measure import MemoryRow, common_unit, states_of
 from .records import StepRecord
@@ -154,6 +155,7 @@ def add_titles(axes: Any, title: str, subtitle: str) -> None:
 def save_figure(figure: Any, path: Path | str) -> None:
     """Write a picture whole: a reader never finds half of it."""
     path = Path(path)
+    refuse_url(f"'{path}'", path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
     figure.savefig(unfinished, format="png", facecolor="white")

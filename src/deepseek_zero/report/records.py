@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from ..base.errors import UsageError
+from ..base.given import refuse_url
 from ..base.world import is_rank_zero
 
 JSONL_NAME = "metrics.jsonl"
@@ -80,6 +81,7 @@ class RecordWriter:
 
 def read_records(folder: Path | str) -> list[StepRecord]:
     """The records of a folder's metrics.jsonl by step; a half-written last line is left out."""
+    refuse_url(f"'{folder}'", folder)
     path = Path(folder) / JSONL_NAME
     by_step: dict[int, StepRecord] = {}
     for number, line in enumerate(_complete_lines(path.read_bytes()), start=1):

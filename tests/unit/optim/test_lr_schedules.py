@@ -217,7 +217,7 @@ def test_a_torch_schedule_is_found_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("WarmUp", {}, r"DeepSpeed does not recognize LR scheduler WarmUp \(did you mean 'WarmupLR'\?\)"),
+        ("WarmUp", {}, r"no learning-rate schedule is called WarmUp \(did you mean 'WarmupLR'\?\)"),
         ("WarmupLR", {"warmup_steps": 3}, r"'warmup_steps' is not a parameter \(did you mean 'warmup_num_steps'\?\)"),
         ("WarmupDecayLR", {}, "'total_num_steps' is missing"),
         ("WarmupLR", {"warmup_num_steps": 2.5}, "warmup_num_steps is 2.5"),

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ...base.errors import UsageError
-from ...base.given import refuse
+from ...base.given import path_of, refuse
 from ...base.log import log_once
 from ...checkpoint import weights
 from ...config.raw_config import lookup
@@ -149,7 +149,7 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
     A wrapped model takes them into slices and masters.  One that will be wrapped may be on the meta device or built
     under zero.Init: each rank reads its slices alone, and `initialize` goes on from there.
     """
-    weights.load_weights(model, path, strict)
+    weights.load_weights(model, path_of("load_weights", "path", path), strict)
     for session in {shard.session for shard in map(owner_of, model.parameters()) if isinstance(shard, init.InitShard)}:
         show_ds_names(session)
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ....base.errors import UsageError
+from ....base.given import refuse_url
 
 Array = np.ndarray[Any, Any]
 
@@ -114,6 +115,7 @@ class MMapIndexedDatasetBuilder:
         if self._dtype not in _DTYPES:
             names = ", ".join(np.dtype(each).name for each in _DTYPES)
             raise UsageError(f"{self._dtype} not supported.", fix=f"choose one of {names}.")
+        refuse_url(f"'{os.fspath(out_file)}'", out_file)
         self._data_file = open(out_file, "wb")  # noqa: SIM115  # finalize closes it
         self._sizes: list[int] = []
         self._doc_idx = [0]
