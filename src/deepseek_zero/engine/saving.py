@@ -189,6 +189,8 @@ def save_checkpoint(
         )
     trainer = {name: getattr(engine, name) for name in COUNTERS}
     trainer["global_samples"] -= num_begun * engine._batch.micro * engine.mesh.data_size
+    batch = engine._batch
+    trainer["batch"] = {"train": batch.train, "micro": batch.micro, "accumulation": batch.accumulation}
     trainer["scaler"] = engine.parts.scaler.state_dict() if engine.parts.scaler is not None else None
     delay = engine.optimizer.delayed if engine.optimizer is not None else None
     trainer["owed"] = delay.state_dict() if delay is not None else None
@@ -347,6 +349,7 @@ def _restore_counters(engine: Trainer, loaded: Loaded, restore: Restore) -> None
     for name in COUNTERS:
         setattr(engine, name, int(saved[name]))
     engine.micro_steps = engine.global_steps * engine._batch.accumulation
+    _warn_of_other_batch(engine, saved.get("batch"))
     if engine.optimizer is not None and restore.moments:
         engine.optimizer.updater.updates = engine.global_steps - engine.skipped_steps
         if engine.optimizer.delayed is not None:
@@ -363,6 +366,26 @@ def _restore_counters(engine: Trainer, loaded: Loaded, restore: Restore) -> None
         engine.training_dataloader.load_state_dict(saved["data"])
     if restore.schedule and engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
+
+
+def _warn_of_other_batch(engine: Trainer, saved: Mapping[str, Any] | None) -> None:
+    """Warn if a step takes another number of samples than it did before the checkpoint."""
+    now = engine._batch
+    if saved is None or saved["train"] == now.train:
+        return
+    before = _factors(saved["train"], saved["micro"], saved["accumulation"])
+    after = _factors(now.train, now.micro, now.accumulation)
+    log_once(
+        f"the global batch was {saved['train']} samples a step when the checkpoint was saved, and is {now.train} now: "
+        f"micro-batch x accumulation x ranks was {before} and is {after}.  The losses will differ from those of one "
+        f'run.  To keep the batch, write "train_batch_size": {saved["train"]} into the configuration and leave '
+        '"gradient_accumulation_steps" out; else adjust the learning rate.',
+        logging.WARNING,
+    )
+
+
+def _factors(train: int, micro: int, accumulation: int) -> str:
+    return f"{micro} x {accumulation} x {train // (micro * accumulation)}"
 
 
 def _without_implementation_options(owed: dict[str, Any] | None) -> dict[str, Any] | None:

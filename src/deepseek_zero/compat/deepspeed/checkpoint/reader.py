@@ -32,6 +32,11 @@ MODEL, MODEL_OF_RANK = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+BATCH_KEYS = {  # of ds_config, by our names
+    "train": "train_batch_size",
+    "micro": "train_micro_batch_size_per_gpu",
+    "accumulation": "gradient_accumulation_steps",
+}
 IDENTITY_KEY = "deepseek_zero"  # what this library says in ds_config of a file: {"run": which save, "rank": whose}
 # What DeepSpeed itself puts beside the caller's client_state.
 RESERVED_KEYS = frozenset(
@@ -144,6 +149,7 @@ def _completed(
         name: int(first.get(name) or 0) for name in ("global_steps", "global_samples", "skipped_steps")
     }
     trainer |= {"scaler": _scaler(first, optimizers), "lr_scheduler": first.get("lr_scheduler")}
+    trainer["batch"] = _batch(first)
     if (curriculum := first.get("data_sampler")) is not None:
         given = int(curriculum.get("consumed_samples", 0))
         trainer["data"] = {"epoch": 0, "samples": given, "curriculum": curriculum}
@@ -151,6 +157,28 @@ def _completed(
     _refuse_gaps(found)
     found.plain = {"groups": groups, "trainer": trainer, "client": client}
     return found
+
+
+def _batch(first: Mapping[str, Any]) -> dict[str, int] | None:
+    """Return the batch sizes of the run that saved a checkpoint; None if its configuration does not say them."""
+    config = first.get("ds_config") or {}
+    train, micro, accumulation = (_size(config.get(key)) for key in BATCH_KEYS.values())
+    ranks = _size(first.get("dp_world_size"))
+    if not ranks:
+        return None
+    if not accumulation:
+        accumulation = train // (micro * ranks) if train and micro else 1
+    if not micro:
+        micro = train // (max(accumulation, 1) * ranks)
+    if not train:
+        train = micro * accumulation * ranks
+    is_known = train > 0 and train == micro * accumulation * ranks
+    return {"train": train, "micro": micro, "accumulation": accumulation} if is_known else None
+
+
+def _size(value: Any) -> int:
+    """Return a size that a configuration states as a number; 0 for "auto" and for nothing."""
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 def _tensor_parallel(folder: Path, ranks: int) -> CheckpointError:

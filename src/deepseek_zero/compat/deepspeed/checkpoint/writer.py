@@ -32,6 +32,7 @@ from ....checkpoint.safetensors_file import cast, dtype_name, dtype_named
 from ....checkpoint.staging import staged_output
 from ....precision.loss_scale import LossScaleSettings
 from .reader import (
+    BATCH_KEYS,
     IDENTITY_KEY,
     MODEL,
     MODEL_OF_RANK,
@@ -92,17 +93,18 @@ def write_rank(source: OpenCheckpoint, folder: Path, layout: DeepSpeedTarget, ra
     if layout.stage:
         prefix = "bf16_" if layout.dtype == torch.bfloat16 else ""
         state = _partitioned(source, layout, rank, groups) if layout.stage == 3 else _flat(source, layout, rank, groups)
-        param_groups = {"optimizer_state_dict": state, "ds_config": _config(layout, rank), "ds_version": LAYOUT}
+        param_groups = {"optimizer_state_dict": state, "ds_config": _config(source, layout, rank), "ds_version": LAYOUT}
         _save(param_groups, folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
 
 
-def _config(layout: DeepSpeedTarget, rank: int) -> dict[str, Any]:
+def _config(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> dict[str, Any]:
     """Return the ds_config entry: it says which save and rank a file belongs to.  DeepSpeed reads nothing back."""
     return {
         IDENTITY_KEY: {"run": layout.run, "rank": rank},
         "zero_optimization": {"stage": layout.stage},
         "bf16": {"enabled": layout.dtype == torch.bfloat16},
         "fp16": {"enabled": layout.dtype == torch.float16},
+        **{BATCH_KEYS[name]: value for name, value in (source.plain["trainer"].get("batch") or {}).items()},
     }
 
 
@@ -182,7 +184,7 @@ def _model_state(
         **{name: trainer[name] for name in ("skipped_steps", "global_steps", "global_samples")},
         "dp_world_size": layout.ranks,
         "mp_world_size": 1,
-        "ds_config": _config(layout, rank),
+        "ds_config": _config(source, layout, rank),
         "ds_version": LAYOUT,
         **client,
     }
