@@ -113,6 +113,9 @@ class Texts(dict[str, str]):
     def silences(self) -> dict[int, float]:
         return {}
 
+    def say_farewell(self) -> None:
+        pass
+
 
 class Piece:
     """A tensor that other ranks read, or write, where it lies; its owner alone counts as holding it."""

@@ -329,16 +329,29 @@ def test_a_death_before_the_survivor_waits_is_an_error_too() -> None:
     ends_during(1, "killed", STAGE_2, late_survivor=True)
 
 
-@pytest.mark.ranks(2, timeout=60, dies=[1])
-def test_unequal_numbers_of_batches_name_the_rank_that_ran_out() -> None:
+def unequal_batches(short: int, wait_after: float = 0.0) -> None:
+    """Give one rank fewer batches. wait_after: seconds for which the others stay away from the next collective."""
     model = seeded(Model)
     engine = engine_for(model, STAGE_3)
-    batches = 4 if here() == 0 else 2
-    with pytest.raises(PeerError, match=r"rank 1 has ended.*\n.*unequal numbers of batches"):
-        for step in range(batches):
+    with pytest.raises(PeerError, match=rf"rank {short} has ended.*\n.*unequal numbers of batches"):
+        for step in range(4):
+            if step == 2 and here() == short:
+                finish_this_program()
+            if step == 2:
+                time.sleep(wait_after)
             engine.backward(loss_of(engine, here(), step))
             engine.step()
-        finish_this_program()
+
+
+@pytest.mark.ranks(2, timeout=60, dies=[1])
+def test_unequal_numbers_of_batches_name_the_rank_that_ran_out() -> None:
+    unequal_batches(short=1)
+
+
+@pytest.mark.ranks(2, timeout=60, dies=[0])
+@pytest.mark.parametrize("wait_after", [0.0, 5.0])
+def test_unequal_numbers_of_batches_are_named_though_rank_0_ended_which_kept_the_board(wait_after: float) -> None:
+    unequal_batches(short=0, wait_after=wait_after)
 
 
 # -- ranks that do different things ------------------------------------------------------------------------------------

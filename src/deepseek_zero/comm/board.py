@@ -6,6 +6,7 @@ is one operation with a key and a value, an answer is a text; both are limited b
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -53,6 +54,8 @@ LOOK_SECONDS = 0.25  # between looks for such a sign, while a rank waits for an 
 SEND_SECONDS = 1.0  # for another rank to take an answer that it asked for
 _REQUEST = struct.Struct("!BII")
 _ANSWER = struct.Struct("!BI")
+_NOTHING, _TEXT, _FAREWELL = range(3)  # how an answer begins
+FAREWELL_SECONDS = 1.0  # for the farewell to leave
 
 
 class Operation(IntEnum):
@@ -82,9 +85,10 @@ class Board:
         self._texts: dict[str, str] = {}
         self._added: dict[str, tuple[int, str]] = {}  # by who asked: the last request and its answer
         self._lock = threading.Lock()
+        self._asking: dict[int, socket.socket] = {}  # by descriptor
         self._idle: dict[int, socket.socket] = {}  # by rank of another host, over which kernels hear each other
         self._door = door
-        door.admit(role, lambda connection, rank: door.watch(connection, _Reader(self, connection, door).read))
+        door.admit(role, self._take_asking)
         door.admit(Role.LIFE, self._take_idle)
 
     def set(self, key: str, value: str) -> bool:
@@ -129,9 +133,29 @@ class Board:
         found = {rank: silence_of(connection) for rank, connection in tuple(self._idle.items())}
         return {rank: seconds for rank, seconds in found.items() if seconds is not None}
 
+    def say_farewell(self) -> None:
+        """Send the whole table to every rank that has asked for a line, before this process ends."""
+
+        def send() -> None:
+            payload = json.dumps(self._texts).encode()
+            for connection in list(self._asking.values()):
+                with contextlib.suppress(OSError):  # its end is gone, or does not listen
+                    _send(connection, _FAREWELL, payload)
+
+        self._door.call(send, FAREWELL_SECONDS)
+
     def close(self) -> None:
         """Listen to nobody any more."""
         self._door.close()
+
+    def _take_asking(self, connection: socket.socket, rank: int) -> None:
+        self._asking[connection.fileno()] = connection
+        self._door.watch(connection, _Reader(self, connection).read)
+
+    def drop_asking(self, connection: socket.socket) -> None:
+        """Close a connection over which a rank has asked. Only on the door's thread."""
+        del self._asking[connection.fileno()]
+        self._door.unwatch(connection)
 
     def _take_idle(self, connection: socket.socket, rank: int) -> None:
         ask_for_life(connection)
@@ -156,8 +180,8 @@ class Board:
 class _Reader:
     """One rank's requests, as they arrive."""
 
-    def __init__(self, board: Board, connection: socket.socket, door: Door) -> None:
-        self._board, self._connection, self._door = board, connection, door
+    def __init__(self, board: Board, connection: socket.socket) -> None:
+        self._board, self._connection = board, connection
         self._came = bytearray()
 
     def read(self) -> None:
@@ -173,7 +197,7 @@ class _Reader:
             return
         except (OSError, ValueError, TypeError):  # gone, deaf, or no protocol of ours
             pass
-        self._door.unwatch(self._connection)
+        self._board.drop_asking(self._connection)
 
     def _answer_one(self) -> bool:
         """Answer one request if it is whole; ValueError where it cannot be one."""
@@ -189,11 +213,14 @@ class _Reader:
         value = self._came[_REQUEST.size + key_bytes : end].decode()
         del self._came[:end]
         found = self._board.ask(Operation(operation), key, value).text
-        payload = (found or "").encode()
-        self._connection.settimeout(SEND_SECONDS)
-        self._connection.sendall(_ANSWER.pack(found is not None, len(payload)) + payload)
-        self._connection.setblocking(False)
+        _send(self._connection, _NOTHING if found is None else _TEXT, (found or "").encode())
         return True
+
+
+def _send(connection: socket.socket, kind: int, payload: bytes) -> None:
+    connection.settimeout(SEND_SECONDS)
+    connection.sendall(_ANSWER.pack(kind, len(payload)) + payload)
+    connection.setblocking(False)
 
 
 _ACTIONS: Mapping[Operation, Callable[[Board, str, str], str | None]] = {
@@ -234,20 +261,43 @@ class FarBoard:
         self._is_owed = False  # what was asked over it last has no answer yet
         self._quiet_until = 0.0  # it did not answer lately: until then nobody waits for it
         self._unreachable_since: float | None = None
+        self._farewell: dict[str, str] | None = None  # the table as rank 0 left it when its program ended
         self._idle: socket.socket | None = None
         self._watches = watches
         self._connect(ANSWER_SECONDS)
 
     def set(self, key: str, value: str) -> bool:
         """Write a text; return whether it stands there."""
-        return self.ask(Operation.SET, key, value) is not None
+        if self._has_farewell():
+            return False
+        try:
+            return self.ask(Operation.SET, key, value) is not None
+        except RuntimeError:
+            if self._farewell is None:  # else it came in place of an answer
+                raise
+            return False
 
     def look(self, key: str) -> str | None:
         """Return the text under a key; None if there is none, or if nothing is known."""
-        if time.monotonic() < self._quiet_until:
-            return None
-        answer = self._ask(Operation.LOOK, key, "", HURRIED_SECONDS)
-        return None if answer is None else answer.text
+        if not self._has_farewell() and time.monotonic() >= self._quiet_until:
+            try:
+                if (answer := self._ask(Operation.LOOK, key, "", HURRIED_SECONDS)) is not None:
+                    return answer.text
+            except RuntimeError:
+                if self._farewell is None:
+                    raise
+        return None if self._farewell is None else self._farewell.get(key)
+
+    def _has_farewell(self) -> bool:
+        """Return whether rank 0's program has ended, and left the table here."""
+        with self._lock:
+            if self._farewell is None and self._connection is not None and not self._is_owed:
+                with contextlib.suppress(OSError, ValueError):  # it broke: the next question finds that out
+                    self._take_farewell(self._connection)
+            return self._farewell is not None
+
+    def say_farewell(self) -> None:
+        """Do nothing: the board stays."""
 
     def ask(self, operation: Operation, key: str, value: str = "") -> Answer | None:
         """Have a request done; return None if it is not known whether it was."""
@@ -346,18 +396,35 @@ class FarBoard:
     def _answer(self, connection: socket.socket, seconds: float) -> Answer | None:
         poll, until = select.poll(), time.monotonic() + seconds
         poll.register(connection, select.POLLIN)
-        while not poll.poll(LOOK_SECONDS * 1000):
-            self._raise_if_silent()
-            if time.monotonic() > until:
-                if self._is_heard():
-                    return None
-                raise TimeoutError
-        is_there, size = _ANSWER.unpack(receive_exactly(connection, _ANSWER.size))
+        while True:
+            while not poll.poll(LOOK_SECONDS * 1000):
+                self._raise_if_silent()
+                if time.monotonic() > until:
+                    if self._is_heard():
+                        return None
+                    raise TimeoutError
+            kind, text = self._receive(connection)
+            if kind != _FAREWELL:
+                self._is_owed = False
+                return Answer(text if kind == _TEXT else None)
+
+    def _take_farewell(self, connection: socket.socket) -> None:
+        """Read what came over a connection that owes no answer."""
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        while poll.poll(0):
+            kind, _ = self._receive(connection)
+            if kind != _FAREWELL:
+                raise ConnectionResetError("an answer of a board to nothing")
+
+    def _receive(self, connection: socket.socket) -> tuple[int, str]:
+        kind, size = _ANSWER.unpack(receive_exactly(connection, _ANSWER.size))
         if size > MOST_TEXT:
             raise ConnectionResetError("no answer of a board")
         text = receive_exactly(connection, size).decode()
-        self._is_owed = False
-        return Answer(text if is_there else None)
+        if kind == _FAREWELL:
+            self._farewell = {str(key): str(value) for key, value in json.loads(text).items()}
+        return kind, text
 
     def _is_heard(self) -> bool:
         """Return whether rank 0's host surely is there: it is this one, or its kernel answers."""

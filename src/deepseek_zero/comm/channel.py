@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -358,6 +359,7 @@ class Door:
         self._poll = select.poll()
         self._sockets: dict[int, socket.socket] = {self._listener.fileno(): self._listener}
         self._wake, self._waker = socket.socketpair()
+        self._calls: deque[Callable[[], None]] = deque()
         self._is_closing = False
         self._poll.register(self._listener, select.POLLIN)
         self._poll.register(self._wake, select.POLLIN)
@@ -382,6 +384,19 @@ class Door:
         del self._watched[connection.fileno()]
         self._poll.unregister(connection)
         connection.close()
+
+    def call(self, action: Callable[[], None], seconds: float) -> bool:
+        """Run an action on this door's thread; return whether it ended within so many seconds."""
+        done = threading.Event()
+
+        def act() -> None:
+            action()
+            done.set()
+
+        self._calls.append(act)
+        with contextlib.suppress(OSError):  # closed
+            self._waker.send(b"\0")
+        return done.wait(seconds)
 
     def close(self) -> None:
         """Stop listening, and close what is watched; other connections that were admitted stay."""
@@ -417,7 +432,11 @@ class Door:
         return max(0.0, first.until - time.monotonic()) * 1000 + 1
 
     def _look_at(self, descriptor: int) -> None:
-        if (watched := self._watched.get(descriptor)) is not None:
+        if descriptor == self._wake.fileno():
+            self._wake.recv(1)
+            while self._calls:
+                self._calls.popleft()()
+        elif (watched := self._watched.get(descriptor)) is not None:
             watched[1]()
         elif (connection := self._sockets.get(descriptor)) is self._listener:
             self._accept()

@@ -83,6 +83,10 @@ class Store(Protocol):
         """Return for how many seconds the hosts of some ranks on other hosts have answered nothing, by rank."""
         ...
 
+    def say_farewell(self) -> None:
+        """Let the other ranks read the table after this process has ended, if this process keeps it."""
+        ...
+
 
 class FlightRecorder:
     """Lines that ranks write for each other in one small key-value store. All methods are local and never wait for a
@@ -116,6 +120,11 @@ class FlightRecorder:
                 self._said[topic] = text
         except RuntimeError:
             self._is_gone = True
+
+    def say_farewell(self) -> None:
+        """Let the other ranks read all lines after this process has ended, if it keeps them."""
+        with contextlib.suppress(RuntimeError):  # rank 0 is gone
+            self._store.say_farewell()
 
     def withdraw(self, topic: str) -> None:
         """Remove this rank's line."""
@@ -290,5 +299,6 @@ def _post_end_at_exit(recorder: FlightRecorder) -> None:
                 alive.stay_for_others()
         else:
             alive.post("ended", "its program finished")
+        alive.say_farewell()
 
     atexit.register(say_goodbye)

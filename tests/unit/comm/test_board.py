@@ -56,6 +56,26 @@ def test_lines_are_read_by_all_and_written_over(door: Door, far: Make) -> None:
     assert second.look("waiting/1") == ""
 
 
+def test_lines_are_read_after_the_process_with_the_board_has_said_farewell_and_ended(door: Door, far: Make) -> None:
+    board, first, second = Board(door), far(1), far(2)
+    first.set("waiting/1", "a collective")
+    board.set("ended/0", "its program finished")
+    board.say_farewell()
+    door.close()
+    for each in (first, second):
+        assert (each.look("waiting/1"), each.look("ended/0")) == ("a collective", "its program finished")
+        assert each.look("raised/0") is None
+        assert not each.set("waiting/1", "a later one")
+
+
+def test_the_end_of_the_board_without_a_farewell_is_an_error(door: Door, far: Make) -> None:
+    Board(door)
+    first = far(1)
+    door.close()
+    with pytest.raises(RuntimeError, match="rank 0, which keeps the board, has ended"):
+        first.look("ended/0")
+
+
 def test_a_stranger_writes_nothing_and_the_others_go_on(door: Door, far: Make) -> None:
     board, friend = Board(door), far(1)
     with pytest.raises(Refused):
