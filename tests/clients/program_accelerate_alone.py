@@ -10,3 +10,4 @@ accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3, gradien
 model = torch.nn.Linear(8, 1)
 loader = DataLoader(TensorDataset(torch.ones(32, 8)), batch_size=4)
 accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
+print(f"rank={accelerator.process_index}/{accelerator.num_processes}\n", end="", flush=True)  # noqa: T201

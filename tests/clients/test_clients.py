@@ -76,6 +76,19 @@ def test_an_accelerate_that_counted_one_process_is_told_on_every_rank_what_to_do
     assert "train_batch_size is not equal" not in errors
 
 
+@BY_HAND
+def test_an_unmodified_accelerate_program_counts_cpu_ranks_if_a_variable_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    need_client("accelerate")
+    monkeypatch.setenv("DEEPSEEK_ZERO_CPU_RANKS", "1")
+    launch = ["exec", "torchrun", "--standalone", "--nproc-per-node", "2"]
+    process = start([*OURS, *launch], "program_accelerate_alone.py")
+    out, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors[-4000:]
+    assert sorted(line for line in out.split() if line.startswith("rank")) == ["rank=0/2", "rank=1/2"]
+
+
 SCRIPT = """
 import argparse
 import deepspeed

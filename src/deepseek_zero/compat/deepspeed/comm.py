@@ -27,6 +27,7 @@ from ...base.given import whole_number
 from ...base.mesh import PATIENCE, default_backend
 from ...comm.context import local_rank as get_local_rank
 from ...comm.store import launchers_store
+from .accelerate_ranks import let_accelerate_count
 from .missing import missing_names
 
 MODULE = "deepseek_zero.comm"  # where users find these names
@@ -41,6 +42,7 @@ __all__ = [
     "has_comm_data",
     "init_distributed",
     "initialize_mesh_device",
+    "is_initialized",
     "log_summary",
     "reset_log",
 ]
@@ -76,6 +78,13 @@ def init_distributed(
         backend = dist_backend or default_backend(default_device())
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout or PATIENCE)
+    let_accelerate_count()
+
+
+def is_initialized() -> bool:
+    """Return whether this process has joined a group."""
+    let_accelerate_count()
+    return dist.is_initialized()
 
 
 def join(

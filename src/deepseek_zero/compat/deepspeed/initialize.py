@@ -38,6 +38,7 @@ from ...sharding.init import InitShard
 from ...sharding.param_group import ParamGroup
 from ...sharding.sharded_parameter import owner_of
 from . import cpu_adam, groups
+from .accelerate_ranks import CPU_RANKS
 from .autotp import set_autotp_mode
 from .before_initialize import DTYPES, leaf_module_names, low_precision, mark_configured, tensor_parallel_statement
 from .comm import init_distributed, join
@@ -338,8 +339,8 @@ def refuse_miscount() -> None:
         f"accelerate counted {counted} {'process' if counted == 1 else 'processes'}, and this world has {size}.",
         "Its batch sizes would not fit, and every rank would be given the same batches.  On CPUs it counts 1 unless it "
         "is told how they talk.",
-        'pass kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] to Accelerator, or start one process; '
-        "docs/how-to/accelerate.md and trainer.md have programs that run.",
+        f'set {CPU_RANKS}=1, pass kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] to Accelerator, or start '
+        "one process; docs/how-to/accelerate.md and trainer.md have programs that run.",
     )
 
 
