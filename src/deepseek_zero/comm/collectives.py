@@ -712,7 +712,10 @@ class Comm:
                         continue
                 else:
                     looked = now
-                    error = world.recorder.find_desync(self._position(world, issued), engine.name)
+                    here = self._position(world, issued)
+                    error = world.recorder.find_desync(here, engine.name)
+                    if error is None:
+                        world.recorder.tell_absent(here, engine.name, now - began)
                 if error is not None:
                     engine.gave_up = True
                     raise error from None

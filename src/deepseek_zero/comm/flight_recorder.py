@@ -105,6 +105,7 @@ class FlightRecorder:
         self._is_gone = False  # with rank 0: asked once more, torch would print another page of C++ frames
         self._suspicion: tuple[tuple[int, str, int], ...] = ()
         self._looks = 0  # running, that saw this suspicion
+        self._told_waits: dict[tuple[str, tuple[int, ...]], float] = {}  # seconds, by collective and absent ranks
         _post_end_at_exit(self)
 
     def post(self, topic: str, text: str) -> None:
@@ -241,12 +242,9 @@ class FlightRecorder:
         """Return why waiting is in vain, or None. Posts `mine` for the others; a suspicion counts when it stays."""
         self.post("waiting", json.dumps(asdict(mine)))
         waits = f"rank {self.rank} waits for it in '{mine.name()}'"
-        positions = {self.rank: mine}
         if error := self.find_failure(waits, engine):
             return error
-        for rank in range(self.size):
-            if rank != self.rank and (line := self.read("waiting", rank)):
-                positions[rank] = Position(**json.loads(line))
+        positions = self._positions(mine)
         suspects = {rank: positions[rank] for rank in desynced_ranks(positions, self.rank)}
         places = tuple((rank, place.lane, place.sequence) for rank, place in suspects.items())
         self._looks = self._looks + 1 if places and places == self._suspicion else int(bool(places))
@@ -262,6 +260,36 @@ class FlightRecorder:
             f"ranks called different collectives: {names}.",
             "Every rank must make the same sequence of calls; no data was exchanged under a wrong name.",
             "look for a branch that depends on the rank: state_dict() on one rank, unequal batches, another model.",
+        )
+
+    def _positions(self, mine: Position) -> dict[int, Position]:
+        """Return the positions of this rank and of those that wait in a collective, by rank."""
+        found = {self.rank: mine}
+        for rank in range(self.size):
+            if rank != self.rank and (line := self.read("waiting", rank)):
+                found[rank] = Position(**json.loads(line))
+        return found
+
+    def tell_absent(self, mine: Position, engine: str, waited: float) -> None:
+        """Log which ranks have not come to a collective for which this rank has waited some seconds.
+
+        The lowest of the ranks that wait there logs: after 5 s, and again whenever the wait has doubled. Such a rank is
+        late, or it waits in a call that no engine knows of, for a rank that waits here. Nothing tells the two apart.
+        """
+        if waited < launch.TELL_AFTER:
+            return
+        positions = self._positions(mine)
+        here = [rank for rank, each in positions.items() if (each.lane, each.sequence) == (mine.lane, mine.sequence)]
+        absent = [rank for rank in mine.ranks if rank not in positions]
+        case = mine.name(), tuple(absent)
+        if not absent or min(here) < self.rank or waited < 2 * self._told_waits.get(case, 0.0):
+            return
+        self._told_waits[case] = waited
+        names = ", ".join(self.name(rank, engine) for rank in absent)
+        logger.warning(
+            f"{self.name(self.rank, engine)} has waited {waited:.0f} s in '{mine.name()}'.  In no collective of an "
+            f"engine: {names}.  Such a rank computes, loads data, or waits in a call of torch.distributed's own, such as "
+            "barrier().  In the last case no rank goes on: look for a call that only some ranks make."
         )
 
 

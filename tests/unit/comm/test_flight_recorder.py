@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import asdict
 
 import pytest
 
 from deepseek_zero.base.launch import STORE
 from deepseek_zero.comm import flight_recorder
 from deepseek_zero.comm.bootstrap import Hosts
-from deepseek_zero.comm.flight_recorder import FlightRecorder
+from deepseek_zero.comm.flight_recorder import FlightRecorder, Position
 from tests.in_process import Texts
 
 
@@ -75,3 +77,34 @@ def test_one_rank_of_a_host_names_a_silent_one_once_and_none_where_our_launcher_
     assert told() == []
     assert told(_3=0.4) == ["h1 (ranks 2, 3) heard again"] * lines
     assert told() == [] and not recorder.told
+
+
+def position(sequence: int, ranks: list[int]) -> Position:
+    log = {"engine 1/rows": {str(sequence): f"agree on {sequence}"}}
+    return Position("engine 1/rows", sequence, ranks, {"engine 1/rows": sequence + 1}, log)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "me", "absent"),
+    [
+        ({}, 0, "rank 1, rank 2"),
+        ({1: 5}, 0, "rank 2"),
+        ({0: 5}, 1, None),  # rank 0 tells
+        ({1: 4, 2: 4}, 0, None),  # they are in another collective, which is an error elsewhere
+        ({1: 4}, 0, "rank 2"),
+    ],
+)
+def test_the_lowest_rank_that_waits_names_those_that_are_in_no_collective(
+    waiting: dict[int, int], me: int, absent: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = {f"waiting/{rank}": json.dumps(asdict(position(at, [0, 1, 2]))) for rank, at in waiting.items()}
+    recorder = FlightRecorder(Hosts(me, ("one host",) * 4), Texts(lines))
+    told = []
+    for seconds in (1.0, 4.9, 5.1, 6.0, 9.0, 10.3, 15.0):
+        caplog.clear()
+        recorder.tell_absent(position(5, [0, 1, 2]), "engine 1", seconds)
+        told += [seconds] if caplog.text else []
+        if caplog.text:
+            assert f"rank {me} has waited {seconds:.0f} s in 'agree on 5'." in caplog.text
+            assert f"In no collective of an engine: {absent}." in caplog.text
+    assert told == ([] if absent is None else [5.1, 10.3])
