@@ -288,8 +288,8 @@ class FlightRecorder:
         names = ", ".join(self.name(rank, engine) for rank in absent)
         logger.warning(
             f"{self.name(self.rank, engine)} has waited {waited:.0f} s in '{mine.name()}'.  In no collective of an "
-            f"engine: {names}.  Such a rank computes, loads data, or waits in a call of torch.distributed's own, such as "
-            "barrier().  In the last case no rank goes on: look for a call that only some ranks make."
+            f"engine: {names}.  Such a rank computes, loads data, or waits in a call of torch.distributed's own, such "
+            "as barrier().  In the last case no rank goes on: look for a call that only some ranks make."
         )
 
 
