@@ -47,6 +47,12 @@ class RanksMark:
     hosts: int = 1
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Accept the options of pyproject.toml where their plugin is not installed: a GPU machine may have pytest alone."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds for a test; pytest-timeout is not installed, so nothing ends one")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "ranks(size, timeout=60, fresh=False, dies=(), hosts=1): run the body on every rank"

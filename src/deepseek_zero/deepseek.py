@@ -33,7 +33,7 @@ from .engine.assemble import assemble
 from .engine.engine import Parts, StandsForModule
 from .engine.mesh_statements import choose_mesh, statements_of
 from .engine.optimizer import adopting, client_states, forget_others, granularities
-from .engine.start import Request, example_of, facts_of, listen_as_stated, parameters_of
+from .engine.start import Request, example_of, facts_of, parameters_of, prepare_process
 from .optim.registry import resolve_optimizer
 from .optim.sharded import ShardedOptimizer
 from .sharding.param_group import ParamGroup
@@ -101,7 +101,7 @@ class DeepSeekZeRO3(StandsForModule):
         # A mesh that is no mapping is no configuration's business.
         given = keywords.pop("mesh") if not isinstance(keywords.get("mesh", {}), Mapping) else None
         raw = load(configuration_of(keywords))
-        listen_as_stated(raw)
+        prepare_process(raw)
         mesh = choose_mesh(statements_of(raw, given), current_mesh(default_device(), store_of=launchers_store))
         if idle := [key for key in ENGINE_ONLY if _asks(raw.get(key))]:
             told = f"{', '.join(idle)} {'changes' if len(idle) == 1 else 'change'} nothing"

@@ -294,6 +294,15 @@ def default_backend(device: torch.device) -> str:
     return "gloo" if is_shared else "cpu:gloo,cuda:nccl"
 
 
+def device_of_group(backend: str) -> torch.device | None:
+    """Return the `device_id` that torch's init_process_group should have: this rank's GPU if NCCL serves it.
+
+    Without it torch warns at each `barrier` that it has to guess the device.
+    """
+    device = default_device()
+    return device if device.type == "cuda" and "nccl" in backend else None
+
+
 def init_distributed(
     backend: str | None = None,
     timeout: timedelta = PATIENCE,
@@ -333,7 +342,7 @@ def init_distributed(
         if store is None and backend not in ("fake", "mpi"):  # they need no store
             store = _met(found, timeout)
         place = {} if store is None else {"store": store, "rank": found.rank, "world_size": found.size}
-        dist.init_process_group(backend, timeout=timeout, **place)
+        dist.init_process_group(backend, timeout=timeout, device_id=device_of_group(backend), **place)
         atexit.register(drain_threads)
     except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
         lines = str(error).splitlines() or [type(error).__name__]  # torch adds a page of C++ frames to its first one

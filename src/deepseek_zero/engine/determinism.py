@@ -46,7 +46,7 @@ class Determinism:
     _before: ClassVar[_Switches] = _Switches()
 
     def __init__(self, device: torch.device) -> None:
-        _size_workspace(device)
+        _check_workspace(device)
         if not Determinism._holds:
             Determinism._before = _Switches.now()
         Determinism._holds += 1
@@ -65,15 +65,20 @@ class Determinism:
             cls._before.set()
 
 
-def _size_workspace(device: torch.device) -> None:
-    """cuBLAS adds in one order only in a workspace of fixed size, which it asks for once, when it starts."""
-    if device.type != "cuda" or WORKSPACE in os.environ:
-        return
-    if torch.cuda.is_initialized():
+def fix_workspace(device: torch.device) -> None:
+    """Give cuBLAS a workspace of fixed size if CUDA has not started: it reads the variable once, when it starts.
+
+    Only then does it add in one order. The engine moves the model to the device, so this comes before it is built.
+    """
+    if device.type == "cuda" and not torch.cuda.is_initialized():
+        os.environ.setdefault(WORKSPACE, WORKSPACE_SIZE)
+
+
+def _check_workspace(device: torch.device) -> None:
+    if device.type == "cuda" and WORKSPACE not in os.environ:
         raise UsageError(
             f"deterministic is true, but CUDA has started without {WORKSPACE}.",
             "cuBLAS reads it once, when it starts; without it matrix products may differ from run to run.",
             f"set {WORKSPACE}={WORKSPACE_SIZE} before the program starts, or build the model on the CPU and the engine "
             "before anything touches the GPU.",
         )
-    os.environ[WORKSPACE] = WORKSPACE_SIZE

@@ -35,6 +35,7 @@ from ..sharding.ties import tie_shared
 from .assemble import assemble, look_at
 from .changes import plan_large_layers, refuse_changes_on, refuse_split_states
 from .data import ShardedLoader
+from .determinism import fix_workspace
 from .engine import Engine
 from .mesh_statements import MeshStatement, choose_mesh, statements_of
 from .optimizer import Client
@@ -143,11 +144,17 @@ def parameters_of(call: str, name: str, given: Any) -> list[Any]:
     return found
 
 
-def listen_as_stated(raw: RawConfig) -> None:
-    """Let this process listen where the section `network` says, unless its launcher or its user said it already.
+def prepare_process(raw: RawConfig) -> None:
+    """Set what must be set before the ranks meet and before CUDA starts.
 
-    Local; to be called before the ranks meet, who hear of it then.  UsageError for what this host has not.
+    This process listens where the section `network` says, unless its launcher or its user said it already. cuBLAS
+    gets its fixed workspace if the configuration asks for deterministic algorithms. Local.
+
+    Raises:
+        UsageError: This host does not have the interface that the section names.
     """
+    if raw.get("deterministic"):
+        fix_workspace(default_device())
     section: Mapping[str, Any] = raw.get("network", {})
     stated = listening_variables(section.get("interface"), section.get("ports"))
     for name, value in stated.items():

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from deepseek_zero.base import world
+from deepseek_zero.base import mesh, world
 from deepseek_zero.base.device import default_device
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.mesh import default_backend, shares_gpu
@@ -21,6 +22,7 @@ from deepseek_zero.base.world import (
     meeting_place,
     nodes_of,
 )
+from deepseek_zero.compat.deepspeed.comm import init_distributed
 
 PLACE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29511"}
 PLACE_OF_NODES = ("10.0.0.1", 29511)
@@ -390,6 +392,31 @@ def test_gpus_are_shared_where_a_host_has_more_ranks_than_gpus(monkeypatch: pyte
     assert default_device() == torch.device("cuda", 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert default_backend(gpu) == "gloo"
+
+
+@pytest.mark.parametrize(("backend", "device_id"), [("cpu:gloo,cuda:nccl", "cuda:1"), ("nccl", "cuda:1"), ("gloo", None)])
+def test_torch_is_told_the_gpu_of_a_group_that_nccl_serves(
+    backend: str, device_id: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it warns at each barrier that it guesses one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", **PLACE}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(mesh, "_met", lambda *given: None)
+    told: list[Any] = []
+    monkeypatch.setattr(mesh.dist, "init_process_group", lambda *_, **given: told.append(given["device_id"]))
+    mesh.init_distributed(backend, store_of=lambda: None)
+    init_distributed(backend)  # DeepSpeed's
+    init_distributed(backend, init_method="file:///tmp/none", rank=1, world_size=2)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *PLACE):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("DEEPSEEK_ZERO_DEVICE", "cuda")
+    init_distributed(backend)  # a group of one
+    expected = None if device_id is None else torch.device(device_id)
+    assert told[:2] == [expected, expected]
+    assert [each is None for each in told] == [device_id is None] * len(told) and len(told) >= 4
 
 
 class EveryoneOfMpi:

@@ -24,7 +24,7 @@ from ...base import mesh
 from ...base.device import default_device
 from ...base.errors import NotBuiltError, UnknownNameError, UsageError
 from ...base.given import whole_number
-from ...base.mesh import PATIENCE, default_backend
+from ...base.mesh import PATIENCE, default_backend, device_of_group
 from ...comm.context import local_rank as get_local_rank
 from ...comm.store import launchers_store
 from .accelerate_ranks import let_accelerate_count
@@ -77,7 +77,8 @@ def init_distributed(
     ):
         backend = dist_backend or default_backend(default_device())
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout or PATIENCE)
+        place: dict[str, Any] = {"store": store, "rank": 0, "world_size": 1, "device_id": device_of_group(backend)}
+        dist.init_process_group(backend, timeout=timeout or PATIENCE, **place)
     let_accelerate_count()
 
 
@@ -111,7 +112,8 @@ def join(
         whole_number("init_distributed", "rank", rank, -1, world_size - 1 if world_size > 0 else None)
         if urlsplit(init_method or "").scheme == "file":
             backend = dist_backend or default_backend(default_device())
-            dist.init_process_group(backend, init_method, timeout or PATIENCE, world_size, rank)
+            device_id = device_of_group(backend)
+            dist.init_process_group(backend, init_method, timeout or PATIENCE, world_size, rank, device_id=device_id)
         else:
             _describe(init_method or "env://", rank, world_size)
     return mesh.init_distributed(dist_backend, timeout or PATIENCE, distributed_port, store_of=launchers_store)

@@ -31,7 +31,7 @@ from ...config import choose_source
 from ...config.load import load
 from ...config.raw_config import RawConfig, lookup
 from ...engine.engine import Engine
-from ...engine.start import Request, listen_as_stated, parameters_of, start
+from ...engine.start import Request, parameters_of, prepare_process, start
 from ...optim.lion import Lion
 from ...planner.auto_wrap_policy import full_precision_names
 from ...sharding.init import InitShard
@@ -100,7 +100,7 @@ def initialize(
     # torch.distributed for their rank even where they are alone.
     unchanged = is_dropin_imported()
     raw = load(source, origin=origin, unknown="warn" if unchanged else "error")
-    listen_as_stated(raw)
+    prepare_process(raw)
     if unchanged:
         raw = replace(raw, values={**raw.values, **defaults_of(raw)})
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)

@@ -1,0 +1,26 @@
+"""Tests of a device fail by what this library does there, not by warnings of other packages.
+
+Compilers, drivers and plugins of a GPU machine warn of what has nothing to do with us: Inductor says that TF32 is
+available, for example. A warning that our own code gives is an error here too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+FILTERS = (
+    "default",
+    "error:::deepseek_zero",
+    "error:::tests",
+    "error::pytest.PytestUnraisableExceptionWarning",
+    "error::pytest.PytestUnhandledThreadExceptionWarning",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings(*FILTERS))
