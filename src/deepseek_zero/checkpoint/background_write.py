@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..base.progress import LongWork
 from ..optim.updater import PrefetchSettings, TilePrefetcher
 from ..sharding.param_group import ParamGroup
 from .format import SavedChunk
@@ -122,11 +123,13 @@ class BackgroundWrite:
         try:
             writer.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
             prefetcher = TilePrefetcher(self._groups, lambda write_group: write_group.extents, PrefetchSettings())
-            while (write_group := prefetcher.next()) is not None:
-                for item in write_group.items:
-                    self._write_item(writer, self._items[id(item)])
-                prefetcher.release(write_group)
-            writer.finish()
+            with LongWork("writing the checkpoint", sum(info.nbytes for info in infos)) as work:
+                while (write_group := prefetcher.next()) is not None:
+                    for item in write_group.items:
+                        self._write_item(writer, self._items[id(item)])
+                        work.advance(self._items[id(item)].nbytes)
+                    prefetcher.release(write_group)
+                writer.finish()
         finally:
             writer.close()
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError
+from ..base.progress import LongWork
 from ..comm.collectives import Comm, scatter
 from ..planner.split import split_of
 from ..sharding.access import gather_full, join_split
@@ -313,9 +314,11 @@ def _write(model: WholeModel, own_files: _RankFiles) -> None:
     comm = model.runtime.comm.whole
     try:
         run_and_gather(comm, "export: this rank's files", own_files.open)
-        for name, start, values in model.values():
-            own_files.put(name, start, values)
-            del values  # or its group would stay while the next one is gathered
+        with LongWork("writing weights", sum(info.nbytes for info in model.tensors)) as work:
+            for name, start, values in model.values():
+                own_files.put(name, start, values)
+                work.advance(values.numel() * model.settings.dtype_for(values.dtype).itemsize)
+                del values  # or its group would stay while the next one is gathered
         found = run_and_gather(comm, "export: this rank's tensors", own_files.checksums)
         run = run_of(checksum for each in found for checksum in json.loads(each))
         run_and_gather(comm, "export: this rank's headers", lambda: own_files.close(run))

@@ -59,7 +59,7 @@ class CheckpointReader:
     def prefetch(self, wanted: Iterable[StateRange]) -> None:
         """Read ahead the ranges that `read` will be asked for next, in this order; another order only costs time."""
         spans = [self._byte_range(chunk, low, high) for each in wanted for chunk, low, high in self._chunks_of(*each)]
-        coming = read_ahead(spans)
+        coming = read_ahead(spans, "reading the checkpoint")
         self._stack.callback(coming.close)
         self._prefetched, self._head = coming, next(coming, None)
 

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import islice
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..base.memory import PAGE, is_cached, private_pages
+from ..base.progress import LongWork
 from .writebehind import BLOCK_BYTES, BLOCKS, THREADS
 
 FAST = 0.8e9  # bytes per second; a CPU fills the page cache with about as many
@@ -124,8 +125,21 @@ class ReadPath:
         return count >= stop - low
 
 
-def read_ahead(ranges: Iterable[ByteRange]) -> Generator[ReadPart, None, None]:
-    """Yield the bytes of ranges, in order and in parts; each part is valid until the next is asked for."""
+def read_ahead(ranges: Iterable[ByteRange], what: str = "") -> Generator[ReadPart, None, None]:
+    """Yield the bytes of ranges, in order and in parts; each part is valid until the next is asked for.
+
+    what: names the work if its progress is to be shown.
+    """
+    wanted = list(ranges)
+    total = sum(each.stop - each.start for each in wanted)
+    with LongWork(what, total) as work, closing(_read_ahead(wanted)) as parts:
+        for part in parts:
+            yield part
+            if what:
+                work.advance(part.stop - part.start)
+
+
+def _read_ahead(ranges: Iterable[ByteRange]) -> Generator[ReadPart, None, None]:
     coming, under_way = _requests(ranges), deque[ReadRequest]()
     blocks = (private_pages(BLOCK_BYTES + PAGE, torch.uint8) for _ in range(BLOCKS))
     with ThreadPoolExecutor(THREADS, "deepseek_zero checkpoint") as pool:

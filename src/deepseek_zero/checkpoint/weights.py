@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..base.device import default_device
 from ..base.errors import CheckpointError
+from ..base.progress import LongWork
 from ..optim.access import optimizer_of
 from ..optim.sharded import ShardedOptimizer
 from ..sharding.init import Init, take_slice
@@ -159,11 +160,13 @@ def match_names(
 def _restore(runtime: Runtime, files: SafetensorsFolder, found: Mapping[str, str]) -> str:
     """Write this rank's elements of weights, and buffers whole.  Local."""
     piece = Piece.of(runtime)
-    for group in runtime.groups:
-        for member in group.members:
-            if (name := piece.name(member)) in found:
-                write_weight(group, member, partial(_read_exact, files, found[name], group, member, piece))
-        store_weights(group)
+    with LongWork("reading weights", sum(group.layout.numel for group in runtime.groups), "parameters") as work:
+        for group in runtime.groups:
+            for member in group.members:
+                if (name := piece.name(member)) in found:
+                    write_weight(group, member, partial(_read_exact, files, found[name], group, member, piece))
+            store_weights(group)
+            work.advance(group.layout.numel)
     for name, buffer in persistent_buffers(runtime.model).items():
         if name in found:
             buffer.data.copy_(files.whole(found[name]))

@@ -45,6 +45,7 @@ from torch.optim import Optimizer
 
 from ..base.errors import UsageError
 from ..base.meter import PhaseClock
+from ..base.progress import LongWork
 from ..planner.layout import Slot
 from ..planner.spec import R
 from ..planner.update import ShardRange, UpdatePlan
@@ -620,9 +621,12 @@ class Updater:
         self._is_busy = self._ended_halfway = False
         self.updates = 0  # decided so far
         self.has_run = False  # so the optimizer has made its states
+        self._first_number: int | None = None  # of the first decision
+        self._first_update = LongWork("first update", 0, "parameters")
 
     def step_now(self, tiles: Sequence[Tile], decision: Decision) -> Generator[set[ParamGroup], None, None]:
         """Update these tiles one after another; yield, behind each, the groups whose tiles have all been updated."""
+        self._expect_first(tiles, decision)
         flow, done = TilePrefetcher(tiles, self._staged_states, self.settings), 0
         left = _tiles_by_group(tiles)
         try:
@@ -647,6 +651,7 @@ class Updater:
         self._tiles, self.has_run = TilePrefetcher(tiles, self._staged_states, self.settings), True
         self._decision = replace(decision, hypers=decision.hypers or hypers_of(self.inner))
         self._tiles_left = _tiles_by_group(tiles)
+        self._expect_first(tiles, decision)
         for group in self._tiles_left:
             group.gradient.defer()
             group.set_pending(self)
@@ -740,6 +745,18 @@ class Updater:
                 self.moments.store(shard, chance, keep=done)
                 shard.param.grad = None
             self._is_busy = False
+        if decision.number == self._first_number:
+            self._first_update.advance(sum(shard.numel for _, shard in tile))
+            if self._first_update.done >= self._first_update.total:
+                self._first_update.finish()
+
+    def _expect_first(self, tiles: Sequence[Tile], decision: Decision) -> None:
+        """Count the tiles of the first update, which touches the memory of states for the first time."""
+        if self._first_number is None:
+            self._first_number = decision.number
+            self._first_update = LongWork("first update", 0, "parameters")
+        if decision.number == self._first_number:
+            self._first_update.total += sum(shard.numel for tile in tiles for _, shard in tile)
 
     def _scaled(self, shard: MasterShard, grad: Tensor, factor: float) -> Tensor:
         dtype, home = shard.param.dtype, shard.master.update_device

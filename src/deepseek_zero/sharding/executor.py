@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from ..base.errors import UsageError
+from ..base.progress import LongWork
 from ..comm.collectives import Comm, OrderedIssueQueue, Pending
 from ..planner.schedule import Action, Pass, Schedule, schedule_units
 from ..planner.spec import PlanSettings
@@ -244,6 +245,8 @@ class Executor:
         self._reduced = 0  # reductions of this backward that have been started
         self._in_flight: deque[Unit] = deque()  # whose reductions are under way
         self._apart: Unit | None = None
+        self._passes_begun: set[str] = set()
+        self._first_pass = LongWork("", 0)  # the progress of a first pass; without a total there is none
         self._follow(schedule)
 
     def _follow(self, schedule: Schedule) -> None:
@@ -295,9 +298,21 @@ class Executor:
         if self._gathers_in_place:
             is_backward = walk is self.schedule.backward or walk is self.schedule.accumulate
             self.comm.shard.barrier_begin("backward" if is_backward else "forward")
+        self._show_first(walk)
         self._walk, self._reached = self._walk_of_part(walk), 0
         self._to_gather.clear()
         self._resident_before = frozenset(unit.number for unit in self.units if unit.state is not UnitState.SHARDED)
+
+    def _show_first(self, walk: Pass) -> None:
+        """Show the progress of the first forward and the first backward: weights may come from slow memories."""
+        self._first_pass.finish()
+        is_backward = walk is self.schedule.backward or walk is self.schedule.accumulate
+        name = "backward" if is_backward else "forward"
+        total = 0
+        if name not in self._passes_begun:
+            self._passes_begun.add(name)
+            total = sum(unit.numel for unit in self.units)
+        self._first_pass = LongWork(f"first {name} pass", total, "parameters")
 
     def keep_to(self, part: frozenset[int] | None) -> None:
         """Let passes go to these units alone, by number and the root among them, as a model's forward does of which a
@@ -333,6 +348,8 @@ class Executor:
                 self._gather_up_to(self._walk.position[unit.number])
             unit.unshard()  # not in the pass, or released since: on demand
             unit.wait_for_unshard()
+        if self._first_pass.total and in_turn:
+            self._first_pass.advance(unit.numel)
 
     def use_apart(self, unit: Unit) -> None:
         """Have the weights of a tile that several layers share unsharded for the backward of a later use of it, until
@@ -394,6 +411,7 @@ class Executor:
         walk = self._walk
         if walk is None:
             return
+        self._first_pass.finish()
         self.gather_rest()
         with torch.inference_mode(False), torch.no_grad():
             self._walk = None

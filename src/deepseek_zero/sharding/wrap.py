@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..base.progress import LongWork
 from ..comm.agreement import AllRanks, agree
 from ..comm.by_host import ByHost
 from ..comm.collectives import Comm, scatter
@@ -57,10 +58,12 @@ def wrap_model(model: nn.Module, plan: Plan, comm: Comm, tiers: Tiers | None = N
         contexts[neighbours] = comm_ctx.with_replicas(sharers, divisor)
     params, modules = dict(model.named_parameters()), dict(model.named_modules(remove_duplicate=False))
     built: dict[int, list[ParamGroup]] = {}
-    for number in _as_they_get_values(model, plan, params, comm):
-        built[number] = [
-            build_group(group, params, contexts[_sharers(group.key)]) for group in plan.units[number].groups
-        ]
+    with LongWork("building the engine", plan.numel, "parameters") as work:
+        for number in _as_they_get_values(model, plan, params, comm):
+            built[number] = [
+                build_group(group, params, contexts[_sharers(group.key)]) for group in plan.units[number].groups
+            ]
+            work.advance(sum(group.layout.numel for group in plan.units[number].groups))
     units = [
         Unit(unit.name, modules[unit.name] if number else model, built[number], number, is_tile=unit.is_tile)
         for number, unit in enumerate(plan.units)

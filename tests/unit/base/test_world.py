@@ -394,7 +394,9 @@ def test_gpus_are_shared_where_a_host_has_more_ranks_than_gpus(monkeypatch: pyte
     assert default_backend(gpu) == "gloo"
 
 
-@pytest.mark.parametrize(("backend", "device_id"), [("cpu:gloo,cuda:nccl", "cuda:1"), ("nccl", "cuda:1"), ("gloo", None)])
+@pytest.mark.parametrize(
+    ("backend", "device_id"), [("cpu:gloo,cuda:nccl", "cuda:1"), ("nccl", "cuda:1"), ("gloo", None)]
+)
 def test_torch_is_told_the_gpu_of_a_group_that_nccl_serves(
     backend: str, device_id: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,111 @@
+"""Progress of work that can take minutes: building an engine, touching memory for the first time, moving weights.
+
+Only rank 0 shows it, and only if the work takes longer than `QUIET_SECONDS`: on a terminal one line that is
+rewritten, elsewhere a log line every `LOG_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+
+from .log import logger
+from .quantities import format_bytes, format_count, format_seconds
+from .world import is_rank_zero
+
+QUIET_SECONDS = 4.0
+LOG_SECONDS = 10.0
+REWRITE_SECONDS = 0.25
+UNITS: dict[str, Callable[[float], str]] = {
+    "bytes": format_bytes,
+    "parameters": lambda count: f"{format_count(count)} parameters",
+}
+
+
+class LongWork:
+    """One piece of work that may be long. It shows its amount, its share, its rate and the time that is left.
+
+    Example:
+        >>> with LongWork("writing weights", total=8_000_000_000) as work:
+        ...     for block in blocks:
+        ...         write(block)
+        ...         work.advance(block.nbytes)
+
+    Args:
+        what: What is done, in the words of a log line.
+        total: How much there is to do.
+        unit: Of the amounts, "bytes" or "parameters".
+    """
+
+    def __init__(self, what: str, total: int, unit: str = "bytes") -> None:
+        self.what = what
+        self.total = total
+        self.done = 0
+        self._format = UNITS[unit]
+        self._began = time.monotonic()
+        self._next = self._began + QUIET_SECONDS
+        self._shown = 0  # `done` of the last line
+        self._is_rewritten = False
+
+    def __enter__(self) -> LongWork:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.finish()
+
+    def advance(self, amount: int) -> None:
+        """Note that so much more is done. It costs one look at the clock unless a line is due."""
+        self.done += amount
+        now = time.monotonic()
+        if now >= self._next:
+            self._show(now)
+
+    def finish(self) -> None:
+        """Show the last amount, if anything was shown; calling it twice is harmless."""
+        if self._shown and self._shown != self.done:
+            self._show(time.monotonic())
+        if self._is_rewritten:
+            sys.stderr.write("\n")
+            self._is_rewritten = False
+
+    def _show(self, now: float) -> None:
+        is_terminal = _is_plain_terminal()
+        self._next = now + (REWRITE_SECONDS if is_terminal else LOG_SECONDS)
+        self._shown = self.done
+        if not is_rank_zero() or not logger.isEnabledFor(logging.INFO):
+            return
+        line = self._line(now - self._began)
+        if not is_terminal:
+            logger.info(line)
+            return
+        with suppress(OSError, ValueError):  # the terminal is gone
+            sys.stderr.write(f"\r{line}\x1b[K")
+            sys.stderr.flush()
+            self._is_rewritten = True
+
+    def _line(self, seconds: float) -> str:
+        rate = self.done / seconds
+        parts = [f"{self.what}: {self._format(self.done)} of {self._format(self.total)}"]
+        if self.total:
+            parts[0] += f" ({min(self.done / self.total, 1.0):.0%})"
+        parts.append(f"{self._format(rate)}/s")
+        if self.done < self.total and rate:
+            parts.append(f"{format_seconds((self.total - self.done) / rate)} left")
+        else:
+            parts.append(f"{format_seconds(seconds)} in all")
+        return ", ".join(parts)
+
+
+def _is_plain_terminal() -> bool:
+    """Return whether a line of stderr can be rewritten: a terminal that no progress bar has taken over."""
+    stream = sys.stderr
+    if stream is not sys.__stderr__ or stream is None:
+        return False
+    try:
+        return stream.isatty()
+    except ValueError:  # it is closed
+        return False

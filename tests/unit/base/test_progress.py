@@ -1,0 +1,139 @@
+"""Long work shows how far it is and how fast: nothing if it is short, then log lines, on a terminal one line."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepseek_zero
+from deepseek_zero.base import progress
+from deepseek_zero.base.progress import LongWork
+from tests.models import Gpt, seeded
+
+
+class Clock:
+    """Seconds that the test moves on; `step` more at each look."""
+
+    def __init__(self, step: float = 0.0) -> None:
+        self.now, self.step = 1000.0, step
+
+    def monotonic(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(progress.logger, "propagate", True)
+    caplog.set_level(logging.INFO, "deepseek_zero")
+    monkeypatch.setattr(progress.logger, "info", lambda line: found.append(line))
+    found: list[str] = []
+    return found
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_short_work_says_nothing(clock: Clock, lines: list[str]) -> None:
+    with LongWork("building", 100) as work:
+        for _ in range(100):
+            clock.now += 0.03
+            work.advance(1)
+    assert not lines
+
+
+def test_a_log_gets_a_line_every_some_seconds_with_the_rate_and_the_rest(clock: Clock, lines: list[str]) -> None:
+    with LongWork("writing weights", 40 << 30) as work:
+        for _ in range(40):
+            clock.now += 1.0
+            work.advance(1 << 30)
+    assert lines == [
+        "writing weights: 4.00 GiB of 40.0 GiB (10%), 1.00 GiB/s, 36.0 s left",
+        "writing weights: 14.0 GiB of 40.0 GiB (35%), 1.00 GiB/s, 26.0 s left",
+        "writing weights: 24.0 GiB of 40.0 GiB (60%), 1.00 GiB/s, 16.0 s left",
+        "writing weights: 34.0 GiB of 40.0 GiB (85%), 1.00 GiB/s, 6.00 s left",
+        "writing weights: 40.0 GiB of 40.0 GiB (100%), 1.00 GiB/s, 40.0 s in all",
+    ]
+
+
+def test_a_terminal_has_one_line_that_is_rewritten(
+    clock: Clock, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    for name in ("stderr", "__stderr__"):
+        monkeypatch.setattr(sys, name, terminal)
+    with pytest.raises(ValueError), LongWork("building", 10, "parameters") as work:
+        for _ in range(8):
+            clock.now += 1.0
+            work.advance(1)
+        raise ValueError
+    written = terminal.getvalue()
+    assert not lines and written.count("\n") == 1 and written.endswith("\n"), (
+        "whatever comes next has a line of its own"
+    )
+    assert written.count("\r") == 5
+    assert "\rbuilding: 8 parameters of 10 parameters (80%), 1 parameters/s, 2.00 s left\x1b[K\n" in written
+
+
+def test_other_ranks_say_nothing(clock: Clock, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "is_rank_zero", lambda: False)
+    with LongWork("building", 10) as work:
+        clock.now += 60.0
+        work.advance(5)
+    assert not lines
+
+
+@pytest.mark.parametrize("tier", ["device", "cpu", "nvme"])
+def test_an_engine_shows_each_long_part_of_its_start_its_first_step_and_its_files(
+    tier: str, lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "time", Clock(step=11.0))
+    place = {"device": tier, "nvme_path": str(tmp_path / "states")}
+    zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    if tier != "device":
+        zero |= {"offload_param": place, "offload_optimizer": place}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": None,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": zero,
+    }
+    engine = deepseek_zero.initialize(model=seeded(Gpt, width=96), config=config)[0]
+    tokens = torch.zeros(2, 7, dtype=torch.long)
+    shown = {line.partition(":")[0] for line in lines}
+    assert shown == {"building the engine"}
+    for _ in range(2):
+        engine.backward(engine(tokens, tokens))
+        engine.step()
+    engine.state_dict()  # makes what is deferred
+    shown = {line.partition(":")[0] for line in lines}
+    assert shown == {"building the engine", "first forward pass", "first backward pass", "first update"}
+    assert sum("100%" in line for line in lines if line.startswith("first update")) == 1
+    lines.clear()
+    engine.backward(engine(tokens, tokens))
+    engine.step()
+    engine.state_dict()
+    assert not lines, "a step is not long work"
+    engine.save_checkpoint(str(tmp_path / "checkpoint"), wait=True)
+    engine.load_checkpoint(str(tmp_path / "checkpoint"))
+    engine.export(str(tmp_path / "weights"))
+    engine.load_weights(str(tmp_path / "weights"))
+    shown = {line.partition(":")[0] for line in lines}
+    assert shown >= {"writing the checkpoint", "checking the checkpoint", "reading the checkpoint", "writing weights"}
+    assert all("of" in line and "/s" in line for line in lines)
+    engine.destroy()
