@@ -30,6 +30,12 @@ from .sequence_gather import attend_gathered, zigzag
 
 Attention = Literal["ulysses", "all_gather"]
 IGNORED = -100  # the label of a token that no loss counts
+# Names of classes whose forward computes one prediction for each token and the mean of their losses.
+_PER_TOKEN = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification", "BertGenerationDecoder")
+_PER_TOKEN_LOSSES = (None, "ForCausalLM", "ForMaskedLM", "ForTokenClassification")  # transformers' names; None: causal
+_LABELS = ("labels", "start_positions", "next_sentence_label", "return_loss")  # what a forward with a loss takes
+# Attributes by which embeddings of transformers say that a token's depends on other tokens.
+_MIXING = {"token_dropout": "the share of masked tokens", "trigram_input": "the tokens next to it"}
 _NAMED = "shared_"  # and transformers' name of the attention that computes the heads
 
 
@@ -150,8 +156,46 @@ def _against_sharing(model: nn.Module, config: Any, core: str) -> list[str]:
         "encoder and decoder have sequences of their own": getattr(config, "is_encoder_decoder", False),
         "attention scores are capped": getattr(text, "attn_logit_softcapping", None) and core.endswith("sdpa"),
         "its forward takes no position_ids": not _takes_positions(model),
+        "its configuration has no num_attention_heads": getattr(text, "num_attention_heads", None) is None,
+        f"{_ROUTER_LOSS} (output_router_logits)": getattr(text, "output_router_logits", False),
     }
+    found = [reason for reason, holds in reasons.items() if holds]
+    return found + [reason for name, each in model.named_modules() for reason in _against_module(name, each)]
+
+
+_ROUTER_LOSS = "its loss has a part over the routers of all tokens"
+
+
+def _against_module(name: str, module: nn.Module) -> list[str]:
+    """Return why a module computes something of a part of a sequence that differs from that of the whole."""
+    kind = type(module).__name__
+    called = f"'{name}' ({kind})" if name else kind
+    reasons = {
+        f"the output of {called} is one for a whole sequence": kind.endswith("Pooler"),
+        f"{called} computes a token from those before it": isinstance(module, nn.RNNBase),
+        f"{called} computes a token from its neighbours": isinstance(module, nn.Conv1d) and module.kernel_size != (1,),
+        f"positions of {called} begin after that of the padding": _counts_after_padding(name, module),
+    }
+    if any(_takes(module, label) for label in _LABELS):
+        head = _class_of_forward(module).__name__
+        is_known = head.endswith(_PER_TOKEN) and not head.endswith("WithLMHeadModel")
+        is_known = is_known and getattr(module, "loss_type", None) in _PER_TOKEN_LOSSES
+        reasons[f"the loss of {called} is not known to be a mean over tokens"] = not is_known
+    for noise in ("jitter_noise", "router_jitter_noise", "input_jitter_noise"):
+        reasons[f"{called} draws noise ({noise}), and ranks would draw alike"] = bool(getattr(module, noise, 0))
+    for attribute, others in _MIXING.items():
+        reasons[f"{called} embeds a token by {others} ({attribute})"] = getattr(module, attribute, None) is True
     return [reason for reason, holds in reasons.items() if holds]
+
+
+def _class_of_forward(module: nn.Module) -> type:
+    """Return the class that defines the forward of a module."""
+    return next(each for each in type(module).__mro__ if "forward" in vars(each))
+
+
+def _counts_after_padding(name: str, module: nn.Module) -> bool:
+    """Return whether this is a table of positions that gives padding a place of its own, as RoBERTa's does."""
+    return isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None
 
 
 def heads_of(text: Any) -> tuple[int, int]:
@@ -163,6 +207,8 @@ def heads_of(text: Any) -> tuple[int, int]:
 def _against_exchanges(config: Any, core: str, ranks: int, tp: int) -> list[str]:
     """Return why they cannot exchange tokens for heads, of which each rank along "tp" has its share."""
     text = config.get_text_config()
+    if getattr(text, "num_attention_heads", None) is None:
+        return []  # no model whose sequences are shared
     heads, held = heads_of(text)
     each = [max(number // tp, 1) for number in (heads, held)]
     many, few = each
@@ -192,6 +238,10 @@ def _takes_positions(model: nn.Module) -> bool:
     return "position_ids" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
+def _takes(module: nn.Module, name: str) -> bool:
+    return name in inspect.signature(module.forward).parameters
+
+
 class _Shared:
     """What one model's forwards and attention use."""
 
@@ -203,6 +253,7 @@ class _Shared:
         # transformers takes the causal loss where no type follows from the model's name, as for GPT2LMHeadModel.
         self._is_causal_loss = getattr(model, "loss_type", None) in (None, "ForCausalLM")
         self._is_causal = all(getattr(module, "is_causal", True) for module in model.modules())
+        self._attended = False  # in the forward that runs
 
     def rests(self, module: nn.Module) -> bool:
         """Return whether ranks compute alone now."""
@@ -232,6 +283,13 @@ class _Shared:
             self._look_at_mask(given["attention_mask"])
             given["attention_mask"] = None
         labels, shifted = given.get("labels"), given.get("shift_labels")
+        if given.get("output_router_logits"):
+            raise NotBuiltError(
+                f"output_router_logits is not built for sequence-parallel ranks: {_ROUTER_LOSS}.",
+                "Each rank has the routers' outputs of its own tokens.",
+                "leave it out.",
+            )
+        self._attended = False
         if self.settings.weighs_loss:
             if labels is not None and shifted is None and self._is_causal_loss:
                 raise UsageError(
@@ -306,6 +364,13 @@ class _Shared:
     def after_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """Put the loss of all ranks' tokens in the place of this rank's. Collective where there are labels."""
         labels = kwargs.get("shift_labels") if kwargs.get("shift_labels") is not None else kwargs.get("labels")
+        if not self.rests(module) and not self._attended:
+            raise NotBuiltError(
+                f"{type(module).__name__} is not built for sequence-parallel ranks: its forward has called no "
+                "attention that is registered with transformers.",
+                "Attention needs every token, and the model's own sees those of one rank.",
+                "leave sp out.",
+            )
         if self.rests(module) or not self.settings.weighs_loss or labels is None:
             return None
         if isinstance(output, tuple):
@@ -332,6 +397,44 @@ class _Shared:
 
     # -- attention
 
+    def look_at_scores(self, module: Any, mask: Any, options: Mapping[str, Any]) -> None:
+        """Raise unless a layer's mask says no more than the attention that ranks compute without it.
+
+        mask: of this rank's tokens: True, or 0 to be added, where a token is seen. It may hide later tokens, the other
+        chunk of this rank, and what lies outside of the window.
+        """
+        is_causal = options.get("is_causal")
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        said = ""
+        if options.get("position_bias") is not None:
+            said = "adds a bias to its scores"
+        elif isinstance(mask, Tensor):
+            said = self._unlike(mask, bool(is_causal), options.get("sliding_window"))
+        if said:
+            raise NotBuiltError(
+                f"attention of {type(module).__name__} is not built for sequence-parallel ranks: it {said}.",
+                "Each rank computes whole attention, causal or of all tokens, without the mask of its own tokens.",
+                "leave sp out, or change the model's configuration.",
+            )
+
+    def _unlike(self, mask: Tensor, is_causal: bool, window: int | None) -> str:
+        """Return how a mask differs from that of the attention that ranks compute; nothing if it does not."""
+        seen = mask if mask.dtype == torch.bool else mask == 0
+        if mask.dtype != torch.bool and bool((~seen & (mask > torch.finfo(mask.dtype).min / 2)).any()):
+            return "adds a bias to its scores"
+        queries, keys = (torch.arange(length, device=mask.device) for length in mask.shape[-2:])
+        behind = queries[:, None] - keys
+        share = len(keys) // len(self.places)
+        due = queries[:, None] // share == keys // share  # of one chunk
+        if window is not None:
+            due = due & (behind.abs() < window)
+        if is_causal:
+            if len(queries) > 1 and bool((seen & (behind < 0)).any()):
+                return "sees later tokens, and has no is_causal that says so"
+            due = due & (behind >= 0)
+        return "hides tokens that it is given" if bool((due & ~seen).any()) else ""
+
     def attend(
         self, core: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
@@ -339,6 +442,7 @@ class _Shared:
 
         query, key, value: (samples, heads, tokens, width).
         """
+        self._attended = True
         kwargs.pop("position_ids", None)  # of this rank's tokens alone: nothing to tell documents by
         attend = self._exchanged if self.attention == "ulysses" else self._gathered
         return attend(core, module, query, key, value, *args, **kwargs)
@@ -412,10 +516,18 @@ def _functions() -> Any:
 
 
 def _attend(
-    core: str, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
+    core: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,  # some models pass it by name
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     function, shared = _functions()[core], _SHARED.get(module)
     if shared is None or shared.rests(module):
-        found: tuple[Tensor, Any] = function(module, query, key, value, mask, *args, **kwargs)
+        found: tuple[Tensor, Any] = function(module, query, key, value, attention_mask, *args, **kwargs)
         return found
+    shared.look_at_scores(module, attention_mask, kwargs)
     return shared.attend(function, module, query, key, value, *args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from deepseek_zero.base.errors import NotBuiltError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.parallel.apply import parallelize
 from deepseek_zero.parallel.cuts import cut
-from deepseek_zero.parallel.sequence_model import SequenceSettings, own_part, share_sequences
+from deepseek_zero.parallel.sequence_model import SequenceSettings, _Shared, choose_attention, own_part, share_sequences
 from tests.in_process import Rank, run_ranks
 from tests.shared_sequences import batch, close
 from tests.unit.parallel.tiny import LENGTH, Step, tiny
@@ -135,3 +136,114 @@ def test_models_that_are_not_built_are_refused_by_name(
 ) -> None:
     with pytest.raises(NotBuiltError, match=words):
         on_ranks(tiny(name, **options), mesh, batch(0), SequenceSettings(attention))
+
+
+SMALL = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
+MIXTURE = SMALL | {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True}
+ENCODER = SMALL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MOBILE = ENCODER | {"embedding_size": 16, "intra_bottleneck_size": 32, "true_hidden_size": 32}
+
+
+def made(config: str, model: str, options: dict[str, Any]) -> nn.Module:
+    import transformers
+
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        found: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**options)).train()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "options", "words"),
+    [
+        ("LlamaConfig", "LlamaForSequenceClassification", SMALL, "loss of LlamaForSequenceClassification is not known"),
+        ("LlamaConfig", "LlamaForQuestionAnswering", SMALL, "loss of LlamaForQuestionAnswering is not known"),
+        ("BertConfig", "BertForPreTraining", ENCODER, "loss of BertForPreTraining is not known"),
+        ("BertConfig", "BertForMultipleChoice", ENCODER, "loss of BertForMultipleChoice is not known"),
+        ("BertConfig", "BertModel", ENCODER, "output of 'pooler'"),
+        ("RobertaConfig", "RobertaForMaskedLM", ENCODER, "positions of 'roberta.embeddings.position_embeddings'"),
+        ("MobileBertConfig", "MobileBertForMaskedLM", MOBILE, "by the tokens next to it"),
+        ("MixtralConfig", "MixtralForCausalLM", MIXTURE, "a part over the routers of all tokens"),
+        ("MambaConfig", "MambaForCausalLM", SMALL, "mixer.conv1d' .* computes a token from its neighbours"),
+        ("MambaConfig", "MambaForCausalLM", {"num_hidden_layers": 0}, "has no num_attention_heads"),
+    ],
+)
+def test_what_is_not_computed_token_by_token_is_refused_by_name(
+    config: str, model: str, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(NotBuiltError, match=words):
+        choose_attention(made(config, model, options), 2, 1, SequenceSettings())
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_an_adapters_wrapper_does_not_hide_the_head() -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    choose_attention(
+        peft.get_peft_model(made("LlamaConfig", "LlamaForCausalLM", SMALL), lora), 2, 1, SequenceSettings()
+    )
+    hidden = peft.get_peft_model(made("LlamaConfig", "LlamaForSequenceClassification", SMALL), lora)
+    with pytest.raises(NotBuiltError, match=r"the loss of .* is not known to be a mean over tokens"):
+        choose_attention(hidden, 2, 1, SequenceSettings())
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "all_gather"])
+def test_a_model_that_names_the_mask_of_its_attention(attention: Any) -> None:
+    options = SMALL | {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16}
+    options |= {"num_experts_per_tok": 2}
+    options |= {"layer_types": ["full_attention", "full_attention"]}
+    compare(made("AfmoeConfig", "AfmoeForCausalLM", options), Mesh(sp=2), batch(0), SequenceSettings(attention))
+
+
+def test_attention_by_a_mask_of_its_own_is_refused_by_name() -> None:
+    doge = made("DogeConfig", "DogeForCausalLM", SMALL | {"num_key_value_heads": 2, "hidden_dropout": 0.0})
+    with pytest.raises(NotBuiltError, match=r"attention of DogeAttention .* adds a bias to its scores"):
+        on_ranks(doge, Mesh(sp=2), batch(0))
+
+
+ALL, CAUSAL = torch.ones(6, 6, dtype=torch.bool), torch.ones(6, 6, dtype=torch.bool).tril()
+HIDDEN = torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize(
+    ("mask", "options", "said"),
+    [
+        (CAUSAL, {}, ""),
+        (torch.zeros(6, 6).masked_fill(~CAUSAL, HIDDEN), {}, ""),
+        (CAUSAL.triu(-2), {"sliding_window": 3}, ""),
+        (ALL, {"is_causal": False}, ""),
+        (torch.block_diag(CAUSAL[:3, :3], CAUSAL[:3, :3]), {}, "hides tokens"),
+        (ALL, {}, "sees later tokens"),
+        (CAUSAL, {"is_causal": False}, "hides tokens"),
+        (CAUSAL.triu(-2), {}, "hides tokens"),
+        (torch.full((6, 6), 0.5), {}, "adds a bias"),
+        (None, {"position_bias": torch.ones(6, 6)}, "adds a bias"),
+    ],
+)
+def test_a_mask_is_what_ranks_compute_without_it(mask: Tensor | None, options: dict[str, Any], said: str) -> None:
+    def body(rank: Rank) -> None:
+        shared = _Shared(tiny("llama"), rank.comm, SequenceSettings(), "ulysses")
+        shared.look_at_scores(nn.Identity(), mask if mask is None else mask[None, None], options)
+
+    with pytest.raises(NotBuiltError, match=said) if said else nullcontext():
+        run_ranks(2, body)
+
+
+def test_a_forward_that_calls_no_registered_attention_is_refused_by_name() -> None:
+    model: Any = tiny("llama")
+    model.model.layers = nn.ModuleList()
+    with pytest.raises(NotBuiltError, match="has called no attention that is registered"):
+        on_ranks(model, Mesh(sp=2), batch(0))
+
+
+def test_a_loss_over_routers_that_a_call_asks_for_is_refused_by_name() -> None:
+    model = made("MixtralConfig", "MixtralForCausalLM", MIXTURE | {"output_router_logits": False})
+    with pytest.raises(NotBuiltError, match="output_router_logits is not built"):
+        on_ranks(model, Mesh(sp=2), batch(0) | {"output_router_logits": True})  # type: ignore[dict-item]
