@@ -52,6 +52,7 @@ from ..sharding.runtime import Runtime
 from .data import ShardedLoader
 from .determinism import Determinism
 from .integrity import Integrity
+from .losses import Losses
 from .memory import memory_report, plan_of, traced
 from .preemption import Preemption
 from .saving import Saver
@@ -132,10 +133,11 @@ class Parts:
 
 
 def summary(record: StepRecord) -> str:
-    """A step in one line.  Tokens are left out where the model was given none."""
+    """Return a step in one line, without tokens if the model was given none, and without a loss if none was seen."""
+    loss = "" if record.loss is None else f"loss {record.loss:.4f}, "
     pace = f", {format_count(record.tokens_per_second)} tokens/s" if record.tokens_per_second else ""
     return (
-        f"step {record.step}: loss {record.loss:.4f}, lr {record.lr:.3g}, grad norm {record.grad_norm:.3f}, "
+        f"step {record.step}: {loss}lr {record.lr:.3g}, grad norm {record.grad_norm:.3f}, "
         f"{format_seconds(record.step_seconds)}{pace}, {format_bytes(record.memory_bytes)} in memory, "
         f"{format_bytes(record.comm_bytes)} sent"
     )
@@ -237,7 +239,7 @@ class Observer:
         tokens, self._tokens = self._tokens, 0
         self._record = StepRecord(
             step=engine.global_steps,
-            loss=float("nan"),
+            loss=None,
             lr=float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0,
             grad_norm=optimizer.last.norm,
             tokens_per_second=tokens * engine.mesh.reduce_size / seconds,
@@ -266,7 +268,9 @@ class Observer:
             self.writer.write(record)
         if self.monitor.enabled:
             samples = engine.global_samples
-            events = [("Train/Samples/train_loss", record.loss, samples), ("Train/Samples/lr", record.lr, samples)]
+            events = [("Train/Samples/lr", record.lr, samples)]
+            if record.loss is not None:
+                events.insert(0, ("Train/Samples/train_loss", record.loss, samples))
             if engine.parts.scaler is not None:
                 events.append(("Train/Samples/loss_scale", record.loss_scale, samples))
             self.monitor.write_events(events)
@@ -317,6 +321,12 @@ class Engine(StandsForModule):
         comm = parts.runtime.comm
         self._stragglers = Stragglers(comm.meter, comm.host_names) if are_alike and comm.spans_hosts else None
         self.observer.planned(self.plan())
+        self._losses = Losses(self._reached, self.observer.loss)
+
+    def _reached(self) -> object:
+        """Return something that differs after a backward through the model."""
+        loop = self.parts.loop
+        return self.runtime.backwards, loop.waiting if loop is not None else 0
 
     @property
     def runtime(self) -> Runtime:
@@ -338,7 +348,7 @@ class Engine(StandsForModule):
         self.runtime.is_boundary = self.is_gradient_accumulation_boundary()
         self.observer.saw((*args, *kwargs.values()))
         if self.parts.loop is not None:
-            with self.observer.timed("forward"):
+            with self.observer.timed("forward"), self._losses.paused():
                 return self.parts.loop(args, kwargs)
         with self.observer.timed("forward"), self.observer.profiled(self):
             # The first child is `self.module`, which __getattr__ would look up behind every name of DeepSpeed's.
@@ -361,7 +371,7 @@ class Engine(StandsForModule):
         for micro in micro_batches:
             if isinstance(micro, pipeline.MicroBatch):
                 self.observer.saw((*micro.args, *micro.kwargs.values()))
-        with self.observer.timed("forward"):
+        with self.observer.timed("forward"), self._losses.paused():
             loss = stages.train(micro_batches)
         self.observer.loss(loss)
         self._end_pipelined()
@@ -448,7 +458,9 @@ class Engine(StandsForModule):
         """The loss times the loss scale, divided by the accumulation steps: `engine.scale(loss).backward()` is
         `engine.backward(loss)`.  A tensor of any shape; the model's outputs alone need no scaling.
         """
-        return self.runtime.loss_factor.apply(loss, by_accumulation=scale_wrt_gas)
+        scaled = self.runtime.loss_factor.apply(loss, by_accumulation=scale_wrt_gas)
+        self._losses.scaled(scaled, loss)
+        return scaled
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Differentiate the loss; gradients are reduced as they appear.  Returns the loss divided by the accumulation
@@ -461,7 +473,7 @@ class Engine(StandsForModule):
         runtime.is_boundary = self.is_gradient_accumulation_boundary()
         done = runtime.backwards
         try:
-            with self.observer.timed("backward"):
+            with self.observer.timed("backward"), self._losses.paused():
                 if loop is not None:
                     with loop.expects(loss):
                         self.scale(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
@@ -474,7 +486,7 @@ class Engine(StandsForModule):
         except BaseException as error:
             runtime.comm.post_error(error)
             raise
-        self.observer.loss(loss)
+        self._losses.differentiated(loss)
         self._backwards += 1
         return loss / self._batch.accumulation if scale_wrt_gas and self._batch.accumulation > 1 else loss
 

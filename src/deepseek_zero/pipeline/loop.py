@@ -282,6 +282,11 @@ class PlainLoop:
 
     # -- backward and step
 
+    @property
+    def waiting(self) -> int:
+        """Return the number of calls whose backward has not come yet."""
+        return len(self._open)
+
     @contextmanager
     def expects(self, loss: Any) -> Iterator[None]:
         """Open a block with the backward of a loss.  UsageError where that is none of a call whose backward is due."""

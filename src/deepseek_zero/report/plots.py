@@ -56,8 +56,13 @@ def require_matplotlib() -> None:
 def loss_curve(records: Sequence[StepRecord], path: Path | str, labels: LossCurveLabels = LossCurveLabels()) -> None:
     """Draw loss over steps: every step faint, the running mean on top, held-out losses as dots."""
     figure, axes = _figure(8.4, 4.8)
-    kept = [record for record in records if not record.skipped and math.isfinite(record.loss)]
-    steps, losses = [record.step for record in kept], [record.loss for record in kept]
+    points: list[tuple[int, float]] = []
+    kept = []
+    for record in records:
+        if record.loss is not None and math.isfinite(record.loss) and not record.skipped:
+            points.append((record.step, record.loss))
+            kept.append(record)
+    steps, losses = [step for step, _ in points], [loss for _, loss in points]
     held_out = [(record.step, record.held_out_loss) for record in kept if record.held_out_loss is not None]
     axes.plot(steps, losses, color=BLUE, alpha=0.28, linewidth=0.9)
     smooth = running_mean(losses, radius=max(1, len(losses) // 40))

@@ -33,13 +33,13 @@ class _Window:
         self.steps += 1
         self.tokens += record.tokens_per_second * record.step_seconds
         self.seconds += record.step_seconds
-        if not record.skipped:
+        if not record.skipped and record.loss is not None:
             self.trained += 1
             self.loss += record.loss
 
     @property
-    def mean_loss(self) -> float:
-        return self.loss / self.trained if self.trained else float("nan")
+    def mean_loss(self) -> float | None:
+        return self.loss / self.trained if self.trained else None
 
     @property
     def tokens_per_second(self) -> float:
@@ -86,7 +86,8 @@ class Progress:
         self._skipped += record.skipped
         if self._bar is not None:
             speed = f"{format_count(record.tokens_per_second)} tok/s"
-            self._bar.update(self._task, completed=record.step, loss=f"loss {record.loss:.3f}", speed=speed)
+            loss = "" if record.loss is None else f"loss {record.loss:.3f}"
+            self._bar.update(self._task, completed=record.step, loss=loss, speed=speed)
         if record.step in (1, self.total_steps) or record.step % self.every == 0 or record.held_out_loss is not None:
             self.print_line(self._line(record))
             self._window = _Window()
@@ -97,10 +98,10 @@ class Progress:
             self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def _line(self, record: StepRecord) -> str:
-        width = len(str(self.total_steps))
+        width, mean = len(str(self.total_steps)), self._window.mean_loss
         parts = [
             f"step {record.step:>{width}}/{self.total_steps}",
-            f"loss {self._window.mean_loss:.3f}",
+            *([] if mean is None else [f"loss {mean:.3f}"]),
             f"lr {record.lr:.2e}",
             f"grad norm {record.grad_norm:.2f}",
             f"{format_count(self._window.tokens_per_second)} tok/s",
@@ -108,7 +109,7 @@ class Progress:
             f"comm {format_bytes(record.comm_bytes)}",
         ]
         if record.held_out_loss is not None:
-            parts.insert(2, f"held-out {record.held_out_loss:.3f}")
+            parts.insert(1 if mean is None else 2, f"held-out {record.held_out_loss:.3f}")
         if record.loss_scale != 1.0:
             parts.append(f"loss scale {record.loss_scale:g}")
         if self._skipped:

@@ -25,10 +25,13 @@ CSV_NAME = "metrics.csv"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step.  Bytes are this rank's; tokens per second are the whole world's.  promoted: units in fp32."""
+    """One optimizer step.  Bytes are this rank's; tokens per second are the whole world's.  promoted: units in fp32.
+
+    loss: the mean of this rank's losses; None if no backward of a scalar was seen.
+    """
 
     step: int
-    loss: float
+    loss: float | None
     lr: float
     grad_norm: float
     tokens_per_second: float
