@@ -7,6 +7,7 @@ containers, since what a module is given stays its caller's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
+from copy import deepcopy
 from dataclasses import fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -116,3 +117,14 @@ def _rebuilt(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return type(value)(items)  # type: ignore[call-arg]
     except TypeError:
         return items
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """Return a copy of a model without values: parameters and buffers are on the meta device, ties stay."""
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
+        memo[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+    return deepcopy(model, memo)

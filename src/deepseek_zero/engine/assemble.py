@@ -33,7 +33,7 @@ from .determinism import Determinism
 from .engine import Parts
 from .integrity import Integrity
 from .optimizer import Client, OptimizerParts, optimizer_parts
-from .pieces import cut_along_axes, refuse_auto_on
+from .pieces import cut_along_axes, plan_layers, refuse_auto_on
 from .planning import plan_run
 from .preemption import Preemption
 from .saving import Saver
@@ -86,12 +86,13 @@ def assemble(
         refuse_auto_on(config, mesh)
         refuse_owned(model, "tp" if mesh.tp > 1 else None)
         tie_shared(model)
+        layers = plan_layers(config, model, mesh)
     comm = world.lay_out(mesh)
     recomputing, sparse = recompute_settings_of(config), sparse_attention_of(config, mesh)
     for change in changes_of_whole(recomputing, sparse):
         with AllRanks(comm, change.what):
             change.make(model)
-    pieces = cut_along_axes(config, model, mesh, comm, example, sequence)
+    pieces = cut_along_axes(config, model, mesh, comm, example, sequence, layers)
     for change in changes_of_piece(config):
         with AllRanks(comm, change.what):
             change.make(model)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from .. import parallel, pipeline
 from ..base.errors import BatchMismatchError, NotBuiltError, UsageError
 from ..base.log import log_once
 from ..base.mesh import Mesh
+from ..base.nested import on_meta
 from ..checkpoint.piece import remember_names, remember_same_names, state_names
 from ..comm.agreement import AllRanks
 from ..comm.collectives import Comm, scatter
@@ -37,6 +37,8 @@ from .settings import (
 
 if TYPE_CHECKING:  # as in engine.py
     from ..config import Config
+
+    Layers = tuple[parallel.ParallelPlan | None, list[parallel.LayerTraffic]]
 
 
 @dataclass(frozen=True)
@@ -119,19 +121,21 @@ def cut_along_axes(
     comm: Comm,
     example: Callable[[], Any],
     sequence: parallel.SequenceSettings | None,
+    layers: Layers,
 ) -> Pieces:
     """Leave of a model this rank's piece, in place, with the first rank's values; return its stages where it has some.
 
     Along "tp" layers are cut, along "sp" the forward is one part of a forward, along "pp" blocks of others become
     stand-ins.  The chain of blocks is looked for in the whole model.  example, sequence: as `assemble` takes them.
-    Collective; refusals name the axis and the reason, and come before anything is cut along it.
+    layers: as `plan_layers` returned them.  Collective; refusals name the axis and the reason, and come before anything
+    is cut along it.
     """
     sample, chain = Sample(), None
     if "pp" in comm.along and not isinstance(model, pipeline.LayerStages):
         sample = Sample.of(example())
         chain = sample.chain_of(model)
     trained = {name: param.requires_grad for name, param in model.named_parameters()}
-    split, traffic = _split_of(config, model, mesh)
+    split, traffic = layers
     shared = _shared_of(config, model, mesh, sequence)
     if split is not None:
         parallel.parallelize(model, comm.along["tp"], tensor_settings_of(config), split)
@@ -249,7 +253,8 @@ def plans_of(
     scratch = SUM_TILE_NUMEL.on(mesh.device) * torch.float32.itemsize
     if mesh.tp > 1:
         sent = sum(each.nbytes for each in traffic if staged is None or _is_own(each, staged))
-        tensor = TensorPlan(mesh.tp, sent, tokens, many, scratch)
+        forwards = len(staged.stages) if staged is not None else 1
+        tensor = TensorPlan(mesh.tp, sent, tokens, many, scratch, forwards)
     if shared is not None:
         own, sums = _layers_of(shared.layers, staged), scratch if shared.attention else 0
         sent_for = None if shared.layer_bytes is None or own is None else own * shared.layer_bytes
@@ -296,14 +301,17 @@ def stages_of(
     )
 
 
-def _split_of(
-    config: Config, model: nn.Module, mesh: Mesh
-) -> tuple[parallel.ParallelPlan | None, list[parallel.LayerTraffic]]:
-    """Return how a whole model is split along "tp", and what a rank sends for each region of its layers.  Pure."""
+def plan_layers(config: Config, model: nn.Module, mesh: Mesh) -> Layers:
+    """Return how a whole model is split along "tp", and what a rank sends for each region of its layers.
+
+    Local; the model stays as it is.  Call it before changes that only the engine's own modules can run (sparse
+    attention): copies of the model's modules are run.
+    """
     if mesh.tp == 1:
         return None, []
     settings, policy = tensor_settings_of(config), policy_of(config)
     split = parallel.choose(model, mesh.tp, settings)
+    parallel.prove(model, split)
     if split.why_whole:
         log_once(f"tensor_parallel.sequence is auto, and stays off. {split.why_whole}")
     given = policy.compute or policy.autocast
@@ -352,7 +360,7 @@ def plan_pieces(config: Config, model: nn.Module, mesh: Mesh, example: Any) -> t
         if sample.micro is None:
             raise no_example("example")
         chain = sample.chain_of(own)
-    split, traffic = _split_of(config, model, mesh)
+    split, traffic = plan_layers(config, model, mesh)
     shared = _shared_of(config, model, mesh, None)
     if split is not None:
         for name, param in own.named_parameters():
@@ -372,14 +380,3 @@ def no_example(argument: str) -> UsageError:
         "It runs the model's forward once on shapes alone, to see which blocks hand each other their outputs.",
         f"pass {argument}, or give the model an attribute dummy_inputs: the arguments of a forward by name.",
     )
-
-
-def on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of a model without values: parameters and buffers are on the meta device, ties stay."""
-    memo: dict[int, Any] = {}
-    for param in model.parameters():
-        empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
-        memo[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
-    return deepcopy(model, memo)

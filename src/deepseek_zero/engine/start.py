@@ -23,6 +23,7 @@ from ..base.errors import UsageError, shown
 from ..base.given import refuse, whole_number
 from ..base.log import log_once
 from ..base.mesh import SHARD_AXES, Mesh, current_mesh
+from ..base.nested import on_meta
 from ..comm.channel import listening_variables
 from ..comm.store import launchers_store
 from ..config import Facts, RawConfig, choose_source, resolve
@@ -39,7 +40,7 @@ from .determinism import fix_workspace
 from .engine import Engine
 from .mesh_statements import MeshStatement, choose_mesh, statements_of
 from .optimizer import Client
-from .pieces import PiecePlans, no_example, on_meta, plan_pieces, refuse_auto_on, refuse_shared_loader, stage_to_plan
+from .pieces import PiecePlans, no_example, plan_pieces, refuse_auto_on, refuse_shared_loader, stage_to_plan
 from .planning import stated_budgets, update_of, with_order_of_sums, with_useful_copies
 from .settings import pipeline_settings_of, placement_settings_of, plan_settings_of
 

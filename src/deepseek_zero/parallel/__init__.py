@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .inputs import difference
     from .layers import Layer, TensorAxis
     from .plans import ParallelPlan, ParallelSettings, choose
+    from .proof import prove
     from .sequence_model import SequenceSettings, own_part, share_sequences
     from .sequence_volume import SequenceTraffic, traffic_of_sequences
     from .volume import LayerTraffic, traffic_of
@@ -30,6 +31,7 @@ __all__ = [
     "difference",
     "own_part",
     "parallelize",
+    "prove",
     "share_sequences",
     "traffic_of",
     "traffic_of_sequences",
@@ -43,6 +45,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of these
             "inputs": "difference",
             "layers": "Layer TensorAxis",
             "plans": "ParallelPlan ParallelSettings choose",
+            "proof": "prove",
             "sequence_model": "SequenceSettings own_part share_sequences",
             "sequence_volume": "SequenceTraffic traffic_of_sequences",
             "volume": "LayerTraffic traffic_of",

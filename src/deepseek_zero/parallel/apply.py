@@ -14,6 +14,7 @@ from .inputs import compare_first_inputs
 from .layers import Axis, Column, Row, TensorAxis, Vocabulary, become
 from .loss import split_loss
 from .plans import ParallelPlan, ParallelSettings, choose
+from .proof import prove, watch
 from .streams import Streams
 from .token_shards import shard_tokens
 from .virtual import VirtualAxis, repeat, run_in_passes, share_tokens
@@ -34,12 +35,14 @@ def parallelize(
     """Cut a whole model in place; return where each parameter's elements are, by the model's names.
 
     comm: of the ranks of the tensor-parallel axis, all of which call this with an equal model. plan: as `choose` made
-    it of the model and the settings; None: it is made here. Values are the first rank's. Afterwards this rank's
-    parameters are its own parts, and the first forward compares its inputs with those of the other ranks. Collective;
-    refusals are raised before anything is cut.
+    it of the model and the settings, and `prove` completed it; None: it is made here. Values are the first rank's.
+    Afterwards this rank's parameters are its own parts, and the first forward compares its inputs with those of the
+    other ranks. Collective; refusals are raised before anything is cut.
     """
     settings = settings or ParallelSettings()
-    plan = plan or choose(model, comm.size, settings)
+    if plan is None:
+        plan = choose(model, comm.size, settings)
+        prove(model, plan)
     _take_values(model, plan, comm)
     streams = Streams(comm.rank, comm.device) if may_draw(model) else None
     axis = TensorAxis(TensorGroup(comm), streams)
@@ -53,6 +56,7 @@ def parallelize(
     model.register_forward_hook(axis.end)
     if plan.stretch is not None:
         shard_tokens(model, plan.stretch, axis)
+    watch(model, plan)
     return plan.splits
 
 

@@ -189,7 +189,10 @@ class _Column(torch.autograd.Function):
         ctx.entry, ctx.transposed = entry, transposed
         if entry is not None:
             entry.readers += 1
-        return product(flat(x), weight, bias, transposed).view(*x.shape[:-1], -1)
+        outputs = weight.shape[1 if transposed else 0]
+        found = x.new_empty((*x.shape[:-1], outputs))  # no view: the model may change it in place
+        product(flat(x), weight, bias, transposed, found.view(-1, outputs))
+        return found
 
     @staticmethod
     @once_differentiable
@@ -223,12 +226,12 @@ class _Row(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.transposed = transposed
         ctx.tokens = (group, what) if shards_tokens else None
-        rows = flat(x)
-        part = group.take((rows.shape[0], weight.shape[1 if transposed else 0]), x.dtype)
-        product(rows, weight, bias if group.index == 0 else None, transposed, part)
+        outputs = weight.shape[1 if transposed else 0]
+        part = group.take((*x.shape[:-1], outputs), x.dtype)
+        product(flat(x), weight, bias if group.index == 0 else None, transposed, part.view(-1, outputs))
         if not shards_tokens:
-            return group.sum(part, what).wait().view(*x.shape[:-1], -1)
-        return group.sum_own_tokens(part.view(*x.shape[:2], -1), what).wait()
+            return group.sum(part, what).wait()
+        return group.sum_own_tokens(part, what).wait()
 
     @staticmethod
     @once_differentiable

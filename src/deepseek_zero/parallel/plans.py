@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
@@ -118,7 +118,8 @@ class ParallelPlan:
 
     attributes: (module, attribute) -> value by coordinate. attentions: by the module that holds all layers of
     one, the module that holds its projections. stretch: where activations are sharded over tokens, if they are;
-    why_whole: why they are not, where that was left open. grain: as in the settings.
+    why_whole: why they are not, where that was left open. grain: as in the settings. unproven: modules around split
+    layers that the first forward has to examine (proof.py).
     """
 
     ranks: int
@@ -130,6 +131,7 @@ class ParallelPlan:
     stretch: Stretch | None = None
     why_whole: str = ""
     grain: int = 1
+    unproven: list[Any] = field(default_factory=list)
 
     def table(self) -> str:
         """Return the plan as text: a line for each kind of layer, numbers of blocks as *."""
@@ -309,7 +311,9 @@ def _make_regions(model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Ch
     order = {name: place for place, name in enumerate(choices)}
     regions: dict[str, list[Choice]] = {row.name: [] for row in rows}
     for column in [choice for choice in choices.values() if choice.style == "column"]:
-        beside = [other for other in choices.values() if other.style == "column" and _parent(other) == _parent(column)]
+        beside = [
+            other for other in choices.values() if other.style == "column" and parent_of(other) == parent_of(column)
+        ]
         row = _closing(column, beside, rows, order)
         if row is None:
             _take_apart(plan, [column], "no row layer closes it")
@@ -321,14 +325,14 @@ def _make_regions(model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Ch
             _take_apart(plan, [row], "no column layer comes before it")
             continue
         partial = [
-            each for each in choices.values() if each.style == "partial" and _parent(each) == _parent(columns[0])
+            each for each in choices.values() if each.style == "partial" and parent_of(each) == parent_of(columns[0])
         ]
         _cut_region(model, plan, columns, row, partial, rows)
     for choice in choices.values():
         if choice.style in ("column_gather", "row_scatter"):
             dim = 0 if choice.style == "column_gather" else 1
             choice.part = _part(choice, dim, _shares_alone(choice, dim, plan))
-            choice.region = _parent(choice)
+            choice.region = parent_of(choice)
             plan.choices.append(choice)
 
 
@@ -389,7 +393,7 @@ def _cut_region(
         stated = ", ".join(f"{column.name} ({column.widths[0]})" for column in columns)
         _take_apart(plan, [*columns, row], f"{row.name} reads {inputs} where {stated} give another width")
         return
-    parent = model.get_submodule(_parent(columns[0]))
+    parent = model.get_submodule(parent_of(columns[0]))
     head_dim = _head_dim(parent, columns, inputs)
     ranges: tuple[Ranges, ...]
     if head_dim is None:
@@ -417,19 +421,19 @@ def _cut_region(
             column.part = _part(
                 column, 0, _in_blocks(column, tuple(((a * head_dim, b * head_dim),) for a, b in own), width)
             )
-        _count_heads(plan, parent, _parent(columns[0]), heads, kv_heads, head_dim, query, key)
-        holder = _common([*columns, row])
+        _count_heads(plan, parent, parent_of(columns[0]), heads, kv_heads, head_dim, query, key)
+        holder = adapted_common([*columns, row])
         is_shared = any(other is not row and other.name.startswith(f"{holder}.") for other in rows)
         if not is_shared and not row.name.endswith(ADAPTED):
-            plan.attentions[holder] = _parent(columns[0])
+            plan.attentions[holder] = parent_of(columns[0])
     row.part = _part(row, 1, ranges)
     for column in columns:
         column.region = row.name
     plan.choices += [*columns, row, *partial]
 
 
-def _common(choices: Sequence[Choice]) -> str:
-    """Return the name of the smallest module that holds all of these layers."""
+def adapted_common(choices: Sequence[Choice]) -> str:
+    """Return the name of the smallest module that holds all of these layers, or the adapters around them."""
     paths = [choice.name.removesuffix(ADAPTED).split(".")[:-1] for choice in choices]
     shared = takewhile(lambda each: len(set(each)) == 1, zip(*paths, strict=False))
     return ".".join(each[0] for each in shared)
@@ -463,6 +467,11 @@ def _head_dim(parent: nn.Module, columns: Iterable[Choice], inputs: int) -> int 
         if isinstance(value, int) and value > 0 and inputs % value == 0:
             return inputs // value
     return None
+
+
+def head_dim_of(model: nn.Module, columns: Sequence[Choice], row: Choice) -> int | None:
+    """Return the size of a head of a region; None if its layers belong to no attention."""
+    return _head_dim(model.get_submodule(parent_of(columns[0])), columns, row.widths[1])
 
 
 def _shares(width: int, ranks: int, name: str, grain: int = 1) -> Shares:
@@ -627,7 +636,7 @@ def _shard_tokens(model: nn.Module, plan: ParallelPlan) -> None:
     """Have the layers of blocks read and give activations that are sharded over tokens."""
     styles = {choice.name: choice.style for choice in plan.choices}
     attentions = tuple(plan.attentions.values())
-    counted = {_parent(each) for each in plan.choices if each.style == "column" and _is_attention(model, each)}
+    counted = {parent_of(each) for each in plan.choices if each.style == "column" and _is_attention(model, each)}
     plan.stretch = find_stretch(model, styles, attentions, counted - set(attentions))
     for choice in plan.choices:
         if choice.part is not None and choice.style in ("column", "row"):
@@ -635,7 +644,7 @@ def _shard_tokens(model: nn.Module, plan: ParallelPlan) -> None:
 
 
 def _is_attention(model: nn.Module, column: Choice) -> bool:
-    return _head_dim(model.get_submodule(_parent(column)), [column], 0) is not None
+    return _head_dim(model.get_submodule(parent_of(column)), [column], 0) is not None
 
 
 # -- splits
@@ -701,7 +710,7 @@ def weight_of(module: nn.Module) -> Tensor:
     return cast(Tensor, module.weight)
 
 
-def _parent(choice: Choice) -> str:
+def parent_of(choice: Choice) -> str:
     """Return the name of the module that holds a layer, or the adapter around it."""
     return choice.name.removesuffix(ADAPTED).rpartition(".")[0]
 

@@ -15,6 +15,7 @@ from .units import GroupPlan, UnitPlan
 HEADER_BYTES = 1024  # describe a message between stages, in the first step whose inputs look so
 VERDICT_BYTES = 16  # a rank's word to all others on norm and overflow, once a step, where pieces are several
 LOSS_BYTES = 8
+GENERATOR_BYTES = 8  # of the digest of one rank's generators
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class TensorPlan:
 
     ranks: along the axis.  share_bytes: that this rank sends for as many tokens as there are ranks, forward and
     backward.  tokens: of a micro-batch; None while nobody knows.  micro_batches: of a step.  scratch_bytes: that sums
-    are formed in.
+    are formed in.  stages: of a pipeline that this rank has, each with a forward of its own.
     """
 
     ranks: int
@@ -167,11 +168,17 @@ class TensorPlan:
     tokens: int | None = None
     micro_batches: int = 1
     scratch_bytes: int = 0
+    stages: int = 1
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sends for its layers in a step; 0 while the tokens are not known."""
         return self.micro_batches * self.share_bytes * (self.tokens or 0) // self.ranks
+
+    @property
+    def sent_rows(self) -> int:
+        """Bytes that this rank sends in a step to compare the states of random generators, once a forward."""
+        return GENERATOR_BYTES * (self.ranks - 1) * self.micro_batches * self.stages
 
     def explain(self) -> list[str]:
         """Return the axis in words."""

@@ -137,6 +137,7 @@ class Plan:
         rows = VERDICT_BYTES * (mesh.world_size - 1) if mesh.world_size > mesh.reduce_size else 0
         is_last = pipeline is None or pipeline.placement[-1] == pipeline.rank
         rows += sequence.sent_rows if sequence is not None and is_last else 0
+        rows += tensor.sent_rows if tensor is not None else 0
         found = replace(
             found,
             tensor=tensor.sent_bytes if tensor is not None else 0,

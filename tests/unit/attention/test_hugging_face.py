@@ -22,6 +22,8 @@ from deepseek_zero.config import Facts, resolve
 from deepseek_zero.config.load import load
 from deepseek_zero.engine.settings import sparse_attention_of
 from deepseek_zero.parallel.apply import parallelize
+from deepseek_zero.parallel.plans import choose
+from deepseek_zero.parallel.proof import prove
 from deepseek_zero.parallel.sequence_model import SequenceSettings, own_part, share_sequences
 from deepseek_zero.pipeline import find_chain
 from tests.in_process import Rank, run_ranks
@@ -270,9 +272,11 @@ def test_ranks_along_tp_and_sp_have_their_heads_layouts(name: str, mesh: Mesh, l
         here, own = mesh.on_world(rank.size, rank.index), copy.deepcopy(model)
         comm = rank.comm.lay_out(here)
         place = here.coordinates["tp"] * here.sp + here.coordinates["sp"]
+        plan = choose(own, here.tp)
+        prove(own, plan)  # before the model attends by a layout that copies do not have, as an engine does
         attend_sparsely(own, SparseAttention(layout, here.tp * here.sp, place))
         if here.tp > 1:
-            parallelize(own, comm.along["tp"])
+            parallelize(own, comm.along["tp"], plan=plan)
         if here.sp == 1:
             return step(own, inputs)
         share_sequences(own, comm.along["sp"], tp=here.tp)

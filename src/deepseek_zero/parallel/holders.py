@@ -1,0 +1,328 @@
+"""The modules that hold split layers, as copies that a proof can run, and the arguments that they are called with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..base.device import CPU, fake_tensors
+from ..base.errors import NotBuiltError, brief
+from ..base.nested import map_inputs, on_meta
+from ..planner.split import Ranges, Split
+from .plans import ADAPTED, Choice, ParallelPlan, adapted_common, head_dim_of, parent_of
+
+ROWS = 2  # of inputs that are made up
+TOKENS = 6
+MOST_ROWS = 2  # of inputs that a first forward gives
+MOST_TOKENS = 16
+NOT_THE_KIND = ("idx", "index", "layer_id", "layer_num", "training")  # in names of attributes that differ by layer
+
+
+class _Enough(Exception):
+    """Every call that was waited for has been seen."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of a module."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The smallest module that holds all split layers of one or more regions, without values.
+
+    names: of all modules of this kind; the first one is examined. template: a copy of it, parameters on the meta
+    device. members: by name in the module, the split layers of its regions. given: the layers of other rules and of
+    holders inside, which count as whole here. inside: names of these holders. attributes: by (module, attribute),
+    one rank's counts. widths: of attentions, by size, how ranks cut a dimension of that many features or heads.
+    """
+
+    names: list[str]
+    template: nn.Module
+    members: Mapping[str, Choice]
+    given: Mapping[str, Choice]
+    inside: tuple[str, ...]
+    attributes: Mapping[tuple[str, str], tuple[int, ...]]
+    widths: Mapping[int, tuple[Ranges, ...]]
+    ranks: int
+    device: torch.device
+    dtype: torch.dtype
+    vectors: Mapping[str, Tensor]  # values of parameters of less than two dimensions
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the configuration names every split layer of the module."""
+        return all(choice.source in ("partition_config", "LoRA") for choice in self.members.values())
+
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that are no split layer's. A row layer's bias is among them: every rank holds it."""
+        return {name: param for name, param in self.template.named_parameters() if self.layer_of(name) is None}
+
+    def layer_of(self, parameter: str) -> Choice | None:
+        """Return the layer whose product stands for a parameter; None if it is the module's own."""
+        name, _, leaf = parameter.rpartition(".")
+        choice = self.members.get(name) or self.given.get(name)
+        return None if choice is not None and choice.style == "row" and leaf == "bias" else choice
+
+    def ranges_of(self, layer: str, style: str, rank: int | None) -> Ranges | None:
+        """Return what a rank has of the outputs ("column") or inputs ("row") of a layer; None if it has all of them."""
+        choice = self.members.get(layer)
+        if rank is None or choice is None or choice.style != style:
+            return None
+        assert choice.part is not None
+        return choice.part.weight.ranges[rank]
+
+
+# -- which modules
+
+
+def holders_of(model: nn.Module, plan: ParallelPlan) -> list[Holder]:
+    """Return one holder for each kind of module around split layers."""
+    named: dict[str, nn.Module] = dict(model.named_modules())
+    found: dict[str, list[tuple[list[Choice], Choice]]] = {}
+    for row in plan.choices:
+        columns = [each for each in plan.choices if each.style == "column" and each.region == row.name]
+        if row.style == "row" and columns:
+            found.setdefault(_callable(named, adapted_common([*columns, row])), []).append((columns, row))
+    kinds: dict[Any, Holder] = {}
+    for name, regions in found.items():
+        inside = tuple(each for each in found if is_inside(each, name))
+        key = _kind_of(named[name], _layers_in(plan, name))
+        if key in kinds:
+            kinds[key].names.append(name)
+        else:
+            kinds[key] = _holder(model, plan, name, regions, inside)
+    return list(kinds.values())
+
+
+def _callable(named: Mapping[str, nn.Module], name: str) -> str:
+    """Return the name of a module, or of the nearest one around it, that has a forward."""
+    while name and type(named[name]).forward in (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward):
+        name = name.rpartition(".")[0]
+    return name
+
+
+def is_inside(name: str, other: str) -> bool:
+    return name != other and (not other or name.startswith(f"{other}."))
+
+
+def joined(holder: str, name: str) -> str:
+    return ".".join(each for each in (holder, name) if each)
+
+
+def _layers_in(plan: ParallelPlan, holder: str) -> dict[str, Choice]:
+    """Return the layers in a module whose products have stand-ins, by name in it."""
+    prefix = f"{holder}." if holder else ""
+    return {
+        choice.name.removeprefix(prefix): choice
+        for choice in plan.choices
+        if choice.part is not None and choice.style != "vocabulary" and choice.name.startswith(prefix)
+    }
+
+
+def widths_of(choice: Choice) -> tuple[int, int]:
+    """Return the outputs and inputs of a whole layer; the layer itself may have been cut."""
+    assert choice.part is not None
+    first, second = choice.part.weight.shape
+    return (second, first) if choice.part.transposed else (first, second)
+
+
+def _kind_of(module: nn.Module, layers: Mapping[str, Choice]) -> Any:
+    """Return what modules of one kind have in common: classes, plain attributes, shapes and split layers."""
+    parts = []
+    for inner, each in module.named_modules():
+        plain = {
+            key: value
+            for key, value in vars(each).items()
+            if isinstance(value, (bool, int, float, str)) and not any(word in key for word in NOT_THE_KIND)
+        }
+        shapes = [(key, tuple(param.shape)) for key, param in each.named_parameters(recurse=False)]
+        parts.append((inner, type(each), str(sorted(plain.items())), str(shapes)))
+    splits = [(inner, each.style, each.part and each.part.weight) for inner, each in layers.items()]
+    return tuple(parts), tuple(splits)
+
+
+def _holder(
+    model: nn.Module,
+    plan: ParallelPlan,
+    name: str,
+    regions: Sequence[tuple[list[Choice], Choice]],
+    inside: tuple[str, ...],
+) -> Holder:
+    module = model.get_submodule(name)
+    prefix = f"{name}." if name else ""
+    parents = {parent_of(each) for columns, _ in regions for each in columns}
+    attributes = {
+        (of.removeprefix(prefix) if of != name else "", attribute): local
+        for (of, attribute), local in plan.attributes.items()
+        if of in parents
+    }
+    wrappers = [each.name.removesuffix(ADAPTED) for columns, row in regions for each in (*columns, row)]
+    layers = _layers_in(plan, name)
+    members = {
+        inner: each
+        for inner, each in layers.items()
+        if any(each.name == wrapper or each.name.startswith(f"{wrapper}.") for wrapper in wrappers)
+    }
+    widths: dict[int, tuple[Ranges, ...]] = {}
+    for columns, row in regions:
+        head_dim = head_dim_of(model, columns, row)
+        if head_dim is None:
+            continue
+        for choice in (row, *(each for each in columns if each.fused is None)):
+            assert choice.part is not None
+            _note_width(widths, choice.part.side, head_dim)
+    floating = [param for param in module.parameters() if param.is_floating_point()]
+    is_meta = not floating or floating[0].is_meta
+    vectors = {key: param.detach() for key, param in module.named_parameters() if param.dim() < 2 and not param.is_meta}
+    template = _template(name, module)
+    vectors = {key: value.clone() for key, value in vectors.items()}
+    return Holder(
+        [name],
+        template,
+        members,
+        {inner: each for inner, each in layers.items() if inner not in members},
+        tuple(each.removeprefix(prefix) for each in inside),
+        attributes,
+        widths,
+        plan.ranks,
+        CPU if is_meta else floating[0].device,
+        floating[0].dtype if floating else torch.float32,
+        vectors,
+    )
+
+
+def _note_width(widths: dict[int, tuple[Ranges, ...]], side: Split, head_dim: int) -> None:
+    """Remember how ranks share so many features of an attention, and so many heads."""
+    (width,) = side.shape
+    widths.setdefault(width, side.ranges)
+    heads = tuple(tuple((low // head_dim, high // head_dim) for low, high in each) for each in side.ranges)
+    widths.setdefault(width // head_dim, heads)
+
+
+def _template(name: str, module: nn.Module) -> nn.Module:
+    """Return a copy of a module with its buffers, without the values of its parameters and without hooks.
+
+    NotBuiltError if it cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for param in module.parameters():
+        memo[id(param)] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=False)
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.zeros_like(buffer, device=CPU) if buffer.is_meta else buffer.detach().clone()
+    try:
+        copy = deepcopy(module, memo).eval()
+    except Exception as error:
+        raise NotBuiltError(
+            f"tensor parallelism: module '{name}' ({type(module).__name__}) has split layers and cannot be copied.",
+            f"A copy is run to examine whether a rank computes its part of it; copying failed: {brief(error)}.",
+            "keep locks, files and process groups out of the module, or use dp_shard instead of tp.",
+        ) from error
+    for each in copy.modules():
+        each._forward_hooks.clear()
+        each._forward_pre_hooks.clear()
+        each._backward_hooks.clear()
+        each._backward_pre_hooks.clear()
+    return copy
+
+
+# -- arguments
+
+
+def calls_in(model: nn.Module, names: Sequence[str]) -> dict[str, Call]:
+    """Return the calls of these modules in a forward of the model on its `dummy_inputs`; fewer if that fails.
+
+    A copy of the model runs on tensors without values.
+    """
+    example = getattr(model, "dummy_inputs", None)
+    calls: dict[str, Call] = {}
+    if not isinstance(example, Mapping) or not names:
+        return calls
+
+    def seen(name: str) -> Callable[..., None]:
+        def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+            calls.setdefault(name, Call(*without_caches((args, kwargs))))
+            if len(calls) == len(names):
+                raise _Enough
+
+        return look
+
+    try:
+        copy = on_meta(model)
+        for name in names:
+            copy.get_submodule(name).register_forward_pre_hook(seen(name), with_kwargs=True)
+        with fake_tensors() as mode, torch.enable_grad(), torch.random.fork_rng(devices=[]):
+
+            def faked(tensor: Tensor) -> Tensor:
+                with mode:
+                    return torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU)
+
+            state = {name: faked(each).requires_grad_(each.requires_grad) for name, each in copy.named_parameters()}
+            state.update({name: faked(each) for name, each in copy.named_buffers()})
+            torch.func.functional_call(copy, state, (), map_inputs(dict(example), faked), tie_weights=True)
+    except Exception:  # a model may do anything here; what was not seen is examined in the first forward
+        return calls
+    return calls
+
+
+def simple_call(holder: Holder) -> Call | None:
+    """Return made-up arguments for a module that takes one tensor, as feed-forward layers do."""
+    parameters = inspect.signature(holder.template.forward).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [each for each in parameters if each.default is inspect.Parameter.empty and each.kind in kinds]
+    first = next(each for each in holder.members.values() if each.style == "column")
+    if len(needed) != 1:
+        return None
+    return Call((torch.empty(ROWS, TOKENS, widths_of(first)[1], device="meta"),), {})
+
+
+def without_caches(value: Any) -> Any:
+    """Return arguments without caches of keys and values, which training has no use for."""
+    if hasattr(value, "get_seq_length"):
+        return None
+    if type(value) is dict:
+        return {key: without_caches(each) for key, each in value.items()}
+    return tuple(map(without_caches, value)) if type(value) is tuple else value
+
+
+def small_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Return arguments of fewer rows and tokens, where these are told from other dimensions by their sizes."""
+    given: list[Tensor] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        given.append(tensor)
+        return tensor
+
+    map_inputs((args, kwargs), look)
+    hidden = next((each for each in given if each.is_floating_point() and each.dim() >= 2), None)
+    if hidden is None:
+        return Call(args, kwargs)
+    tokens = hidden.shape[-2]
+    rows = hidden.shape[0] if hidden.dim() > 2 else 0
+    made: dict[int, Tensor] = {}
+
+    def less(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = narrowed(tensor)
+        return made[id(tensor)]
+
+    def narrowed(tensor: Tensor) -> Tensor:
+        requires_grad = tensor.requires_grad
+        tensor = tensor.detach()
+        if rows and tensor.dim() and tensor.shape[0] == rows:
+            tensor = tensor[:MOST_ROWS]
+        for dim in range(tensor.dim()):
+            if tensor.shape[dim] == tokens > MOST_TOKENS and tokens != hidden.shape[-1]:
+                tensor = tensor.narrow(dim, 0, MOST_TOKENS)
+        return tensor.requires_grad_(requires_grad)
+
+    return Call(*map_inputs((args, kwargs), less))

@@ -1,0 +1,641 @@
+"""Proves that the modules around split layers compute on each rank its part of what they compute whole.
+
+A plan (plans.py) chooses layers by names and widths. Between its column layers and its row layer a module may still
+look at all features (a norm, a softmax, top-k), count heads in a way that no plan knows, or have parameters of its own.
+So one module of each kind is run on small random inputs, once whole and once as each rank would run it:
+
+    args -> x    column layers    h -> z    row layer    y -> output
+
+The products themselves are right by construction (functions.py). Their outputs h and y are replaced by random tensors,
+of which a rank gets its part, and the gradients of x, z and the output by random tensors too. No weight of a split
+layer is needed, so the proof of a layer of any size takes milliseconds. It holds if for each rank
+
+    x and the output are equal to the whole ones, and so are the gradients of y and of the arguments
+    z, and the gradient of h, are this rank's part of the whole ones
+
+The gradients of the module's other parameters say what these are along the axis: `equal` on every rank, a summand
+(`partial`), or a part, if an attention has one for each head or feature. A feed-forward layer's own parameters are not
+cut: one for each feature is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..base.device import CPU, has_no_values
+from ..base.errors import NotBuiltError, brief
+from ..base.log import log_once
+from ..base.nested import map_inputs, map_tensors
+from ..planner.split import Split
+from .cuts import cut, taken
+from .holders import (
+    Call,
+    Holder,
+    calls_in,
+    holders_of,
+    is_inside,
+    joined,
+    simple_call,
+    small_copy,
+    widths_of,
+    without_caches,
+)
+from .plans import Choice, ParallelPlan
+
+T = TypeVar("T")
+MOST_WAYS = 16  # of cutting a module's own parameters
+SMALL = 1e-2  # gradients below this times the tolerance count as zero
+TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
+HALF_TOLERANCE = 3e-2
+
+
+class Unproven(Exception):
+    """A module that could not be run."""
+
+
+class _Differs(Exception):
+    """What a rank computes otherwise than the whole module."""
+
+
+class _Fails(_Differs):
+    """The module fails on a rank."""
+
+
+def prove(model: nn.Module, plan: ParallelPlan) -> None:
+    """Examine each kind of module that holds split layers, and complete the plan by what this shows.
+
+    It sets the splits of the modules' own parameters. A module that cannot be run here (its arguments are not known)
+    goes to `plan.unproven`, which `watch` examines in the first forward. Local; the model stays as it is.
+
+    Args:
+        model: The whole model, before anything is cut.
+        plan: Its plan, as `choose` made it.
+
+    Raises:
+        NotBuiltError: A rank would compute something else. The message names the module, and the layer or parameter.
+    """
+    holders = holders_of(model, plan)
+    calls = calls_in(model, [holder.names[0] for holder in holders])
+    examined: list[tuple[Holder, dict[str, Split]]] = []
+    for holder in holders:
+        call = calls.get(holder.names[0]) or simple_call(holder)
+        if call is None:
+            plan.unproven.append(holder)
+            continue
+        try:
+            found = examine(holder, call, plan.splits)
+        except Unproven:
+            plan.unproven.append(holder)
+            continue
+        examined.append((holder, found))
+    _refuse_shared_parameters(model, examined)
+    for holder, found in examined:
+        _take_splits(plan, holder, found)
+
+
+def watch(model: nn.Module, plan: ParallelPlan) -> None:
+    """Have the first forward examine the modules that `prove` could not run, with the arguments that they are given.
+
+    That forward raises NotBuiltError if a rank would compute something else, or if a module cannot be examined.
+    """
+    for holder in plan.unproven:
+        _watch(model.get_submodule(holder.names[0]), holder, dict(plan.splits))
+
+
+def _watch(module: nn.Module, holder: Holder, splits: Mapping[str, Split]) -> None:
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hook.remove()
+        try:
+            found = examine(holder, small_copy(args, kwargs), splits)
+        except Unproven:
+            try:
+                found = examine(holder, Call(args, kwargs), splits)
+            except Unproven as error:
+                _refuse_unproven(holder, error)
+                return
+        for name, split in found.items():
+            planned = splits[joined(holder.names[0], name)]
+            if planned != split:
+                raise _refused(
+                    holder,
+                    f"Its parameter '{joined(holder.names[0], name)}' would have to be {_WORDS[split.kind]}, which is "
+                    "seen in the first forward only, too late for the layout of its gradients",
+                )
+
+    hook = module.register_forward_pre_hook(look, with_kwargs=True)
+
+
+_WORDS = {
+    "split": "split over the ranks",
+    "equal": "held whole, with a gradient that is not summed",
+    "partial": "held whole, with a gradient that is summed over the ranks",
+}
+
+
+# -- runs
+
+
+@dataclass
+class _Boundary:
+    """One call of a split layer in the whole module: what it read, and the random tensors in place of products."""
+
+    read: Tensor
+    output: Tensor
+    gradient: Tensor  # of what it read
+
+
+@dataclass
+class _Seen:
+    """What one run left. reads, grads: by (layer, number of the call), what it read and the gradient of its output.
+    args, own: gradients of arguments and of the module's own parameters. kept: what it left in attributes, for a loss.
+    """
+
+    reads: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    output: Tensor | None = None
+    grads: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    args: list[Tensor] = field(default_factory=list)
+    own: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[str, Tensor] = field(default_factory=dict)
+
+    def is_finite(self) -> bool:
+        output = [] if self.output is None else [self.output]
+        found = [*self.reads.values(), *output, *self.grads.values(), *self.args, *self.own.values()]
+        return all(bool(each.isfinite().all()) for each in found)
+
+
+class _Bench:
+    """Runs one module with random values, whole and as each rank would."""
+
+    def __init__(self, holder: Holder, call: Call, device: torch.device, dtype: torch.dtype) -> None:
+        self.holder, self.device, self.dtype = holder, device, dtype
+        self.tolerance = TOLERANCES.get(dtype, HALF_TOLERANCE)
+        self.boundaries: dict[tuple[str, int], _Boundary] = {}
+        self.cotangent: Tensor | None = None
+        self._generator = torch.Generator().manual_seed(1)
+        self._own = {name: self._value(name, param) for name, param in holder.own_parameters().items()}
+        self._arguments: dict[int, Tensor] = {}
+        self._has_hidden = False
+        self._inputs = {widths_of(each)[1] for each in holder.members.values() if each.style == "column"}
+        self._call = Call(*map_inputs((call.args, call.kwargs), self._argument))
+        self._call = Call(*without_caches((self._call.args, self._call.kwargs)))
+
+    def random(self, shape: Sequence[int]) -> Tensor:
+        made: Tensor = torch.randn(tuple(shape), generator=self._generator)
+        return made.to(self.device, self.dtype)
+
+    def _value(self, name: str, param: Tensor) -> Tensor:
+        """Return a value of a parameter such that no rank's part is like another's."""
+        if not param.is_floating_point():
+            return torch.zeros(param.shape, dtype=param.dtype, device=self.device)
+        if param.dim() >= 2:
+            return self.random(param.shape) / math.sqrt(param.shape[-1])
+        near = self.holder.vectors.get(name)
+        mean = torch.ones(param.shape) if near is None else near.float().cpu()
+        spread = 1 + 0.3 * torch.rand(param.shape, generator=self._generator)
+        return (mean * spread).to(self.device, self.dtype) + 0.1 * self.random(param.shape)
+
+    def _argument(self, tensor: Tensor) -> Tensor:
+        """Return a real tensor in place of an argument, the same one each time."""
+        if id(tensor) not in self._arguments:
+            self._arguments[id(tensor)] = self._made(tensor)
+        return self._arguments[id(tensor)]
+
+    def _made(self, tensor: Tensor) -> Tensor:
+        """Return a copy of an argument, or random values if it has none."""
+        is_floating = tensor.is_floating_point()
+        made: Tensor
+        if not has_no_values(tensor):
+            made = tensor.detach().to(self.device, self.dtype if is_floating else tensor.dtype).clone()
+        elif is_floating:
+            made = self.random(tensor.shape)
+        else:
+            made = torch.ones(tensor.shape, dtype=tensor.dtype, device=self.device)
+        # What column layers read has a gradient in every layer but the first one.
+        is_hidden = is_floating and tensor.dim() in (2, 3) and tensor.shape[-1] in self._inputs
+        if is_hidden and not self._has_hidden:
+            self._has_hidden = True
+            made.requires_grad_()
+        elif tensor.requires_grad:
+            made.requires_grad_()
+        return made
+
+    def run(self, rank: int | None, cuts: Mapping[str, Split], poisoned: Sequence[str]) -> _Seen:
+        """Run the module forward and backward.
+
+        Args:
+            rank: The rank to run as; None: the whole module, which makes the random tensors.
+            cuts: How its own parameters are split, by name.
+            poisoned: Split layers whose parameters are NaN; those of the others are zero.
+        """
+        module, own = self._module(rank, cuts, poisoned)
+        seen, losses, leaves = _Seen(), list[Tensor](), dict[tuple[str, int], Tensor]()
+        for name in (*self.holder.members, *self.holder.given):
+            layer = module.get_submodule(name)
+            layer.forward = self._forward_of(name, rank, seen, losses, leaves)
+        args = list[Tensor]()
+        copies: dict[int, Tensor] = {}
+
+        def given(tensor: Tensor) -> Tensor:
+            if id(tensor) not in copies:
+                leaf = tensor.detach().clone()
+                if tensor.requires_grad:
+                    args.append(leaf.requires_grad_())
+                copies[id(tensor)] = leaf.clone()
+            return copies[id(tensor)]
+
+        call_args, call_kwargs = map_inputs((self._call.args, self._call.kwargs), given)
+        with self._same_draws():
+            output = _first_float(module(*call_args, **call_kwargs))
+        seen.kept = _kept_in(module)
+        if output is not None:
+            seen.output = output.detach().clone()
+            if rank is None:
+                self.cotangent = self.random(output.shape)
+            if self.cotangent is None or self.cotangent.shape != output.shape:
+                raise _Differs("it returns a tensor of another shape")
+            losses.append((output * self.cotangent).sum())
+        inputs = [*leaves.values(), *args, *own.values()]
+        total = sum(loss.float() for loss in losses if loss.requires_grad)
+        grads: Sequence[Tensor | None] = [None] * len(inputs)
+        if isinstance(total, Tensor):
+            grads = torch.autograd.grad(total, inputs, allow_unused=True)
+        filled = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(inputs, grads, strict=True)]
+        seen.grads = dict(zip(leaves, filled, strict=False))
+        seen.args = filled[len(leaves) : len(leaves) + len(args)]
+        seen.own = dict(zip(own, filled[len(leaves) + len(args) :], strict=True))
+        return seen
+
+    @contextmanager
+    def _same_draws(self) -> Iterator[None]:
+        """Let each run draw the same random numbers, and leave torch's generators as they are."""
+        on_cuda = self.device.type == "cuda"
+        with torch.random.fork_rng(devices=[self.device] if on_cuda else []):
+            torch.default_generator.manual_seed(1)
+            if on_cuda:
+                with torch.cuda.device(self.device):
+                    torch.cuda.manual_seed(1)
+            yield
+
+    def _module(
+        self, rank: int | None, cuts: Mapping[str, Split], poisoned: Sequence[str]
+    ) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+        """Return a copy of the module as one rank has it, and its own parameters that are trained."""
+        holder = self.holder
+        memo: dict[int, Any] = {}
+        own: dict[str, nn.Parameter] = {}
+        for name, param in holder.template.named_parameters():
+            layer, _, _ = name.rpartition(".")
+            choice = holder.layer_of(name)
+            if choice is None:
+                value = self._own[name]
+                if rank is not None and name in cuts:
+                    value = cut(value, cuts[name], rank)
+                made = nn.Parameter(value.clone(), requires_grad=value.is_floating_point())
+                if made.requires_grad and not any(is_inside(name, other) for other in holder.inside):
+                    own[name] = made
+            else:
+                local = rank if layer in holder.members else None
+                made = self._placeholder(param, choice, local, is_poisoned=layer in poisoned)
+            memo[id(param)] = made
+        for buffer in holder.template.buffers():
+            dtype = self.dtype if buffer.is_floating_point() else buffer.dtype
+            memo[id(buffer)] = buffer.to(self.device, dtype).clone()
+        module = deepcopy(holder.template, memo)
+        for (name, attribute), counts in holder.attributes.items():
+            if rank is not None:
+                setattr(module.get_submodule(name), attribute, counts[rank])
+        return module, own
+
+    def _placeholder(self, param: Tensor, choice: Choice, rank: int | None, *, is_poisoned: bool) -> nn.Parameter:
+        """Return a parameter of a split layer without memory. Who reads it, reads NaN."""
+        assert choice.part is not None
+        shape = tuple(param.shape)
+        if rank is not None:
+            split = choice.part.weight if param.dim() > 1 else choice.part.side
+            shape = split.local_shape(rank)
+        is_floating = param.is_floating_point()
+        value = torch.full((), float("nan") if is_poisoned and is_floating else 0, dtype=self.dtype)
+        if not is_floating:
+            value = torch.zeros((), dtype=param.dtype)
+        return nn.Parameter(value.to(self.device).expand(shape), requires_grad=False)
+
+    def _forward_of(
+        self,
+        name: str,
+        rank: int | None,
+        seen: _Seen,
+        losses: list[Tensor],
+        leaves: dict[tuple[str, int], Tensor],
+    ) -> Callable[..., Tensor]:
+        """Return what stands in for the forward of a split layer."""
+        holder = self.holder
+        outputs, _ = widths_of(holder.members.get(name) or holder.given[name])
+        outgoing, incoming = holder.ranges_of(name, "column", rank), holder.ranges_of(name, "row", rank)
+
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            key = (name, sum(1 for layer, _ in leaves if layer == name))
+            if rank is None:
+                output = self.random((*x.shape[:-1], outputs))
+                self.boundaries[key] = _Boundary(x.detach().clone(), output, self.random(x.shape))
+            boundary = self.boundaries.get(key)
+            if boundary is None:
+                raise _Differs(f"it calls layer '{name}' more often")
+            output, gradient = boundary.output, boundary.gradient
+            if outgoing is not None:
+                output = taken(output, -1, outgoing)
+            if incoming is not None:
+                gradient = taken(gradient, -1, incoming)
+            if gradient.shape != x.shape:
+                raise _Differs(f"layer '{name}' reads {_features(x)} where its part has {_features(gradient)}")
+            seen.reads[key] = x.detach().clone()
+            losses.append((x * gradient).sum())
+            leaves[key] = output.clone().requires_grad_()
+            return leaves[key].clone()
+
+        return forward
+
+
+def _features(x: Tensor) -> str:
+    return f"a tensor of shape {tuple(x.shape)}"
+
+
+def _kept_in(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of the forward's graph that a module keeps in attributes, by name."""
+    found: dict[str, Tensor] = {}
+    for name, each in module.named_modules():
+        for key, value in vars(each).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                found[joined(name, key)] = value.detach().clone()
+    return found
+
+
+def _first_float(output: Any) -> Tensor | None:
+    found: list[Tensor] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            found.append(tensor)
+        return tensor
+
+    map_tensors(output, look)
+    return found[0] if found else None
+
+
+# -- the proof
+
+
+def examine(holder: Holder, call: Call, splits: Mapping[str, Split]) -> dict[str, Split]:
+    """Return how a module's own parameters lie along the axis, by name in it. Local.
+
+    Args:
+        holder: The module.
+        call: Arguments that it takes.
+        splits: How the model's parameters lie by the plan, by name in the model.
+
+    Raises:
+        NotBuiltError: On some rank it computes something else.
+        Unproven: It could not be run.
+    """
+    tried: list[str] = []
+    attempts = dict.fromkeys([(CPU, torch.float32), (holder.device, torch.float32), (holder.device, holder.dtype)])
+    for device, dtype in attempts:
+        try:
+            return _in_thread(partial(_examine_on, holder, call, splits, device, dtype))
+        except Unproven as error:
+            tried.append(str(error))
+    raise Unproven(tried[0])
+
+
+def _in_thread(work: Callable[[], T]) -> T:
+    """Run it in a thread of its own, where no modes and no hooks of the caller's autograd are."""
+    found: list[T] = []
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return found[0]
+
+
+def _examine_on(
+    holder: Holder, call: Call, splits: Mapping[str, Split], device: torch.device, dtype: torch.dtype
+) -> dict[str, Split]:
+    bench = _Bench(holder, call, device, dtype)
+    whole = _run_whole(bench)
+    first_failure: _Differs | None = None
+    for cuts in _ways(holder):
+        try:
+            seen = [_run_rank(bench, rank, cuts) for rank in range(holder.ranks)]
+            for rank in range(holder.ranks):
+                _compare(bench, whole, seen, rank)
+            return {
+                name: _kind(bench, holder, name, grad, [each.own[name] for each in seen], cuts, splits)
+                for name, grad in whole.own.items()
+            }
+        except _Differs as failure:
+            if first_failure is None or isinstance(first_failure, _Fails):
+                first_failure = failure
+    raise _refused(
+        holder,
+        f"On a rank, {first_failure}. Between split layers, each feature and each head must be "
+        "computed by itself; a norm, softmax or top-k over features is not",
+    )
+
+
+def _run_whole(bench: _Bench) -> _Seen:
+    members = list(bench.holder.members)
+    try:
+        whole = bench.run(None, {}, members)
+    except Exception as error:
+        raise Unproven(brief(error)) from error
+    called = {name for name, _ in whole.reads}
+    missing = [name for name, each in bench.holder.members.items() if name not in called and each.source != "LoRA"]
+    if missing:
+        raise Unproven(f"its forward does not call layer '{missing[0]}'")
+    if whole.is_finite():
+        return whole
+    for name in members:
+        bench.boundaries.clear()
+        if bench.run(None, {}, []).is_finite() and not bench.run(None, {}, [name]).is_finite():
+            raise _refused(bench.holder, f"It computes with the weight of layer '{name}' itself, which is split")
+    raise Unproven("what it computes from random inputs is not finite")
+
+
+def _run_rank(bench: _Bench, rank: int, cuts: Mapping[str, Split]) -> _Seen:
+    try:
+        return bench.run(rank, cuts, list(bench.holder.members))
+    except _Differs:
+        raise
+    except Exception as error:
+        raise _Fails(f"its forward fails with {brief(error)}") from error
+
+
+def _ways(holder: Holder) -> Iterator[dict[str, Split]]:
+    """Yield ways to cut the module's own parameters per head or per column: none of them, all, then some."""
+    able: dict[str, Split] = {}
+    for name, param in holder.own_parameters().items():
+        dim = next((dim for dim, size in enumerate(param.shape) if size in holder.widths), None)
+        if dim is not None:
+            able[name] = Split("split", tuple(param.shape), dim, holder.widths[param.shape[dim]])
+    yield {}
+    if able:
+        yield able
+    some = (chosen for count in range(1, len(able)) for chosen in itertools.combinations(able, count))
+    for chosen in itertools.islice(some, MOST_WAYS):
+        yield {name: able[name] for name in chosen}
+
+
+def _compare(bench: _Bench, whole: _Seen, seen: Sequence[_Seen], rank: int) -> None:
+    """Compare one rank's run with the whole one."""
+    own = seen[rank]
+    if own.reads.keys() != whole.reads.keys():
+        name, _ = next(iter(whole.reads.keys() ^ own.reads.keys()))
+        raise _Differs(f"it calls layer '{name}' another number of times")
+    holder = bench.holder
+    for (name, number), expected in whole.reads.items():
+        what = f"layer '{name}' reads another tensor"
+        if (ranges := holder.ranges_of(name, "row", rank)) is not None:
+            expected = taken(expected, -1, ranges)
+            what = f"layer '{name}' does not read its part of what the whole layer reads"
+        _same(bench, own.reads[name, number], expected, what)
+    if whole.output is not None and own.output is not None:
+        _same(bench, own.output, whole.output, "its output is another one")
+    for name, expected in whole.kept.items():
+        if name in own.kept:
+            _same(bench, own.kept[name], expected, f"attribute '{name}', which a loss may use, is another one")
+    for (name, number), expected in whole.grads.items():
+        found = own.grads[name, number]
+        if (ranges := holder.ranges_of(name, "column", rank)) is not None:
+            part = holder.members[name].part
+            assert part is not None
+            expected = taken(expected, -1, ranges)
+            found = torch.stack([seen[other].grads[name, number] for other in part.weight.sharers(rank)]).sum(0)
+        _same(bench, found, expected, f"the gradient of what layer '{name}' gives is another one")
+    for found, expected in zip(own.args, whole.args, strict=True):
+        _same(bench, found, expected, "the gradient of what it is given is another one")
+
+
+def _same(bench: _Bench, found: Tensor, expected: Tensor, what: str) -> None:
+    if not _is_near(bench, found, expected):
+        raise _Differs(what)
+
+
+def _is_near(bench: _Bench, found: Tensor, expected: Tensor) -> bool:
+    if found.shape != expected.shape or not bool(found.isfinite().all()):
+        return False
+    if not found.numel():
+        return True
+    scale = max(float(expected.abs().max()), SMALL)
+    return float((found - expected).abs().max()) <= bench.tolerance * scale
+
+
+def _kind(
+    bench: _Bench,
+    holder: Holder,
+    name: str,
+    whole: Tensor,
+    parts: Sequence[Tensor],
+    cuts: Mapping[str, Split],
+    splits: Mapping[str, Split],
+) -> Split:
+    """Return how one of the module's own parameters lies, by its gradient on each rank."""
+    if name in cuts:
+        split = cuts[name]
+        for rank in range(holder.ranks):
+            found = torch.stack([parts[other] for other in split.sharers(rank)]).sum(0)
+            _same(bench, found, cut(whole, split, rank), f"the gradient of '{name}' is not its part of the whole one")
+        return split
+    planned = splits[joined(holder.names[0], name)]
+    if all(_is_near(bench, each, torch.zeros_like(whole)) for each in (whole, *parts)):
+        return planned
+    shape = tuple(whole.shape)
+    if all(_is_near(bench, each, whole) for each in parts):
+        return Split.whole("equal", shape, holder.ranks)
+    _same(
+        bench,
+        torch.stack(list(parts)).sum(0),
+        whole,
+        f"the gradient of parameter '{name}' is neither the whole one nor a summand of it",
+    )
+    return Split.whole("partial", shape, holder.ranks)
+
+
+def _refuse_shared_parameters(model: nn.Module, examined: Sequence[tuple[Holder, dict[str, Split]]]) -> None:
+    """Raise NotBuiltError if modules share a parameter that lies in another way in each of them."""
+    found: dict[tuple[int, str], tuple[Holder, Split]] = {}  # by module that has it, and its name there
+    for holder, splits in examined:
+        for of in holder.names:
+            holding = model.get_submodule(of)
+            for inner, split in splits.items():
+                place, _, leaf = inner.rpartition(".")
+                found[id(holding.get_submodule(place)), leaf] = holder, split
+    seen: dict[int, Split | None] = {}
+    for name, module in model.named_modules():
+        for leaf, param in module.named_parameters(recurse=False):
+            holder_of, split_here = found.get((id(module), leaf), (None, None))
+            if split_here is not None and split_here.kind == "equal":
+                split_here = None
+            if seen.setdefault(id(param), split_here) != split_here:
+                holder_of = holder_of or next(each for each, splits in examined if splits)
+                raise _refused(
+                    holder_of,
+                    f"Parameter '{joined(name, leaf)}' is shared with another module, where its gradient is to be "
+                    "summed over the ranks in another way",
+                )
+
+
+def _take_splits(plan: ParallelPlan, holder: Holder, found: Mapping[str, Split]) -> None:
+    """Note in a plan how the own parameters of all modules of this kind lie."""
+    sharded = plan.stretch.norms if plan.stretch is not None else ()
+    for of in holder.names:
+        for inner, split in found.items():
+            name = joined(of, inner)
+            is_of_tokens = any(name.startswith(f"{norm}.") for norm in sharded)
+            if name in plan.splits and not is_of_tokens and plan.splits[name].kind != "split":
+                plan.splits[name] = split
+
+
+def _refused(holder: Holder, why: str) -> NotBuiltError:
+    own = [name for name in holder.own_parameters() if name.rpartition(".")[0] not in holder.members]
+    has = f" It has parameters of its own: {', '.join(own[:4])}." if own else ""
+    name = holder.names[0] or type(holder.template).__name__
+    layers = ", ".join(holder.members)
+    return NotBuiltError(
+        f"tensor parallelism cannot split '{name}' ({type(holder.template).__name__}) over tp={holder.ranks}.",
+        f"{why}. Split layers: {layers}.{has}",
+        'leave these layers whole (tensor_parallel.partition_config, "skip"), or use dp_shard instead of tp.',
+    )
+
+
+def _refuse_unproven(holder: Holder, error: Unproven) -> None:
+    """Raise NotBuiltError for a module that could not be examined; only warn if the configuration names its layers."""
+    name = holder.names[0] or type(holder.template).__name__
+    what = f"whether a rank computes its part of '{name}' ({type(holder.template).__name__}) could not be examined"
+    if holder.is_named:
+        log_once(f"tensor parallelism: {what}: {error}. Its layers are split as partition_config says.")
+        return
+    raise NotBuiltError(
+        f"tensor parallelism: {what}.",
+        f"A run of a copy of it on the forward's own arguments failed: {error}.",
+        "name its layers in tensor_parallel.partition_config if you know that they can be split, or leave them whole "
+        '("skip"), or use dp_shard instead of tp.',
+    )
