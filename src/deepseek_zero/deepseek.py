@@ -23,6 +23,7 @@ from .base.errors import UsageError, shown
 from .base.given import refuse
 from .base.log import log_once
 from .base.mesh import current_mesh
+from .base.world import ALONE, size
 from .comm.store import launchers_store
 from .compat.deepspeed.before_initialize import leaf_module_names
 from .config import resolve
@@ -216,8 +217,18 @@ class ZeroOptimizer(ScalesItself, Optimizer):
         return self.sharded
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update the weights; collective once the model is wrapped."""
-        self._attach().step(closure)
+        """Update the weights.
+
+        Raises:
+            UsageError: This process is one of several, and no model of these parameters was wrapped.
+
+        Note:
+            Collective once the model is wrapped.
+        """
+        optimizer = self._attach()
+        if optimizer is self.client and size() > 1:
+            _refuse_unmanaged(self.client)
+        optimizer.step(closure)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Update more parameters; once the model is wrapped, of that model."""
@@ -234,6 +245,19 @@ class ZeroOptimizer(ScalesItself, Optimizer):
 
     def __repr__(self) -> str:
         return f"ZeroOptimizer({self.client!r})"
+
+
+def _refuse_unmanaged(optimizer: Optimizer) -> None:
+    """Raise UsageError if an optimizer has parameters to update; no wrapped model holds them."""
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    if params:
+        raise UsageError(
+            f"ZeroOptimizer.step() on one of {size()} ranks has {len(params)} parameters that no wrapped model holds, "
+            f"the first of shape {tuple(params[0].shape)}.",
+            "Each rank would train a model of its own: nothing reduces the gradients or keeps the weights equal.",
+            "call DeepSeekZeRO3(model) before the first step; to train one model per process on purpose set "
+            f"{ALONE}=1, or use an optimizer of torch.",
+        )
 
 
 def _parts_of(runtime: Runtime) -> Parts:

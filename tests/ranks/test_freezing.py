@@ -310,3 +310,47 @@ def test_unused_parameters_that_are_frozen_are_no_error_where_others_are() -> No
     batch = batch_of(1, 0, dist.get_rank())
     assert run.engine(batch.tokens).shape[-1] == 37
     run.end()
+
+
+class Pair(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_model_that_others_are_trained_through_while_it_is_frozen_may_be_unfrozen(stage: int) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": None,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    models = [Pair(1), Pair(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    engines = [deepseek_zero.initialize(model=Pair(seed), config=config)[0] for seed in (1, 2)]
+
+    def turn(maker: Any, judge: Any, back: list[Any], steps: list[Any], number: int) -> None:
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(number))  # the same on every rank
+        judge.requires_grad_(True)
+        steps[1].zero_grad()
+        back[1]((judge(x) - judge(maker(x).detach())).square().mean())
+        steps[1].step()
+        judge.requires_grad_(False)
+        if number == 1:
+            judge(maker(x))  # looked at, and not learnt from
+        steps[0].zero_grad()
+        back[0](judge(maker(x)).square().mean() + judge(2.0 * maker(x)).mean())
+        steps[0].step()
+
+    for number in range(3):
+        turn(*models, [Tensor.backward] * 2, optimizers, number)
+        turn(*engines, [engine.backward for engine in engines], engines, number)
+    for engine, model in zip(engines, models, strict=True):
+        found = engine.module_state_dict()
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepseek_zero
-from deepseek_zero.base.errors import ModelMismatchError, PeerError
+from deepseek_zero import DeepSeekZeRO3, ZeroOptimizer
+from deepseek_zero.base.errors import ModelMismatchError, PeerError, UsageError
 from deepseek_zero.comm import board, context
 from deepseek_zero.comm.bootstrap import Hosts
 from deepseek_zero.comm.transports import base, shared_memory
@@ -623,3 +624,23 @@ for _ in range(4 if os.environ["RANK"] == "0" else 2):
     engine.backward(engine(torch.ones(1, 8)).sum())
     engine.step()
 """
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_of_a_model_that_nobody_wrapped_raises_at_its_first_step() -> None:
+    model, other = nn.Linear(64, 64), nn.Linear(64, 64)
+    optimizer = ZeroOptimizer(model.parameters())
+    model(torch.ones(2, 64)).sum().backward()
+    with pytest.raises(UsageError, match=r"one of 2 ranks has 2 parameters that no wrapped model holds.*\(64, 64\)"):
+        optimizer.step()
+    DeepSeekZeRO3(model)
+    optimizer.zero_grad()
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    both = ZeroOptimizer([*model.parameters(), *other.parameters()])
+    with pytest.raises(UsageError, match=r"holds a parameter of shape \(64, 64\) that the wrapped model does not"):
+        both.step()
+    DeepSeekZeRO3(other)
+    both = ZeroOptimizer([*model.parameters(), *other.parameters()])
+    with pytest.raises(UsageError, match="one optimizer for each wrapped model"):
+        both.step()

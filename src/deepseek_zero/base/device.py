@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from importlib import import_module
 from typing import Any
 
@@ -44,6 +44,56 @@ def backward_id() -> int:
     differs.
     """
     return int(torch._C._current_graph_task_id())
+
+
+def number_of_node(node: Any) -> int:
+    """Return the number that autograd gave a node when it was recorded; numbers count up on each thread."""
+    return int(node._sequence_nr())
+
+
+def next_node_number() -> int:
+    """Return the number of the next node that autograd records on this thread."""
+    with torch.inference_mode(False), torch.enable_grad():
+        node = torch.empty(0, requires_grad=True).view(0).grad_fn
+    return number_of_node(node) + 1
+
+
+Roots = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+_changes_of_roots: list[Roots] = []
+
+
+def before_every_backward(change: Roots) -> None:
+    """Have a function see, and replace, what every backward of this process differentiates.
+
+    torch has no hook for the start of a backward.  This wraps `torch.autograd.backward`, which
+    `Tensor.backward` calls, and `torch.autograd.grad`.  A backward inside a backward (reentrant
+    checkpoint) is left alone.  The wrapper is put on once and stays; a function counts once.
+    """
+    if change in _changes_of_roots:
+        return
+    if not _changes_of_roots:
+        torch.autograd.backward = _with_changed_roots(torch.autograd.backward)
+        torch.autograd.grad = _with_changed_roots(torch.autograd.grad)
+    _changes_of_roots.append(change)
+
+
+def _with_changed_roots(differentiate: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(differentiate)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if backward_id() != -1:
+            return differentiate(*args, **kwargs)
+        name = "outputs" if "outputs" in kwargs else "tensors"
+        given = args[0] if args else kwargs.get(name)
+        roots = [given] if isinstance(given, torch.Tensor) else list(given) if isinstance(given, list | tuple) else []
+        if not roots or not all(isinstance(root, torch.Tensor) for root in roots):
+            return differentiate(*args, **kwargs)
+        for change in _changes_of_roots:
+            roots = change(roots)
+        if args:
+            return differentiate(roots, *args[1:], **kwargs)
+        return differentiate(**{**kwargs, name: roots})
+
+    return wrapped
 
 
 def count_reached(tensors: Iterable[torch.Tensor]) -> int:

@@ -116,8 +116,10 @@ def planned_groups(
     """
     names = {id(param): name for name, param in model.named_parameters()}
     given = without_twins(groups)
-    if any(id(param) not in names for group in given for param in group["params"]):
-        raise unknown_parameter()
+    for group in given:
+        for param in group["params"]:
+            if id(param) not in names:
+                raise unknown_parameter(param)
     return tuple(
         ParamGroupPlan(
             {**(defaults or {}), **{key: value for key, value in group.items() if key != "params"}},

@@ -298,10 +298,11 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         needs them.
         """
         wanted: dict[int, tuple[ParamGroup, list[int]]] = {}
+        known = {id(group) for group in self.runtime.groups}
         for param in params:
             owner = owner_of(param)
-            if not isinstance(owner, ParamGroup):
-                raise unknown_parameter()
+            if not isinstance(owner, ParamGroup) or id(owner) not in known:
+                raise unknown_parameter(param)
             if owner.trainable:
                 wanted.setdefault(id(owner), (owner, []))[1].append(owner.index[id(param)])
         shards: list[MasterShard] = []
@@ -887,11 +888,11 @@ def refuse_beside_exchange(runtime: Runtime, settings: StepSettings, groups: Seq
         )
 
 
-def unknown_parameter() -> UsageError:
+def unknown_parameter(param: torch.Tensor) -> UsageError:
     return UsageError(
-        "the optimizer holds a parameter that the wrapped model does not have.",
-        "Each parameter is updated where its slice is.",
-        "build the optimizer from the same model that is wrapped.",
+        f"the optimizer holds a parameter of shape {tuple(param.shape)} that the wrapped model does not have.",
+        "Each parameter is updated where its slice is; this one belongs to no model, or to another one.",
+        "build the optimizer from the same model that is wrapped, and one optimizer for each wrapped model.",
     )
 
 

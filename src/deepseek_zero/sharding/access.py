@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from ..base.device import version_of, without_torch_function
 from ..base.errors import UsageError
-from ..comm.collectives import Comm, scatter
+from ..comm.collectives import Comm, propagate_errors, scatter
 from ..planner.spec import R, S
 from ..planner.split import Split
 from .buffer import FlatBuffer, move
-from .init import InitShard
+from .init import InitShard, refuse_other_form
 from .param_group import ParamGroup
 from .sharded_parameter import owner_of
 
@@ -137,6 +137,9 @@ class GatheredParameters:
         assert self.modifier_rank is not None
         for group, copy in zip(self.groups, self._copies, strict=True):
             comm = group.comm_ctx.world
+            if comm.rank == self.modifier_rank:
+                with propagate_errors(comm):
+                    _take_replaced(group, copy)
             scatter(comm, [copy] * comm.size, copy, f"changed {group.members[0].name}", self.modifier_rank)
             group.set_full_values(copy)
 
@@ -181,9 +184,24 @@ def _under_construction(params: Iterable[nn.Parameter]) -> list[tuple[nn.Paramet
     return sorted(shards, key=lambda pair: pair[1].number)
 
 
+def _take_replaced(group: ParamGroup, copy: Tensor) -> None:
+    """Write the values of members whose memory was replaced (`.data = `, `set_`) into the gathered copy.  Local."""
+    start, step = copy.data_ptr(), copy.element_size()
+    for member in group.members:
+        param, slot = member.param, member.slot
+        if slot.numel and param.data_ptr() != start + slot.start * step:
+            refuse_other_form(member.name, param.data, torch.Size(slot.shape), copy.dtype)
+            copy[slot.start : slot.stop].view(slot.shape).copy_(param.data)
+
+
 def _mark(group: ParamGroup, copy: Tensor) -> tuple[int, ...]:
-    """What tells a changed copy: in-place operations raise versions, those on `.data` show in the sum of the bits."""
-    return int(copy.view(torch.int64).sum()), *(version_of(member.param) for member in group.members)
+    """Return what tells a changed copy.
+
+    In-place operations raise versions, those on `.data` change the sum of the bits, and `.data = ` changes addresses.
+    """
+    params = [member.param for member in group.members]
+    versions, addresses = map(version_of, params), (param.data_ptr() for param in params)
+    return int(copy.view(torch.int64).sum()), *versions, *addresses
 
 
 def member_names(group: ParamGroup) -> str:

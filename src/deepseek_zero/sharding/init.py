@@ -23,7 +23,7 @@ from ..base.device import default_device, storage_users, version_of, without_tor
 from ..base.errors import UsageError
 from ..base.given import refuse
 from ..base.mesh import current_mesh
-from ..comm.collectives import Comm, scatter
+from ..comm.collectives import Comm, propagate_errors, scatter
 from ..comm.store import launchers_store
 from ..precision.policy import cast_master
 from .sharded_parameter import owner_of, reshard, set_owner, unshard
@@ -45,6 +45,7 @@ class InitShard:
     unsharded: Tensor | None = None  # the whole, while an initialisation works on it
     is_pinned: bool = False  # whole inside GatheredParameters
     mark: tuple[int, int] = (0, 0)  # what tells whether it was changed there
+    modifier: int | None = None  # the rank that last gave it values inside GatheredParameters
 
     @property
     def numel(self) -> int:
@@ -71,13 +72,45 @@ class InitShard:
 
     def is_changed(self, param: nn.Parameter) -> bool:
         """Return whether it differs from the value that `pin_unsharded` gave."""
-        return _mark_of(param) != self.mark
+        return _mark_of(param) != self.mark or self._is_replaced(param)
+
+    def _is_replaced(self, param: nn.Parameter) -> bool:
+        """Return whether the whole parameter lies in other memory than was gathered for it (`.data = `, `set_`)."""
+        whole = self.unsharded
+        return whole is not None and param.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+
+    def cut_replaced(self, param: nn.Parameter) -> bool:
+        """Cut a parameter whose memory was replaced, in the shape and dtype that it has now.
+
+        Return whether it was replaced.  Collective if it was, by the same program on every rank.
+        """
+        if not self._is_replaced(param):
+            return False
+        dtype = self.session.dtype or param.dtype
+        self.shape = param.shape
+        self.slice = _scatter_slices(self.session.open_comm(), param.data, 0, dtype).clone()
+        return True
+
+    def was_given_by_another_rank(self) -> bool:
+        """Return whether another rank gave it its values inside GatheredParameters."""
+        return self.modifier is not None and self.modifier != self.session.open_comm().rank
+
+    def convert(self, param: nn.Parameter, dtype: torch.dtype) -> None:
+        """Change the dtype of this rank's slice; the parameter is at rest.  Local."""
+        self.slice = self.slice.to(dtype)
+        with without_torch_function():
+            reshard(param, _placeholder(self.slice, self.shape))
 
     def reshard(self, param: nn.Parameter, source: int | None) -> None:
         """Cut it again, with the values of the rank `source`; None: as it was."""
+        comm = self.session.open_comm()
         if source is not None:
-            mine = _scatter_slices(self.session.open_comm(), param.data, source, self.slice.dtype)
-            self.slice.copy_(mine)
+            with propagate_errors(comm):
+                if comm.rank == source:
+                    refuse_other_form(self.name_of(param), param.data, self.shape, self.slice.dtype)
+            values = param.data if comm.rank == source else self.slice.new_empty(self.shape)
+            self.slice.copy_(_scatter_slices(comm, values, source, self.slice.dtype))
+            self.modifier = source
         self.unsharded, self.is_pinned = None, False
         self.session.awake = [shard for shard in self.session.awake if shard is not self]
         reshard(param, _placeholder(self.slice, self.shape))
@@ -187,15 +220,29 @@ class Init:
             param, full = shard.param(), shard.unsharded
             if param is None or full is None:
                 continue
-            if (
-                shard.is_pinned or storage_users(full) > 2
-            ):  # the tensor itself, the parameter; more is a view in the caller's hands
+            if shard.is_pinned:
                 busy.append(shard)
                 continue
-            shard.slice.copy_(_scatter_slices(self.open_comm(), full, 0, shard.slice.dtype))
-            shard.unsharded = None
-            reshard(param, _placeholder(full, shard.shape))
+            with torch.no_grad():
+                if not shard.cut_replaced(param):
+                    if storage_users(full) > 2:  # the tensor itself and the parameter; more is a view of the caller's
+                        busy.append(shard)
+                        continue
+                    shard.slice.copy_(_scatter_slices(self.open_comm(), full, 0, shard.slice.dtype))
+                shard.unsharded = None
+                reshard(param, _placeholder(shard.slice, shard.shape))
         self.awake = busy
+
+
+def refuse_other_form(name: str, value: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    """Raise UsageError if a value that replaces a parameter's memory has another shape or dtype."""
+    if value.shape != shape or value.dtype != dtype:
+        raise UsageError(
+            f"inside GatheredParameters the memory of '{name}' was replaced by a tensor of shape {tuple(value.shape)} "
+            f"and {value.dtype}; the parameter has shape {tuple(shape)} and {dtype}.",
+            "Every rank holds a slice of that shape and dtype.",
+            "assign a tensor of the same shape and dtype, or change the values in place (`copy_`).",
+        )
 
 
 def _scatter_slices(comm: Comm, value: Tensor, source: int, dtype: torch.dtype) -> Tensor:
@@ -299,7 +346,7 @@ def take_values(param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
     owner = owner_of(param)
     if not isinstance(owner, InitShard):
         return param.data.reshape(-1), type(param)
-    values = owner.unsharded.reshape(-1) if owner.unsharded is not None else owner.whole()
+    values = param.data.reshape(-1) if owner.unsharded is not None else owner.whole()
     with without_torch_function():
         param.__dict__.pop("_zero_init", None)
     return values, owner.param_class

@@ -9,7 +9,8 @@ its memory at once.
 reached.  Gradients inside an engine's forward carry that factor.  Outside they carry what the loss that is
 differentiated was multiplied by: nothing in a plain `loss.backward()`, the factor of the engine whose `scale` or
 `backward` was called otherwise.  So at the border, where an outermost forward returns and where it takes arguments, a
-gradient is multiplied by what is missing, or divided again:
+gradient is multiplied by what is missing, or divided again.  Gradients that enter past the outputs are multiplied as
+well (entries.py).
 
     differentiated                   outside carries          at an output x          at an input x
     plain                            1                        scale / accumulation    accumulation / scale
@@ -42,9 +43,11 @@ from torch import Tensor, nn
 
 from ..base.device import (
     backward_id,
+    before_every_backward,
     ends_recomputation,
     held_by,
     in_torch_func,
+    next_node_number,
     outside_torch_func,
     queue_backward_callback,
     without_torch_function,
@@ -61,14 +64,16 @@ from ..planner.units import plan_group
 from ..precision.loss_scale import LossScaler
 from ..precision.policy import LOW_PRECISION
 from .buffer import CommContext
+from .entries import factor_from, record_forward, scale_entries
 from .executor import Executor, Unit, UnitState, Updates
 from .nonfinite import NonFiniteDetector
 from .param_group import ParamGroup, ParamInfo, build_group
 from .saved_tensor_hooks import weight_hooks
-from .sharded_parameter import Hook
+from .sharded_parameter import Hook, owner_of
 from .state_dict import StateDictMode, join_stages, shard_state_dicts
 
-_SCALERS: weakref.WeakSet[LossFactor] = weakref.WeakSet()  # of the engines in this process that scale their losses
+_FACTORS: weakref.WeakSet[LossFactor] = weakref.WeakSet()  # of all engines in this process
+_SCALERS: weakref.WeakSet[LossFactor] = weakref.WeakSet()  # of those that scale their losses
 
 
 class Phase(Enum):
@@ -160,6 +165,17 @@ class Runtime:
         return [group for group in self.groups if group.trainable]
 
     @property
+    def is_in_step(self) -> bool:
+        """Return whether a forward or a backward now belongs to a step.
+
+        It does not if every parameter is frozen and no backward came before: another model is trained through this one.
+        """
+        if self.backwards:
+            return True
+        members = (member for group in self.groups for member in group.members)
+        return any(not member.is_frozen for member in members)
+
+    @property
     def is_destroyed(self) -> bool:
         """Whether the model was let go; its slices stay until another engine takes them over."""
         return not self._handles
@@ -211,6 +227,12 @@ class Runtime:
         self.executor.use(unit)
         return True
 
+    def fetch_saved(self, group: ParamGroup) -> None:
+        """Gather a group's unit because the backward now running needs a weight that its forward saved."""
+        if self._phase is not Phase.BACKWARD and backward_id() != -1:
+            self._open_backward()
+        self.fetch(group)
+
     @property
     def was_interrupted(self) -> bool:
         """A backward that an exception ended: its phase never closed, and no backward runs now."""
@@ -253,15 +275,16 @@ class Runtime:
                 group.gradient.hide()
         self.executor.begin_backward(ends_step=self.is_boundary)
 
+    def before_grad(self) -> None:
+        """Open the backward before autograd writes a parameter's first `.grad`, if no output was reached before.
+
+        A loss of hidden states or parameters alone reaches no output.
+        """
+        if self._phase is not Phase.BACKWARD:
+            self._open_backward()
+
     def on_grad(self, unit: Unit, param: nn.Parameter) -> None:
         """A parameter's gradient of this backward is complete.  Called where nothing is recorded for autograd."""
-        if self._phase is not Phase.BACKWARD:
-            raise UsageError(
-                f"parameter '{unit.group_of[id(param)].name_of(param)}' got a gradient from outside the wrapped "
-                "model's forward.",
-                "Loss scale, averaging and reduction start at the outputs of the model that was wrapped.",
-                "compute the loss from the wrapped model's outputs, or put the term into the model's forward.",
-            )
         self.comm.progress()
         self.has_gradients = True
         unit.group_of[id(param)].gradient.collect(param)
@@ -287,9 +310,10 @@ class Runtime:
             if self._phase is not Phase.IDLE:  # a rank that skipped the backward was not in it
                 self.enter(Phase.IDLE)
             self._backward_id, self.forward.count = -1, 0
-            self.backwards += 1
-            for group in self.trained_groups:
-                group.gradient.expose(joined=joined)
+            if self.is_in_step:
+                self.backwards += 1
+                for group in self.trained_groups:
+                    group.gradient.expose(joined=joined)
         self.comm.meter.clock.enter(BETWEEN)
 
     def join_skipped_passes(self) -> None:
@@ -429,6 +453,7 @@ class ForwardFrame:
         self.is_first = is_first
         self.contexts: list[Any] = []
         self.has_returned = False
+        self.begin = next_node_number() if is_border else 0  # number of the first node of autograd's inside
 
 
 class Forward:
@@ -445,6 +470,7 @@ class Forward:
         self.any_promoted = False  # so units differ in compute dtype, and what passes between them must be cast
         self.structure = Structure(runtime.model, runtime.groups)
         self._parts: list[nn.Module] = []  # of the root, that run outside any unit's forward; outermost first
+        self._begin_of_part = 0  # number of autograd's first node inside the outermost of them
         self._gathered_for: nn.Module | None = None  # the one of these that the root was gathered for
 
     @property
@@ -516,11 +542,25 @@ class Forward:
 
     def _inside(self, given: Any) -> Any:
         """Arguments whose gradients leave the engine without its factor."""
-        return map_inputs(given, partial(input_alias, self.runtime)) if tensors_in(given) else given
+        tensors = tensors_in(given)
+        if not tensors:
+            return given
+        found = scale_entries(tensors, _factor_of_leaf)
+        outside = {id(tensor): each for tensor, each in zip(tensors, found, strict=True)}
 
-    def _outside(self, output: Any) -> Any:
-        """An output whose gradients get the engine's factor on their way in."""
-        return map_tensors(output, partial(output_alias, self.runtime))
+        def alias(tensor: Tensor) -> Tensor:
+            is_param = isinstance(tensor, nn.Parameter)
+            return tensor if is_param else _alias(self.runtime, outside.get(id(tensor), tensor), _unscale)
+
+        return map_inputs(given, alias)
+
+    def _outside(self, output: Any, begin: int) -> Any:
+        """An output whose gradients get the engine's factor on their way in.  begin: as `record_forward` takes it."""
+        before_every_backward(_scale_entries_of)
+        end = next_node_number()
+        output = map_tensors(output, partial(output_alias, self.runtime))
+        record_forward(begin, end, next_node_number(), self.runtime.loss_factor.at_entry)
+        return output
 
     def clear(self) -> None:
         """No forward is under way: an exception has ended them."""
@@ -537,7 +577,7 @@ class Forward:
         goes = unit.is_copied and unit.number not in self.runtime.executor.schedule.kept  # between forward and backward
         again = self.runtime.phase is Phase.BACKWARD and not unit.is_tile  # recomputed, to be used by backward at once
         if goes and not again and torch.is_grad_enabled():
-            yield weight_hooks(unit, self.runtime.fetch)
+            yield weight_hooks(unit, self.runtime.fetch_saved)
 
     def returned(self) -> None:
         """The innermost forward has come to its end; without this word it has raised when it is left."""
@@ -566,7 +606,7 @@ class Forward:
         if unit is self.runtime.root and not self.active:
             self._end_forward(training)
         if active.is_border:
-            result = self._outside(result)
+            result = self._outside(result, active.begin)
             output = result if output is not None else None
         if unit is self.runtime.root and not self.active:
             return output
@@ -581,7 +621,7 @@ class Forward:
         self.runtime.executor.end()
         self.runtime.enter(Phase.IDLE)
         self.runtime.comm.meter.clock.enter(BETWEEN)
-        if training:
+        if training and self.runtime.is_in_step:
             self.count += 1
 
     def pre_forward_part(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -593,6 +633,8 @@ class Forward:
             return None
         is_border = self._is_outermost() and runtime.loss_factor.has_border
         self._parts.append(module)
+        if is_border:
+            self._begin_of_part = next_node_number()
         if runtime.phase is Phase.IDLE and runtime.root.sharded and runtime.root.state is UnitState.SHARDED:
             self._gathered_for = module
             runtime.executor.use(runtime.root)
@@ -610,7 +652,7 @@ class Forward:
             return output
         for tensor in tensors_in(output):
             watch_output(self.runtime, self.runtime.root.number, tensor)
-        return self._outside(output) if self.runtime.loss_factor.has_border else output
+        return self._outside(output, self._begin_of_part) if self.runtime.loss_factor.has_border else output
 
 
 # -- the factor of gradients
@@ -667,6 +709,8 @@ class LossFactor:
         self.is_recorded = False  # a backward since the last step was recorded, to be differentiated again
         self._scaled: Callable[[], Tensor | None] = lambda: None  # the last loss it has scaled
         self._is_carried = False  # gradients that come in have the factor (`carried`)
+        self.at_entry = factor_from(weakref.ref(self))
+        _FACTORS.add(self)
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -687,13 +731,17 @@ class LossFactor:
     def accumulation(self) -> int:
         """Micro-batches of a step."""
         runtime = self._runtime()
-        assert runtime is not None  # it owns this
-        return runtime.settings.accumulation
+        return 1 if runtime is None else runtime.settings.accumulation
 
     @property
     def has_border(self) -> bool:
         """Return whether gradients may have to be multiplied where they enter this engine, or leave it."""
         return self.accumulation != 1 or bool(_SCALERS)
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the backward under way differentiates a loss that no engine has scaled."""
+        return _UNDER_WAY.scale is None and not self._is_carried
 
     def at_output(self) -> float:
         """What a gradient is multiplied by that comes in through an output; it is divided by it at an input."""
@@ -711,9 +759,18 @@ class LossFactor:
         finally:
             self._is_carried = before
 
+    @property
+    def is_carried(self) -> bool:
+        """Return whether a block of `carried` is open."""
+        return self._is_carried
+
+    def has_scaled(self, loss: Tensor) -> bool:
+        """Return whether a tensor is the last loss that `apply` returned."""
+        return loss is self._scaled()
+
     def refuse_unscaled(self) -> None:
         """As a backward begins: UsageError if it is plain where losses are to be scaled by the program."""
-        if self.is_strict and self._scaler is not None and _UNDER_WAY.scale is None and not self._is_carried:
+        if self.is_strict and self._scaler is not None and self.is_plain:
             raise UsageError(
                 "Loss scaling is required for this configuration, and backward() was called without it.",
                 "Gradients in fp16 are lost below its smallest number.",
@@ -745,7 +802,7 @@ class LossFactor:
                 "Losses alone are scaled, as in DeepSpeed.",
                 "call backward(gradient) on the output itself.",
             )
-        if loss is self._scaled():
+        if self.has_scaled(loss):
             raise UsageError(
                 "a loss was scaled a second time.",
                 "engine.scale has multiplied it by loss scale and 1/accumulation, as engine.backward does too.",
@@ -765,6 +822,25 @@ class LossFactor:
             scaled.register_hook(reached)
         self._scaled = weakref.ref(scaled)
         return scaled
+
+
+def _scale_entries_of(roots: list[Tensor]) -> list[Tensor]:
+    """Before a backward: scale what enters an engine past its outputs, if a factor is missing there."""
+    factors = list(_FACTORS)
+    if any(factor.is_carried for factor in factors):
+        return roots
+    if any(factor.has_scaled(root) for factor in factors for root in roots):
+        is_missing = len({factor.scale for factor in factors}) > 1
+    else:
+        is_missing = any(factor.has_border for factor in factors)
+    return scale_entries(roots, _factor_of_leaf) if is_missing else roots
+
+
+def _factor_of_leaf(leaf: Tensor) -> Callable[[], float | None] | None:
+    """Return the factor of the engine that holds a parameter."""
+    owner = owner_of(leaf)
+    runtime = owner.runtime() if isinstance(owner, ParamGroup) else None
+    return runtime.loss_factor.at_entry if runtime is not None else None
 
 
 # -- is it still the model that was wrapped
@@ -959,6 +1035,7 @@ def watch_grads(runtime: Runtime, number: int, group: ParamGroup) -> list[Any]:
     handles = []
     for member in group.members:
         if not member.is_frozen:
+            handles.append(member.param.register_hook(_BeforeGrad(runtime)))
             hook = _bound(_on_grad, runtime, number)
             handles.append(member.param.register_post_accumulate_grad_hook(hook))
     return handles
@@ -986,11 +1063,6 @@ def output_alias(runtime: Runtime, tensor: Tensor) -> Tensor:
     send back through it.
     """
     return _alias(runtime, tensor, _scale)
-
-
-def input_alias(runtime: Runtime, tensor: Tensor) -> Tensor:
-    """A view whose gradient leaves the engine without its factor; a parameter stays itself."""
-    return tensor if isinstance(tensor, nn.Parameter) else _alias(runtime, tensor, _unscale)
 
 
 def _alias(runtime: Runtime, tensor: Tensor, hook: Callable[..., Any]) -> Tensor:
@@ -1074,6 +1146,20 @@ def _after_part(runtime: Runtime, module: nn.Module, args: Any, output: Any) -> 
 
 def _on_output_grad(runtime: Runtime, number: int, is_first: bool, grad: Tensor) -> None:
     runtime.on_output_grad(runtime.units[number], grad, is_first=is_first)
+
+
+class _BeforeGrad:
+    """The hook that runs before autograd writes the `.grad` of a parameter."""
+
+    __torch_unserializable__ = True  # torch.save leaves it out without a warning
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = weakref.ref(runtime)
+
+    def __call__(self, grad: Tensor) -> None:
+        runtime = self._runtime()
+        if runtime is not None and runtime.phase is not Phase.BACKWARD:
+            runtime.before_grad()
 
 
 def _on_grad(runtime: Runtime, number: int, param: Tensor) -> None:

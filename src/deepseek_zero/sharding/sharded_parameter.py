@@ -45,7 +45,7 @@ SAFE = frozenset(
     _grad _grad_fn _base nbytes numel size dim ndimension nelement element_size is_floating_point is_complex is_signed
     requires_grad_ get_device register_hook register_post_accumulate_grad_hook __hash__ stride is_contiguous
     is_same_size is_inference is_neg is_conj is_shared _is_view has_names is_pinned storage_offset __len__ type
-    _has_compatible_shallow_copy_type
+    _has_compatible_shallow_copy_type new_empty new_zeros new_ones new_full new_tensor
     """.split()
 )
 
@@ -163,10 +163,19 @@ class ShardedParameter(nn.Parameter):
         for param in resting:
             owner = owner_of(param)
             if owner is None or not owner.fetch_for(param):
-                if name == "detach" and owner is not None and not hasattr(owner, "runtime"):
-                    return param  # state_dict() of a model that zero.Init built: names and shapes, and no values yet
+                if owner is not None and not hasattr(owner, "runtime"):
+                    found = _under_construction(owner, param, name, args, kwargs)
+                    if found is not NEEDS_ELEMENTS:
+                        return found
                 raise _at_rest(param, name)
         return function(*args, **kwargs)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, while zero.Init builds the model; torch does not call `__torch_function__` for it."""
+        owner = owner_of(self)
+        if owner is None or hasattr(owner, "runtime") or not owner.fetch_for(self):
+            raise _at_rest(self, "set_")
+        return self.set_(*args, **kwargs)  # the class has changed
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         with without_torch_function():
@@ -179,6 +188,63 @@ class ShardedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _at_rest(self, "pickle")
+
+
+def _under_construction(owner: Any, param: nn.Parameter, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Return what a call gives for a parameter of a model that zero.Init has built, before there is an engine.
+
+    `detach` and `.data` give the parameter itself, which still guards itself.  A conversion gives a handle; assigned to
+    `.data` (`module.to(dtype)` does that) it converts the slice.  After rank r has initialised the parameter inside
+    GatheredParameters(modifier_rank=r), another initialisation in place does nothing on the other ranks: transformers
+    marks what is initialised on rank r alone.  On rank r it raises.  NEEDS_ELEMENTS: none of these.
+    """
+    first = args[0] if args else kwargs.get("tensor")
+    if first is not param:
+        return NEEDS_ELEMENTS
+    if owner.was_given_by_another_rank():
+        if name.endswith("_") and not name.endswith("__"):
+            return param
+        if name == "__getitem__":  # of an embedding's row for padding, which is set to zero
+            with without_torch_function():
+                return _handle(owner, param.detach()[args[1]])
+    if name == "detach" or (name == "data" and len(args) == 1):
+        return param
+    if name == "pad" and not any(args[1] if len(args) > 1 else kwargs["pad"]):
+        return param
+    if name == "data" and type(args[1]) is ShardedParameter and owner_of(args[1]) is owner:
+        with without_torch_function():
+            dtype = args[1].dtype
+        owner.convert(param, dtype)
+        return None
+    dtype = dtype_of_conversion(name, args, kwargs)
+    if dtype is None:
+        return NEEDS_ELEMENTS
+    with without_torch_function():
+        nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=param.device)
+        return _handle(owner, nothing.expand(param.shape))
+
+
+def _handle(owner: Owner, nothing: Tensor) -> nn.Parameter:
+    """Return a sharded parameter that stands for another one, or for a part of it; reading it raises."""
+    handle = nn.Parameter(nothing, requires_grad=False)
+    set_owner(handle, owner)
+    handle.__class__ = ShardedParameter
+    return handle
+
+
+def dtype_of_conversion(name: str, args: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the dtype that a call converts to, where it changes the dtype alone; else None."""
+    implied = CONVERSIONS.get(name)
+    if name not in CONVERSIONS and name != "type":
+        return None
+    given = [*args[1:], kwargs.get("dtype"), kwargs.get("device"), kwargs.get("other"), implied]
+    with without_torch_function():
+        like = [value.dtype for value in given if isinstance(value, Tensor)]
+        devices = [torch.device(value) for value in given if isinstance(value, (str, torch.device))]
+        if any(device.type != args[0].device.type for device in devices):
+            return None
+    dtypes = [value for value in given if isinstance(value, torch.dtype)] + like
+    return dtypes[0] if len(dtypes) == 1 else None
 
 
 def reshard(param: nn.Parameter, nothing: Tensor) -> None:
@@ -214,7 +280,9 @@ def tensors_among(values: Any) -> list[Tensor]:
 
 
 def _is_placeholder(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() != 1 and not any(value.stride())
+    if not isinstance(value, Tensor) or type(value) is ShardedParameter:
+        return False
+    return value.numel() != 1 and not any(value.stride())
 
 
 def changes_nothing(args: Any, kwargs: Mapping[str, Any], implied: torch.dtype | str | None) -> bool:

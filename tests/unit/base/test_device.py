@@ -27,6 +27,8 @@ from deepseek_zero.base.device import (
     held_by,
     in_torch_func,
     is_persistent_buffer,
+    next_node_number,
+    number_of_node,
     outer_saved_tensor_hooks,
     outside_torch_func,
     queue_backward_callback,
@@ -89,6 +91,7 @@ def test_a_transform_of_torch_func_is_seen_and_left() -> None:
 
 
 OF_OBJECTS: dict[str, object] = {
+    "_sequence_nr": torch.ones(1, requires_grad=True).view(1).grad_fn,
     "_version": torch.ones(1),
     "_backward_hooks": torch.ones(1),
     "_parameters": nn.Module(),
@@ -300,3 +303,23 @@ def test_a_backward_counts_the_leaves_it_reaches() -> None:
     used.register_hook(lambda grad: counts.append(device_module.count_reached([used, idle, fixed])))
     (used * fixed).sum().backward()
     assert counts == [1]
+
+
+def test_nodes_are_numbered_as_they_are_recorded() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    begin = next_node_number()
+    first, second = leaf * 2, _Double.apply(leaf)
+    end = next_node_number()
+    assert begin <= number_of_node(first.grad_fn) < number_of_node(second.grad_fn) < end
+    (accumulates, _), *_ = first.grad_fn.next_functions
+    assert accumulates.variable is leaf
+
+
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * 2

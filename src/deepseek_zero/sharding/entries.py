@@ -1,0 +1,158 @@
+"""Scales gradients that enter an engine's part of the autograd graph past its outputs.
+
+Gradients inside an engine carry its loss scale / accumulation steps.  The aliases of its outputs
+multiply what enters there.  A tensor that leaves the forward in another way (an attribute, a list, a hook) and
+a parameter that the loss reads directly have no alias.  Before a backward begins, `scale_entries`
+walks the graph outside of all engines and finds the edges into an engine.  A hook on the outside node
+multiplies the gradient of such an edge.
+
+A node belongs to the forward during which autograd numbered it.  Numbers count up per thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.device import number_of_node
+
+_KEPT = 4096  # forwards whose nodes are recognised
+_MARK = "deepseek_zero.entries"
+
+Factor = Callable[[], float | None]  # what a gradient that enters is multiplied by; None: its engine is gone
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """Numbers of the nodes of one outermost forward: [begin, end), and [end, stop) for the aliases of its outputs."""
+
+    begin: int
+    end: int
+    stop: int
+    factor: Factor
+
+
+class _Forwards(threading.local):
+    """The last forwards of a thread, in the order in which they ended."""
+
+    def __init__(self) -> None:
+        self.recorded: list[_Recorded] = []
+        self.stops: list[int] = []
+
+    def add(self, recorded: _Recorded) -> None:
+        if len(self.recorded) >= 2 * _KEPT:
+            self.recorded = self.recorded[-_KEPT:]
+            self.stops = self.stops[-_KEPT:]
+        self.recorded.append(recorded)
+        self.stops.append(recorded.stop)
+
+    def around(self, number: int) -> _Recorded | None:
+        """Return the innermost forward that made the node with this number; None if no forward made it."""
+        for recorded in self.recorded[bisect_right(self.stops, number) :]:
+            if recorded.begin <= number:
+                return recorded
+        return None
+
+
+_FORWARDS = _Forwards()
+
+
+def record_forward(begin: int, end: int, stop: int, factor: Factor) -> None:
+    """Remember which nodes an outermost forward made.
+
+    Args:
+        begin: Number of its first node.
+        end: Number after its last node.
+        stop: Number after the aliases of its outputs.
+        factor: What a gradient that enters is multiplied by.
+    """
+    _FORWARDS.add(_Recorded(begin, end, stop, factor))
+
+
+def scale_entries(roots: Sequence[Tensor], factor_of_leaf: Callable[[Tensor], Factor | None]) -> list[Tensor]:
+    """Hook the edges by which a backward from `roots` enters an engine past its outputs.
+
+    Args:
+        roots: What is differentiated.
+        factor_of_leaf: Returns the factor of the engine that holds a parameter, None for other leaves.
+
+    Returns:
+        The roots; one that is itself inside an engine is replaced by an alias outside of it.
+    """
+    found: list[Tensor] = []
+    pending: list[Any] = []
+    for root in roots:
+        if not root.requires_grad:
+            found.append(root)
+            continue
+        node = root.grad_fn
+        if node is None:
+            factor, is_end = factor_of_leaf(root), True
+        else:
+            factor, is_end = _factor_of(node, factor_of_leaf)
+        if factor is not None:
+            with torch.enable_grad():
+                root = root.view_as(root)
+        if factor is not None or not is_end:
+            pending.append(root.grad_fn)
+        found.append(root)
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        entries: dict[int, Factor] = {}
+        for place, (after, _) in enumerate(node.next_functions):
+            if after is None:
+                continue
+            factor, is_end = _factor_of(after, factor_of_leaf)
+            if factor is not None:
+                entries[place] = factor
+            elif not is_end and after not in seen:
+                seen.add(after)
+                pending.append(after)
+        if entries and _MARK not in node.metadata:
+            node.metadata[_MARK] = True
+            node.register_hook(_ScaleEdges(entries))
+    return found
+
+
+def _factor_of(node: Any, factor_of_leaf: Callable[[Tensor], Factor | None]) -> tuple[Factor | None, bool]:
+    """Return the factor of the engine that a node is inside of, and whether the outside ends at the node."""
+    if (leaf := getattr(node, "variable", None)) is not None:
+        return factor_of_leaf(leaf), True
+    number = number_of_node(node)
+    recorded = _FORWARDS.around(number)
+    if recorded is None:
+        return None, False
+    return (recorded.factor if number < recorded.end else None), True
+
+
+class _ScaleEdges:
+    """The hook of a node outside of all engines.  entries: by the place of an edge, the factor behind it."""
+
+    def __init__(self, entries: dict[int, Factor]) -> None:
+        self.entries = entries
+
+    def __call__(self, after: Sequence[Tensor | None], before: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        grads = list(after)
+        for place, factor_now in self.entries.items():
+            grad, factor = grads[place], factor_now()
+            if grad is not None and factor is not None and factor != 1.0:
+                grads[place] = grad * factor
+        return tuple(grads)
+
+
+def factor_from(reference: weakref.ref[Any]) -> Factor:
+    """Return the `at_output` of a `LossFactor` as a function that holds it weakly."""
+
+    def factor() -> float | None:
+        owner = reference()
+        return None if owner is None else owner.at_output()
+
+    return factor
