@@ -211,17 +211,22 @@ def _under_construction(owner: Any, param: nn.Parameter, name: str, args: Any, k
         return param
     if name == "pad" and not any(args[1] if len(args) > 1 else kwargs["pad"]):
         return param
-    if name == "data" and type(args[1]) is ShardedParameter and owner_of(args[1]) is owner:
+    if name == "data" and _stands_for(args[1], owner):
         with without_torch_function():
             dtype = args[1].dtype
         owner.convert(param, dtype)
         return None
-    dtype = dtype_of_conversion(name, args, kwargs)
-    if dtype is None:
+    wanted = dtype_of_conversion(name, args, kwargs)
+    if wanted is None:
         return NEEDS_ELEMENTS
     with without_torch_function():
-        nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=param.device)
+        nothing = torch.full((), float("nan") if wanted.is_floating_point else 0, dtype=wanted, device=param.device)
         return _handle(owner, nothing.expand(param.shape))
+
+
+def _stands_for(value: Any, owner: Any) -> bool:
+    """Return whether a value is a handle of a parameter, or the parameter."""
+    return type(value) is ShardedParameter and owner_of(value) is owner
 
 
 def _handle(owner: Owner, nothing: Tensor) -> nn.Parameter:
