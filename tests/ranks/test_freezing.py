@@ -354,3 +354,56 @@ def test_a_model_that_others_are_trained_through_while_it_is_frozen_may_be_unfro
         found = engine.module_state_dict()
         for name, value in model.state_dict().items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+class Positions(nn.Module):
+    """A table of positions that is made anew when a longer input comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: nn.Parameter
+        self.grow(4)
+
+    def grow(self, length: int) -> None:
+        place = torch.arange(length).float()[:, None]
+        self.table = nn.Parameter(torch.sin(place * torch.arange(1, 9) / 8), requires_grad=False)
+
+    def forward(self, length: int) -> Tensor:
+        if length > len(self.table):
+            self.grow(length)
+        return self.table[:length]
+
+
+class Placed(Pair):
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.positions = Positions()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.positions(len(x)))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_frozen_parameter_may_join_in_forward_and_may_not_be_trained(stage: int) -> None:
+    plain = Placed()
+    optimizer = torch.optim.SGD(plain.layers.parameters(), lr=0.1)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": None,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    engine = deepseek_zero.initialize(model=Placed(), config=config)[0]
+    for step, length in enumerate((3, 6, 2, 9)):
+        x = torch.randn(length, 8, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        plain(x).square().mean().backward()
+        optimizer.step()
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    found = engine.module_state_dict()
+    for name, value in plain.layers.state_dict().items():
+        torch.testing.assert_close(found[f"layers.{name}"], value, rtol=1e-5, atol=1e-6)
+    engine.module.positions.table.requires_grad_(True)
+    with pytest.raises(ZeroError, match=r"'positions.table' joined the model after it was wrapped"):
+        engine(torch.ones(2, 8))

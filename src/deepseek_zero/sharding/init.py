@@ -91,9 +91,20 @@ class InitShard:
         self.slice = _scatter_slices(self.session.open_comm(), param.data, 0, dtype).clone()
         return True
 
-    def was_given_by_another_rank(self) -> bool:
-        """Return whether another rank gave it its values inside GatheredParameters."""
-        return self.modifier is not None and self.modifier != self.session.open_comm().rank
+    def lend_scratch(self, param: nn.Parameter) -> bool:
+        """Let an initialisation at rest work on memory that is dropped; False if it has to be refused.  Local.
+
+        After rank r has initialised a parameter inside GatheredParameters(modifier_rank=r), another initialisation
+        does nothing on the other ranks: transformers marks what is initialised on rank r alone, and initialises it
+        again elsewhere.  On rank r, and of parameters that no rank has initialised like this, it is refused.
+        """
+        if self.modifier is None or self.modifier == self.session.open_comm().rank:
+            return False
+        self.session.end_scratch()
+        self.session.scratch = weakref.ref(param)
+        scratch = torch.full(self.shape, float("nan"), dtype=self.slice.dtype, device=self.slice.device)
+        unshard(param, self.param_class, scratch)
+        return True
 
     def convert(self, param: nn.Parameter, dtype: torch.dtype) -> None:
         """Change the dtype of this rank's slice; the parameter is at rest.  Local."""
@@ -159,6 +170,9 @@ class Init:
     ) -> None:
         self.enabled, self.dtype, self.is_open = enabled, dtype, False
         self.awake: list[InitShard] = []
+        self.scratch: Callable[[], nn.Parameter | None] = lambda: (
+            None
+        )  # weak: the one that `lend_scratch` was asked for
         self._handle: Any = None
         self._comm: Comm | None = None
         self._device = default_device()
@@ -213,8 +227,16 @@ class Init:
             for param in params:
                 self._cut(param)
 
+    def end_scratch(self) -> None:
+        """Drop what an initialisation wrote to memory of `InitShard.lend_scratch`.  Local."""
+        param, self.scratch = self.scratch(), lambda: None
+        shard = owner_of(param) if param is not None else None
+        if param is not None and isinstance(shard, InitShard):
+            reshard(param, _placeholder(shard.slice, shard.shape))
+
     def reshard_pinned(self) -> None:
         """Cut again the parameters that an initialisation had gathered, unless a view of one is still alive."""
+        self.end_scratch()
         busy = []
         for shard in self.awake:
             param, full = shard.param(), shard.unsharded
@@ -346,6 +368,7 @@ def take_values(param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
     owner = owner_of(param)
     if not isinstance(owner, InitShard):
         return param.data.reshape(-1), type(param)
+    owner.session.end_scratch()
     values = param.data.reshape(-1) if owner.unsharded is not None else owner.whole()
     with without_torch_function():
         param.__dict__.pop("_zero_init", None)

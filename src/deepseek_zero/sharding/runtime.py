@@ -853,6 +853,7 @@ class Structure:
         self.model, self.groups = model, list(groups)
         self.takes_strangers = False  # parameters that join the model later stay as they are, with a warning
         self._seen: list[tuple[nn.Module, list[int]]] = []
+        self._frozen_strangers: list[tuple[str, nn.Parameter]] = []  # they joined later and need no reduction
 
     def follow(self, groups: Sequence[ParamGroup]) -> None:
         """The parameters are in other groups now."""
@@ -861,8 +862,12 @@ class Structure:
     def check(self) -> None:
         """Raise if the model has parameters that no group holds, or if a whole parameter left its buffer."""
         if not self._seen or any(_holds(module) != held for module, held in self._seen):
-            _refuse_strangers(self.model, self.groups, only_warn=self.takes_strangers)
+            strangers = _strangers_of(self.model, self.groups)
+            _refuse_trained(strangers, only_warn=self.takes_strangers)
+            self._frozen_strangers = [(name, param) for name, param in strangers if not param.requires_grad]
             self._seen = [(module, _holds(module)) for module in self.model.modules()]
+        elif self._frozen_strangers:
+            _refuse_trained(self._frozen_strangers, only_warn=self.takes_strangers)
         _refuse_moved(self.groups)
 
 
@@ -874,22 +879,31 @@ def _holds(module: nn.Module) -> list[int]:
     return [id(held) for held in held_by(module)]
 
 
-def _refuse_strangers(model: nn.Module, groups: Sequence[ParamGroup], *, only_warn: bool) -> None:
+def _strangers_of(model: nn.Module, groups: Sequence[ParamGroup]) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of a model that no group holds, with their names."""
     known = {id(member.param) for group in groups for member in group.members}
-    if any(id(param) not in known for param in model.parameters()):
-        new = next(name for name, param in model.named_parameters() if id(param) not in known)
-        if only_warn:
-            log_once(
-                f"parameter '{new}' joined the model after initialize(): each rank keeps it whole, and nothing reduces "
-                "its gradient or updates it.",
-                logging.WARNING,
-            )
-            return
-        raise UsageError(
-            f"parameter '{new}' joined the model after it was wrapped.",
-            "Its gradient would not be reduced, nor its values kept equal on all ranks.",
-            "change the model (adapters, resized embeddings, new heads) before initialize() or DeepSeekZeRO3 wraps it.",
+    if all(id(param) in known for param in model.parameters()):
+        return []
+    return [(name, param) for name, param in model.named_parameters() if id(param) not in known]
+
+
+def _refuse_trained(strangers: Sequence[tuple[str, nn.Parameter]], *, only_warn: bool) -> None:
+    """Raise if a parameter that joined the model later requires a gradient; a frozen one needs no reduction."""
+    new = next((name for name, param in strangers if param.requires_grad), None)
+    if new is None:
+        return
+    if only_warn:
+        log_once(
+            f"parameter '{new}' joined the model after initialize(): each rank keeps it whole, and nothing reduces "
+            "its gradient or updates it.",
+            logging.WARNING,
         )
+        return
+    raise UsageError(
+        f"parameter '{new}' joined the model after it was wrapped.",
+        "Its gradient would not be reduced, nor its values kept equal on all ranks.",
+        "change the model (adapters, resized embeddings, new heads) before initialize() or DeepSeekZeRO3 wraps it.",
+    )
 
 
 def _refuse_moved(groups: Sequence[ParamGroup]) -> None:

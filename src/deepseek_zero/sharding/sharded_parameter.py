@@ -46,6 +46,7 @@ SAFE = frozenset(
     requires_grad_ get_device register_hook register_post_accumulate_grad_hook __hash__ stride is_contiguous
     is_same_size is_inference is_neg is_conj is_shared _is_view has_names is_pinned storage_offset __len__ type
     _has_compatible_shallow_copy_type new_empty new_zeros new_ones new_full new_tensor
+    empty_like zeros_like ones_like
     """.split()
 )
 
@@ -167,6 +168,8 @@ class ShardedParameter(nn.Parameter):
                     found = _under_construction(owner, param, name, args, kwargs)
                     if found is not NEEDS_ELEMENTS:
                         return found
+                    if _may_initialise(name) and owner.lend_scratch(param):
+                        continue
                 raise _at_rest(param, name)
         return function(*args, **kwargs)
 
@@ -194,19 +197,10 @@ def _under_construction(owner: Any, param: nn.Parameter, name: str, args: Any, k
     """Return what a call gives for a parameter of a model that zero.Init has built, before there is an engine.
 
     `detach` and `.data` give the parameter itself, which still guards itself.  A conversion gives a handle; assigned to
-    `.data` (`module.to(dtype)` does that) it converts the slice.  After rank r has initialised the parameter inside
-    GatheredParameters(modifier_rank=r), another initialisation in place does nothing on the other ranks: transformers
-    marks what is initialised on rank r alone.  On rank r it raises.  NEEDS_ELEMENTS: none of these.
+    `.data` (`module.to(dtype)` does that) it converts the slice.  NEEDS_ELEMENTS: none of these.
     """
-    first = args[0] if args else kwargs.get("tensor")
-    if first is not param:
+    if not args or args[0] is not param:
         return NEEDS_ELEMENTS
-    if owner.was_given_by_another_rank():
-        if name.endswith("_") and not name.endswith("__"):
-            return param
-        if name == "__getitem__":  # of an embedding's row for padding, which is set to zero
-            with without_torch_function():
-                return _handle(owner, param.detach()[args[1]])
     if name == "detach" or (name == "data" and len(args) == 1):
         return param
     if name == "pad" and not any(args[1] if len(args) > 1 else kwargs["pad"]):
@@ -224,13 +218,18 @@ def _under_construction(owner: Any, param: nn.Parameter, name: str, args: Any, k
         return _handle(owner, nothing.expand(param.shape))
 
 
+def _may_initialise(name: str) -> bool:
+    """Return whether a call changes its tensor in place, or takes a part that is changed next."""
+    return name == "__getitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
 def _stands_for(value: Any, owner: Any) -> bool:
     """Return whether a value is a handle of a parameter, or the parameter."""
     return type(value) is ShardedParameter and owner_of(value) is owner
 
 
 def _handle(owner: Owner, nothing: Tensor) -> nn.Parameter:
-    """Return a sharded parameter that stands for another one, or for a part of it; reading it raises."""
+    """Return a sharded parameter that stands for another one in another dtype; reading it raises."""
     handle = nn.Parameter(nothing, requires_grad=False)
     set_owner(handle, owner)
     handle.__class__ = ShardedParameter
