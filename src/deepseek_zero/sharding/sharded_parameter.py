@@ -164,11 +164,12 @@ class ShardedParameter(nn.Parameter):
         for param in resting:
             owner = owner_of(param)
             if owner is None or not owner.fetch_for(param):
-                if owner is not None and not hasattr(owner, "runtime"):
-                    found = _under_construction(owner, param, name, args, kwargs)
+                building: Any = None if hasattr(owner, "runtime") else owner
+                if building is not None:
+                    found = _under_construction(building, param, name, args, kwargs)
                     if found is not NEEDS_ELEMENTS:
                         return found
-                    if _may_initialise(name) and owner.lend_scratch(param):
+                    if _may_initialise(name) and building.lend_scratch(param):
                         continue
                 raise _at_rest(param, name)
         return function(*args, **kwargs)
