@@ -170,9 +170,7 @@ class Init:
     ) -> None:
         self.enabled, self.dtype, self.is_open = enabled, dtype, False
         self.awake: list[InitShard] = []
-        self.scratch: Callable[[], nn.Parameter | None] = lambda: (
-            None
-        )  # weak: the one that `lend_scratch` was asked for
+        self.scratch: Callable[[], Any] = lambda: None  # weak: the parameter of `InitShard.lend_scratch`
         self._handle: Any = None
         self._comm: Comm | None = None
         self._device = default_device()
