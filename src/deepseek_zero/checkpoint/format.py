@@ -11,6 +11,7 @@ Plain Python values and tensors become JSON without pickle, so that reading a ch
     None, bool, int, str, float, list, dict with text keys: themselves
     tuple, other dicts, inf and nan     {"__tuple__": ...}, {"__items__": ...}, {"__float__": ...}
     tensor                              {"__tensor__": path}, the elements in a safetensors file
+    numpy array or scalar               {"__ndarray__": ..., "dtype": ..., "shape": ..., "is_scalar": ...}
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from ..base.errors import CheckpointError, brief
 from .boxes import Part
+from .numpy_values import ARRAY, from_plain, is_storable, to_plain
 from .safetensors_file import dtype_named
 
 FORMAT, VERSION = "deepseek-zero checkpoint", 2
@@ -235,14 +237,16 @@ def missing_elements(folder: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{what} are in no file of {folder}.", "The checkpoint is incomplete.", "load another tag.")
 
 
-RESERVED_KEYS = ("__tuple__", "__items__", "__float__", "__tensor__", "__dtype__")
+RESERVED_KEYS = ("__tuple__", "__items__", "__float__", "__tensor__", "__dtype__", ARRAY)
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Turn `value` into JSON values, and copy its tensors into `tensors` under their path.
+    """Turn `value` into JSON values, and copy its tensors and arrays into `tensors` under their path.
 
     path: names the value in errors.  CheckpointError for an object that is neither a plain value nor a tensor.
     """
+    if is_storable(value):
+        return {key: encode(item, path, tensors) for key, item in to_plain(value).items()}
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
@@ -262,7 +266,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     raise CheckpointError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold.",
         "Checkpoints hold plain values and tensors, so that reading one never runs code.",
-        "save it as numbers, text, lists, dicts or tensors (vars(namespace), array.tolist(), torch.from_numpy(array)).",
+        "save it as numbers, text, lists, dicts, tensors or numpy arrays of numbers (vars(namespace), list(a_set)).",
     )
 
 
@@ -292,4 +296,6 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return tensors[path]
         case {"__dtype__": name}:
             return dtype_named(name)
+        case {"__ndarray__": _}:
+            return from_plain({key: decode(item, tensors) for key, item in value.items()})
     return {key: decode(item, tensors) for key, item in value.items()}

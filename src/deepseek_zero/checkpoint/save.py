@@ -32,6 +32,7 @@ from .contents import Contents, SaveSettings
 from .format import BUFFER, LATEST, MANIFEST, RNG, VALUE, Manifest, SavedChunk, encode, tag_to_save
 from .layouts import is_checkpoint
 from .lockstep import run_and_gather
+from .numpy_values import with_python_numbers
 from .piece import Piece, earlier_stages, names_of, persistent_buffers, whole_names
 from .rng import capture_rng
 from .safetensors_file import dtype_name
@@ -266,8 +267,8 @@ def _encoded_values(contents: Contents, tensors: dict[str, Tensor]) -> dict[str,
         for group in contents.optimizer.param_groups:
             groups.append({key: value for key, value in group.items() if key != "params"})
     return {
-        "groups": encode(groups, "param_groups", tensors),
-        "trainer": encode(contents.trainer, "trainer", tensors),
+        "groups": encode(with_python_numbers(groups), "param_groups", tensors),
+        "trainer": encode(with_python_numbers(contents.trainer), "trainer", tensors),
         "client": encode(contents.client, "client_state", tensors),
     }
 

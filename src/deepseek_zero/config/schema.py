@@ -1443,7 +1443,11 @@ class Config(Section):
         True, "Insist on DeepSpeedCPUAdam with offload.", "torch's fused CPU Adam is used; there is no other"
     )
     gradient_clipping: float = effective(
-        0.0, "Largest global gradient norm; 0 is off (DeepSpeed's default changed to 1.0 in 2026).", example=1.0, ge=0
+        0.0,
+        "Largest norm of the gradients of all parameters that the optimizer updates; 0 is off (DeepSpeed's default "
+        "changed to 1.0 in 2026).",
+        example=1.0,
+        ge=0,
     )
     check_grad_overflow: bool = effective(
         True,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -303,6 +304,8 @@ class Engine(StandsForModule):
         self.module = parts.runtime.model
         self.config, self.mesh, self.parts = config, mesh, parts
         self.optimizer: ShardedOptimizer | None = parts.optimizer
+        if self.optimizer is not None:
+            self.optimizer.take_step = weakref.WeakMethod(self.step_now)
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         with AllRanks(parts.runtime.comm, "opening the run's records"):
@@ -314,7 +317,7 @@ class Engine(StandsForModule):
         self._backwards = 0  # since the last step
         self._context = ""  # the name of the one that holds reductions back, inside it
         self._batches: Iterator[Any] | None = None  # of the own loader, for `train_batch`
-        self._stepped = self._told_of_graphless = False
+        self._stepped = self._told_of_graphless = self._told_of_direct_steps = False
         self._batch = config.batch  # changed by `_resize`
         # Ranks with all layers and tokens of their own compute alike; a GPU's host runs ahead of it.
         are_alike = mesh.device.type == "cpu" and mesh.pp == mesh.tp == mesh.sp == 1
@@ -526,11 +529,7 @@ class Engine(StandsForModule):
                 "add one of the two; without an optimizer the engine serves inference only.",
             )
         if self._context:
-            raise UsageError(
-                f"It is illegal to call Engine.step() inside {self._context} context manager (no_sync).",
-                "The gradients of its backwards are not reduced yet.",
-                "call step() behind the block.",
-            )
+            raise self._step_inside_context()
         if self.parts.loop is not None:
             self.parts.loop.refuse_open()
         boundary = self.is_gradient_accumulation_boundary()
@@ -539,17 +538,56 @@ class Engine(StandsForModule):
         self._backwards = 0
         self.micro_steps += taken
         self.global_samples += taken * self._batch.micro * self._batch.data_size
-        if not boundary:
-            return
+        if boundary:
+            self._end_step(self.optimizer.step, lr_kwargs or {})
+
+    def step_now(self) -> None:
+        """Take a step with all gradients since the last one, wherever the accumulation is.  Collective.
+
+        This is what `engine.optimizer.step()` does: counters and the learning rate move as in `step`.
+        """
+        assert self.optimizer is not None
+        if self._context:
+            raise self._step_inside_context()
+        if self.parts.loop is not None:
+            self.parts.loop.refuse_open()
+        if not self._told_of_direct_steps:
+            self._told_of_direct_steps = True
+            log_once(
+                "optimizer.step() was called directly: it counts as a step of the engine and moves its learning-rate "
+                "schedule, as engine.step() at the end of an accumulation.  Do not call lr_scheduler.step() as well."
+            )
+        counted = self.begun if self.config.managed_gradient_accumulation else 0
+        taken = 1 if self.parts.loop is not None else max(1, self.runtime.backwards - counted)
+        if self.parts.loop is None and self.runtime.backwards and not self.runtime.is_boundary:
+            self.runtime.reduce_step()
+        self._stepped = False
+        self._backwards = 0
+        self.micro_steps += taken
+        if self.config.managed_gradient_accumulation:
+            self.micro_steps = (self.global_steps + 1) * self._batch.accumulation
+        self.global_samples += taken * self._batch.micro * self._batch.data_size
+        self._end_step(self.optimizer.update, {})
+
+    def _step_inside_context(self) -> UsageError:
+        return UsageError(
+            f"It is illegal to call Engine.step() inside {self._context} context manager (no_sync).",
+            "The gradients of its backwards are not reduced yet.",
+            "call step() behind the block.",
+        )
+
+    def _end_step(self, update: Callable[..., None], lr_kwargs: dict[str, Any]) -> None:
+        """Update weights and learning rate, and all that follows a step.  update: of the optimizer."""
+        assert self.optimizer is not None
         with self.observer.timed("step"):
-            self._update()
+            self._update(update)
         self.global_steps += 1
         if self.optimizer.last is not None and self.optimizer.last.skipped:
             self.skipped_steps += 1
         else:
             self._stepped = True
             if self.lr_scheduler is not None:
-                self._move_rates(lr_kwargs or {})
+                self._move_rates(lr_kwargs)
         self.observer.stepped(self)
         if self.parts.saver.current is not None:
             self.parts.saver.commit_if_written()
@@ -558,7 +596,7 @@ class Engine(StandsForModule):
         if self.parts.integrity is not None:
             self.parts.integrity.after_step(self.global_steps)
 
-    def _update(self) -> None:
+    def _update(self, update: Callable[..., None]) -> None:
         """Update the weights; with the verdict on gradients each rank tells all others what it has to say."""
         assert self.optimizer is not None
         step, preemption, stragglers, integrity = (
@@ -576,7 +614,7 @@ class Engine(StandsForModule):
             sums = integrity.words(step) if integrity is not None else ()
             return (*asked, *seconds, *sums)
 
-        self.optimizer.step(words=words, number=step)
+        update(words=words, number=step)
         if self.optimizer.last is None:
             return
         rows = [row[len(asked) :] for row in self.optimizer.last.verdict.words]

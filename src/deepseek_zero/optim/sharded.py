@@ -152,7 +152,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.steps = self._idle_steps = 0  # calls of step; those without a gradient on any rank
         self.nonfinite = NonFiniteReport(runtime, scaler, watches=settings.precision_fallback)
         self.fallback = AdaptivePrecision(runtime, settings.precision_window) if settings.precision_fallback else None
+        self.take_step: Callable[[], Callable[[], None] | None] = lambda: None  # weak: the engine's `step_now`
         self.last: StepResult | None = None
+        self.last_norm = 0.0  # of the gradients of the last step that was not skipped
         self.uncut = whole = [
             number < len(settings.granularity) and settings.granularity[number] != "element"
             for number in range(len(groups))
@@ -193,6 +195,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                 self._plan_work()
         for group in runtime.trained_groups:
             group.optimizer = weakref.ref(self)
+        self._count_updated()
         runtime.executor.updates = weakref.ref(self)
 
     # torch.optim.Optimizer's own attributes are the inner optimizer's; its __init__ is not called, since it would
@@ -379,6 +382,12 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self._take(len(self.params_by_group) - 1, group["params"])
         self._plan_work()
 
+    def _count_updated(self) -> None:
+        """Let the gradient norm count the parameters that this optimizer updates, and no others. Local."""
+        updated = {id(param) for params in self.params_by_group for param in params}
+        for group in self.runtime.trained_groups:
+            group.follow_optimizer(updated)
+
     def _take(self, number: int, params: Sequence[nn.Parameter]) -> None:
         """Add parameters to one of the user's groups."""
         if not params:
@@ -469,10 +478,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     ) -> None:
         """Update the weights from the reduced gradients. Collective.
 
-        If gradients are not finite no state changes on any rank, unless check_grad_overflow is false. Raises
-        `UsageError` on every rank if a loss had no graph, and `PeerError` if another rank failed. words: returns
-        numbers of this rank's that all ranks find in the verdict, as many on each; it is called once, when gradients
-        are reduced and nothing has changed yet. number: of this step in messages; None: counted here.
+        A call by the program (without `number`) is a step of the engine, if there is one: `Engine.step_now`. The other
+        arguments are those of `update`.
         """
         if closure is not None:
             raise UsageError(
@@ -480,7 +487,22 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                 "A closure would run forward and backward inside the update of one slice.",
                 "call forward, backward and step() in turn.",
             )
+        take_step = self.take_step() if number is None else None
+        if take_step is not None:
+            take_step()
+        else:
+            self.update(words=words, number=number)
+
+    def update(self, *, words: Callable[[], tuple[float, ...]] = tuple, number: int | None = None) -> None:
+        """Update the weights from the reduced gradients, without step hooks. Collective.
+
+        If gradients are not finite no state changes on any rank, unless check_grad_overflow is false. Raises
+        `UsageError` on every rank if a loss had no graph, and `PeerError` if another rank failed. words: returns
+        numbers of this rank's that all ranks find in the verdict, as many on each; it is called once, when gradients
+        are reduced and nothing has changed yet. number: of this step in messages; None: counted here.
+        """
         self.updater.flush()
+        self._count_updated()
         self.steps = number if number is not None else self.steps + 1
         runtime, groups = self.runtime, self.runtime.trained_groups
         with torch.no_grad(), propagate_errors(runtime.comm):
@@ -510,6 +532,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             self._conclude(None if skip else Decision(factor, self.updater.updates + 1, hypers))
             tell_schedules_of_step(self.inner)
             self.last = StepResult(verdict.norm / scale, skip, verdict)
+            self.last_norm = self.last_norm if skip else self.last.norm
             runtime.after_step(drop=not self.settings.keep_grads or skip)
             origin = promoted = None
             if not verdict.is_finite or self.nonfinite.in_a_row:

@@ -10,7 +10,7 @@ is updated from while the other collects.  None of them knows hooks or order (ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -101,6 +101,7 @@ class ParamGroup:
         self.unsharded: FlatBuffer | None = None
         self.is_idle = False  # every member was frozen after it was wrapped: nothing to reduce
         self.weight_is_written = False  # by a load, where it is a state beside its master
+        self.not_updated: frozenset[int] = frozenset()  # members that no optimizer updates: the norm leaves them out
         self.is_pinned = False  # by a GatheredParameters block: whole until it ends, whatever runs inside it
         self.runtime: Callable[[], Any] = lambda: None  # weak: set by the runtime that drives this group
         self.optimizer: Callable[[], Any] = lambda: None  # weak: set by the optimizer that updates this group
@@ -130,6 +131,22 @@ class ParamGroup:
     @property
     def trainable(self) -> bool:
         return self.plan.grad is not None
+
+    def follow_optimizer(self, updated: Collection[int]) -> None:
+        """Let the gradient norm count only members whose parameters have these ids. Local; every rank does so."""
+        numbers = frozenset(number for number, member in enumerate(self.members) if id(member.param) not in updated)
+        if numbers != self.not_updated:
+            self.not_updated = numbers
+            self.gradient.known_squares = None
+
+    def updated_ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield the elements [start, stop) of the layout that the optimizer updates, neighbours joined."""
+        slots = [member.slot for number, member in enumerate(self.members) if number not in self.not_updated]
+        for number, slot in enumerate(slots):
+            if number == 0 or slots[number - 1].stop != slot.start:
+                start = slot.start
+            if number + 1 == len(slots) or slots[number + 1].start != slot.stop:
+                yield start, slot.stop
 
     @property
     def has_frozen(self) -> bool:
@@ -846,7 +863,9 @@ class Gradient:
 
     def _store_offloaded(self, buffer: FlatBuffer) -> None:
         if buffer.extent is not None and buffer.is_offloaded:
-            self.known_squares = sum_of_squares(buffer.load(), home_of(self))
+            values = buffer.load()
+            first = 0 if self.is_whole else self.group.layout.bounds(self.group.comm_ctx.comm.rank)[0]
+            self.known_squares = self._squares_of(values, first)
             buffer.extent.store(0, buffer.memory.numel())
 
     def ensure_buffer(self) -> FlatBuffer:
@@ -1245,10 +1264,26 @@ class Gradient:
             return sums
         grad = self.reduced()
         if grad is not None and self.is_whole:
-            sums = [sum_of_squares(part, home_of(self)) for part in grad.chunk(comm.size)]
+            first = 0
+            for rank, part in enumerate(grad.chunk(comm.size)):
+                sums[rank] = self._squares_of(part, first)
+                first += part.numel()
         elif grad is not None:
-            sums[comm.rank] = self.known_squares = sum_of_squares(grad, home_of(self))
+            first = self.group.layout.bounds(comm.rank)[0]
+            sums[comm.rank] = self.known_squares = self._squares_of(grad, first)
         return sums
+
+    def _squares_of(self, values: Tensor, first: int) -> float:
+        """Return the sum of squares of elements [first, ...) of the layout, of those that the optimizer updates."""
+        home = home_of(self)
+        if not self.group.not_updated:
+            return sum_of_squares(values, home)
+        total, last = 0.0, first + values.numel()
+        for start, stop in self.group.updated_ranges():
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                total += sum_of_squares(values[low - first : high - first], home)
+        return total
 
 
 class DelayedGradient:

@@ -7,12 +7,14 @@ import math
 from collections import OrderedDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from deepseek_zero.base.errors import CheckpointError
 from deepseek_zero.checkpoint.format import decode, encode
+from deepseek_zero.checkpoint.numpy_values import from_plain, to_plain
 from deepseek_zero.checkpoint.piece import persistent_buffers
 
 
@@ -50,11 +52,64 @@ def test_nan_and_tensors_come_back() -> None:
     assert back["nested"][1]["half"].dtype is torch.bfloat16
 
 
+ARRAYS = {
+    "random state": np.random.RandomState(3).get_state()[1],
+    "scalar": np.array(2.5),
+    "empty": np.zeros((0, 3), np.int16),
+    "of bool": np.array([[True, False]]),
+    "of text": np.array(["a", "long"]),
+    "of times": np.array(["2026-11-26"], "datetime64[s]"),
+    "big endian": np.arange(4, dtype=">i4"),
+    "complex": np.arange(4).reshape(2, 2) * 1j,
+    "with fields": np.array([(1, 2.5)], [("step", "<i8"), ("loss", "<f4")]),
+    "not contiguous": np.arange(12).reshape(3, 4).T[::2],
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_array_comes_back_with_dtype_and_shape(name: str) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    value = {"nested": [(ARRAYS[name], 1)]}
+    back = decode(json.loads(json.dumps(encode(value, "client_state", tensors), allow_nan=False)), tensors)
+    found = back["nested"][0][0]
+    assert (found.dtype, found.shape) == (ARRAYS[name].dtype, ARRAYS[name].shape)
+    assert np.array_equal(found, ARRAYS[name]) and found.flags.writeable
+
+
+@pytest.mark.parametrize("value", [np.float64(0.5), np.int64(3), np.bool_(True), np.float32("nan"), np.str_("x")])
+def test_a_scalar_of_numpy_comes_back_with_its_type(value: Any) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    back = decode(json.loads(json.dumps(encode({"a": value}, "v", tensors), allow_nan=False)), tensors)["a"]
+    assert type(back) is type(value) and back.tobytes() == value.tobytes()
+
+
+def test_random_states_of_numpy_go_on_where_they_were() -> None:
+    generator, state = np.random.default_rng(5), np.random.RandomState(7)
+    value = {"generator": generator.bit_generator.state, "state": state.get_state(), "old": np.random.MT19937(1).state}
+    expected = generator.random(3), state.rand(3)
+    tensors: dict[str, torch.Tensor] = {}
+    back = decode(json.loads(json.dumps(encode(value, "v", tensors))), tensors)
+    generator.bit_generator.state = back["generator"]
+    state.set_state(back["state"])
+    assert np.array_equal(generator.random(3), expected[0]) and np.array_equal(state.rand(3), expected[1])
+    assert np.array_equal(back["old"]["state"]["key"], value["old"]["state"]["key"])
+
+
+def test_an_array_whose_bytes_do_not_fit_is_refused() -> None:
+    plain = to_plain(np.arange(3))
+    with pytest.raises(ValueError, match="24 bytes"):
+        from_plain({**plain, "shape": [4]})
+    with pytest.raises(ValueError, match="object"):
+        from_plain({**plain, "dtype": "|O"})
+
+
 @pytest.mark.parametrize(
     ("value", "named"),
     [
         ({"a": [0, {1}]}, r"client_state.a\[1\] is a builtins.set"),
         ({"f": print}, "client_state.f is a builtins.builtin_function_or_method"),
+        ({"o": np.array([object()])}, "client_state.o is a numpy.ndarray"),
+        ({"m": np.ma.masked_array([1], [True])}, "client_state.m is a numpy.ma"),
         ({"b": b"raw"}, "client_state.b is a builtins.bytes"),
         ({(nn,): 1}, "key .* of client_state"),
     ],

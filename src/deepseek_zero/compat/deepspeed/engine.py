@@ -58,8 +58,8 @@ def _mom(engine: Engine) -> list[Any]:
 
 
 def _norm(engine: Engine) -> float | None:
-    last = engine.optimizer.last if engine.optimizer is not None else None
-    return last.norm if last is not None else None
+    optimizer = engine.optimizer
+    return optimizer.last_norm if optimizer is not None and optimizer.last is not None else None
 
 
 def _offload(section: Any) -> Any:

@@ -135,7 +135,7 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def _global_grad_norm(self) -> float | None:
-        return self.last.norm if self.last is not None else None
+        return self.last_norm if self.last is not None else None
 
     @property
     def clip_grad(self) -> float:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ....base.errors import CheckpointError, brief
 from ....checkpoint.format import MOMENT, WEIGHT, Manifest, missing_elements
+from ....checkpoint.numpy_values import all_from_plain
 from ....checkpoint.safetensors_file import dtype_name
 from ....checkpoint.torch_file import MappedCheckpoint, load_mapped, parameter_facts
 
@@ -148,12 +149,12 @@ def _completed(
     trainer: dict[str, Any] = {
         name: int(first.get(name) or 0) for name in ("global_steps", "global_samples", "skipped_steps")
     }
-    trainer |= {"scaler": _scaler(first, optimizers), "lr_scheduler": first.get("lr_scheduler")}
+    trainer |= {"scaler": _scaler(first, optimizers), "lr_scheduler": all_from_plain(first.get("lr_scheduler"))}
     trainer["batch"] = _batch(first)
     if (curriculum := first.get("data_sampler")) is not None:
         given = int(curriculum.get("consumed_samples", 0))
         trainer["data"] = {"epoch": 0, "samples": given, "curriculum": curriculum}
-    client = {name: value for name, value in first.items() if name not in RESERVED_KEYS}
+    client = {name: all_from_plain(value) for name, value in first.items() if name not in RESERVED_KEYS}
     _refuse_gaps(found)
     found.plain = {"groups": groups, "trainer": trainer, "client": client}
     return found

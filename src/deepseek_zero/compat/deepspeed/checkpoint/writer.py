@@ -27,6 +27,7 @@ from ....checkpoint import files
 from ....checkpoint.format import MOMENT, WEIGHT, WHOLE
 from ....checkpoint.layouts import OpenCheckpoint, layout_of
 from ....checkpoint.load import IMPLEMENTATION_OPTIONS
+from ....checkpoint.numpy_values import all_to_plain
 from ....checkpoint.read import open_checkpoint, tensors_of
 from ....checkpoint.safetensors_file import cast, dtype_name, dtype_named
 from ....checkpoint.staging import staged_output
@@ -178,7 +179,7 @@ def _model_state(
         "frozen_param_shapes": shapes if layout.stage > 1 else None,
         "shared_params": tied if has_zero else None,
         "frozen_param_fragments": parts,
-        "lr_scheduler": trainer.get("lr_scheduler"),
+        "lr_scheduler": all_to_plain(trainer.get("lr_scheduler")),
         "data_sampler": _curriculum(trainer.get("data")),
         "random_ltd": None,
         **{name: trainer[name] for name in ("skipped_steps", "global_steps", "global_samples")},
@@ -205,7 +206,7 @@ def _client(source: OpenCheckpoint) -> dict[str, Any]:
             "One of the two would be lost.",
             "give it another name.",
         )
-    return client
+    return {name: all_to_plain(value) for name, value in client.items()}
 
 
 def _module(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> OrderedDict[str, Tensor]:
