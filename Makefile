@@ -18,7 +18,7 @@ check: $(STAMP)  ## style, types, layers, exported names, spelling
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
 
 clients: $(STAMP)  ## every client of DeepSpeed's, unmodified: half an hour on two cores
-	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[clients]'
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[clients,optimizers]'
 	@PATH="$(CURDIR)/$(BIN):$$PATH" DEEPSEEK_ZERO_ALL_CLIENTS=1 DEEPSEEK_ZERO_TESTS_MUST_RUN=1 scripts/test tests/clients
 
 peer-tests: $(STAMP)  ## DeepSpeed's own tests behind our drop-in: make peer-tests ARCHIVE=tests.tar.xz [ONLY=regex]

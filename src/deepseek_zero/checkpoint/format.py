@@ -43,6 +43,7 @@ MAX_TAG_BYTES = 200  # a file system's 255, less what the hidden names of a save
 # Kinds of chunk.  The weight is saved in its most precise form, the master where there is one: the live weight is its
 # cast.
 WEIGHT, BUFFER, MOMENT, WHOLE = "weight", "buffer", "moment", "whole"
+INNER = "::"  # in the key of a whole state, before the name of a tensor that a tensor subclass is made of
 DELAYED = "owed"  # a reduced gradient whose update comes a step late
 REPLICA = "replica"  # a live weight that follows its master by differences, and is not its cast
 OWN = "own"  # what codes have left out of a rank's gradients or momenta, each rank's own

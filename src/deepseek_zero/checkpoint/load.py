@@ -22,6 +22,7 @@ from ..base.log import log_first
 from ..base.memory import trim_heap
 from ..base.mesh import AXES
 from ..optim.sharded import ShardedOptimizer, discard_deferred, reset_states
+from ..optim.tensor_subclasses import inner_tensors, is_subclass
 from ..optim.updater import MasterShard, ParamOverlap
 from ..precision.codecs import Blocks
 from ..precision.policy import cast_master
@@ -29,14 +30,14 @@ from ..sharding.param_group import ParamGroup, ParamInfo
 from ..sharding.runtime import Runtime
 from .catalogue import existing_folder
 from .contents import Contents, Loaded, LoadSettings
-from .format import BUFFER, DELAYED, MANIFEST, MOMENT, OWN, REPLICA, RNG, WEIGHT, WHOLE, Manifest
+from .format import BUFFER, DELAYED, INNER, MANIFEST, MOMENT, OWN, REPLICA, RNG, WEIGHT, WHOLE, Manifest
 from .layouts import StateRange, StateReader
 from .lockstep import run_and_gather
 from .piece import Piece, names_of_all, persistent_buffers, predecessor
 from .read import CheckpointReader, plain_values
 from .rng import restore_rng
-from .safetensors_file import dtype_named
-from .state import exact_extents, place_of
+from .safetensors_file import dtype_name, dtype_named
+from .state import exact_extents, package_of, place_of
 from .verify import FileSubset, first_few, raise_faults, verify
 
 NEW_MOMENTS = "moments into new memory"
@@ -226,6 +227,12 @@ def _check_optimizer(manifest: Manifest, optimizer: ShardedOptimizer) -> None:
     if manifest.optimizer != mine:
         raise CheckpointError(f"the checkpoint has the state of {manifest.optimizer}, the engine runs {mine}.", fix=fix)
     groups = len(manifest.plain["groups"])
+    known = ("torch", "deepseek_zero")
+    packages = manifest.extra.get("optimizer_package"), package_of(optimizer.inner)
+    if packages[0] is not None and (packages[0] in known) != (packages[1] in known):
+        raise CheckpointError(
+            f"the checkpoint has the state of {packages[0]}'s {mine}, the engine runs {packages[1]}'s.", fix=fix
+        )
     if groups != len(optimizer.param_groups):
         raise CheckpointError(
             f"the checkpoint has {groups} parameter groups, the optimizer has {len(optimizer.param_groups)}.", fix=fix
@@ -409,10 +416,46 @@ def read_states(
 ) -> Iterator[GroupStates]:
     """Yield the states that the optimizer will have, group by group.  before: its old ones, whose memory is reused."""
     for group, shards in groupby(_shards_by_group(optimizer), key=lambda item: item[1].group):
-        yield (
-            group,
-            {number: _shard_state(reader, manifest, shard, before.pop(shard.param, {})) for number, shard in shards},
-        )
+        found = {}
+        for number, shard in shards:
+            old = before.pop(shard.param, {})
+            state = _shard_state(reader, manifest, shard, old)
+            found[number] = _with_subclasses(state, optimizer, shard, old)
+        yield group, found
+
+
+def _with_subclasses(
+    state: dict[str, Any], optimizer: ShardedOptimizer, shard: MasterShard, before: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a state in which tensor subclasses have the tensors that were saved of them.
+
+    A file names no class: the optimizer makes the objects. CheckpointError if their tensors are not those saved.
+    """
+    keys = {key.partition(INNER)[0] for key in state if INNER in key}
+    if not keys:
+        return state
+    made = before if keys <= before.keys() else optimizer.state_of_first_step(shard)
+    found = {key: value for key, value in state.items() if INNER not in key}
+    for key in keys:
+        saved = {name.partition(INNER)[2]: each for name, each in state.items() if name.startswith(key + INNER)}
+        here = inner_tensors(made[key]) if is_subclass(made.get(key)) else {}
+        if _kinds_of(here) != _kinds_of(saved):
+            raise CheckpointError(
+                f"optimizer state '{key}' of '{shard.names[0]}' was saved as {_kinds_of(saved)}, and "
+                f"{type(optimizer.inner).__name__} has {_kinds_of(here) or 'a plain tensor'} here.",
+                "It is stored in other blocks or bits.",
+                "use the optimizer as it was when it saved, or load with load_optimizer_states=False.",
+            )
+        with torch.no_grad():
+            for name, tensor in here.items():
+                tensor.copy_(saved[name])
+        found[key] = made[key]
+    return found
+
+
+def _kinds_of(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Return the dtype and shape of each tensor."""
+    return {name: f"{dtype_name(each.dtype)} {list(each.shape)}" for name, each in sorted(tensors.items())}
 
 
 def restore_optimizer(

@@ -37,7 +37,7 @@ from .piece import Piece, earlier_stages, names_of, persistent_buffers, whole_na
 from .rng import capture_rng
 from .safetensors_file import dtype_name
 from .staging import StagedOutput
-from .state import WriteGroup, exact_dtype, optimizer_scalars, value_item, write_groups
+from .state import WriteGroup, exact_dtype, optimizer_scalars, package_of, value_item, write_groups
 
 NOW, IN_BACKGROUND = "at once", "behind"
 RANK_FILE = re.compile(r"rank_\d+\.safetensors")
@@ -346,6 +346,7 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
         lifted=[unit.name for unit in runtime.units if unit.is_promoted],
         run=run,
         extra={
+            "optimizer_package": package_of(optimizer.inner) if optimizer is not None else None,
             "names": whole_names(runtime.model),
             "groups": [list(dict.fromkeys(piece.names.get(name, name) for name in names)) for names in names_by_group],
             "mesh": dict(zip(AXES, runtime.plan.mesh.sizes, strict=True)),

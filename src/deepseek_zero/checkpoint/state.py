@@ -14,15 +14,17 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..base.errors import CheckpointError
 from ..optim.sharded import ShardedOptimizer
+from ..optim.tensor_subclasses import inner_tensors, is_subclass
 from ..optim.updater import ExtentRange, MasterShard, ParamOverlap
 from ..planner.spec import R
 from ..sharding.param_group import ParamGroup, ParamInfo
 from ..tiers.tier import Extent
 from .contents import Contents
-from .format import DELAYED, MOMENT, OWN, REPLICA, WEIGHT, WHOLE, SavedChunk
+from .format import DELAYED, INNER, MOMENT, OWN, REPLICA, WEIGHT, WHOLE, SavedChunk
 from .piece import Piece
 from .safetensors_file import dtype_name
 
@@ -208,6 +210,10 @@ def _moment_items(optimizer: ShardedOptimizer, shard: MasterShard, chunks: Chunk
         for overlap in shard.overlaps():
             if not chunks.are_written(group, group.members[overlap.number]):
                 continue
+            if is_subclass(value):
+                for name, inner in inner_tensors(value).items():
+                    write_group.items += _whole_state_items(overlap, f"{key}{INNER}{name}", inner, chunks)
+                continue
             if value.shape == shard.param.shape:
                 write_group.items += _owned_moment_items(optimizer, overlap, key, value.dtype, chunks, cache)
             else:
@@ -277,11 +283,18 @@ def _scalar(key: str, value: Any, name: str) -> dict[str, Any]:
         return {"value": value.item(), "dtype": dtype_name(value.dtype)}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"value": value, "dtype": None}
+    kind = type(value)
     raise CheckpointError(
-        f"optimizer state '{key}' of '{name}' is a {type(value).__name__}.",
+        f"optimizer state '{key}' of '{name}' is a {kind.__name__} of {kind.__module__}.",
         "Checkpoints hold plain values and tensors, so that reading one never runs code.",
-        "keep it as a tensor or a number.",
+        "if the optimizer is your own, keep that state as tensors or numbers. If it is another library's, its state "
+        "cannot be saved: save the weights alone (engine.export, or save_16bit_model), or use another optimizer.",
     )
+
+
+def package_of(optimizer: Optimizer) -> str:
+    """Return the name of the package that an optimizer's class is of: other packages have an AdamW, too."""
+    return type(optimizer).__module__.partition(".")[0]
 
 
 def value_item(kind: str, name: str, value: Tensor, rank: int) -> WriteItem:

@@ -422,6 +422,11 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             group = {**self.inner.param_groups[number], "params": without}
             self.inner.state.update(states_at_construction(self.inner, group))
 
+    def state_of_first_step(self, shard: MasterShard) -> dict[str, Any]:
+        """Return the state that the inner optimizer makes for a shard in its first step. Local."""
+        number = next(number for number, shards in enumerate(self.shards_by_group) if shard in shards)
+        return self.updater.state_of_first_step(shard, number)
+
     def add_missing_states(self) -> None:
         """Add the state from construction for shards of which a checkpoint had none. Local."""
         for number, shards in enumerate(self.shards_by_group):

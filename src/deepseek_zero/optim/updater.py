@@ -55,6 +55,7 @@ from ..precision.policy import scratch_numel
 from ..sharding.param_group import MasterWeight, ParamGroup
 from ..tiers.budget import DeviceBudget
 from ..tiers.tier import Extent, StagedTile, Tier, Work, read_now
+from .tensor_subclasses import inner_tensors, is_subclass
 
 T = TypeVar("T")
 Hypers = list[dict[str, Any]]  # of each parameter group, without its parameters
@@ -105,7 +106,7 @@ class Scratch:
 
     def is_placeholder(self, value: object) -> bool:
         """Return whether this is a placeholder for values that are stored elsewhere."""
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or is_subclass(value):
             return False
         nothing = self.kept.get(("nothing", value.device))
         return nothing is not None and value.data_ptr() == nothing.data_ptr()
@@ -381,6 +382,9 @@ class Moments:
     def resting(self, shard: MasterShard) -> Iterator[tuple[str, Tensor]]:
         """Yield the moments of a shard as they lie in memory between steps, by name; a disk's are not there."""
         for name, value in self._inner.state.get(shard.param, {}).items():
+            if is_subclass(value):
+                yield from ((f"{name}.{path}", each) for path, each in inner_tensors(value).items())
+                continue
             if not self._scratch.is_placeholder(value):
                 yield from [(name, value)] if isinstance(value, Tensor) else ()
                 continue
@@ -429,7 +433,9 @@ class Moments:
         if not shard.group.plan.moments_external:
             return
         for name, value in state.items():
-            if not isinstance(value, Tensor) or value.shape != shard.param.shape or self._scratch.is_placeholder(value):
+            if not isinstance(value, Tensor) or value.shape != shard.param.shape or is_subclass(value):
+                continue
+            if self._scratch.is_placeholder(value):
                 continue
             moment = self._moment(shard, name, value.dtype)
             own = moment.extent.memory[shard.start : shard.stop]
@@ -776,6 +782,25 @@ class Updater:
         if not new or len(new) == len(shown):
             return [tile]
         return [[item for item in tile if (id(item[1]) in new) is is_new] for is_new in (False, True)]
+
+    def state_of_first_step(self, shard: MasterShard, number: int) -> dict[str, Any]:
+        """Return the state that the inner optimizer makes for a shard of a group in its first step. Local.
+
+        The step runs over a parameter of zeros in the shard's place, and changes neither weights nor groups.
+        """
+        twin = nn.Parameter(torch.zeros_like(shard.param, device=shard.master.update_device))
+        twin.grad = torch.zeros_like(twin)
+        held = [dict(group) for group in self.inner.param_groups]
+        try:
+            for place, group in enumerate(self.inner.param_groups):
+                group["params"] = [twin] if place == number else []
+            with torch.no_grad():
+                raw_step(self.inner)()
+            return dict(self.inner.state.pop(twin, {}))
+        finally:
+            for group, before in zip(self.inner.param_groups, held, strict=True):
+                group.clear()
+                group.update(before)
 
     def _step_inner(self, tile: Tile, hypers: Hypers | None) -> None:
         """Call the inner optimizer once, over the shards of a tile."""

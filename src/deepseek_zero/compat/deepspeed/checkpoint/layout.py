@@ -12,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ....base.errors import CheckpointError
 from ....checkpoint import files
@@ -36,20 +38,23 @@ from ....checkpoint.staging import StagedOutput
 from ....checkpoint.state import is_scalar_state
 from ....checkpoint.torch_file import torch_records
 from ....checkpoint.verify import FileSubset, raise_faults, verify
+from ....optim.lamb import Lamb
+from ....optim.lion import Lion
 from ....optim.sharded import ShardedOptimizer
+from ....optim.tensor_subclasses import is_subclass
 from ....precision.loss_scale import LossScaleSettings
 from .reader import RESERVED_KEYS, DeepSpeedCheckpoint, deepspeed_files, read_deepspeed
 from .writer import SCRIPT, DeepSpeedTarget, write_rank
 
-# States of an optimizer with elements, where it has them from its first step on: what tells one from another in a file
-# that says no name.
-STATES = {
-    "Adam": {"exp_avg", "exp_avg_sq"},
-    "AdamW": {"exp_avg", "exp_avg_sq"},
-    "Lamb": {"exp_avg", "exp_avg_sq"},
-    "Lion": {"exp_avg"},
-    "Adagrad": {"sum"},
-    "SGD": {"momentum_buffer"},
+# The states with elements of torch's and this library's classes: a file does not name the optimizer's class.
+# Another library's class may have the same name and other states (bitsandbytes' AdamW).
+STATES: dict[type[Optimizer], set[str]] = {
+    torch.optim.Adam: {"exp_avg", "exp_avg_sq"},
+    torch.optim.AdamW: {"exp_avg", "exp_avg_sq"},
+    Lamb: {"exp_avg", "exp_avg_sq"},
+    Lion: {"exp_avg"},
+    torch.optim.Adagrad: {"sum"},
+    torch.optim.SGD: {"momentum_buffer"},
 }
 
 
@@ -147,12 +152,13 @@ def _check_states(found: DeepSpeedCheckpoint, optimizer: ShardedOptimizer) -> No
     fix = "load with load_optimizer_states=False, or use the optimizer that was saved."
     if found.moments_problem:
         raise CheckpointError(f"the moments in {found.folder} cannot be used: {found.moments_problem}.", fix=fix)
-    mine = type(optimizer.inner).__name__
+    mine = type(optimizer.inner)
     there = {key for (kind, _), states in found.segments.items() if kind == MOMENT for key in states}
     wanted = STATES.get(mine)
     if wanted is not None and there and there != wanted:
         raise CheckpointError(
-            f"the checkpoint has the states {', '.join(sorted(there))}; {mine} has {', '.join(sorted(wanted))}.",
+            f"the checkpoint has the states {', '.join(sorted(there))}; "
+            f"{mine.__name__} has {', '.join(sorted(wanted))}.",
             fix=fix,
         )
     groups = len(found.plain["groups"])
@@ -187,6 +193,8 @@ def unsupported_reason(contents: Contents) -> str:
     states = optimizer.inner.state if optimizer is not None else {}
     for shard in optimizer.shards() if optimizer is not None else ():
         for key, value in states.get(shard.param, {}).items():
+            if is_subclass(value):
+                return f"the optimizer's state '{key}' of '{shard.names[0]}' is a {type(value).__name__}"
             if (
                 isinstance(value, Tensor)
                 and not is_scalar_state(value, shard.param)
