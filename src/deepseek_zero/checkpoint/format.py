@@ -44,6 +44,7 @@ MAX_TAG_BYTES = 200  # a file system's 255, less what the hidden names of a save
 # cast.
 WEIGHT, BUFFER, MOMENT, WHOLE = "weight", "buffer", "moment", "whole"
 INNER = "::"  # in the key of a whole state, before the name of a tensor that a tensor subclass is made of
+CLIENT = "client_state"  # how the paths of the caller's values begin
 DELAYED = "owed"  # a reduced gradient whose update comes a step late
 REPLICA = "replica"  # a live weight that follows its master by differences, and is not its cast
 OWN = "own"  # what codes have left out of a rank's gradients or momenta, each rank's own
@@ -109,7 +110,8 @@ class Manifest:
     parameters, buffers: name -> shape and dtype.  scalars: name -> the optimizer's numbers.  extra: what version 2 did
     not have from the start, by name, so that older releases of the library still read the file: "names" of the state
     dict, "groups" of parameters, "heads" (checksums of the files' headers), "mesh", "ranks_per_host" (of sums by host),
-    "codes" (that measurement chose: bits and block by state, null for none).
+    "codes" (that measurement chose: bits and block by state, null for none), "clients" (encoded, by rank: client_state
+    of ranks that passed another one than rank 0).
     """
 
     world_size: int

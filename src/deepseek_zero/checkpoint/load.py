@@ -34,7 +34,7 @@ from .format import BUFFER, DELAYED, INNER, MANIFEST, MOMENT, OWN, REPLICA, RNG,
 from .layouts import StateRange, StateReader
 from .lockstep import run_and_gather
 from .piece import Piece, names_of_all, persistent_buffers, predecessor
-from .read import CheckpointReader, plain_values
+from .read import CheckpointReader, client_of_rank, plain_values
 from .rng import restore_rng
 from .safetensors_file import dtype_name, dtype_named
 from .state import exact_extents, package_of, place_of
@@ -79,6 +79,8 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
 
     def read_values() -> str:
         plain.update(plain_values(folder, manifest))
+        rank = predecessor(manifest, runtime.plan.mesh)
+        plain["client"] = client_of_rank(folder, manifest, rank or 0, plain["client"])
         if checks_moments:
             states.extend(_read_new_moments(folder, manifest, contents))
         return ""

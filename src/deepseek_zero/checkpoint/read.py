@@ -9,7 +9,7 @@ process.  Nothing is read before it is asked for, and never more than `READ_NUME
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -286,8 +286,21 @@ def _lazy_tensor(source: OpenCheckpoint, name: str, facts: dict[str, Any], dtype
 
 def plain_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
     """Read the values that were saved beside the slices: {"groups": ..., "trainer": ..., "client": ...}."""
-    with ExitStack() as stack:
-        reader = CheckpointReader(folder, manifest.chunks, stack)
-        tensors = {chunk.name: reader.value(VALUE, chunk.name) for chunk in manifest.chunks if chunk.kind == VALUE}
-    found: dict[str, Any] = decode(manifest.plain, tensors)
+    found: dict[str, Any] = decode(manifest.plain, _values_of_rank(folder, manifest, 0))
     return found
+
+
+def client_of_rank(folder: Path, manifest: Manifest, rank: int, first: Any) -> Any:
+    """Return the client_state that a rank passed.  first: rank 0's, whose values hold where the rank passed none."""
+    own = manifest.extra.get("clients", {}).get(str(rank))
+    if own is None:
+        return first
+    found = decode(own, _values_of_rank(folder, manifest, rank))
+    return {**first, **found} if isinstance(first, Mapping) and isinstance(found, Mapping) else found
+
+
+def _values_of_rank(folder: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:
+    chunks = [chunk for chunk in manifest.chunks if chunk.kind == VALUE and chunk.rank == rank]
+    with ExitStack() as stack:
+        reader = CheckpointReader(folder, chunks, stack)
+        return {chunk.name: reader.value(VALUE, chunk.name) for chunk in chunks}

@@ -29,7 +29,7 @@ from . import files
 from .background_write import BackgroundWrite
 from .catalogue import remove_replaced, replaced_path
 from .contents import Contents, SaveSettings
-from .format import BUFFER, LATEST, MANIFEST, RNG, VALUE, Manifest, SavedChunk, encode, tag_to_save
+from .format import BUFFER, CLIENT, LATEST, MANIFEST, RNG, VALUE, Manifest, SavedChunk, encode, tag_to_save
 from .layouts import is_checkpoint
 from .lockstep import run_and_gather
 from .numpy_values import with_python_numbers
@@ -54,6 +54,8 @@ class PendingSave:
         self._comm = contents.runtime.comm.whole
         self._tensors: dict[str, Tensor] = {}
         self._plain: dict[str, Any] = {}
+        self._own_client: Any = None  # encoded, if it is not rank 0's
+        self._own_tensors: dict[str, Tensor] = {}
 
         def encode_values() -> str:
             self._plain = _encoded_values(contents, self._tensors)
@@ -66,8 +68,10 @@ class PendingSave:
         try:
             held = [
                 json.loads(each)
-                for each in run_and_gather(self._comm, "saving: what ranks hold", lambda: json.dumps(_held(contents)))
+                for each in run_and_gather(self._comm, "saving: what ranks hold", lambda: json.dumps(self._held()))
             ]
+            if contents.client and held[self._comm.rank]["client"] != held[0]["client"]:
+                self._own_client = encode(contents.client, f"{CLIENT} of rank {self._comm.rank}", self._own_tensors)
             first = _first_digests([each["buffers"] for each in held])
             earlier = earlier_stages(contents.runtime.plan.mesh)
             self._elsewhere = frozenset(name for rank in earlier for name in held[rank]["parameters"])
@@ -116,6 +120,14 @@ class PendingSave:
         """Return whether this is the first rank of its stage along "pp"."""
         return not any(place for axis, place in self.contents.runtime.plan.mesh.coordinates.items() if axis != "pp")
 
+    def _held(self) -> dict[str, Any]:
+        """Return what `_held` does, and a digest of the caller's values."""
+        digest = hashlib.sha256(json.dumps(self._plain["client"]).encode())
+        for name, tensor in self._tensors.items():
+            if name.startswith(CLIENT):
+                digest.update(_digest(tensor).encode())
+        return _held(self.contents) | {"client": digest.hexdigest()[:16]}
+
     def _plan_write(self, first: dict[str, tuple[int, str]]) -> str:
         """Decide what this rank writes, and whether now or in the background.  first: of each buffer the first rank
         that has it, which writes it for all whose values are the same, and their digest.
@@ -144,8 +156,8 @@ class PendingSave:
             if rank == first[name][0] or first[name][1] != _digest(buffer)
         ]
         own = {(RNG, name): value for name, value in capture_rng(runtime.comm_ctx.pool.device).items()}
-        if rank == 0:
-            own |= {(VALUE, name): value for name, value in self._tensors.items()}
+        tensors = self._tensors if rank == 0 else self._own_tensors
+        own |= {(VALUE, name): value for name, value in tensors.items()}
         return [WriteGroup([*found, *(value_item(kind, name, value, rank) for (kind, name), value in own.items())])]
 
     def _state_items(self) -> Iterator[WriteGroup]:
@@ -161,7 +173,15 @@ class PendingSave:
         with files.describing_errors(f"syncing '{self.hidden}'"):
             files.sync_folder(self.hidden)
         stage = _facts_of(self._manifest) if self._tells_of_stage else None
-        return json.dumps({"chunks": chunks, "scalars": self._scalars, "head": self.write.head_crc, "stage": stage})
+        return json.dumps(
+            {
+                "chunks": chunks,
+                "scalars": self._scalars,
+                "head": self.write.head_crc,
+                "stage": stage,
+                "client": self._own_client,
+            }
+        )
 
     # -- the folders: rank 0's has the manifest; where ranks name several, each has a rank that opens and completes it
 
@@ -213,6 +233,9 @@ class PendingSave:
         _join_stages(self._manifest, [index["stage"] for index in found if index["stage"] is not None])
         heads = {f"rank_{rank:05d}.safetensors": index["head"] for rank, index in enumerate(found)}
         self._manifest.extra["heads"] = heads
+        clients = {str(rank): each["client"] for rank, each in enumerate(found) if each["client"] is not None}
+        if clients:
+            self._manifest.extra["clients"] = clients
         self._manifest.plain = self._plain
         with files.describing_errors(f"completing '{self.final}'"):
             files.write_text(self.hidden / MANIFEST, self._manifest.text())
@@ -269,7 +292,7 @@ def _encoded_values(contents: Contents, tensors: dict[str, Tensor]) -> dict[str,
     return {
         "groups": encode(with_python_numbers(groups), "param_groups", tensors),
         "trainer": encode(with_python_numbers(contents.trainer), "trainer", tensors),
-        "client": encode(contents.client, "client_state", tensors),
+        "client": encode(contents.client, CLIENT, tensors),
     }
 
 

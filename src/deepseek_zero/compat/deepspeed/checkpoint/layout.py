@@ -144,7 +144,10 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
     run_and_gather(comm, f"loading {tag}: DeepSpeed's files", read_files)
     found = opened[0]
     replace_states(contents, tag, fill)
-    return Loaded(folder, found.plain["trainer"], found.plain["client"])
+    client = found.plain["client"]
+    if found.manifest.world_size == comm.size:
+        client = {**client, **found.clients.get(comm.rank, {})}
+    return Loaded(folder, found.plain["trainer"], client)
 
 
 def _check_states(found: DeepSpeedCheckpoint, optimizer: ShardedOptimizer) -> None:

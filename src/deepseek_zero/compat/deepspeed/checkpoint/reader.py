@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ....base.errors import CheckpointError, brief
-from ....checkpoint.format import MOMENT, WEIGHT, Manifest, missing_elements
+from ....checkpoint.format import CLIENT, MOMENT, WEIGHT, Manifest, missing_elements
 from ....checkpoint.numpy_values import all_from_plain
 from ....checkpoint.safetensors_file import dtype_name
 from ....checkpoint.torch_file import MappedCheckpoint, load_mapped, parameter_facts
@@ -84,6 +84,7 @@ class DeepSpeedCheckpoint(MappedCheckpoint):
     """A folder in DeepSpeed's layout.  moments_problem: why there are no moments although the files hold some."""
 
     moments_problem: str = ""
+    clients: dict[int, dict[str, Any]] = field(default_factory=dict)  # client_state of ranks that passed their own
 
 
 def open_file(path: Path) -> dict[str, Any]:
@@ -126,6 +127,11 @@ def _read(folder: Path, trained: frozenset[str]) -> DeepSpeedCheckpoint:
     _refuse_others(folder, [*enumerate(models), *enumerate(files)])
     buffers = set(first["buffer_names"] or ())
     found = DeepSpeedCheckpoint(folder, _manifest(first, ranks, is_third))
+    if is_third:
+        found.clients = {rank: _client(each) for rank, each in enumerate(models)}
+    else:
+        own = {rank: each[CLIENT] for rank, each in enumerate(files) if isinstance(each.get(CLIENT), Mapping)}
+        found.clients = {rank: all_from_plain(dict(each)) for rank, each in own.items()}
     found.buffers = [{name: each["module"][name] for name in buffers if name in each["module"]} for each in models]
     found.manifest.buffers = {
         name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)} for name, value in found.buffers[0].items()
@@ -154,7 +160,7 @@ def _completed(
     if (curriculum := first.get("data_sampler")) is not None:
         given = int(curriculum.get("consumed_samples", 0))
         trainer["data"] = {"epoch": 0, "samples": given, "curriculum": curriculum}
-    client = {name: all_from_plain(value) for name, value in first.items() if name not in RESERVED_KEYS}
+    client = _client(first)
     _refuse_gaps(found)
     found.plain = {"groups": groups, "trainer": trainer, "client": client}
     return found
@@ -180,6 +186,11 @@ def _batch(first: Mapping[str, Any]) -> dict[str, int] | None:
 def _size(value: Any) -> int:
     """Return a size that a configuration states as a number; 0 for "auto" and for nothing."""
     return value if isinstance(value, int) and value > 0 else 0
+
+
+def _client(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the caller's values in a model file."""
+    return {name: all_from_plain(value) for name, value in model.items() if name not in RESERVED_KEYS}
 
 
 def _tensor_parallel(folder: Path, ranks: int) -> CheckpointError:

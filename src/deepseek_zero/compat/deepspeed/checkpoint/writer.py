@@ -24,11 +24,11 @@ from torch import Tensor
 from ....base.errors import CheckpointError
 from ....base.log import log_once
 from ....checkpoint import files
-from ....checkpoint.format import MOMENT, WEIGHT, WHOLE
+from ....checkpoint.format import CLIENT, MOMENT, WEIGHT, WHOLE
 from ....checkpoint.layouts import OpenCheckpoint, layout_of
 from ....checkpoint.load import IMPLEMENTATION_OPTIONS
 from ....checkpoint.numpy_values import all_to_plain
-from ....checkpoint.read import open_checkpoint, tensors_of
+from ....checkpoint.read import client_of_rank, open_checkpoint, tensors_of
 from ....checkpoint.safetensors_file import cast, dtype_name, dtype_named
 from ....checkpoint.staging import staged_output
 from ....precision.loss_scale import LossScaleSettings
@@ -95,6 +95,8 @@ def write_rank(source: OpenCheckpoint, folder: Path, layout: DeepSpeedTarget, ra
         prefix = "bf16_" if layout.dtype == torch.bfloat16 else ""
         state = _partitioned(source, layout, rank, groups) if layout.stage == 3 else _flat(source, layout, rank, groups)
         param_groups = {"optimizer_state_dict": state, "ds_config": _config(source, layout, rank), "ds_version": LAYOUT}
+        if layout.stage < 3 and str(rank) in source.manifest.extra.get("clients", {}):
+            param_groups[CLIENT] = _client(source, layout, rank)
         _save(param_groups, folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
 
 
@@ -169,7 +171,7 @@ def _model_state(
     shapes = OrderedDict((name, torch.Size(manifest.parameters[name]["shape"])) for name in frozen)
     parts = OrderedDict((name, _frozen(source, layout, name, rank)) for name in frozen) if layout.stage > 1 else None
     tied = {name: first for name, first in source.tied.items() if first in manifest.parameters}
-    client = _client(source)
+    client = _client(source, layout, rank)
     subs = [sub for group in groups for sub in _sub_groups(source, group, layout)] if is_sharded else groups
     return {
         "module": _module(source, layout, rank),
@@ -196,9 +198,11 @@ def _curriculum(position: Any) -> Any:
     return position.get("curriculum") if isinstance(position, Mapping) else None
 
 
-def _client(source: OpenCheckpoint) -> dict[str, Any]:
+def _client(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> dict[str, Any]:
     """Return the caller's values, which lie among DeepSpeed's own.  CheckpointError where a key is taken."""
     client = dict(source.plain["client"] or {})
+    if layout.ranks == source.manifest.world_size and source.manifest.extra.get("clients"):
+        client = dict(client_of_rank(source.folder, source.manifest, rank, client))
     taken = sorted(RESERVED_KEYS & client.keys())
     if taken:
         raise CheckpointError(
