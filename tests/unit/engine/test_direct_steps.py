@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,7 @@ def test_an_engine_may_end_before_its_optimizer() -> None:
         assert optimizer.take_step() == engine.step_now
         engine.destroy()
         del engine
+        gc.collect()
         assert optimizer.take_step() is None
 
     on_ranks(body)

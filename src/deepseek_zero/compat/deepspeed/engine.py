@@ -370,8 +370,9 @@ class DeepSpeedEngine(Engine):
     ) -> bool:
         """Write `save_dir/tag`; True.  Collective; every rank needs the same `save_dir`.
 
-        client_state: plain values, tensors, numpy arrays, of each rank.  wait=False: write while training goes on; the first
-        step after the last byte makes it visible, or raises what went wrong, as `finish_saving` does at once.
+        client_state: plain values, tensors, numpy arrays, of each rank.  wait=False: write while training goes on;
+        the first step after the last byte makes it visible, or raises what went wrong, as `finish_saving` does at
+        once.
         """
         if save_dir is None or save_dir == "":
             raise NoFolderError(f"save_checkpoint(save_dir={save_dir!r}) names no folder.", fix="pass a folder's path.")
