@@ -20,6 +20,7 @@ CASES = (
     "checkpoints_and_access",
     "activations_and_memory",
     "planned_on_shapes",
+    "offloaded_states",
 )
 
 
@@ -27,7 +28,7 @@ CASES = (
 # states and what parks activations; DEEPSEEK_ZERO_FULL=1 takes all.
 RUNS = [(case, ranks) for case in CASES for ranks in (1, 2)]
 if not is_full():
-    RUNS = [(CASES[0], 1), (CASES[3], 2), (CASES[4], 2)]
+    RUNS = [(CASES[0], 1), (CASES[3], 2), (CASES[4], 2), (CASES[5], 2)]
 
 
 @pytest.mark.parametrize(("case", "ranks"), RUNS)

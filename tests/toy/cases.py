@@ -22,6 +22,7 @@ import deepseek_zero
 from deepseek_zero import checkpointing, zero
 from deepseek_zero.base.errors import OutOfMemoryError
 from deepseek_zero.pipeline import find_chain
+from deepseek_zero.report.measure import live_storages
 from deepseek_zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from tests import toy
 from tests.models import Gpt, seeded
@@ -329,8 +330,33 @@ def chained_loss(engine: Any, number: int) -> float:
     return float(loss.detach())
 
 
+def offloaded_states(path: Path) -> None:
+    """States that a program moves away between two phases: the device's memory falls by their bytes, and bits stay."""
+    for (stage, bf16), place in itertools.product(((1, False), (3, True)), ("device", "all on the host")):
+        top = {"bf16": {"enabled": True}} if bf16 else {}
+        engine = engine_of(stage, states_on(path)[place], **top)
+        train(engine)
+        before = states_of(engine)
+        engine.offload_states()
+        engine.reload_states()
+        report = engine.memory_report()
+        kinds = ("weight", "master", "moments")
+        held = sum(report.measured[kind] for kind in kinds)
+        full = sum(live_storages(toy.NAME).values())
+        for where in ("cpu", "nvme"):
+            engine.offload_states(device=where, pin_memory=False)
+            low = sum(live_storages(toy.NAME).values())
+            assert full - low >= 0.98 * held, (stage, bf16, place, where, full, low, held)
+            engine.reload_states()
+            assert sum(live_storages(toy.NAME).values()) >= full - (1 << 10)
+            assert_same(states_of(engine), before, (stage, place, where))
+        train(engine, first=STEPS)
+        engine.destroy()
+
+
 CASES = (
     stages_and_tiers,
+    offloaded_states,
     optimizers_and_fewer_bits,
     checkpoints_and_access,
     activations_and_memory,

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from ..base.device import storage_users
+from ..base.errors import UsageError
 from ..base.memory import return_pages
 from ..comm.by_host import NEAR, ByHost
 from ..comm.collectives import DONE, Comm, OrderedIssueQueue, Pending, ordered_sum
@@ -114,12 +115,19 @@ class StateGuard:
     before a write, and returns when the write may happen; a save behind the training (background_write.py) has by then
     copied the states it has not yet written. Views that may be written come from `FlatBuffer.write` and `local_part`,
     `MasterWeight` and `Moments`, which all call `before_write`; nothing else writes. writes: how often that was, so
-    that what rests can be told from what was written.
+    that what rests can be told from what was written. refusal: raises, while states of the group are offloaded
+    (engine/state_offload.py).
     """
 
     pending: PendingUpdate | None = None
     reader: Callable[[], None] | None = None
     writes: int = 0
+    refusal: Callable[[], None] | None = None
+
+    def refuse_offloaded(self) -> None:
+        """Raise `UsageError` if a state of the group was moved away by `engine.offload_states`."""
+        if self.refusal is not None:
+            self.refusal()
 
     def before_read(self) -> None:
         """Flush pending updates, of all groups: such readers hold views of several states."""
@@ -128,9 +136,30 @@ class StateGuard:
 
     def before_write(self) -> None:
         """Wait until a save behind the training has copied the old values."""
+        self.refuse_offloaded()
         self.writes += 1
         if self.reader is not None:
             self.reader()
+
+
+@dataclass(eq=False)
+class OffloadedGuard(StateGuard):
+    """The guard of a state that `engine.offload_states` has moved away: every access is an error."""
+
+    def before_read(self) -> None:
+        refuse_offloaded_state()
+
+    def before_write(self) -> None:
+        refuse_offloaded_state()
+
+
+def refuse_offloaded_state() -> NoReturn:
+    """Raise the error for the use of a state that `engine.offload_states` has moved away."""
+    raise UsageError(
+        "a state is used that engine.offload_states() has moved away.",
+        "Its memory was returned.",
+        "call engine.reload_states() on all ranks before the next forward, step, save or load.",
+    )
 
 
 @dataclass

@@ -146,6 +146,8 @@ class Unit:
         gather lane.
         """
         if self._state is UnitState.SHARDED and self.sharded:
+            for group in self.sharded:
+                group.refuse_offloaded_weight()
             self._enter(UnitState.UNSHARDING)
             self._gathers = [group.gather(self.name) for group in self.sharded]
 

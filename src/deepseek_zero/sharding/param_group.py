@@ -32,6 +32,7 @@ from ..tiers.tier import CopyEngine, Extent, StagedTile, Tier
 from .buffer import (
     CommContext,
     FlatBuffer,
+    OffloadedGuard,
     PendingUpdate,
     StateGuard,
     all_gather,
@@ -466,9 +467,15 @@ class ParamGroup:
         elif full.data_ptr() != self.weight.memory.data_ptr():
             self.weight.write(0, full.numel()).copy_(full)
 
+    def refuse_offloaded_weight(self) -> None:
+        """Raise `UsageError` if `engine.offload_states` has moved the weight away."""
+        if isinstance(self.weight.guard, OffloadedGuard):
+            self.weight.guard.before_read()
+
     # -- what handles ask (sharding/sharded_parameter.py, Owner)
 
     def fetch_for(self, param: nn.Parameter) -> bool:
+        self.refuse_offloaded_weight()
         runtime = self.runtime()
         return runtime is not None and bool(runtime.fetch(self))
 

@@ -496,6 +496,8 @@ class Forward:
         self.active.append(ForwardFrame(unit, is_border=is_border, is_first=is_first))
         begins_a_step = torch.is_grad_enabled() and self.runtime.backwards == 0 and self.count == 0
         if begins:
+            for group in self.runtime.groups[:1]:  # weights are moved away of all groups or of none
+                group.refuse_offloaded_weight()
             if torch.is_grad_enabled():
                 follow_requires_grad(self.runtime, begins_a_step=begins_a_step)
             schedule = self.runtime.executor.schedule

@@ -6,7 +6,7 @@ GETTERS are methods in DeepSpeed, ATTRIBUTES are attributes; missing.py says of 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from importlib import import_module
@@ -35,6 +35,8 @@ from ...engine.compiling import compile_units, restore
 from ...engine.data import ShardedLoader
 from ...engine.engine import Engine, Parts
 from ...engine.pieces import refuse_shared_loader
+from ...engine.state_offload import KINDS, StateOffload
+from ...sharding.runtime import Phase
 from . import groups
 from .before_initialize import asked_tp_size, get_z3_leaf_modules
 from .checkpoint import DEEPSPEED
@@ -228,7 +230,8 @@ METHODS = (
     "forward backward step train_batch eval_batch zero_grad scale no_sync coalesce_grad_reduction "
     "save_checkpoint load_checkpoint save_16bit_model module_state_dict "
     "export load_weights set_train_batch_size set_gradient_accumulation_boundary deepspeed_io compile explain "
-    "memory_report destroy set_data_post_process_func set_custom_curriculum_learning_schedule"
+    "offload_states reload_states memory_report destroy "
+    "set_data_post_process_func set_custom_curriculum_learning_schedule"
 ).split()
 
 
@@ -381,6 +384,7 @@ class DeepSpeedEngine(Engine):
             wanted = "a dict of plain values and tensors"
             raise refuse("save_checkpoint", "client_state", client_state, wanted, "pass a dict, or leave it out.")
         told = self.parts.saving_settings
+        self._states.refuse()
         settings = SaveSettings(save_latest, exclude_frozen_parameters, told.tag_validation, wait, told.snapshot_bytes)
         # Behind DeepSpeed's name stand clients that may look for its files.
         preferred = DEEPSPEED if is_dropin_imported() else None
@@ -402,6 +406,7 @@ class DeepSpeedEngine(Engine):
         tag: None for what `latest` names, "newest" for the newest one of which every byte is right.  Collective.
         """
         _refuse_load_fn("load_checkpoint", custom_load_fn)
+        self._states.refuse()
         folder = path_of("load_checkpoint", "load_dir", load_dir)
         restore = saving.Restore(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         if tag is None and not (folder / LATEST).exists() and (converted := folder / LATEST_UNIVERSAL).exists():
@@ -508,6 +513,78 @@ class DeepSpeedEngine(Engine):
             self.runtime.executor.reshard_all()
         for group in self.runtime.groups:
             group.comm_ctx.pool.clear()
+
+    def offload_states(
+        self,
+        include: Iterable[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Return the memory of states to the system until `reload_states`.  Collective, between two steps.
+
+        States of an accelerator go to host memory.  States of the CPU go to a file, since there is no other memory: in
+        `nvme_path` if an offload section has one, else in the folder for temporary files.  Whoever uses an offloaded
+        state meanwhile gets a UsageError.
+
+        Args:
+            include: Kinds of state, as `OffloadStateTypeEnum` or its values; None: all. `hp_params` are the main
+                weights, `lp_params` the weights that compute (in fp32 these are the same, and stay unless `lp_params`
+                are named), `lp_grads` the memory of gradients, `contiguous_grad_buffer` that of messages.
+            device: "cpu"; "nvme" takes the file for everything; "none" does nothing.
+            pin_memory: Page-lock the host memory that a GPU's states go to.
+            non_blocking: Accepted; the states have been moved when this returns.
+
+        Raises:
+            UsageError: An unknown kind of state or device, or a call inside a forward or backward.
+            StorageError: The file cannot be written.
+        """
+        asked = KINDS if include is None else [str(getattr(kind, "value", kind)) for kind in include]
+        if unknown := sorted(set(asked) - set(KINDS)):
+            wanted = f"kinds of state: {', '.join(KINDS)}"
+            raise refuse("offload_states", "include", unknown[0], wanted, "name some of these, or leave include out.")
+        where = str(getattr(device, "value", device) or "none")
+        if where not in ("cpu", "nvme", "none"):
+            raise refuse("offload_states", "device", device, '"cpu", "nvme" or "none"', "leave it out.")
+        if where == "none":
+            return
+        if self.runtime.phase is not Phase.IDLE:
+            raise UsageError(
+                "offload_states() was called inside a forward or backward.",
+                "They use the states.",
+                "call it after step().",
+            )
+        self.parts.saver.finish()
+        zero = self.config.zero_optimization
+        paths = (zero.offload_optimizer.nvme_path, zero.offload_param.nvme_path)
+        folder = next((str(path) for path in paths if path), None)
+        is_pinned = pin_memory and self.device.type == "cuda"
+        self._states.offload(asked, pinned=is_pinned, in_file=where == "nvme", folder=folder)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` moved away, with the same bits.  Collective; harmless without an offload.
+
+        non_blocking: accepted; the states are there when this returns.
+        """
+        self._states.reload()
+
+    @property
+    def offloaded_states(self) -> set[Any]:
+        """Return the kinds of state that `offload_states` has moved away."""
+        kinds: Any = import_module(".config_classes", __package__).OffloadStateTypeEnum
+        return {kinds(kind) for kind in self._states.offloaded}
+
+    @property
+    def _states(self) -> StateOffload:
+        found: StateOffload | None = self.__dict__.get("_state_offload")
+        if found is None:
+            found = self.__dict__["_state_offload"] = StateOffload(self.runtime, self.optimizer)
+        return found
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Take a step as `Engine.step` does; refused while states are offloaded.  Collective."""
+        self._states.refuse()
+        super().step(lr_kwargs)
 
     def compile(
         self,

@@ -48,7 +48,7 @@ ANALYSIS = "MMapIndexedDatasetBuilder writes the index files that a curriculum r
 ROUTING = "dropping tokens at random is not planned: every layer computes all of them"
 DYNAMIC = "batches by tokens are not planned; DeepSpeed's engine leaves the key to this function, too"
 OLD_DATASETS = "MMapIndexedDataset is the one that a curriculum reads"
-TIERS = "states have one tier for a run; the configuration chooses it (offload_optimizer, offload_param)"
+TIERS = "engine.offload_states and reload_states serve; the functions below them are DeepSpeed's own"
 REPORT = "`ds_report` and `deepseek-zero doctor` look at the machine"
 LOGGED = "engine.explain() and the records say what was sent"
 LAUNCH = "`deepseek-zero run` launches"
@@ -160,7 +160,6 @@ MISSING: dict[str, Rows] = {
         (N, LOW_LEVEL, "get_full_hp_param get_full_hp_grad set_full_hp_param set_full_hp_grad"),
     ),
     ENGINE: (
-        (N, TIERS, "offload_states reload_states"),
         (L, PIPELINE, "set_dataiterator set_dataloader is_first_stage is_last_stage"),
         (L, PIPELINE, "is_pipe_partitioned"),
         (N, OLD_DATA, "curriculum_params_legacy pld_params pld_theta"),

@@ -1,0 +1,205 @@
+"""Gives the memory of an engine's states back between two phases of a program, and takes it again.
+
+Owns which tensors belong to which of DeepSpeed's kinds of state, and the refusal of every use of a state meanwhile. The
+bytes are tiers/parked.py's.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..base.device import without_torch_function
+from ..base.memory import trim_heap
+from ..optim.sharded import ShardedOptimizer
+from ..report.measure import moments_of
+from ..sharding.buffer import FlatBuffer, OffloadedGuard, StateGuard, refuse_offloaded_state
+from ..sharding.param_group import GradState, ParamGroup
+from ..sharding.runtime import Runtime
+from ..tiers.disk import DiskExtent
+from ..tiers.parked import ParkedStorages
+
+OPTIM_STATES, HP_PARAMS, LP_PARAMS = "optim_states", "hp_params", "lp_params"
+LP_GRADS, GRAD_BUFFER = "lp_grads", "contiguous_grad_buffer"
+KINDS = (OPTIM_STATES, HP_PARAMS, LP_PARAMS, LP_GRADS, GRAD_BUFFER)
+
+
+@dataclass
+class StateOffload:
+    """The offloaded states of one engine.
+
+    Attributes:
+        offloaded: The kinds of state that are away now.
+    """
+
+    runtime: Runtime
+    optimizer: ShardedOptimizer | None
+    offloaded: set[str] = field(default_factory=set)
+    _parked: list[ParkedStorages] = field(default_factory=list)
+    _undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def offload(self, kinds: Collection[str], *, pinned: bool, in_file: bool, folder: str | None) -> None:
+        """Move the states of these kinds away and return their memory; those that are away already stay so.
+
+        in_file: to a file, also where there is an accelerator. folder: of the file; None: the system's for temporary
+        files. Collective, between two steps.
+        """
+        new = set(kinds) - self.offloaded
+        if not new:
+            return
+        if not self.offloaded and self.optimizer is not None:
+            self.optimizer.finish()
+        with torch.no_grad():
+            self.runtime.executor.reshard_all()
+        self.runtime.comm_ctx.copy_engine.synchronize()
+        self.runtime.comm.whole.barrier("offload_states")  # other ranks may still read this one's weights
+        parked = ParkedStorages(Path(folder or tempfile.gettempdir()), pinned=pinned, in_file=in_file)
+        self._parked.append(parked)
+        self.offloaded |= new  # from here on a failure is one of memory that reload_states brings back
+        self._refuse_uses(new)
+        parked.park(tensor for tensor in self._tensors(new) if in_file or self._is_local(tensor))
+        if LP_GRADS in new:
+            self._drop_gradients()
+        if GRAD_BUFFER in new:
+            self._drop_buffers()
+        self._return_memory()
+
+    def reload(self) -> None:
+        """Bring back everything that is away. A second call does nothing. Collective."""
+        if not self.offloaded:
+            return
+        for parked in self._parked:
+            parked.restore()
+        for group in self.runtime.groups:
+            group.guard.refusal = None
+        for undo in reversed(self._undo):
+            undo()
+        self._parked, self._undo = [], []
+        self.offloaded = set()
+        self.runtime.comm.whole.barrier("reload_states")  # other ranks read this one's weights from here on
+
+    def refuse(self) -> None:
+        """Raise if anything is away."""
+        if self.offloaded - {GRAD_BUFFER, LP_GRADS}:
+            refuse_offloaded_state()
+
+    # -- which tensors
+
+    def _is_local(self, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in the memory that is to be returned: the training device's."""
+        return tensor.device.type == self.runtime.comm_ctx.pool.device.type
+
+    def _tensors(self, kinds: Collection[str]) -> Iterator[Tensor]:
+        groups = self.runtime.groups
+        weights = {_address(group.weight.memory) for group in groups}
+        if OPTIM_STATES in kinds:
+            yield from self._moments()
+            for group in groups:
+                if group.gradient.errors is not None:
+                    yield group.gradient.errors.memory
+                if group.momentum is not None:
+                    yield from (tensor for tensor in group.momentum.tensors() if tensor is not None)
+        for group in groups:
+            master = group.master.buffer if group.master is not None else None
+            # A master that is the weight itself belongs to the weights, which a program may still read.
+            is_own = master is not None and _address(master.memory) not in weights
+            if HP_PARAMS in kinds and master is not None and is_own and _is_resident(master):
+                yield master.memory
+            if LP_PARAMS in kinds:
+                if _is_resident(group.weight):
+                    yield group.weight.memory
+                if group.secondary is not None:
+                    yield group.secondary.buffer.memory
+            delayed = group.gradient.delayed
+            if LP_GRADS in kinds and delayed.is_full and delayed.buffer is not None and _is_resident(delayed.buffer):
+                yield delayed.buffer.memory
+
+    def _moments(self) -> Iterator[Tensor]:
+        optimizer = self.optimizer
+        if optimizer is None:
+            return
+        for tensor in moments_of(optimizer.inner.state):  # type: ignore[arg-type]
+            if tensor is not None and not optimizer.scratch.is_placeholder(tensor):
+                yield tensor
+        yield from optimizer.moments.on_device()
+        for extent in optimizer.moments.extents():
+            if not isinstance(extent, DiskExtent):
+                yield extent.memory
+
+    # -- what is dropped: its contents are not needed between two steps
+
+    def _drop_gradients(self) -> None:
+        for group in self.runtime.trained_groups:
+            gradient = group.gradient
+            if gradient.state is GradState.EMPTY and not gradient.delayed.is_full:
+                gradient.drop_buffers()
+
+    def _drop_buffers(self) -> None:
+        for group in self.runtime.groups:
+            group.comm_ctx.pool.clear()
+        if self.optimizer is not None:
+            scratch = self.optimizer.scratch
+            for what in {what for what, _ in scratch.kept} - {"nothing", "undo"}:
+                scratch.drop(what)
+
+    def _return_memory(self) -> None:
+        device = self.runtime.comm_ctx.pool.device
+        trim_heap()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # -- refusals
+
+    def _refuse_uses(self, kinds: Collection[str]) -> None:
+        """Let every use of these states raise until `reload`."""
+        if not set(kinds) & {OPTIM_STATES, HP_PARAMS, LP_PARAMS}:
+            return
+        guard = OffloadedGuard()
+        for group in self.runtime.groups:
+            group.guard.refusal = refuse_offloaded_state  # of writes, and with them of updates
+            buffers = list[FlatBuffer]()
+            if HP_PARAMS in kinds and group.master is not None and not group.plan.master_is_weight:
+                buffers.append(group.master.buffer)
+            if LP_PARAMS in kinds:
+                buffers += [group.weight]
+                buffers += [group.secondary.buffer] if group.secondary is not None else []
+                if group.master is not None:
+                    buffers += [group.master.buffer] if group.plan.master_is_weight else []
+                    buffers += [group.master.weight] if group.master.weight is not None else []
+                self._hide_parameters(group)
+            self._guard(buffers, guard)
+
+    def _guard(self, buffers: Sequence[FlatBuffer], guard: StateGuard) -> None:
+        for buffer in {id(each): each for each in buffers}.values():
+            if buffer.guard is guard:
+                continue
+            before = buffer.guard
+            buffer.guard = guard
+            self._undo.append(lambda buffer=buffer, before=before: setattr(buffer, "guard", before))  # type: ignore[misc]
+
+    def _hide_parameters(self, group: ParamGroup) -> None:
+        """Let parameters that are whole on this rank say that their values are not here, as sharded ones do."""
+        if group.is_sharded:
+            return
+        for member in group.members:
+            with without_torch_function():
+                member.reshard()
+
+        def show() -> None:
+            for member in group.members:
+                member.unshard(group.weight.view(member.slot))
+
+        self._undo.insert(0, show)  # `reload` goes backwards, so this comes after the guards
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_resident(buffer: FlatBuffer) -> bool:
+    return not isinstance(buffer.extent, DiskExtent)
