@@ -332,7 +332,8 @@ def chained_loss(engine: Any, number: int) -> float:
 
 def offloaded_states(path: Path) -> None:
     """States that a program moves away between two phases: the device's memory falls by their bytes, and bits stay."""
-    for (stage, bf16), place in itertools.product(((1, False), (3, True)), ("device", "all on the host")):
+    runs = ((1, False, "device"), (2, True, "states on the host"), (3, True, "device"), (3, False, "all on the host"))
+    for stage, bf16, place in runs:
         top = {"bf16": {"enabled": True}} if bf16 else {}
         engine = engine_of(stage, states_on(path)[place], **top)
         train(engine)

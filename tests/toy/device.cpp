@@ -243,6 +243,11 @@ Tensor& set_storage(Tensor& self, at::Storage source, c10::SymInt offset, c10::S
   return self;
 }
 
+Tensor& set_whole_storage(Tensor& self, at::Storage source) {
+  auto count = static_cast<int64_t>(source.nbytes() / self.dtype().itemsize());
+  return set_storage(self, source, 0, {c10::SymInt(count)}, {c10::SymInt(1)});
+}
+
 void check(const Tensor& t, bool& toy, bool& cpu) {
   if (!t.defined()) return;
   if (t.device().type() == kToy) toy = true;
@@ -275,6 +280,7 @@ TORCH_LIBRARY_IMPL(aten, HPU, m) {
   m.impl("_reshape_alias", &reshape_alias);
   m.impl("resize_", &resize);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
+  m.impl("set_.source_Storage", &set_whole_storage);
 }
 TORCH_LIBRARY_IMPL(_, HPU, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 

@@ -36,8 +36,8 @@ class ParkedStorages:
         self._pinned = pinned
         self._in_file = in_file
         self._file: BinaryIO | None = None
-        self._on_host: list[tuple[torch.UntypedStorage, Tensor]] = []
-        self._in_storage_file: list[tuple[torch.UntypedStorage, int]] = []  # with the number of bytes, in file order
+        self._on_host: list[tuple[Tensor, Tensor]] = []  # a view of all bytes of the storage, and their copy
+        self._filed: list[Tensor] = []  # such views, in the order of the file
         self._known: set[int] = set()
         self.nbytes = 0
 
@@ -54,23 +54,21 @@ class ParkedStorages:
             if not nbytes or is_small or address in self._known:
                 continue
             self._known.add(address)
-            self._park_one(storage)
+            self._park_one(_bytes_of(tensor))
             self.nbytes += nbytes
 
-    def _park_one(self, storage: torch.UntypedStorage) -> None:
-        values = _bytes_of(storage)
+    def _park_one(self, values: Tensor) -> None:
         if values.device.type == "cpu" or self._in_file:
             self._write(values)
-            self._in_storage_file.append((storage, values.numel()))
+            self._filed.append(values)
         else:
             kept = private_pages(values.numel(), torch.uint8, locked=self._pinned)
             kept.copy_(values)
-            self._on_host.append((storage, kept))
+            self._on_host.append((values, kept))
         if values.device.type == "cpu":
             return_pages(values)
         else:
-            del values
-            storage.resize_(0)
+            values.untyped_storage().resize_(0)
 
     def restore(self) -> None:
         """Bring every storage back. A second call does nothing.
@@ -78,20 +76,20 @@ class ParkedStorages:
         Raises:
             StorageError: The file cannot be read. The states are lost.
         """
-        for storage, kept in self._on_host:
-            storage.resize_(kept.numel())
-            _bytes_of(storage).copy_(kept)
+        for values, kept in self._on_host:
+            values.untyped_storage().resize_(kept.numel())
+            values.copy_(kept)
         self._on_host = []
         if self._file is not None:
             with _describing(self._folder):
                 self._file.seek(0)
-                for storage, nbytes in self._in_storage_file:
-                    if storage.nbytes() != nbytes:
-                        storage.resize_(nbytes)
-                    self._read(_bytes_of(storage))
+                for values in self._filed:
+                    if values.device.type != "cpu":
+                        values.untyped_storage().resize_(values.numel())
+                    self._read(values)
                 self._file.close()
         self._file = None
-        self._in_storage_file = []
+        self._filed = []
         self._known = set()
         self.nbytes = 0
 
@@ -120,10 +118,11 @@ class ParkedStorages:
                 part.copy_(near)
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Return a view of all bytes of a storage."""
-    with torch.inference_mode(False):
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return a view of all bytes of a tensor's storage; it stays one while the storage is resized to nothing."""
+    nbytes = tensor.untyped_storage().nbytes()
+    with torch.inference_mode(False), torch.no_grad():
+        return tensor.detach().as_strided((nbytes // tensor.itemsize,), (1,), 0).view(torch.uint8)
 
 
 @contextmanager

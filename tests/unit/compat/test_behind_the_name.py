@@ -334,3 +334,31 @@ def test_an_optimizer_that_nobody_tested_is_refused_where_the_configuration_asks
     told["zero_allow_untested_optimizer"] = False
     with pytest.raises(AssertionError, match=r"and the optimizer is a .*Mine"):
         deepspeed.initialize(model=model, optimizer=Mine(model.parameters(), lr=0.1), config=told)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_backward_and_step_without_an_optimizer_are_assertion_errors(stage: int) -> None:
+    import deepspeed
+
+    words = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    engine = deepspeed.initialize(model=Model(), config=words)[0]
+    loss = engine(torch.ones(2, HIDDEN))
+    with pytest.raises(AssertionError, match="must provide optimizer during init in order to use backward"):
+        engine.backward(loss)
+    with pytest.raises(AssertionError, match="no optimizer"):
+        engine.step()
+
+
+def test_the_level_of_the_log_can_be_asked_for() -> None:
+    from deepspeed.utils import logger
+    from deepspeed.utils.logging import get_current_level, get_log_level_from_string, should_log_le
+
+    before = logger.level
+    try:
+        logger.setLevel("WARNING")
+        assert get_current_level() == get_log_level_from_string("warning")
+        assert should_log_le("error") and not should_log_le("info")
+    finally:
+        logger.setLevel(before)
+    with pytest.raises(ValueError, match="no level of the log"):
+        should_log_le("loud")

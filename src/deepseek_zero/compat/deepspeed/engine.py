@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -580,6 +580,19 @@ class DeepSpeedEngine(Engine):
         if found is None:
             found = self.__dict__["_state_offload"] = StateOffload(self.runtime, self.optimizer)
         return found
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Differentiate the loss as `Engine.backward` does.  Behind the name deepspeed it needs an optimizer.
+
+        Collective.
+        """
+        if self.optimizer is None and is_dropin_imported():
+            raise UsageError(
+                "must provide optimizer during init in order to use backward.",
+                "The engine serves inference only.",
+                "pass an optimizer to initialize, or name one in the configuration.",
+            )
+        return super().backward(loss, retain_graph, scale_wrt_gas)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Take a step as `Engine.step` does; refused while states are offloaded.  Collective."""

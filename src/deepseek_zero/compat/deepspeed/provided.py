@@ -496,7 +496,9 @@ PROVIDED: dict[str, dict[str, str]] = {
         "deepseek_zero.compat.deepspeed.utils": "OnDevice",
     },
     "deepspeed.utils.logging": {
-        "deepseek_zero.compat.deepspeed.utils": "log_dist_once warning_once",
+        "deepseek_zero.compat.deepspeed.utils": (
+            "get_current_level get_log_level_from_string log_dist_once should_log_le warning_once"
+        ),
         "deepseek_zero.utils.logging": "log_dist logger set_log_level_from_string",
     },
     "deepspeed.utils.module_utils": {

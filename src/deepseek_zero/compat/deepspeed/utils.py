@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ...base import world
 from ...base.device import allocated_bytes, default_device
+from ...base.errors import UsageError
 from ...base.log import LEVELS, logger, speak
 from ...sharding.access import GatheredParameters
 
@@ -50,7 +51,28 @@ def warning_once(message: str) -> None:
 
 def set_log_level_from_string(level: str) -> None:
     """Set the library's logger to "debug", "info", "warning", "error" or "critical"."""
-    logger.setLevel(LEVELS[level.lower()])
+    logger.setLevel(get_log_level_from_string(level))
+
+
+class UnknownLevelError(UsageError, ValueError):
+    """A text that names no level of the log; DeepSpeed's error is a ValueError."""
+
+
+def get_log_level_from_string(log_level_str: str) -> int:
+    """Return the number of a level: "debug", "info", "warning", "error" or "critical"."""
+    if log_level_str.lower() not in LEVELS:
+        raise UnknownLevelError(f"{log_level_str!r} is no level of the log.", fix=f"name one of {', '.join(LEVELS)}.")
+    return int(LEVELS[log_level_str.lower()])
+
+
+def get_current_level() -> int:
+    """Return the level of the library's logger."""
+    return logger.getEffectiveLevel()
+
+
+def should_log_le(max_log_level_str: str) -> bool:
+    """Return whether the level of the library's logger is at most this one."""
+    return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
