@@ -347,7 +347,7 @@ def offloaded_states(path: Path) -> None:
         for where in ("cpu", "nvme"):
             engine.offload_states(device=where, pin_memory=False)
             low = sum(live_storages(toy.NAME).values())
-            assert full - low >= 0.98 * held, (stage, bf16, place, where, full, low, held)
+            assert full - low >= 0.98 * held - (1 << 10), (stage, bf16, place, where, full, low, held)
             engine.reload_states()
             assert sum(live_storages(toy.NAME).values()) >= full - (1 << 10)
             assert_same(states_of(engine), before, (stage, place, where))
