@@ -69,14 +69,15 @@ def virtual(model: nn.Module, tp: int | Mesh, settings: ParallelSettings | None 
     tp = tp.tp if isinstance(tp, Mesh) else tp
     settings = settings or ParallelSettings()
     plan = choose(model, tp, settings)
+    prove(model, plan)
+    summed = _summed_modules(model, plan)
     axis = VirtualAxis(tp, next(model.parameters()).device, has_dropout=may_draw(model))
     for holder, name in plan.attentions.items():
         module = model.get_submodule(name)
         counts = {(module, attribute): local for (of, attribute), local in plan.attributes.items() if of == name}
         run_in_passes(model.get_submodule(holder), axis, counts)
-    for choice in plan.choices:
-        if choice.style == "partial":
-            repeat(choice.module, axis)
+    for name in summed:
+        repeat(model.get_submodule(name), axis)
     if plan.stretch is not None:
         if has_dropout(model):
             raise NotBuiltError(
@@ -90,6 +91,28 @@ def virtual(model: nn.Module, tp: int | Mesh, settings: ParallelSettings | None 
     if settings.loss == "split":
         _split_loss(model, plan, axis)
     return model
+
+
+def _summed_modules(model: nn.Module, plan: ParallelPlan) -> list[str]:
+    """Return the modules inside of attentions whose parameters have gradients that are summed over the ranks.
+
+    NotBuiltError for a parameter that is split and no layer's: a virtual rank has all of it.
+    """
+    layers = [choice.module for choice in plan.choices if choice.part is not None]
+    of_layers = {id(param) for layer in layers for param in layer.parameters(recurse=False)}
+    found: dict[str, None] = {}
+    for name, param in model.named_parameters():
+        split = plan.splits[name]
+        owner, _, _ = name.rpartition(".")
+        if split.kind == "split" and id(param) not in of_layers:
+            raise NotBuiltError(
+                f"a virtual axis of '{name}', which is split with the heads of its attention.",
+                "One process computes with whole parameters.",
+                "compare the ranks' run with a plain one instead.",
+            )
+        if split.kind == "partial" and any(owner.startswith(f"{holder}.") for holder in plan.attentions):
+            found[owner] = None
+    return list(found)
 
 
 def _become(model: nn.Module, plan: ParallelPlan, axis: Axis) -> None:

@@ -387,6 +387,11 @@ def test_norms_of_queries_and_keys_in_unmodified_models(name: str, options: dict
             own = summed(steps, key, rank)
             assert grad is not None and own is not None
             torch.testing.assert_close(own, cut(grad, each.splits[key], rank), rtol=1e-3, atol=1e-6, msg=key)
+    if kind == "partial":
+        assert differences(steps, virtual_step(model, 2)) == []
+    else:
+        with pytest.raises(NotBuiltError, match=r"a virtual axis of .*q_norm\.weight"):
+            virtual_step(model, 2)
 
 
 def test_a_norm_for_each_head_in_a_list_is_refused() -> None:
