@@ -254,11 +254,24 @@ def _numel(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
+# Where a model of transformers says which modules and parameters stay fp32; any module may.
+_DECLARED = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+
+
 def full_precision_names(model: nn.Module) -> frozenset[str]:
-    """Parameters that stay fp32 under a 16-bit policy: batch norm's, whose running statistics 16 bits would ruin."""
-    return frozenset(
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        if isinstance(module, BATCH_NORMS)
-        for name, _ in module.named_parameters(recurse=False)
-    )
+    """Return the parameters that stay fp32 under a 16-bit policy.
+
+    These are batch norm's, whose running statistics 16 bits would ruin, and those that a module declares as fp32 by a
+    part of their name inside it (`_keep_in_fp32_modules`, `_keep_in_fp32_modules_strict`).
+    """
+    found: set[str] = set()
+    for prefix, module in model.named_modules():
+        start = f"{prefix}." if prefix else ""
+        if isinstance(module, BATCH_NORMS):
+            found.update(start + name for name, _ in module.named_parameters(recurse=False))
+        declared = {part for attribute in _DECLARED for part in getattr(module, attribute, None) or ()}
+        if declared:
+            parts = tuple(f".{part}." for part in declared)
+            names = [name for name, _ in module.named_parameters()]
+            found.update(start + name for name in names if any(part in f".{name}." for part in parts))
+    return frozenset(found)

@@ -713,6 +713,7 @@ class LossFactor:
         self._is_carried = False  # gradients that come in have the factor (`carried`)
         self.at_entry = factor_from(weakref.ref(self))
         _FACTORS.add(self)
+        self._watch_backwards()
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -723,6 +724,12 @@ class LossFactor:
     def scaler(self, scaler: LossScaler | None) -> None:
         self._scaler = scaler
         (_SCALERS.add if scaler is not None else _SCALERS.discard)(self)
+        self._watch_backwards()
+
+    def _watch_backwards(self) -> None:
+        """Have backwards watched from now on if there is a factor."""
+        if self.has_border:
+            before_every_backward(_scale_entries_of)
 
     @property
     def scale(self) -> float:

@@ -7,6 +7,7 @@ NaN scalar. Its `.grad` is a `ShardedGradient` (sharded_gradient.py).
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -46,7 +47,7 @@ SAFE = frozenset(
     requires_grad_ get_device register_hook register_post_accumulate_grad_hook __hash__ stride is_contiguous
     is_same_size is_inference is_neg is_conj is_shared _is_view has_names is_pinned storage_offset __len__ type
     _has_compatible_shallow_copy_type new_empty new_zeros new_ones new_full new_tensor
-    empty_like zeros_like ones_like
+    empty_like
     """.split()
 )
 
@@ -171,7 +172,7 @@ class ShardedParameter(nn.Parameter):
                         return found
                     if _may_initialise(name) and building.lend_scratch(param):
                         continue
-                raise _at_rest(param, name)
+                raise _at_rest(param, name, args, kwargs)
         return function(*args, **kwargs)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
@@ -309,7 +310,9 @@ def name_of(param: Tensor) -> str:
     return owner.name_of(param) if owner is not None and isinstance(param, nn.Parameter) else "?"
 
 
-def _at_rest(param: nn.Parameter, operation: str) -> AtRestError:
+def _at_rest(
+    param: nn.Parameter, operation: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> AtRestError:
     owner = owner_of(param)
     engine = getattr(owner, "runtime", None)  # a parameter of zero.Init has an owner and no engine yet
     runtime = engine() if engine is not None else None
@@ -323,6 +326,56 @@ def _at_rest(param: nn.Parameter, operation: str) -> AtRestError:
     return AtRestError(
         f"parameter '{name_of(param)}' is sharded; '{operation}' cannot use it here.",
         "Between its uses in forward and backward each rank holds only its slice.",
-        "read or change it inside `with deepseek_zero.zero.GatheredParameters(param, modifier_rank=0):` on all ranks; "
-        "for a copy of the model use state_dict(), which gathers full tensors on all ranks.",
+        _advice_at_rest(operation, args, kwargs or {}),
     )
+
+
+MOVES_DEVICE = frozenset("to cuda cpu xpu npu hpu ipu mps".split())
+COPIES = frozenset("deepcopy pickle clone".split())
+GATHERED = "`with deepseek_zero.zero.GatheredParameters(param{}):` on all ranks"
+
+
+def _advice_at_rest(operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return what to do instead of an operation on a sharded parameter."""
+    if (optimizer := _optimizer_that_steps()) is not None:
+        return (
+            f"do not step torch's {optimizer} on these parameters; pass it to initialize(model=..., optimizer=...) and "
+            "call engine.step(), or use deepseek_zero.ZeroOptimizer with DeepSeekZeRO3."
+        )
+    if args and dtype_of_conversion(operation, args, kwargs) is not None:
+        return (
+            'cast the model before initialize() or DeepSeekZeRO3, or state the dtype in the configuration: "bf16" or '
+            '"fp16": {"enabled": true}; export(path, dtype=...) writes weights in another dtype.'
+        )
+    if operation in MOVES_DEVICE:
+        return (
+            "leave the move out: initialize() and DeepSeekZeRO3 place the model on the device of this rank; "
+            "state_dict() gathers a whole copy on all ranks, which may be moved."
+        )
+    if operation in COPIES:
+        return (
+            "build a second model and give it state_dict(), which gathers full tensors on all ranks; for a copy of one "
+            f"parameter clone it inside {GATHERED.format('')}."
+        )
+    if operation.endswith("_") and not operation.endswith("__"):
+        return f"change it inside {GATHERED.format(', modifier_rank=0')}; load_state_dict() takes whole tensors."
+    if operation == "data":
+        return (
+            f"read it inside {GATHERED.format('')}, or assign to it inside {GATHERED.format(', modifier_rank=0')}; "
+            "in a hook of forward or backward no block is needed."
+        )
+    return (
+        f"read it inside {GATHERED.format('')}, change it with modifier_rank=0; for a copy of the model use "
+        "state_dict(), which gathers full tensors on all ranks."
+    )
+
+
+def _optimizer_that_steps() -> str | None:
+    """Return the class of the torch optimizer in whose step an error is about to be raised."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.optim.Optimizer):
+            return type(owner).__name__
+    return None

@@ -1,0 +1,62 @@
+"""What an operation on a parameter at rest is refused with: advice that fits the operation."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepseek_zero
+from deepseek_zero.base.errors import AtRestError
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "steps_per_print": None,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+
+
+@pytest.fixture
+def engine() -> Any:
+    return deepseek_zero.initialize(model=nn.Linear(64, 64), config=CONFIG)[0]
+
+
+CAST, MOVE, READ, CHANGE = "state the dtype in the configuration", "leave the move out", "read it inside", "change it"
+CASES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "half": (lambda model: model.half(), CAST),
+    "to(dtype)": (lambda model: model.to(torch.bfloat16), CAST),
+    "to(dtype=)": (lambda model: model.to(dtype=torch.float64), CAST),
+    "type": (lambda model: model.type(torch.float16), CAST),
+    "to(device)": (lambda model: model.to("meta"), MOVE),
+    "to(device, dtype)": (lambda model: model.to("meta", torch.float16), MOVE),
+    "sum": (lambda model: model.weight.sum(), READ),
+    "data": (lambda model: model.weight.data, READ),
+    "numpy": (lambda model: model.weight.numpy(), READ),
+    "mul_": (lambda model: model.weight.mul_(2), CHANGE),
+    "nn.init": (lambda model: nn.init.normal_(model.weight), CHANGE),
+    "clone": (lambda model: model.weight.clone(), "for a copy of one parameter"),
+    "deepcopy": (lambda model: copy.deepcopy(model.weight), "build a second model"),
+    "pickle": (lambda model: pickle.dumps(model.weight), "build a second model"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_operation_is_refused_with_advice_of_its_own(engine: Any, case: str) -> None:
+    operation, advice = CASES[case]
+    with torch.no_grad(), pytest.raises(AtRestError) as caught:
+        operation(engine.module)
+    assert advice in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
+def test_an_optimizer_of_torchs_on_parameters_at_rest_is_told_where_it_belongs(engine: Any, kind: Any) -> None:
+    with pytest.raises(AtRestError, match=rf"do not step torch's {kind.__name__} .*initialize\(model="):
+        optimizer = kind(engine.module.parameters(), lr=0.1)
+        engine.backward(engine(torch.ones(1, 64)).sum())
+        optimizer.step()
