@@ -107,7 +107,7 @@ def _world() -> Finding:
         return Finding("world", "unclear", str(error), Severity.BAD)
     if found.size == 1:
         if warning := suspect_lone_process(os.environ):
-            return Finding("world", "one process", str(warning), Severity.BAD)
+            return Finding("world", "one process", str(warning), Severity.NOTE)
         return Finding("world", "one process", f"source: {found.source}")
     places = {"local rank": (found.local_rank, found.local_size), "host": (found.node, found.nodes)}
     told = "".join(f"; {place} {here} of {many}" for place, (here, many) in places.items() if None not in (here, many))
