@@ -126,18 +126,20 @@ def engine_for(kind: Kind, memories: Memories) -> Any:
     return dz.initialize(model=model, config=config)[0]
 
 
-def train(name: str, kind: Kind, memories: Memories, steps: int) -> Found:
-    """A few steps; what does not fit says so."""
+def train(
+    name: str, kind: Kind, memories: Memories, steps: int, on_step: Callable[[int, float], None] = lambda *_: None
+) -> Found:
+    """A few steps; what does not fit says so.  on_step: is told the number and the seconds of each."""
     found = Found(name, kind.params, kind.size.tokens)
     try:
         engine = engine_for(kind, memories)
-        _train(engine, kind, found, steps)
+        _train(engine, kind, found, steps, on_step)
     except NO_ROOM as error:
         found.failed = str(error).splitlines()[0]
     return found
 
 
-def _train(engine: Any, kind: Kind, found: Found, steps: int) -> None:
+def _train(engine: Any, kind: Kind, found: Found, steps: int, on_step: Callable[[int, float], None]) -> None:
     device = engine.device
     tokens, targets = batch_for(kind.size, device)
     for number in range(WARM + steps):
@@ -147,8 +149,10 @@ def _train(engine: Any, kind: Kind, found: Found, steps: int) -> None:
         engine.backward(loss)
         engine.step()
         synchronize(device)
+        seconds = time.perf_counter() - began
+        on_step(number, seconds)
         if number >= WARM:
-            found.seconds.append(time.perf_counter() - began)
+            found.seconds.append(seconds)
         found.losses.append(float(loss.detach()))
     found.model_tflops = kind.size.flops / statistics.median(found.seconds) / 1e12
     found.peak_device_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0

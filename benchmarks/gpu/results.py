@@ -1,0 +1,83 @@
+"""What a part of `scripts/gpu` says: one line for each result, and what every part does at its start."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+MARK = "RESULT "
+
+
+@dataclass
+class Result:
+    """name: what was tried.  verdict: "ok", "FAILED" or "skipped".  figures: by name with its unit.  why: in words."""
+
+    name: str
+    verdict: str = "ok"
+    figures: dict[str, Any] = field(default_factory=dict)
+    why: str = ""
+
+    def found(self) -> str:
+        """The figures and the reason, on one line."""
+        shown = [f"{name} {_short(value)}" for name, value in self.figures.items()]
+        return ", ".join([*shown, *([self.why] if self.why else [])])
+
+    def line(self) -> str:
+        return f"{self.name}: {found}" if (found := self.found()) else self.name
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def tell(result: Result) -> None:
+    """Hand a result to the parent."""
+    print(MARK + json.dumps(asdict(result)), flush=True)
+
+
+def attempt(name: str, work: Callable[[], dict[str, Any] | None]) -> None:
+    """Tell of some work: the figures it returns and its seconds, or its error. The traceback goes to the log."""
+    began = time.perf_counter()
+    try:
+        figures = work() or {}
+        tell(Result(name, figures={**figures, "s": round(time.perf_counter() - began, 2)}))
+    except Exception as error:
+        traceback.print_exc()
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        tell(Result(name, "FAILED", why=text[:600]))
+    free()
+
+
+def free() -> None:
+    """Return what the last work left to the device."""
+    import torch  # noqa: PLC0415  # the parent reads results without it
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def begin(arguments: Sequence[str] | None = None) -> bool:
+    """Read a part's arguments and describe a world of one; whether this is a dry run."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dry-run", action="store_true")
+    asked = parser.parse_args(arguments)
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in world.items():
+        os.environ.setdefault(name, value)
+    return bool(asked.dry_run)
+
+
+def device() -> Any:
+    """The GPU, or the CPU in a dry run."""
+    import torch  # noqa: PLC0415
+
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

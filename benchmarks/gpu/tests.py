@@ -1,0 +1,41 @@
+"""Part 2 of scripts/gpu: tests/gpu, with pytest alone; every failing test is a result, and so is the sum."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+import pytest
+
+from benchmarks.gpu.results import Result, tell
+
+
+class Tell:
+    """Counts outcomes and tells of failures as they come."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.counts[report.outcome] += 1
+        if report.failed:
+            text = str(getattr(report.longrepr, "reprcrash", report.longrepr))
+            tell(Result(report.nodeid, "FAILED", why=" ".join(text.split())[-500:]))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.counts["failed"] += 1
+            tell(Result(report.nodeid, "FAILED", why=" ".join(report.longreprtext.split())[-500:]))
+
+
+def main() -> None:
+    plugin = Tell()
+    code = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:timeout", "tests/gpu"], [plugin])
+    is_good = code == pytest.ExitCode.OK
+    why = "" if is_good else f"pytest ended with {code!r}"
+    tell(Result("tests/gpu", "ok" if is_good else "FAILED", dict(plugin.counts), why))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

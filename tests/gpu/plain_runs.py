@@ -1,0 +1,110 @@
+"""A small model trained by plain PyTorch and by an engine; started as a file, one rank of an engine's run.
+
+It needs no pytest: benchmarks/gpu/smoke.py and shared.py run it, too.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import deepseek_zero as dz
+from deepseek_zero.precision.policy import cast_master
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 96, depth: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 61)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def config(stage: int, dtype: str, **more: object) -> dict[str, object]:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "steps_per_print": None,
+        "bf16": {"enabled": dtype == "bf16"},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": 0,
+        },
+        **more,
+    }
+
+
+def batch(step: int, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(0, 61, (4, 17), generator=generator).to(DEVICE)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(model: nn.Module, step: int, rank: int = 0) -> torch.Tensor:
+    x, y = batch(step, rank)
+    return nn.functional.cross_entropy(model(x).float().flatten(0, 1), y.flatten())
+
+
+def plain_run(dtype: str, ranks: int, steps: int) -> list[torch.Tensor]:
+    """Every rank's micro-batches in one process; sums in rank order in fp32, rounded once."""
+    torch.manual_seed(0)
+    model = Net().to(DEVICE)
+    masters = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
+    low = torch.bfloat16 if dtype == "bf16" else torch.float32
+
+    def refresh() -> None:
+        for param, master in zip(model.parameters(), masters, strict=True):
+            weight = torch.empty_like(master, dtype=low)
+            cast_master(master.detach().reshape(-1), weight.view(-1))
+            param.data = weight
+
+    optimizer = torch.optim.AdamW(masters, lr=1e-2, fused=False, foreach=False)
+    refresh()
+    for step in range(steps):
+        grads = [torch.autograd.grad(loss_of(model, step, rank), list(model.parameters())) for rank in range(ranks)]
+        for number, master in enumerate(masters):
+            total = grads[0][number].float().clone()
+            for rank in range(1, ranks):
+                total += grads[rank][number]
+            master.grad = (total / ranks).to(low).float()
+        optimizer.step()
+        refresh()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def engine_run(stage: int, dtype: str, steps: int, rank: int = 0) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Net().to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=False, foreach=False)
+    engine, *_ = dz.initialize(model=model, optimizer=optimizer, config=config(stage, dtype))
+    for step in range(steps):
+        engine.backward(loss_of(engine, step, rank))
+        engine.step()
+    return list(model.state_dict().values())
+
+
+if __name__ == "__main__":
+    number = int(os.environ["RANK"])
+    weights = engine_run(int(os.environ["GPU_STAGE"]), os.environ["GPU_DTYPE"], steps=3, rank=number)
+    if number == 0:
+        torch.save(weights, Path(os.environ["GPU_OUT"]) / "weights.pt")
