@@ -17,6 +17,7 @@ import os
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
@@ -37,12 +38,43 @@ import deepseek_zero as dz
 from benchmarks.cells import ADAMW, Shape
 from benchmarks.model import Block
 from benchmarks.systems.common import MasterAdamW
+from deepseek_zero.base.errors import brief
 
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "gpu.json"
 VOCABULARY = 32_000
 WARM = 3  # steps before the first that counts
 
-Step = Callable[[Tensor, Tensor], Tensor]
+
+@dataclass(frozen=True)
+class Trained:
+    """A model ready to train.  compute: forward and backward of a batch, returning its loss.  engine: ours."""
+
+    compute: Callable[[Tensor, Tensor], Tensor]
+    update: Callable[[], None]
+    engine: Any = None
+
+    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = self.compute(tokens, targets)
+        self.update()
+        return loss
+
+
+def plainly_computed(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    def compute(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = model(tokens, targets)
+        loss.backward()
+        return loss
+
+    return compute
+
+
+def computed_by(engine: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    def compute(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+        return loss
+
+    return compute
 
 
 @dataclass(frozen=True)
@@ -97,19 +129,11 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
-def plain(model: Model, device: torch.device) -> tuple[Step, Any]:
-    optimizer = MasterAdamW(model, bf16=True)
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = model(tokens, targets)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step, None
+def plain(model: Model, device: torch.device) -> Trained:
+    return Trained(plainly_computed(model), MasterAdamW(model, bf16=True).step)
 
 
-def fsdp2(model: Model, device: torch.device) -> tuple[Step, Any]:
+def fsdp2(model: Model, device: torch.device) -> Trained:
     mesh = init_device_mesh(device.type, (1,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
@@ -117,56 +141,67 @@ def fsdp2(model: Model, device: torch.device) -> tuple[Step, Any]:
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
 
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = model(tokens, targets)
-        loss.backward()
+    def update() -> None:
         optimizer.step()
         optimizer.zero_grad()
-        return loss
 
-    return step, None
+    return Trained(plainly_computed(model), update)
 
 
-def ours(stage: int) -> Callable[[Model, torch.device], tuple[Step, Any]]:
-    config = {
+def settings_of(stage: int) -> dict[str, Any]:
+    return {
         "train_micro_batch_size_per_gpu": 1,  # no loader is made, so nothing depends on it
-        "steps_per_print": None,
+        "steps_per_print": 10**9,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": ADAMW},
         "zero_optimization": {"stage": stage},
     }
 
-    def build(model: Model, device: torch.device) -> tuple[Step, Any]:
-        engine, *_ = dz.initialize(model=model, config=config)
 
-        def step(tokens: Tensor, targets: Tensor) -> Tensor:
-            loss = engine(tokens, targets)
-            engine.backward(loss)
-            engine.step()
-            return loss
-
-        return step, engine
+def ours(stage: int) -> Callable[[Model, torch.device], Trained]:
+    def build(model: Model, device: torch.device) -> Trained:
+        engine, *_ = dz.initialize(model=model, config=settings_of(stage))
+        return Trained(computed_by(engine), engine.step, engine)
 
     return build
 
 
-SYSTEMS: dict[str, Callable[[Model, torch.device], tuple[Step, Any]]] = {
+def theirs(stage: int) -> Callable[[Model, torch.device], Trained]:
+    """Genuine DeepSpeed, if it is installed."""
+
+    def build(model: Model, device: torch.device) -> Trained:
+        import deepspeed  # noqa: PLC0415
+
+        engine, *_ = deepspeed.initialize(model=model, config={**settings_of(stage), "gradient_clipping": 0.0})
+        return Trained(computed_by(engine), engine.step)
+
+    return build
+
+
+SYSTEMS: dict[str, Callable[[Model, torch.device], Trained]] = {
     "plain": plain,
     "fsdp2": fsdp2,
     "ours-0": ours(0),
     "ours-3": ours(3),
+    "deepspeed-1": theirs(1),
+    "deepspeed-3": theirs(3),
 }
 
 
 @dataclass
 class Row:
-    """What one system did at one size.  states: bytes of its memory report, predicted and measured."""
+    """What one system did at one size.  states: bytes of its memory report, predicted and measured.
+
+    device_events: kernels and copies of one step.
+    """
 
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     states: tuple[int, int] | None = None
     failed: str = ""
+    update_seconds: list[float] = field(default_factory=list)
+    device_events: int = 0
 
 
 def batch_for(size: Size, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -181,22 +216,38 @@ def measure(row: Row, name: str, size: Size, device: torch.device, steps: int) -
     tokens, targets = batch_for(size, device)
     with device:
         model = Model(size)
-    step, engine = SYSTEMS[name](model, device)
+    trained = SYSTEMS[name](model, device)
     losses = []
     for number in range(WARM + steps):
         if number == WARM and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         _wait(device)
         began = time.perf_counter()
-        losses.append(step(tokens, targets).detach())
+        losses.append(trained.step(tokens, targets).detach())
         _wait(device)
         if number >= WARM:
             row.seconds.append(time.perf_counter() - began)
     row.losses = [float(loss) for loss in losses]
     row.peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    if engine is not None:
-        report = engine.memory_report()
+    if trained.engine is not None:
+        report = trained.engine.memory_report()
         row.states = report.predicted_total, report.measured_total
+    for _ in range(2):  # by itself, because a wait between backward and update may cost time
+        trained.compute(tokens, targets)
+        _wait(device)
+        began = time.perf_counter()
+        trained.update()
+        _wait(device)
+        row.update_seconds.append(time.perf_counter() - began)
+    row.device_events = events_of(trained, tokens, targets) if device.type == "cuda" else 0
+
+
+def events_of(trained: Trained, tokens: Tensor, targets: Tensor) -> int:
+    """How many kernels and copies the device runs in one step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        trained.step(tokens, targets)
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in seen.events() or ())
 
 
 def _wait(device: torch.device) -> None:
@@ -204,8 +255,13 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def compare(size: Size, device: torch.device, steps: int) -> dict[str, Row]:
-    """All systems of one size, interleaved; one that does not fit says so and is not tried again."""
+def compare(
+    size: Size, device: torch.device, steps: int, on_rows: Callable[[dict[str, Row]], None] = lambda rows: None
+) -> dict[str, Row]:
+    """All systems of one size, interleaved; one that does not fit says so and is not tried again.
+
+    on_rows: is shown all rows whenever a system has run.
+    """
     rows = {name: Row() for name in size.systems}
     for _ in range(size.rounds):
         for name, row in rows.items():
@@ -214,6 +270,10 @@ def compare(size: Size, device: torch.device, steps: int) -> dict[str, Row]:
                     measure(row, name, size, device, steps)
                 except torch.cuda.OutOfMemoryError:
                     row.failed = "out of memory"
+                except Exception as error:  # the others are measured all the same
+                    traceback.print_exc()
+                    row.failed = brief(error)
+                on_rows(rows)
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -233,6 +293,8 @@ def figures(size: Size, rows: dict[str, Row]) -> dict[str, dict[str, Any]]:
             "over_plain": seconds / base if base else None,
             "tokens_per_second": size.tokens / seconds,
             "model_tflops": size.flops / seconds / 1e12,
+            "update_seconds": statistics.median(row.update_seconds) if row.update_seconds else None,
+            "device_events": row.device_events,
             "peak_bytes": row.peak_bytes,
             "states_predicted_and_measured": row.states,
             "loss_gap": max(abs(one - other) for one, other in zip(row.losses, truth, strict=True)),
@@ -256,6 +318,12 @@ def show(name: str, size: Size, found: dict[str, dict[str, Any]]) -> None:
         )
 
 
+def join(device: torch.device) -> None:
+    """Start a group of one."""
+    is_gpu = device.type == "cuda"
+    dist.init_process_group("nccl" if is_gpu else "gloo", device_id=device if is_gpu else None)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="350m,1.3b,7b")
@@ -267,7 +335,7 @@ def main() -> None:
     world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in world.items():
         os.environ.setdefault(name, value)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    join(device)
     report: dict[str, Any] = {
         "date": str(date.today()),
         "hardware": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",

@@ -168,9 +168,9 @@ def plainly(kind: Kind, device: torch.device) -> bool:
         with device:
             model = Model(kind.size)
         tokens, targets = batch_for(kind.size, device)
-        step, _ = plain(model, device)
+        trained = plain(model, device)
         for _ in range(2):
-            step(tokens, targets)
+            trained.step(tokens, targets)
         synchronize(device)
     except NO_ROOM:
         return False
