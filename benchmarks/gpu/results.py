@@ -6,6 +6,7 @@ import argparse
 import gc
 import json
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -57,10 +58,9 @@ def attempt(name: str, work: Callable[[], dict[str, Any] | None]) -> None:
 
 def free() -> None:
     """Return what the last work left to the device."""
-    import torch  # noqa: PLC0415  # the parent reads results without it
-
     gc.collect()
-    if torch.cuda.is_available():
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 

@@ -112,7 +112,8 @@ def run_part(part: Part, report: Report, seconds: float, options: Sequence[str])
         start_new_session=True,  # so that the processes it starts end with it
     )
     lines: queue.Queue[str | None] = queue.Queue()
-    threading.Thread(target=_read, args=(child, lines), daemon=True).start()
+    reader = threading.Thread(target=_read, args=(child, lines), daemon=True)
+    reader.start()
     count, last = 0, ""
     with (report.out / f"{part.name}.log").open("w", encoding="utf-8") as log:
         while (left := began + seconds - time.monotonic()) > 0:
@@ -129,6 +130,9 @@ def run_part(part: Part, report: Report, seconds: float, options: Sequence[str])
                 report.add(part.name, Result(**json.loads(line.removeprefix(MARK))))
                 count += 1
     code = _end(child)
+    reader.join(timeout=5.0)
+    if child.stdout is not None and not reader.is_alive():
+        child.stdout.close()
     spent = time.monotonic() - began
     if code is None:
         report.add(part.name, Result(part.what, "FAILED", why=f"not over after {spent:.0f} s; its last line: {last}"))
