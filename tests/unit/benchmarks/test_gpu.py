@@ -35,6 +35,7 @@ def test_the_largest_is_the_last_before_the_first_that_does_not_fit() -> None:
     assert largest(LADDERS["ours"], fits) is None
 
 
+@pytest.mark.slow  # `make slow`; make gpu-dry-run runs the same models
 def test_the_tiers_dry_run_uses_all_memories_and_says_how_it_clips() -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT.with_name("tiers.py")), "--dry-run", "--steps", "1"],
@@ -71,6 +72,7 @@ def test_figures_are_ratios_of_medians_and_say_what_did_not_fit() -> None:
     assert found["fsdp2"] == {"failed": "out of memory"}
 
 
+@pytest.mark.slow  # `make slow`; make gpu-dry-run runs the same models
 def test_it_runs_dry_without_a_gpu() -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--dry-run"],
