@@ -229,6 +229,19 @@ def test_a_parameter_of_no_group_gets_gradients_and_no_update_until_it_is_added(
         engine.destroy() if door == "engine" else wrapped.runtime.remove_hooks()
 
 
+@pytest.mark.parametrize("updates", [{"super_offload": True}, {"delayed_update_after": 100}])
+def test_a_group_that_is_added_under_updates_in_backward_is_refused_for_what_it_is(updates: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    client = torch.optim.AdamW(model[0].parameters(), **ADAMW)
+    offload = {"device": "cpu"}
+    zero = {"stage": 3, "offload_optimizer": offload | updates, "offload_param": offload}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+    engine = deepseek_zero.initialize(model=model, optimizer=client, config=config)[0]
+    with pytest.raises(ZeroError, match=r"add_param_group\(\) was called, under super_offload or delayed_update_after"):
+        engine.optimizer.add_param_group({"params": model[2].parameters()})
+    engine.destroy()
+
+
 def test_what_zero_init_built_follows_too() -> None:
     """Against the same model built whole."""
     found = []

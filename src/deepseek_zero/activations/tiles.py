@@ -66,7 +66,11 @@ def in_tiles(function: Callable[..., Tensor], tiles: int, *tensors: Tensor, dim:
 
 
 def _again(function: Callable[..., Tensor], part: tuple[Tensor, ...]) -> Tensor:
-    found: Tensor = checkpoint(function, *part, use_reentrant=False)
+    def contiguous(*tensors: Tensor) -> Tensor:
+        # A copy that lives as long as the tile is computed; a part of more than one sample is strided.
+        return function(*(each.contiguous() for each in tensors))
+
+    found: Tensor = checkpoint(contiguous, *part, use_reentrant=False)
     return found
 
 
@@ -185,17 +189,47 @@ def _is_summed(param: Tensor, only: Sequence[Tensor] | None) -> bool:
 class TiledMlp(nn.Module):
     """A feed-forward layer that computes tiles of its tokens in training.  Never made: a module takes a class of it and
     of its own as its class.
+
+    Tensors that it is given next to its input, such as the residual, have the same tokens and are cut with it.
     """
 
     tile_rows: int
+    tile_name: str
 
-    def forward(self, x: Tensor) -> Tensor:
-        plain: Callable[[Tensor], Tensor] = super().forward
-        tiles = -(-x.shape[-2] // self.tile_rows)
-        if tiles <= 1 or not (self.training and torch.is_grad_enabled()):
-            return plain(x)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plain: Callable[..., Any] = super().forward
+        names = list(kwargs)
+        given = [*args, *kwargs.values()]
+        places = [place for place, each in enumerate(given) if isinstance(each, Tensor)]
+        if not places or not (self.training and torch.is_grad_enabled()):
+            return plain(*args, **kwargs)
+        tokens = given[places[0]].shape[:-1]
+        tiles = -(-tokens[-1] // self.tile_rows) if tokens else 1
+        if tiles <= 1:
+            return plain(*args, **kwargs)
+        if any(given[place].shape[:-1] != tokens for place in places):
+            shapes = [tuple(given[place].shape) for place in places]
+            raise self._refused(f"it is given tensors of the shapes {shapes}, which do not have the same tokens")
+
+        def part(*tensors: Tensor) -> Tensor:
+            values = list(given)
+            for place, tensor in zip(places, tensors, strict=True):
+                values[place] = tensor
+            found = plain(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
+            if not isinstance(found, Tensor) or found.shape[:-1] != tensors[0].shape[:-1]:
+                shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+                raise self._refused(f"it returns {shape} for {tuple(tensors[0].shape)}, and not one row for each token")
+            return found
+
         with fp32_sums(self) as reading:
-            return in_tiles(reading(plain), tiles, x, dim=-2)
+            return in_tiles(reading(part), tiles, *(given[place] for place in places), dim=-2)
+
+    def _refused(self, what: str) -> NotBuiltError:
+        return NotBuiltError(
+            f"activation_checkpointing.tiled_mlp: '{self.tile_name}' cannot be cut into tiles of tokens: {what}.",
+            "Each token's result must follow from that token alone.",
+            "leave tiled_mlp out, and call deepseek_zero.activations.tiles.in_tiles in the model's forward.",
+        )
 
 
 def tile_mlps(model: nn.Module, rows: int) -> None:
@@ -204,7 +238,8 @@ def tile_mlps(model: nn.Module, rows: int) -> None:
     They are the modules whose class is called ...MLP, as transformers calls them, and that hold no other one. Before
     the model is wrapped. NotBuiltError where there is none, or where ranks along "tp" shard what they read over tokens.
     """
-    found = [module for module in model.modules() if type(module).__name__.endswith("MLP") and _is_innermost(module)]
+    named = {name: module for name, module in model.named_modules() if _is_mlp(module)}
+    found = list(named.values())
     if not found:
         raise NotBuiltError(
             f"activation_checkpointing.tiled_mlp: {type(model).__name__} has no module whose class is called ...MLP.",
@@ -219,11 +254,35 @@ def tile_mlps(model: nn.Module, rows: int) -> None:
             "What a layer reads there is gathered from all ranks, not cut into tiles.",
             "leave one of the two out.",
         )
-    for module in found:
+    for name, module in named.items():
+        for inner, each in module.named_modules(prefix=name):
+            if isinstance(each, _MIXES_TOKENS) and not _is_pointwise(each):
+                raise NotBuiltError(
+                    f"activation_checkpointing.tiled_mlp: '{inner}' ({type(each).__name__}) computes a token from "
+                    "others.",
+                    "A tile has a part of the tokens, and each token's result must follow from that token alone.",
+                    "leave tiled_mlp out.",
+                )
+    for name, module in named.items():
         base = type(module)
         module.__class__ = type(f"Tiled{base.__name__}", (TiledMlp, base), {"__module__": __name__})
-        module.tile_rows = rows  # type: ignore[assignment]
+        module.tile_rows = rows
+        module.tile_name = name
 
 
-def _is_innermost(module: nn.Module) -> bool:
-    return not any(type(each).__name__.endswith("MLP") for each in module.modules() if each is not module)
+# Layers whose result for a token, or for a place, follows from several of them.
+_MIXES_TOKENS = (
+    *(nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.MultiheadAttention, nn.GroupNorm),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.InstanceNorm1d, nn.InstanceNorm2d),
+)
+
+
+def _is_pointwise(module: nn.Module) -> bool:
+    """Return whether a convolution computes each place by itself."""
+    return isinstance(module, nn.Conv1d | nn.Conv2d) and set(module.kernel_size) == {1}
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    """Return whether this is a feed-forward layer that holds no other one."""
+    kinds = [type(each).__name__.endswith("MLP") for each in module.modules()]
+    return kinds[0] and sum(kinds) == 1

@@ -321,6 +321,13 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     def refuse_regrouping(self) -> None:
         """Raise if updates are under way that an unfrozen parameter could not join."""
+        self._refuse_joining(
+            "a parameter that was frozen when the model was wrapped was unfrozen",
+            "wrap the model with that parameter trained and freeze it then, or leave both keys out.",
+        )
+
+    def _refuse_joining(self, what: str, fix: str) -> None:
+        """Raise if parameters cannot join the optimizer now. what: made them join. fix: of the keys' error."""
         if isinstance(self.inner, OneBitAdam) and self.inner.takes_momenta:
             raise UsageError(
                 "a parameter joins the optimizer behind OneBitAdam's freeze_step.",
@@ -329,10 +336,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             )
         if self.speculative is not None or self.delayed is not None:
             raise UsageError(
-                "a parameter that was frozen when the model was wrapped was unfrozen, under super_offload or "
-                "delayed_update_after.",
+                f"{what}, under super_offload or delayed_update_after.",
                 "Updates made in backward are undone from a log that was laid out for the others.",
-                "wrap the model with that parameter trained and freeze it then, or leave both keys out.",
+                fix,
             )
 
     def after_reduce(self, unit: Unit) -> None:
@@ -371,7 +377,10 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                 "Each element is updated once, by the hyper-parameters of one group.",
                 "give add_param_group parameters that the optimizer does not have.",
             )
-        self.refuse_regrouping()
+        self._refuse_joining(
+            "add_param_group() was called",
+            "give the optimizer all its parameter groups before the model is wrapped, or leave both keys out.",
+        )
         self.finish()
         self.uncut.append(granularity_of(self.inner, group) != "element")
         self.params_by_group.append(group["params"])
