@@ -90,7 +90,8 @@ def __getattr__(name: str) -> Any:
         error = None
         if not name.startswith("_"):
             error = import_module(f"{__name__}.compat.deepspeed.missing").package_name_missing(name)
-        raise error or AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        given = import_module(f"{__name__}.base.given")
+        raise error or given.NoSuchNameError(f"module {__name__!r}", name, __dir__)
     globals()[name] = value
     return value
 

@@ -1,59 +1,128 @@
-"""Runs the python blocks of one Markdown page, each in a process of its own; called by test_docs.py as a program.
+"""Runs the python blocks of Markdown pages, each block in new processes; started by test_docs.py as a program.
 
-The library is imported once, and each block runs in a fork of that process, in an empty folder: a page of ten blocks
-costs one import.  Prints `page:line` and the traceback of what failed; exits with the number of failures.
+It reads lines "RANKS PAGE" from standard input, and answers each with one line of JSON: the number of failures and the
+output.  A block runs in forks of this process, which has imported the library once, in an empty folder.  On several
+ranks the forks find each other as a launcher's processes do, and share the folder.
+
+    ```python                runs on one rank and on two
+    ```python one-rank       runs on one rank: the text says why
+    ```python no-run         does not run
 """
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
 import re
+import shutil
+import signal
+import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 FENCE = re.compile(r"^(?P<indent> *)```python(?P<words>[^\n]*)\n(?P<code>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
+BLOCK_SECONDS = 120.0
 
 
-def blocks(page: str) -> Iterator[tuple[int, str]]:
-    """(line, code) of every block that runs: all that open with ```python and do not say no-run."""
+def blocks(page: str, ranks: int = 1) -> Iterator[tuple[int, str]]:
+    """Yield (line, code) of every block that runs on so many ranks."""
     for found in FENCE.finditer(page):
-        if "no-run" not in found["words"].split():
+        words = found["words"].split()
+        if "no-run" not in words and not (ranks > 1 and "one-rank" in words):
             indent = len(found["indent"])
             code = "".join(line[indent:] or "\n" for line in found["code"].splitlines(keepends=True))
             yield page.count("\n", 0, found.start()) + 2, code
 
 
-def _run(code: str, name: str, line: int) -> bool:
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                os.chdir(folder)
-                exec(compile("\n" * (line - 1) + code, name, "exec"), {"__name__": "__main__"})
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-    return os.waitpid(child, 0)[1] == 0
-
-
-def _main(path: str) -> int:
-    import deepseek_zero  # noqa: F401 (so that every fork has it)
-
+def run_page(path: str, ranks: int) -> dict[str, object]:
+    """Run the blocks of a page; return how many failed, and what they wrote."""
     failures = 0
-    for line, code in blocks(Path(path).read_text(encoding="utf-8")):
-        if not _run(code, path, line):
-            sys.stderr.write(f"{path}:{line}: this block failed\n")
-            failures += 1
-    return failures
+    with tempfile.TemporaryFile() as output:
+        for line, code in blocks(Path(path).read_text(encoding="utf-8"), ranks):
+            problem = _run(code, path, line, ranks, output.fileno())
+            if problem:
+                os.write(output.fileno(), f"{path}:{line}: this block {problem}\n".encode())
+                failures += 1
+        output.seek(0)
+        return {"failures": failures, "output": output.read().decode(errors="replace")}
+
+
+def _run(code: str, name: str, line: int, ranks: int, output: int) -> str:
+    """Run a block on every rank; return what went wrong, or nothing."""
+    program = compile("\n" * (line - 1) + code, name, "exec")
+    where = f" on {ranks} ranks" if ranks > 1 else ""
+    folder, port = tempfile.mkdtemp(), _free_port()  # a TemporaryDirectory would be removed by the first rank that ends
+    children = {}
+    for rank in range(ranks):
+        child = os.fork()
+        if child == 0:
+            _run_as(rank, ranks, port, folder, program, output)
+        children[child] = rank
+    deadline = time.monotonic() + BLOCK_SECONDS
+    has_failed = False
+    while children and time.monotonic() < deadline:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child == 0:
+            time.sleep(0.01)
+            continue
+        del children[child]
+        has_failed = has_failed or status != 0
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    shutil.rmtree(folder, ignore_errors=True)
+    if children:
+        return f"did not end in {BLOCK_SECONDS:g} s{where} (ranks {sorted(children.values())})"
+    return f"failed{where}" if has_failed else ""
+
+
+def _run_as(rank: int, ranks: int, port: int, folder: str, program: object, output: int) -> None:
+    """Run a block in this process, as a rank, and end the process."""
+    status = 1
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    try:
+        os.chdir(folder)
+        if ranks > 1:
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            os.environ.update({key: str(value) for key, value in place.items()})
+            os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"})
+            torch.set_num_threads(1)
+        exec(program, {"__name__": "__main__"})  # type: ignore[call-overload]
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        if ranks > 1:
+            atexit._run_exitfuncs()  # the library ends a world there
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _main() -> None:
+    import deepseek_zero
+
+    deepseek_zero.initialize  # noqa: B018  # names of the package are imported at their first use
+
+    for request in sys.stdin:
+        ranks, _, page = request.rstrip("\n").partition(" ")
+        sys.stdout.write(json.dumps(run_page(page, int(ranks))) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1]))
+    _main()

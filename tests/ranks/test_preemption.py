@@ -116,7 +116,7 @@ def test_all_ranks_take_the_newest_checkpoint_that_is_good_on_all(tmp_path: Path
 @pytest.mark.ranks(2)
 def test_ranks_that_would_save_differently_are_told_at_once(tmp_path: Path) -> None:
     try:
-        with pytest.raises(Exception, match="save on signal"):
+        with pytest.raises(Exception, match=r"checkpoint.save_on_signal.path: rank 0 has"):
             build(save_on_signal={"path": str(tmp_path / str(here())), "signals": ["SIGTERM"]})
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,25 @@ def did_you_mean(name: str, choices: Collection[str]) -> str:
     by_case = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(name.lower(), list(by_case), n=1, cutoff=0.6)
     return f" (did you mean {by_case[close[0]]!r}?)" if close else ""
+
+
+class NoSuchNameError(AttributeError):
+    """An attribute that an object does not have.  Its text, which is made when it is read, suggests a near name.
+
+    choices: returns the names there are; hasattr, which reads no text, does not pay for them.
+    """
+
+    def __init__(self, owner: str, name: str, choices: Callable[[], Iterable[str]]) -> None:
+        super().__init__(f"{owner} has no attribute {name!r}", name=name)
+        self._wanted = name
+        self._choices = choices
+
+    def __str__(self) -> str:
+        public = {choice for choice in self._choices() if not choice.startswith("_")}
+        return f"{self.args[0]}{did_you_mean(self._wanted, public)}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return AttributeError, (str(self),)
 
 
 def whole_number(call: str, name: str, value: Any, least: int, most: int | None = None) -> int:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
-from ..base.errors import DeepSeekZeroError, ModelMismatchError, PeerError
+from ..base.errors import DeepSeekZeroError, ModelMismatchError, PeerError, shown
 from .collectives import Comm
 
 T = TypeVar("T")
+MOST_KEYS = 8  # that an error lists
 
 
 def agree(comm: Comm, lines: Sequence[str], what: str, why: str, fix: str) -> None:
@@ -32,6 +34,44 @@ def agree(comm: Comm, lines: Sequence[str], what: str, why: str, fix: str) -> No
     at = next((k for k, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
     a, b = (found[at] if at < len(found) else "nothing" for found in (first, other))
     raise ModelMismatchError(f"ranks differ in {what}: rank 0 has '{a}', rank {different} has '{b}'.", why, fix)
+
+
+def agree_on(comm: Comm, values: Mapping[str, Any], what: str, why: str, fix: str) -> None:
+    """Raise on every rank, with each key whose values differ, unless all ranks bring the same values.  Collective.
+
+    values: plain values by key, in the same order on every rank; `values_in` takes a dataclass apart.  what, why, fix:
+    as `agree` takes them.
+    """
+    if comm.size == 1:
+        return
+    document = json.dumps({key: shown(value) for key, value in values.items()})
+    if len(set(comm.all_gather_text(hashlib.sha256(document.encode()).hexdigest(), what))) == 1:
+        return
+    everyone = [json.loads(text) for text in comm.all_gather_text(document, f"{what} in full")]
+    different = []
+    for key in dict.fromkeys(key for found in everyone for key in found):
+        said = [found.get(key, "nothing") for found in everyone]
+        other = next((rank for rank, value in enumerate(said) if value != said[0]), None)
+        if other is not None:
+            different.append(f"{key}: rank 0 has {said[0]}, rank {other} has {said[other]}")
+    more = f"; and {len(different) - MOST_KEYS} more" if len(different) > MOST_KEYS else ""
+    raise ModelMismatchError(f"ranks differ in {what}: {'; '.join(different[:MOST_KEYS])}{more}.", why, fix)
+
+
+def values_in(value: Any, name: str) -> dict[str, Any]:
+    """Return the plain values in a dataclass, a pydantic model or a mapping, by dotted names that begin with `name`."""
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {each.name: getattr(value, each.name) for each in fields(value)}
+    elif hasattr(type(value), "model_fields"):
+        parts = {each: getattr(value, each) for each in type(value).model_fields}
+    elif isinstance(value, Mapping):
+        parts = {str(key): inner for key, inner in value.items()}
+    else:
+        return {name: value}
+    found: dict[str, Any] = {}
+    for key, inner in parts.items():
+        found |= values_in(inner, f"{name}.{key}" if name else key)
+    return found
 
 
 class AllRanks:

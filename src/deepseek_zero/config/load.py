@@ -27,12 +27,9 @@ from .raw_config import Problem, Problems, RawConfig, lookup
 from .schema import Config
 from .text import Source, read
 
-BOTH_GIVEN = (
-    "Not sure how to proceed, we were given deepspeed configs in the deepspeed arguments and deepspeed.initialize() "
-    "function call"
-)
-BOTH_ARGUMENTS = "Not sure how to proceed, we were given both a deepscale_config and deepspeed_config"
-NONE_GIVEN = "DeepSpeed requires --deepspeed_config to specify configuration file"
+BOTH_GIVEN = "two configurations were given: one to initialize, and one by the flag --deepspeed_config"
+BOTH_ARGUMENTS = "two configurations were given: by --deepscale_config and by --deepspeed_config"
+NONE_GIVEN = "no configuration was given"
 
 
 def load(source: Source, *, origin: str | None = None, unknown: Literal["error", "warn"] = "error") -> RawConfig:
@@ -47,7 +44,7 @@ def load(source: Source, *, origin: str | None = None, unknown: Literal["error",
     problems = Problems(document.source, goes_on=unknown == "warn")
     if document.duplicates:
         names = list(document.duplicates)
-        problems.add("", f"Duplicate keys in DeepSpeed config: {shown(names)}", "keep one of each", names)
+        problems.add("", f"duplicate keys in the configuration: {shown(names)}", "keep one of each", names)
     normaliser = Normaliser(problems, unknown_is_error=unknown == "error")
     values = normaliser.walk(document.values)
     validate(values, problems)

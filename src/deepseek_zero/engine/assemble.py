@@ -17,7 +17,7 @@ from ..base.capabilities import Capabilities, Capability, as_text
 from ..base.device import has_fast_bf16
 from ..base.log import log_first, log_once
 from ..base.mesh import Mesh
-from ..comm.agreement import AllRanks, agree
+from ..comm.agreement import AllRanks, agree, agree_on
 from ..comm.collectives import Comm
 from ..comm.measure import TriedTransport, try_transports
 from ..optim.sharded import ShardedOptimizer
@@ -47,6 +47,7 @@ from .settings import (
     recompute_settings_of,
     saving_settings_of,
     scaler_of,
+    shared_values,
     sparse_attention_of,
     step_settings_of,
 )
@@ -81,6 +82,13 @@ def assemble(
     world = Comm(mesh.device, transport=way.name)
     world.far_rate = way.rate
     agree(world, [f"{mesh}"], "the mesh", "It says which ranks meet where.", "state the same mesh on every rank.")
+    agree_on(
+        world,
+        shared_values(config),
+        "the configuration",
+        "All ranks run the same steps over slices of the same tensors, and save in step.",
+        "pass the same configuration on every rank.",
+    )
     with AllRanks(world, "looking at the model's parameters"):
         refuse_changes_on(config, mesh)
         refuse_auto_on(config, mesh)
@@ -137,20 +145,6 @@ def assemble(
         integrity=Integrity(runtime, optimizer, mesh, integrity) if integrity is not None and optimizer else None,
         saver=Saver(saving.retention),
         sparse_attention=sparse,
-    )
-    agree(
-        comm,
-        [
-            f"{parts.data_settings}",
-            f"schedule {parts.schedule}",
-            f"save on signal {saving.on_signal}",
-            f"integrity {integrity}",
-            f"deterministic {config.deterministic}",
-            *([] if sparse is None else [f"sparse attention {sparse.layout}"]),
-        ],
-        "the configuration",
-        "Ranks take their batches and their learning rates in step, and save in step.",
-        "pass the same configuration on every rank.",
     )
     if stages is not None:
         parts.loop = stages.connect(comm, mesh, runtime)

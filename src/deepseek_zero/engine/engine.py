@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from ..attention.layer import SparseAttention
 from ..base.capabilities import Capabilities
 from ..base.device import allocated_bytes
 from ..base.errors import StorageError, UsageError
-from ..base.given import path_of, whole_number
+from ..base.given import NoSuchNameError, path_of, whole_number
 from ..base.log import log_once, logger
 from ..base.mesh import Mesh
 from ..base.quantities import format_bytes, format_count, format_seconds
@@ -81,7 +82,17 @@ class StandsForModule(nn.Module):
                 return own.fget(self)  # an AttributeError inside it led here: that one is to be seen, not ours
             if name == "module":  # not there yet
                 raise
-            return getattr(self.module, name)
+            try:
+                return getattr(self.module, name)
+            except AttributeError as error:
+                if error.name != name or error.obj is not self.module:
+                    raise  # of a property inside the model
+                owner = f"'{type(self).__name__}' object, and its module '{type(self.module).__name__}',"
+                raise NoSuchNameError(owner, name, partial(_names_of, self)) from None
+
+
+def _names_of(engine: StandsForModule) -> list[str]:
+    return [*dir(engine), *dir(engine.module)]
 
 
 @dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,7 @@ from ..attention.layouts import fields_of, layout_of
 from ..base.errors import UsageError
 from ..base.mesh import Mesh
 from ..checkpoint.catalogue import Retention
+from ..comm.agreement import values_in
 from ..config.layer_specs import layer_rules
 from ..optim.sharded import TILE_ALIGNMENT, TILE_NUMEL, StepSettings
 from ..optim.updater import PrefetchSettings
@@ -121,6 +122,29 @@ class PipelineSettings:
     def row_parts(self, stages: int) -> int:
         """Return the micro-batches that one call makes of its rows, on a mesh with so many stages along "pp"."""
         return (self.parts or 1) * (stages if self.has_own_rows else 1)
+
+
+# What a rank does on its own: it may write, report and park elsewhere than the others.
+OF_ONE_RANK = (
+    "tensorboard csv_monitor wandb comet records flops_profiler comms_logger network memory_budget aio timers "
+    "steps_per_print log_level wall_clock_breakdown memory_breakdown dump_state"
+).split()
+
+
+def shared_values(config: Config) -> dict[str, Any]:
+    """Return the effective values of a configuration, by key, that must be the same on every rank."""
+    from ..config.fields import Status, rows  # noqa: PLC0415  # it imports pydantic
+
+    found: dict[str, Any] = {}
+    for row in rows(type(config)):
+        is_own = row.path.partition(".")[0] in OF_ONE_RANK
+        if row.status is not Status.EFFECTIVE or is_own:
+            continue
+        value: Any = config
+        for name in row.path.split("."):
+            value = getattr(value, name, None)  # None: of a section that is not there
+        found |= values_in(value, row.path)
+    return {key: value for key, value in found.items() if not key.endswith("path") or key.startswith("checkpoint.")}
 
 
 def policy_of(config: Config) -> Policy:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from ..base.device import PerDevice, ScalesItself, adopt_step_hooks, tell_schedules_of_step
 from ..base.errors import NotBuiltError, UsageError
 from ..base.log import log_once
-from ..comm.agreement import AllRanks, agree
+from ..comm.agreement import AllRanks, agree, agree_on, values_in
 from ..comm.collectives import Pending, propagate_errors
 from ..planner.layout import MAX_IN_FLIGHT
 from ..planner.spec import R
@@ -276,14 +276,18 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     def _compare_ranks(self) -> None:
         """Raise on every rank if ranks differ in how they will step; numbers of shards may differ. Collective."""
-        lines = [f"{self.settings}", f"loss scaling {self.scaler.settings if self.scaler is not None else None}"]
+        values = values_in(self.settings, "step")
+        values |= values_in(self.scaler.settings if self.scaler is not None else None, "loss scaling")
+        values["optimizer"] = type(self.inner).__name__
         for number, group in enumerate(self.inner.param_groups):
-            plain = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
-            lines.append(f"{type(self.inner).__name__}, parameter group {number}: {plain}")
-        lines += self._initial_states.describe() if self._initial_states is not None else []
-        agree(
+            for key, value in group.items():
+                if isinstance(value, (bool, int, float, str, tuple)):
+                    values[f"{key} of parameter group {number}"] = value
+        for number, line in enumerate(self._initial_states.describe() if self._initial_states is not None else []):
+            values[f"initial state {number}"] = line
+        agree_on(
             self.runtime.comm,
-            lines,
+            values,
             "their optimizer",
             "Each rank updates its slices of the same tensors, so one rule must hold for all.",
             "build the optimizer and the configuration from the same arguments on every rank.",

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..base.progress import LongWork
-from ..comm.agreement import AllRanks, agree
+from ..comm.agreement import AllRanks, agree, agree_on, values_in
 from ..comm.by_host import ByHost
 from ..comm.collectives import Comm, scatter
 from ..comm.context import ranks_of_this_host
@@ -154,8 +154,10 @@ def _place_buffers(model: nn.Module, comm: Comm, device: torch.device) -> None:
 
 def compare_ranks(model: nn.Module, plan: Plan, comm: Comm) -> None:
     """Raise on every rank if ranks differ in parameters (names, shapes, dtypes, order), buffers, units or settings."""
-    lines = [f"settings {plan.settings}"]
-    lines += [f"unit {unit.name}" for unit in plan.units]
+    why = "Each rank holds a slice of the same flat buffers, so names, shapes, dtypes, order and settings must agree."
+    fix = "build the model and the configuration from the same arguments on every rank."
+    agree_on(comm, values_in(plan.settings, "plan"), "what they are about to shard", why, fix)
+    lines = [f"unit {unit.name}" for unit in plan.units]
     for name, param in model.named_parameters():
         lines.append(f"parameter {name} {tuple(param.shape)} {param.dtype} requires_grad={param.requires_grad}")
     lines += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
@@ -163,6 +165,6 @@ def compare_ranks(model: nn.Module, plan: Plan, comm: Comm) -> None:
         comm,
         lines,
         "what they are about to shard",
-        "Each rank holds a slice of the same flat buffers, so names, shapes, dtypes, order and settings must agree.",
-        "build the model and the configuration from the same arguments on every rank.",
+        why,
+        fix,
     )

@@ -132,21 +132,20 @@ def test_the_configuration_comes_in_every_way(way: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"config": CONFIG}, "deepspeed.initialize requires a model"),
-        ({"model": "net"}, "DeepSpeed requires --deepspeed_config to specify configuration file"),
+        ({"config": CONFIG}, "initialize requires a model"),
+        ({"model": "net"}, "no configuration was given"),
         (
             {"model": "net", "config": CONFIG, "args": argparse.Namespace(deepspeed_config="x.json")},
-            "Not sure how to proceed, we were given deepspeed configs in the deepspeed arguments and "
-            r"deepspeed.initialize\(\) function call",
+            "one to initialize, and one by the flag --deepspeed_config",
         ),
         (
             {"model": "net", "args": argparse.Namespace(deepspeed_config="x.json", deepscale_config="y.json")},
-            "Not sure how to proceed, we were given both a deepscale_config and deepspeed_config",
+            "by --deepscale_config and by --deepspeed_config",
         ),
         ({"model": "net", "config": CONFIG, "mpu": object()}, r"initialize\(mpu=<object.*cannot be used"),
     ],
 )
-def test_what_is_wrong_is_said_in_deepspeeds_words(given: dict[str, Any], message: str) -> None:
+def test_what_is_wrong_is_said(given: dict[str, Any], message: str) -> None:
     if given.get("model"):
         given = {**given, "model": Net()}
     with pytest.raises((UsageError, ConfigError, NotBuiltError), match=message):

@@ -211,7 +211,7 @@ def tensor_parallel_statement(model: Any, raw: RawConfig, has_mpu: bool) -> Mesh
     if asked is None:
         return None
     if asked.ranks is not None and has_mpu:
-        raise ConfigError("tp_model_init provided tp_group; deepspeed.initialize must not receive mpu.")
+        raise ConfigError("tp_model_init provided tp_group; initialize must not receive mpu.")
     stated = raw.get(_SIZE, 0)
     if stated not in (0, asked.tp_size):
         raise ConfigError(f"Conflicting {_SIZE} in config ({stated}) and tp_model_init ({asked.tp_size}).")

@@ -642,6 +642,9 @@ class DeepSpeedEngine(Engine):
         restore(self.__dict__.pop("_compiled_units", []))
         super().destroy()
 
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *ATTRIBUTES})  # type: ignore[no-untyped-call]
+
     def __getattr__(self, name: str) -> Any:
         if name in ATTRIBUTES:
             return ATTRIBUTES[name](self)

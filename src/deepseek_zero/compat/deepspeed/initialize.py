@@ -87,7 +87,7 @@ def initialize(
     with the mesh (mpu.py).  mesh_param: (data-parallel ranks, sequence-parallel ranks).
     """
     if model is None:
-        raise UsageError("deepspeed.initialize requires a model", "", "pass model=your_module.")
+        raise UsageError("initialize requires a model.", "", "pass model=your_module.")
     if dist_init_required not in (None, True, False):
         raise refuse("initialize", "dist_init_required", dist_init_required, "True, False or None", "leave it out.")
     whole_number("initialize", "distributed_port", distributed_port, 0, 65_535)

@@ -36,7 +36,7 @@ class AutoTP:
             raise NotBuiltError(
                 "AutoTP without a partition_config is not built.",
                 "Its own reading of a model is for init_inference.",
-                "pass partition_config=AutoTPConfig(...), or let deepspeed.initialize split the model.",
+                "pass partition_config=AutoTPConfig(...), or let initialize split the model.",
             )
         self.module, self.partition_config = module, partition_config
         self.mp_size, self.mp_group = 1, None

@@ -139,7 +139,7 @@ def _contradicting_single_rank_pg_error(
         return None
     return (
         f"zero.Init would shard among one rank, and the launcher says WORLD_SIZE={said}: every process would keep the "
-        "whole model.  Call deepspeed.init_distributed() first."
+        "whole model.  Call init_distributed() first."
     )
 
 
