@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 FENCE = re.compile(r"^(?P<indent> *)```python(?P<words>[^\n]*)\n(?P<code>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
-BLOCK_SECONDS = 120.0
+BLOCK_SECONDS = 200.0
 
 
 def blocks(page: str, ranks: int = 1) -> Iterator[tuple[int, str]]:
