@@ -33,6 +33,7 @@ from .bootstrap import Hosts
 from .context import Lane, Partition, WorldContext
 from .flight_recorder import KILLED_FIX, KILLED_WHY, LOST, Position, raised_in
 from .ids import WORLD_LANE, CollectiveId, lane_number
+from .outside_calls import outside_call
 from .transports import base
 from .transports.base import (
     ConnectionLost,
@@ -230,6 +231,7 @@ class _Engine:
     gave_up: bool = False
     has_raised: bool = False
     far_rate: float | None = None
+    lone_call: str = ""  # the call under way that programs may make on some ranks only
     hops: list[weakref.ref[Hops]] = field(default_factory=list)  # a WeakSet's length costs more than all its use here
 
     def patience(self) -> float:
@@ -704,7 +706,7 @@ class Comm:
             except TimeoutError:
                 engine.advance()
                 now = time.perf_counter()
-                error: PeerError | None
+                error: PeerError | UsageError | None
                 if (engine.hops or engine.spans_hosts) and now - looked < base.POLL_SECONDS:
                     asks = now - began > base.POLL_SECONDS
                     error = world.recorder.find_lost_host(asks=asks) if engine.spans_hosts else None
@@ -716,6 +718,7 @@ class Comm:
                     error = world.recorder.find_desync(here, engine.name)
                     if error is None:
                         world.recorder.tell_absent(here, engine.name, now - began)
+                        error = self._find_lone_call(world)
                 if error is not None:
                     engine.gave_up = True
                     raise error from None
@@ -725,6 +728,39 @@ class Comm:
             except Exception as error:
                 self.post_error(error)
                 raise
+
+    @contextmanager
+    def lone_call(self, what: str) -> Iterator[None]:
+        """Open a block of collectives that programs may begin on some ranks only, as a mistake.
+
+        A wait in it ends with `UsageError` if another member waits for this rank in a call of torch.distributed's own.
+        The other ranks of the engine hear of it in their next collective.
+        """
+        before = self._engine.lone_call
+        self._engine.lone_call = what
+        try:
+            yield
+        finally:
+            self._engine.lone_call = before
+
+    def _find_lone_call(self, world: WorldContext) -> UsageError | None:
+        """Return the error for a call that this rank has made and another one has not; None if it may still come."""
+        engine = self._engine
+        if not engine.lone_call:
+            return None
+        calls = [(rank, outside_call(world.recorder, rank)) for rank in self.ranks if rank != world.rank]
+        rank, call = next(((rank, call) for rank, call in calls if call), (-1, ""))
+        if not call:
+            return None
+        error = UsageError(
+            f"{engine.lone_call} was called on rank {world.rank}, and rank {rank} waits for it in torch.distributed's "
+            f"{call}().",
+            f"{engine.lone_call} gathers what is sharded, so every rank must call it.",
+            f"call {engine.lone_call} on all ranks, and use the result on one.",
+        )
+        # No later forward of this rank withdraws it: its collectives are one ahead of the others' from now on.
+        world.recorder.post(raised_in(engine.name), f"{type(error).__name__}: {error.what}"[:300])
+        return error
 
     def _position(self, world: WorldContext, issued: IssuedCollective) -> Position:
         return world.position(issued.lane.name, issued.sequence, self.ranks)

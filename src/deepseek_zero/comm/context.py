@@ -28,6 +28,7 @@ from .bootstrap import Hosts, all_gather_text
 from .channel import Door
 from .flight_recorder import FlightRecorder, Position
 from .ids import engine_of
+from .outside_calls import watch_outside_calls
 from .transports.base import Transport
 from .transports.composed import Hierarchical
 from .transports.gloo import Gloo, Tags, end_with_their_hosts, open_files, shut_down
@@ -114,6 +115,7 @@ class WorldContext:
         if not hosts.is_one:
             end_with_their_hosts(gloo_files, dead_after() + AFTER_WORD_SECONDS)
         recorder = FlightRecorder(hosts, board, dead_after())
+        watch_outside_calls(recorder)
         pages = HostPages(rank, sockets) if sockets is not None else None
         found = cls(hosts, recorder, group, pages, no_sharing_reason, secret, door)
         found._gloo_files = gloo_files

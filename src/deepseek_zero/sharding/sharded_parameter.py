@@ -323,6 +323,16 @@ def _at_rest(
             "Each rank holds only its slice, and only the engine can gather them.",
             "keep the engine as long as the model is used; take state_dict() before its end.",
         )
+    if engine is None:
+        return AtRestError(
+            f"parameter '{name_of(param)}' was sharded by zero.Init, and no engine holds it yet; '{operation}' cannot "
+            "use it.",
+            "Each rank holds only its slice.  transformers builds models so, also after training, while a ZeRO-3 "
+            "configuration lives (HfDeepSpeedConfig, or the Trainer's arguments).",
+            "pass the model to initialize; read or change a parameter inside `with deepseek_zero.zero."
+            "GatheredParameters(param, modifier_rank=0):` on all ranks; or, for a whole model, drop that configuration "
+            "first: transformers.integrations.deepspeed.unset_hf_deepspeed_config().",
+        )
     return AtRestError(
         f"parameter '{name_of(param)}' is sharded; '{operation}' cannot use it here.",
         "Between its uses in forward and backward each rank holds only its slice.",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -173,7 +173,9 @@ class _Saver:
             if coded := [group for group in self.unit.sharded if group.plan.weight.wire is not None]:
                 self.exact = GatheredParameters([member.param for group in coded for member in group.members])
                 self.exact.__enter__()
-            with torch.inference_mode(False), torch.no_grad():
+            runtime = self.unit.groups[0].runtime() if self.unit.groups else None
+            lone_call = runtime.comm.lone_call("state_dict()") if runtime is not None else nullcontext()
+            with torch.inference_mode(False), torch.no_grad(), lone_call:
                 self.unit.unshard()
                 self.unit.wait_for_unshard()
             self.outermost = module

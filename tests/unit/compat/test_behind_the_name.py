@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepseek_zero.base.errors import NotBuiltError, UsageError
+from deepseek_zero.base.errors import AtRestError, NotBuiltError, UsageError
 
 HIDDEN = 6
 
@@ -362,3 +362,12 @@ def test_the_level_of_the_log_can_be_asked_for() -> None:
         logger.setLevel(before)
     with pytest.raises(ValueError, match="no level of the log"):
         should_log_le("loud")
+
+
+def test_a_model_that_zero_init_built_and_no_engine_has_says_which_configuration_to_drop() -> None:
+    import deepspeed
+
+    with deepspeed.zero.Init():
+        layer = nn.Linear(64, 64)
+    with pytest.raises(AtRestError, match="unset_hf_deepspeed_config"):
+        layer(torch.ones(1, 64))
