@@ -59,12 +59,12 @@ def test_a_part_that_fails_or_hangs_ends_nothing_and_all_is_written_down(
     def add_and_wait(report: Report, part: str, result: Result) -> None:
         add(report, part, result)
         if result.name == "before":
-            clock.passed += 100.0  # the part's time is over
+            clock.passed += 100.0  # the time of the part is over
 
     monkeypatch.setattr(run, "time", clock)
     monkeypatch.setattr(Report, "add", add_and_wait)
     out = tmp_path / "out"
-    assert run.main(["--dry-run", "--out", str(out)], parts) == 1
+    assert run.main(["--out", str(out)], parts) == 1
     rows = json.loads((out / "gpu.json").read_text())["results"]
     found = [(row["part"], row["name"], row["verdict"]) for row in rows]
     assert found == [
