@@ -116,6 +116,17 @@ def outer_saved_tensor_hooks() -> tuple[Pack, Unpack] | None:
     return (found[0], found[1]) if found else None
 
 
+def clear_hooks(module: nn.Module) -> None:
+    """Remove all hooks of forward and backward from a module, not from its children."""
+    for hooks in (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    ):
+        hooks.clear()
+
+
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Return whether somebody hears of, or changes, each gradient that reaches a tensor (Tensor.register_hook)."""
     return bool(tensor._backward_hooks)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.device import CPU, fake_tensors
+from ..base.device import CPU, clear_hooks, fake_tensors
 from ..base.errors import NotBuiltError, brief
 from ..base.nested import map_inputs, on_meta
 from ..planner.split import Ranges, Split
@@ -228,10 +228,7 @@ def _template(name: str, module: nn.Module) -> nn.Module:
             "keep locks, files and process groups out of the module, or use dp_shard instead of tp.",
         ) from error
     for each in copy.modules():
-        each._forward_hooks.clear()
-        each._forward_pre_hooks.clear()
-        each._backward_hooks.clear()
-        each._backward_pre_hooks.clear()
+        clear_hooks(each)
     return copy
 
 

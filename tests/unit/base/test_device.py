@@ -19,6 +19,7 @@ from deepseek_zero.base.device import (
     backward_id,
     call_instead,
     call_plainly,
+    clear_hooks,
     default_device,
     ends_recomputation,
     fake_tensors,
@@ -102,6 +103,9 @@ OF_OBJECTS: dict[str, object] = {
     "_cdata": torch.ones(1).untyped_storage(),
     "_schema": torch.ops.aten.mm.default,
     "_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten,
+    "_forward_hooks": nn.Linear(1, 1),
+    "_forward_pre_hooks": nn.Linear(1, 1),
+    "_backward_pre_hooks": nn.Linear(1, 1),
     "_rendezvous_handlers": import_module("torch.distributed.rendezvous"),
     "_optimizer_step_pre_hooks": torch.optim.SGD([torch.ones(1)]),
     "_optimizer_step_post_hooks": torch.optim.SGD([torch.ones(1)]),
@@ -158,6 +162,18 @@ def test_hooks_on_a_gradient_are_seen_until_they_are_removed() -> None:
     assert has_gradient_hooks(tensor)
     handle.remove()
     assert not has_gradient_hooks(tensor)
+
+
+def test_a_module_whose_hooks_are_cleared_calls_none() -> None:
+    module = nn.Linear(2, 2)
+    calls = list[str]()
+    module.register_forward_pre_hook(lambda *_: calls.append("before"))
+    module.register_forward_hook(lambda *_: calls.append("after"))
+    module.register_full_backward_pre_hook(lambda *_: calls.append("before backward"))
+    module.register_full_backward_hook(lambda *_: calls.append("after backward"))
+    clear_hooks(module)
+    module(torch.ones(1, 2)).sum().backward()
+    assert calls == []
 
 
 def test_fake_tensors_have_shapes_and_no_values() -> None:
