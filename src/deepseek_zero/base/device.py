@@ -58,26 +58,28 @@ def next_node_number() -> int:
     return number_of_node(node) + 1
 
 
-Roots = Callable[[list[torch.Tensor]], list[torch.Tensor]]
-_changes_of_roots: list[Roots] = []
+# Called with the tensors that a backward differentiates.  Returns the tensors to differentiate instead, and a function
+# to call after the backward if it succeeds, or None.
+BackwardHook = Callable[[list[torch.Tensor]], tuple[list[torch.Tensor], Callable[[], None] | None]]
+_of_every_backward: list[BackwardHook] = []
 
 
-def before_every_backward(change: Roots) -> None:
-    """Have a function see, and replace, what every backward of this process differentiates.
+def hook_every_backward(hook: BackwardHook) -> None:
+    """Call a hook at every backward of this process; a hook that is registered already is not added again.
 
     torch has no hook for the start of a backward.  This wraps `torch.autograd.backward`, which
-    `Tensor.backward` calls, and `torch.autograd.grad`.  A backward inside a backward (reentrant
-    checkpoint) is left alone.  The wrapper is put on once and stays; a function counts once.
+    `Tensor.backward` calls, and `torch.autograd.grad`, once and for the life of the process.  A backward inside
+    a backward (reentrant checkpoint) calls no hook.
     """
-    if change in _changes_of_roots:
+    if hook in _of_every_backward:
         return
-    if not _changes_of_roots:
-        torch.autograd.backward = _with_changed_roots(torch.autograd.backward)
-        torch.autograd.grad = _with_changed_roots(torch.autograd.grad)
-    _changes_of_roots.append(change)
+    if not _of_every_backward:
+        torch.autograd.backward = _with_hooks(torch.autograd.backward)
+        torch.autograd.grad = _with_hooks(torch.autograd.grad)
+    _of_every_backward.append(hook)
 
 
-def _with_changed_roots(differentiate: Callable[..., Any]) -> Callable[..., Any]:
+def _with_hooks(differentiate: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(differentiate)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if backward_id() != -1:
@@ -87,11 +89,19 @@ def _with_changed_roots(differentiate: Callable[..., Any]) -> Callable[..., Any]
         roots = [given] if isinstance(given, torch.Tensor) else list(given) if isinstance(given, list | tuple) else []
         if not roots or not all(isinstance(root, torch.Tensor) for root in roots):
             return differentiate(*args, **kwargs)
-        for change in _changes_of_roots:
-            roots = change(roots)
+        afterwards = []
+        for hook in _of_every_backward:
+            roots, after = hook(roots)
+            if after is not None:
+                afterwards.append(after)
         if args:
-            return differentiate(roots, *args[1:], **kwargs)
-        return differentiate(**{**kwargs, name: roots})
+            args = (roots, *args[1:])
+        else:
+            kwargs[name] = roots
+        result = differentiate(*args, **kwargs)
+        for after in afterwards:
+            after()
+        return result
 
     return wrapped
 

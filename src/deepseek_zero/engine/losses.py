@@ -1,7 +1,7 @@
 """Finds the losses of a step, whichever way its program differentiates them.
 
-`engine.backward` is given its loss. A plain `loss.backward()` calls `torch.autograd.backward`, which is wrapped when
-the first engine starts: what it is given is a loss of the engine whose model the backward has reached.
+`engine.backward` is given its loss. A hook sees every other backward of the process: what is differentiated is a loss
+of the engine whose model the backward has reached.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from ..base.device import hook_every_backward
 
 
 class Losses:
@@ -30,7 +30,8 @@ class Losses:
         self.is_paused = False
         self._scaled: Callable[[], Tensor | None] = lambda: None
         self._unscaled: Tensor | None = None
-        _watch(self)
+        _HERE.losses.add(self)
+        hook_every_backward(_find_losses)
 
     def scaled(self, scaled: Tensor, loss: Tensor) -> None:
         """Remember which loss a tensor was scaled from."""
@@ -56,41 +57,22 @@ class Losses:
 
 
 class _Here(threading.local):
-    """The engines of this thread, and whether a backward is under way in it."""
+    """The engines of this thread."""
 
     def __init__(self) -> None:
         self.losses: weakref.WeakSet[Losses] = weakref.WeakSet()
-        self.is_inside = False
 
 
 _HERE = _Here()
-_LOCK = threading.Lock()
-_wrapped: list[Any] = []  # what the wrapper is of
 
 
-def _watch(losses: Losses) -> None:
-    _HERE.losses.add(losses)
-    with _LOCK:
-        if not _wrapped:
-            _wrapped.append(torch.autograd.backward)
-            torch.autograd.backward = _observed(torch.autograd.backward)
+def _find_losses(roots: list[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+    """Return the roots of a backward, and a function that finds the losses among them after it."""
+    watching = [(each, each.reached()) for each in _HERE.losses if not each.is_paused]
 
+    def after() -> None:
+        for losses, before in watching:
+            if losses.reached() != before:
+                losses.differentiated(roots)
 
-def _observed(plain: Callable[..., None]) -> Callable[..., None]:
-    @wraps(plain)
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        watching = [] if _HERE.is_inside else [each for each in _HERE.losses if not each.is_paused]
-        if not watching:  # also a reentrant checkpoint's, inside another
-            plain(tensors, *args, **kwargs)
-            return
-        before = [each.reached() for each in watching]
-        _HERE.is_inside = True
-        try:
-            plain(tensors, *args, **kwargs)
-        finally:
-            _HERE.is_inside = False
-        for each, seen in zip(watching, before, strict=True):
-            if each.reached() != seen:
-                each.differentiated(tensors)
-
-    return backward
+    return roots, after

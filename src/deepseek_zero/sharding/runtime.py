@@ -43,9 +43,9 @@ from torch import Tensor, nn
 
 from ..base.device import (
     backward_id,
-    before_every_backward,
     ends_recomputation,
     held_by,
+    hook_every_backward,
     in_torch_func,
     next_node_number,
     outside_torch_func,
@@ -558,7 +558,7 @@ class Forward:
 
     def _outside(self, output: Any, begin: int) -> Any:
         """An output whose gradients get the engine's factor on their way in.  begin: as `record_forward` takes it."""
-        before_every_backward(_scale_entries_of)
+        hook_every_backward(_scale_entries_of)
         end = next_node_number()
         output = map_tensors(output, partial(output_alias, self.runtime))
         record_forward(begin, end, next_node_number(), self.runtime.loss_factor.at_entry)
@@ -729,7 +729,7 @@ class LossFactor:
     def _watch_backwards(self) -> None:
         """Have backwards watched from now on if there is a factor."""
         if self.has_border:
-            before_every_backward(_scale_entries_of)
+            hook_every_backward(_scale_entries_of)
 
     @property
     def scale(self) -> float:
@@ -833,16 +833,16 @@ class LossFactor:
         return scaled
 
 
-def _scale_entries_of(roots: list[Tensor]) -> list[Tensor]:
+def _scale_entries_of(roots: list[Tensor]) -> tuple[list[Tensor], None]:
     """Before a backward: scale what enters an engine past its outputs, if a factor is missing there."""
     factors = list(_FACTORS)
     if any(factor.is_carried for factor in factors):
-        return roots
+        return roots, None
     if any(factor.has_scaled(root) for factor in factors for root in roots):
         is_missing = len({factor.scale for factor in factors}) > 1
     else:
         is_missing = any(factor.has_border for factor in factors)
-    return scale_entries(roots, _factor_of_leaf) if is_missing else roots
+    return scale_entries(roots, _factor_of_leaf) if is_missing else roots, None
 
 
 def _factor_of_leaf(leaf: Tensor) -> Callable[[], float | None] | None:
