@@ -44,7 +44,7 @@ def load(source: Source, *, origin: str | None = None, unknown: Literal["error",
     problems = Problems(document.source, goes_on=unknown == "warn")
     if document.duplicates:
         names = list(document.duplicates)
-        problems.add("", f"duplicate keys in the configuration: {shown(names)}", "keep one of each", names)
+        problems.add("", f"Duplicate keys in the configuration: {shown(names)}", "keep one of each", names)
     normaliser = Normaliser(problems, unknown_is_error=unknown == "error")
     values = normaliser.walk(document.values)
     validate(values, problems)

@@ -355,7 +355,8 @@ def _advice_at_rest(operation: str, args: Sequence[Any], kwargs: Mapping[str, An
     if args and dtype_of_conversion(operation, args, kwargs) is not None:
         return (
             'cast the model before initialize() or DeepSeekZeRO3, or state the dtype in the configuration: "bf16" or '
-            '"fp16": {"enabled": true}; export(path, dtype=...) writes weights in another dtype.'
+            '"fp16": {"enabled": true}; export(path, dtype=...) writes weights in another dtype; for a copy of one '
+            f"parameter in another dtype convert it inside {GATHERED.format('')}."
         )
     if operation in MOVES_DEVICE:
         return (

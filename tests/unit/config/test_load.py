@@ -153,7 +153,7 @@ def test_every_problem_is_reported_at_once_with_key_value_origin_and_fix(tmp_pat
     text = str(error.value)
     assert text.startswith(f"7 problems in the configuration {path}:")
     for part in (
-        "duplicate keys in the configuration: ['gradient_clipping']",
+        "Duplicate keys in the configuration: ['gradient_clipping']",
         f"train_batch_size = 'many' (from {path}): must be an integer",
         f"zero_optimization.stagee = 3 (from {path}): no such key",
         "fix: did you mean zero_optimization.stage?",

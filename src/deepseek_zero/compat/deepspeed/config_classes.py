@@ -460,7 +460,7 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, Any]]) -> 
     """Return a dict of JSON's pairs; a ValueError names keys that stand there twice."""
     names = [name for name, _ in ordered_pairs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"duplicate keys in the configuration: {twice}")
+        raise ValueError(f"Duplicate keys in the configuration: {twice}")
     return dict(ordered_pairs)
 
 
@@ -728,7 +728,7 @@ def _read(config: Any) -> dict[str, Any]:
     """Return the keys of a configuration; a ConfigError, which is a ValueError, for one that cannot be read."""
     document = read(dict(config) if isinstance(config, Mapping) else os.fspath(config), lenient=True)
     if document.duplicates:
-        raise ConfigError(f"duplicate keys in the configuration: {list(document.duplicates)}", fix="keep one of each")
+        raise ConfigError(f"Duplicate keys in the configuration: {list(document.duplicates)}", fix="keep one of each")
     return dict(document.values)
 
 
