@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepseek_zero
-from deepseek_zero.base.errors import StorageError, UsageError
+from deepseek_zero.base.errors import AtRestError, StorageError, UsageError
 from deepseek_zero.compat.deepspeed.config_classes import OffloadStateTypeEnum
+from deepseek_zero.engine import state_offload
+from deepseek_zero.tiers.parked import ParkedStorages
 from deepseek_zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 WIDTH = 1024
@@ -174,6 +177,70 @@ def test_states_of_other_tiers_go_and_come_back(device: str, tmp_path: Path) -> 
     engine.offload_states(device="nvme")
     engine.reload_states()
     step(engine, 2)
+
+
+@pytest.mark.parametrize(("stage", "device"), [(0, "cpu"), (3, "nvme")])
+@pytest.mark.ranks(2)
+def test_an_engine_is_destroyed_while_its_states_are_away(
+    stage: int, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    engine = build(stage, **BF16)
+    step(engine, 0)
+    before = states(engine)
+    model = engine.module
+    engine.offload_states(device=device)
+    assert open_files(tmp_path)
+    if dist.get_rank():
+        dist.barrier()  # the ranks do not wait for each other in destroy()
+    engine.destroy()
+    if not dist.get_rank():
+        dist.barrier()
+    engine.destroy()
+    assert not open_files(tmp_path) and not list(tmp_path.iterdir())
+    if stage == 0:
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[f"weight {name}"]), name
+    else:
+        with pytest.raises(AtRestError, match="its engine was destroyed"):
+            model.state_dict()
+    dist.barrier()
+    del engine, model
+    again = build(stage, **BF16)
+    step(again, 0)
+    assert_equal(states(again), before)
+
+
+@pytest.mark.ranks(1)
+def test_destroy_drops_what_cannot_come_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    warnings = list[str]()
+    monkeypatch.setattr(state_offload.logger, "warning", warnings.append)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    engine = build(1)
+    step(engine, 0)
+    engine.offload_states()
+
+    def read(self: ParkedStorages, values: Tensor) -> None:
+        raise OSError("unreadable")
+
+    monkeypatch.setattr(ParkedStorages, "_read", read)
+    engine.destroy()
+    assert "Call reload_states() before destroy()" in warnings[-1]
+    assert not open_files(tmp_path) and not list(tmp_path.iterdir())
+    refused(lambda: next(engine.module.parameters()).sum())
+
+
+def open_files(folder: Path) -> list[str]:
+    """Return this process's open files in a folder, with those that have no name."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(link)
+        except OSError:  # closed since it was listed
+            continue
+        if target.startswith(str(folder)):
+            found.append(target)
+    return found
 
 
 @pytest.mark.ranks(1)

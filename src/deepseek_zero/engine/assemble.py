@@ -32,9 +32,10 @@ from .changes import changes_of_piece, changes_of_whole, refuse_changes_on, refu
 from .determinism import Determinism
 from .engine import Parts
 from .integrity import Integrity
+from .memory_advice import MemoryAdvice
 from .optimizer import Client, OptimizerParts, optimizer_parts
 from .pieces import cut_along_axes, plan_layers, refuse_auto_on
-from .planning import plan_run
+from .planning import plan_run, update_of
 from .preemption import Preemption
 from .saving import Saver
 from .settings import (
@@ -118,16 +119,19 @@ def assemble(
     capabilities = comm.capabilities() + way.capabilities() + number_formats(plan.settings.policy, mesh.device)
     if mesh.device.type == "cpu":
         capabilities += memory.capabilities(keeps_freed=memory.keep_freed_memory())
-    tiers = open_tiers(plan, memory_settings_of(config), comm, step_settings.tile_numel)
-    check_room(plan, tiers, comm)
-    runtime = wrap_model(model, plan, comm, tiers)
-    _tell_what_stays_whole(plan)
+    batch = config.batch.micro, config.batch.accumulation
+    advice = MemoryAdvice(plan, shape, update_of(config, chosen, mesh.device), batch)
     scaler = scaler_of(config)
     optimizer = None
-    if chosen.make is not None:
-        optimizer = ShardedOptimizer(
-            runtime, chosen.groups, chosen.make, step_settings, scaler, plan.update, chosen.states
-        )
+    with advice.explaining("initialize"):
+        tiers = open_tiers(plan, memory_settings_of(config), comm, step_settings.tile_numel)
+        check_room(plan, tiers, comm)
+        runtime = wrap_model(model, plan, comm, tiers)
+        _tell_what_stays_whole(plan)
+        if chosen.make is not None:
+            optimizer = ShardedOptimizer(
+                runtime, chosen.groups, chosen.make, step_settings, scaler, plan.update, chosen.states
+            )
     runtime.loss_factor.scaler = scaler
     saving, integrity = saving_settings_of(config), integrity_settings_of(config)
     parts = Parts(
@@ -140,6 +144,7 @@ def assemble(
         data_settings_of(config),
         saving,
         placement_settings_of(config),
+        advice,
         (config.scheduler.type, config.scheduler.params) if config.scheduler.type is not None else None,
         preemption=Preemption(saving.on_signal) if saving.on_signal is not None else None,
         integrity=Integrity(runtime, optimizer, mesh, integrity) if integrity is not None and optimizer else None,

@@ -56,6 +56,7 @@ from .determinism import Determinism
 from .integrity import Integrity
 from .losses import Losses
 from .memory import memory_report, plan_of, traced
+from .memory_advice import MemoryAdvice
 from .preemption import Preemption
 from .saving import Saver
 from .settings import DataSettings, ObserverSettings, SavingSettings
@@ -108,6 +109,7 @@ class Parts:
     data_settings: DataSettings
     saving_settings: SavingSettings
     placement_settings: PlacementSettings
+    advice: MemoryAdvice
     schedule: tuple[str, Any] | None = None
     recompute: Recompute | None = None
     vertical: LayerwiseAccumulation | None = None
@@ -355,6 +357,10 @@ class Engine(StandsForModule):
         """
         return self.parts.sparse_attention
 
+    def _explains(self, call: str) -> AbstractContextManager[None]:
+        """Open a block of one of the engine's calls in which a failed allocation is explained."""
+        return self.parts.advice.explaining(call)
+
     # -- the step by step flow
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -362,9 +368,9 @@ class Engine(StandsForModule):
         self.runtime.is_boundary = self.is_gradient_accumulation_boundary()
         self.observer.saw((*args, *kwargs.values()))
         if self.parts.loop is not None:
-            with self.observer.timed("forward"), self._losses.paused():
+            with self.observer.timed("forward"), self._losses.paused(), self._explains("forward"):
                 return self.parts.loop(args, kwargs)
-        with self.observer.timed("forward"), self.observer.profiled(self):
+        with self.observer.timed("forward"), self.observer.profiled(self), self._explains("forward"):
             # The first child is `self.module`, which __getattr__ would look up behind every name of DeepSpeed's.
             return next(self.children())(*args, **kwargs)
 
@@ -385,7 +391,7 @@ class Engine(StandsForModule):
         for micro in micro_batches:
             if isinstance(micro, pipeline.MicroBatch):
                 self.observer.saw((*micro.args, *micro.kwargs.values()))
-        with self.observer.timed("forward"), self._losses.paused():
+        with self.observer.timed("forward"), self._losses.paused(), self._explains("train_batch"):
             loss = stages.train(micro_batches)
         self.observer.loss(loss)
         self._end_pipelined()
@@ -487,7 +493,7 @@ class Engine(StandsForModule):
         runtime.is_boundary = self.is_gradient_accumulation_boundary()
         done = runtime.backwards
         try:
-            with self.observer.timed("backward"), self._losses.paused():
+            with self.observer.timed("backward"), self._losses.paused(), self._explains("backward"):
                 if loop is not None:
                     with loop.expects(loss):
                         self.scale(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
@@ -590,7 +596,7 @@ class Engine(StandsForModule):
     def _end_step(self, update: Callable[..., None], lr_kwargs: dict[str, Any]) -> None:
         """Update weights and learning rate, and all that follows a step.  update: of the optimizer."""
         assert self.optimizer is not None
-        with self.observer.timed("step"):
+        with self.observer.timed("step"), self._explains("step"):
             self._update(update)
         self.global_steps += 1
         if self.optimizer.last is not None and self.optimizer.last.skipped:
@@ -747,6 +753,7 @@ class Engine(StandsForModule):
         before = self._batch
         train = micro * accumulation * before.data_size
         self._batch = Batch(train, micro, accumulation, before.data_size)
+        self.parts.advice.batch = micro, accumulation
         changes = {
             "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": accumulation,

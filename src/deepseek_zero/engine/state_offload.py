@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ..base.device import without_torch_function
+from ..base.errors import brief
+from ..base.log import logger
 from ..base.memory import trim_heap
 from ..optim.sharded import ShardedOptimizer
 from ..report.measure import moments_of
@@ -73,15 +75,36 @@ class StateOffload:
         """Bring back everything that is away. A second call does nothing. Collective."""
         if not self.offloaded:
             return
+        self._restore()
+        self.runtime.comm.whole.barrier("reload_states")  # other ranks read this one's weights from here on
+
+    def release(self) -> None:
+        """Bring everything back for an engine that is destroyed, so that its model can still be read. Local.
+
+        If there is no memory for the states, or their file cannot be read, they are dropped with a warning. Every use
+        of them then raises.
+        """
+        try:
+            self._restore()
+        except (MemoryError, RuntimeError) as error:
+            logger.warning(
+                "destroy() could not bring back the states that offload_states() moved away, and dropped them: "
+                f"{brief(error)}. Call reload_states() before destroy() to keep them."
+            )
+            for parked in self._parked:
+                parked.drop()
+            self._parked = []
+
+    def _restore(self) -> None:
         for parked in self._parked:
             parked.restore()
         for group in self.runtime.groups:
             group.guard.refusal = None
         for undo in reversed(self._undo):
             undo()
-        self._parked, self._undo = [], []
+        self._parked = []
+        self._undo = []
         self.offloaded = set()
-        self.runtime.comm.whole.barrier("reload_states")  # other ranks read this one's weights from here on
 
     def refuse(self) -> None:
         """Raise if anything is away."""

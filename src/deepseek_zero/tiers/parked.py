@@ -79,7 +79,6 @@ class ParkedStorages:
         for values, kept in self._on_host:
             values.untyped_storage().resize_(kept.numel())
             values.copy_(kept)
-        self._on_host = []
         if self._file is not None:
             with _describing(self._folder):
                 self._file.seek(0)
@@ -87,7 +86,13 @@ class ParkedStorages:
                     if values.device.type != "cpu":
                         values.untyped_storage().resize_(values.numel())
                     self._read(values)
-                self._file.close()
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what is parked, and close the file. Storages that were not restored have lost their values."""
+        if self._file is not None:
+            self._file.close()
+        self._on_host = []
         self._file = None
         self._filed = []
         self._known = set()

@@ -636,7 +636,12 @@ class DeepSpeedEngine(Engine):
         return bool(self.__dict__.get("_compiled_units"))
 
     def destroy(self) -> None:
-        """Unhook the model, undo compile() and close the records; calling it twice is harmless."""
+        """Unhook the model, undo compile() and close the records; calling it twice is harmless.
+
+        States that `offload_states` moved away come back first, without other ranks.
+        """
+        if (away := self.__dict__.pop("_state_offload", None)) is not None:
+            away.release()
         for handle in self.__dict__.pop("_leaf_hooks", []):
             handle.remove()
         restore(self.__dict__.pop("_compiled_units", []))

@@ -1,0 +1,210 @@
+"""Explains a failed allocation: what the plan predicts, what the device has, and one change that would fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..base.device import allocated_bytes, free_device_bytes
+from ..base.errors import DeepSeekZeroError
+from ..base.quantities import format_bytes
+from ..comm.context import ranks_of_this_host
+from ..planner.auto_wrap_policy import ModelShape
+from ..planner.plan import Plan, plan_shape
+from ..planner.update import UpdateSettings
+from ..tiers.host import free_host_bytes
+from ..tiers.tier import Tier
+
+# What PyTorch's allocators write into a RuntimeError that has no class of its own.
+_TEXTS = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory", "out of memory")
+_REQUEST = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
+_UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_STATES = {
+    "weight": "parameters",
+    "grad": "gradients",
+    "master": "main weights",
+    "moments": "optimizer states",
+    "buffers": "communication and update buffers",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the configuration.
+
+    Attributes:
+        text: The change, as an error message names it.
+        settings: The fields of `PlanSettings` that it changes.
+        divides: The factor by which it makes the micro-batch smaller.
+    """
+
+    text: str
+    settings: dict[str, Any]
+    divides: int = 1
+
+
+@dataclass
+class MemoryAdvice:
+    """Adds the plan of one rank to the errors of failed allocations.
+
+    Attributes:
+        plan: The plan that the run is built from.
+        shape: The model's shape, of which the plans of other configurations are made.
+        update: The optimizer, as the planner needs it.
+        batch: Samples of a micro-batch, and micro-batches of a step.
+    """
+
+    plan: Plan
+    shape: ModelShape
+    update: UpdateSettings | None
+    batch: tuple[int, int]
+    _is_explaining: bool = field(default=False, repr=False)
+
+    @contextmanager
+    def explaining(self, call: str) -> Iterator[None]:
+        """Open a block in which the error of a failed allocation gets an explanation.
+
+        The error that leaves the block has the class of the original one, which is its cause. A program that looks
+        for the class or for the text of the original error finds both.
+
+        Args:
+            call: The name of the call that the block serves, for the message.
+        """
+        if self._is_explaining:
+            yield
+            return
+        self._is_explaining = True
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not _is_of_allocation(error):
+                raise
+            text = self.text(error, call)
+            if type(error) not in (MemoryError, RuntimeError, torch.OutOfMemoryError):
+                error.add_note(text)  # the constructor of a subclass may need other arguments
+                raise
+            raise type(error)(f"{error}\n  {text}") from error
+        finally:
+            self._is_explaining = False
+
+    def text(self, error: BaseException, call: str) -> str:
+        """Return the explanation of a failed allocation."""
+        device = self.plan.mesh.device
+        room = room_of(device)
+        planned = self._near_bytes(self.plan)
+        asked = allocated_bytes(device) + _requested_bytes(error)
+        other = max(0, asked - planned)
+        states = {name: self.plan.bytes_by_state().get(state, 0) for state, name in _STATES.items()}
+        listed = ", ".join(f"{format_bytes(nbytes)} of {name}" for name, nbytes in states.items() if nbytes)
+        lines = [
+            f"This was {call}() on rank {self.plan.mesh.rank}.",
+            f"Why: the plan predicts {format_bytes(planned)} for this rank on {device} ({listed}). Activations and "
+            f"other tensors, with this request, take {format_bytes(other)}. This process can have {format_bytes(room)} "
+            "there.",
+            f"What to do: {self._advice(room, planned, other)}",
+        ]
+        return "\n  ".join(lines)
+
+    def _advice(self, room: int, planned: int, other: int) -> str:
+        least = planned + other
+        best = first = ""
+        if least <= room:
+            first = (
+                "these bytes would fit, so memory is fragmented or limited elsewhere: on a GPU try "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. Or "
+            )
+        for change in self._changes(activations_first=other > planned):
+            try:
+                needed = self._near_bytes(self._planned_with(change)) + other // change.divides
+            except DeepSeekZeroError:  # the planner refuses this combination
+                continue
+            if needed <= room and needed < least:
+                return f"{first}{change.text}. By the plan this rank then needs {format_bytes(needed)}, which fits."
+            if needed < least:
+                least = needed
+                best = change.text
+        if not best:
+            return "no single change of the configuration saves memory here. Use more ranks, or a smaller model."
+        return (
+            f"no single change fits by the plan. The largest saving: {best}; this rank then needs "
+            f"{format_bytes(least)}. Use more ranks as well, or a smaller micro-batch."
+        )
+
+    def _changes(self, *, activations_first: bool) -> list[Change]:
+        """Return the changes of the configuration to try, the least costly first."""
+        smaller, others = self._smaller_batches(), [*self._higher_stages(), *self._offloads()]
+        return [*smaller, *others] if activations_first else [*others, *smaller]
+
+    def _higher_stages(self) -> list[Change]:
+        if self.plan.mesh.shard_size == 1:
+            return []
+        stages = range(self.plan.settings.stage + 1, 4)
+        return [Change(f'set "zero_optimization": {{"stage": {stage}}}', {"stage": stage}) for stage in stages]
+
+    def _offloads(self) -> list[Change]:
+        settings = self.plan.settings
+        tier = Tier.HOST
+        value = '{"device": "cpu"}'
+        if self.plan.mesh.device.type == "cpu":  # the host's memory is the one that is full
+            tier = Tier.NVME
+            value = '{"device": "nvme", "nvme_path": FOLDER}'
+        found = []
+        if settings.stage >= 1 and settings.state_tier is Tier.DEVICE and not settings.unit_tiers:
+            text = f'set "zero_optimization": {{"offload_optimizer": {value}}}'
+            found.append(Change(text, {"state_tier": tier}))
+        if settings.stage == 3 and settings.weight_tier is Tier.DEVICE and not settings.unit_tiers:
+            text = f'set "zero_optimization": {{"offload_param": {value}}}'
+            found.append(Change(text, {"weight_tier": tier}))
+        return found
+
+    def _smaller_batches(self) -> list[Change]:
+        micro, accumulation = self.batch
+        return [
+            Change(
+                f'set "train_micro_batch_size_per_gpu": {micro // factor} and "gradient_accumulation_steps": '
+                f"{accumulation * factor}, which keeps the global batch",
+                {"accumulation": self.plan.settings.accumulation * factor},
+                factor,
+            )
+            for factor in _divisors(micro)
+        ]
+
+    def _planned_with(self, change: Change) -> Plan:
+        plan = self.plan
+        settings = replace(plan.settings, **change.settings)
+        found = plan_shape(self.shape, settings, plan.mesh, plan.machine, self.update)
+        return replace(found, pipeline=plan.pipeline, tensor=plan.tensor, sequence=plan.sequence)
+
+    def _near_bytes(self, plan: Plan) -> int:
+        """Return the bytes that a plan predicts for the memory of the training device."""
+        found = plan.bytes_by_tier()
+        return found[Tier.DEVICE] + (found[Tier.HOST] if plan.mesh.device.type == "cpu" else 0)
+
+
+def room_of(device: torch.device) -> int:
+    """Return the bytes that this process can have of a device's memory, with those that it has."""
+    free = free_device_bytes(device)
+    if free is None:
+        return allocated_bytes(device) + free_host_bytes() // ranks_of_this_host()
+    return torch.cuda.memory_reserved(device) + free
+
+
+def _is_of_allocation(error: BaseException) -> bool:
+    if isinstance(error, DeepSeekZeroError):  # these have advice already
+        return False
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in _TEXTS)
+
+
+def _requested_bytes(error: BaseException) -> int:
+    """Return the bytes of the failed request; 0 if the message does not name them."""
+    found = _REQUEST.search(str(error))
+    return int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
+
+
+def _divisors(number: int) -> Sequence[int]:
+    return [factor for factor in range(2, number + 1) if number % factor == 0]
