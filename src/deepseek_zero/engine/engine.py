@@ -370,7 +370,12 @@ class Engine(StandsForModule):
         if self.parts.loop is not None:
             with self.observer.timed("forward"), self._losses.paused(), self._explains("forward"):
                 return self.parts.loop(args, kwargs)
-        with self.observer.timed("forward"), self.observer.profiled(self), self._explains("forward"):
+        with (
+            self.observer.timed("forward"),
+            self.observer.profiled(self),
+            self._explains("forward"),
+            self.runtime.loss_factor.entered(),
+        ):
             # The first child is `self.module`, which __getattr__ would look up behind every name of DeepSpeed's.
             return next(self.children())(*args, **kwargs)
 

@@ -341,12 +341,10 @@ class OneCycle(Schedule):
         return [low / factor for low in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each group at `last_batch_iteration`, or None where momentum is not cycled."""
+        """Return the betas of each group at `last_batch_iteration`, or None if momentum is not cycled."""
         if not self.cycle_momentum:
             return None
-        if self.last_batch_iteration < 0:
-            beta1s = self.min_moms  # DeepSpeed starts from the low end and jumps to the high end with iteration 0
-        elif self._cycling():
+        if self._cycling():
             scale = self._scale()
             beta1s = [high - (high - low) * scale for low, high in zip(self.min_moms, self.max_moms, strict=True)]
         else:
@@ -356,7 +354,13 @@ class OneCycle(Schedule):
 
     def _write(self) -> None:
         super()._write()
-        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or [], strict=False):
+        moms = self.get_mom()
+        if moms is None:
+            return
+        if self.last_batch_iteration < 0:
+            # As in DeepSpeed: the first update runs with cycle_min_mom, although get_mom() returns cycle_max_mom.
+            moms = [(low, _CYCLE_BETA2) for low in self.min_moms]
+        for group, betas in zip(self.optimizer.param_groups, moms, strict=False):
             group["betas"] = betas
 
     def _cycling(self) -> bool:

@@ -499,6 +499,7 @@ class Forward:
             for group in self.runtime.groups[:1]:  # weights are moved away of all groups or of none
                 group.refuse_offloaded_weight()
             if torch.is_grad_enabled():
+                self.runtime.loss_factor.forward_begins()
                 follow_requires_grad(self.runtime, begins_a_step=begins_a_step)
             schedule = self.runtime.executor.schedule
             self.runtime.executor.begin(schedule.forward if torch.is_grad_enabled() else schedule.inference)
@@ -707,7 +708,9 @@ class LossFactor:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = weakref.ref(runtime)
         self._scaler: LossScaler | None = None
-        self.is_strict = False  # the engine scales every loss, of one number each; else it is an error, as in DeepSpeed
+        self.is_strict = False  # a loss of the engine's own forward has to be scaled, as in DeepSpeed
+        self._is_entered = False  # inside `entered`
+        self._is_of_engine = False  # the last recorded forward was the engine's, not the model's own
         self.is_recorded = False  # a backward since the last step was recorded, to be differentiated again
         self._scaled: Callable[[], Tensor | None] = lambda: None  # the last loss it has scaled
         self._is_carried = False  # gradients that come in have the factor (`carried`)
@@ -777,9 +780,27 @@ class LossFactor:
         """Return whether a tensor is the last loss that `apply` returned."""
         return loss is self._scaled()
 
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Open a block in which the engine itself, and not its user, calls the model."""
+        before = self._is_entered
+        self._is_entered = True
+        try:
+            yield
+        finally:
+            self._is_entered = before
+
+    def forward_begins(self) -> None:
+        """Note whether a recorded forward was called through the engine."""
+        self._is_of_engine = self._is_entered
+
     def refuse_unscaled(self) -> None:
-        """As a backward begins: UsageError if it is plain where losses are to be scaled by the program."""
-        if self.is_strict and self._scaler is not None and self.is_plain:
+        """Raise UsageError if a plain backward begins that differentiates the engine's own forward in fp16.
+
+        Behind DeepSpeed's name the program scales such a loss. After `engine.module(...)` it does not have to: one
+        loss of several engines cannot be scaled by each of them. The factor is then applied at the outputs.
+        """
+        if self.is_strict and self._is_of_engine and self._scaler is not None and self.is_plain:
             raise UsageError(
                 "Loss scaling is required for this configuration, and backward() was called without it.",
                 "Gradients in fp16 are lost below its smallest number.",

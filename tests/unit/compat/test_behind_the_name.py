@@ -172,6 +172,32 @@ def test_a_loss_in_fp16_is_scaled_by_the_program_or_it_is_an_error() -> None:
     assert engine.global_steps == 2
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_loss_of_several_models_in_fp16_needs_no_scaling_if_they_are_called_without_their_engines(
+    stage: int,
+) -> None:
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+
+    settings = config(stage, fp16={"enabled": True, "initial_scale_power": 4})
+    plain = [built(settings), built(settings)]
+    scaled = [built(settings), built(settings)]
+    x = torch.ones(1, HIDDEN, dtype=torch.float16)
+    for _ in range(2):
+        torch.add(plain[0].module(x), plain[1].module(x) / 2).backward()
+        scaled[0].scale(torch.add(scaled[0].module(x), scaled[1].module(x) / 2)).backward()
+        for engine, reference in zip(plain, scaled, strict=True):
+            for own, other in zip(engine.module.parameters(), reference.module.parameters(), strict=True):
+                grad = safe_get_full_grad(own)
+                assert grad is not None and torch.equal(grad, safe_get_full_grad(other))
+        for engine in [*plain, *scaled]:
+            engine.step()
+    for engine, reference in zip(plain, scaled, strict=True):
+        for own, other in zip(engine.module.parameters(), reference.module.parameters(), strict=True):
+            assert torch.equal(safe_get_full_fp32_param(own), safe_get_full_fp32_param(other))
+    with pytest.raises(UsageError, match="Loss scaling is required"):
+        plain[0](x).backward()  # the engine's own forward
+
+
 def test_a_parameter_that_joins_later_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     engine = built(config(3))
     engine.module.late = nn.Linear(2, 2)
@@ -358,6 +384,11 @@ def test_the_level_of_the_log_can_be_asked_for() -> None:
         logger.setLevel("WARNING")
         assert get_current_level() == get_log_level_from_string("warning")
         assert should_log_le("error") and not should_log_le("info")
+    finally:
+        logger.setLevel(before)
+    engine = built(config(0, log_level="ERROR"))
+    try:
+        assert engine.log_level() == "ERROR" and logger.getEffectiveLevel() == get_log_level_from_string("error")
     finally:
         logger.setLevel(before)
     with pytest.raises(ValueError, match="no level of the log"):

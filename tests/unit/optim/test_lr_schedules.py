@@ -120,6 +120,7 @@ def test_one_cycle_rises_falls_and_decays_with_momentum_against_it() -> None:
     optimizer = groups(9.0, betas=(0.9, 0.99))
     schedule = OneCycle(optimizer, 0.1, 0.5, 0.5, 4, 2, decay_step_size=2, decay_mom_rate=0.1)
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
+    assert schedule.get_mom() == [(0.9, 0.99)]  # the top of the cycle, as in DeepSpeed
     height = [0, 1 / 4, 2 / 4, 3 / 4, 1, 1 / 2, 0]
     seen, moments = [optimizer.param_groups[0]["lr"]], []
     for _ in range(9):

@@ -176,7 +176,7 @@ GETTERS: dict[str, Callable[[Engine], Any]] = {
     "wall_clock_breakdown": lambda e: e._config.wall_clock_breakdown,
     "memory_breakdown": lambda e: e._config.memory_breakdown,
     "dump_state": lambda e: e._config.dump_state,
-    "log_level": lambda e: e._config.log_level,
+    "log_level": lambda e: e._config.log_level and e._config.log_level.upper(),
     "tensorboard_enabled": lambda e: e._config.tensorboard.enabled,
     "wandb_enabled": lambda e: e._config.wandb.enabled,
     "csv_monitor_enabled": lambda e: e._config.csv_monitor.enabled,
