@@ -47,9 +47,14 @@ def install() -> None:
     handler = _StderrHandler()
     handler.setFormatter(_RankFormatter())
     logger.addHandler(handler)
-    if logger.level == logging.NOTSET:  # the program has set no other
-        logger.setLevel(os.environ.get(LEVEL, "INFO").upper())
+    set_first_level("INFO")
     logger.propagate = False
+
+
+def set_first_level(level: str) -> None:
+    """Set the level of the library's logger if neither the program nor the environment has set one."""
+    if logger.level == logging.NOTSET:
+        logger.setLevel(os.environ.get(LEVEL, level).upper())
 
 
 @cache

@@ -10,6 +10,8 @@ import textwrap
 import pytest
 
 ENGINE = "deepseek_zero.initialize(model=torch.nn.Linear(2, 2), config={'train_batch_size': 1})"
+ENGINE_OF_ERRORS = ENGINE.replace("1}", "1, 'log_level': 'error'}")
+DEEPSPEED = "from deepseek_zero.compat.deepspeed import dropin; dropin.install_as_deepspeed(); import deepspeed"
 QUIET = "logging.getLogger('deepseek_zero')"
 # what a program does -> what it sees of the library's lines on stderr
 PROGRAMS = {
@@ -36,6 +38,18 @@ PROGRAMS = {
         ["no launcher"],
     ),
     "asks our logger for warnings only": (f"{QUIET}.setLevel('WARNING'); {ENGINE}", []),
+    "imports deepspeed, whose log starts at warnings": (
+        f"{DEEPSPEED}; {ENGINE}; deepspeed.utils.logger.warning('a warning')",
+        ["[deepseek_zero] WARNING: a warning"],
+    ),
+    "imports deepspeed and configures logging": (
+        f"logging.basicConfig(level='INFO'); {DEEPSPEED}; {ENGINE}",
+        [],
+    ),
+    "imports deepspeed and names the level in the configuration": (
+        f"{DEEPSPEED}; {ENGINE_OF_ERRORS}; deepspeed.utils.logger.warning('a warning')",
+        [],
+    ),
     "logs by log_dist before there is an engine": ("deepseek_zero.log_dist('hello')", ["[deepseek_zero] INFO: hello"]),
 }
 

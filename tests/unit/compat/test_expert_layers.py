@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -117,6 +118,19 @@ def test_models_say_that_they_have_experts_and_which_parameters_are_theirs(caplo
     assert (len(shared), len(experts)) == (1, 2 * EXPERTS)
     with pytest.raises(ConfigError, match="should be divisible by expert parallel size"):
         MoE(WIDTH, nn.Linear(WIDTH, WIDTH), 3, ep_size=2)
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_one_ranks_experts_of_deepspeed_are_not_taken_for_the_first_ones(is_strict: bool) -> None:
+    layer = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), EXPERTS, ep_size=2)
+    whole = layer.state_dict()
+    own = {key: value for key, value in whole.items() if not re.search(r"deepspeed_experts\.[23]\.", key)}
+    assert len(own) == len(whole) - 4
+    with pytest.raises(RuntimeError, match=r"has 2 of 4 experts.*expert i of rank r gets the number r \* 2 \+ i"):
+        layer.load_state_dict(own, strict=is_strict)
+    layer.load_state_dict(whole)
+    alone = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), EXPERTS)
+    alone.load_state_dict(own, strict=False)  # a part on purpose
 
 
 def test_expert_layers_train_behind_the_name(as_deepspeed: None) -> None:

@@ -19,6 +19,7 @@ from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 from ...base.errors import NotBuiltError
+from ...base.log import set_first_level
 from .dropin import is_dropin_imported
 from .missing import module_name_missing, why_missing
 from .provided import PROVIDED
@@ -159,6 +160,12 @@ class _Modules(MetaPathFinder, InspectLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         return compile(self.get_source(fullname), f"<{fullname}>", "exec")
+
+
+def begin() -> None:
+    """Set up this process for a program that imports `deepspeed`: its modules, and DeepSpeed's first log level."""
+    find_below()
+    set_first_level("WARNING")
 
 
 def find_below() -> None:

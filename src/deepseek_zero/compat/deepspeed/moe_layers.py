@@ -311,15 +311,40 @@ class TopKGate(nn.Module):
 
 
 class Experts(nn.Module):
-    """Copies of one module; each takes the slots of its own."""
+    """Copies of one module; each takes the slots of its own.
 
-    def __init__(self, expert: nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None) -> None:
+    ep_size: the number of ranks over which DeepSpeed would spread these experts.
+    """
+
+    def __init__(
+        self,
+        expert: nn.Module,
+        num_local_experts: int = 1,
+        expert_group_name: str | None = None,
+        *,
+        ep_size: int = 1,
+    ) -> None:
         super().__init__()
+        self.ep_size = ep_size
         self.deepspeed_experts = nn.ModuleList(deepcopy(expert) for _ in range(num_local_experts))
         self.num_local_experts = num_local_experts
         for param in self.deepspeed_experts.parameters():
             marked: Any = param
             marked.allreduce, marked.group_name = False, expert_group_name
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """Refuse one rank's experts of a DeepSpeed model: they would be taken for the first ones on every rank."""
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        errors: list[str] = rest[-1]
+        start = f"{prefix}deepspeed_experts."
+        given = {key[len(start) :].partition(".")[0] for key in state_dict if key.startswith(start)}
+        number = self.num_local_experts
+        if self.ep_size > 1 and given == {str(place) for place in range(number // self.ep_size)}:
+            errors.append(
+                f"{start}* has {len(given)} of {number} experts, as one rank of DeepSpeed has with "
+                f"ep_size={self.ep_size}; here every rank has all of them. Join the state dicts of the ranks: expert i "
+                f"of rank r gets the number r * {len(given)} + i."
+            )
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return what the experts make of [experts, slots, width]; of several outputs the first counts."""
@@ -411,7 +436,7 @@ class MoE(nn.Module):
             None,
             top2_2nd_expert_sampling,
         )
-        experts = Experts(expert, num_experts, self.expert_group_name)
+        experts = Experts(expert, num_experts, self.expert_group_name, ep_size=ep_size)
         self.deepspeed_moe = MOELayer(gate, experts, self.expert_group_name, ep_size, num_experts)
         if use_residual:
             self.mlp = expert

@@ -7,7 +7,7 @@ every name that DeepSpeed has; they load on first use.
 from __future__ import annotations
 
 from deepseek_zero.compat.deepspeed.module_stub import VERSION as __version__
-from deepseek_zero.compat.deepspeed.module_stub import find_below, names_of
+from deepseek_zero.compat.deepspeed.module_stub import begin, names_of
 
 __all__ = ["__version__"]
 
@@ -15,4 +15,4 @@ __version_major__, __version_minor__, __version_patch__ = 0, 19, 8
 __git_hash__ = __git_branch__ = None
 
 __getattr__, __dir__ = names_of(__name__)
-find_below()
+begin()
