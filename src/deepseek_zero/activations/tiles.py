@@ -270,7 +270,7 @@ def tile_mlps(model: nn.Module, rows: int) -> None:
         module.tile_name = name
 
 
-# Layers whose result for a token, or for a place, follows from several of them.
+# Layers that compute the result of one token or position from several of them.
 _MIXES_TOKENS = (
     *(nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.MultiheadAttention, nn.GroupNorm),
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.InstanceNorm1d, nn.InstanceNorm2d),
@@ -278,7 +278,7 @@ _MIXES_TOKENS = (
 
 
 def _is_pointwise(module: nn.Module) -> bool:
-    """Return whether a convolution computes each place by itself."""
+    """Return whether a convolution computes each position from that position only."""
     return isinstance(module, nn.Conv1d | nn.Conv2d) and set(module.kernel_size) == {1}
 
 
