@@ -296,7 +296,7 @@ class ScalesItself:
 
 
 def replace_rendezvous(scheme: str, wrap: Callable[[Any], Any]) -> None:
-    """Have torch use ``wrap(handler)`` for URLs of a scheme in place of its own handler; once for each `wrap`."""
+    """Replace torch's handler for URLs of a scheme by ``wrap(handler)``, once for each `wrap`."""
     handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
     if getattr(handlers[scheme], "wrapped_by", None) is not wrap:
         wrapped = wrap(handlers[scheme])

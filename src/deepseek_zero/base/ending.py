@@ -24,7 +24,7 @@ def drain_threads() -> None:
 
 
 def _others_run() -> bool:
-    """Return whether another thread of this process runs or could run; False if the system does not tell."""
+    """Return whether another thread of this process runs or could run; False if the system does not show it."""
     me = str(threading.get_native_id())
     try:
         return any(_wants_to_run(thread) for thread in os.listdir("/proc/self/task") if thread != me)
@@ -37,4 +37,4 @@ def _wants_to_run(thread: str) -> bool:
         stat = Path("/proc/self/task", thread, "stat").read_bytes()
     except OSError:  # it has ended meanwhile
         return False
-    return stat.rpartition(b") ")[2][:1] == b"R"  # the state comes after the name, which may hold anything
+    return stat.rpartition(b") ")[2][:1] == b"R"  # the state follows the name, which may contain any character

@@ -110,7 +110,7 @@ def _written_pages() -> Capability:
 
 
 def private_pages(numel: int, dtype: torch.dtype, *, locked: bool = False) -> Tensor:
-    """Return zeroed memory of this process on pages of its own, huge pages where they fit.
+    """Return zeroed memory of this process on separate pages, with huge pages if they fit.
 
     It begins at a huge page's boundary. Linux before 6.13 does not align mappings of every size.
 

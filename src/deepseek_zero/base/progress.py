@@ -36,9 +36,9 @@ class LongWork:
         ...         work.advance(block.nbytes)
 
     Args:
-        what: What is done, in the words of a log line.
+        what: The name of the work in log lines.
         total: How much there is to do.
-        unit: Of the amounts, "bytes" or "parameters".
+        unit: The unit of `total`, "bytes" or "parameters".
     """
 
     def __init__(self, what: str, total: int, unit: str = "bytes") -> None:

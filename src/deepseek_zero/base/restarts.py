@@ -12,7 +12,7 @@ The ranks agree on the prefix by nonces, because restart counters differ between
     rank r   writes "PREFIX/joined/r"
     rank 0   writes "PREFIX/complete" when all ranks have joined
 
-Values of an earlier start do no harm: no rank waits for the answer to an old nonce, and nobody joins an old prefix.
+Values of an earlier start do no harm: no rank waits for the answer to an old nonce, and no rank joins an old prefix.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def agree_on_prefix(store: Any, rank: int, size: int, timeout: timedelta) -> str
     """Return a prefix that no earlier start of these ranks has used, the same on all of them.
 
     Raises:
-        DistStoreError: A rank did not come in time.
+        DistStoreError: A rank did not join in time.
         PeerError: A later start of the same ranks has begun.
 
     Note:
@@ -109,7 +109,7 @@ def _follow(store: Any, rank: int, deadline: float) -> str:
     pauses = _pauses()
     while True:
         prefix = store.get(answer).decode() if store.check([answer]) else ""
-        # This look comes after the one at the answer: rank 0 may complete this agreement and begin another one between
+        # Read this key after the answer: rank 0 may complete this agreement and begin another one between
         # the two, and it would then answer the same nonce once more.
         if joined and store.check([f"{joined}/complete"]):
             return joined
