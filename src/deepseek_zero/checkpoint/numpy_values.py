@@ -41,7 +41,7 @@ def from_plain(value: Mapping[str, Any]) -> Any:
     """Return the array or scalar of which `to_plain` made this.
 
     Raises:
-        ValueError: It describes no array that has so many bytes.
+        ValueError: The description does not match the number of bytes.
     """
     dtype = np.lib.format.descr_to_dtype(value["dtype"])
     shape = tuple(int(size) for size in value["shape"])

@@ -291,7 +291,7 @@ def plain_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def client_of_rank(folder: Path, manifest: Manifest, rank: int, first: Any) -> Any:
-    """Return the client_state that a rank passed.  first: rank 0's, whose values hold where the rank passed none."""
+    """Return the client_state that a rank passed.  first: rank 0's, which supplies the missing values."""
     own = manifest.extra.get("clients", {}).get(str(rank))
     if own is None:
         return first
