@@ -37,7 +37,7 @@ def agree(comm: Comm, lines: Sequence[str], what: str, why: str, fix: str) -> No
 
 
 def agree_on(comm: Comm, values: Mapping[str, Any], what: str, why: str, fix: str) -> None:
-    """Raise on every rank, with each key whose values differ, unless all ranks bring the same values.  Collective.
+    """Raise on every rank if values differ between ranks; the error names each such key.  Collective.
 
     values: plain values by key, in the same order on every rank; `values_in` takes a dataclass apart.  what, why, fix:
     as `agree` takes them.

@@ -134,7 +134,7 @@ class Board:
         return {rank: seconds for rank, seconds in found.items() if seconds is not None}
 
     def say_farewell(self) -> None:
-        """Send the whole table to every rank that has asked for a line, before this process ends."""
+        """Send the whole table, before this process ends, to every rank that has requested a line."""
 
         def send() -> None:
             payload = json.dumps(self._texts).encode()
@@ -153,7 +153,7 @@ class Board:
         self._door.watch(connection, _Reader(self, connection).read)
 
     def drop_asking(self, connection: socket.socket) -> None:
-        """Close a connection over which a rank has asked. Only on the door's thread."""
+        """Close a connection over which a rank sent requests. Only on the listener's thread."""
         del self._asking[connection.fileno()]
         self._door.unwatch(connection)
 

@@ -386,7 +386,7 @@ class Door:
         connection.close()
 
     def call(self, action: Callable[[], None], seconds: float) -> bool:
-        """Run an action on this door's thread; return whether it ended within so many seconds."""
+        """Run an action on the listener's thread; return whether it ended within `seconds`."""
         done = threading.Event()
 
         def act() -> None:

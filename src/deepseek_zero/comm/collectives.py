@@ -734,7 +734,7 @@ class Comm:
         """Open a block of collectives that programs may begin on some ranks only, as a mistake.
 
         A wait in it ends with `UsageError` if another member waits for this rank in a call of torch.distributed's own.
-        The other ranks of the engine hear of it in their next collective.
+        The other ranks of the engine raise at their next collective.
         """
         before = self._engine.lone_call
         self._engine.lone_call = what
@@ -744,7 +744,7 @@ class Comm:
             self._engine.lone_call = before
 
     def _find_lone_call(self, world: WorldContext) -> UsageError | None:
-        """Return the error for a call that this rank has made and another one has not; None if it may still come."""
+        """Return the error for a call that this rank has made and another one has not; None if it may still make it."""
         engine = self._engine
         if not engine.lone_call:
             return None

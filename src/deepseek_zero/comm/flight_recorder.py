@@ -84,7 +84,7 @@ class Store(Protocol):
         ...
 
     def say_farewell(self) -> None:
-        """Let the other ranks read the table after this process has ended, if this process keeps it."""
+        """Send the table to the other ranks before this process ends, if this process keeps it."""
         ...
 
 

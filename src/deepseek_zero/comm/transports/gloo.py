@@ -87,7 +87,7 @@ class Tags:
             self._changed.notify_all()
 
     def is_any_under_way(self) -> bool:
-        """Return whether messages of a collective may still come or go, among them those of one that failed."""
+        """Return whether messages of a collective may still be in flight, including a failed collective."""
         with self._changed:
             return any(self._under_way.values())
 
@@ -96,7 +96,7 @@ class Tags:
 
 
 def open_files() -> dict[int, int]:
-    """Return the open files of this process, as the inode by descriptor; {} if the system does not tell."""
+    """Return the open files of this process, as the inode by descriptor; {} if the system does not list them."""
     found = dict[int, int]()
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
@@ -126,7 +126,7 @@ def _for_connections(files: Mapping[int, int], act: Callable[[socket.socket], No
     """Act on the connections to other ranks among these files, if they are still the same; return their number."""
     found = 0
     for descriptor, inode in files.items():
-        with contextlib.suppress(OSError):  # closed, or not a socket, or one that listens
+        with contextlib.suppress(OSError):  # closed, not a socket, or a listening socket
             if os.fstat(descriptor).st_ino != inode:
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as connection:
