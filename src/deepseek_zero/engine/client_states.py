@@ -81,7 +81,7 @@ class ClientStates:
         return max(found)
 
     def describe(self) -> list[str]:
-        """Return one line per state, the same on ranks whose optimizers have the same state."""
+        """Return one line per state. Ranks with equal optimizer states get equal lines."""
         found = []
         for number, state in enumerate(self._by_param.values()):
             for key, value in state.values.items():

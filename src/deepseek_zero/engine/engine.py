@@ -564,7 +564,7 @@ class Engine(StandsForModule):
             self._end_step(self.optimizer.step, lr_kwargs or {})
 
     def step_now(self) -> None:
-        """Take a step with all gradients since the last one, wherever the accumulation is.  Collective.
+        """Take a step with all gradients since the last one, at any point of the accumulation.  Collective.
 
         This is what `engine.optimizer.step()` does: counters and the learning rate move as in `step`.
         """

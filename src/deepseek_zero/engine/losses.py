@@ -1,7 +1,7 @@
-"""Finds the losses of a step, whichever way its program differentiates them.
+"""Finds the losses of a step, for every call with which a program differentiates them.
 
-`engine.backward` is given its loss. A hook sees every other backward of the process: what is differentiated is a loss
-of the engine whose model the backward has reached.
+`engine.backward` receives its loss. A hook runs at every other backward of the process. If the backward reaches the
+model of an engine, the differentiated tensor is a loss of that engine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Losses:
         self._scaled, self._unscaled = weakref.ref(scaled), loss.detach()
 
     def differentiated(self, loss: Any) -> None:
-        """Take the loss of a backward; what is no scalar is none."""
+        """Record the loss of a backward; tensors that are not scalars are ignored."""
         if isinstance(loss, (list, tuple)) and len(loss) == 1:
             loss = loss[0]
         if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -47,7 +47,7 @@ class Losses:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Open a block whose backwards are the engine's own, and none of the program's."""
+        """Open a block in which the engine itself runs backwards, and the hook ignores them."""
         before = self.is_paused
         self.is_paused = True
         try:

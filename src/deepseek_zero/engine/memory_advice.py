@@ -1,4 +1,4 @@
-"""Explains a failed allocation: what the plan predicts, what the device has, and one change that would fit."""
+"""Adds the plan's bytes and one change that would fit to the error of a failed allocation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..planner.update import UpdateSettings
 from ..tiers.host import free_host_bytes
 from ..tiers.tier import Tier
 
-# What PyTorch's allocators write into a RuntimeError that has no class of its own.
+# Texts of PyTorch's allocators that raise a plain RuntimeError.
 _TEXTS = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory", "out of memory")
 _REQUEST = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
@@ -54,7 +54,7 @@ class MemoryAdvice:
 
     Attributes:
         plan: The plan that the run is built from.
-        shape: The model's shape, of which the plans of other configurations are made.
+        shape: The model's shape, the input for the plans of other configurations.
         update: The optimizer, as the planner needs it.
         batch: Samples of a micro-batch, and micro-batches of a step.
     """
@@ -150,7 +150,7 @@ class MemoryAdvice:
         settings = self.plan.settings
         tier = Tier.HOST
         value = '{"device": "cpu"}'
-        if self.plan.mesh.device.type == "cpu":  # the host's memory is the one that is full
+        if self.plan.mesh.device.type == "cpu":  # the run has filled the host's memory
             tier = Tier.NVME
             value = '{"device": "nvme", "nvme_path": FOLDER}'
         found = []

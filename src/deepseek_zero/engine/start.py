@@ -148,7 +148,7 @@ def parameters_of(call: str, name: str, given: Any) -> list[Any]:
 def prepare_process(raw: RawConfig) -> None:
     """Set what must be set before the ranks meet and before CUDA starts.
 
-    This process listens where the section `network` says, unless its launcher or its user said it already. cuBLAS
+    The section `network` sets the listening address, unless the launcher or the user has set it. cuBLAS
     gets its fixed workspace if the configuration asks for deterministic algorithms. Local.
 
     Raises:

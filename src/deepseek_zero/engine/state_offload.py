@@ -48,7 +48,7 @@ class StateOffload:
     def offload(self, kinds: Collection[str], *, pinned: bool, in_file: bool, folder: str | None) -> None:
         """Move the states of these kinds away and return their memory; those that are away already stay so.
 
-        in_file: to a file, also where there is an accelerator. folder: of the file; None: the system's for temporary
+        in_file: to a file, even if there is an accelerator. folder: of the file; None: the system's for temporary
         files. Collective, between two steps.
         """
         new = set(kinds) - self.offloaded
@@ -114,7 +114,7 @@ class StateOffload:
     # -- which tensors
 
     def _is_local(self, tensor: Tensor) -> bool:
-        """Return whether a tensor lies in the memory that is to be returned: the training device's."""
+        """Return whether a tensor is in the training device's memory, which is returned."""
         return tensor.device.type == self.runtime.comm_ctx.pool.device.type
 
     def _tensors(self, kinds: Collection[str]) -> Iterator[Tensor]:
@@ -179,7 +179,7 @@ class StateOffload:
     # -- refusals
 
     def _refuse_uses(self, kinds: Collection[str]) -> None:
-        """Let every use of these states raise until `reload`."""
+        """Make every use of these states raise until `reload`."""
         if not set(kinds) & {OPTIM_STATES, HP_PARAMS, LP_PARAMS}:
             return
         guard = OffloadedGuard()
@@ -217,7 +217,7 @@ class StateOffload:
             for member in group.members:
                 member.unshard(group.weight.view(member.slot))
 
-        self._undo.insert(0, show)  # `reload` goes backwards, so this comes after the guards
+        self._undo.insert(0, show)  # `reload` runs these in reverse, so this one runs after the guards
 
 
 def _address(tensor: Tensor) -> int:
