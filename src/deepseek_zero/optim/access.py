@@ -107,7 +107,7 @@ def _state_views(param: nn.Parameter, key: str) -> Iterator[tuple[ParamOverlap, 
     owner, optimizer = owner_of(param), optimizer_of(param)
     if not isinstance(owner, ParamGroup) or optimizer is None:
         return
-    owner.guard.refuse_offloaded()  # on every rank, also where this one has no part of the parameter
+    owner.guard.refuse_offloaded()  # on every rank, even if this one has no part of the parameter
     for cover in _covers(optimizer, owner, param):
         state = optimizer.load_states().get(cover.shard.param, {}).get(key)
         if isinstance(state, Tensor) and state.shape == cover.shard.param.shape:

@@ -396,7 +396,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self._plan_work()
 
     def _count_updated(self) -> None:
-        """Let the gradient norm count the parameters that this optimizer updates, and no others. Local."""
+        """Restrict the gradient norm to the parameters that this optimizer updates. Local."""
         updated = {id(param) for params in self.params_by_group for param in params}
         for group in self.runtime.trained_groups:
             group.follow_optimizer(updated)
@@ -429,7 +429,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         return found
 
     def _add_missing_states(self, number: int, shards: Sequence[MasterShard]) -> None:
-        """Let the class make the state of these shards of a group if it makes state at construction. Local."""
+        """Create the state of these shards of a group if the class creates state at construction. Local."""
         without = [shard.param for shard in shards if not self.inner.state.get(shard.param)]
         if self._has_states_at_construction and without:
             group = {**self.inner.param_groups[number], "params": without}
@@ -441,7 +441,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         return self.updater.state_of_first_step(shard, number)
 
     def add_missing_states(self) -> None:
-        """Add the state from construction for shards of which a checkpoint had none. Local."""
+        """Add the state from construction for shards without a state in the checkpoint. Local."""
         for number, shards in enumerate(self.shards_by_group):
             self._add_missing_states(number, shards)
 
