@@ -142,7 +142,7 @@ def _take_values(model: nn.Module, plan: ParallelPlan, comm: Comm) -> None:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Return whether a module has an attribute that says that it drops something in training."""
+    """Return whether a module has an attribute that enables dropout in training."""
     return any(_has_probability(module) for module in model.modules())
 
 

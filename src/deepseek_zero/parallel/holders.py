@@ -120,7 +120,7 @@ def joined(holder: str, name: str) -> str:
 
 
 def _layers_in(plan: ParallelPlan, holder: str) -> dict[str, Choice]:
-    """Return the layers in a module whose products have stand-ins, by name in it."""
+    """Return the layers in a module that have stand-ins for their products, by name in it."""
     prefix = f"{holder}." if holder else ""
     return {
         choice.name.removeprefix(prefix): choice
@@ -202,7 +202,7 @@ def _holder(
 
 
 def _note_width(widths: dict[int, tuple[Ranges, ...]], side: Split, head_dim: int) -> None:
-    """Remember how ranks share so many features of an attention, and so many heads."""
+    """Store how ranks share an attention's features and heads, by their number."""
     (width,) = side.shape
     widths.setdefault(width, side.ranges)
     heads = tuple(tuple((low // head_dim, high // head_dim) for low, high in each) for each in side.ranges)

@@ -1,7 +1,7 @@
 """Proves that the modules around split layers compute on each rank its part of what they compute whole.
 
 A plan (plans.py) chooses layers by names and widths. Between its column layers and its row layer a module may still
-look at all features (a norm, a softmax, top-k), count heads in a way that no plan knows, or have parameters of its own.
+use all features (a norm, a softmax, top-k), count heads unlike any plan, or have other parameters.
 So one module of each kind is run on small random inputs, once whole and once as each rank would run it:
 
     args -> x    column layers    h -> z    row layer    y -> output
@@ -148,17 +148,17 @@ _WORDS = {
 
 @dataclass
 class _Boundary:
-    """One call of a split layer in the whole module: what it read, and the random tensors in place of products."""
+    """One call of a split layer in the whole module: its input, and random tensors for its products."""
 
     read: Tensor
     output: Tensor
-    gradient: Tensor  # of what it read
+    gradient: Tensor  # of its input
 
 
 @dataclass
 class _Seen:
-    """What one run left. reads, grads: by (layer, number of the call), what it read and the gradient of its output.
-    args, own: gradients of arguments and of the module's own parameters. kept: what it left in attributes, for a loss.
+    """The results of one run. reads, grads: by (layer, number of the call), the input and the output's gradient.
+    args, own: gradients of arguments and of the module's own parameters. kept: tensors in attributes, for a loss.
     """
 
     reads: dict[tuple[str, int], Tensor] = field(default_factory=dict)
@@ -396,12 +396,12 @@ def _first_float(output: Any) -> Tensor | None:
 
 
 def examine(holder: Holder, call: Call, splits: Mapping[str, Split]) -> dict[str, Split]:
-    """Return how a module's own parameters lie along the axis, by name in it. Local.
+    """Return how a module's own parameters are split along the axis, by name in it. Local.
 
     Args:
         holder: The module.
         call: Arguments that it takes.
-        splits: How the model's parameters lie by the plan, by name in the model.
+        splits: How the plan splits the model's parameters, by name in the model.
 
     Raises:
         NotBuiltError: On some rank it computes something else.
@@ -418,7 +418,7 @@ def examine(holder: Holder, call: Call, splits: Mapping[str, Split]) -> dict[str
 
 
 def _in_thread(work: Callable[[], T]) -> T:
-    """Run it in a thread of its own, where no modes and no hooks of the caller's autograd are."""
+    """Run it in a new thread, which has none of the caller's autograd modes and hooks."""
     found: list[T] = []
     errors: list[BaseException] = []
 
@@ -490,7 +490,7 @@ def _run_rank(bench: _Bench, rank: int, cuts: Mapping[str, Split]) -> _Seen:
 
 
 def _ways(holder: Holder) -> Iterator[dict[str, Split]]:
-    """Yield ways to cut the module's own parameters per head or per column: none of them, all, then some."""
+    """Yield cuts of the module's own parameters per head or per column: none of them, all, then some."""
     able: dict[str, Split] = {}
     for name, param in holder.own_parameters().items():
         dim = next((dim for dim, size in enumerate(param.shape) if size in holder.widths), None)
@@ -557,7 +557,7 @@ def _kind(
     cuts: Mapping[str, Split],
     splits: Mapping[str, Split],
 ) -> Split:
-    """Return how one of the module's own parameters lies, by its gradient on each rank."""
+    """Return how one of the module's own parameters is split, by its gradient on each rank."""
     if name in cuts:
         split = cuts[name]
         for rank in range(holder.ranks):
@@ -580,7 +580,7 @@ def _kind(
 
 
 def _refuse_shared_parameters(model: nn.Module, examined: Sequence[tuple[Holder, dict[str, Split]]]) -> None:
-    """Raise NotBuiltError if modules share a parameter that lies in another way in each of them."""
+    """Raise NotBuiltError if modules share a parameter that each of them splits differently."""
     found: dict[tuple[int, str], tuple[Holder, Split]] = {}  # by module that has it, and its name there
     for holder, splits in examined:
         for of in holder.names:
@@ -604,7 +604,7 @@ def _refuse_shared_parameters(model: nn.Module, examined: Sequence[tuple[Holder,
 
 
 def _take_splits(plan: ParallelPlan, holder: Holder, found: Mapping[str, Split]) -> None:
-    """Note in a plan how the own parameters of all modules of this kind lie."""
+    """Record in a plan how the own parameters of all modules of this kind are split."""
     sharded = plan.stretch.norms if plan.stretch is not None else ()
     for of in holder.names:
         for inner, split in found.items():

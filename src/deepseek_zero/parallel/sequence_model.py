@@ -30,7 +30,7 @@ from .sequence_gather import attend_gathered, zigzag
 
 Attention = Literal["ulysses", "all_gather"]
 IGNORED = -100  # the label of a token that no loss counts
-# Names of classes whose forward computes one prediction for each token and the mean of their losses.
+# Names of classes that compute one prediction per token and the mean of the losses.
 _PER_TOKEN = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification", "BertGenerationDecoder")
 _PER_TOKEN_LOSSES = (None, "ForCausalLM", "ForMaskedLM", "ForTokenClassification")  # transformers' names; None: causal
 _LABELS = ("labels", "start_positions", "next_sentence_label", "return_loss")  # what a forward with a loss takes
@@ -194,7 +194,7 @@ def _class_of_forward(module: nn.Module) -> type:
 
 
 def _counts_after_padding(name: str, module: nn.Module) -> bool:
-    """Return whether this is a table of positions that gives padding a place of its own, as RoBERTa's does."""
+    """Return whether this is a table of positions with a separate row for padding, like RoBERTa's."""
     return isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None
 
 
@@ -208,7 +208,7 @@ def _against_exchanges(config: Any, core: str, ranks: int, tp: int) -> list[str]
     """Return why they cannot exchange tokens for heads, of which each rank along "tp" has its share."""
     text = config.get_text_config()
     if getattr(text, "num_attention_heads", None) is None:
-        return []  # no model whose sequences are shared
+        return []  # the ranks do not share this model's sequences
     heads, held = heads_of(text)
     each = [max(number // tp, 1) for number in (heads, held)]
     many, few = each
@@ -398,7 +398,7 @@ class _Shared:
     # -- attention
 
     def look_at_scores(self, module: Any, mask: Any, options: Mapping[str, Any]) -> None:
-        """Raise unless a layer's mask says no more than the attention that ranks compute without it.
+        """Raise if a layer's mask hides more than the attention that ranks compute without it.
 
         mask: of this rank's tokens: True, or 0 to be added, where a token is seen. It may hide later tokens, the other
         chunk of this rank, and what lies outside of the window.
