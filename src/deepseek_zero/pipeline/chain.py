@@ -156,7 +156,7 @@ class _FakeRun(TorchFunctionMode):
 
     def watch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Run the model's forward once; ChainError where it is no chain."""
-        device = default_device()  # wherever the model and the sample are now, both will be there
+        device = default_device()  # the model and the sample will both be moved there
         with fake_tensors() as mode, torch.random.fork_rng(devices=[]):
 
             def faked(tensor: Tensor) -> Tensor:
@@ -302,7 +302,7 @@ class _FakeRun(TorchFunctionMode):
         return found
 
     def _source(self) -> Source:
-        """Return the source of what is computed now."""
+        """Return the source of the tensors that are computed now."""
         is_between = not self.is_inside and 0 < self.now <= len(self.blocks)
         return Source(BETWEEN if is_between else self.now)
 
@@ -396,10 +396,10 @@ class _FakeRun(TorchFunctionMode):
 
 
 def hold_back_caches(model: nn.Module) -> list[RemovableHandle]:
-    """Let every module that has the choice keep no keys and values for a next token, unless its caller says so.
+    """Switch off the cache of keys and values in every module that has one, unless a caller requests it.
 
-    Such a cache passes from block to block, and training has no use for it. A wrapper's forward does not show the
-    choice of the model inside, so each module is told. Returns the handles of the hooks.
+    Such a cache passes from block to block, and training has no use for it. A wrapper's forward does not have
+    the argument of the model inside, so each module gets a hook. Returns the handles of the hooks.
     """
     handles = []
     for module in model.modules():

@@ -263,7 +263,7 @@ class _Step:
             held.form = form_of(outputs)
             held.edges = [get_gradient_edge(each) if each.requires_grad else None for each in outputs]
             if self._is_here(stage + 1):
-                # Copies: what the next stage writes in place must not change what this one keeps for its backward.
+                # Copies, so that writes in place by the next stage do not change the tensors kept for backward.
                 handed = tuple(each.detach().clone().requires_grad_(each.requires_grad) for each in outputs)
                 self._arrived[stage + 1, micro, Kind.RECV_F] = handed
             else:

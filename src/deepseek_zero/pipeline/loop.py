@@ -284,7 +284,7 @@ class PlainLoop:
 
     @property
     def waiting(self) -> int:
-        """Return the number of calls whose backward has not come yet."""
+        """Return the number of calls that still need their backward."""
         return len(self._open)
 
     @contextmanager

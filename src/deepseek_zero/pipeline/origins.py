@@ -19,7 +19,7 @@ _SHAPE_ONLY = {
     *("aten.empty_like", "aten.full_like", "aten.ones_like", "aten.zeros_like"),
     *("aten.new_empty", "aten.new_empty_strided", "aten.new_full", "aten.new_ones", "aten.new_zeros"),
 }
-BETWEEN = -1  # the number of no part: what is computed between two blocks
+BETWEEN = -1  # not a part: tensors that are computed between two blocks
 
 
 class Source(NamedTuple):
@@ -39,7 +39,7 @@ class Origins:
     Tensors that share memory have the sources of all of them.
 
     Args:
-        own: Returns the source of what is computed now.
+        own: Returns the source of the tensors that are computed now.
         used: Called with the sources of each operator's tensors before their results get theirs.
     """
 
@@ -54,7 +54,7 @@ class Origins:
         self._writers: dict[str, set[int]] = {}
 
     def has_param(self, param: Tensor) -> None:
-        """Take a tensor for a parameter: what is computed from it has a source."""
+        """Treat a tensor as a parameter: tensors that are computed from it have a source."""
         self._params.add(self._key(param))
 
     def has_input(self, tensor: Tensor, buffer: str | None = None) -> None:
