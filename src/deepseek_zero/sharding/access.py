@@ -185,7 +185,7 @@ def _under_construction(params: Iterable[nn.Parameter]) -> list[tuple[nn.Paramet
 
 
 def _take_replaced(group: ParamGroup, copy: Tensor) -> None:
-    """Write the values of members whose memory was replaced (`.data = `, `set_`) into the gathered copy.  Local."""
+    """Write the values of members with replaced memory (`.data = `, `set_`) into the gathered copy.  Local."""
     start, step = copy.data_ptr(), copy.element_size()
     for member in group.members:
         param, slot = member.param, member.slot

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..base.device import number_of_node
 
-_KEPT = 4096  # forwards whose nodes are recognised
+_KEPT = 4096  # forwards that are remembered
 _MARK = "deepseek_zero.entries"
 
 Factor = Callable[[], float | None]  # what a gradient that enters is multiplied by; None: its engine is gone

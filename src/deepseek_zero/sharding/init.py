@@ -75,12 +75,12 @@ class InitShard:
         return _mark_of(param) != self.mark or self._is_replaced(param)
 
     def _is_replaced(self, param: nn.Parameter) -> bool:
-        """Return whether the whole parameter lies in other memory than was gathered for it (`.data = `, `set_`)."""
+        """Return whether the whole parameter uses other memory than was gathered for it (`.data = `, `set_`)."""
         whole = self.unsharded
         return whole is not None and param.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
 
     def cut_replaced(self, param: nn.Parameter) -> bool:
-        """Cut a parameter whose memory was replaced, in the shape and dtype that it has now.
+        """Cut a parameter after its memory was replaced, in the shape and dtype that it has now.
 
         Return whether it was replaced.  Collective if it was, by the same program on every rank.
         """
@@ -92,10 +92,10 @@ class InitShard:
         return True
 
     def lend_scratch(self, param: nn.Parameter) -> bool:
-        """Let an initialisation at rest work on memory that is dropped; False if it has to be refused.  Local.
+        """Run an initialisation at rest on temporary memory; return False if it must be refused.  Local.
 
         After rank r has initialised a parameter inside GatheredParameters(modifier_rank=r), another initialisation
-        does nothing on the other ranks: transformers marks what is initialised on rank r alone, and initialises it
+        does nothing on the other ranks: transformers marks initialised parameters on rank r only, and initialises them
         again elsewhere.  On rank r, and of parameters that no rank has initialised like this, it is refused.
         """
         if self.modifier is None or self.modifier == self.session.open_comm().rank:

@@ -134,7 +134,7 @@ class ParamGroup:
         return self.plan.grad is not None
 
     def follow_optimizer(self, updated: Collection[int]) -> None:
-        """Let the gradient norm count only members whose parameters have these ids. Local; every rank does so."""
+        """Restrict the gradient norm to members with these parameter ids. Local; every rank must call it."""
         numbers = frozenset(number for number, member in enumerate(self.members) if id(member.param) not in updated)
         if numbers != self.not_updated:
             self.not_updated = numbers

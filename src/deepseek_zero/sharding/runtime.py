@@ -278,7 +278,7 @@ class Runtime:
     def before_grad(self) -> None:
         """Open the backward before autograd writes a parameter's first `.grad`, if no output was reached before.
 
-        A loss of hidden states or parameters alone reaches no output.
+        A loss that uses only hidden states or parameters reaches no output.
         """
         if self._phase is not Phase.BACKWARD:
             self._open_backward()
@@ -558,7 +558,7 @@ class Forward:
         return map_inputs(given, alias)
 
     def _outside(self, output: Any, begin: int) -> Any:
-        """An output whose gradients get the engine's factor on their way in.  begin: as `record_forward` takes it."""
+        """Return an output that multiplies its gradients by the engine's factor.  begin: see `record_forward`."""
         hook_every_backward(_scale_entries_of)
         end = next_node_number()
         output = map_tensors(output, partial(output_alias, self.runtime))

@@ -239,7 +239,7 @@ def _handle(owner: Owner, nothing: Tensor) -> nn.Parameter:
 
 
 def dtype_of_conversion(name: str, args: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype that a call converts to, where it changes the dtype alone; else None."""
+    """Return the dtype that a call converts to if it changes only the dtype; else None."""
     implied = CONVERSIONS.get(name)
     if name not in CONVERSIONS and name != "type":
         return None
@@ -382,7 +382,7 @@ def _advice_at_rest(operation: str, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def _optimizer_that_steps() -> str | None:
-    """Return the class of the torch optimizer in whose step an error is about to be raised."""
+    """Return the class of the torch optimizer that runs its step now."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
