@@ -28,7 +28,7 @@ class ParkedStorages:
     Args:
         folder: Where the file is made that keeps what does not go to host memory.
         pinned: Page-lock the host memory, so that a GPU copies faster.
-        in_file: Keep everything in the file, also what lies on an accelerator.
+        in_file: Keep everything in the file, including storages of an accelerator.
     """
 
     def __init__(self, folder: Path, *, pinned: bool = False, in_file: bool = False) -> None:
