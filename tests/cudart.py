@@ -28,7 +28,7 @@ NAMES = {
 class Cudart:
     """The functions of torch.cuda.cudart() that lock memory.
 
-    ranges: what is locked, by address.  limit: bytes that may be locked.  last_error: what the next launch would raise.
+    ranges: the locked ranges, by address.  limit: bytes that may be locked.  last_error: of the next launch.
     most: the largest number of bytes that were locked together.
     """
 

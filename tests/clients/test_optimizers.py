@@ -1,4 +1,4 @@
-"""Optimizers of other libraries train, are saved and go on with the same losses; what cannot be saved is named."""
+"""Optimizers of other libraries train, save and resume with the same losses; errors name other states."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Every way in which programs written for DeepSpeed save a model, at every stage, behind the name `deepspeed`.
+"""Programs written for DeepSpeed save a model by any of its calls, at every stage, under the name `deepspeed`.
 
-Each way is a function that every rank calls, as a real program does.  What it leaves in the folder is the whole model,
-and the ranks are still in step after it.
+Each case is a function that every rank calls, as a real program does.  Afterwards the folder has the whole model, and
+the ranks are still in step.
 """
 
 from __future__ import annotations

@@ -370,7 +370,7 @@ def test_a_model_that_others_are_trained_through_while_it_is_frozen_may_be_unfro
 
 
 class Positions(nn.Module):
-    """A table of positions that is made anew when a longer input comes."""
+    """A table of positions that is rebuilt for a longer input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint with another global batch says so, with both numbers."""
+"""A resume with another global batch logs a warning with both numbers."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_what_one_rank_initialised_is_not_initialised_again_by_the_others() -> N
         if dist.get_rank() == 0:
             for param in model.parameters():
                 nn.init.constant_(param, 7.0)
-    if dist.get_rank() == 1:  # as transformers does, whose marks of what is initialised rank 0 alone has
+    if dist.get_rank() == 1:  # as transformers does: only rank 0 marks parameters as initialised
         nn.init.normal_(model[0].weight)
         nn.init.zeros_(model[0].weight[3])
         nn.init.trunc_normal_(model[1].weight)

@@ -225,7 +225,7 @@ CASES: dict[str, Case] = {
     "universal": Case(2, top=DEEPSPEED),
     "converted": Case(3, top=BF16),
 }
-# Weights alone: what one run of these cases exports, in each kind of file.  They load by `load_weights`.
+# Weights only: the exports of one run, in each kind of file. `load_weights` loads them.
 EXPORTED = Case(3, top=BF16, zero={"stage3_gather_16bit_weights_on_model_save": True})
 EXPORTS: dict[str, Callable[[Any, Path], Any]] = {
     "folder": lambda engine, path: engine.export(path / "folder"),
@@ -340,7 +340,7 @@ def whole_weights(engine: Any) -> dict[str, Tensor]:
 
 
 def probe() -> str:
-    """Return a digest of what this machine's torch computes for the model alone: other kernels round otherwise."""
+    """Return a digest of the model's plain outputs with this machine's torch: kernels round differently."""
     torch.manual_seed(1)
     model = Little(blocks=2)
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2, fused=True)

@@ -1,4 +1,4 @@
-"""The error of a failed allocation says what the plan predicts, what there is, and one change that would fit."""
+"""The error of a failed allocation has the plan's bytes, the free memory, and one change that would fit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ERRORS = [torch.OutOfMemoryError(ON_CUDA), RuntimeError(ON_CPU), MemoryError("no
 
 
 class Failing(nn.Module):
-    """Raise an error where it stands, in forward or in backward."""
+    """Raise an error at this place of the model, in forward or in backward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ def test_ranks_go_on_with_the_state_of_the_first(monkeypatch: pytest.MonkeyPatch
 
 
 class Device:
-    """A device that says whose rank's it is."""
+    """A device that carries the number of its rank."""
 
     def __init__(self, kind: str, rank: int) -> None:
         self.type, self.rank = kind, rank

@@ -328,7 +328,7 @@ class Tied(Gpt):
 
 
 class Own(Tower):
-    """Blocks with values of their own that nothing else reads, and values that follow from the inputs alone."""
+    """Blocks with private values, and values that are computed only from the inputs."""
 
     class Inner(Block):
         def __init__(self) -> None:
