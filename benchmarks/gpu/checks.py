@@ -268,7 +268,7 @@ def generate() -> None:
 
 
 def memory_report() -> Figures:
-    """What the report says is what the allocator has."""
+    """The bytes of the report equal those of the allocator."""
     gc.collect()
     before = 0 if IS_DRY else torch.cuda.memory_allocated()
     layers, width = (2, 64) if IS_DRY else (8, 1024)

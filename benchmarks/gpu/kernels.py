@@ -1,4 +1,4 @@
-"""Part 7 of scripts/gpu: codecs beside a copy of memory, and attention by a pattern beside dense attention."""
+"""Part 7 of scripts/gpu: codecs compared with a copy of memory, and sparse attention compared with dense attention."""
 
 from __future__ import annotations
 

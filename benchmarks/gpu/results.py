@@ -18,7 +18,7 @@ MARK = "RESULT "
 
 @dataclass
 class Result:
-    """name: what was tried.  verdict: "ok", "FAILED" or "skipped".  figures: by name with its unit.  why: in words."""
+    """name: of the check.  verdict: "ok", "FAILED" or "skipped".  figures: by name with its unit.  why: the reason."""
 
     name: str
     verdict: str = "ok"

@@ -92,7 +92,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def run_part(part: Part, report: Report, seconds: float, options: Sequence[str]) -> None:
-    """Run one part for at most so many seconds, and add its results as they come."""
+    """Run one part with a time limit in seconds, and add each result at once."""
     missing = [name for name in part.needs if find_spec(name) is None]
     if missing:
         report.add(part.name, Result(part.what, "skipped", why=f"{', '.join(missing)} is not installed"))

@@ -11,7 +11,7 @@ from benchmarks.gpu.results import Result, tell
 
 
 class Tell:
-    """Counts outcomes and tells of failures as they come."""
+    """Counts outcomes and reports each failure at once."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

@@ -258,9 +258,9 @@ def _wait(device: torch.device) -> None:
 def compare(
     size: Size, device: torch.device, steps: int, on_rows: Callable[[dict[str, Row]], None] = lambda rows: None
 ) -> dict[str, Row]:
-    """All systems of one size, interleaved; one that does not fit says so and is not tried again.
+    """Run all systems of one size, interleaved; a system that does not fit is reported and not run again.
 
-    on_rows: is shown all rows whenever a system has run.
+    on_rows: receives all rows after each run of a system.
     """
     rows = {name: Row() for name in size.systems}
     for _ in range(size.rounds):

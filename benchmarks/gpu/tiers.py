@@ -129,7 +129,7 @@ def engine_for(kind: Kind, memories: Memories) -> Any:
 def train(
     name: str, kind: Kind, memories: Memories, steps: int, on_step: Callable[[int, float], None] = lambda *_: None
 ) -> Found:
-    """A few steps; what does not fit says so.  on_step: is told the number and the seconds of each."""
+    """Train a few steps, or report that the model does not fit.  on_step: receives each step's number and seconds."""
     found = Found(name, kind.params, kind.size.tokens)
     try:
         engine = engine_for(kind, memories)
