@@ -638,7 +638,7 @@ class DeepSpeedEngine(Engine):
     def destroy(self) -> None:
         """Unhook the model, undo compile() and close the records; calling it twice is harmless.
 
-        States that `offload_states` moved away come back first, without other ranks.
+        Offloaded states are restored first, without communication.
         """
         if (away := self.__dict__.pop("_state_offload", None)) is not None:
             away.release()
