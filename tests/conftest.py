@@ -48,7 +48,7 @@ class RanksMark:
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Accept the options of pyproject.toml where their plugin is not installed: a GPU machine may have pytest alone."""
+    """Accept the options of pyproject.toml without their plugin: a GPU machine may have only pytest."""
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "seconds for a test; pytest-timeout is not installed, so nothing ends one")
 

@@ -76,7 +76,7 @@ def whole_checkpoint(engine: Any, folder: Path) -> Loaded:
 
 
 def own_folders(engine: Any, folder: Path) -> Loaded:
-    """Ray Train: each rank saves into a folder of its own, and the folders are put together."""
+    """Ray Train: each rank saves into its own folder, and the folders are merged."""
     own = folder / f"own {dist.get_rank()}"
     engine.save_checkpoint(own)
     dist.barrier()
@@ -114,7 +114,7 @@ def save_pretrained_on_all(engine: Any, folder: Path) -> Loaded:
 
 
 def names_on_first(engine: Any, folder: Path) -> Loaded:
-    """OpenRLHF: gather parameter by parameter, compare with the keys of a state dict that rank 0 alone takes."""
+    """OpenRLHF: gather parameter by parameter, compare with the keys of a state dict that only rank 0 takes."""
     whole = {}
     for name, param in engine.module.named_parameters():
         with deepseek_zero.zero.GatheredParameters([param]):
@@ -157,7 +157,7 @@ def engine_state_dict(engine: Any, folder: Path) -> Loaded:
 
 
 def on_last_rank(engine: Any, folder: Path) -> Loaded:
-    """A state dict on the last rank alone, for its buffers; then the whole one on all ranks."""
+    """A state dict on only the last rank, for its buffers; then the whole one on all ranks."""
     if dist.get_rank() == dist.get_world_size() - 1:
         assert list(engine.module.state_dict()) == list(engine.module_state_dict_names)
     return engine.module_state_dict()

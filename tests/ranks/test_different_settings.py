@@ -1,4 +1,4 @@
-"""Ranks with different settings are told the key and both values, before anything is built."""
+"""Different settings raise on all ranks, with the key and both values, before anything is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that enter a model past its outputs are those of plain torch, whichever way backward is called.
+"""Gradients that enter a model past its outputs equal those of plain torch for every call of backward.
 
 Tensors leave a model as an attribute, through a hook or a list, and parameters stand in the loss itself.
 """
@@ -24,7 +24,7 @@ WIDTH = 64
 
 
 class Block(nn.Module):
-    """Leaves a loss of its own in an attribute, as a router does, and its output in a list."""
+    """Stores an auxiliary loss in an attribute, as a router does, and its output in a list."""
 
     def __init__(self) -> None:
         super().__init__()

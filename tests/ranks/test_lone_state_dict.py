@@ -1,4 +1,4 @@
-"""`state_dict()` at stage 3 on one rank only, in the plain API: the caller raises, and the others hear of it."""
+"""`state_dict()` at stage 3 on one rank only, in the plain API: the caller raises, and then the others do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchrun restarts its ranks after one was ended, and training goes on as if nothing had happened."""
+"""torchrun restarts its ranks after one was killed, and the losses equal those of an undisturbed run."""
 
 from __future__ import annotations
 

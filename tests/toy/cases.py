@@ -291,7 +291,7 @@ class Chained(nn.Module):
 
 
 def planned_on_shapes(path: Path) -> None:
-    """The chain of a model is the same wherever the model and the sample are; on two ranks its stages train."""
+    """The chain of a model does not depend on the devices of model and sample; on two ranks its stages train."""
     chains, places = [], ("cpu", toy.NAME, "meta")
     for model_at, sample_at in itertools.product(places, places):
         model = Chained().to(model_at)

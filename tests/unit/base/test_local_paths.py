@@ -1,4 +1,4 @@
-"""A URL is refused wherever a path is given: a local folder named `s3:` would be made."""
+"""Every path argument refuses a URL, which would create a local folder named `s3:`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ SOON = timedelta(seconds=20)
 
 
 def agree(store: Any, size: int, late: dict[int, float] | None = None) -> list[str]:
-    """Have so many ranks agree, each in a thread. late: seconds after which a rank starts."""
+    """Let `size` ranks agree, each in a thread. late: seconds after which a rank starts."""
 
     def one(rank: int) -> str:
         time.sleep((late or {}).get(rank, 0.0))

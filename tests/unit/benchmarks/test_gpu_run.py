@@ -1,4 +1,4 @@
-"""scripts/gpu: every part in a process with a limit, results written as they come, failures that end nothing.
+"""scripts/gpu runs every part in a process with a limit, writes each result at once and continues after failures.
 
 The parts here are small programs of the test; CI runs the true ones with tiny models (`make gpu-dry-run`).
 """

@@ -71,7 +71,7 @@ class Coded(torch.optim.Optimizer):
 
 
 class AdamW(torch.optim.Optimizer):
-    """Has the name of torch's class and states of its own, as bitsandbytes' AdamW."""
+    """Has the name of torch's class and other states, like bitsandbytes' AdamW."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})

@@ -1,4 +1,4 @@
-"""A step's record has the mean of its losses, whichever way the program differentiates them."""
+"""A step's record has the mean of its losses, for every call that differentiates them."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Unknown(torch.optim.SGD):
 
 
 class ElementWise(Unknown):
-    """A client's own class that says how it works."""
+    """A client's own class that declares its granularity."""
 
     granularity = "element"
 

@@ -1,4 +1,4 @@
-"""What lies between split layers: a rank computes its part of it, or the model is refused before the first step."""
+"""Modules between split layers: a rank computes its part, or the model is refused before the first step."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ REFUSED = ["vector", "norm", "group norm", "mean", "softmax", "top-k", "order", 
 
 
 class Attention(nn.Module):
-    """An attention with parameters of its own per head, per feature of a head, and for all heads."""
+    """An attention with extra parameters per head, per feature of a head, and for all heads."""
 
     def __init__(self, kind: str = "") -> None:
         super().__init__()

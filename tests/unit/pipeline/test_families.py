@@ -33,7 +33,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 class Wrapped(nn.Module):
-    """A model inside a module whose forward does not show that the model can keep a cache."""
+    """A model inside a module with a forward that hides the model's cache argument."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What an operation on a parameter at rest is refused with: advice that fits the operation."""
+"""Errors of operations on a parameter at rest give advice for that operation."""
 
 from __future__ import annotations
 

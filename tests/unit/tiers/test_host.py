@@ -24,7 +24,7 @@ from tests.cudart import LockedHost
 
 
 class Tower(nn.Module):
-    """Blocks whose inputs are offloaded until backward."""
+    """Blocks with inputs that are offloaded until backward."""
 
     def __init__(self) -> None:
         super().__init__()
