@@ -236,7 +236,7 @@ def compiled() -> Figures:
 
 
 def save_and_go_on() -> Figures:
-    """A new engine goes on with the same bits, and transformers loads the 16-bit weights."""
+    """A new engine continues with the same bits, and transformers loads the 16-bit weights."""
     from transformers import LlamaForCausalLM  # noqa: PLC0415  # optional
 
     folder = tempfile.mkdtemp()

@@ -1,4 +1,4 @@
-"""What a part of `scripts/gpu` says: one line for each result, and what every part does at its start."""
+"""The output of a part of `scripts/gpu`, one line for each result, and the common start of all parts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Runs the parts of `scripts/gpu`, each in a process of its own with a time limit, and writes what they find.
+"""Runs the parts of `scripts/gpu`, each in a separate process with a time limit, and writes their results.
 
 A part is a module of this folder. It prints `RESULT` and a line of JSON for each thing that it has found (results.py).
-After every result `gpu.json` and `gpu.md` are written anew, so a call that is cut short has all results up to then.
+After every result `gpu.json` and `gpu.md` are rewritten, so an interrupted call keeps all results so far.
 The whole output of a part is in `NAME.log`. A part that fails, or does not end in time, is a result too.
 """
 
@@ -34,7 +34,7 @@ REPORTED = ("torch", "transformers", "peft", "deepspeed", "pytest", "triton")
 
 @dataclass(frozen=True)
 class Part:
-    """One process. what: for the reader.  seconds: its limit.  needs: packages without which it is skipped."""
+    """One process. what: its title.  seconds: its limit.  needs: it is skipped without these packages."""
 
     name: str
     what: str
@@ -57,7 +57,7 @@ PARTS = (
 
 @dataclass
 class Report:
-    """What a call has found, and where it writes it."""
+    """The results of a call, and the folder that it writes."""
 
     out: Path
     facts: dict[str, Any]
@@ -150,11 +150,11 @@ def _read(child: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
 
 
 def _end(child: subprocess.Popen[str]) -> int | None:
-    """Return the exit code of a part that ends by itself; end its processes, and return None, if it does not."""
+    """Return the exit code of a part; after its time limit end its processes and return None."""
     try:
         return child.wait(timeout=2.0)
     except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)  # its own session: nobody else is in it
+        os.killpg(child.pid, signal.SIGKILL)  # its own session, without other processes
         child.wait()
         return None
 
@@ -177,7 +177,7 @@ def facts(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
-    """Run what was asked for; 1 if something failed, 2 if nothing could begin."""
+    """Run the chosen parts; return 1 if something failed, 2 if nothing could start."""
     table = "\n".join(f"  {part.name:8} {part.what}" for part in parts)
     parser = argparse.ArgumentParser(
         prog="scripts/gpu", description=f"parts:\n{table}", formatter_class=argparse.RawDescriptionHelpFormatter

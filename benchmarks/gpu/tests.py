@@ -1,4 +1,4 @@
-"""Part 2 of scripts/gpu: tests/gpu, with pytest alone; every failing test is a result, and so is the sum."""
+"""Part 2 of scripts/gpu: tests/gpu, with plain pytest; every failing test is a result, and so is the total."""
 
 from __future__ import annotations
 
