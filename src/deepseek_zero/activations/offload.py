@@ -458,16 +458,22 @@ class Slot:
     number: int
 
 
+def mark_held(tensor: Tensor) -> None:
+    """Note that other code holds a tensor's memory until its backward, so that offloading it frees nothing."""
+    tensor.is_held = True  # type: ignore[attr-defined]
+
+
 def is_activation(value: Any) -> bool:
     """Return whether offloading a value frees memory: a plain tensor with a gradient that some operation computed.
 
-    Parameters, leaves and what needs no gradient (batches, masks) are held by others in any case; several checkpoints
-    often share them.
+    Parameters, leaves, what needs no gradient (batches, masks) and tensors that `mark_held` got are held by others in
+    any case; several checkpoints often share them.
     """
     return (
         type(value) is Tensor
         and value.requires_grad
         and not value.is_leaf
+        and not getattr(value, "is_held", False)
         and value.layout is torch.strided
         and value.nbytes >= SMALLEST_BYTES
         and not value.is_conj()

@@ -92,6 +92,11 @@ class StandsForModule(nn.Module):
                 raise NoSuchNameError(owner, name, partial(_names_of, self)) from None
 
 
+def _backwards_of(runtime: Runtime, loop: Any) -> object:
+    """Return something that differs after a backward through the model."""
+    return runtime.backwards, loop.waiting if loop is not None else 0
+
+
 def _names_of(engine: StandsForModule) -> list[str]:
     return [*dir(engine), *dir(engine.module)]
 
@@ -337,12 +342,7 @@ class Engine(StandsForModule):
         comm = parts.runtime.comm
         self._stragglers = Stragglers(comm.meter, comm.host_names) if are_alike and comm.spans_hosts else None
         self.observer.planned(self.plan())
-        self._losses = Losses(self._reached, self.observer.loss)
-
-    def _reached(self) -> object:
-        """Return something that differs after a backward through the model."""
-        loop = self.parts.loop
-        return self.runtime.backwards, loop.waiting if loop is not None else 0
+        self._losses = Losses(partial(_backwards_of, parts.runtime, parts.loop), self.observer.loss)
 
     @property
     def runtime(self) -> Runtime:

@@ -28,22 +28,19 @@ class Losses:
     def __init__(self, reached: Callable[[], object], found: Callable[[Tensor], None]) -> None:
         self.reached, self._found = reached, found
         self.is_paused = False
-        self._scaled: Callable[[], Tensor | None] = lambda: None
-        self._unscaled: Tensor | None = None
         _HERE.losses.add(self)
         hook_every_backward(_find_losses)
 
     def scaled(self, scaled: Tensor, loss: Tensor) -> None:
-        """Remember which loss a tensor was scaled from."""
-        self._scaled, self._unscaled = weakref.ref(scaled), loss.detach()
+        """Remember which loss a tensor was scaled from, for as long as the tensor lives."""
+        scaled.unscaled_loss = loss.detach()  # type: ignore[attr-defined]
 
     def differentiated(self, loss: Any) -> None:
         """Record the loss of a backward; tensors that are not scalars are ignored."""
         if isinstance(loss, (list, tuple)) and len(loss) == 1:
             loss = loss[0]
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            is_scaled = loss is self._scaled()
-            self._found(self._unscaled if is_scaled and self._unscaled is not None else loss.detach())
+            self._found(getattr(loss, "unscaled_loss", loss).detach())
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..activations.offload import mark_held
 from ..base.errors import UsageError
 from ..comm.collectives import Comm, propagate_errors
 from .messages import Form, Forms, Inbox, Links, Outbox, form_of
@@ -380,6 +381,7 @@ def _entered(received: Tensor) -> Tensor:
     if not received.requires_grad:
         return received
     found: Tensor = _Enter.apply(received)  # type: ignore[no-untyped-call]
+    mark_held(found)  # by `_Held`
     return found
 
 

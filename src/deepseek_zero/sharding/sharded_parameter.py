@@ -325,8 +325,7 @@ def _at_rest(
         )
     if engine is None:
         return AtRestError(
-            f"parameter '{name_of(param)}' was sharded by zero.Init, and no engine holds it yet; '{operation}' cannot "
-            "use it.",
+            f"{name_of(param)} is sharded, and no engine holds it yet; '{operation}' cannot use it.",
             "Each rank holds only its slice.  transformers builds models so, also after training, while a ZeRO-3 "
             "configuration lives (HfDeepSpeedConfig, or the Trainer's arguments).",
             "pass the model to initialize; read or change a parameter inside `with deepseek_zero.zero."
