@@ -35,7 +35,7 @@ from ..base.errors import NotBuiltError, UsageError
 from ..parallel.layers import Layer, TensorAxis, cast_for_autocast
 from ..parallel.loss import CAUSAL, joined, loss_name, places
 from ..sharding.param_group import ParamGroup
-from ..sharding.runtime import Phase, Runtime
+from ..sharding.runtime import BeforeGrad, Phase, Runtime
 from ..sharding.saved_tensor_hooks import others_see
 from ..sharding.sharded_parameter import ShardedParameter, owner_of
 from .tiles import each_tile
@@ -274,7 +274,7 @@ def _is_out_of_the_way(weight: Tensor) -> bool:
 
     Of a wrapped model those of the root may, in its forward: an engine's hooks are on what units give.
     """
-    if not weight.is_leaf or not weight.requires_grad or has_gradient_hooks(weight):
+    if not weight.is_leaf or not weight.requires_grad or has_gradient_hooks(weight, besides=(BeforeGrad,)):
         return False
     owner = owner_of(weight)
     if owner is None:

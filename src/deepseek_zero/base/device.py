@@ -137,9 +137,9 @@ def clear_hooks(module: nn.Module) -> None:
         hooks.clear()
 
 
-def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether somebody hears of, or changes, each gradient that reaches a tensor (Tensor.register_hook)."""
-    return bool(tensor._backward_hooks)
+def has_gradient_hooks(tensor: torch.Tensor, *, besides: tuple[type, ...] = ()) -> bool:
+    """Return whether a hook other than one of these classes is registered on a tensor's gradient."""
+    return any(not isinstance(hook, besides) for hook in (tensor._backward_hooks or {}).values())
 
 
 def ends_recomputation(error: BaseException) -> bool:

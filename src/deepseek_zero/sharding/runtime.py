@@ -867,10 +867,12 @@ def _scale_entries_of(roots: list[Tensor]) -> tuple[list[Tensor], None]:
 
 
 def _factor_of_leaf(leaf: Tensor) -> Callable[[], float | None] | None:
-    """Return the factor of the engine that holds a parameter."""
+    """Return the factor of the engine that holds a parameter; None inside its forward, whose gradients have none."""
     owner = owner_of(leaf)
     runtime = owner.runtime() if isinstance(owner, ParamGroup) else None
-    return runtime.loss_factor.at_entry if runtime is not None else None
+    if runtime is None or runtime.forward.active:
+        return None
+    return runtime.loss_factor.at_entry
 
 
 # -- is it still the model that was wrapped
@@ -1079,7 +1081,7 @@ def watch_grads(runtime: Runtime, number: int, group: ParamGroup) -> list[Any]:
     handles = []
     for member in group.members:
         if not member.is_frozen:
-            handles.append(member.param.register_hook(_BeforeGrad(runtime)))
+            handles.append(member.param.register_hook(BeforeGrad(runtime)))
             hook = _bound(_on_grad, runtime, number)
             handles.append(member.param.register_post_accumulate_grad_hook(hook))
     return handles
@@ -1192,7 +1194,7 @@ def _on_output_grad(runtime: Runtime, number: int, is_first: bool, grad: Tensor)
     runtime.on_output_grad(runtime.units[number], grad, is_first=is_first)
 
 
-class _BeforeGrad:
+class BeforeGrad:
     """The hook that runs before autograd writes the `.grad` of a parameter."""
 
     __torch_unserializable__ = True  # torch.save leaves it out without a warning
@@ -1202,8 +1204,11 @@ class _BeforeGrad:
 
     def __call__(self, grad: Tensor) -> None:
         runtime = self._runtime()
-        if runtime is not None and runtime.phase is not Phase.BACKWARD:
-            runtime.before_grad()
+        if runtime is None or runtime.phase is Phase.BACKWARD:
+            return
+        if runtime.forward.active:  # torch.autograd.grad inside a forward writes no `.grad` (tiled_loss.py)
+            return
+        runtime.before_grad()
 
 
 def _on_grad(runtime: Runtime, number: int, param: Tensor) -> None:
