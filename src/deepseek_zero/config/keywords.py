@@ -1080,7 +1080,9 @@ class _Keys(TypedDict, total=False):
     zero_force_ds_cpu_optimizer: bool | Auto | None
     """Insist on DeepSpeedCPUAdam with offload."""
     gradient_clipping: float | Auto | None
-    """Largest global gradient norm; 0 is off (DeepSpeed's default changed to 1.0 in 2026)."""
+    """Largest norm of the gradients of all parameters that the optimizer updates; 0 is off (DeepSpeed's default changed
+    to 1.0 in 2026).
+    """
     check_grad_overflow: bool | Auto | None
     """Skip a step whose gradients are not finite, in fp32; bf16.check_grad_overflow is its like, fp16 always does."""
     communication_data_type: str | Auto | None

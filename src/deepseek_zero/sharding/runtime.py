@@ -869,7 +869,7 @@ def _scale_entries_of(roots: list[Tensor]) -> tuple[list[Tensor], None]:
 def _factor_of_leaf(leaf: Tensor) -> Callable[[], float | None] | None:
     """Return the factor of the engine that holds a parameter; None inside its forward, whose gradients have none."""
     owner = owner_of(leaf)
-    runtime = owner.runtime() if isinstance(owner, ParamGroup) else None
+    runtime: Runtime | None = owner.runtime() if isinstance(owner, ParamGroup) else None
     if runtime is None or runtime.forward.active:
         return None
     return runtime.loss_factor.at_entry
