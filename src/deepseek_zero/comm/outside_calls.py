@@ -41,7 +41,7 @@ def outside_call(recorder: FlightRecorder, rank: int) -> str:
 
 
 def _watch(reference: weakref.ref[FlightRecorder], watched: int) -> None:
-    seen: FrameType | None = None
+    seen: int | None = None
     is_posted = False
     while True:
         time.sleep(_LOOK_SECONDS)
@@ -49,13 +49,15 @@ def _watch(reference: weakref.ref[FlightRecorder], watched: int) -> None:
         if recorder is None:
             return
         frame = _outermost_call(watched)
-        if frame is not None and frame is seen and not is_posted:
+        # Only the number is kept: a frame that is held after its call keeps all tensors of its callers alive.
+        number = None if frame is None else id(frame)
+        if frame is not None and number == seen and not is_posted:
             recorder.post(OUTSIDE, json.dumps({"call": frame.f_code.co_name, "ranks": _ranks_of(frame)}))
             is_posted = True
-        elif frame is not seen and is_posted:
+        elif number != seen and is_posted:
             recorder.withdraw(OUTSIDE)
             is_posted = False
-        seen = frame
+        seen = number
         del recorder, frame
 
 
