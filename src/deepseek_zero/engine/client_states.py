@@ -65,6 +65,10 @@ class ClientStates:
         for each in first.__dict__.get(CUT_INTO, (first,)):
             self._by_param.setdefault(id(each), state)
 
+    def release_trained(self) -> None:
+        """Drop the state of parameters that require a gradient, after it was cut for their shards."""
+        self._by_param = {key: state for key, state in self._by_param.items() if not state.param.requires_grad}
+
     @property
     def are_empty(self) -> bool:
         """Return whether the optimizer has no state for any parameter."""

@@ -20,6 +20,10 @@ class InitialStates(Protocol):
         """Return one line per state, the same on ranks that have the same state."""
         ...
 
+    def release_trained(self) -> None:
+        """Drop the state of parameters that require a gradient, after it was cut for their shards."""
+        ...
+
     def counters(self, overlap: ParamOverlap) -> Hashable:
         """Return what parameters must have in common to share a shard: kinds of state, and numbers of them."""
         ...

@@ -193,6 +193,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             with AllRanks(runtime.comm, "taking over the state of the optimizer"):
                 self.shards_by_group = [self._with_initial_states(shards) for shards in self.shards_by_group]
                 self._plan_work()
+                initial_states.release_trained()
         for group in runtime.trained_groups:
             group.optimizer = weakref.ref(self)
         self._count_updated()
