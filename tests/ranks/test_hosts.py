@@ -30,6 +30,8 @@ from tests.models import Gpt, batch_of, seeded
 from tests.reference import OPTIMIZERS, Reference
 from tests.training import DTYPES, Run, train_step
 
+pytestmark = pytest.mark.slow  # minutes of worlds on hosts of namespaces
+
 RANKS = 4
 
 

@@ -103,6 +103,7 @@ def test_a_checkpoint_of_bcf5641_goes_on(tmp_path: Path, name: str, world: int) 
     assert_final(engine, losses, case, folder, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TO_ONE_RANK)
 @pytest.mark.ranks(1)
 def test_one_rank_at_stage_0_reads_what_several_ranks_of_bcf5641_wrote(tmp_path: Path, name: str) -> None:

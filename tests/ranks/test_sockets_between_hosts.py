@@ -28,6 +28,8 @@ from tests.models import Gpt, batch_of, seeded
 from tests.reference import OPTIMIZERS, Reference
 from tests.training import DTYPES, Run, start_engine, train_step
 
+pytestmark = pytest.mark.slow  # minutes of worlds on hosts of namespaces
+
 CPU = torch.device("cpu")
 PORTS = range(29600, 29610)
 MASTER_PORT = 29555

@@ -24,6 +24,8 @@ from deepseek_zero.base.errors import PeerError, UsageError
 from deepseek_zero.cli.run import SHORT_ERRORS
 from tests.hosts import NETWORK, free_port, hosts
 
+pytestmark = pytest.mark.slow  # minutes of worlds on hosts of namespaces
+
 LAUNCH_WORDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
