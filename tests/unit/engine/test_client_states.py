@@ -165,6 +165,16 @@ def test_parameters_that_are_unfrozen_later_have_their_state_too(kind: str, stag
     assert_alike(on_ranks(body), plainly(make, frozen_until=1))
 
 
+def trained(engine: Any, rank: Rank) -> dict[str, Tensor]:
+    """Return the whole weights after STEPS steps; the engine is destroyed."""
+    for step in range(STEPS):
+        engine.backward(engine(data(step, rank.index)).square().mean())
+        engine.step()
+    found = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    engine.destroy()
+    return found
+
+
 @pytest.mark.parametrize("tier", ["cpu"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_offloaded_states_begin_with_the_clients_values(stage: int, tier: str) -> None:
@@ -172,13 +182,7 @@ def test_offloaded_states_begin_with_the_clients_values(stage: int, tier: str) -
         model = net()
         chosen = config(stage)
         chosen["zero_optimization"] |= {"offload_optimizer": {"device": tier}}
-        engine = here.start(rank, model, chosen, optimizer=OwnState(model.parameters()))
-        for step in range(STEPS):
-            engine.backward(engine(data(step, rank.index)).square().mean())
-            engine.step()
-        found = {name: value.clone() for name, value in engine.module.state_dict().items()}
-        engine.destroy()
-        return found
+        return trained(here.start(rank, model, chosen, optimizer=OwnState(model.parameters())), rank)
 
     assert_alike(on_ranks(body), plainly(OwnState))
 
@@ -188,13 +192,7 @@ def test_layers_that_become_tiles_keep_their_rows_of_the_state() -> None:
         model = net()
         chosen = config(3)
         chosen["zero_optimization"] |= {"tile_above": 4 * WIDTH * WIDTH // 2}
-        engine = here.start(rank, model, chosen, optimizer=OwnState(model.parameters()))
-        for step in range(STEPS):
-            engine.backward(engine(data(step, rank.index)).square().mean())
-            engine.step()
-        found = {name: value.clone() for name, value in engine.module.state_dict().items()}
-        engine.destroy()
-        return found
+        return trained(here.start(rank, model, chosen, optimizer=OwnState(model.parameters())), rank)
 
     assert_alike(on_ranks(body), plainly(OwnState))
 
