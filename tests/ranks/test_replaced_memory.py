@@ -118,6 +118,33 @@ def test_at_rest_new_memory_is_refused() -> None:
         weight.data = torch.zeros(WIDTH, WIDTH)
 
 
+class Replaces(nn.Linear):
+    """A layer that assigns to `.data` of its weight in forward."""
+
+    value: Callable[[Tensor], Tensor]
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.weight.data = self.value(self.weight.data)
+        return nn.functional.linear(batch.to(self.weight.dtype), self.weight, self.bias.to(self.weight.dtype))
+
+
+@pytest.mark.ranks(2)
+def test_new_values_that_a_forward_assigns_are_refused_and_a_cast_of_the_same_values_is_not() -> None:
+    def run(value: Callable[[Tensor], Tensor]) -> None:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Replaces(WIDTH, WIDTH))
+        model[1].value = value
+        for param in model[1].parameters():
+            param.requires_grad_(False)
+        engine = dz.initialize(model=model, config=config())[0]
+        engine.backward(engine(torch.ones(1, WIDTH)).sum())
+        engine.step()
+
+    run(lambda weight: weight.to(torch.bfloat16))
+    run(lambda weight: weight.clone())
+    with pytest.raises(UsageError, match=r"the memory of parameter '1.weight' was replaced by other values"):
+        run(lambda weight: weight / 2)
+
+
 # -- a model that zero.Init has built, before there is an engine
 
 

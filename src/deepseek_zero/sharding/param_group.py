@@ -396,16 +396,46 @@ class ParamGroup:
                 member.unshard(view)
 
     def reshard(self) -> None:
-        """Shard every parameter and return the gathered buffer to the pool. Local."""
-        if self.unsharded is None:
+        """Shard every parameter and return the gathered buffer to the pool. Local.
+
+        Raises:
+            UsageError: The program replaced the memory of a parameter while it was gathered, and changed its values.
+        """
+        full = self.unsharded
+        if full is None:
             return
         with without_torch_function():
+            replaced = None if self.is_pinned else self._member_with_new_values(full)
             for member in self.members:
                 member.reshard()
-        full, self.unsharded = self.unsharded, None
+        self.unsharded = None
         self.weight.return_whole(full, self.comm_ctx.pool)
         if self.weight.is_offloaded:
             trim_heap()  # of its gradients
+        if replaced is not None:
+            raise UsageError(
+                f"the memory of parameter '{replaced.name}' was replaced by other values during its forward or backward.",
+                "At stage 3 a block sees a gathered copy of its parameters. The copy is freed behind the block, so the "
+                "new values would be lost.",
+                "assign them inside `with deepseek_zero.zero.GatheredParameters(param, modifier_rank=0):` on all ranks, "
+                "or compute with the changed tensor and leave the parameter as it is.",
+            )
+
+    def _member_with_new_values(self, full: Tensor) -> ParamInfo | None:
+        """Return the first member whose memory is no longer that of the gathered buffer and whose values differ.
+
+        The same values in another dtype do not count: some layers cast their parameters in each forward.
+        """
+        start, step = full.data_ptr(), full.element_size()
+        for member in self.members:
+            param, slot = member.param, member.slot
+            if param.data_ptr() == start + slot.start * step or not slot.numel or type(param) is ShardedParameter:
+                continue
+            value = param.data
+            gathered = full.view(slot)
+            if value.shape != gathered.shape or not torch.equal(gathered.to(value), value):
+                return member
+        return None
 
     def refresh(self, what: str, *, is_update: bool = False) -> Pending:
         """Start to bring the weight to its placement after the master changed: an all-gather at stages 1 and 2.
