@@ -414,19 +414,19 @@ class ParamGroup:
             trim_heap()  # of its gradients
         if replaced is not None:
             raise UsageError(
-                f"the memory of parameter '{replaced.name}' was replaced by other values during its forward or backward.",
-                "At stage 3 a block sees a gathered copy of its parameters. The copy is freed behind the block, so the "
+                f"the memory of parameter '{replaced.name}' was replaced by other values during forward or backward.",
+                "At stage 3 a block uses a gathered copy of its parameters. The copy is freed after the block, so the "
                 "new values would be lost.",
-                "assign them inside `with deepseek_zero.zero.GatheredParameters(param, modifier_rank=0):` on all ranks, "
-                "or compute with the changed tensor and leave the parameter as it is.",
+                "assign them inside `with deepseek_zero.zero.GatheredParameters(param, modifier_rank=0):` on all "
+                "ranks, or compute with the changed tensor and leave the parameter as it is.",
             )
 
-    def _member_with_new_values(self, full: Tensor) -> ParamInfo | None:
+    def _member_with_new_values(self, full: FlatBuffer) -> ParamInfo | None:
         """Return the first member whose memory is no longer that of the gathered buffer and whose values differ.
 
         The same values in another dtype do not count: some layers cast their parameters in each forward.
         """
-        start, step = full.data_ptr(), full.element_size()
+        start, step = full.memory.data_ptr(), full.memory.element_size()
         for member in self.members:
             param, slot = member.param, member.slot
             if param.data_ptr() == start + slot.start * step or not slot.numel or type(param) is ShardedParameter:
