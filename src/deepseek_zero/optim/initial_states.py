@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..base.errors import UsageError
@@ -35,6 +36,19 @@ class InitialStates(Protocol):
             UsageError: A state cannot be cut.
         """
         ...
+
+
+def makes_states(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer that was just built has made state, or would have if this rank had a slice."""
+    if optimizer.state or any(group["params"] for group in optimizer.param_groups):
+        return bool(optimizer.state)
+    if not optimizer.param_groups:
+        return False
+    probe = {**optimizer.param_groups[0], "params": [nn.Parameter(torch.zeros(1))]}
+    try:
+        return bool(states_at_construction(optimizer, probe))
+    except UsageError:  # it cannot be built here, so nothing says that it makes state
+        return False
 
 
 def states_at_construction(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:

@@ -43,7 +43,7 @@ from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
 from ..sharding.ties import without_twins
 from .adaptive_precision import AdaptivePrecision
-from .initial_states import InitialStates, states_at_construction
+from .initial_states import InitialStates, makes_states, states_at_construction
 from .nonfinite import NonFiniteReport
 from .one_bit_adam import OneBitAdam
 from .registry import granularity_of
@@ -177,7 +177,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         with undecorated():
             self.inner = make_inner([{**group, "params": own} for group, own in zip(groups, slices, strict=True)])
         self._initial_states = initial_states
-        self._has_states_at_construction = bool(self.inner.state) or initial_states is not None  # Adagrad
+        self._has_states_at_construction = initial_states is not None or makes_states(self.inner)  # Adagrad
         self.moments = Moments(self.inner, self.scratch)
         self.updater = Updater(self.inner, self.scratch, self.moments, settings.flow, runtime.comm.meter.clock)
         late = settings.delay_after
