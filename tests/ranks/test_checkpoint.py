@@ -579,6 +579,31 @@ def _everyone(folder: Path, rank: int, number: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
 
 
+@pytest.mark.ranks(1)
+def test_moments_on_a_disk_that_a_program_has_read_are_saved(tmp_path: Path) -> None:
+    """Weights and biases are in groups of their own, so their shards alternate in what the disk moves at once."""
+
+    def build_groups(places: dict[str, Any]) -> Any:
+        torch.manual_seed(3)
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+        groups = [{"params": [layer.weight for layer in model]}, {"params": [layer.bias for layer in model]}]
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **places}
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        top = {"train_micro_batch_size_per_gpu": 2, "steps_per_print": None, "zero_optimization": zero}
+        return deepseek_zero.initialize(model=model, optimizer=optimizer, config=top)[0]
+
+    engine = build_groups(offload("nvme"))
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 32)).square().mean())
+        engine.step()
+    expected = moments_of(engine)
+    engine.save_checkpoint(tmp_path)
+    engine.destroy()
+    other = build_groups({})
+    other.load_checkpoint(tmp_path)
+    assert_same(expected, moments_of(other))
+
+
 # -- damage
 
 

@@ -414,9 +414,10 @@ class Moments:
     def read(self, shard: MasterShard, name: str) -> Tensor:
         """Return one moment as fp32 (or as the optimizer has it), whatever is deferred: a view or a copy."""
         value: Tensor = self._inner.state[shard.param][name]
-        if not self._scratch.is_placeholder(value):
+        moment = self._found.get((id(shard.group), name))
+        if moment is None or (moment.kept is not None and not self._scratch.is_placeholder(value)):
             return value
-        moment = self._found[id(shard.group), name]
+        # The optimizer may see a view of memory that has left for the disk since, with another shard of its chunk.
         values = read_now(moment.extent, shard.start, shard.stop)
         if moment.kept is None:
             return values
