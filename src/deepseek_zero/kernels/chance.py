@@ -1,0 +1,52 @@
+"""The random bits of stochastic rounding, compiled by numba: 16 for each element, of Philox4x64-10 as NumPy has it.
+
+precision/compact.py says which bits an element gets. Importing this module imports numba.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import int16, njit, types, uint64
+from numba.extending import intrinsic
+
+_I128 = ir.IntType(128)
+_I64 = ir.IntType(64)
+PER_COUNT = 16  # numbers of 16 bits that one count of the generator gives
+
+
+@intrinsic
+def _high(typing: Any, a: Any, b: Any) -> Any:
+    """Return the upper 64 bits of a product of two uint64."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        wide = builder.mul(builder.zext(args[0], _I128), builder.zext(args[1], _I128))
+        return builder.trunc(builder.lshr(wide, ir.Constant(_I128, 64)), _I64)
+
+    return types.uint64(types.uint64, types.uint64), generate
+
+
+@njit
+def fill(out: Any, element: Any, step: Any, seed: Any, key: Any) -> None:
+    """Write the random bits of the elements from `element` on."""
+    block = uint64(element // PER_COUNT)
+    skipped = element % PER_COUNT
+    place = -skipped
+    while place < len(out):
+        block += uint64(1)  # NumPy counts up before it draws
+        a, b, c, d = block, uint64(step), uint64(0), uint64(0)
+        left, right = uint64(seed), uint64(key)
+        for number in range(10):
+            if number > 0:
+                left += uint64(0x9E3779B97F4A7C15)
+                right += uint64(0xBB67AE8584CAA73B)
+            high_a, low_a = _high(uint64(0xD2E7470EE14C6C93), a), uint64(0xD2E7470EE14C6C93) * a
+            high_c, low_c = _high(uint64(0xCA5A826395121157), c), uint64(0xCA5A826395121157) * c
+            a, b, c, d = high_c ^ b ^ left, low_c, high_a ^ d ^ right, low_a
+        for number, word in enumerate((a, b, c, d)):
+            at = place + 4 * number
+            for part in range(4):
+                if 0 <= at + part < len(out):
+                    out[at + part] = int16(word >> uint64(16 * part))
+        place += PER_COUNT

@@ -1,0 +1,151 @@
+"""Compares a kernel with the definition, on random numbers, random bits and edge values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from . import definition
+from .rules import RULES, Layout, Scalars, Variant
+
+NUMEL = 3 * 1024 + 5  # with a tail
+_NOTHING: NDArray[Any] = np.zeros(0, np.float32)
+_EDGES = np.array(
+    "0 -0.0 1 -1 0.5 7 1e-8 1e-20 -1e20 1e-30 1e30 65504 65536 1e-40 -1e-40 3e-39 1.4e-45 -1.4e-45 1.1754944e-38 "
+    "3.4028235e38 -3.4028235e38 inf -inf nan 0.33333334 1.0000001 0.99999994".split(),
+    np.float32,
+)
+_HYPERS: dict[str, dict[str, Any]] = {
+    "adam": {"lr": 3e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
+    "sgd": {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01},
+    "adagrad": {"lr": 0.01, "lr_decay": 0.1, "eps": 1e-10, "weight_decay": 0.01},
+    "lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.01},
+}
+
+
+class Chance(NamedTuple):
+    """Where the random bits of a range of elements of one parameter begin (precision/compact.py).
+
+    element: of the parameter, the first of the range. step: the number of the update. seed, keys: those of the
+    generator, with a key for the weight and one for each of two states.
+    """
+
+    element: int = 0
+    step: int = 0
+    seed: int = 0
+    keys: tuple[int, int, int] = (0, 0, 0)
+
+
+@dataclass
+class Arrays:
+    """The memory of a shard, flat, as a kernel reads and writes it; 16-bit numbers are int16.
+
+    main: the main weight, or the weight if there is none. other: the remainders of a split main weight, or the
+    published weight. Arrays that a layout lacks are empty.
+    """
+
+    gradient: NDArray[Any]
+    main: NDArray[Any]
+    other: NDArray[Any]
+    states: tuple[NDArray[Any], ...]
+
+    def columns(self) -> tuple[NDArray[Any], ...]:
+        """Return gradient, main weight, other and two states."""
+        first, second, *_ = (*self.states, _NOTHING, _NOTHING)
+        return self.gradient, self.main, self.other, first, second
+
+    def copy(self) -> Arrays:
+        return Arrays(self.gradient, self.main.copy(), self.other.copy(), tuple(state.copy() for state in self.states))
+
+
+_CHANCE = Chance(5, 7, 1, (11, 12, 13))
+Run = Callable[[Variant, Layout, Arrays, Scalars, float, Chance], None]
+
+
+def values(kind: str, numel: int, random: np.random.Generator) -> NDArray[np.float32]:
+    """Return fp32 numbers: "normal", "bits" (any bits) or "edges"."""
+    if kind == "normal":
+        return random.standard_normal(numel).astype(np.float32)
+    if kind == "bits":
+        return random.integers(-(1 << 31), 1 << 31, numel, dtype=np.int64).astype(np.int32).view(np.float32)
+    return random.choice(_EDGES, numel)
+
+
+def sample(variant: Variant, layout: Layout, kind: str, numel: int, seed: int = 0) -> Arrays:
+    """Return arrays of a kind of numbers."""
+    random = np.random.default_rng(seed)
+    main = values(kind, numel, random)
+    gradient = _narrow(values(kind, numel, random), layout.gradient)
+    states: list[NDArray[Any]] = [values(kind, numel, random) for _ in variant.states]
+    if variant.rule in ("adam", "adagrad"):
+        states[-1] = np.abs(states[-1])  # a mean or a sum of squares
+    if layout.states_rounded:
+        states = [definition.narrow(state, torch.bfloat16) for state in states]
+    if layout.is_rounded:
+        return Arrays(gradient, definition.narrow(main, torch.bfloat16), _NOTHING, tuple(states))
+    if not layout.is_split:
+        other = np.zeros(numel if layout.published is not None else 0, np.int16)
+        return Arrays(gradient, main, other, tuple(states))
+    upper, lower = definition.split(main)
+    return Arrays(gradient, upper, lower, tuple(states))
+
+
+def expected(
+    variant: Variant, layout: Layout, arrays: Arrays, scalars: Scalars, factor: float, chance: Chance | None = None
+) -> Arrays:
+    """Return what the definition makes of the arrays."""
+    chance = chance or Chance()
+    main = definition.join(arrays.main, arrays.other) if layout.is_split else arrays.main
+    main = definition.widen(main, torch.bfloat16) if layout.is_rounded else main
+    gradient = definition.widen(arrays.gradient, layout.gradient)
+    states = list(arrays.states)
+    if layout.states_rounded:
+        states = [definition.widen(state, torch.bfloat16) for state in states]
+    weight, states = definition.update(variant, scalars, factor, main, gradient, states)
+    if layout.states_rounded:
+        states = [_rounded(state, chance, number + 1) for number, state in enumerate(states)]
+    if layout.is_rounded:
+        return replace(arrays, main=_rounded(weight, chance, 0), states=tuple(states))
+    if layout.is_split:
+        upper, lower = definition.split(weight)
+        return replace(arrays, main=upper, other=lower, states=tuple(states))
+    other = arrays.other if layout.published is None else definition.narrow(weight, layout.published)
+    return replace(arrays, main=weight, other=other, states=tuple(states))
+
+
+def differing_elements(variant: Variant, layout: Layout, run: Run, numel: int = NUMEL) -> int:
+    """Return in how many elements of all arrays a kernel differs from the definition."""
+    hypers = {"maximize": variant.maximizes, "nesterov": variant.nesterov, "dampening": 0.0}
+    hypers["decoupled_weight_decay"] = variant.decoupled
+    scalars = RULES[variant.rule].scalars(hypers | _HYPERS[variant.rule], 3)
+    differing = 0
+    for kind in ("normal", "bits", "edges"):
+        arrays = sample(variant, layout, kind, numel)
+        found = arrays.copy()
+        run(variant, layout, found, scalars, 0.7, _CHANCE)
+        wanted = expected(variant, layout, arrays, scalars, 0.7, _CHANCE)
+        differing += sum(
+            int((_bits(mine) != _bits(its)).sum()) for mine, its in zip(found.columns(), wanted.columns(), strict=True)
+        )
+    return differing
+
+
+def _rounded(values: NDArray[np.float32], chance: Chance, number: int) -> NDArray[np.int16]:
+    """Return fp32 numbers rounded to bf16 by the random bits of one key."""
+    first, skipped = divmod(chance.element, 16)
+    generator = np.random.Philox(counter=[first, chance.step, 0, 0], key=[chance.seed, chance.keys[number]])
+    words = generator.random_raw(-(-(skipped + len(values)) // 4))
+    return definition.round_by(values, words.view(np.int16)[skipped : skipped + len(values)])
+
+
+def _narrow(numbers: NDArray[np.float32], dtype: torch.dtype) -> NDArray[Any]:
+    return numbers if dtype == torch.float32 else definition.narrow(numbers, dtype)
+
+
+def _bits(array: NDArray[Any]) -> NDArray[Any]:
+    return array.view(np.int16)

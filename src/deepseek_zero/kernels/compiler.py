@@ -1,0 +1,119 @@
+"""Whether numba is here, and how loops over flat CPU memory are compiled and run with it.
+
+numba is optional (the extra `fast`).  It is imported at the first update, and not with the package: the import takes
+0.3 s, and each kernel takes up to 0.7 s to compile.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
+
+from ..base.errors import UsageError
+from ..base.log import log_once
+
+VARIABLE = "DEEPSEEK_ZERO_KERNELS"
+GRAIN = 1 << 16  # elements under which a second thread costs more than it saves
+
+
+def chosen(wanted: str) -> str:
+    """Return the choice of the user: "auto", "numba" or "torch".
+
+    Args:
+        wanted: The word of the configuration. The environment variable DEEPSEEK_ZERO_KERNELS is stronger.
+    """
+    wanted = os.environ.get(VARIABLE) or wanted
+    if wanted not in ("auto", "numba", "torch"):
+        raise UsageError(
+            f"{VARIABLE} is {wanted!r}.",
+            "It chooses what computes the optimizer's updates.",
+            "set it to auto, numba or torch, or leave it out.",
+        )
+    return wanted
+
+
+def available(wanted: str) -> str:
+    """Return what computes updates with a kernel on a CPU: "auto", "numba" or "torch". wanted: see `chosen`."""
+    wanted = chosen(wanted)
+    if wanted == "torch" or find_spec("numba") is not None:
+        return wanted
+    if wanted == "numba":
+        raise UsageError(
+            "updates are to be computed by numba, which is not installed.",
+            f'The configuration says "optimizer": {{"kernels": "numba"}}, or {VARIABLE} says numba.',
+            "install the extra: pip install -e '.[fast]'; or leave the setting out.",
+        )
+    log_once("numba is not installed, so PyTorch computes updates on a CPU, more slowly; the extra `fast` installs it.")
+    return "torch"
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that numba compiles at its first call, and that lets other Python threads run meanwhile.
+
+    There is no cache on disk, because numba raises where no folder can be written.
+    """
+    njit = import_module("numba").njit
+    found: Callable[..., Any] = njit(nogil=True, error_model="numpy")(function)
+    return found
+
+
+def threads_for(ranks_here: int) -> int:
+    """Return how many threads a rank may use for updates: the cores of this process, divided by the ranks of the host.
+
+    `OMP_NUM_THREADS` does not count: torchrun sets it to 1 on hosts whose cores are free.
+    """
+    return max(1, len(os.sched_getaffinity(0)) // max(1, ranks_here))
+
+
+@cache
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """Return the threads of one process; a forked child makes its own."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="deepseek_zero-update")
+
+
+def in_slices(numel: int, threads: int, run: Callable[[int, int], None]) -> None:
+    """Call `run(start, stop)` for slices that together cover `numel` elements, each on its own thread.
+
+    Slices begin at multiples of 64 elements. Few elements are one slice, on the calling thread.
+    """
+    parts = min(threads, max(1, numel // GRAIN))
+    if parts == 1:
+        run(0, numel)
+        return
+    step = -(-numel // parts // 64) * 64
+    edges = [min(numel, step * part) for part in range(parts + 1)]
+    pool = _pool(os.getpid(), threads - 1)
+    others = [pool.submit(run, low, high) for low, high in pairwise(edges[1:])]
+    try:
+        run(edges[0], edges[1])
+    finally:
+        for other in others:
+            other.result()
+
+
+@cache
+def converts_fp16() -> bool:
+    """Return whether the processor that numba compiles for converts fp16 numbers.
+
+    For other processors, LLVM calls functions that do not exist here, and the process aborts.
+    """
+    binding = import_module("llvmlite.binding")
+    target = import_module("numba.core.registry").cpu_target
+    triple, name, features = target.target_context.codegen().magic_tuple()
+    module = binding.parse_assembly(
+        "define half @there_and_back(half %number) {\n"
+        "  %wide = fpext half %number to float\n"
+        "  %sum = fadd float %wide, %wide\n"
+        "  %found = fptrunc float %sum to half\n"
+        "  ret half %found\n"
+        "}\n"
+    )
+    machine = binding.Target.from_triple(triple).create_target_machine(cpu=name, features=features)
+    text = machine.emit_assembly(module)
+    return not any(function in text for function in ("hfsf2", "sfhf2", "_ieee"))

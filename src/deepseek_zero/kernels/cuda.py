@@ -1,0 +1,135 @@
+"""Updates in one pass over memory on an NVIDIA GPU: `update.cu`, compiled by NVRTC at the first update."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from ctypes import c_float, c_int, c_longlong, c_uint64, c_void_p
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..base.log import log_once
+from .check import Arrays, Chance, differing_elements
+from .cuda_source import THREADS, frame, header
+from .nvidia import CudaError, Kernel, binary_for, compiled, driver, nvrtc
+from .rules import VECTOR, Layout, Scalars, Variant
+
+_SCALARS, _CHANCE = 8, 6  # numbers in the kernel's parameters
+_ALIGNMENT = 16  # bytes that one instruction reads or writes
+
+
+@cache
+def why_not(device: torch.device) -> str | None:
+    """Return why nothing can be compiled for a device, for a log line; None if NVRTC and the driver are there."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"{device} is not an NVIDIA GPU"
+    try:
+        nvrtc()
+        driver()
+    except CudaError as error:
+        return error.what.rstrip(".")
+    return None
+
+
+@cache
+def compiled_for(variant: Variant, layout: Layout, scalar_count: int, capability: int, *, to_ptx: bool) -> bytes:
+    """Return the kernel for devices of a compute capability, as machine code or as PTX."""
+    headers = {"variant.h": header(variant, layout, scalar_count)}
+    return compiled(frame(), headers, capability, to_ptx=to_ptx)
+
+
+@cache
+def _kernel(variant: Variant, layout: Layout, scalar_count: int, device: int) -> Kernel:
+    major, minor = torch.cuda.get_device_capability(device)
+    capability, to_ptx = binary_for(10 * major + minor)
+    return Kernel(compiled_for(variant, layout, scalar_count, capability, to_ptx=to_ptx), "update", device)
+
+
+def launch_of(
+    columns: Sequence[Tensor], scalars: Scalars, factor: float | Tensor, chance: Chance, skip: Tensor | None
+) -> tuple[int, list[Any]]:
+    """Return the number of blocks and the parameters of the kernel `update`, as ctypes values."""
+    numel = columns[0].numel()
+    pointers = [column.data_ptr() if column.numel() else 0 for column in columns]
+    is_aligned = all(pointer % _ALIGNMENT == 0 for pointer in pointers) and chance.element % VECTOR == 0
+    parameters = [
+        *map(c_void_p, pointers),
+        c_longlong(numel),
+        c_int(is_aligned),
+        (c_float * _SCALARS)(*map(float, scalars)),
+        (c_uint64 * _CHANCE)(chance.element, chance.step, chance.seed, *chance.keys),
+        c_float(1.0 if isinstance(factor, Tensor) else factor),
+        c_void_p(factor.data_ptr() if isinstance(factor, Tensor) else None),
+        c_void_p(None if skip is None else skip.data_ptr()),
+    ]
+    return -(-numel // (VECTOR * THREADS)), parameters
+
+
+def run(
+    variant: Variant,
+    layout: Layout,
+    columns: Sequence[Tensor],
+    scalars: Scalars,
+    factor: float | Tensor,
+    chance: Chance,
+    skip: Tensor | None = None,
+) -> None:
+    """Queue the update of a shard on the current stream of its device. Nothing waits for the device.
+
+    The last n % 8 of its n elements get the formula of a parameter's tail.
+
+    Args:
+        variant: Which formula.
+        layout: How the shard is stored.
+        columns: Gradient, main weight, other and two states, as `check.Arrays.columns` has them; flat and contiguous.
+            Those that the layout or the variant lacks are empty.
+        scalars: Those of `Rule.scalars`.
+        factor: The gradient is multiplied by it. A tensor is fp32, of one element, on the device.
+        chance: Where random bits begin, if the layout needs any. Then the shard is of one parameter.
+        skip: fp32, of one element, on the device. If it is not zero, nothing is changed.
+
+    Raises:
+        CudaError: The kernel cannot be compiled, loaded or launched.
+    """
+    if columns[0].numel() == 0:
+        return
+    blocks, parameters = launch_of(columns, scalars, factor, chance, skip)
+    kernel = _kernel(variant, layout, len(scalars), columns[0].device.index)
+    kernel.launch(blocks, THREADS, parameters)
+
+
+def run_arrays(
+    device: torch.device,
+    variant: Variant,
+    layout: Layout,
+    arrays: Arrays,
+    scalars: Scalars,
+    factor: float,
+    chance: Chance,
+) -> None:
+    """Update arrays in the memory of the host, on a device: what `check.differing_elements` calls."""
+    columns = [torch.from_numpy(column).to(device) for column in arrays.columns()]
+    run(variant, layout, columns, scalars, factor, chance)
+    for column, result in zip(arrays.columns(), columns, strict=True):
+        np.copyto(column, result.cpu().numpy())
+
+
+@cache
+def is_exact(variant: Variant, layout: Layout, device: torch.device) -> bool:
+    """Return whether the compiled kernel has the bits of the definition on a device. Compiles it, and waits for it."""
+    try:
+        differing = differing_elements(variant, layout, partial(run_arrays, device))
+    except CudaError as error:
+        log_once(f"PyTorch computes the update of {variant.rule} on {device}, more slowly: {error}", logging.WARNING)
+        return False
+    if differing:
+        log_once(
+            f"the update of {variant.rule} that NVRTC compiled differs from its definition in {differing} elements of "
+            f"a test on {device}, so PyTorch computes it, more slowly.",
+            logging.WARNING,
+        )
+    return not differing

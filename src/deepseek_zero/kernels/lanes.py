@@ -1,0 +1,281 @@
+"""Sums of rows and sums of squares as vector instructions, compiled by numba.  Importing this module imports numba.
+
+numba vectorizes a loop only if its arrays do not overlap, and a sum over ranks often overwrites one of its rows.
+Therefore these loops are built from explicit loads and stores of vectors, at addresses. LLVM cuts the vectors to the
+width of the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, models, register_model
+
+from .compiler import compiled
+from .sums import BLOCK, COLUMNS
+
+WIDTH = 64  # elements that a sum of rows keeps in registers
+_VECTOR = 8  # float64 numbers of a 512-bit register
+_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_F16, _F32, _F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+
+
+class _Floats(types.Type):  # type: ignore[misc]
+    """The numba type of `WIDTH` float32 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__("Floats")
+
+
+@register_model(_Floats)
+class _FloatsModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, type_: Any) -> None:
+        super().__init__(manager, type_, ir.VectorType(_F32, WIDTH))
+
+
+_floats = _Floats()
+
+
+def _filled(element: ir.Type, value: int, width: int = WIDTH) -> ir.Constant:
+    return ir.Constant(ir.VectorType(element, width), [value] * width)
+
+
+def _load(builder: Any, address: Any, element: ir.Type, nbytes: int, width: int = WIDTH) -> Any:
+    return builder.load(builder.inttoptr(address, ir.VectorType(element, width).as_pointer()), align=nbytes)
+
+
+def _store(builder: Any, values: Any, address: Any, nbytes: int) -> None:
+    builder.store(values, builder.inttoptr(address, values.type.as_pointer()), align=nbytes)
+
+
+def _from_bf16(builder: Any, numbers: Any) -> Any:
+    bits = builder.shl(builder.zext(numbers, ir.VectorType(_I32, WIDTH)), _filled(_I32, 16))
+    return builder.bitcast(bits, ir.VectorType(_F32, WIDTH))
+
+
+def _to_bf16(builder: Any, values: Any) -> Any:
+    """Round to the nearest bf16, ties to the even one. A NaN becomes the canonical one."""
+    bits = builder.bitcast(values, ir.VectorType(_I32, WIDTH))
+    is_odd = builder.and_(builder.lshr(bits, _filled(_I32, 16)), _filled(_I32, 1))
+    rounded = builder.add(builder.add(bits, _filled(_I32, 0x7FFF)), is_odd)
+    is_nan = builder.fcmp_unordered("uno", values, values)
+    upper = builder.select(is_nan, _filled(_I32, 0x7FC0), builder.lshr(rounded, _filled(_I32, 16)))
+    return builder.trunc(upper, ir.VectorType(_I16, WIDTH))
+
+
+def _from_fp16(builder: Any, numbers: Any) -> Any:
+    return builder.fpext(numbers, ir.VectorType(_F32, WIDTH))
+
+
+def _to_fp16(builder: Any, values: Any) -> Any:
+    return builder.fptrunc(values, ir.VectorType(_F16, WIDTH))
+
+
+def _unchanged(builder: Any, values: Any) -> Any:
+    return values
+
+
+@dataclass(frozen=True)
+class _Format:
+    """How numbers of a dtype are stored, and how a vector of them becomes float32 and is made of it."""
+
+    element: ir.Type
+    nbytes: int
+    widen: Callable[[Any, Any], Any]
+    narrow: Callable[[Any, Any], Any]
+
+
+_FORMATS = {
+    torch.float32: _Format(_F32, 4, _unchanged, _unchanged),
+    torch.bfloat16: _Format(_I16, 2, _from_bf16, _to_bf16),
+    torch.float16: _Format(_F16, 2, _from_fp16, _to_fp16),
+}
+
+
+def _loader(format_: _Format) -> Any:
+    @intrinsic
+    def load(typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return format_.widen(builder, _load(builder, args[0], format_.element, format_.nbytes))
+
+        return _floats(types.int64), generate
+
+    return load
+
+
+def _storer(format_: _Format) -> Any:
+    @intrinsic
+    def store(typing: Any, address: Any, values: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            _store(builder, format_.narrow(builder, args[1]), args[0], format_.nbytes)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, _floats), generate
+
+    return store
+
+
+def _spread(builder: Any, number: Any) -> Any:
+    """Return a vector that has the number in each place."""
+    empty = ir.Constant(ir.VectorType(_F32, WIDTH), ir.Undefined)
+    first = builder.insert_element(empty, number, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(first, empty, _filled(_I32, 0))
+
+
+@intrinsic
+def _plus(typing: Any, left: Any, right: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fadd(*args)
+
+    return _floats(_floats, _floats), generate
+
+
+@intrinsic
+def _times(typing: Any, values: Any, factor: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fmul(args[0], _spread(builder, args[1]))
+
+    return _floats(_floats, types.float32), generate
+
+
+@intrinsic
+def _over(typing: Any, values: Any, divisor: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fdiv(args[0], _spread(builder, args[1]))
+
+    return _floats(_floats, types.float32), generate
+
+
+@intrinsic
+def _rounded_to_bf16(typing: Any, values: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _from_bf16(builder, _to_bf16(builder, args[0]))
+
+    return _floats(_floats), generate
+
+
+@cache
+def sum_loop(row_dtype: torch.dtype, out_dtype: torch.dtype) -> Callable[..., None]:
+    """Return the loop over elements [start, stop) of a sum of rows, at least `WIDTH` of them.
+
+    The loop reads all rows at a place before it writes there, so that the sum may overwrite a row. The last vector
+    begins `WIDTH` elements before the end. It overlaps the one before, and is computed before that one is stored.
+    Arguments of the loop: the rows' addresses (an int64 array), the sum's address, start, stop, the factor (float32),
+    and whether to divide by the factor, to add to the sum's old values, and to round to bf16 before the factor.
+    """
+    load, row_nbytes = _loader(_FORMATS[row_dtype]), _FORMATS[row_dtype].nbytes
+    load_out, store, out_nbytes = _loader(_FORMATS[out_dtype]), _storer(_FORMATS[out_dtype]), _FORMATS[out_dtype].nbytes
+
+    @compiled
+    def total(rows: Any, out: Any, place: Any, factor: Any, divides: Any, adds: Any, rounds: Any) -> Any:
+        found = load(rows[0] + place * row_nbytes)
+        for row in range(1, len(rows)):
+            found = _plus(found, load(rows[row] + place * row_nbytes))
+        if rounds:
+            found = _rounded_to_bf16(found)
+        found = _over(found, factor) if divides else _times(found, factor)
+        if adds:
+            found = _plus(load_out(out + place * out_nbytes), found)
+        return found
+
+    def loop(rows: Any, out: Any, start: Any, stop: Any, factor: Any, divides: Any, adds: Any, rounds: Any) -> None:
+        end = stop - WIDTH
+        last = total(rows, out, end, factor, divides, adds, rounds)
+        for place in range(start, end, WIDTH):
+            store(out + place * out_nbytes, total(rows, out, place, factor, divides, adds, rounds))
+        store(out + end * out_nbytes, last)
+
+    return compiled(loop)
+
+
+def _wide(builder: Any, address: Any, dtype: torch.dtype) -> list[Any]:
+    """Return 16 numbers as two vectors of float64: for bf16 those at even and at odd places, else the halves."""
+
+    def at(place: int, element: ir.Type) -> Any:
+        nbytes = _FORMATS[dtype].nbytes
+        there = builder.add(address, ir.Constant(_I64, place * nbytes))
+        return _load(builder, there, element, nbytes, _VECTOR)
+
+    floats, doubles = ir.VectorType(_F32, _VECTOR), ir.VectorType(_F64, _VECTOR)
+    if dtype == torch.bfloat16:
+        pairs = at(0, _I32)
+        even = builder.shl(pairs, _filled(_I32, 16, _VECTOR))
+        odd = builder.and_(pairs, _filled(_I32, -(1 << 16), _VECTOR))
+        both = [builder.bitcast(bits, floats) for bits in (even, odd)]
+    elif dtype == torch.float16:
+        both = [builder.fpext(at(place, _F16), floats) for place in (0, _VECTOR)]
+    else:
+        both = [at(place, _F32) for place in (0, _VECTOR)]
+    return [builder.fpext(each, doubles) for each in both]
+
+
+def _in_order(builder: Any, even: Any, odd: Any) -> list[Any]:
+    """Return the vectors of 16 numbers in their order, from those at even and at odd places."""
+    found = []
+    for first in (0, _VECTOR // 2):
+        places = [place + which for place in range(first, first + _VECTOR // 2) for which in (0, _VECTOR)]
+        found.append(builder.shuffle_vector(even, odd, ir.Constant(ir.VectorType(_I32, _VECTOR), places)))
+    return found
+
+
+def _block_sum(dtype: torch.dtype) -> Any:
+    """Return the function of an address that sums the squares of one block, as `sums.sum_of_squares` defines it."""
+    nbytes, step = _FORMATS[dtype].nbytes, 2 * _VECTOR
+
+    @intrinsic
+    def block_sum(typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            def row(number: int) -> list[Any]:
+                found = []
+                for place in range(number * COLUMNS, (number + 1) * COLUMNS, step):
+                    there = builder.add(args[0], ir.Constant(_I64, place * nbytes))
+                    found += _wide(builder, there, dtype)
+                return found
+
+            def plus_square(total: Any, value: Any) -> Any:
+                # A square of float32 is exact in float64, so a fused multiply-add has the same bits.
+                square = builder.fmul(value, value, flags=["contract"])
+                return builder.fadd(total, square, flags=["contract"])
+
+            found = [builder.fmul(value, value) for value in row(0)]
+            for number in range(1, BLOCK // COLUMNS):
+                found = [plus_square(*each) for each in zip(found, row(number), strict=True)]
+            if dtype == torch.bfloat16:
+                pairs = zip(found[::2], found[1::2], strict=True)
+                found = [vector for pair in pairs for vector in _in_order(builder, *pair)]
+            while len(found) > 1:
+                middle = len(found) // 2
+                found = [builder.fadd(*each) for each in zip(found[:middle], found[middle:], strict=True)]
+            total, width = found[0], _VECTOR
+            while width > 1:
+                width //= 2
+                halves = [
+                    builder.shuffle_vector(
+                        total, total, ir.Constant(ir.VectorType(_I32, width), list(range(first, first + width)))
+                    )
+                    for first in (0, width)
+                ]
+                total = builder.fadd(*halves)
+            return builder.extract_element(total, ir.Constant(_I32, 0))
+
+        return types.float64(types.int64), generate
+
+    return block_sum
+
+
+@cache
+def square_loop(dtype: torch.dtype) -> Callable[..., None]:
+    """Return the loop that writes the sum of squares of blocks [start, stop) of the numbers at an address."""
+    block_sum, nbytes = _block_sum(dtype), BLOCK * _FORMATS[dtype].nbytes
+
+    def loop(address: Any, sums: Any, start: Any, stop: Any) -> None:
+        for block in range(start, stop):
+            sums[block] = block_sum(address + block * nbytes)
+
+    return compiled(loop)

@@ -1,0 +1,241 @@
+"""Sums over rows and sums of squares, in one order, in one pass over memory.
+
+Each function has two implementations with the same bits. Operations of torch and numpy work everywhere. Loops that
+numba compiles (lanes.py) are for large tensors in the memory of the CPU; they are compiled at their first use.
+
+The sum of squares is a sum over blocks of 1,024 elements. The first block begins where the flat layout does. Elements
+that are not counted are zeros. A block is a table of 32 rows and 32 columns. Everything is float64, in which the square
+of a float32 is exact. In each column, the squares are added one after the other. Column k is added to column k + 16,
+then k to k + 8, until one number is left. The sums of blocks are added one after the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..base.log import log_once
+from .check import values as sample
+from .compiler import VARIABLE, available, converts_fp16, in_slices
+
+BLOCK = 1024  # elements whose squares are summed together
+COLUMNS = 32
+_TILE = 256  # blocks that torch computes at a time: 2 MiB of float64
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LARGE = 1 << 17  # elements for which a loop is worth being compiled, which takes up to a second
+
+
+def add_rows(rows: Sequence[Tensor], out: Tensor, scratch: Tensor, *, divisor: float = 1.0, add: bool = False) -> None:
+    """out = (rows[0] + rows[1] + ...) / divisor, summed in that order in fp32, rounded once; `add`: out += that.
+
+    The sum of two bf16 rows that is divided by a power of two, and not added, is rounded before it is divided, too.
+    That makes a difference only for results under 2^-126 and for sums that overflow. Which NaN a NaN becomes is not
+    defined.
+
+    Args:
+        rows: One-dimensional, of one length, of any float dtypes.
+        out: The sum, of the same length and any float dtype; it may be one of the rows.
+        scratch: fp32; its size is that of the tiles in which torch computes.
+    """
+    is_uniform = len({row.dtype for row in rows}) == 1
+    if is_uniform and _fits_loop(out, *rows) and _has_sum_loop(rows[0].dtype, out.dtype):
+        _add_by_loop(rows, out, divisor, add=add, threads=torch.get_num_threads())
+    else:
+        _add_by_torch(rows, out, scratch, divisor, add=add)
+
+
+def scale_and_store(total: Tensor, into: Tensor, divisor: float, *, add: bool) -> None:
+    """Divide an fp32 total in place, and round it once into its place, or add it to what is there."""
+    if divisor != 1.0:
+        total.mul_(1.0 / divisor) if is_power_of_two(divisor) else total.div_(divisor)
+    if total is not into:
+        into.add_(total) if add else into.copy_(total)
+
+
+def is_power_of_two(divisor: float) -> bool:
+    """Return whether multiplying by 1 / divisor is exact, which is faster than dividing."""
+    return math.frexp(divisor)[0] == 0.5
+
+
+@np.errstate(over="ignore")  # of float64 gradients
+def sum_of_squares(values: Tensor, first: int, threads: int) -> float:
+    """Return the sum of the squares of flat values on the CPU, as the module defines it.
+
+    Args:
+        first: The place of the first value in the flat layout.
+        threads: How many threads may compute.
+    """
+    lead = min(-first % BLOCK, values.numel())
+    end = lead + (values.numel() - lead) // BLOCK * BLOCK
+    sums = np.zeros(1 + (end - lead) // BLOCK + 1)
+    sums[0] = _edge_block(values[:lead], first % BLOCK)
+    sums[-1] = _edge_block(values[end:], 0)
+    whole = values[lead:end]
+    if _fits_loop(whole) and _has_square_loop(values.dtype):
+        _squares_by_loop(whole, sums[1:-1], threads)
+    else:
+        _squares_by_arrays(whole, sums[1:-1])
+    return float(np.add.accumulate(sums)[-1])
+
+
+def _fits_loop(*tensors: Tensor) -> bool:
+    """Return whether the tensors are large enough, and stored so, that a compiled loop may read and write them."""
+    if tensors[0].numel() < LARGE:
+        return False
+    is_plain = all(each.device.type == "cpu" and each.dtype in _DTYPES and each.is_contiguous() for each in tensors)
+    return is_plain and _may_compile(os.environ.get(VARIABLE))
+
+
+@cache
+def _may_compile(variable: str | None) -> bool:
+    """Return whether numba is here and may be used. variable: the value of DEEPSEEK_ZERO_KERNELS."""
+    return available(variable or "auto") != "torch"
+
+
+def _loops() -> Any:
+    return import_module("deepseek_zero.kernels.lanes")  # imports numba
+
+
+def _is_plain_pair(rows: Sequence[Tensor], out: Tensor, divisor: float, *, add: bool) -> bool:
+    """Return whether torch's own addition of two rows is the sum: in fp32, rounded once, and then at most halved."""
+    is_pair = len(rows) == 2 and not add and is_power_of_two(divisor)
+    return is_pair and {out.dtype, *(row.dtype for row in rows)} in ({torch.float32}, {torch.bfloat16})
+
+
+def _add_by_torch(rows: Sequence[Tensor], out: Tensor, scratch: Tensor, divisor: float, *, add: bool) -> None:
+    is_pair = _is_plain_pair(rows, out, divisor, add=add)
+    tile = scratch.numel()
+    if is_pair and divisor == 1.0:  # one operation needs no tiles
+        tile = max(1, out.numel())
+    for start in range(0, out.numel(), tile):
+        stop = min(start + tile, out.numel())
+        into = out[start:stop]
+        first, *others = [row[start:stop] for row in rows]
+        if is_pair:
+            total = torch.add(first, others[0], out=into)
+        else:
+            total = scratch[: stop - start].copy_(first)
+            for row in others:
+                total.add_(row)
+        scale_and_store(total, into, divisor, add=add)
+
+
+def _add_by_loop(rows: Sequence[Tensor], out: Tensor, divisor: float, *, add: bool, threads: int) -> None:
+    loop = _loops().sum_loop(rows[0].dtype, out.dtype)
+    addresses = np.array([row.data_ptr() for row in rows], np.int64)
+    into = out.data_ptr()
+    divides = not is_power_of_two(divisor)
+    factor = np.float32(divisor if divides else 1.0 / divisor)
+    is_pair = _is_plain_pair(rows, out, divisor, add=add)
+    rounds = is_pair and divisor != 1.0 and out.dtype == torch.bfloat16
+
+    def part(start: int, stop: int) -> None:
+        loop(addresses, into, start, stop, factor, divides, add, rounds)
+
+    in_slices(out.numel(), threads, part)
+
+
+def _edge_block(values: Tensor, place: int) -> float:
+    """Return the sum of a block of which only these values, from a place on, are counted."""
+    if not values.numel():
+        return 0.0
+    block, found = values.new_zeros(BLOCK), np.zeros(1)
+    block[place : place + values.numel()] = values
+    _squares_by_arrays(block, found)
+    return float(found[0])
+
+
+def _squares_by_arrays(values: Tensor, sums: NDArray[np.float64]) -> None:
+    """Write the sum of each block of whole blocks, by numpy, whose calls cost less than torch's."""
+    tile = max(1, min(_TILE, len(sums)))
+    wide = torch.empty(tile * BLOCK, dtype=torch.float64)
+    for low in range(0, len(sums), tile):
+        high = min(low + tile, len(sums))
+        numbers = wide[: (high - low) * BLOCK].copy_(values[low * BLOCK : high * BLOCK]).numpy()
+        blocks = numbers.reshape(high - low, BLOCK // COLUMNS, COLUMNS)
+        columns = np.einsum("brc,brc->bc", blocks, blocks).T.copy()  # adds row after row
+        while len(columns) > 1:
+            half = len(columns) // 2
+            columns = columns[:half] + columns[half:]
+        sums[low:high] = columns[0]
+
+
+def _squares_by_loop(values: Tensor, sums: NDArray[np.float64], threads: int) -> None:
+    loop = _loops().square_loop(values.dtype)
+    address = values.data_ptr()
+
+    def part(start: int, stop: int) -> None:
+        loop(address, sums, -(-start // BLOCK), -(-stop // BLOCK))
+
+    in_slices(values.numel(), threads, part)
+
+
+@cache
+def _has_sum_loop(row_dtype: torch.dtype, out_dtype: torch.dtype) -> bool:
+    """Return whether the compiled sum has torch's bits on this machine. Compiles it."""
+    what = f"the sum of {row_dtype} in {out_dtype}"
+    return _is_exact(what, (row_dtype, out_dtype), lambda: _sums_differ(row_dtype, out_dtype))
+
+
+@cache
+def _has_square_loop(dtype: torch.dtype) -> bool:
+    """Return whether the compiled sum of squares has torch's bits on this machine. Compiles it."""
+    return _is_exact(f"the sum of squares of {dtype}", (dtype,), lambda: _squares_differ(dtype))
+
+
+def _is_exact(what: str, dtypes: Sequence[torch.dtype], differs: Callable[[], bool]) -> bool:
+    problem = ""
+    try:
+        if torch.float16 in dtypes and not converts_fp16():
+            problem = "cannot be compiled for this processor, which has no instructions for fp16"
+        elif differs():
+            problem = "differs from PyTorch's in a test on this machine"
+    except Exception as error:  # whatever numba or its compiler cannot do here
+        problem = f"cannot be compiled ({type(error).__name__}: {error})"
+    if problem:
+        log_once(f"{what} {problem}, so PyTorch computes it, more slowly.", logging.WARNING)
+    return not problem
+
+
+def _sums_differ(row_dtype: torch.dtype, out_dtype: torch.dtype) -> bool:
+    random, numel = np.random.default_rng(0), 999
+    for count, divisor, add in product((1, 2, 3), (1.0, 2.0, 3.0), (False, True)):
+        for kind in ("normal", "bits", "edges"):
+            rows = [torch.from_numpy(sample(kind, numel, random)).to(row_dtype) for _ in range(count)]
+            found = torch.from_numpy(sample(kind, numel, random)).to(out_dtype)
+            expected = found.clone()
+            _add_by_loop(rows, found, divisor, add=add, threads=1)
+            _add_by_torch(rows, expected, torch.empty(numel), divisor, add=add)
+            if not same_bits(found, expected):
+                return True
+    return False
+
+
+def _squares_differ(dtype: torch.dtype) -> bool:
+    random, blocks = np.random.default_rng(0), 3
+    for kind in ("normal", "bits", "edges"):
+        values = torch.from_numpy(sample(kind, blocks * BLOCK, random)).to(dtype)
+        values[~values.isfinite()] = 0
+        found, expected = np.zeros(blocks), np.zeros(blocks)
+        _squares_by_loop(values, found, 1)
+        _squares_by_arrays(values, expected)
+        if not np.array_equal(found, expected):
+            return True
+    return False
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Return whether two tensors of one dtype have the same bits, except that a NaN equals every NaN."""
+    integer = {2: torch.int16, 4: torch.int32}[left.dtype.itemsize]
+    return bool(((left.view(integer) == right.view(integer)) | (left.isnan() & right.isnan())).all())
