@@ -15,6 +15,7 @@ import torch
 
 from deepseek_zero.activations import recompute
 from deepseek_zero.sharding import wrap
+from deepseek_zero.tiers import tier
 from deepseek_zero.tiers.host import HostMemory
 
 ALREADY, NOT_LOCKED, NO_MEMORY = 712, 713, 2
@@ -48,6 +49,10 @@ class Cudart:
         self.most = max(self.most, sum(self.ranges.values()))
         return 0
 
+    def is_locked(self, address: int, nbytes: int) -> bool:
+        """Return whether one locked range has all of these bytes."""
+        return any(start <= address and address + nbytes <= start + size for start, size in self.ranges.items())
+
     def cudaHostUnregister(self, address: int) -> int:
         if address not in self.ranges:
             return self._failed(NOT_LOCKED)
@@ -79,7 +84,7 @@ class LockedHost(HostMemory):
     """The host tier beside a GPU."""
 
     def __init__(self, **given: Any) -> None:
-        super().__init__(pinned=True)
+        super().__init__(**{**given, "pinned": True})
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Cudart:
@@ -88,4 +93,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Cudart:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     for module in (wrap, recompute):
         monkeypatch.setattr(module, "HostMemory", LockedHost)
+    monkeypatch.setattr(tier, "locks_pages", lambda device: device.type != "cpu")
     return cudart

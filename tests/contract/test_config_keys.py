@@ -298,9 +298,20 @@ def tells_where_to_listen() -> None:
             engine_with(network=wrong)
 
 
+def chooses_what_updates() -> None:
+    pytest.importorskip("numba")
+    chosen = []
+    for kernels in ("numba", "torch"):
+        engine = engine_with(optimizer={"type": "AdamW", "params": {}, "kernels": kernels})
+        chosen.append({shard.has_kernel for shard in engine.optimizer.shards()})
+        engine.destroy()
+    assert chosen == [{True}, {False}]
+
+
 STATE_AN_AXIS = (*AXIS_KEYS, "mesh.pp", "mesh.sp", "mesh.tp")
 BEHAVIOURS: dict[str, Callable[[], None]] = {
     **dict.fromkeys(STATE_AN_AXIS, states_an_axis),
+    "optimizer.kernels": chooses_what_updates,
     **{
         f"tensor_parallel.{name}": settings_differ(f"tensor_parallel.{name}", tensor_settings_of)
         for name in (

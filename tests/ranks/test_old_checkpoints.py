@@ -2,7 +2,8 @@
 
 What is loaded is compared bit by bit.  What is computed afterwards has the same bits on the kind of machine that wrote
 the files (same torch, same instruction set, and the same result of `probe`); other kernels round otherwise, so
-elsewhere it is compared with a tolerance.
+elsewhere it is compared with a tolerance.  So it is for OTHER_BITS: the last elements of parameters whose length is not
+a multiple of 8 were computed by another formula then (decision 0126), and in that run it shows.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ DATA = Path(__file__).parents[1] / "data" / "checkpoints"
 # Relative and absolute, on another machine.  Three steps of AdamW at a rate of 0.01 move a weight by 0.03 at most.
 # Where numbers are rounded to 16 bits or to codes, a difference in the last bit can become one of a whole step.
 EXACT, ROUNDED = 1e-5, 1e-2
+OTHER_BITS = ("tp_pp",)
 TO_ONE_RANK = (
     "stage0 split_master fp16 lifted_unit adafactor delayed differences feedback_int8 one_bit_adam replicas tiles "
     "tp_stage1 pp tp_pp deepspeed1 deepspeed3_bf16 universal".split()
@@ -64,14 +66,16 @@ def seed_for(name: str) -> int:
     return 5 if name == "without_frozen" else 6
 
 
-def assert_final(engine: Any, losses: list[float], case: Case, folder: Path, expected: dict[str, Any]) -> None:
+def assert_final(
+    engine: Any, losses: list[float], case: Case, folder: Path, expected: dict[str, Any], *, same_bits: bool
+) -> None:
     """The losses and weights after the load are those of the run that was not interrupted.  Collective."""
     told = [float.fromhex(loss) for loss in expected["by_rank"][dist.get_rank()]["losses"]]
     found, final = whole_weights(engine), load_file(folder / "final.safetensors")
     assert found.keys() == final.keys()
     if dist.get_rank():  # the file has the running statistics of rank 0
         found.pop("norm.mean", None)
-    if machine() == expected["machine"]:
+    if same_bits and machine() == expected["machine"]:
         assert losses == told
         assert [name for name in found if not torch.equal(found[name], final[name])] == []
         return
@@ -100,7 +104,7 @@ def test_a_checkpoint_of_bcf5641_goes_on(tmp_path: Path, name: str, world: int) 
         told["norm.mean"] = expected["by_rank"][0]["states"]["norm.mean"]
     assert {key: digest(value) for key, value in states.items()} == told
     losses = train(engine, case, case.saved_after, case.saved_after + STEPS_AFTER)
-    assert_final(engine, losses, case, folder, expected)
+    assert_final(engine, losses, case, folder, expected, same_bits=name not in OTHER_BITS)
 
 
 @pytest.mark.slow
@@ -132,4 +136,4 @@ def test_weights_that_bcf5641_exported_are_trained_from(tmp_path: Path, kind: st
     assert {key: digest(value) for key, value in whole_weights(engine).items()} == expected["live"]
     losses = train(engine, EXPORTED, 2, 2 + STEPS_AFTER)
     if kind != "shards":  # those hold the fp32 masters, and the run that was saved began with the bf16 weights
-        assert_final(engine, losses, EXPORTED, folder, expected)
+        assert_final(engine, losses, EXPORTED, folder, expected, same_bits=True)

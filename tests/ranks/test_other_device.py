@@ -15,8 +15,11 @@ from tests.pairwise import is_full
 
 ROOT = Path(__file__).parents[2]
 CASES = (
+    "a_step_of_one_rank",
+    "copies_of_a_step",
     "stages_and_tiers",
     "optimizers_and_fewer_bits",
+    "kernels_on_the_device",
     "checkpoints_and_access",
     "activations_and_memory",
     "planned_on_shapes",
@@ -28,7 +31,15 @@ CASES = (
 # states and what parks activations; DEEPSEEK_ZERO_FULL=1 takes all.
 RUNS = [(case, ranks) for case in CASES for ranks in (1, 2)]
 if not is_full():
-    RUNS = [(CASES[0], 1), (CASES[3], 2), (CASES[4], 2), (CASES[5], 2)]
+    RUNS = [
+        ("a_step_of_one_rank", 1),
+        ("copies_of_a_step", 1),
+        ("stages_and_tiers", 1),
+        ("kernels_on_the_device", 1),
+        ("activations_and_memory", 2),
+        ("planned_on_shapes", 2),
+        ("offloaded_states", 2),
+    ]
 
 
 @pytest.mark.parametrize(("case", "ranks"), RUNS)

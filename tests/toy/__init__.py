@@ -16,13 +16,15 @@ from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch.utils import cpp_extension
 
 SOURCE = Path(__file__).with_name("device.cpp")
 NAME = "hpu"  # a device that torch knows by name and that no machine here has
-LIBRARY = "deepseek_zero_toy_device"
+# Checkouts and versions of torch share torch's cache of extensions, so each content has a name of its own.
+LIBRARY = f"deepseek_zero_toy_device_{crc32(SOURCE.read_bytes() + torch.__version__.encode()):08x}"
 LIBRARY_VARIABLE = "DEEPSEEK_ZERO_TOY_DEVICE"  # where a program finds it
 
 

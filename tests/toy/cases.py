@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -23,8 +24,10 @@ from deepseek_zero import checkpointing, zero
 from deepseek_zero.base.errors import OutOfMemoryError
 from deepseek_zero.pipeline import find_chain
 from deepseek_zero.report.measure import live_storages
+from deepseek_zero.tiers.tier import Tier
 from deepseek_zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
-from tests import toy
+from tests import cudart, toy
+from tests.kernels import EmulatedKernel, emulated_on
 from tests.models import Gpt, seeded
 
 STEPS = 3
@@ -182,6 +185,43 @@ def optimizers_and_fewer_bits(path: Path) -> None:
             where = {**places[name], "offload_optimizer": {**places[name]["offload_optimizer"], **key}}
             found[name] = trained(3, where)
             assert_same(found[name], found["states on the host"], (key, name))
+
+
+def kernels_on_the_device(path: Path) -> None:
+    """A CUDA kernel updates on the device, emulated: the bits are those of PyTorch, and of an update on the host."""
+    host = states_on(path)["states on the host"]
+    kinds: list[Zero] = [
+        {},
+        {"bf16": {"enabled": True}},
+        {"bf16": {"enabled": True, "master": "fp32"}},
+        {"bf16": {"enabled": True, "master": "none"}},
+        {"fp16": {"enabled": True, "initial_scale_power": 8}},
+    ]
+    adamw: Zero = {"type": "AdamW", "params": {"lr": 0.01}}
+    optimizers: list[Zero] = [
+        {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True}},
+        {"type": "Adam", "params": {"lr": 0.01, "weight_decay": 0.1, "adam_w_mode": False}},
+        {"type": "Adagrad", "params": {"lr": 0.01}},
+        {"type": "Lion", "params": {"lr": 0.01}},
+        adamw | {"moments": "bf16"},
+    ]
+    cases = [(kinds[1], adamw, 3), (kinds[0], optimizers[0], 0)]
+    if os.environ.get("DEEPSEEK_ZERO_FULL"):
+        cases = [(kind, adamw, stage) for kind in kinds for stage in (0, 3)]
+        cases += [(kinds[1], optimizer, 3) for optimizer in optimizers]
+    for top, optimizer, stage in cases:
+        expected = trained(stage, {}, optimizer=optimizer | {"kernels": "torch"}, **top)
+        before = EmulatedKernel.launches
+        with emulated_on(toy.NAME):
+            found = trained(stage, {}, optimizer=optimizer, **top)
+        assert EmulatedKernel.launches > before, (top, optimizer, stage)
+        assert_same(found, expected, (top, optimizer, stage))
+        if stage > 0:  # without clipping, because the norm's order depends on where gradients are
+            free = top | {"gradient_clipping": 0.0}
+            with emulated_on(toy.NAME):
+                found = trained(stage, {}, optimizer=optimizer, **free)
+            on_host = trained(stage, host, optimizer=optimizer | {"kernels": "numba"}, **free)
+            assert_same(found, on_host, (top, optimizer, stage, "on the host"))
 
 
 def checkpoints_and_access(path: Path) -> None:
@@ -355,10 +395,104 @@ def offloaded_states(path: Path) -> None:
         engine.destroy()
 
 
+def copies_of_a_step(path: Path) -> None:
+    """With the optimizer on the host, a step copies each state once, in its own dtype, through page-locked memory.
+
+    If main weights are split, the host also reads their upper halves, the bf16 weights.
+    """
+    if dist.is_initialized():
+        return  # ranks that share a device talk through the host
+    library = toy.register(os.environ[toy.LIBRARY_VARIABLE])
+    places, bf16 = states_on(path), {"bf16": {"enabled": True}}
+    whole = {"bf16": {"enabled": True, "master": "fp32"}}
+    cases = [(stage, "states on the host", top) for stage in (1, 2, 3) for top in (bf16, whole)]
+    cases += [(3, "states on the host", {}), (3, "all on the host", bf16)]
+    with pytest.MonkeyPatch.context() as patch:
+        runtime = cudart.install(patch)
+        for stage, place, top in cases:
+            engine = engine_of(stage, places[place], **top)
+            locked = dict(runtime.ranges)
+            train(engine, 2)
+            library.record_copies()
+            loss = loss_of(engine, 2)
+            engine.backward(loss)
+            del loss
+            held = library.held_bytes()
+            library.forget_most()
+            engine.step()
+            copies, reads = library.recorded_copies()
+            case = stage, place, top
+            assert library.most_bytes() == held, (case, "the update takes no memory of the device")
+            assert runtime.ranges == locked, (case, "a step locks nothing")
+            assert not reads, (case, "the host reads no value")
+            moved = {True: 0, False: 0}
+            for to_host, is_async, source, target, nbytes, address in copies:
+                if source == "Long":  # the batch
+                    continue
+                assert is_async and source == target, (case, source, target)
+                assert runtime.is_locked(address, nbytes), (case, "pageable", to_host, nbytes)
+                moved[to_host] += nbytes
+            down, up = bytes_to_copy(engine, stage)
+            assert moved[True] == down, case
+            assert moved[False] == up if place == "states on the host" else moved[False] <= up, case
+            engine.destroy()
+            del engine
+            gc.collect()
+            assert not runtime.ranges, case
+
+
+def bytes_to_copy(engine: Any, stage: int) -> tuple[int, int]:
+    """Return what a step with the optimizer on the host must copy to the host and from it.
+
+    Weights that rest on the host go up for forward and for backward, unless they stay in between.
+    """
+    down = up = 0
+    for group in engine.parts.runtime.trained_groups:
+        plan, numel = group.plan, group.layout.numel
+        down += group.layout.slice_numel * plan.grad.dtype.itemsize
+        if stage == 1:  # once for the norm, with the padding, and once for the update
+            down += numel * plan.grad.dtype.itemsize
+        if plan.weight.tier is Tier.DEVICE:
+            up += numel * plan.weight.dtype.itemsize
+            down += numel * plan.weight.dtype.itemsize if plan.master_is_split or plan.master_is_weight else 0
+        else:
+            up += 2 * group.layout.slice_numel * plan.weight.dtype.itemsize
+    return down, up
+
+
+def a_step_of_one_rank(path: Path) -> None:
+    """With all states on the device, the host reads the norm and nothing else, and no gradient is kept for forward."""
+    if dist.is_initialized():
+        return
+    library = toy.register(os.environ[toy.LIBRARY_VARIABLE])
+    for stage, accumulation in ((0, 1), (1, 1), (2, 2), (3, 1)):
+        engine = engine_of(stage, {}, bf16={"enabled": True}, gradient_accumulation_steps=accumulation)
+        train(engine, 2)
+        gradients = [group.gradient for group in engine.parts.runtime.trained_groups]
+        assert all(gradient.buffer is not None for gradient in gradients)
+        held = library.held_bytes()
+        library.record_copies()
+        for number in range(accumulation):
+            loss = loss_of(engine, number)
+            if number == 0:
+                assert all(gradient.buffer is None for gradient in gradients)
+            engine.backward(loss)
+            engine.step()
+        copies, reads = library.recorded_copies()
+        numbers = [nbytes for to_host, _, source, _, nbytes, _ in copies if to_host]
+        assert not reads and numbers == [len(gradients) * 8], (stage, reads, copies)
+        del loss
+        assert library.held_bytes() == held, "a step leaves no memory behind"
+        engine.destroy()
+
+
 CASES = (
+    a_step_of_one_rank,
+    copies_of_a_step,
     stages_and_tiers,
     offloaded_states,
     optimizers_and_fewer_bits,
+    kernels_on_the_device,
     checkpoints_and_access,
     activations_and_memory,
     planned_on_shapes,

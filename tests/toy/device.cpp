@@ -209,8 +209,29 @@ void copy_late(const Place& from, const Place& into) {
   ++late;
   into.seen().copy_(from.seen());
 }
+// Copies between the device and the host, while they are recorded: what a program asks for, not what the fallback does.
+struct Copy {
+  bool to_host, is_async;  // async: in a stream of its own, and not waited for
+  std::string source, target;  // dtypes
+  int64_t nbytes;
+  uintptr_t host;  // address of the host's elements
+};
+std::vector<Copy> copies;
+bool is_recording = false;
+int64_t reads = 0;  // of single values by the host
+thread_local int fallbacks = 0;
+
+void record(const Tensor& self, const Tensor& dst, bool non_blocking) {
+  bool to_host = self.device().type() == kToy;
+  if (!is_recording || fallbacks > 0 || to_host == (dst.device().type() == kToy)) return;
+  const Tensor& host = to_host ? dst : self;
+  copies.push_back({to_host, current != 0 && non_blocking, c10::toString(self.scalar_type()),
+      c10::toString(dst.scalar_type()), dst.numel() * static_cast<int64_t>(dst.element_size()),
+      reinterpret_cast<uintptr_t>(host.const_data_ptr())});
+}
 Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
   Lock lock;
+  record(self, dst, non_blocking);
   if (current == 0 || !non_blocking) {
     compute();
     as_cpu(dst).copy_(as_cpu(self));
@@ -224,7 +245,11 @@ Tensor copy_from_and_resize(const Tensor& self, const Tensor& dst) {
   if (dst.sizes() != self.sizes()) const_cast<Tensor&>(dst).resize_(self.sizes());
   return copy_from(self, dst, false);
 }
-at::Scalar local_scalar(const Tensor& self) { compute(); return seen(self).item(); }
+at::Scalar local_scalar(const Tensor& self) {
+  compute();
+  reads += is_recording && fallbacks == 0;
+  return seen(self).item();
+}
 Tensor as_strided(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::SymInt> offset) {
   return at::native::as_strided_tensorimpl(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
       offset ? std::optional<int64_t>(offset->expect_int()) : std::nullopt);
@@ -263,7 +288,14 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   compute();
   TORCH_CHECK(!(toy && cpu), "tensors of two devices in ", op.schema().name(), ": one on the toy device, one on the CPU");
-  at::native::cpu_fallback(op, stack);
+  ++fallbacks;
+  try {
+    at::native::cpu_fallback(op, stack);
+  } catch (...) {
+    --fallbacks;
+    throw;
+  }
+  --fallbacks;
 }
 }  // namespace
 
@@ -289,4 +321,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("most_bytes", [] { return most.load(); });
   m.def("late_copies", [] { return late; });
   m.def("forget_most", [] { most = held.load(); });
+  m.def("record_copies", [] { copies.clear(); reads = 0; is_recording = true; });
+  m.def("recorded_copies", [] {
+    is_recording = false;
+    py::list found;
+    for (const auto& copy : copies)
+      found.append(py::make_tuple(copy.to_host, copy.is_async, copy.source, copy.target, copy.nbytes, copy.host));
+    return py::make_tuple(found, reads);
+  });
 }

@@ -12,7 +12,11 @@ import mmap
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -32,6 +36,11 @@ KEPT_BYTES = 256 << 20  # about what the activations and one unit's gradients of
 LARGEST_ON_HEAP = 32 << 20  # the C library's own upper limit
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt's numbers
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: map what is there, copy nothing
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: give pages to a range, and leave its contents
+LOCK_BYTES = 1 << 30  # that one call locks at most: the driver holds a lock of the whole machine meanwhile
+_TOUCH_BYTES = 32 << 20  # that one call gives pages to
+_TRIAL_BYTES = 256 << 20  # after which huge pages are given up if they come too slowly
+SLOW_TOUCH = 1e9  # bytes a second; less, and the system has to move memory to form huge pages
 _ENTRY = 8  # bytes per page in /proc/self/pagemap
 _CUDA_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _IS_SHARED = 61  # its bit for a page of shared memory; clear on one that was copied for us alone
@@ -123,42 +132,166 @@ def private_pages(numel: int, dtype: torch.dtype, *, locked: bool = False) -> Te
         OutOfMemoryError: CUDA refuses to lock the pages.
     """
     nbytes = numel * dtype.itemsize
-    huge = nbytes // HUGE_PAGE * HUGE_PAGE
-    mapped = nbytes + (HUGE_PAGE if huge else 0)
-    kind = _LockedPages if locked else mmap.mmap
-    pages = kind(-1, mapped, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    start = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE_PAGE if huge else 0
-    with suppress(OSError, AttributeError):  # a kernel without them
-        pages.madvise(mmap.MADV_HUGEPAGE, start, huge)
+    pages, start = _map_private(nbytes)
     found = torch.frombuffer(pages, dtype=dtype, count=numel, offset=start)
-    if isinstance(pages, _LockedPages):
-        pages.lock(found)
+    if locked:
+        pages.lock(found.data_ptr(), found.nbytes)
     return found
 
 
-class _LockedPages(mmap.mmap):
-    """A mapping whose pages CUDA keeps locked until it is unmapped.
+def _map_private(nbytes: int) -> tuple[_PrivatePages, int]:
+    """Return a new mapping, and the offset of its first byte to use: a huge page's boundary if one fits."""
+    huge = nbytes // HUGE_PAGE * HUGE_PAGE
+    mapped = nbytes + (HUGE_PAGE if huge else 0)
+    pages = _PrivatePages(-1, mapped, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE_PAGE if huge else 0
+    with suppress(OSError, AttributeError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE, start, huge)
+    return pages, start
 
-    The tensors over it keep it alive. Its destructor unlocks the pages before the system can give their addresses to
+
+class _PrivatePages(mmap.mmap):
+    """A mapping, of which CUDA keeps ranges locked until it is unmapped.
+
+    The tensors over it keep it alive. Its destructor unlocks the ranges before the system can give their addresses to
     another mapping: CUDA refuses to lock a range that overlaps one it still lists.
     """
 
-    address = 0  # of the locked range; 0: nothing is locked
+    locked: tuple[int, ...] = ()  # addresses of the locked ranges
     process = 0
 
-    def lock(self, tensor: Tensor) -> None:
-        """Lock the bytes of a tensor over this mapping."""
+    def lock(self, address: int, nbytes: int) -> None:
+        """Lock a range of this mapping."""
         cudart = torch.cuda.cudart()
-        error = cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+        error = cudart.cudaHostRegister(address, nbytes, 0)
         if int(error) != 0:
             _clear_cuda_error(cudart)
-            raise _lock_refusal(tensor.nbytes, int(error), _name_of_cuda_error(cudart, error))
-        self.address = tensor.data_ptr()
+            raise _lock_refusal(nbytes, int(error), _name_of_cuda_error(cudart, error))
+        self.locked += (address,)
         self.process = os.getpid()
 
     def __del__(self) -> None:
-        if self.address and self.process == os.getpid():  # a forked child has locked nothing
-            _unlock(self.address)
+        if self.process == os.getpid():  # a forked child has locked nothing
+            for address in self.locked:
+                _unlock(address)
+
+
+class Slab:
+    """Memory of this process that is mapped at once and handed out in pieces, with huge pages if they fit.
+
+    A piece is a tensor with a storage of its own. It is free again when its last view is gone; its pages stay. Nothing
+    is touched before `touch`, or locked before `lock`.
+
+    Args:
+        pieces: The bytes of each piece, whole pages.
+    """
+
+    def __init__(self, pieces: Sequence[int]) -> None:
+        self.nbytes = sum(pieces)
+        self._pages, self._start = _map_private(self.nbytes)
+        self._sizes = list(pieces)
+        self._free: dict[int, deque[int]] = {nbytes: deque() for nbytes in pieces}
+        self._used: set[int] = set()
+        for offset, nbytes in self._offsets():
+            self._free[nbytes].append(offset)
+
+    def _offsets(self) -> Iterator[tuple[int, int]]:
+        """Yield the offset and the bytes of each piece."""
+        offset = self._start
+        for nbytes in self._sizes:
+            yield offset, nbytes
+            offset += nbytes
+
+    @property
+    def _address(self) -> int:
+        """Return the address of the mapping's first byte."""
+        return torch.frombuffer(self._pages, dtype=torch.uint8, count=1).data_ptr()
+
+    def take(self, nbytes: int, dtype: torch.dtype) -> Tensor | None:
+        """Return a piece of so many bytes, zeroed and flat; None if no such piece is free."""
+        free = self._free.get(nbytes)
+        if not free:
+            return None
+        offset = free.popleft()
+        piece = (ctypes.c_char * nbytes).from_buffer(self._pages, offset)
+        weakref.finalize(piece, free.append, offset).atexit = False
+        found = torch.frombuffer(piece, dtype=dtype)
+        if offset in self._used:
+            found.zero_()
+        self._used.add(offset)
+        return found
+
+    def touch(self, threads: int, advance: Callable[[int], None]) -> None:
+        """Give pages to all of it, with several threads, so that no first use waits for them.
+
+        Contents stay as they are. On a system without MADV_POPULATE_WRITE (Linux before 5.14) nothing happens.
+
+        Args:
+            threads: The number of threads.
+            advance: Is called with the bytes that have got their pages.
+        """
+        if sys.platform != "linux":
+            return
+        address = self._address + self._start
+        slices = []
+        for low in range(0, self.nbytes, _TOUCH_BYTES):
+            slices.append((address + low, min(_TOUCH_BYTES, self.nbytes - low)))
+        count = _TRIAL_BYTES // _TOUCH_BYTES
+        trial, rest = slices[:count], slices[count:]
+        with ThreadPoolExecutor(max(1, min(threads, len(slices))), "deepseek_zero touch") as pool:
+            began = time.perf_counter()
+            _touch(trial, pool, advance)
+            seconds = time.perf_counter() - began
+            is_slow = seconds * SLOW_TOUCH > _TRIAL_BYTES
+            if rest and is_slow:
+                _madvise()(rest[0][0], sum(nbytes for _, nbytes in rest), mmap.MADV_NOHUGEPAGE)
+            _touch(rest, pool, advance)
+
+    def lock(self, advance: Callable[[int], None]) -> None:
+        """Page-lock all of it for copies of a GPU, in ranges of at most `LOCK_BYTES`.
+
+        A range ends where a piece does, unless that piece is larger than a range. It stays locked until the slab and
+        all pieces are gone.
+
+        Args:
+            advance: Is called with the bytes that have been locked.
+
+        Raises:
+            OutOfMemoryError: CUDA refuses to lock the pages.
+        """
+        address = self._address
+        for low, high in self._lock_ranges():
+            self._pages.lock(address + low, high - low)
+            advance(high - low)
+
+    def _lock_ranges(self) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
+        for offset, nbytes in self._offsets():
+            stop = offset + nbytes
+            if found and stop - found[-1][0] <= LOCK_BYTES:
+                found[-1] = (found[-1][0], stop)
+                continue
+            found += [(low, min(low + LOCK_BYTES, stop)) for low in range(offset, stop, LOCK_BYTES)]
+        return found
+
+
+def _touch(slices: Sequence[tuple[int, int]], pool: ThreadPoolExecutor, advance: Callable[[int], None]) -> None:
+    """Give pages to ranges (address, bytes) of this process, each in one of the threads of a pool."""
+    calls = [pool.submit(_madvise(), address, nbytes, _POPULATE_WRITE) for address, nbytes in slices]
+    for call, (_, nbytes) in zip(calls, slices, strict=True):
+        if call.result() == 0:  # otherwise the first use brings these pages
+            advance(nbytes)
+
+
+def parts_in_lock_ranges(host: Tensor) -> Iterator[slice]:
+    """Yield slices of a flat tensor of host memory that each lie in one locked range.
+
+    CUDA refuses a copy that reaches from one locked range into the next. Only pieces larger than a range have several.
+    """
+    first, last = host.storage_offset(), host.storage_offset() + host.numel()
+    step = LOCK_BYTES // host.itemsize
+    for low in range(first // step * step, last, step):
+        yield slice(max(low, first) - first, min(low + step, last) - first)
 
 
 def _unlock(address: int) -> None:

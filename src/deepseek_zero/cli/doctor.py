@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -31,6 +32,9 @@ from deepseek_zero.base.world import ask_mpi, discover, meeting_place, nodes_of,
 from deepseek_zero.cli.agent import gpus_of_this_machine
 from deepseek_zero.cli.nodes import THREAD_VARIABLES, Machine, allowed_cores
 from deepseek_zero.compat.deepspeed.dropin import DIRECTORY, is_dropin_active
+from deepseek_zero.kernels import cuda
+from deepseek_zero.kernels.compiler import available
+from deepseek_zero.kernels.nvidia import nvrtc_version
 from deepseek_zero.tiers.disk import Disk
 
 GIB = 2**30
@@ -75,6 +79,8 @@ def findings() -> list[Finding]:
         _deepspeed(),
         _world(),
         *_cpu(machine),
+        _update_kernels(),
+        *_gpu_update_kernels(),
         _memory(),
         *_gpus(machine),
         *_formats(machine),
@@ -122,6 +128,30 @@ def _cpu(machine: Machine) -> Iterator[Finding]:
     kept = [f"{name}={os.environ[name]}" for name in THREAD_VARIABLES if name in os.environ]
     if kept:
         yield Finding("threads", ", ".join(kept), "set by you, so `run` leaves it alone", Severity.NOTE)
+
+
+def _update_kernels() -> Finding:
+    """Tell what computes the optimizer's updates on a CPU."""
+    try:
+        chosen = available("auto")
+    except UsageError as error:
+        return Finding("updates on the CPU", "unclear", str(error), Severity.BAD)
+    if chosen == "torch":
+        meaning = "by PyTorch's operations, slower; the extra `fast` installs numba"
+        return Finding("updates on the CPU", "PyTorch", meaning, Severity.NOTE)
+    return Finding("updates on the CPU", f"numba {version('numba')}", "in one pass over memory, with the same bits")
+
+
+def _gpu_update_kernels() -> Iterator[Finding]:
+    """Tell what computes the optimizer's updates on a GPU."""
+    if not torch.cuda.is_available():
+        return
+    reason = cuda.why_not(torch.device("cuda", 0))
+    if reason is None:
+        major, minor = nvrtc_version()
+        yield Finding("updates on the GPU", f"NVRTC {major}.{minor}", "in one pass over memory")
+    else:
+        yield Finding("updates on the GPU", "PyTorch", f"slower: {reason}", Severity.NOTE)
 
 
 def _memory() -> Finding:

@@ -9,7 +9,6 @@ partner, and the flight recorder (comm/flight_recorder.py) turns the silence int
 from __future__ import annotations
 
 import functools
-import math
 import operator
 import time
 import weakref
@@ -29,6 +28,7 @@ from ..base.errors import ModelMismatchError, PeerError, UsageError
 from ..base.launch import TLS, uses_tls
 from ..base.mesh import REDUCE_AXES, SHARD_AXES, Mesh, shares_gpu
 from ..base.meter import Event, Meter
+from ..kernels.sums import add_rows, scale_and_store
 from .bootstrap import Hosts
 from .context import Lane, Partition, WorldContext
 from .flight_recorder import KILLED_FIX, KILLED_WHY, LOST, Position, raised_in
@@ -867,37 +867,15 @@ def ordered_sum(
     scratch: fp32; its size is the tile's, and with `decode` twice that.
     This is the sum order of the truth contract; a native reduce-scatter keeps neither the order nor fp32 partials.
     """
-    is_pair = len(pieces) == 2 and not add and _adds_in_fp32(out.dtype, *(piece.dtype for piece in pieces))
-    if is_pair and decode is None and divisor == 1.0:  # nothing more is done while it is in the cache: no need of tiles
-        torch.add(pieces[0], pieces[1], out=out)
+    if decode is None:
+        add_rows(pieces, out, scratch, divisor=divisor, add=add)
         return
-    halves = math.frexp(divisor)[0] == 0.5  # multiplying by 1 / divisor is exact, and faster
-    tile = scratch.numel() if decode is None else scratch.numel() // 2
+    tile = scratch.numel() // 2
     for start in range(0, out.numel(), tile):
         stop = min(start + tile, out.numel())
-        into = out[start:stop]
-        if decode is not None:
-            total, summand = scratch[: stop - start], scratch[tile : tile + stop - start]
-            decode(pieces[0], start, stop, total)
-            for piece in pieces[1:]:
-                decode(piece, start, stop, summand)
-                total.add_(summand)
-        elif is_pair and halves:
-            total = torch.add(pieces[0][start:stop], pieces[1][start:stop], out=into)
-        else:
-            first, *others = [piece[start:stop] for piece in pieces]
-            total = scratch[: stop - start].copy_(first)
-            for piece in others:
-                total.add_(piece)
-        if divisor != 1.0:
-            total.mul_(1.0 / divisor) if halves else total.div_(divisor)
-        if total is not into:
-            into.add_(total) if add else into.copy_(total)
-
-
-def _adds_in_fp32(*dtypes: torch.dtype) -> bool:
-    """Return whether torch's own addition of two such numbers is the fp32 sum, rounded once.
-
-    Halving a rounded bf16 is exact down to 2^-126, below every gradient that changes a weight; fp16 ends at 2^-14.
-    """
-    return set(dtypes) in ({torch.float32}, {torch.bfloat16})
+        total, summand = scratch[: stop - start], scratch[tile : tile + stop - start]
+        decode(pieces[0], start, stop, total)
+        for piece in pieces[1:]:
+            decode(piece, start, stop, summand)
+            total.add_(summand)
+        scale_and_store(total, out[start:stop], divisor, add=add)

@@ -24,6 +24,11 @@ class OptimizerKeywords(TypedDict, total=False):
     """Ours. Bits that fp32 moments are kept in between steps; bf16 and 8bit are rounded up or down by chance, not
     exact.
     """
+    kernels: Literal["auto", "numba", "torch"] | Auto | None
+    """Ours. What computes updates. On a CPU, numba: one pass over memory, if the optimizer has a kernel; torch:
+    PyTorch's operations, with the same bits; auto: numba, if a rank updates a million elements or more. NVIDIA GPUs
+    compile such kernels by NVRTC, unless it is torch.
+    """
     legacy_fusion: bool | Auto | None
     """Use the old fusion of DeepSpeed's LAMB."""
 
@@ -290,7 +295,9 @@ class ZeroOptimizationKeywords(TypedDict, total=False):
     weights (stage 3).
     """
     sub_group_size: float | Auto | None
-    """Elements the optimizer updates in one tile: whole 4,096s, at least one and at most 2^20 on a CPU; 0: auto."""
+    """Elements the optimizer updates in one tile: whole 4,096s, at least one and at most 2^20 where a CPU updates; 0:
+    auto.
+    """
     stage3_max_live_parameters: float | Auto | None
     """Window: gathered weights alive at once, beyond which nothing is fetched ahead."""
     stage3_max_reuse_distance: float | Auto | None

@@ -323,7 +323,8 @@ class ZeroOptimization(Section):
     )
     sub_group_size: int = effective(
         1_000_000_000,
-        "Elements the optimizer updates in one tile: whole 4,096s, at least one and at most 2^20 on a CPU; 0: auto.",
+        "Elements the optimizer updates in one tile: whole 4,096s, at least one and at most 2^20 where a CPU updates; "
+        "0: auto.",
         unit="elements",
         means_auto=(0,),
         example=1000,
@@ -501,6 +502,13 @@ class Optimizer(Section):
         "Ours. Bits that fp32 moments are kept in between steps; bf16 and 8bit are rounded up or down by chance, not "
         "exact.",
         example="bf16",
+    )
+    kernels: Literal["auto", "numba", "torch"] = effective(
+        "auto",
+        "Ours. What computes updates. On a CPU, numba: one pass over memory, if the optimizer has a kernel; torch: "
+        "PyTorch's operations, with the same bits; auto: numba, if a rank updates a million elements or more. NVIDIA "
+        "GPUs compile such kernels by NVRTC, unless it is torch.",
+        example="torch",
     )
     legacy_fusion: bool = accepted(
         False, "Use the old fusion of DeepSpeed's LAMB.", "there is one implementation of each optimizer"

@@ -27,7 +27,7 @@ from ..planner.spec import PlanSettings, S
 from ..planner.split import refuse_other_cuts
 from ..precision.policy import Policy
 from ..sharding.ties import refuse_owned, tie_shared
-from ..sharding.wrap import check_room, open_tiers, wrap_model
+from ..sharding.wrap import check_room, commit, open_tiers, wrap_model
 from .changes import changes_of_piece, changes_of_whole, refuse_changes_on, refuse_split_states, refuse_whole_states
 from .determinism import Determinism
 from .engine import Parts
@@ -124,7 +124,7 @@ def assemble(
     scaler = scaler_of(config)
     optimizer = None
     with advice.explaining("initialize"):
-        tiers = open_tiers(plan, memory_settings_of(config), comm, step_settings.tile_numel)
+        tiers = open_tiers(plan, memory_settings_of(config), comm, step_settings.host_tile_numel)
         check_room(plan, tiers, comm)
         runtime = wrap_model(model, plan, comm, tiers)
         _tell_what_stays_whole(plan)
@@ -132,6 +132,7 @@ def assemble(
             optimizer = ShardedOptimizer(
                 runtime, chosen.groups, chosen.make, step_settings, scaler, plan.update, chosen.states
             )
+        commit(tiers, comm)
     runtime.loss_factor.scaler = scaler
     saving, integrity = saving_settings_of(config), integrity_settings_of(config)
     parts = Parts(

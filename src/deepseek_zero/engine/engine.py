@@ -817,7 +817,7 @@ class Engine(StandsForModule):
         moved = what_moved(links_of(self.runtime.comm_ctx.tiers, comm.meter))
         early = self.optimizer.speculative if self.optimizer is not None else None
         adaptive = self.optimizer.fallback if self.optimizer is not None else None
-        told = [part.explain() for part in (early, adaptive) if part is not None]
+        told = [part.explain() for part in (self.optimizer, early, adaptive) if part is not None]
         return where_steps_went(comm.meter, advice) + moved + [line for lines in told for line in lines]
 
     @contextmanager

@@ -17,6 +17,7 @@ from ..activations.recompute import RecomputeSettings
 from ..activations.tiles import TileSettings
 from ..attention.layer import SparseAttention
 from ..attention.layouts import fields_of, layout_of
+from ..base.device import CPU
 from ..base.errors import UsageError
 from ..base.mesh import Mesh
 from ..checkpoint.catalogue import Retention
@@ -342,10 +343,15 @@ def scaler_of(config: Config) -> LossScaler | None:
 
 def step_settings_of(config: Config, granularity: tuple[str, ...], device: torch.device) -> StepSettings:
     zero, offload = config.zero_optimization, config.zero_optimization.offload_optimizer
-    tile_numel = min(zero.sub_group_size, TILE_NUMEL.on(device))
+
+    def tile_numel_on(home: torch.device) -> int:
+        numel = min(zero.sub_group_size, TILE_NUMEL.on(home))
+        return max(1, numel // TILE_ALIGNMENT) * TILE_ALIGNMENT
+
     return StepSettings(
         max_norm=config.gradient_clipping,
-        tile_numel=max(1, tile_numel // TILE_ALIGNMENT) * TILE_ALIGNMENT,
+        tile_numel=tile_numel_on(device),
+        host_tile_numel=tile_numel_on(CPU),
         pipelined=offload.pipeline,
         speculates=offload.super_offload,
         undo_bytes=offload.undo_bytes,
@@ -358,6 +364,7 @@ def step_settings_of(config: Config, granularity: tuple[str, ...], device: torch
         check_finite=config.bf16.check_grad_overflow if config.bf16.enabled else config.check_grad_overflow,
         precision_fallback=config.precision == "auto",
         precision_window=config.precision_window,
+        kernels=config.optimizer.kernels,
     )
 
 

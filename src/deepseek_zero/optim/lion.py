@@ -36,13 +36,15 @@ class Lion(Optimizer):
         lr: float = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
+        maximize: bool = False,
     ) -> None:
         if not lr >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(
                 f"Lion cannot use lr={lr}, betas={betas}, weight_decay={weight_decay}.",
                 fix="give lr >= 0, weight_decay >= 0 and both betas in [0, 1).",
             )
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+        defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -66,7 +68,8 @@ class Lion(Optimizer):
         scratch: tuple[Tensor, Tensor] | None = None
         # One rounding per operation and never a fused multiply-add (`alpha=`, lerp): a vectorised kernel may fuse in
         # its body and not in its tail, and then the place where a slice is cut would show in the result.
-        for weight, grad, momentum in _tiles(parameter, parameter.grad, state["exp_avg"]):
+        grads = -parameter.grad if group.get("maximize") and parameter.grad is not None else parameter.grad
+        for weight, grad, momentum in _tiles(parameter, grads, state["exp_avg"]):
             if scratch is None or scratch[0].shape != weight.shape:
                 scratch = torch.empty_like(weight), torch.empty_like(weight)
             direction, part = scratch

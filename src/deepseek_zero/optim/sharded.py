@@ -25,11 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..base.device import PerDevice, ScalesItself, adopt_step_hooks, tell_schedules_of_step
+from ..base.device import CPU, PerDevice, ScalesItself, adopt_step_hooks, tell_schedules_of_step
 from ..base.errors import NotBuiltError, UsageError
 from ..base.log import log_once
 from ..comm.agreement import AllRanks, agree, agree_on, values_in
 from ..comm.collectives import Pending, propagate_errors
+from ..kernels import cuda
+from ..kernels.compiler import available, chosen
 from ..planner.layout import MAX_IN_FLIGHT
 from ..planner.spec import R
 from ..planner.split import split_of
@@ -38,7 +40,7 @@ from ..precision.compact import StochasticRounding
 from ..precision.feedback import Feedback
 from ..precision.loss_scale import LossScaler
 from ..sharding.executor import Unit
-from ..sharding.param_group import ParamGroup
+from ..sharding.param_group import ParamGroup, squares_of
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
 from ..sharding.ties import without_twins
@@ -73,8 +75,9 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 
 @dataclass(frozen=True)
 class StepSettings:
-    """The settings of a step. tile_numel: elements per optimizer call (sub_group_size). pipelined: updates of offloaded
-    weights are deferred to the next forward.
+    """The settings of a step. tile_numel: elements per optimizer call on the training device (sub_group_size).
+    host_tile_numel: elements per call where the host updates. pipelined: updates of offloaded weights are deferred to
+    the next forward.
 
     speculates: some of them run in backward, before the verdict. undo_bytes: for the log that undoes those.
     delay_after: updates come a step late after so many; None: never.
@@ -82,6 +85,7 @@ class StepSettings:
 
     max_norm: float = 0.0
     tile_numel: int = TILE_NUMEL.cpu
+    host_tile_numel: int = TILE_NUMEL.cpu
     granularity: tuple[str, ...] = ()  # one word per parameter group; "element" where there is none
     check_finite: bool = False
     keep_grads: bool = False
@@ -91,6 +95,7 @@ class StepSettings:
     undo_bytes: int = 0
     delay_after: int | None = None
     precision_fallback: bool = False  # precision "auto"
+    kernels: str = "auto"  # what computes updates that have a kernel: "auto", "numba" or "torch"
     precision_window: int = 16  # steps from one decision about precision to the next
 
 
@@ -172,7 +177,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.speculative: SpeculativeStep | None = None
         planned = planned or self._planned("", groups)  # by what class is not known yet
         self.tiles = Tiles.of(planned, self.shards_by_group)
-        self.scratch.numel = planned.order.fullest
+        self.scratch.grow(planned.fullest_tiles)
+        self._reserve_staging(planned)
         slices = [[shard.param for shard in shards] for shards in self.shards_by_group]
         with undecorated():
             self.inner = make_inner([{**group, "params": own} for group, own in zip(groups, slices, strict=True)])
@@ -187,6 +193,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             refuse_beside_exchange(runtime, settings, self.inner.param_groups)
         self.speculative = _early_of(self)
         _prefer_fused(self.inner)
+        self.tiles = Tiles.of(self.plan, self.shards_by_group)  # by its class, of which kernels depend
         adopt_step_hooks(self, self.inner)
         self._compare_ranks()
         if initial_states is not None:
@@ -261,6 +268,32 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         """Return the shards and tiles of this rank as data, with the hyper-parameters in force."""
         return self._planned(type(self.inner).__name__, self.param_groups)
 
+    def explain(self) -> list[str]:
+        """Return the line of `engine.explain` about what computes updates."""
+        shards, name = self.shards(), type(self.inner).__name__
+        rules = [self.updater.one_pass.rule(group) for group in self.param_groups]
+        count = sum(
+            shard.has_kernel and rule is not None
+            for of_group, rule in zip(self.shards_by_group, rules, strict=True)
+            for shard in of_group
+        )
+        if refused := self.updater.one_pass.refused:
+            return [f"updates: {name} by PyTorch: no exact kernel of {refused} can be compiled on this machine"]
+        if shards and count == len(shards):
+            return [f"updates: {name} by compiled kernels, in one pass over memory"]
+        plan = self.plan
+        if not any(rules):
+            why = f"there is no kernel for {name} with these options"
+        elif plan.device != CPU and plan.settings.gpu_kernels and cuda.why_not(plan.device) is not None:
+            why = f"no kernel can be compiled for {plan.device}, because {cuda.why_not(plan.device)}"
+        elif plan.settings.kernels == "torch":
+            why = "numba is not installed, or kernels are switched off"
+        elif plan.kernels == "torch":
+            why = "this rank updates so few elements that compiling kernels is not worth it"
+        else:
+            why = "there is no kernel for how the others are stored, or for where they are updated"
+        return [f"updates: {name} by PyTorch for {len(shards) - count} of {len(shards)} shards: {why}"]
+
     def _planned(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> UpdatePlan:
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         chosen = [
@@ -318,7 +351,10 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             if id(group) in wanted:
                 names = frozenset(group.members[number].name for number in wanted[id(group)][1])
                 rank = self.runtime.comm_ctx.comm.rank
-                for span in shard_ranges(group.planned, rank, names, self.settings.tile_numel, uncut):
+                tile_numel = self.settings.tile_numel
+                if group.plan.is_updated_on_host:
+                    tile_numel = self.settings.host_tile_numel
+                for span in shard_ranges(group.planned, rank, names, tile_numel, uncut):
                     shards.append(self._shard(group, span))
         return shards
 
@@ -482,9 +518,19 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             group["params"] = [shard.param for shard in shards]
         planned = self.plan
         self.tiles = Tiles.of(planned, self.shards_by_group)
-        self.scratch.grow(planned.order.fullest)
+        self.scratch.grow(planned.fullest_tiles)
+        self._reserve_staging(planned)
         if self.speculative is not None:
             self.speculative.units = early_units(self.runtime, self.tiles)
+
+    def _reserve_staging(self, planned: UpdatePlan) -> None:
+        """Reserve staging memory for all tiles that are copied at the same time.
+
+        One more tile covers the end of the ring, where a tile may not fit.
+        """
+        flow = self.settings.flow
+        tiles = flow.ahead + 1 + flow.behind + 1
+        self.runtime.comm_ctx.copy_engine.reserve_staging(planned.staging_bytes(tiles))
 
     # -- stepping
 
@@ -833,7 +879,7 @@ def _agree_on_piece(runtime: Runtime, words: tuple[float, ...]) -> Verdict:
     # This rank's flags in one number, which float64 holds exactly.
     said = (bool(runtime.executor.late), edited, runtime.is_idle, runtime.is_graphless)
     fact = float(sum(each << place for place, each in enumerate(said)) + (absent << len(said)))
-    row = [fact, *(square for group in groups for square in group.gradient.squares())]
+    row = [fact, *(square for squares in squares_of(groups) for square in squares)]
     row += words
     rows = (
         comm.all_gather_rows(torch.tensor(row, dtype=torch.float64), "gradient norm").tolist()
@@ -897,6 +943,9 @@ def update_settings_of(
         can_defer=settings.pipelined and not settings.keep_grads and not settings.precision_fallback,
         by_unit=updates_in_backward(settings),
         undo_bytes=settings.undo_bytes if undoes else 0,
+        kernels=available(settings.kernels),
+        host_tile_numel=settings.host_tile_numel,
+        gpu_kernels=chosen(settings.kernels) != "torch",
     )
 
 

@@ -27,7 +27,7 @@ from ..base.memory import return_pages
 from ..precision.loss_scale import LossScaler
 from ..sharding.buffer import has_pages_to_return
 from ..sharding.executor import Unit
-from ..sharding.param_group import ParamGroup
+from ..sharding.param_group import ParamGroup, squares_of
 from ..sharding.runtime import Phase, Runtime
 from .updater import Decision, DelayedUpdate, ExtentRange, MasterShard, Moments, Scratch, Tile, Updater, hypers_of
 
@@ -105,7 +105,7 @@ class SpeculativeStep:
             return  # which of its parameters have a gradient is known when backward is over
         if any(self.updater.has_deferred(group) for group in groups):
             return
-        sums = [square for group in groups for square in group.gradient.squares()]  # which the step need not look for
+        sums = [square for squares in squares_of(groups) for square in squares]  # which the step need not look for
         if not self._decision.is_waiting and not all(map(math.isfinite, sums)):
             return
         self.updater.step_speculative(tiles, self._decision, self.log.note)

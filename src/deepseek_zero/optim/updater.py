@@ -32,7 +32,7 @@ import inspect
 import itertools
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,6 +46,7 @@ from torch.optim import Optimizer
 from ..base.errors import UsageError
 from ..base.meter import PhaseClock
 from ..base.progress import LongWork
+from ..kernels.rules import RULES
 from ..planner.layout import Slot
 from ..planner.spec import R
 from ..planner.update import ShardRange, UpdatePlan
@@ -55,6 +56,7 @@ from ..precision.policy import scratch_numel
 from ..sharding.param_group import MasterWeight, ParamGroup
 from ..tiers.budget import DeviceBudget
 from ..tiers.tier import Extent, StagedTile, Tier, Work, read_now
+from .one_pass import Memory, OnePass, Piece, layout_of
 from .tensor_subclasses import inner_tensors, is_subclass
 
 T = TypeVar("T")
@@ -65,11 +67,12 @@ Hypers = list[dict[str, Any]]  # of each parameter group, without its parameters
 class Scratch:
     """grads: gradients cast, unscaled and clipped. masters: masters joined from their halves (precision/policy.py).
 
-    device: the training device, whose memory is counted in `budget`.
+    device: the training device, whose memory is counted in `budget`. numel: elements of the fullest tile of each
+    device that updates some.
     """
 
     device: torch.device
-    numel: int = 0
+    numel: dict[torch.device, int] = field(default_factory=dict)
     budget: DeviceBudget = field(default_factory=DeviceBudget)
     kept: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
@@ -77,19 +80,20 @@ class Scratch:
         """Return the buffer of that name on the update's device, with arbitrary contents; allocated on first use."""
         found = self.kept.get((what, home))
         if found is None or found.dtype != dtype:
-            numel = self.numel if numel is None else numel
+            numel = self.numel[home] if numel is None else numel
             self._count(home, numel * dtype.itemsize, "what an optimizer's step works in")
             self._count(home, -found.nbytes if found is not None else 0, "")
             self.kept[what, home] = found = torch.empty(numel, dtype=dtype, device=home)
         return found
 
-    def grow(self, numel: int) -> None:
+    def grow(self, fullest: Mapping[torch.device, int]) -> None:
         """Make room for tiles of so many elements; a buffer that is too small is allocated anew on its next use."""
-        if numel <= self.numel:
-            return
-        self.numel = numel
-        for key in [key for key in self.kept if key[0] not in ("nothing", "undo")]:
-            self._count(key[1], -self.kept.pop(key).nbytes, "")
+        for home, numel in fullest.items():
+            if numel <= self.numel.get(home, 0):
+                continue
+            self.numel[home] = numel
+            for key in [key for key in self.kept if key[0] not in ("nothing", "undo") and key[1] == home]:
+                self._count(home, -self.kept.pop(key).nbytes, "")
 
     def drop(self, what: str) -> None:
         """Free the buffers of that name."""
@@ -130,6 +134,7 @@ class MasterShard:
     param: nn.Parameter
     names: tuple[str, ...]
     at: int = 0  # where its scratch begins in the tile's
+    has_kernel: bool = False  # it is updated in one pass if its hyper-parameters have a rule (one_pass.py)
 
     @property
     def numel(self) -> int:
@@ -166,10 +171,14 @@ class MasterShard:
         if buffer is not None and buffer.extent is not None:
             yield ExtentRange(buffer.extent, self.start, self.stop, changes=False)
 
-    def staged_ranges(self) -> Iterator[StagedRange]:
-        """Yield the weight ranges that the training device holds and the host updates."""
+    def staged_ranges(self, *, waiting: bool = False) -> Iterator[StagedRange]:
+        """Yield the ranges of weight and gradient that the training device holds and the host updates or reads."""
         if self.master.staged is not None:
             yield StagedRange(self.master.staged, self.start, self.stop)
+        gradient = self.group.gradient
+        staged = gradient.delayed.staged_tile() if waiting else gradient.staged_tile()
+        if staged is not None:
+            yield StagedRange(staged, self.start, self.stop, changes=False)
 
     def overlaps(self) -> Iterator[ParamOverlap]:
         """Return the range of each parameter that the shard covers."""
@@ -180,6 +189,13 @@ class MasterShard:
             start, stop = max(slot.start, first), min(slot.stop, last)
             if start < stop:
                 yield ParamOverlap(slot, start - slot.start, stop - slot.start, self, start - first, number)
+
+    def pieces(self) -> list[Piece]:
+        """Return the ranges of the parameters that the shard covers."""
+        return [
+            Piece(cover.slot.name, cover.offset, cover.offset + cover.stop - cover.start, cover.start)
+            for cover in self.overlaps()
+        ]
 
     def is_absent(self, *, waiting: bool = False) -> bool:
         """Return whether no parameter of the shard has a gradient (all frozen or dropped): its update is skipped."""
@@ -203,7 +219,7 @@ class MasterShard:
             into = scratch.take("masters", self.master.dtype, home)[self.at : self.at + self.numel]
             helper = None
             if self.master.is_split:
-                helper = scratch.take("join", torch.int32, home, scratch_numel(home, scratch.numel))
+                helper = scratch.take("join", torch.int32, home, scratch_numel(home, scratch.numel[home]))
             values = self.master.read(self.start, self.stop, into, helper)
         self.param.data = values.view(self.param.shape)
 
@@ -269,6 +285,7 @@ class Tiles:
             for number, planned in planned_tile:
                 shard = shard_of[id(planned)]
                 shard.at = filled
+                shard.has_kernel = plan.has_kernel(number, planned)
                 tile.append((number, shard))
                 filled += shard.numel
             return tile
@@ -311,17 +328,24 @@ class ExtentRange:
 
 @dataclass(frozen=True)
 class StagedRange:
-    """Elements [low, high) of a weight that the training device has and the host updates."""
+    """Elements [low, high) of a tensor of the training device that the host works on.
+
+    changes: the update writes them.
+    """
 
     mirror: StagedTile
     low: int
     high: int
+    changes: bool = True
 
     def fetch(self) -> Work:
         return self.mirror.fetch(self.low, self.high)
 
-    def release(self) -> Work:
-        return self.mirror.store(self.low, self.high)
+    def release(self) -> Work | None:
+        if self.changes:
+            return self.mirror.store(self.low, self.high)
+        self.mirror.discard(self.low, self.high)
+        return None
 
 
 StagedState = ExtentRange | StagedRange  # what comes before a tile's turn, and leaves behind it
@@ -446,12 +470,37 @@ class Moments:
                     moment.kept.encode(value.reshape(-1), own, powers, shard.chance(chance, name))
             elif value.data_ptr() != own.data_ptr():
                 moment.extent.write(shard.start, shard.stop).copy_(value.reshape(-1))
-            hidden = (
-                self._scratch.placeholder(value.shape, value.dtype, shard.master.update_device)
-                if moment.is_stored
-                else own.view(value.shape)
-            )
-            state[name] = hidden
+            state[name] = self._seen(shard, moment, own, value.shape)
+
+    def in_place(self, shard: MasterShard, names: Sequence[str]) -> tuple[Tensor, ...]:
+        """Return a shard's moments as they are stored, flat, for an update in place; those that are missing are zeros.
+
+        names: of all its moments. Between updates the optimizer sees the same as after `store`.
+        """
+        shard.group.guard.before_write()
+        state = self._inner.state[shard.param]
+        missing = [name for name in names if state.get(name) is None]
+        if not shard.group.plan.moments_external:
+            for name in missing:
+                state[name] = torch.zeros(shard.param.shape, device=shard.master.update_device)
+            self._count(shard, state)
+            return tuple(state[name].view(-1) for name in names)
+        found = []
+        for name in names:
+            moment = self._moment(shard, name, torch.float32)
+            own = moment.extent.write(shard.start, shard.stop)
+            found.append(own)
+            if name in missing:
+                own.zero_()
+                state[name] = self._seen(shard, moment, own, shard.param.shape)
+        self._count(shard, state)
+        return tuple(found)
+
+    def _seen(self, shard: MasterShard, moment: Moment, own: Tensor, shape: torch.Size) -> Tensor:
+        """Return what the optimizer sees of a moment between updates."""
+        if moment.is_stored:
+            return self._scratch.placeholder(shape, moment.dtype, shard.master.update_device)
+        return own.view(shape)
 
     def refuse_cut(self, shard: MasterShard) -> None:
         """Raise if a shard's moments cannot be cut: in 8 bits, blocks of neighbours share an exponent."""
@@ -513,7 +562,7 @@ class Moments:
                 extent = Extent(torch.zeros(numel, dtype=stored, device=shard.master.update_device))
                 self._scratch.budget.reserve_for(extent, extent.memory.nbytes, what)
             else:
-                extent = group.comm_ctx.tiers.reserve(plan.moments.tier, numel, stored, what)
+                extent = group.comm_ctx.tiers.reserve(plan.moments.tier, numel, stored, what, is_copied=False)
             self._found[key] = Moment(extent, plan.moments.tier, dtype, kept)
             self._names.setdefault(id(group), []).append(name)
         return self._found[key]
@@ -622,6 +671,7 @@ class Updater:
     ) -> None:
         self.inner, self.scratch, self.moments, self.settings = inner, scratch, moments, settings
         self.clock = clock
+        self.one_pass = OnePass(inner)
         self._tiles: TilePrefetcher[Tile] = TilePrefetcher((), self._staged_states, settings)
         self._tiles_left: Counter[ParamGroup] = Counter()  # tiles of each group that wait
         self._decision = Decision(1.0, 0)
@@ -645,7 +695,7 @@ class Updater:
                 yield {shard.group for _, shard in tile if not left[shard.group]}
         except (Exception, GeneratorExit):  # the latter where what was yielded could not be used
             # A first tile that fails leaves split masters as they were; others are changed where they lie.
-            in_place = any(shard.master.is_updated_in_place for tile in tiles for _, shard in tile)
+            in_place = any(shard.has_kernel or shard.master.is_updated_in_place for tile in tiles for _, shard in tile)
             self._ended_halfway = done > 0 or in_place
             for reflection in [each for tile in tiles for _, shard in tile for each in shard.staged_ranges()]:
                 reflection.mirror.clear()
@@ -730,21 +780,29 @@ class Updater:
             if shard.is_absent(waiting=waiting):
                 continue
             yield from shard.extent_ranges(waiting=waiting)
-            yield from shard.staged_ranges()
+            yield from shard.staged_ranges(waiting=waiting)
             yield from self.moments.extent_ranges(shard)
 
     def _update(self, tile: Tile, decision: Decision) -> None:
+        rest = Tile()  # what the optimizer's own step updates
         shown, chance = list[MasterShard](), StochasticRounding(decision.number)
         self._is_busy, done = True, False
         try:
-            for _, shard in tile:
-                if (grad := shard.grad(waiting=decision.is_waiting)) is not None:
-                    shard.load_values(self.scratch)
-                    self.moments.load(shard)
-                    shown.append(shard)
-                    shard.param.grad = self._scaled(shard, grad, decision.factor)
-            for part in self._alike(tile, shown):
+            for number, shard in tile:
+                grad = shard.grad(waiting=decision.is_waiting)
+                if grad is not None and shard.has_kernel and self._update_in_one_pass(number, shard, grad, decision):
+                    continue
+                rest.append((number, shard))
+                if grad is None:
+                    continue
+                shard.load_values(self.scratch)
+                self.moments.load(shard)
+                shown.append(shard)
+                shard.param.grad = self._scaled(shard, grad, decision.factor)
+            for part in self._alike(rest, shown) if rest else ():
                 self._step_inner(part, decision.hypers)
+            for number, shard in rest:
+                self.one_pass.settle(shard.param, self._hypers_of(number, decision))
             done = True
         finally:
             for shard in shown:
@@ -756,6 +814,30 @@ class Updater:
             self._first_update.advance(sum(shard.numel for _, shard in tile))
             if self._first_update.done >= self._first_update.total:
                 self._first_update.finish()
+
+    def _hypers_of(self, number: int, decision: Decision) -> dict[str, Any]:
+        """Return the hyper-parameters of a parameter group that hold for a decision."""
+        return decision.hypers[number] if decision.hypers is not None else self.inner.param_groups[number]
+
+    def _update_in_one_pass(self, number: int, shard: MasterShard, grad: Tensor, decision: Decision) -> bool:
+        """Update a shard by a kernel; return False, with nothing changed, if there is none for its hyper-parameters."""
+        hypers = self._hypers_of(number, decision)
+        variant = self.one_pass.variant(shard.param, hypers)
+        if variant is None:
+            return False
+        main, other = shard.master.for_kernel(shard.start, shard.stop)
+        layout = layout_of(grad, main, other, shard.group.plan.moments_format)
+        if not self.one_pass.is_exact(variant, layout, main.device):
+            return False
+        shard.group.guard.before_write()
+        scalars = RULES[variant.rule].scalars(hypers, self.one_pass.count(shard.param, hypers))
+        memory = Memory(grad, main, other, self.moments.in_place(shard, variant.states))
+        chance = StochasticRounding(decision.number)
+        pieces = shard.pieces() if layout.is_random else ()
+        self.one_pass.update(variant, layout, memory, scalars, decision.factor, chance, pieces)
+        if other is None:
+            shard.master.copy_to_weight(shard.start, shard.stop)
+        return True
 
     def _expect_first(self, tiles: Sequence[Tile], decision: Decision) -> None:
         """Count the tiles of the first update, which touches the memory of states for the first time."""

@@ -20,6 +20,11 @@ from ..precision.codecs import Blocks, Cast, Codec
 # direct I/O and vector kernels like it, at the price of up to N * 1023 elements of padding per group.
 BLOCK = 1024
 
+# Where updates are fused, each parameter begins at a multiple of this many elements. A fused kernel computes the last
+# n % 8 elements of a tensor by another formula. Since slices begin at multiples of it too, these are the last elements
+# of a parameter, whatever the stage and the number of ranks (decision 0126).
+GRAIN = 8
+
 # Elements of a sum over ranks that are added at a time: 1 MiB of fp32 stays in a core's cache; a GPU wants few, large
 # kernels.
 SUM_TILE_NUMEL = PerDevice(cpu=1 << 18, accelerator=1 << 24)
@@ -107,7 +112,7 @@ class FlatLayout:
 def even_layout(
     names: Sequence[str], shapes: Sequence[Shape], ranks: int, block: int = BLOCK, grain: int = 1
 ) -> FlatLayout:
-    """Granularity "element": parameters end to end, cut into equal slices wherever the cut falls.
+    """Granularity "element": parameters in their order, cut into equal slices, also inside a parameter.
 
     grain: each parameter begins at a multiple of so many elements; it divides `block`.
     """

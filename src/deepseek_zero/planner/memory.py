@@ -15,8 +15,9 @@ import torch
 
 from ..base.memory import PAGE
 from ..precision.compact import storage_dtype
+from ..tiers.host import HostPiece
 from ..tiers.tier import Tier
-from .spec import Spec
+from .spec import ShardPlan, Spec
 from .units import GroupPlan
 
 STATES = ("weight", "grad", "master", "moments")
@@ -31,6 +32,33 @@ def spec_bytes(spec: Spec | None, padded_numel: int, ranks: int) -> int:
     return 0 if spec is None else spec.resting.nbytes(spec.numel(padded_numel, ranks))
 
 
+def _rows(plan: ShardPlan, moments_per_element: int) -> list[tuple[str, Spec | None, int]]:
+    """Return the states that have memory of their own: name, spec, and how often it is there."""
+    moments = plan.moments and replace(plan.moments, dtype=storage_dtype(plan.moments_format, plan.moments.dtype))
+    return [
+        ("weight", plan.weight, 1),
+        ("grad", plan.grad, 1),
+        ("grad", plan.delayed_grad, 1),
+        ("master", None if plan.master_is_weight else plan.master, 1),
+        ("moments", moments, moments_per_element),
+    ]
+
+
+def host_pieces(group: GroupPlan, moments_per_element: int) -> list[HostPiece]:
+    """Return what one rank reserves of host memory for a group, state by state.
+
+    The training device copies weights and gradients; masters only where weights follow them by differences.
+    """
+    found: list[HostPiece] = []
+    for state, spec, count in _rows(group.plan, moments_per_element):
+        if spec is None or spec.tier is not Tier.HOST:
+            continue
+        nbytes = -(-spec_bytes(spec, group.padded_numel, group.ranks) // PAGE) * PAGE
+        is_copied = state in ("weight", "grad") or (state == "master" and group.plan.sends_differences)
+        found += [HostPiece(nbytes, is_copied)] * (count if nbytes else 0)
+    return found
+
+
 def group_bytes(group: GroupPlan, moments_per_element: int, states: Sequence[str] = STATES) -> dict[str, int]:
     """Return the bytes one rank holds of one group, by state; a master that is the weight's own storage counts once, as
     weight.
@@ -39,15 +67,7 @@ def group_bytes(group: GroupPlan, moments_per_element: int, states: Sequence[str
     "secondary", with the weight; what codes leave out of gradients as "errors", with the gradient.
     """
     plan, found = group.plan, dict.fromkeys(STATES, 0)
-    moments = plan.moments and replace(plan.moments, dtype=storage_dtype(plan.moments_format, plan.moments.dtype))
-    rows = (
-        ("weight", plan.weight, 1),
-        ("grad", plan.grad, 1),
-        ("grad", plan.delayed_grad, 1),
-        ("master", None if plan.master_is_weight else plan.master, 1),
-        ("moments", moments, moments_per_element),
-    )
-    for state, spec, count in rows:
+    for state, spec, count in _rows(plan, moments_per_element):
         if state not in states:
             continue
         nbytes = spec_bytes(spec, group.padded_numel, group.ranks)
@@ -112,6 +132,11 @@ MOMENTS: dict[str, Moments] = {
 }
 MOMENT_OPTIONS = frozenset(option for row in MOMENTS.values() for option in row.options)
 MUON = {True: Moments(1), False: Moments(2, 1)}  # by its groups' `use_muon`
+
+
+def is_known(optimizer: str) -> bool:
+    """Return whether the states of an optimizer class are known, and not taken for those of Adam."""
+    return optimizer in MOMENTS or optimizer == "Muon"
 
 
 def moments_for(optimizer: str, group: Mapping[str, Any]) -> Moments:

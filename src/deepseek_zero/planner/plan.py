@@ -16,9 +16,10 @@ from torch import nn
 
 from ..base.mesh import Mesh
 from ..base.quantities import format_bytes, format_count
+from ..tiers.host import HostPiece
 from ..tiers.tier import Tier
 from .auto_wrap_policy import ModelShape, read_model
-from .memory import STATES, group_bytes, moments_for, total_bytes
+from .memory import STATES, group_bytes, host_pieces, is_known, moments_for, total_bytes
 from .pieces import LOSS_BYTES, VERDICT_BYTES, PipelinePlan, SequencePlan, TensorPlan
 from .pool_estimate import Size, buffer_bytes, pool_buffers
 from .schedule import Schedule, schedule_units
@@ -104,6 +105,17 @@ class Plan:
         states = self.bytes_by_state()
         found = {tier: states.pop(tier.value, 0) for tier in (Tier.HOST, Tier.NVME)}
         return {Tier.DEVICE: sum(states.values()), **found}
+
+    def host_pieces(self) -> list[HostPiece]:
+        """Return what this rank reserves of host memory, in the order of units.
+
+        Moments of an optimizer class that is not known here are left out: its first step reserves them.
+        """
+        counts: dict[int, int] = {}
+        if self.update is not None and is_known(self.update.settings.optimizer):
+            counts = {id(group): count for group, count in self.update.moments_per_group()}
+        groups = [group for unit in self.units for group in unit.groups]
+        return [piece for group in groups for piece in host_pieces(group, counts.get(id(group), 0))]
 
     def bytes_of_unit(self, number: int) -> dict[tuple[str, Tier], int]:
         """Bytes of one unit's states on this rank, by state and memory; what is nowhere is left out."""
@@ -323,7 +335,10 @@ def plan_shape(
 def _plan(
     shape: ModelShape, settings: PlanSettings, mesh: Mesh, machine: Machine, update: UpdateSettings | None
 ) -> Plan:
-    units = plan_units(shape, settings, mesh, update.uncut_names if update is not None else ())
+    if update is None:
+        units = plan_units(shape, settings, mesh)
+    else:
+        units = plan_units(shape, settings, mesh, update.uncut_names, update.grain)
     if update is not None:
         update = replace(update, crosses_hosts=machine.spans_hosts)
     return Plan(

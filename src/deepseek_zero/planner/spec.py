@@ -173,6 +173,11 @@ class ShardPlan:
         return self.moments is not None and (self.moments.tier is not Tier.DEVICE or self.moments_format != "fp32")
 
     @property
+    def is_updated_on_host(self) -> bool:
+        """Whether the host updates the group: its moments are not in the training device's memory."""
+        return self.moments is not None and self.moments.tier is not Tier.DEVICE
+
+    @property
     def rests_elsewhere(self) -> bool:
         """Whether weights and moments rest in another memory, so that nobody sees a weight without asking for it."""
         tiers = [spec.tier for spec in (self.weight, self.moments) if spec is not None]

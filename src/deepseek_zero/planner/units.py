@@ -16,7 +16,7 @@ from ..base.errors import NotBuiltError, UsageError
 from ..base.mesh import Mesh
 from ..precision.codecs import CODED, Blocks, Cast, Codec
 from .auto_wrap_policy import ModelShape, UnitShape
-from .layout import LAYOUTS, FlatLayout, Shape, even_layout, hop_wires
+from .layout import GRAIN, LAYOUTS, FlatLayout, Shape, even_layout, hop_wires
 from .spec import P, PlanSettings, R, S, ShardPlan, Spec, gradient_wires, plan_for, predivide_of
 
 
@@ -286,10 +286,11 @@ def plan_group(
     settings: PlanSettings,
     mesh: Mesh,
     uncut: Collection[str] = (),
+    grain: int = GRAIN,
 ) -> GroupPlan:
     """Return the plan of the parameters of one unit that have one key.
 
-    uncut: names of parameters whose optimizer needs whole tensors.
+    uncut: names of parameters whose optimizer needs whole tensors. grain: each parameter begins at a multiple of it.
     """
     settings = settings.for_unit(unit, full_precision=key.full_precision)
     near = mesh.near_size(settings.ranks_per_host or 1)
@@ -302,7 +303,10 @@ def plan_group(
         is_coded=key.is_coded,
         near=near,
     )
-    grain = plan.weight.rests_as.granule if plan.weight.rests_as is not None else 1  # no block has two parameters'
+    if plan.feedback is not None:
+        grain = 1  # checkpoints, also old ones, store what codes left out by its place in this layout
+    if plan.weight.rests_as is not None:
+        grain = max(grain, plan.weight.rests_as.granule)  # no block of codes has two parameters' elements
     layout = even_layout(names, shapes, mesh.shard_size, grain=grain)
     replicas = mesh.dp_replicate * max(1, len(key.sharers))
     secondary_ranks = settings.secondary_ranks if plan.secondary is not None else 1
@@ -311,7 +315,7 @@ def plan_group(
 
 
 def plan_units(
-    model: ModelShape, settings: PlanSettings, mesh: Mesh, uncut: Collection[str] = ()
+    model: ModelShape, settings: PlanSettings, mesh: Mesh, uncut: Collection[str] = (), grain: int = GRAIN
 ) -> tuple[UnitPlan, ...]:
     """Return the units of a model, root first.
 
@@ -331,7 +335,14 @@ def plan_units(
             unit.name or "root",
             tuple(
                 plan_group(
-                    unit.name or "root", key, names, [unit.params[name].shape for name in names], settings, mesh, uncut
+                    unit.name or "root",
+                    key,
+                    names,
+                    [unit.params[name].shape for name in names],
+                    settings,
+                    mesh,
+                    uncut,
+                    grain,
                 )
                 for key, names in group_params(unit, persistent, settings, mesh).items()
             ),

@@ -10,19 +10,27 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from ..base.device import CPU
+from ..kernels import cuda
+from ..kernels.rules import NAMES, rule_of
 from ..precision.compact import BLOCK, storage_dtype
-from ..precision.policy import scratch_numel
+from ..precision.policy import LOW_PRECISION, scratch_numel
+from ..tiers.staging import ALIGNMENT
 from ..tiers.tier import Tier
+from .layout import GRAIN
 from .memory import Moments, group_bytes, moments_for
 from .spec import R, ShardPlan
 from .units import GroupPlan, UnitPlan
 
 EVERY_UNIT = -1
+# Elements of a rank's updates from which compiled kernels are worth the second that they take to compile: they save
+# about 2 ns an element in each step.
+WORTH_COMPILING = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -38,10 +46,12 @@ class ParamGroupPlan:
 class UpdateSettings:
     """An optimizer as a plan needs it.
 
-    optimizer: its class; `moments_for` knows what it keeps.  tile_numel: elements per optimizer call.  scales_grads:
+    optimizer: its class; `moments_for` knows what it keeps.  tile_numel: elements per optimizer call on the training
+    device.  host_tile_numel: elements per call where the host updates.  scales_grads:
     gradients may be clipped or unscaled.  can_defer: updates may wait for the next forward.  by_unit: tiles end where
     units do, since some units are updated in backward.  undo_bytes: for what undoes such updates.  crosses_hosts: the
-    ranks that share slices are on several hosts.
+    ranks that share slices are on several hosts.  kernels: what computes updates on a CPU, "auto", "numba" or "torch".
+    gpu_kernels: NVIDIA GPUs update by kernels that NVRTC compiles.
     """
 
     optimizer: str
@@ -52,6 +62,13 @@ class UpdateSettings:
     by_unit: bool = False
     undo_bytes: int = 0
     crosses_hosts: bool = False
+    kernels: str = "torch"
+    host_tile_numel: int = 1 << 20
+    gpu_kernels: bool = False
+
+    def tile_numel_of(self, plan: ShardPlan) -> int:
+        """Return the elements per optimizer call on the device that updates a group."""
+        return self.host_tile_numel if plan.is_updated_on_host else self.tile_numel
 
     def defers(self, plan: ShardPlan) -> bool:
         """Return whether a group's update waits for the next forward: its states travel meanwhile, between memories, or
@@ -59,6 +76,11 @@ class UpdateSettings:
         """
         far = self.crosses_hosts and not self.by_unit
         return self.can_defer and (plan.rests_elsewhere or (far and plan.rests_in_slices))
+
+    @property
+    def grain(self) -> int:
+        """Elements at a multiple of which each parameter begins in its flat layout: more than 1 for fused updates."""
+        return GRAIN if self.optimizer in NAMES else 1
 
     @property
     def uncut_names(self) -> frozenset[str]:
@@ -124,11 +146,6 @@ class TileOrder:
     def tiles(self) -> list[Tile]:
         return [*self.now, *(tile for tiles in self.later.values() for tile in tiles)]
 
-    @property
-    def fullest(self) -> int:
-        """Elements of the fullest tile."""
-        return max((sum(shard.numel for _, shard in tile) for tile in self.tiles), default=0)
-
 
 def tile_order(
     shards: Sequence[Sequence[ShardRange]], units: Sequence[UnitPlan], settings: UpdateSettings
@@ -143,29 +160,37 @@ def tile_order(
     flat = [(number, shard) for number, of_group in enumerate(shards) for shard in of_group]
     flat.sort(key=lambda item: (order[id(item[1].group)], item[1].start))
     now, later = list[Tile](), dict[int, list[Tile]]()
-    for _, chunk in itertools.groupby(flat, key=lambda each: (id(each[1].group), each[1].start // settings.tile_numel)):
+
+    def chunk_of(item: tuple[int, ShardRange]) -> tuple[int, int]:
+        group = item[1].group
+        return id(group), item[1].start // settings.tile_numel_of(group.plan)
+
+    for _, chunk in itertools.groupby(flat, key=chunk_of):
         bundle = list(chunk)
         group = bundle[0][1].group
         if settings.defers(group.plan):
             later.setdefault(unit_of[id(group)] if settings.by_unit else EVERY_UNIT, []).append(bundle)
         else:
             now.append(bundle)
-    tile_numel = settings.tile_numel
-    return TileOrder(_tiles_of(now, tile_numel), {unit: _tiles_of(mine, tile_numel) for unit, mine in later.items()})
+    return TileOrder(_tiles_of(now, settings), {unit: _tiles_of(mine, settings) for unit, mine in later.items()})
 
 
-def _tiles_of(bundles: Sequence[Tile], tile_numel: int) -> list[Tile]:
-    """Bundles together, so that one optimizer call covers about `tile_numel` elements."""
-    tiles: list[Tile] = [[]]
+def _tiles_of(bundles: Sequence[Tile], settings: UpdateSettings) -> list[Tile]:
+    """Join bundles into tiles, each for one optimizer call. One device updates all shards of a tile."""
+    tiles: list[Tile] = []
     filled = 0
+    is_on_host = False
     for bundle in bundles:
+        plan = bundle[0][1].group.plan
         numel = sum(shard.numel for _, shard in bundle)
-        if tiles[-1] and filled + numel > tile_numel:
+        is_full = filled + numel > settings.tile_numel_of(plan)
+        if not tiles or is_full or plan.is_updated_on_host != is_on_host:
             tiles.append([])
             filled = 0
+            is_on_host = plan.is_updated_on_host
         tiles[-1] += bundle
         filled += numel
-    return [tile for tile in tiles if tile]
+    return tiles
 
 
 @dataclass(frozen=True)
@@ -194,6 +219,30 @@ class UpdatePlan:
     def speculative(self) -> dict[int, list[Tile]]:
         """Tiles that may be updated in backward, by unit: of all but the root, whose gradient is the last there is."""
         return {unit: tiles for unit, tiles in self.order.later.items() if unit > 0}
+
+    @cached_property
+    def kernels(self) -> str:
+        """What updates shards that have a kernel on a CPU: "numba" or "torch"."""
+        if self.settings.kernels != "auto":
+            return self.settings.kernels
+        numel = sum(shard.numel for shards in self.shards for shard in shards)
+        return "numba" if numel >= WORTH_COMPILING else "torch"
+
+    def has_kernel(self, number: int, shard: ShardRange) -> bool:
+        """Return whether a shard of the optimizer's parameter group of that number is updated in one pass."""
+        if not self._compiles_for(self._home(shard)):
+            return False
+        plan, options = shard.group.plan, self.settings.groups[number].options
+        return rule_of(self.settings.optimizer, options) is not None and _is_plain(plan)
+
+    def _compiles_for(self, home: torch.device) -> bool:
+        """Return whether kernels are compiled for a device.
+
+        On a GPU it does not depend on the number of elements, so that all stages and ranks have the same bits.
+        """
+        if home == CPU:
+            return self.kernels != "torch"
+        return self.settings.gpu_kernels and cuda.why_not(home) is None
 
     # -- bytes
 
@@ -231,25 +280,52 @@ class UpdatePlan:
         return total
 
     @property
+    def fullest_tiles(self) -> dict[torch.device, int]:
+        """Elements of the fullest tile of each device that updates some."""
+        found: dict[torch.device, int] = {}
+        for tile in self.order.tiles:
+            home = self._home(tile[0][1])
+            numel = sum(shard.numel for _, shard in tile)
+            found[home] = max(found.get(home, 0), numel)
+        return found
+
+    def staging_bytes(self, tiles: int) -> int:
+        """Return the bytes through which so many tiles of the training device's tensors pass to the host and back."""
+        most = 0
+        for tile in self.order.tiles:
+            nbytes = sum(_staged_bytes(shard) for _, shard in tile)
+            most = max(most, nbytes)
+        return most * tiles
+
+    @property
     def scratch_bytes(self) -> int:
         """Bytes a step works in: buffers as long as the fullest tile, for each device that shards are updated on."""
-        homes = {self._home(shard) for _, _, shard in self._rows()}
-        return sum(self._scratch_bytes(home) for home in homes)
+        return sum(self._scratch_bytes(home, fullest) for home, fullest in self.fullest_tiles.items())
 
-    def _scratch_bytes(self, home: torch.device) -> int:
-        here = [shard for _, _, shard in self._rows() if self._home(shard) == home]
-        fullest, plans = self.order.fullest, [shard.group.plan for shard in here]
-        groups = {id(shard.group) for shard in here}
+    def _scratch_bytes(self, home: torch.device, fullest: int) -> int:
+        here = [(number, shard) for number, shard in self._numbered() if self._home(shard) == home]
+        groups = {id(shard.group) for _, shard in here}
+        plans = [shard.group.plan for _, shard in here]
         counts = [(each.plan, count) for each, count in self.moments_per_group() if id(each) in groups]
-        casts = self.settings.scales_grads or any(map(grad_is_cast, plans)) or any(map(self._grad_is_copied, here))
-        joins = any(plan.master_is_split for plan in plans)
-        widens = any(map(self._master_is_copied, here))
         narrow = [count for plan, count in counts if plan.moments_external and plan.moments_format != "fp32"]
-        elements = fullest * (casts + (joins or widens) + max(narrow, default=0))
-        elements += scratch_numel(home, fullest) if joins else 0
         on_disk = any(plan.moments_external and plan.moments and plan.moments.tier is Tier.NVME for plan, _ in counts)
-        elements += 1 if joins or widens or narrow or on_disk else 0  # the NaN that stands for what is not here
+        splits = any(plan.master_is_split for plan in plans)
+        widens = any(self._master_is_copied(shard) for _, shard in here)
+        # The NaN that stands for values that are not there between steps.
+        elements = 1 if splits or widens or narrow or on_disk else 0
+        by_torch = [shard for number, shard in here if not self.has_kernel(number, shard)]
+        if by_torch:
+            casts = self.settings.scales_grads or any(grad_is_cast(shard.group.plan) for shard in by_torch)
+            joins = any(shard.group.plan.master_is_split for shard in by_torch)
+            copies = joins or any(map(self._master_is_copied, by_torch))
+            elements += fullest * (casts + copies + max(narrow, default=0))
+            elements += scratch_numel(home, fullest) if joins else 0
         return elements * torch.float32.itemsize
+
+    def _numbered(self) -> Iterator[tuple[int, ShardRange]]:
+        """Each shard with the number of its parameter group."""
+        for number, shards in enumerate(self.shards):
+            yield from ((number, shard) for shard in shards)
 
     def _rows(self) -> Iterator[tuple[Mapping[str, Any], Moments, ShardRange]]:
         """Each shard with its hyper-parameters and what the optimizer keeps of it."""
@@ -270,14 +346,7 @@ class UpdatePlan:
 
     def _home(self, shard: ShardRange) -> torch.device:
         """The device that a shard is updated on: the host where its moments lie in another memory."""
-        moments = shard.group.plan.moments
-        return self.device if moments is None or moments.tier is Tier.DEVICE else CPU
-
-    def _grad_is_copied(self, shard: ShardRange) -> bool:
-        """Return whether the optimizer works on a copy of a gradient."""
-        grad = shard.group.plan.grad
-        near = self.device if grad is not None and grad.tier is Tier.DEVICE else CPU
-        return near != self._home(shard)
+        return CPU if shard.group.plan.is_updated_on_host else self.device
 
     def _master_is_copied(self, shard: ShardRange) -> bool:
         """Return whether an optimizer works on a copy of a master that is not split: a wider one, or one near the
@@ -286,6 +355,27 @@ class UpdatePlan:
         plan = shard.group.plan
         near = self.device if plan.master is not None and plan.master.tier is Tier.DEVICE else CPU
         return not plan.master_is_split and (plan.master_is_rounded or near != self._home(shard))
+
+
+def _is_plain(plan: ShardPlan) -> bool:
+    """Return whether main weight, moments and gradient are stored as a kernel reads them (`kernels.rules.Layout`)."""
+    if plan.master is None or plan.moments is None or plan.grad is None:
+        return False
+    if plan.moments_format not in ("fp32", "bf16") or plan.moments.dtype != torch.float32:
+        return False
+    if plan.grad.dtype not in (torch.float32, *LOW_PRECISION):
+        return False
+    main = torch.int16 if plan.master_is_split else torch.float32
+    return plan.master.dtype == (torch.bfloat16 if plan.master_is_rounded else main)
+
+
+def _staged_bytes(shard: ShardRange) -> int:
+    """Return the bytes of a shard that the training device has and the host updates, in rooms of a `StagingRing`."""
+    plan = shard.group.plan
+    if not plan.is_updated_on_host:
+        return 0
+    specs = [spec for spec in (plan.weight, plan.grad) if spec is not None and spec.tier is Tier.DEVICE]
+    return sum(-(-shard.numel * spec.dtype.itemsize // ALIGNMENT) * ALIGNMENT for spec in specs)
 
 
 def grad_is_cast(plan: ShardPlan) -> bool:
@@ -302,7 +392,7 @@ def plan_update(
             shard
             for unit in units
             for group in unit.trained
-            for shard in shard_ranges(group, rank, each.names, settings.tile_numel, each.is_uncut)
+            for shard in shard_ranges(group, rank, each.names, settings.tile_numel_of(group.plan), each.is_uncut)
         ]
         for each in settings.groups
     ]

@@ -70,6 +70,7 @@ class Policy:
 
 # Elements that are cast at once: on the CPU what fits a core's own cache with its scratch.
 CAST_TILE = PerDevice(cpu=1 << 17, accelerator=1 << 24)
+CANONICAL_NAN = 0x7FC00000  # the bits of the only NaN in weights, main weights and optimizer states (decision 0126)
 # Tensors, since torch makes one of a Python number in each call.
 HALF, SIXTEEN = torch.tensor(0x8000, dtype=torch.int32), torch.tensor(16, dtype=torch.int32)
 
@@ -107,9 +108,9 @@ def has_nan(values: Tensor) -> bool:
 
 
 def settle_nan(bits: Tensor) -> None:
-    """Make every NaN (bits of fp32, changed in place) a quiet one whose low half is zero, so that rounding keeps it."""
+    """Make every NaN (bits of fp32, changed in place) the canonical one, whose low half is zero: rounding keeps it."""
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    bits.copy_(torch.where(is_nan, (bits & -0x10000) | 0x00400000, bits))
+    bits.masked_fill_(is_nan, CANONICAL_NAN)
 
 
 def scratch_numel(device: torch.device, numel: int) -> int:

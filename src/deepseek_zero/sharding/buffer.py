@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..base.device import storage_users
 from ..base.errors import UsageError
-from ..base.memory import return_pages
+from ..base.memory import parts_in_lock_ranges, return_pages
 from ..comm.by_host import NEAR, ByHost
 from ..comm.collectives import DONE, Comm, OrderedIssueQueue, Pending, ordered_sum
 from ..comm.transports.base import SymmetricMemory, Use
@@ -270,13 +270,18 @@ class FlatBuffer:
         return cls(layout, spec, torch.zeros(resting.length(numel), dtype=resting.dtype, device=device))
 
     @classmethod
-    def allocate(cls, layout: FlatLayout, spec: Spec, comm_ctx: CommContext, what: str) -> FlatBuffer:
-        """Allocate a state in the memory that its plan names. Local."""
+    def allocate(
+        cls, layout: FlatLayout, spec: Spec, comm_ctx: CommContext, what: str, *, is_copied: bool = True
+    ) -> FlatBuffer:
+        """Allocate a state in the memory that its plan names. Local.
+
+        is_copied: in another memory than the training device's, that device copies it, from it or to it.
+        """
         if spec.tier is Tier.DEVICE:
             return cls.empty(layout, spec, comm_ctx.pool.device).counted(comm_ctx, what)
         assert spec.rests_as is None, "engine/settings.py refuses codes that rest elsewhere"
         numel = spec.numel(layout.padded_numel, layout.ranks)
-        extent = comm_ctx.tiers.reserve(spec.tier, numel, spec.dtype, what)
+        extent = comm_ctx.tiers.reserve(spec.tier, numel, spec.dtype, what, is_copied=is_copied)
         return cls(layout, spec, extent.memory, extent=extent)
 
     @classmethod
@@ -297,9 +302,13 @@ class FlatBuffer:
         return cls(layout, spec, symmetric.own, symmetric).counted(comm_ctx, what)
 
     @classmethod
-    def allocate_for_comm(cls, layout: FlatLayout, spec: Spec, comm_ctx: CommContext, what: str) -> FlatBuffer:
-        """Allocate a buffer as `empty`, in the memory that other ranks reach best."""
-        memory = comm_ctx.pool.comm.empty(spec.numel(layout.padded_numel, layout.ranks), spec.dtype).zero_()
+    def allocate_for_comm(
+        cls, layout: FlatLayout, spec: Spec, comm_ctx: CommContext, what: str, *, is_zeroed: bool = True
+    ) -> FlatBuffer:
+        """Allocate a buffer in the memory that other ranks reach best. is_zeroed: otherwise contents are arbitrary."""
+        memory = comm_ctx.pool.comm.empty(spec.numel(layout.padded_numel, layout.ranks), spec.dtype)
+        if is_zeroed:
+            memory.zero_()
         return cls(layout, spec, memory).counted(comm_ctx, what)
 
     def counted(self, comm_ctx: CommContext, what: str) -> FlatBuffer:
@@ -558,7 +567,8 @@ def _gather_offloaded(
     def start() -> Pending:
         here, own = extent.read(0, numel), target.shard(comm_ctx.comm.rank)
         with comm_ctx.copy_engine.h2d(extent) as copy_event:
-            own.copy_(here, non_blocking=True)
+            for part in parts_in_lock_ranges(here):
+                own[part].copy_(here[part], non_blocking=True)
             pending = _all_gather(own, target, comm_ctx, what)
 
         def leave() -> None:
@@ -802,7 +812,8 @@ class HostGradStaging:
         self._copied: CopyEvent = COMPLETED
         if add:
             with comm_ctx.copy_engine.h2d(extent) as self._copied:
-                self._sum.copy_(kept, non_blocking=True)
+                for part in parts_in_lock_ranges(kept):
+                    self._sum[part].copy_(kept[part], non_blocking=True)
 
     @property
     def _sum(self) -> Tensor:
@@ -816,4 +827,5 @@ class HostGradStaging:
     def send(self) -> None:
         """Start to copy the written sum to its memory, beside what is computed next."""
         with self.comm_ctx.copy_engine.d2h(self.extent, lambda: self.comm_ctx.pool.give(self._lent)):
-            self.kept.copy_(self._sum, non_blocking=True)
+            for part in parts_in_lock_ranges(self.kept):
+                self.kept[part].copy_(self._sum[part], non_blocking=True)

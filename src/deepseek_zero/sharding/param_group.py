@@ -18,10 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.device import CPU, PerDevice, without_torch_function
+from ..base.device import CPU, without_torch_function
 from ..base.errors import AtRestError, UsageError
 from ..base.memory import private_pages, return_pages, trim_heap
 from ..comm.collectives import DONE, Comm, Pending, scatter
+from ..comm.context import ranks_of_this_host
+from ..kernels.compiler import threads_for
+from ..kernels.sums import sum_of_squares as squares_on_cpu
 from ..planner.layout import FlatLayout, Slot
 from ..planner.spec import P, Placement, PlanSettings, R, S, ShardPlan, Spec
 from ..planner.units import GroupPlan
@@ -47,7 +50,7 @@ from .secondary import SecondaryWeight
 from .sharded_gradient import Part, ShardedGradient, own_part_of, sharded_gradient
 from .sharded_parameter import ShardedParameter, clear_owner, owner_of, set_owner
 
-NORM_TILE_NUMEL = PerDevice(cpu=1 << 15, accelerator=1 << 24)
+_NORM_TILE_NUMEL = 1 << 24  # on an accelerator
 _TILE_NUMEL = 1 << 20  # elements that change places at once where buffers cannot
 _WRITE_NUMEL = 1 << 20  # values that are copied at once before they are split
 
@@ -422,7 +425,7 @@ class ParamGroup:
             )
 
     def _member_with_new_values(self, full: FlatBuffer) -> ParamInfo | None:
-        """Return the first member whose memory is no longer that of the gathered buffer and whose values differ.
+        """Return the first member that uses other memory than the gathered buffer, with other values.
 
         The same values in another dtype do not count: some layers cast their parameters in each forward.
         """
@@ -679,6 +682,21 @@ class MasterWeight:
         if near is not upper:
             upper.copy_(near)
 
+    def for_kernel(self, place: int, end: int) -> tuple[Tensor, Tensor | None]:
+        """Return the main weight, and the other tensor of it that an update writes, flat, on the update's device.
+
+        A split main weight is its bf16 weight; the other tensor has the remainders. Else the main weight is fp32, and
+        the other tensor is the weight in its own dtype, or None if `copy_to_weight` has to write it to another device.
+        """
+        self.buffer.guard.before_write()
+        own = self._at_update_device(self.buffer, place, end)
+        if self.weight is None:
+            return own, None
+        other = self._at_update_device(self.weight, place, end)
+        if self.is_split:
+            return other, own
+        return own, other if other.device == own.device else None
+
     def copy_to_weight(self, place: int, end: int) -> None:
         """Cast the values into this rank's part of the weight, unless the weight is the master, or half of it."""
         if self.weight is not None and not self.is_split:
@@ -770,6 +788,7 @@ class Gradient:
         self._clear()
         self.delayed = DelayedGradient(self)
         self.errors: Errors | None = None
+        self._staged: StagedTile | None = None
         self._sharded_grads: list[ShardedGradient] = []
         self._is_exposed = False
 
@@ -777,7 +796,7 @@ class Gradient:
         """Forget what has come since the last step."""
         self.absent: set[int] | None = None
         self.is_edited = False
-        self.known_squares: float | None = None
+        self.known_squares: float | Tensor | None = None
         self._partial: FlatBuffer | None = None  # this rank's summand while one is under way
         self._arrived: set[int] = set()  # indices of members that are in it
         self._reduction: Pending = DONE  # into `buffer`, maybe still under way
@@ -910,10 +929,27 @@ class Gradient:
         if self.buffer is None:
             spec = self.group.plan.grad
             assert spec is not None
-            is_cut, group = spec.placement is S, self.group
-            travelling = FlatBuffer.allocate_for_comm
-            self.buffer = self.new_slice(spec) if is_cut else travelling(group.layout, spec, group.comm_ctx, self._what)
+            group = self.group
+            if spec.placement is S:
+                self.buffer = self.new_slice(spec)
+            else:
+                self.buffer = FlatBuffer.allocate_for_comm(
+                    group.layout, spec, group.comm_ctx, self._what, is_zeroed=False
+                )
         return self.buffer
+
+    def release(self) -> None:
+        """Free the memory of the sum until the next backward, if nothing is in it and this rank alone uses it. Local.
+
+        On a CPU it is kept: its pages would have to come again.
+        """
+        comm_ctx, buffer = self.group.comm_ctx, self.buffer
+        if buffer is None or buffer.spec.placement is not P or comm_ctx.pool.device.type == "cpu":
+            return
+        is_empty = self._state is GradState.EMPTY and self._partial is None
+        if is_empty and comm_ctx.comm.size == 1 and comm_ctx.replicas is None:
+            self.buffer = None
+            self._staged = None
 
     def ensure_errors(self) -> Errors | None:
         """Return `errors`, zeros on its first use; None where nothing is kept of what codes leave out."""
@@ -1036,9 +1072,17 @@ class Gradient:
         """Return elements [low, high) of `reduced`, to be read only: offloaded ones are not written a second time."""
         if self.buffer is None or not self._has_sum:
             return None
+        came = self._staged.view(low, high) if self._staged is not None else None
+        if came is not None:
+            return came
         if self.buffer.spec.placement is S:
             return self.buffer.read(low, high)
         return self._own(self.buffer)[low:high]
+
+    def staged_tile(self) -> StagedTile | None:
+        """Return what brings the sum from the training device to the host that updates; None if nothing must."""
+        self._staged = staged_gradient(self.group, self.buffer, self._staged)
+        return self._staged
 
     def defer(self) -> None:
         """Keep the sum for an update that is still to come; `finish_deferred` drops it. Local."""
@@ -1290,12 +1334,12 @@ class Gradient:
         is_root = order not in (0.0, float("inf"), -float("inf"))
         return (mine.pow(1.0 / order) if is_root else mine).to(own.device, torch.float32)
 
-    def squares(self) -> list[float]:
+    def squares(self) -> list[float | Tensor]:
         """Return the sum of squares of each rank's slice, in rank order; 0.0 for slices that this rank does not
-        hold.
+        hold. `squares_of` reads those that an accelerator computes.
         """
         comm = self.group.comm_ctx.comm
-        sums = [0.0] * comm.size
+        sums: list[float | Tensor] = [0.0] * comm.size
         if self.known_squares is not None:
             sums[comm.rank] = self.known_squares
             return sums
@@ -1310,17 +1354,24 @@ class Gradient:
             sums[comm.rank] = self.known_squares = self._squares_of(grad, first)
         return sums
 
-    def _squares_of(self, values: Tensor, first: int) -> float:
-        """Return the sum of squares of elements [first, ...) of the layout, of those that the optimizer updates."""
+    def _squares_of(self, values: Tensor, first: int) -> float | Tensor:
+        """Return the sum of squares of elements [first, ...) of the layout, of those that the optimizer updates.
+
+        The device of the update computes it, so that every stage finds the same bits.
+        """
         home = home_of(self)
-        if not self.group.not_updated:
-            return sum_of_squares(values, home)
-        total, last = 0.0, first + values.numel()
-        for start, stop in self.group.updated_ranges():
-            low, high = max(start, first), min(stop, last)
-            if low < high:
-                total += sum_of_squares(values[low - first : high - first], home)
-        return total
+        if values.device != home and home == CPU:
+            values = self.group.comm_ctx.copy_engine.to_host(values)
+        parts = [(values, first)]
+        if self.group.not_updated:
+            parts, last = [], first + values.numel()
+            for start, stop in self.group.updated_ranges():
+                low, high = max(start, first), min(stop, last)
+                if low < high:
+                    parts.append((values[low - first : high - first], low))
+        if home.type == "cpu":
+            return sum(squares_on_cpu(part, place, threads_for(ranks_of_this_host())) for part, place in parts)
+        return _squares_on_accelerator([part for part, _ in parts], home)
 
 
 class DelayedGradient:
@@ -1333,6 +1384,7 @@ class DelayedGradient:
         self.buffer: FlatBuffer | None = None
         self.absent: set[int] | None = None
         self._is_full = False
+        self._staged: StagedTile | None = None
 
     @property
     def is_full(self) -> bool:
@@ -1364,7 +1416,15 @@ class DelayedGradient:
 
     def read(self, low: int, high: int) -> Tensor | None:
         """Return elements [low, high) of it, to be read only; None if there is none."""
-        return self.buffer.read(low, high) if self._is_full and self.buffer is not None else None
+        if not self._is_full or self.buffer is None:
+            return None
+        came = self._staged.view(low, high) if self._staged is not None else None
+        return self.buffer.read(low, high) if came is None else came
+
+    def staged_tile(self) -> StagedTile | None:
+        """Return what brings it from the training device to the host that updates; None if nothing must."""
+        self._staged = staged_gradient(self.gradient.group, self.buffer, self._staged)
+        return self._staged
 
     def owned(self, slot: Slot) -> Tensor:
         """Return this rank's part of one member's: a flat view, which a checkpoint fills."""
@@ -1434,7 +1494,8 @@ def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> 
     if plan.master_is_weight:
         buffer = FlatBuffer(layout, plan.master, beneath.memory, extent=beneath.extent, guard=weight.guard)
         return MasterWeight(buffer, rank, plan.moments.dtype, update_device=home, copy_engine=comm_ctx.copy_engine)
-    buffer = FlatBuffer.allocate(layout, plan.master, comm_ctx, f"the master of {layout.slots[0].name}")
+    what = f"the master of {layout.slots[0].name}"
+    buffer = FlatBuffer.allocate(layout, plan.master, comm_ctx, what, is_copied=plan.sends_differences)
     buffer.guard = weight.guard
     if plan.sends_differences:
         return MasterWeight(buffer, rank, plan.moments.dtype, update_device=home, copy_engine=comm_ctx.copy_engine)
@@ -1472,6 +1533,22 @@ def _powers(own: Tensor, order: float) -> tuple[Tensor, Callable[[Tensor], Tenso
     return (own != 0).double().sum() if order == 0.0 else own.pow(order).sum(), torch.sum
 
 
+def staged_gradient(group: ParamGroup, buffer: FlatBuffer | None, known: StagedTile | None) -> StagedTile | None:
+    """Return the staged tile of this rank's slice of a gradient, if the training device has it and the host updates.
+
+    known: of the last call; it is kept while the memory is the same.
+    """
+    if buffer is None or buffer.extent is not None or not group.plan.is_updated_on_host:
+        return None
+    memory = buffer.memory
+    if buffer.spec.placement is not S and memory.numel() != group.layout.slice_numel:
+        first, last = group.layout.bounds(group.comm_ctx.comm.rank)
+        memory = memory[first:last]
+    if known is not None and known.on_device.data_ptr() == memory.data_ptr():
+        return known
+    return group.comm_ctx.copy_engine.staged_tile(memory, is_read=True)
+
+
 def home_of(gradient: Gradient) -> torch.device:
     """Return the device on which an optimizer works on the gradient."""
     master = gradient.group.master
@@ -1479,31 +1556,32 @@ def home_of(gradient: Gradient) -> torch.device:
     return master.update_device
 
 
-def sum_of_squares(values: Tensor, home: torch.device) -> float:
-    """Return the sum of squares: fp32 inside tiles that stay in a core's cache, float64 over the tiles.
+def squares_of(groups: Sequence[ParamGroup]) -> list[list[float]]:
+    """Return `Gradient.squares` of each group, all read; the host waits for an accelerator once at most."""
+    found = [group.gradient.squares() for group in groups]
+    unread = [each for of_group in found for each in of_group if isinstance(each, Tensor)]
+    numbers = iter(torch.stack(unread).tolist() if unread else ())
+    read = {id(each): next(numbers) for each in unread}
+    for group in groups:
+        known = group.gradient.known_squares
+        if isinstance(known, Tensor):
+            group.gradient.known_squares = read[id(known)]
+    return [[read[id(each)] if isinstance(each, Tensor) else each for each in of_group] for of_group in found]
 
-    A function of the slice alone, calculated on the device of its update, so that every stage finds the same bits.
+
+def _squares_on_accelerator(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of squares on a device, float64, which the host has not read.
+
+    Sums in float64 differ so little by their order that a factor of fp32, made of the norm, is that of a CPU.
     """
-    if values.device != home:
-        values = values.to(home)
-    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-    tiles = values.split(NORM_TILE_NUMEL.on(home)) if values.numel() else ()
-    if len(tiles) == 1 and values.dtype == wide:
-        return _finite_or_wide(float(torch.dot(values, values)), values)
-    scratch = torch.empty(len(tiles[0]) if tiles else 0, dtype=wide, device=home)
-    dots = torch.empty(len(tiles), dtype=wide, device=home)
-    for tile, dot in zip(tiles, dots, strict=True):
-        # A cast that stays in cache and a dot product: 7 times faster than a norm that casts on its way.
-        same = tile if tile.dtype == wide else scratch[: len(tile)].copy_(tile)
-        torch.dot(same, same, out=dot)
-    return _finite_or_wide(float(dots.double().sum()), values)
-
-
-def _finite_or_wide(total: float, values: Tensor) -> float:
-    """fp32 squares overflow from 1e19 on: a sum that did is taken again in float64."""
-    if total == total and total != float("inf"):
-        return total
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+    dots = []
+    for part in parts:
+        for tile in part.split(_NORM_TILE_NUMEL) if part.numel() else ():
+            wide = tile.double()
+            dots.append(torch.dot(wide, wide))
+    if len(dots) == 1:
+        return dots[0]
+    return torch.stack(dots).sum() if dots else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def _change_places(left: Tensor, right: Tensor) -> None:

@@ -505,6 +505,8 @@ class Forward:
             self.runtime.executor.begin(schedule.forward if torch.is_grad_enabled() else schedule.inference)
         if unit is self.runtime.root and begins_a_step:
             self.structure.check()
+            for group in self.runtime.trained_groups:
+                group.gradient.release()
         again = unit.is_tile and self.runtime.phase is Phase.BACKWARD  # recomputed: one tile at a time, as in forward
         self.runtime.executor.use_with_externals(unit, in_turn=not again)
         if is_border:

@@ -104,7 +104,8 @@ def open_tiers(plan: Plan, settings: MemorySettings, comm: Comm, chunk_numel: in
     wanted = {chosen.weight_tier, chosen.state_tier}
     wanted |= {tier for unit in chosen.unit_tiers for tier in (unit.weights, unit.states)}
     if Tier.HOST in wanted:
-        memories[Tier.HOST] = HostMemory(pinned=settings.pins_host and plan.mesh.device.type == "cuda")
+        is_pinned = settings.pins_host and plan.mesh.device.type == "cuda"
+        memories[Tier.HOST] = HostMemory(pinned=is_pinned, pieces=plan.host_pieces())
     if Tier.NVME in wanted:
         with AllRanks(comm, "opening nvme_path"):
             memories[Tier.NVME] = Disk(settings.path, settings.disk)
@@ -121,6 +122,13 @@ def check_room(plan: Plan, tiers: Tiers, comm: Comm) -> None:
     with AllRanks(comm, "asking for room"):
         for tier, memory in tiers.memories.items():
             memory.check_room(needed[tier], ranks_of_this_host())
+
+
+def commit(tiers: Tiers, comm: Comm) -> None:
+    """Give the memories of a plan their pages, after the model's own values are gone.  Collective."""
+    with AllRanks(comm, "reserving host memory"):
+        for memory in tiers.memories.values():
+            memory.commit(ranks_of_this_host())
 
 
 def _as_they_get_values(model: nn.Module, plan: Plan, params: Mapping[str, nn.Parameter], comm: Comm) -> Iterator[int]:

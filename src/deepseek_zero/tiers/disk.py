@@ -110,7 +110,7 @@ class Disk:
             return 0  # opening a file there says why
         return found.f_bavail * found.f_frsize
 
-    def reserve(self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str) -> Extent:
+    def reserve(self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str, *, is_copied: bool = True) -> Extent:
         """Return a zeroed extent with its place in the file; raise `StorageError` if the disk is full."""
         if not numel:
             return Extent(torch.empty(0, dtype=dtype))
@@ -120,6 +120,9 @@ class Disk:
         start, self.reserved_bytes = self.reserved_bytes, self.reserved_bytes + padded
         chunk = min(-(-chunk_numel * dtype.itemsize // PAGE) * PAGE, padded)
         return DiskExtent(self, numel, dtype, range(start, start + padded, chunk), what)
+
+    def commit(self, sharers: int) -> None:
+        """Return at once: the file system sets room aside in `reserve`."""
 
     def close(self) -> None:
         """Wait for transfers under way and close the file."""

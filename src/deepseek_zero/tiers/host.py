@@ -1,10 +1,15 @@
-"""Host memory as a tier: exactly as many bytes as a state has, page-locked where the training device is a GPU.
+"""Host memory as a tier: exactly as many bytes as a state has, page-locked where copies of a GPU go.
 
-torch's own page-locked tensors take the next power of two; these take whole pages.
+torch's own page-locked tensors take the next power of two; these take whole pages. What a plan names is mapped in two
+slabs, one of which is locked. They get their pages at the end of building an engine (`HostMemory.commit`), with several
+threads, so that no step waits for pages or for locks.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -13,18 +18,42 @@ import torch
 from ..base.capabilities import Capability
 from ..base.device import default_device
 from ..base.errors import OutOfMemoryError
-from ..base.memory import PAGE, private_pages
+from ..base.memory import PAGE, Slab, private_pages
+from ..base.progress import LongWork
 from ..base.quantities import format_bytes
 from .tier import Extent, Traffic
 
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-class HostMemory:
-    """The host tier of one rank."""
+MOST_THREADS = 8  # that give memory its pages; more gain little
 
-    def __init__(self, *, pinned: bool = False) -> None:
-        self.pinned, self.reserved_bytes, self.traffic = pinned, 0, Traffic()
+
+@dataclass(frozen=True)
+class HostPiece:
+    """What a plan reserves of host memory for one state of one group.
+
+    nbytes: whole pages. is_copied: the training device copies it, from it or to it.
+    """
+
+    nbytes: int
+    is_copied: bool
+
+
+class HostMemory:
+    """The host tier of one rank.
+
+    Args:
+        pinned: Page-lock what the training device copies.
+        pieces: What the plan reserves. Other reservations get memory of their own.
+    """
+
+    def __init__(self, *, pinned: bool = False, pieces: Sequence[HostPiece] = ()) -> None:
+        self.pinned = pinned
+        self.reserved_bytes = 0
+        self.traffic = Traffic()
+        self._pieces = pieces
+        self._slabs: dict[bool, Slab] | None = None  # by whether they are locked; None: not mapped yet
 
     def capabilities(self) -> list[Capability]:
         name = "states on the host"
@@ -44,17 +73,57 @@ class HostMemory:
                 "size.",
             )
 
-    def reserve(self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str) -> Extent:
+    def reserve(self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str, *, is_copied: bool = True) -> Extent:
         """Return a zeroed extent; raise `OutOfMemoryError` if the system or CUDA refuses the pages."""
         if not numel:
             return Extent(torch.empty(0, dtype=dtype))
-        pages = -(-numel * dtype.itemsize // PAGE)
-        memory = private_pages(pages * PAGE // dtype.itemsize, dtype, locked=self.pinned)
+        nbytes = -(-numel * dtype.itemsize // PAGE) * PAGE
+        is_locked = self.pinned and is_copied
+        slab = self._mapped().get(is_locked)
+        memory = slab.take(nbytes, dtype) if slab is not None else None
+        if memory is None:
+            memory = private_pages(nbytes // dtype.itemsize, dtype, locked=is_locked)
         self.reserved_bytes += memory.nbytes
         return Extent(memory[:numel])
 
+    def _mapped(self) -> dict[bool, Slab]:
+        """Return the slabs, mapped on first use: only after `check_room`."""
+        if self._slabs is None:
+            self._slabs = {}
+            for is_locked in (False, True):
+                sizes = [each.nbytes for each in self._pieces if (self.pinned and each.is_copied) is is_locked]
+                if sizes:
+                    self._slabs[is_locked] = Slab(sizes)
+        return self._slabs
+
+    def commit(self, sharers: int) -> None:
+        """Give pages to everything that is planned, and lock what the training device copies.
+
+        Args:
+            sharers: The ranks of this host, which do so at the same time.
+
+        Raises:
+            OutOfMemoryError: CUDA refuses to lock the pages.
+        """
+        slabs = self._mapped()
+        threads = max(1, min(MOST_THREADS, _cores() // sharers))
+        total = sum(slab.nbytes for slab in slabs.values())
+        with LongWork("reserving host memory", total) as work:
+            for slab in slabs.values():
+                slab.touch(threads, work.advance)
+        if True in slabs:
+            with LongWork("page-locking host memory", slabs[True].nbytes) as work:
+                slabs[True].lock(work.advance)
+
     def close(self) -> None:
         """Return at once: memory goes with its tensors."""
+
+
+def _cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def free_host_bytes() -> int:

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -28,9 +28,10 @@ from torch import Tensor
 from ..base.capabilities import Capability
 from ..base.meter import AWAY, PhaseClock
 from .budget import DeviceBudget
+from .staging import StagingRing
 
+STRIDE_BYTES = 2 << 20  # of a tensor that is copied to the host step by step
 STRETCH_BYTES = 256 << 20  # many times what is under way at once, so that a burst is not taken for the link's speed
-MAX_IN_FLIGHT = 2  # that may still be copied from when a new one is made
 
 
 class Tier(Enum):
@@ -179,6 +180,10 @@ class Extent:
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
 
+    def __del__(self) -> None:
+        with suppress(Exception):  # Python or the device is ending
+            self.copy_event.wait()  # its memory may be freed now
+
     def wait_for_copy(self) -> None:
         """Wait until every copy to or from the training device is over."""
         copy_event, self.copy_event = self.copy_event, COMPLETED
@@ -239,8 +244,14 @@ class Memory(Protocol):
     def check_room(self, nbytes: int, sharers: int) -> None:
         """Raise if each of `sharers` ranks of this host cannot have so many bytes; reserve nothing."""
 
-    def reserve(self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str) -> Extent:
-        """Return a zeroed extent, moved in chunks of so many elements."""
+    def reserve(self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str, *, is_copied: bool = True) -> Extent:
+        """Return a zeroed extent, moved in chunks of so many elements.
+
+        is_copied: the training device copies it, from it or to it.
+        """
+
+    def commit(self, sharers: int) -> None:
+        """Give planned memory its pages; `sharers` ranks of this host do so."""
 
     def close(self) -> None:
         """Release everything; extents must not be used any more."""
@@ -271,9 +282,9 @@ class Tiers:
         for memory in self.memories.values():
             memory.traffic.events = events
 
-    def reserve(self, tier: Tier, numel: int, dtype: torch.dtype, what: str) -> Extent:
-        """Return a zeroed extent on a tier."""
-        return self.memories[tier].reserve(numel, dtype, self.chunk_numel, what)
+    def reserve(self, tier: Tier, numel: int, dtype: torch.dtype, what: str, *, is_copied: bool = True) -> Extent:
+        """Return a zeroed extent on a tier. is_copied: as `Memory.reserve` takes it."""
+        return self.memories[tier].reserve(numel, dtype, self.chunk_numel, what, is_copied=is_copied)
 
 
 class CopyEngine:
@@ -305,6 +316,13 @@ class CopyEngine:
         """
         return None
 
+    def reserve_staging(self, nbytes: int) -> None:
+        """Reserve the memory through which staged tiles pass."""
+
+    def to_host(self, values: Tensor) -> Tensor:
+        """Return a copy of a flat tensor of the device in host memory."""
+        return values.cpu()
+
 
 @dataclass(frozen=True)
 class RecordedEvent:
@@ -332,7 +350,7 @@ class StreamCopyEngine(CopyEngine):
         self.device = device
         self._h2d, self._d2h = torch.Stream(device=device), torch.Stream(device=device)
         self._last_out: tuple[CopyEvent, Callable[[], None]] | None = None
-        self._pinned: dict[tuple[torch.dtype, int], list[tuple[CopyEvent, Tensor]]] = defaultdict(list)
+        self.ring = StagingRing(is_locked=locks_pages(device))
 
     @contextmanager
     def h2d(self, extent: Extent) -> Iterator[CopyEvent]:
@@ -371,24 +389,37 @@ class StreamCopyEngine(CopyEngine):
             yield copy_event
             stream.record_event(copy_event.event)
 
-    def pinned_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return host memory for at least so many elements, page-locked where that makes copies faster."""
-        size = 1 << max(0, numel - 1).bit_length()  # so that there are few sizes; torch locks no other in any case
-        given = self._pinned[dtype, size]
-        if not given or (len(given) <= MAX_IN_FLIGHT and not given[0][0].is_done()):
-            return torch.empty(size, dtype=dtype, pin_memory=self.device.type == "cuda")
-        copy_event, room = given.pop(0)
-        copy_event.wait()
-        return room
+    def reserve_staging(self, nbytes: int) -> None:
+        if nbytes:
+            self.ring.reserve(max(nbytes, 3 * STRIDE_BYTES))  # `to_host` has two rooms in use
 
-    def give(self, room: Tensor, copy_event: CopyEvent) -> None:
-        """Return a pinned buffer for others to use when a copy is over."""
-        self._pinned[room.dtype, room.numel()].append((copy_event, room))
+    def to_host(self, values: Tensor) -> Tensor:
+        """Copy through the ring, so that no copy goes through pageable memory."""
+        found = torch.empty(values.shape, dtype=values.dtype)
+        under_way: deque[tuple[Tensor, Tensor, CopyEvent]] = deque()
+
+        def finish_oldest() -> None:
+            target, room, copy_event = under_way.popleft()
+            copy_event.wait()
+            target.copy_(room)
+            self.ring.give(room, COMPLETED)
+
+        step = STRIDE_BYTES // values.itemsize
+        for target, source in zip(found.split(step), values.split(step), strict=True):
+            if len(under_way) == 2:
+                finish_oldest()
+            room = self.ring.take(source.numel(), source.dtype)
+            with self.on_side_stream(is_inward=False) as copy_event:
+                room.copy_(source, non_blocking=True)
+            under_way.append((target, room, copy_event))
+        while under_way:
+            finish_oldest()
+        return found
 
 
 class StagedTile:
-    """A tensor of the device that the host works on through pinned buffers: tiles are copied in early and copied back
-    late.
+    """A tensor of the device that the host works on through page-locked memory: tiles are copied in early and copied
+    back late.
     """
 
     def __init__(self, there: Tensor, copy_engine: StreamCopyEngine, is_read: bool) -> None:
@@ -398,11 +429,11 @@ class StagedTile:
     def fetch(self, low: int, high: int) -> Work:
         """Start to copy these elements to the host."""
         if (low, high) not in self._staged:
-            room = self.copy_engine.pinned_buffer(high - low, self.on_device.dtype)
+            room = self.copy_engine.ring.take(high - low, self.on_device.dtype)
             self._staged[low, high] = COMPLETED, room
             if self.is_read:
                 with self.copy_engine.on_side_stream(is_inward=False) as copy_event:
-                    room[: high - low].copy_(self.on_device[low:high], non_blocking=True)
+                    room.copy_(self.on_device[low:high], non_blocking=True)
                 self._staged[low, high] = copy_event, room
         return self._staged[low, high][0]
 
@@ -412,7 +443,7 @@ class StagedTile:
             return None
         copy_event, room = self._staged[low, high]
         copy_event.wait()
-        return room[: high - low]
+        return room
 
     def store(self, low: int, high: int) -> Work:
         """Copy the elements back; the device's next work sees them."""
@@ -435,7 +466,12 @@ class StagedTile:
             self.discard(low, high)
 
     def _release(self, low: int, high: int, copy_event: CopyEvent) -> None:
-        self.copy_engine.give(self._staged.pop((low, high))[1], copy_event)
+        self.copy_engine.ring.give(self._staged.pop((low, high))[1], copy_event)
+
+
+def locks_pages(device: torch.device) -> bool:
+    """Return whether copies of a device are faster from and to page-locked memory."""
+    return device.type == "cuda"
 
 
 def copy_engine_for(device: torch.device) -> CopyEngine:

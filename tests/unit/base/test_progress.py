@@ -116,13 +116,14 @@ def test_an_engine_shows_each_long_part_of_its_start_its_first_step_and_its_file
     engine = deepseek_zero.initialize(model=seeded(Gpt, width=96), config=config)[0]
     tokens = torch.zeros(2, 7, dtype=torch.long)
     shown = {line.partition(":")[0] for line in lines}
-    assert shown == {"building the engine"}
+    start = {"building the engine", "reserving host memory"} if tier == "cpu" else {"building the engine"}
+    assert shown == start
     for _ in range(2):
         engine.backward(engine(tokens, tokens))
         engine.step()
     engine.state_dict()  # makes what is deferred
     shown = {line.partition(":")[0] for line in lines}
-    assert shown == {"building the engine", "first forward pass", "first backward pass", "first update"}
+    assert shown == {*start, "first forward pass", "first backward pass", "first update"}
     assert sum("100%" in line for line in lines if line.startswith("first update")) == 1
     lines.clear()
     engine.backward(engine(tokens, tokens))

@@ -48,6 +48,7 @@ DECIDED_LATER = (
     "zero_optimization.offload_param.device",
     "zero_optimization.offload_optimizer.device",
     "checkpoint.layout",
+    "optimizer.kernels",
     "sequence_parallel.attention",
     "tensor_parallel.sequence",
 )

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 import deepseek_zero
+from deepseek_zero.base.device import CPU
 from deepseek_zero.base.errors import UsageError
+from deepseek_zero.config import Facts, resolve
+from deepseek_zero.config.load import load
+from deepseek_zero.engine.settings import step_settings_of
+from deepseek_zero.optim.sharded import TILE_NUMEL
 from tests.compositions import engines_of_threads
 from tests.in_process import Rank, run_ranks
 from tests.models import batch_of, seeded
@@ -51,3 +56,11 @@ def test_a_plan_of_several_hosts_has_the_order_that_a_run_of_momenta_takes() -> 
     for name, expected in (("OneBitAdam", 1), ("AdamW", 2)):
         config = ONE_BIT | {"optimizer": {"type": name, "params": {"lr": 0.01}}}
         assert deepseek_zero.plan(model, config, ranks=4, hosts=2).settings.ranks_per_host == expected
+
+
+def test_the_host_updates_in_the_tiles_of_a_cpu_whatever_device_trains() -> None:
+    config = resolve(load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}), Facts())
+    beside = step_settings_of(config, (), torch.device("cuda", 0))
+    alone = step_settings_of(config, (), CPU)
+    assert beside.host_tile_numel == alone.tile_numel == alone.host_tile_numel == TILE_NUMEL.cpu
+    assert beside.tile_numel == TILE_NUMEL.accelerator

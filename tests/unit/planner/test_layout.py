@@ -8,7 +8,7 @@ from math import prod
 import pytest
 import torch
 
-from deepseek_zero.planner.layout import BLOCK, LAYOUTS, FlatLayout, Shape, boxes, messages_of
+from deepseek_zero.planner.layout import BLOCK, GRAIN, LAYOUTS, FlatLayout, Shape, boxes, even_layout, messages_of
 
 SHAPES: list[Shape] = [(), (0,), (1,), (7,), (5, 3), (1, 9), (4, 1, 6), (2, 3, 4, 5), (3, 0, 2), (1025,), (33, 65)]
 
@@ -93,9 +93,15 @@ def test_a_whole_layout_cuts_no_parameter(ranks: int, seed: int) -> None:
 
 
 def test_a_whole_layout_puts_the_largest_first_on_the_least_loaded_rank() -> None:
-    layout = LAYOUTS["tensor"](["a", "b", "c", "d"], [(3,), (10,), (6,), (4,)], 2, block=1)
-    assert {slot.name: slot.start for slot in layout.slots} == {"b": 0, "c": 13, "d": 19, "a": 10}
-    assert layout.slice_numel == 13
+    layout = LAYOUTS["tensor"](["a", "b", "c", "d"], [(24,), (80,), (48,), (32,)], 2, block=1)
+    assert {slot.name: slot.start for slot in layout.slots} == {"b": 0, "c": 104, "d": 152, "a": 80}
+    assert layout.slice_numel == 104
+
+
+def test_each_parameter_begins_at_a_multiple_of_the_grain() -> None:
+    layout = even_layout(["a", "b", "c", "d"], [(13,), (7, 5), (), (64,)], 2, grain=GRAIN)
+    assert [slot.start for slot in layout.slots] == [0, 16, 56, 64]
+    assert layout.slice_numel % GRAIN == 0
 
 
 def test_a_layout_of_nothing_is_empty() -> None:

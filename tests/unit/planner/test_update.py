@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deepseek_zero.base.device import CPU
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.auto_wrap_policy import read_model
 from deepseek_zero.planner.layout import even_layout
@@ -90,6 +91,36 @@ def test_scratch_is_the_fullest_tile_and_only_where_gradients_are_cast_or_master
     joined = scratch_of(sizes, 1000, BF16, scales=True)
     assert joined == 4 * (900 + 900 + 900 + 1)  # gradients, masters, what joining needs, one NaN
     assert scratch_of(sizes, 1000, BF16) == joined, "bf16 gradients are cast in any case"
+
+
+def tiles_beside(device: torch.device, tiers: tuple[Tier, ...], policy: Policy) -> UpdatePlan:
+    """Return the update of a tensor of 10,000 elements per tier, in tiles of 8,192 on the device and 1,024 on the host.
+
+    tiers: of the states of each tensor.
+    """
+    units = []
+    for number, tier in enumerate(tiers):
+        settings = PlanSettings(stage=3, policy=policy, state_tier=tier)
+        plan = plan_for(settings, torch.float32, trainable=True, persistent=False, ranks=1)
+        layout = even_layout([f"w{number}"], [(10_000,)], 1, block=1)
+        units.append(UnitPlan(str(number), (GroupPlan(plan, layout),)))
+    names = frozenset(f"w{number}" for number in range(len(tiers)))
+    update = UpdateSettings("AdamW", (ParamGroupPlan({}, names),), 8192, host_tile_numel=1024)
+    return plan_update(units, update, 0, device)
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
+def test_a_tile_has_the_size_of_the_device_that_updates_it(tier: Tier) -> None:
+    gpu = torch.device("cuda", 0)
+    on_device = tiles_beside(gpu, (Tier.DEVICE,), BF16)
+    assert on_device.fullest_tiles == {gpu: 8192}
+    on_host = tiles_beside(gpu, (tier,), BF16)
+    assert on_host.fullest_tiles == {CPU: 1024}
+    mixed = tiles_beside(gpu, (Tier.DEVICE, tier, Tier.DEVICE), BF16)
+    assert mixed.fullest_tiles == {gpu: 8192, CPU: 1024}
+    assert mixed.scratch_bytes == on_device.scratch_bytes + on_host.scratch_bytes
+    for tile in mixed.order.tiles:
+        assert len({shard.group.plan.is_updated_on_host for _, shard in tile}) == 1
 
 
 def test_tensors_that_an_optimizer_needs_whole_are_shards_of_their_own() -> None:

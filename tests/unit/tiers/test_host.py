@@ -6,6 +6,7 @@ CUDA's runtime is a stand-in (tests/cudart.py) that refuses what CUDA refuses.
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import re
 from typing import Any
@@ -18,7 +19,9 @@ import deepseek_zero
 from deepseek_zero import checkpointing
 from deepseek_zero.base import memory
 from deepseek_zero.base.errors import OutOfMemoryError
-from deepseek_zero.base.memory import HUGE_PAGE, PAGE, private_pages
+from deepseek_zero.base.memory import HUGE_PAGE, PAGE, Slab, parts_in_lock_ranges, private_pages
+from deepseek_zero.engine.memory import plan_of
+from deepseek_zero.tiers.tier import Tier
 from tests import cudart
 from tests.cudart import LockedHost
 
@@ -36,13 +39,13 @@ class Tower(nn.Module):
         return x.square().mean()
 
 
-def engine_of(**zero: Any) -> Any:
+def engine_of(*, activations: str = "cpu", **zero: Any) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "steps_per_print": None,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "activation_checkpointing": {"device": "cpu"},
+        "activation_checkpointing": {"device": activations},
         "zero_optimization": {
             "stage": 3,
             "stage3_param_persistence_threshold": 0,
@@ -65,7 +68,7 @@ def test_engines_one_after_the_other_lock_their_memory_and_leave_none_locked(mon
         engine = engine_of()
         for rows in (64, 512, 2048):  # the arena of activations grows
             train(engine, rows)
-        assert len(runtime.ranges) > 4
+        assert len(runtime.ranges) == 4, "one slab of states, and an arena of activations for each number of rows"
         if ends_by == "destroy":
             engine.destroy()
         del engine
@@ -88,7 +91,7 @@ def test_two_engines_side_by_side_lock_memory_of_their_own(monkeypatch: pytest.M
     assert not runtime.ranges
 
 
-@pytest.mark.parametrize("limit", [0, 100_000, 400_000])
+@pytest.mark.parametrize("limit", [0, 100_000, 400_000])  # the states need 401,408
 def test_a_start_that_fails_leaves_nothing_locked_and_no_error_to_others(
     limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +124,78 @@ def test_a_step_that_fails_leaves_nothing_locked(monkeypatch: pytest.MonkeyPatch
     del engine
     gc.collect()
     assert not runtime.ranges and not runtime.last_error
+
+
+def test_only_what_copies_touch_is_locked_and_only_while_the_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step reserves or locks memory; a range is at most `LOCK_BYTES` long, and all are unlocked at the end."""
+    runtime = cudart.install(monkeypatch)
+    monkeypatch.setattr(memory, "LOCK_BYTES", 16 * PAGE)
+    mapped = list[int]()
+    map_private = memory._map_private
+    monkeypatch.setattr(memory, "_map_private", lambda nbytes: mapped.append(nbytes) or map_private(nbytes))
+    for stage, zero in ((1, {}), (2, {}), (3, {}), (3, {"offload_param": {"device": "cpu", "pin_memory": True}})):
+        mapped.clear()
+        engine = engine_of(stage=stage, **{"offload_param": {"device": "none"}, **zero}, activations="none")
+        plan = plan_of(engine.parts.runtime, engine.parts.optimizer)
+        pieces = plan.host_pieces()
+        copied = [piece.nbytes for piece in pieces if piece.is_copied]
+        assert sum(runtime.ranges.values()) == sum(copied) < plan.bytes_by_tier()[Tier.HOST]
+        assert not copied or max(runtime.ranges.values()) <= memory.LOCK_BYTES
+        assert sum(piece.nbytes for piece in pieces) == plan.bytes_by_tier()[Tier.HOST]
+        locked, slabs = dict(runtime.ranges), list(mapped)
+        for _ in range(3):
+            train(engine)
+        assert runtime.ranges == locked and mapped == slabs, "a step reserves nothing"
+        engine.destroy()
+        del engine
+        gc.collect()
+        assert not runtime.ranges and not runtime.last_error
+
+
+def test_a_slab_hands_out_pieces_that_come_back_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "LOCK_BYTES", 4 * PAGE)
+    runtime = cudart.install(monkeypatch)
+    slab = Slab([PAGE, 2 * PAGE, 9 * PAGE, PAGE])
+    first, second = slab.take(PAGE, torch.float32), slab.take(PAGE, torch.bfloat16)
+    assert first is not None and second is not None and slab.take(PAGE, torch.uint8) is None
+    first.fill_(1.0)
+    touched, locked = list[int](), list[int]()
+    slab.touch(4, touched.append)
+    slab.lock(locked.append)
+    assert sum(touched) == sum(locked) == slab.nbytes and bool((first == 1.0).all())
+    assert locked == [3 * PAGE, 4 * PAGE, 4 * PAGE, 2 * PAGE], "a range ends where a piece does"
+    address, view = first.data_ptr(), first[3:]
+    del first
+    assert slab.take(PAGE, torch.uint8) is None, "a view is left"
+    del view
+    again = slab.take(PAGE, torch.int16)
+    assert again is not None and again.data_ptr() == address and not again.any()
+    large = slab.take(9 * PAGE, torch.float32)
+    assert large is not None
+    for part in parts_in_lock_ranges(large[5 : 8 * PAGE // 4]):
+        low, high = large[5:][part].data_ptr(), large[5:][part].data_ptr() + large[5:][part].nbytes
+        assert any(start <= low and high <= start + nbytes for start, nbytes in runtime.ranges.items())
+    assert len(list(parts_in_lock_ranges(large))) == 3
+    del slab, again, second, large
+    assert not runtime.ranges
+
+
+def test_huge_pages_are_given_up_if_they_come_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def madvise(address: int, nbytes: int, advice: int) -> int:
+        calls.append((nbytes, advice))
+        return 0
+
+    monkeypatch.setattr(memory, "_madvise", lambda: madvise)
+    monkeypatch.setattr(memory, "_TRIAL_BYTES", 64 << 20)
+    for is_slow in (True, False):
+        calls.clear()
+        monkeypatch.setattr(memory, "SLOW_TOUCH", 1e18 if is_slow else 0.0)
+        Slab([160 << 20]).touch(1, lambda nbytes: None)
+        advice = [each for each in calls if each[1] == mmap.MADV_NOHUGEPAGE]
+        assert advice == ([(96 << 20, mmap.MADV_NOHUGEPAGE)] if is_slow else [])
+        assert sum(nbytes for nbytes, what in calls if what == memory._POPULATE_WRITE) == 160 << 20
 
 
 def test_an_extent_is_locked_until_the_last_view_of_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

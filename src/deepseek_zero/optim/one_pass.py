@@ -1,0 +1,218 @@
+"""Updates shards in one pass over memory, by the kernels of `kernels/`.
+
+A shard is updated so if its optimizer has a rule and its states are stored as a kernel reads them
+(`UpdatePlan.has_kernel`). The optimizer's own step updates all other shards, in PyTorch operations. Both give the same
+bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..base.device import CPU, version_of
+from ..comm.context import ranks_of_this_host
+from ..kernels import cuda
+from ..kernels.check import Arrays, Chance
+from ..kernels.compiler import threads_for
+from ..kernels.rules import Layout, Rule, Scalars, Variant, rule_of
+from ..precision.compact import StochasticRounding
+from ..precision.policy import has_nan, settle_nan
+
+_NOTHING: NDArray[Any] = np.zeros(0, np.int16)
+_STEP = "step"
+_COLUMNS = 5  # arrays of a kernel
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of a shard that belongs to one parameter. element: of the parameter, the first of the range."""
+
+    name: str
+    start: int
+    stop: int
+    element: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the update of a shard reads and writes, flat, on the device that updates it.
+
+    main, other: see `MasterWeight.for_kernel`. states: in the order of the variant.
+    """
+
+    gradient: Tensor
+    main: Tensor
+    other: Tensor | None
+    states: tuple[Tensor, ...]
+
+    def part(self, low: int, high: int) -> Memory:
+        """Return views of the elements of a range."""
+        other = None if self.other is None else self.other.view(-1)[low:high]
+        states = tuple(state.view(-1)[low:high] for state in self.states)
+        return Memory(self.gradient.view(-1)[low:high], self.main.view(-1)[low:high], other, states)
+
+    def columns(self) -> list[Tensor]:
+        """Return gradient, main weight, `other` and two states, flat. Missing ones are empty."""
+        nothing = torch.empty(0, device=self.main.device)
+        other = nothing if self.other is None else self.other
+        found = [self.gradient, self.main, other, *self.states, nothing, nothing]
+        return [each.detach().view(-1) for each in found[:_COLUMNS]]
+
+    def arrays(self) -> Arrays:
+        other = _NOTHING if self.other is None else _array(self.other)
+        return Arrays(_array(self.gradient), _array(self.main), other, tuple(map(_array, self.states)))
+
+
+def layout_of(gradient: Tensor, main: Tensor, other: Tensor | None, moments: str) -> Layout:
+    """Return how a shard is stored. moments: the format of the plan, "fp32" or "bf16"."""
+    is_split = other is not None and other.dtype == torch.int16
+    return Layout(
+        gradient.dtype,
+        is_split,
+        published=other.dtype if other is not None and not is_split else None,
+        is_rounded=main.dtype == torch.bfloat16 and not is_split,
+        states_rounded=moments == "bf16",
+    )
+
+
+class OnePass:
+    """The kernels for the shards of one optimizer.
+
+    Attributes:
+        refused: The rule of a kernel that differs from its definition here, or cannot be compiled; else empty.
+    """
+
+    def __init__(self, inner: Optimizer) -> None:
+        self._inner = inner
+        self.refused = ""
+        self._counts: dict[int, _Count] = {}  # by id of the shard
+        self._is_known = type(inner).__module__.partition(".")[0] in ("torch", "deepseek_zero")
+
+    @cached_property
+    def _cpu(self) -> Any:
+        return import_module("deepseek_zero.kernels.cpu")  # imports numba, so not before the first update
+
+    @cached_property
+    def _threads(self) -> int:
+        return threads_for(ranks_of_this_host())
+
+    def rule(self, hypers: Mapping[str, Any]) -> Rule | None:
+        """Return the rule for these hyper-parameters; None if PyTorch has to compute the update."""
+        return rule_of(type(self._inner).__name__, hypers) if self._is_known else None
+
+    def variant(self, param: Tensor, hypers: Mapping[str, Any]) -> Variant | None:
+        """Return the variant that updates a shard; None if PyTorch has to do it.
+
+        Args:
+            param: The shard, as the optimizer knows it. Its values are not read.
+            hypers: The hyper-parameters of its group.
+        """
+        rule = self.rule(hypers)
+        if rule is None:
+            return None
+        state = self._inner.state.get(param, {})
+        names = rule.variant(hypers, True).states
+        held = [name for name in names if state.get(name) is not None]
+        if held and len(held) < len(names):
+            return None
+        return rule.variant(hypers, len(held) == len(names))
+
+    def is_exact(self, variant: Variant, layout: Layout, device: torch.device) -> bool:
+        """Return whether the kernel for a layout has the bits of the definition on a device. Compiles it."""
+        is_exact = self._cpu.is_exact(variant, layout) if device == CPU else cuda.is_exact(variant, layout, device)
+        if not is_exact:
+            self.refused = variant.rule
+        return bool(is_exact)
+
+    def count(self, param: Tensor, hypers: Mapping[str, Any]) -> float:
+        """Return the number of this update of a shard, from 1 on, which the optimizer's own counter then has.
+
+        The counter may be on a GPU. It is read once, and again if something else changed it, so no step waits for it.
+        """
+        rule, state = self.rule(hypers), self._inner.state[param]
+        if rule is None or not rule.counts:
+            return 0.0
+        if _STEP not in state:
+            state[_STEP] = torch.zeros((), dtype=torch.float32, device=param.device)
+        counter, known = state[_STEP], self._counts.get(id(param))
+        if known is None or known.counter is not counter or known.version != version_of(counter):
+            known = _Count(counter, 0, float(counter))
+        counter += 1
+        self._counts[id(param)] = _Count(counter, version_of(counter), known.value + 1)
+        return known.value + 1
+
+    def update(
+        self,
+        variant: Variant,
+        layout: Layout,
+        memory: Memory,
+        scalars: Scalars,
+        factor: float,
+        chance: StochasticRounding,
+        pieces: Sequence[Piece],
+    ) -> None:
+        """Update one shard in place.
+
+        Args:
+            variant: What `variant` returned.
+            layout: How the memory is stored.
+            memory: The shard's gradient, main weight and states.
+            scalars: Those of the rule for this update.
+            factor: The gradient is multiplied by it before its use.
+            chance: Where random bits come from, if values are rounded at random.
+            pieces: The ranges of the parameters that the shard covers; they are needed for random bits only.
+        """
+        if not layout.is_random:
+            self._run(variant, layout, memory, scalars, factor, Chance())
+            return
+        for piece in pieces:
+            kinds = ("weight", *variant.states, "")[:3]
+            first, second, third = (crc32(f"{kind} of {piece.name}".encode()) for kind in kinds)
+            begin = Chance(piece.element, chance.step, chance.seed, (first, second, third))
+            self._run(variant, layout, memory.part(piece.start, piece.stop), scalars, factor, begin)
+
+    def _run(
+        self, variant: Variant, layout: Layout, memory: Memory, scalars: Scalars, factor: float, chance: Chance
+    ) -> None:
+        if memory.main.device == CPU:
+            self._cpu.run(variant, layout, memory.arrays(), scalars, factor, chance, self._threads)
+        else:
+            cuda.run(variant, layout, memory.columns(), scalars, factor, chance)
+
+    def settle(self, param: Tensor, hypers: Mapping[str, Any]) -> None:
+        """Write the canonical NaN for every NaN that PyTorch's step has left in a shard and its states, on a CPU."""
+        rule = self.rule(hypers)
+        if rule is None or param.grad is None or param.device.type != "cpu" or param.dtype != torch.float32:
+            return
+        state = self._inner.state.get(param, {})
+        values = [state[name] for name in rule.variant(hypers, True).states if state.get(name) is not None]
+        if has_nan(param.data) or (rule.hides_nan and any(map(has_nan, values))):
+            for each in (param.data, *values):
+                settle_nan(each.view(torch.int32))
+
+
+class _Count(NamedTuple):
+    """A counter of updates, its version when it had the value, and the value."""
+
+    counter: Tensor
+    version: int
+    value: float
+
+
+def _array(tensor: Tensor) -> NDArray[Any]:
+    """Return the memory of a tensor, flat; 16-bit numbers as int16."""
+    flat = tensor.detach().view(-1)
+    is_narrow = flat.dtype in (torch.bfloat16, torch.float16)
+    found: NDArray[Any] = (flat.view(torch.int16) if is_narrow else flat).numpy()
+    return found

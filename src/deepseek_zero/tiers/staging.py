@@ -1,0 +1,121 @@
+"""Page-locked host memory through which tiles of an accelerator's tensors pass while the host updates them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..base.memory import LOCK_BYTES, private_pages
+
+ALIGNMENT = 256  # bytes; rooms begin at multiples of it
+
+
+class Copy(Protocol):
+    """A copy from or to a room."""
+
+    def wait(self) -> None:
+        """Wait until the copy is over."""
+
+    def is_done(self) -> bool:
+        """Return whether `wait` would return at once."""
+
+
+@dataclass(eq=False)
+class _Room:
+    """Bytes [start, stop) of the ring that are in use. copy_event: of the last copy; None: the user has them."""
+
+    start: int
+    stop: int
+    copy_event: Copy | None = None
+
+
+class StagingRing:
+    """A ring of bytes that is handed out in order and comes back in about the same order.
+
+    A room that was given back is used again when its copy is over. If the ring is full, `take` waits for the oldest
+    copy. What does not fit gets a spare room outside of the ring.
+    """
+
+    def __init__(self, *, is_locked: bool) -> None:
+        self._is_locked = is_locked
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._rooms: deque[_Room] = deque()
+        self._taken: dict[int, _Room] = {}  # by address
+        self._spare: dict[int, deque[tuple[Copy, Tensor]]] = defaultdict(deque)  # by bytes
+        weakref.finalize(self, _wait_for_all, self._rooms, self._spare).atexit = False
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the ring."""
+        return self._memory.numel()
+
+    def reserve(self, nbytes: int) -> None:
+        """Make the ring at least so large, up to `LOCK_BYTES`; wait for copies under way. Only between updates."""
+        nbytes = min(nbytes, LOCK_BYTES)
+        if nbytes <= self.nbytes:
+            return
+        _wait_for_all(self._rooms, self._spare)
+        self._rooms.clear()
+        self._taken.clear()
+        self._memory = private_pages(nbytes, torch.uint8, locked=self._is_locked)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return so many elements, flat, with arbitrary contents, until `give`."""
+        nbytes = numel * dtype.itemsize
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        while (start := self._place_for(size)) is None:
+            oldest = self._rooms[0].copy_event if self._rooms else None
+            if oldest is None:
+                return self._spare_room(size)[:nbytes].view(dtype)
+            oldest.wait()
+            self._rooms.popleft()
+        room = _Room(start, start + size)
+        self._rooms.append(room)
+        found = self._memory[start : start + nbytes].view(dtype)
+        self._taken[found.data_ptr()] = room
+        return found
+
+    def give(self, room: Tensor, copy_event: Copy) -> None:
+        """Take a room back, to be used again when a copy is over."""
+        known = self._taken.pop(room.data_ptr(), None)
+        if known is not None:
+            known.copy_event = copy_event
+            return
+        size = -(-room.nbytes // ALIGNMENT) * ALIGNMENT
+        whole = torch.as_strided(room.view(torch.uint8), (size,), (1,))
+        self._spare[size].append((copy_event, whole))
+
+    def _spare_room(self, size: int) -> Tensor:
+        if not self._spare[size]:
+            return private_pages(size, torch.uint8, locked=self._is_locked)
+        copy_event, room = self._spare[size].popleft()
+        copy_event.wait()
+        return room
+
+    def _place_for(self, size: int) -> int | None:
+        """Return where so many bytes are free; None: nowhere now."""
+        while self._rooms and (done := self._rooms[0].copy_event) is not None and done.is_done():
+            self._rooms.popleft()
+        if not self._rooms:
+            return 0 if size <= self.nbytes else None
+        first, last = self._rooms[0].start, self._rooms[-1].stop
+        if self._rooms[-1].start < first:  # the newest rooms are in front of the oldest
+            return last if last + size <= first else None
+        if last + size <= self.nbytes:
+            return last
+        return 0 if size <= first else None
+
+
+def _wait_for_all(rooms: Iterable[_Room], spare: Mapping[int, Iterable[tuple[Copy, Tensor]]]) -> None:
+    """Wait for every copy under way: memory must not be freed before."""
+    copies = [room.copy_event for room in rooms]
+    copies += [copy_event for given in spare.values() for copy_event, _ in given]
+    for copy_event in copies:
+        if copy_event is not None:
+            copy_event.wait()
