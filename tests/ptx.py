@@ -4,7 +4,7 @@ A register is an array with an element per thread. Of the threads that have not 
 instruction run next, so threads that branched apart meet again. Only instructions that our kernels use are there; any
 other raises.
 
-NaN is what NVIDIA GPUs produce: every operation on fp32 numbers whose result is a NaN gives 0x7FFFFFFF.
+As on NVIDIA GPUs, each fp32 operation that results in a NaN gives 0x7FFFFFFF.
 Memory is one array. An access outside of an allocation, or at an address that is no multiple of its size, raises.
 """
 

@@ -64,11 +64,14 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def threads_for(ranks_here: int) -> int:
-    """Return how many threads a rank may use for updates: the cores of this process, divided by the ranks of the host.
+    """Return how many threads a rank may use: the cores of this process, divided by the ranks of the host.
 
     `OMP_NUM_THREADS` does not count: torchrun sets it to 1 on hosts whose cores are free.
     """
-    return max(1, len(os.sched_getaffinity(0)) // max(1, ranks_here))
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    return max(1, cores // max(1, ranks_here))
 
 
 @cache

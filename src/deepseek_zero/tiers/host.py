@@ -7,7 +7,6 @@ threads, so that no step waits for pages or for locks.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from ..base.errors import OutOfMemoryError
 from ..base.memory import PAGE, Slab, private_pages
 from ..base.progress import LongWork
 from ..base.quantities import format_bytes
+from ..kernels.compiler import threads_for
 from .tier import Extent, Traffic
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -106,7 +106,7 @@ class HostMemory:
             OutOfMemoryError: CUDA refuses to lock the pages.
         """
         slabs = self._mapped()
-        threads = max(1, min(MOST_THREADS, _cores() // sharers))
+        threads = min(MOST_THREADS, threads_for(sharers))
         total = sum(slab.nbytes for slab in slabs.values())
         with LongWork("reserving host memory", total) as work:
             for slab in slabs.values():
@@ -117,13 +117,6 @@ class HostMemory:
 
     def close(self) -> None:
         """Return at once: memory goes with its tensors."""
-
-
-def _cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def free_host_bytes() -> int:
