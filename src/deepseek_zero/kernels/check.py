@@ -1,9 +1,10 @@
-"""Compares a kernel with the definition, on random numbers, random bits and edge values."""
+"""Compares updates with the definition, on random numbers, random bits and edge values: kernels, and PyTorch's own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,6 +134,52 @@ def differing_elements(variant: Variant, layout: Layout, run: Run, numel: int = 
             int((_bits(mine) != _bits(its)).sum()) for mine, its in zip(found.columns(), wanted.columns(), strict=True)
         )
     return differing
+
+
+@cache
+def pytorch_differs(rule: str) -> bool:
+    """Return whether PyTorch's fused update has other bits than the definition on this CPU.
+
+    It has on processors without fused multiply-add, with other widths of vectors, and with `ATEN_CPU_CAPABILITY`.
+    """
+    hypers = {"maximize": False, "nesterov": False, "decoupled_weight_decay": True, **_HYPERS[rule]}
+    if rule == "lion":  # the library's own, in PyTorch's elementary operations
+        return False
+    variant, layout, step = RULES[rule].variant(hypers, True), Layout(torch.float32), 3
+    for kind in ("normal", "edges"):
+        arrays = sample(variant, layout, kind, NUMEL)
+        wanted = expected(variant, layout, arrays, RULES[rule].scalars(hypers, step), 1.0)
+        found = fused_update(rule, hypers, arrays, step)
+        for mine, its in zip((found.main, *found.states), (wanted.main, *wanted.states), strict=True):
+            if not np.array_equal(_bits(definition.settle(mine)), _bits(definition.settle(its))):
+                return True
+    return False
+
+
+def fused_update(rule: str, hypers: dict[str, Any], arrays: Arrays, step: int, *, first: bool = False) -> Arrays:
+    """Return what PyTorch's fused optimizer makes of one fp32 parameter in step number `step`.
+
+    Args:
+        rule: "adam", "sgd" or "adagrad".
+        hypers: All hyper-parameters of the rule.
+        arrays: Gradient, weight and states; they are not changed.
+        first: The states of SGD have no values yet.
+    """
+    param, gradient, *states = (torch.from_numpy(each.copy()) for each in (arrays.main, arrays.gradient, *arrays.states))
+    common = {key: hypers[key] for key in ("lr", "weight_decay", "maximize")}
+    steps = [torch.tensor(float(step))]
+    if rule == "adam":
+        fused = torch._fused_adamw_ if hypers["decoupled_weight_decay"] else torch._fused_adam_
+        beta1, beta2 = hypers["betas"]
+        own = {"beta1": beta1, "beta2": beta2, "eps": hypers["eps"], "amsgrad": False}
+        fused([param], [gradient], [states[0]], [states[1]], [], steps, **common, **own)
+    elif rule == "sgd":
+        own = {key: hypers[key] for key in ("momentum", "dampening", "nesterov")}
+        torch._fused_sgd_([param], [gradient], states, **common, **own, is_first_step=first)
+    else:
+        own = {key: hypers[key] for key in ("lr_decay", "eps")}
+        torch._fused_adagrad_([param], [gradient], states, steps, **common, **own)
+    return replace(arrays, main=param.numpy(), states=tuple(state.numpy() for state in states))
 
 
 def _rounded(values: NDArray[np.float32], chance: Chance, number: int) -> NDArray[np.int16]:

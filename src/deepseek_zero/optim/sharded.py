@@ -31,7 +31,9 @@ from ..base.log import log_once
 from ..comm.agreement import AllRanks, agree, agree_on, values_in
 from ..comm.collectives import Pending, propagate_errors
 from ..kernels import cuda
+from ..kernels.check import pytorch_differs
 from ..kernels.compiler import available, chosen
+from ..kernels.rules import NAMES
 from ..planner.layout import MAX_IN_FLIGHT
 from ..planner.spec import R
 from ..planner.split import split_of
@@ -286,8 +288,10 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             why = f"there is no kernel for {name} with these options"
         elif plan.device != CPU and plan.settings.gpu_kernels and cuda.why_not(plan.device) is not None:
             why = f"no kernel can be compiled for {plan.device}, because {cuda.why_not(plan.device)}"
-        elif plan.settings.kernels == "torch":
+        elif plan.settings.kernels == "torch" and available(self.settings.kernels) == "torch":
             why = "numba is not installed, or kernels are switched off"
+        elif plan.settings.kernels == "torch":
+            why = "PyTorch's own fused update has other bits on this CPU than the kernels"
         elif plan.kernels == "torch":
             why = "this rank updates so few elements that compiling kernels is not worth it"
         else:
@@ -943,10 +947,22 @@ def update_settings_of(
         can_defer=settings.pipelined and not settings.keep_grads and not settings.precision_fallback,
         by_unit=updates_in_backward(settings),
         undo_bytes=settings.undo_bytes if undoes else 0,
-        kernels=available(settings.kernels),
+        kernels=_kernels_for(optimizer, settings.kernels),
         host_tile_numel=settings.host_tile_numel,
         gpu_kernels=chosen(settings.kernels) != "torch",
     )
+
+
+def _kernels_for(optimizer: str, wanted: str) -> str:
+    """Return what computes updates on a CPU: "auto", "numba" or "torch".
+
+    With "auto", kernels update only ranks with many elements. PyTorch updates the others, so both must have the same
+    bits. wanted: the word of the configuration.
+    """
+    found, rule = available(wanted), NAMES.get(optimizer)
+    if found == "auto" and rule is not None and pytorch_differs(rule):
+        return "torch"
+    return found
 
 
 def refuse_beside_exchange(runtime: Runtime, settings: StepSettings, groups: Sequence[Mapping[str, Any]]) -> None:

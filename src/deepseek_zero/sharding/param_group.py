@@ -1572,16 +1572,13 @@ def squares_of(groups: Sequence[ParamGroup]) -> list[list[float]]:
 def _squares_on_accelerator(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of squares on a device, float64, which the host has not read.
 
-    Sums in float64 differ so little by their order that a factor of fp32, made of the norm, is that of a CPU.
+    Sums in float64 differ so little by their order that a factor of fp32, made of the norm, is that of a CPU. The norms
+    of tiles are one pass over memory on a GPU.
     """
-    dots = []
-    for part in parts:
-        for tile in part.split(_NORM_TILE_NUMEL) if part.numel() else ():
-            wide = tile.double()
-            dots.append(torch.dot(wide, wide))
-    if len(dots) == 1:
-        return dots[0]
-    return torch.stack(dots).sum() if dots else torch.zeros((), dtype=torch.float64, device=device)
+    tiles = [tile for part in parts if part.numel() for tile in part.split(_NORM_TILE_NUMEL)]
+    if not tiles:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(tiles, 2, dtype=torch.float64)).square().sum()
 
 
 def _change_places(left: Tensor, right: Tensor) -> None:

@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.kernels import compiler, definition
-from deepseek_zero.kernels.check import Arrays, Chance, differing_elements, expected, sample
+from deepseek_zero.kernels.check import Arrays, Chance, differing_elements, expected, fused_update, sample
 from deepseek_zero.kernels.rules import RULES, Layout, Variant, rule_of
 from deepseek_zero.optim.lion import Lion
 
@@ -62,30 +63,16 @@ def test_the_exact_fma_rounds_the_exact_result_once() -> None:
         assert errors.count(errors[0]) == 1 or result.view(np.int32) % 2 == 0  # ties go to the even one
 
 
-def torch_update(name: str, hypers: dict[str, Any], weight: Any, gradient: Any, states: list[Any], first: bool) -> Any:
-    """Return what PyTorch's fused kernel makes of one parameter: the third step, or the first."""
-    p, g, *s = (torch.from_numpy(each.copy()) for each in (weight, gradient, *states))
-    common = {"lr": hypers["lr"], "weight_decay": hypers["weight_decay"], "maximize": hypers["maximize"]}
-    step = [torch.tensor(3.0)]
-    if name == "adam":
-        beta1, beta2 = hypers["betas"]
-        fused = torch._fused_adamw_ if hypers["decoupled_weight_decay"] else torch._fused_adam_
-        own = {"beta1": beta1, "beta2": beta2, "eps": hypers["eps"], "amsgrad": False}
-        fused([p], [g], [s[0]], [s[1]], [], step, **common, **own)
-    elif name == "sgd":
-        own = {key: hypers[key] for key in ("momentum", "dampening", "nesterov")}
-        torch._fused_sgd_([p], [g], s, **common, **own, is_first_step=first)
-    elif name == "adagrad":
-        own = {key: hypers[key] for key in ("lr_decay", "eps")}
-        torch._fused_adagrad_([p], [g], s, step, **common, **own)
-    else:
-        param = torch.nn.Parameter(p)
-        param.grad = g
-        lion = Lion([param], **hypers)
-        lion.state[param]["exp_avg"] = s[0]
-        lion.step()
-        p = param.data
-    return [each.numpy() for each in (p, *s)]
+def torch_update(name: str, hypers: dict[str, Any], arrays: Arrays, first: bool) -> Arrays:
+    """Return what PyTorch makes of one parameter: the third step, or the first."""
+    if name != "lion":
+        return fused_update(name, hypers, arrays, 3, first=first)
+    param = torch.nn.Parameter(torch.from_numpy(arrays.main.copy()))
+    param.grad = torch.from_numpy(arrays.gradient.copy())
+    lion, moment = Lion([param], **hypers), torch.from_numpy(arrays.states[0].copy())
+    lion.state[param]["exp_avg"] = moment
+    lion.step()
+    return replace(arrays, main=param.detach().numpy(), states=(moment.numpy(),))
 
 
 @pytest.mark.parametrize("kind", ["normal", "bits", "edges"])
@@ -97,8 +84,8 @@ def test_the_definition_is_what_pytorch_computes_for_a_parameter(kind: str, nume
             variant = rule.variant(hypers, has_states)
             arrays = sample(variant, Layout(torch.float32), kind, numel)
             found = expected(variant, Layout(torch.float32), arrays, rule.scalars(hypers, 3), 1.0)
-            theirs = torch_update(name, hypers, arrays.main, arrays.gradient, list(arrays.states), first=variant.first)
-            for mine, its in zip((found.main, *found.states), theirs, strict=True):
+            theirs = torch_update(name, hypers, arrays, first=variant.first)
+            for mine, its in zip((found.main, *found.states), (theirs.main, *theirs.states), strict=True):
                 assert np.array_equal(bits(mine), bits(its)), (name, hypers, has_states)
 
 
@@ -173,6 +160,28 @@ def test_another_processor_has_the_same_bits_or_torch_is_chosen(name: str) -> No
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() in ("True", "False")
     assert done.stdout.strip() == "True" or "so PyTorch computes it" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_pytorch_computes_every_update_where_its_bits_are_not_the_definition(capability: str) -> None:
+    code = (
+        "import torch, deepseek_zero as dz\n"
+        "from deepseek_zero.kernels.check import pytorch_differs\n"
+        "from deepseek_zero.planner import update\n"
+        "update.WORTH_COMPILING = 1\n"
+        "config = {'train_micro_batch_size_per_gpu': 1, 'optimizer': {'type': 'AdamW', 'params': {'lr': 1e-3}}}\n"
+        "engine, optimizer, *_ = dz.initialize(model=torch.nn.Linear(64, 64), config=config)\n"
+        "kernels = {shard.has_kernel for shard in optimizer.shards()}\n"
+        "print(pytorch_differs('adam'), kernels, *[line for line in engine.explain().splitlines() if 'updates:' in line])\n"
+    )
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, compiler.VARIABLE: ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    if done.stdout.startswith("True"):
+        assert "{False}" in done.stdout
+        assert "PyTorch's own fused update has other bits on this CPU" in done.stdout
+    else:
+        assert done.stdout.startswith("False {True}")
+        assert capability != "default", "without fused multiply-add PyTorch has other bits"
 
 
 def test_a_kernel_that_differs_is_not_used_and_named(
