@@ -63,7 +63,9 @@ def time_sums(numel: int, threads: int) -> Iterator[tuple[str, dict[str, float]]
             found = {}
             for which in ("numba", "torch"):
                 with kernels(which):
-                    seconds = fastest(lambda: add_rows(rows, out, scratch, divisor=float(count)))  # noqa: B023
+                    seconds = fastest(
+                        lambda: add_rows(rows, out, scratch, divisor=float(count), threads=threads)  # noqa: B023
+                    )
                 found[which] = seconds / numel * 1e9
             yield f"sum of {count} rows, {name}", found
         values = torch.randn(numel).to(dtype)

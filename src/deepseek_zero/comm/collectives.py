@@ -28,9 +28,10 @@ from ..base.errors import ModelMismatchError, PeerError, UsageError
 from ..base.launch import TLS, uses_tls
 from ..base.mesh import REDUCE_AXES, SHARD_AXES, Mesh, shares_gpu
 from ..base.meter import Event, Meter
+from ..kernels.compiler import threads_for
 from ..kernels.sums import add_rows, scale_and_store
 from .bootstrap import Hosts
-from .context import Lane, Partition, WorldContext
+from .context import Lane, Partition, WorldContext, ranks_of_this_host
 from .flight_recorder import KILLED_FIX, KILLED_WHY, LOST, Position, raised_in
 from .ids import WORLD_LANE, CollectiveId, lane_number
 from .outside_calls import outside_call
@@ -868,7 +869,8 @@ def ordered_sum(
     This is the sum order of the truth contract; a native reduce-scatter keeps neither the order nor fp32 partials.
     """
     if decode is None:
-        add_rows(pieces, out, scratch, divisor=divisor, add=add)
+        threads = threads_for(ranks_of_this_host())
+        add_rows(pieces, out, scratch, divisor=divisor, add=add, threads=threads)
         return
     tile = scratch.numel() // 2
     for start in range(0, out.numel(), tile):

@@ -165,7 +165,9 @@ def fused_update(rule: str, hypers: dict[str, Any], arrays: Arrays, step: int, *
         arrays: Gradient, weight and states; they are not changed.
         first: The states of SGD have no values yet.
     """
-    param, gradient, *states = (torch.from_numpy(each.copy()) for each in (arrays.main, arrays.gradient, *arrays.states))
+    param, gradient, *states = (
+        torch.from_numpy(each.copy()) for each in (arrays.main, arrays.gradient, *arrays.states)
+    )
     common = {key: hypers[key] for key in ("lr", "weight_decay", "maximize")}
     steps = [torch.tensor(float(step))]
     if rule == "adam":

@@ -36,7 +36,9 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGE = 1 << 17  # elements for which a loop is worth being compiled, which takes up to a second
 
 
-def add_rows(rows: Sequence[Tensor], out: Tensor, scratch: Tensor, *, divisor: float = 1.0, add: bool = False) -> None:
+def add_rows(
+    rows: Sequence[Tensor], out: Tensor, scratch: Tensor, *, divisor: float = 1.0, add: bool = False, threads: int = 1
+) -> None:
     """out = (rows[0] + rows[1] + ...) / divisor, summed in that order in fp32, rounded once; `add`: out += that.
 
     The sum of two bf16 rows that is divided by a power of two, and not added, is rounded before it is divided, too.
@@ -47,10 +49,11 @@ def add_rows(rows: Sequence[Tensor], out: Tensor, scratch: Tensor, *, divisor: f
         rows: One-dimensional, of one length, of any float dtypes.
         out: The sum, of the same length and any float dtype; it may be one of the rows.
         scratch: fp32; its size is that of the tiles in which torch computes.
+        threads: How many threads a compiled loop may use.
     """
     is_uniform = len({row.dtype for row in rows}) == 1
     if is_uniform and _fits_loop(out, *rows) and _has_sum_loop(rows[0].dtype, out.dtype):
-        _add_by_loop(rows, out, divisor, add=add, threads=torch.get_num_threads())
+        _add_by_loop(rows, out, divisor, add=add, threads=threads)
     else:
         _add_by_torch(rows, out, scratch, divisor, add=add)
 

@@ -94,16 +94,11 @@ def test_a_sum_writes_nothing_outside_and_does_not_depend_on_threads(monkeypatch
     rows = [each[1:-1] for each in memory]  # at addresses that are no multiples of anything
     expected = torch.empty(1001, dtype=BF16)
     sums._add_by_torch(rows, expected, torch.empty(1001), 1.0, add=False)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3, 4):
-            torch.set_num_threads(threads)
-            target = torch.full((1003,), 7.0, dtype=BF16)
-            add_rows(rows, target[1:-1], torch.empty(0))
-            assert torch.equal(target[1:-1], expected)
-            assert target[0] == target[-1] == 7.0
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3, 4):
+        target = torch.full((1003,), 7.0, dtype=BF16)
+        add_rows(rows, target[1:-1], torch.empty(0), threads=threads)
+        assert torch.equal(target[1:-1], expected)
+        assert target[0] == target[-1] == 7.0
 
 
 @pytest.mark.usefixtures("every_size_has_a_loop")
