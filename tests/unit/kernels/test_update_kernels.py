@@ -172,7 +172,8 @@ def test_pytorch_computes_every_update_where_its_bits_are_not_the_definition(cap
         "config = {'train_micro_batch_size_per_gpu': 1, 'optimizer': {'type': 'AdamW', 'params': {'lr': 1e-3}}}\n"
         "engine, optimizer, *_ = dz.initialize(model=torch.nn.Linear(64, 64), config=config)\n"
         "kernels = {shard.has_kernel for shard in optimizer.shards()}\n"
-        "print(pytorch_differs('adam'), kernels, *[line for line in engine.explain().splitlines() if 'updates:' in line])\n"
+        "said = [line for line in engine.explain().splitlines() if 'updates:' in line]\n"
+        "print(pytorch_differs('adam'), kernels, *said)\n"
     )
     environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, compiler.VARIABLE: ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
