@@ -62,9 +62,9 @@ def main(folder: Path) -> None:
         engine.eval()
         gathered, ranks = lambda: deepspeed.zero.GatheredParameters(model.parameters()), deepspeed.comm.get_world_size()
         told["kinds"] = sorted({type(param).__name__ for param in model.parameters()})
-    told["values"] = values(model)
     told["generated"] = generated(model, ranks)
     with gathered():
+        told["values"] = values(model)
         told["gathered"] = generated(model, ranks)
     told["world"] = ranks
     if ranks == 1 or torch.distributed.get_rank() == 0:
