@@ -25,20 +25,20 @@ Loaded = dict[str, Tensor]
 HIDDEN = 64
 
 
-def llama() -> Any:
+def llama(layers: int = 1) -> Any:
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=64,
             hidden_size=HIDDEN,
             intermediate_size=2 * HIDDEN,
-            num_hidden_layers=1,
+            num_hidden_layers=layers,
             num_attention_heads=4,
         )
     )
 
 
-def start(stage: int) -> Any:
+def start(stage: int, layers: int = 1, **axes: Any) -> Any:
     zero = {
         "stage": stage,
         "stage3_param_persistence_threshold": 0,
@@ -49,8 +49,9 @@ def start(stage: int) -> Any:
         "zero_optimization": zero,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
         "steps_per_print": None,
+        **axes,
     }
-    return deepseek_zero.initialize(model=llama(), config=config)[0]
+    return deepseek_zero.initialize(model=llama(layers), config=config)[0]
 
 
 def train(engine: Any) -> None:
@@ -193,4 +194,18 @@ def test_a_save_leaves_the_whole_model_and_ranks_in_step(
         assert set(saved) == set(expected)
         assert all(torch.equal(saved[name].float(), expected[name].float()) for name in expected)
         train(engine)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.ranks(2)
+def test_the_state_dict_of_a_pipeline_that_the_configuration_makes_is_whole(stage: int) -> None:
+    """accelerate takes it on all ranks, and saves rank 0's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(door, "is_dropin_imported", lambda: True)
+        engine = start(stage, 2, pipeline={"stages": 2})
+        whole = llama(2).state_dict()
+        found = engine.module.state_dict()
+        assert list(found) == list(whole)
+        assert all(torch.equal(found[name], value) for name, value in whole.items())
         engine.destroy()

@@ -249,8 +249,11 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, config: Config, mesh: Mesh, parts: Parts) -> None:
         super().__init__(config, mesh, parts)
-        # In a world of one, what is sharded is here.
-        self.runtime.state_dicts.gathers = not is_dropin_imported() or mesh.world_size == 1
+        # As in DeepSpeed, it is local behind that name. In a world of one, what is sharded is here. Of stages that
+        # DeepSpeed does not know, a program would save a part and take it for the whole.
+        has_own_stages = "pp" in self.runtime.comm.along and not self.pipeline_parallelism
+        is_local = is_dropin_imported() and mesh.world_size > 1 and not has_own_stages
+        self.runtime.state_dicts.gathers = not is_local
 
     # -- the optimizer's words, which Lightning looks for on the engine
 
