@@ -191,6 +191,19 @@ def has_no_values(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor)
 
 
+FUSED_UPDATES: dict[str, Callable[..., None]] = {  # of lists of tensors, by the names of torch's optimizers
+    "Adam": torch._fused_adam_,
+    "AdamW": torch._fused_adamw_,
+    "SGD": torch._fused_sgd_,
+    "Adagrad": torch._fused_adagrad_,
+}
+
+
+def double_norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the norm of each tensor, summed in float64. On a GPU that is one pass over memory."""
+    return list(torch._foreach_norm(tensors, 2, dtype=torch.float64))
+
+
 def cpu_attention() -> tuple[Any, Any] | None:
     """Return forward and backward of torch's own attention on a CPU, as operators; None where this torch has none."""
     aten, name = torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"

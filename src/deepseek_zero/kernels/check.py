@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..base.device import FUSED_UPDATES
 from . import definition
 from .rules import RULES, Layout, Scalars, Variant
 
@@ -171,16 +172,16 @@ def fused_update(rule: str, hypers: dict[str, Any], arrays: Arrays, step: int, *
     common = {key: hypers[key] for key in ("lr", "weight_decay", "maximize")}
     steps = [torch.tensor(float(step))]
     if rule == "adam":
-        fused = torch._fused_adamw_ if hypers["decoupled_weight_decay"] else torch._fused_adam_
+        fused = FUSED_UPDATES["AdamW" if hypers["decoupled_weight_decay"] else "Adam"]
         beta1, beta2 = hypers["betas"]
         own = {"beta1": beta1, "beta2": beta2, "eps": hypers["eps"], "amsgrad": False}
         fused([param], [gradient], [states[0]], [states[1]], [], steps, **common, **own)
     elif rule == "sgd":
         own = {key: hypers[key] for key in ("momentum", "dampening", "nesterov")}
-        torch._fused_sgd_([param], [gradient], states, **common, **own, is_first_step=first)
+        FUSED_UPDATES["SGD"]([param], [gradient], states, **common, **own, is_first_step=first)
     else:
         own = {key: hypers[key] for key in ("lr_decay", "eps")}
-        torch._fused_adagrad_([param], [gradient], states, steps, **common, **own)
+        FUSED_UPDATES["Adagrad"]([param], [gradient], states, steps, **common, **own)
     return replace(arrays, main=param.numpy(), states=tuple(state.numpy() for state in states))
 
 

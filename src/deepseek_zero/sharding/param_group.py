@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.device import CPU, without_torch_function
+from ..base.device import CPU, double_norms, without_torch_function
 from ..base.errors import AtRestError, UsageError
 from ..base.memory import private_pages, return_pages, trim_heap
 from ..comm.collectives import DONE, Comm, Pending, scatter
@@ -1578,7 +1578,7 @@ def _squares_on_accelerator(parts: Sequence[Tensor], device: torch.device) -> Te
     tiles = [tile for part in parts if part.numel() for tile in part.split(_NORM_TILE_NUMEL)]
     if not tiles:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(tiles, 2, dtype=torch.float64)).square().sum()
+    return torch.stack(double_norms(tiles)).square().sum()
 
 
 def _change_places(left: Tensor, right: Tensor) -> None:

@@ -64,6 +64,11 @@ PRIVATE = (
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
     "torch._C._will_engine_execute_node",
     "torch.autograd.graph._get_grad_fn_or_grad_acc",
+    "torch._fused_adam_",
+    "torch._fused_adamw_",
+    "torch._fused_sgd_",
+    "torch._fused_adagrad_",
+    "torch._foreach_norm",
 )
 
 
