@@ -42,6 +42,7 @@ from deepseek_zero.cli.peers import PeerWatch, tell_stopped
 from deepseek_zero.cli.ranks import Command, Death, Outcome, Ranks
 from deepseek_zero.comm.channel import Address, Refused, read_secret, warn_without_secret
 from deepseek_zero.comm.store import NO_SECRET, BoardStore, keep_store, reach_store
+from deepseek_zero.comm.tls import require_cryptography
 
 ROLE = "default"
 
@@ -420,6 +421,8 @@ def run_ranks(
     grace: seconds that ranks have to save after SIGTERM, where they said that they do. dead_after: seconds of silence
     after which another machine is lost.
     """
+    if uses_tls():
+        require_cryptography()
     _silence_scaffolding()
     with Ranks(command) as ranks:
         secret = read_secret()

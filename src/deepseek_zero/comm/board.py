@@ -44,6 +44,7 @@ from .channel import (
     warn_without_secret,
 )
 from .flight_recorder import GONE
+from .tls import require_cryptography
 
 MOST_KEY, MOST_TEXT = 1 << 10, 1 << 24  # bytes
 ANSWER_SECONDS = 30.0  # for rank 0, which may be busy, to take a line
@@ -444,11 +445,13 @@ def open_board(
 
     Without a secret of the launcher's or the user's rank 0 draws one, which travels through the group as it is; where
     it listens beyond loopback it says so.  Raises `UsageError` on every rank if one cannot read its secret or holds
-    another.
+    another, or if TLS is asked for and one rank has no package for certificates.
     """
     said: dict[str, object] = {}
     door, board, secret, dead_after = None, None, None, math.inf
     try:
+        if launch.uses_tls():
+            require_cryptography()
         secret, dead_after = read_secret(), launch.dead_after()
         if secret is None and launch.uses_tls() and not hosts.is_one:
             raise UsageError(

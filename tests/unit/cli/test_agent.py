@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 
 import pytest
@@ -11,6 +12,7 @@ from deepseek_zero.base.launch import INTERFACE, TLS
 from deepseek_zero.cli import agent
 from deepseek_zero.cli.agent import Meeting
 from deepseek_zero.cli.nodes import NodePlan, Share
+from deepseek_zero.cli.ranks import Command, Target
 from deepseek_zero.comm.store import NO_SECRET, keep_store
 from tests.hosts import free_port
 
@@ -66,3 +68,13 @@ def test_tls_on_one_node_alone_is_told_at_once(by_tls: str, monkeypatch: pytest.
     with pytest.raises(UsageError, match="say --tls on every host, or nowhere"):
         meeting(1, port).next_rendezvous()
     board.close()
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_without_the_package_for_tls_a_launcher_starts_no_rank(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TLS, "1")
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    monkeypatch.delitem(sys.modules, "cryptography.x509", raising=False)
+    monkeypatch.setattr(agent, "Ranks", None)  # a rank that started would fail the test
+    with pytest.raises(UsageError, match=r"deepseek-zero\[tls\]"):
+        agent.run_ranks(NodePlan(Share(1), nodes), Command(Target.SCRIPT, "train.py"), {})

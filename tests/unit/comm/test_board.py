@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +13,7 @@ from contextlib import suppress
 
 import pytest
 
+from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.launch import INTERFACE, SECRET_FILE, TLS
 from deepseek_zero.comm import board as module
 from deepseek_zero.comm.board import ANSWER_SECONDS, MOST_TEXT, Board, FarBoard, Operation, open_board
@@ -284,3 +287,25 @@ def test_without_a_secret_a_board_that_others_reach_says_so_once_on_one_host_too
     assert door is not None
     door.close()
     assert caplog.text.count(f"ranks hold no secret: whoever reaches {interface}:{door.address[1]}") == warnings
+
+
+def test_if_one_rank_lacks_the_package_for_tls_every_rank_raises_and_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TLS, "1")
+    monkeypatch.delenv(SECRET_FILE, raising=False)
+    others = json.dumps({"mark": ""})
+    one_host = Hosts(0, ("this host",) * 3)
+    said: list[str] = []
+
+    def gather(text: str, *_: object) -> list[str]:
+        said.append(text)
+        return [others, said[0], others]  # rank 1 is the first to say something
+
+    monkeypatch.setattr(module, "all_gather_text", gather)
+    error = r"rank 1 cannot meet the others: .*cryptography[^$]*deepseek-zero\[tls\]"
+    with monkeypatch.context() as missing:
+        missing.setitem(sys.modules, "cryptography", None)
+        missing.delitem(sys.modules, "cryptography.x509", raising=False)
+        with pytest.raises(UsageError, match=error):
+            open_board(1, 3, one_host, None)
+    with pytest.raises(UsageError, match=error):
+        open_board(2, 3, one_host, None)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import secrets
 import socket
+import ssl
 import struct
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -312,14 +316,37 @@ def test_one_end_with_tls_and_one_without_never_meet_and_both_say_why(
     assert "127.0.0.1 to this job: it speaks no TLS, and this job does: say --tls on every host" in caplog.text
 
 
-def test_a_jobs_key_is_ed25519_and_the_same_in_every_process() -> None:
+def test_a_jobs_certificate_has_the_same_bytes_in_every_process_and_with_every_version_of_the_package() -> None:
+    """Each end accepts these bytes only, and hosts may have different versions of cryptography."""
     seed = bytes.fromhex("c5aa8df43f9f837bedb7442f31dcb7b166d38535076f094b85ce3a2e0b4458f7")  # RFC 8032, 7.1, TEST 3
-    assert tls._public_key(seed).hex() == "fc51cd8e6218a1a38da47ed00230f0580816ed13ba3303ac5deb911548908025"
-    assert tls._sign(seed, b"\xaf\x82").hex() == (
-        "6291d657deec24024827e69c3abe01a30ce548a284743a445e3680d7db5ac3ac"
-        "18ff9b538d16f290ae67f760984dc6594a7c15e9716ed28dc027beceea1ec40a"
-    )
-    assert tls._certificate(seed) == tls._certificate(seed) != tls._certificate(bytes(32))
+    key, certificate = tls._key_and_certificate(seed)
+    der = ssl.PEM_cert_to_DER_cert(certificate)
+    assert bytes.fromhex("fc51cd8e6218a1a38da47ed00230f0580816ed13ba3303ac5deb911548908025") in der  # the public key
+    assert seed in base64.b64decode("".join(key.splitlines()[1:-1]))
+    assert hashlib.sha256(der).hexdigest() == "b58e586a3e26acdb719deec4d66df0dba7de384eb95161fa815d45109a8ee747"
+    assert tls._key_and_certificate(seed) == (key, certificate)
+    assert tls._key_and_certificate(bytes(32))[1] != certificate
+
+
+def test_without_the_package_for_certificates_no_end_opens_and_the_error_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    monkeypatch.delitem(sys.modules, "cryptography.x509", raising=False)
+    secret = secrets.token_bytes(32)  # its contexts are not cached
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(PATIENCE)
+        monkeypatch.setenv(TLS, "1")
+        with pytest.raises(UsageError, match=r"deepseek-zero\[tls\]"):
+            Door("127.0.0.1", secret, 0)
+        with (
+            dial(listener.getsockname(), PATIENCE) as connection,
+            pytest.raises(UsageError, match=r"deepseek-zero\[tls\]"),
+        ):
+            introduce(connection, secret, HELLO)
+        with listener.accept()[0] as accepted:
+            accepted.settimeout(PATIENCE)
+            assert accepted.recv(1) == b"", "nothing was sent as plain text"
 
 
 def test_a_jobs_key_is_in_no_folder_where_the_system_has_files_without_a_name(
