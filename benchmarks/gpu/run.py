@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.gpu.results import MARK, Result
 
 ROOT = Path(__file__).resolve().parents[2]
-REQUIRED = ("torch", "numpy", "pydantic", "typer", "rich", "safetensors", "psutil", "hjson", "cpuinfo")  # as imported
+REQUIRED = ("torch", "numpy", "pydantic", "typer", "rich", "psutil", "hjson", "cpuinfo")  # as imported
 REPORTED = ("torch", "transformers", "peft", "deepspeed", "pytest", "triton")
 
 
