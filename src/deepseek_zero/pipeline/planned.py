@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import nn
 
 from ..base.mesh import Mesh
 from ..planner.pieces import PipelinePlan
@@ -62,11 +61,6 @@ def planned_pipeline(
 def schedule_of(plan: PipelinePlan) -> PipelineSchedule:
     """Return the table of actions that a plan names."""
     return make_schedule(plan.schedule, plan.ranks, plan.virtual, plan.micro_batches, group=plan.group, tied=plan.tied)
-
-
-def trained_parameters(model: nn.Module) -> dict[str, bool]:
-    """By name, whether a parameter is trained."""
-    return {name: param.requires_grad for name, param in model.named_parameters()}
 
 
 def _messages(

@@ -3,7 +3,7 @@
 A model is cut into `stages` virtual stages, numbered along the model; stage g stands on pipeline rank `placement[g]`,
 usually g mod P.  A generator makes the order of forwards and backwards, `lower` adds what follows from it (messages,
 gathers, reductions), verify.py proves the table, executor.py runs it.  There are P programs, however many ranks the
-other axes add.  `print(schedule)` and the CSV files have PyTorch's notation, stage first and micro-batch last:
+other axes add.  `print(schedule)` has PyTorch's notation, stage first and micro-batch last:
 
     0F3  0B3                            forward, backward of micro-batch 3 in stage 0
     0SEND_F3  1RECV_F3                  its output from stage 0 to stage 1;  SEND_B, RECV_B: its gradient back
@@ -16,17 +16,13 @@ which accumulates, whatever the schedule.
 
 from __future__ import annotations
 
-import csv
-import io
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
 
-from ..base.errors import NotBuiltError, UsageError, shown
+from ..base.errors import UsageError, shown
 
 
 class Kind(Enum):
@@ -111,12 +107,6 @@ class PipelineSchedule:
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, program)) for program in self.programs)
-
-    def to_csv(self) -> str:
-        """The table as PyTorch writes it: a row for each rank."""
-        text = io.StringIO()
-        csv.writer(text).writerows([list(map(str, program)) for program in self.programs])
-        return text.getvalue()
 
 
 # -- generators
@@ -265,7 +255,7 @@ def lower(
     micro_batches: int,
     placement: Sequence[int],
     compute: Sequence[Sequence[Action]],
-    in_flight: Sequence[int] | None = None,
+    in_flight: Sequence[int],
     *,
     gathers_runs_of: int | None = None,
     tied: Sequence[int] = (),
@@ -273,8 +263,8 @@ def lower(
 ) -> PipelineSchedule:
     """Complete a table of computations: messages, gathers and releases, ties, reductions, the update.
 
-    compute: by rank, forwards and backwards in their order.  in_flight: None: counted.  gathers_runs_of: the weights of
-    a stage are gathered anew for each run over that many micro-batches; None: once for the step.
+    compute: by rank, forwards and backwards in their order.  in_flight: as in `PipelineSchedule`.  gathers_runs_of: the
+    weights of a stage are gathered anew for each run over that many micro-batches; None: once for the step.
     """
     shared = tuple(sorted(tied)) if len({placement[stage] for stage in tied}) > 1 else ()
     programs = []
@@ -294,20 +284,7 @@ def lower(
             actions += [Action(stage, Kind.REDUCE) for stage in ties]
             actions += [Action(min(last), Kind.UPDATE)] if last else []
         programs.append(tuple(actions))
-    counted = tuple(in_flight) if in_flight is not None else tuple(map(most_in_flight, compute))
-    return PipelineSchedule(name, micro_batches, tuple(placement), tuple(programs), counted, shared)
-
-
-def most_in_flight(program: Sequence[Action]) -> int:
-    """The most forwards of a program whose backward is still to come."""
-    most = now = 0
-    for action in program:
-        if action.kind is Kind.FORWARD:
-            now += 1
-            most = max(most, now)
-        elif action.kind is Kind.BACKWARD:
-            now -= 1
-    return most
+    return PipelineSchedule(name, micro_batches, tuple(placement), tuple(programs), tuple(in_flight), shared)
 
 
 def _with_messages(action: Action, placement: Sequence[int]) -> list[Action]:
@@ -358,52 +335,3 @@ def _gathers_and_releases(
         before.setdefault(ahead if len(others) <= 1 else first, []).append(Action(stage, Kind.GATHER))
         behind.setdefault(last, []).append(Action(stage, Kind.RELEASE))
     return before, behind
-
-
-# -- PyTorch's files
-
-_ACTION = re.compile(r"(\d+)(F|B|I|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|TIE|UPDATE)(\d*)")
-
-
-def read_csv(text: str | Path, *, name: str = "csv", tied: Sequence[int] = ()) -> PipelineSchedule:
-    """Read a table that PyTorch (or `PipelineSchedule.to_csv`) wrote: a row for each rank, empty cells for idle time.
-
-    A table of computations alone is completed (`lower`).  UsageError for a cell that is no action; NotBuiltError for a
-    backward in two halves (I, W).  Nothing is proven: see verify.py.
-    """
-    source = text.read_text(encoding="utf-8") if isinstance(text, Path) else text
-    rows = [[_action(cell.strip()) for cell in row if cell.strip()] for row in csv.reader(io.StringIO(source))]
-    rows = [row for row in rows if row]
-    owner = {action.stage: rank for rank, row in enumerate(rows) for action in row if action.kind in COMPUTES}
-    if not owner or sorted(owner) != list(range(len(owner))):
-        raise UsageError(
-            f"the table has computations for the stages {shown(sorted(owner))}.",
-            "Stages are numbered from 0 on, and each computes on one rank.",
-            "write every rank's row, with every stage in one of them.",
-        )
-    placement = tuple(owner[stage] for stage in range(len(owner)))
-    micro_batches = 1 + max(action.micro for row in rows for action in row if action.micro is not None)
-    if all(action.kind in COMPUTES for row in rows for action in row):
-        trains = any(action.kind is Kind.BACKWARD for row in rows for action in row)
-        return lower(name, micro_batches, placement, rows, tied=tied, trains=trains)
-    in_flight = tuple(map(most_in_flight, rows))
-    ties = tuple(sorted({action.stage for row in rows for action in row if action.kind is Kind.TIE}))
-    return PipelineSchedule(name, micro_batches, placement, tuple(map(tuple, rows)), in_flight, ties or tuple(tied))
-
-
-def _action(cell: str) -> Action:
-    match = _ACTION.fullmatch(cell)
-    if match is None:
-        raise UsageError(
-            f"{shown(cell)} is no action.",
-            "An action is a stage, a word and mostly a micro-batch: 2F0, 1UNSHARD, 3SEND_F1.",
-            "write the table with PyTorch's _dump_csv, or by hand in its notation.",
-        )
-    stage, word, micro = match.groups()
-    if word in "IW":
-        raise NotBuiltError(
-            f"{shown(cell)}: a backward in two halves.",
-            "Gradients of inputs and of weights are computed together here.",
-            "use a schedule whose backwards are whole (B).",
-        )
-    return Action(int(stage), Kind(word), int(micro) if micro else None)

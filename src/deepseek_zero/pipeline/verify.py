@@ -70,7 +70,7 @@ def simulate(
 
 
 def _fail(what: str, why: str) -> ScheduleError:
-    return ScheduleError(what, why, "mend the table that was read, or take a schedule by name.")
+    return ScheduleError(what, why, "take another schedule, and report this one: its generator is wrong.")
 
 
 def _check_program(schedule: PipelineSchedule, rank: int, program: Sequence[Action], *, trains: bool) -> None:

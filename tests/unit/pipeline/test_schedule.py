@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, product
 
 import pytest
 from torch.distributed.pipelining.schedules import _Action
 
-from deepseek_zero.base.errors import NotBuiltError, UsageError
+from deepseek_zero.base.errors import UsageError
 from deepseek_zero.pipeline.schedule import (
     Action,
     Kind,
@@ -17,10 +18,9 @@ from deepseek_zero.pipeline.schedule import (
     breadth_first,
     forward_only,
     interleaved,
+    lower,
     make_schedule,
-    most_in_flight,
     one_f_one_b,
-    read_csv,
 )
 from deepseek_zero.pipeline.verify import ScheduleError, simulate, verify
 
@@ -33,6 +33,12 @@ def compute(schedule: PipelineSchedule, rank: int) -> str:
 
 def count(schedule: PipelineSchedule, rank: int, kind: Kind) -> int:
     return sum(action.kind is kind for action in schedule.programs[rank])
+
+
+def most_in_flight(program: Sequence[Action]) -> int:
+    """The most forwards of a program whose backward is still to come."""
+    changes = [(action.kind is F) - (action.kind is B) for action in program]
+    return max(accumulate(changes))
 
 
 def all_schedules() -> list[PipelineSchedule]:
@@ -170,32 +176,26 @@ def test_a_ring_of_waits_is_found() -> None:
         verify(changed(good, 0, program))
 
 
-def test_csv_is_pytorchs() -> None:
+def test_the_notation_is_pytorchs() -> None:
     for schedule in (one_f_one_b(3, 4), interleaved(2, 2, 4), breadth_first(2, 2, 4)):
-        again = read_csv(schedule.to_csv())
-        assert again.programs == schedule.programs
-        assert again.placement == schedule.placement
-        for cell in schedule.to_csv().replace("\r\n", ",").split(","):
-            if "UPDATE" not in cell and cell:
-                assert str(_Action.from_str(cell)) == cell
+        for action in str(schedule).split():
+            if "UPDATE" not in action:
+                assert str(_Action.from_str(action)) == action
+
+
+def parsed(*rows: str) -> list[list[Action]]:
+    """Read computations such as 0F0 and 1B0, a row for each rank."""
+    return [[Action(int(stage), Kind(kind), int(micro)) for stage, kind, micro in row.split()] for row in rows]
 
 
 def test_a_table_of_computations_is_completed() -> None:
-    found = read_csv("0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1,,\n")
+    found = lower("1f1b", 2, (0, 1), parsed("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"), (2, 1))
     verify(found)
-    assert found.micro_batches == 2
     assert Action(1, Kind.RECV_F, 1) in found.programs[1]
-    # The rank of a stage is the row it computes in: a V of four stages over two ranks.
-    table = read_csv("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n")
+    # A V of four stages over two ranks.
+    table = lower("v", 1, (0, 1, 1, 0), parsed("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"), (2, 2))
     verify(table)
-    assert table.placement == (0, 1, 1, 0)
     assert table.edges == ((0, 1), (1, 0))
-    with pytest.raises(NotBuiltError, match="two halves"):
-        read_csv("0F0,0I0,0W0\n")
-    with pytest.raises(UsageError, match="no action"):
-        read_csv("0F0,backward\n")
-    with pytest.raises(UsageError, match="stages"):
-        read_csv("1F0,1B0\n")
 
 
 def test_numbers_that_do_not_fit_are_refused() -> None:
