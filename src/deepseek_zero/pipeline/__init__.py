@@ -15,14 +15,13 @@ if TYPE_CHECKING:
     from .loop import PlainLoop
     from .pipeline import Pipeline, StagedModel, cut_model
     from .planned import planned_pipeline, schedule_of
-    from .schedule import Kind
+    from .schedule import StageActionKind
     from .stage import MicroBatch, ModelStage, loss_of
     from .ties import Ties
     from .verify import simulate
 
 __all__ = [
     "Chain",
-    "Kind",
     "Labelled",
     "LayerStages",
     "LayersStage",
@@ -30,6 +29,7 @@ __all__ = [
     "ModelStage",
     "Pipeline",
     "PlainLoop",
+    "StageActionKind",
     "StagedModel",
     "Ties",
     "cut_model",
@@ -50,7 +50,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of these
             "loop": "PlainLoop",
             "pipeline": "Pipeline StagedModel cut_model",
             "planned": "planned_pipeline schedule_of",
-            "schedule": "Kind",
+            "schedule": "StageActionKind",
             "stage": "MicroBatch ModelStage loss_of",
             "ties": "Ties",
             "verify": "simulate",

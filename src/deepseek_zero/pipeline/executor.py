@@ -21,7 +21,7 @@ from ..activations.offload import mark_held
 from ..base.errors import UsageError
 from ..comm.collectives import Comm, propagate_errors
 from .messages import Form, Forms, Inbox, Links, Outbox, form_of
-from .schedule import RECEIVES, SENDS, Action, Kind, PipelineSchedule, Program
+from .schedule import RECEIVES, SENDS, PipelineSchedule, Program, StageAction, StageActionKind
 from .stage import Received, Stage
 
 MESSAGES = SENDS | RECEIVES
@@ -57,10 +57,6 @@ class States(Protocol):
         """Add up the gradients of what a stage shares with others, in the order of the stages.  Collective."""
         ...
 
-    def update(self) -> None:
-        """Take the optimizer's step, if it is not the caller's."""
-        ...
-
 
 class NoStates:
     """Plain parameters: always here, and nobody else's."""
@@ -75,7 +71,6 @@ class NoStates:
 
     def reduce(self, stage: int) -> None: ...
     def tie(self, stage: int) -> None: ...
-    def update(self) -> None: ...
 
 
 @dataclass
@@ -176,7 +171,7 @@ class _Lane:
     def __init__(self, comm: Comm, name: str, slots: int) -> None:
         self.slots = slots
         self.outbox, self.inbox = Outbox(comm, name, slots), Inbox(comm, name)
-        self.to_post: list[Action] = []  # the receives of this step, last first
+        self.to_post: list[StageAction] = []  # the receives of this step, last first
 
 
 class _Step:
@@ -193,7 +188,8 @@ class _Step:
     ) -> None:
         self.executor, self.schedule, self.micro_batches = executor, schedule, micro_batches
         self.program: Program = schedule.programs[executor.rank]
-        self._backwards = sum(action.kind is Kind.BACKWARD for action in self.program)  # that are still to come
+        kinds = [action.kind for action in self.program]
+        self._backwards = kinds.count(StageActionKind.BACKWARD)  # that are still to come
         self.trains = self._backwards > 0
         self.keys = [None if key is None else (key, self.trains) for key in keys]
         self.factors = factors
@@ -203,22 +199,21 @@ class _Step:
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, Any] = {}
         self._keeps_outputs = keeps_outputs
-        self._lanes: dict[tuple[int, Kind], _Lane] = {}
+        self._lanes: dict[tuple[int, StageActionKind], _Lane] = {}
         self._held: dict[tuple[int, int], _Held] = {}
-        self._sending: dict[tuple[int, int, Kind], tuple[Tensor, ...]] = {}
-        self._arrived: dict[tuple[int, int, Kind], tuple[Tensor, ...]] = {}
-        self._run: Mapping[Kind, Any] = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.SEND_F: self._send_output,
-            Kind.SEND_B: self._send_grads,
-            Kind.RECV_F: self._receive_output,
-            Kind.RECV_B: self._receive_grads,
-            Kind.GATHER: lambda stage, micro: executor.states.gather(stage),
-            Kind.RELEASE: lambda stage, micro: executor.states.release(stage),
-            Kind.REDUCE: lambda stage, micro: executor.states.reduce(stage),
-            Kind.TIE: lambda stage, micro: executor.states.tie(stage),
-            Kind.UPDATE: lambda stage, micro: executor.states.update(),
+        self._sending: dict[tuple[int, int, StageActionKind], tuple[Tensor, ...]] = {}
+        self._arrived: dict[tuple[int, int, StageActionKind], tuple[Tensor, ...]] = {}
+        self._run: Mapping[StageActionKind, Any] = {
+            StageActionKind.FORWARD: self._forward,
+            StageActionKind.BACKWARD: self._backward,
+            StageActionKind.SEND_F: self._send_output,
+            StageActionKind.SEND_B: self._send_grads,
+            StageActionKind.RECV_F: self._receive_output,
+            StageActionKind.RECV_B: self._receive_grads,
+            StageActionKind.GATHER: lambda stage, micro: executor.states.gather(stage),
+            StageActionKind.RELEASE: lambda stage, micro: executor.states.release(stage),
+            StageActionKind.REDUCE: lambda stage, micro: executor.states.reduce(stage),
+            StageActionKind.TIE: lambda stage, micro: executor.states.tie(stage),
         }
 
     def run(self) -> None:
@@ -247,7 +242,7 @@ class _Step:
     # -- computations
 
     def _forward(self, stage: int, micro: int) -> None:
-        received = self._arrived.pop((stage, micro, Kind.RECV_F), ())
+        received = self._arrived.pop((stage, micro, StageActionKind.RECV_F), ())
         own = self.executor.stages[stage]
         with self.executor.states.forward(stage):
             output = own.forward(self.micro_batches[micro], tuple(_entered(each) for each in received))
@@ -266,9 +261,9 @@ class _Step:
             if self._is_here(stage + 1):
                 # Copies, so that writes in place by the next stage do not change the tensors kept for backward.
                 handed = tuple(each.detach().clone().requires_grad_(each.requires_grad) for each in outputs)
-                self._arrived[stage + 1, micro, Kind.RECV_F] = handed
+                self._arrived[stage + 1, micro, StageActionKind.RECV_F] = handed
             else:
-                self._sending[stage, micro, Kind.SEND_F] = outputs
+                self._sending[stage, micro, StageActionKind.SEND_F] = outputs
         if not self.trains:
             del self._held[stage, micro]
 
@@ -281,9 +276,9 @@ class _Step:
         if stage:
             grads = tuple(_grad_of(each) for each in held.received if each.requires_grad)
             if self._is_here(stage - 1):
-                self._arrived[stage - 1, micro, Kind.RECV_B] = grads
+                self._arrived[stage - 1, micro, StageActionKind.RECV_B] = grads
             else:
-                self._sending[stage, micro, Kind.SEND_B] = grads
+                self._sending[stage, micro, StageActionKind.SEND_B] = grads
 
     def _differentiate(self, held: _Held, stage: int, micro: int) -> None:
         if held.loss is not None:
@@ -291,7 +286,7 @@ class _Step:
                 factor = self.factors[micro]
                 torch.autograd.backward(held.loss, torch.full_like(held.loss, factor))
         else:
-            grads = self._arrived.pop((stage, micro, Kind.RECV_B))
+            grads = self._arrived.pop((stage, micro, StageActionKind.RECV_B))
             differentiated = [edge for edge, form in zip(held.edges, held.form, strict=True) if form.is_differentiated]
             pairs = [(edge, grad) for edge, grad in zip(differentiated, grads, strict=True) if edge is not None]
             if pairs:
@@ -302,39 +297,41 @@ class _Step:
     def _is_here(self, stage: int) -> bool:
         return self.schedule.placement[stage] == self.executor.rank
 
-    def _lane_of(self, action: Action) -> _Lane:
+    def _lane_of(self, action: StageAction) -> _Lane:
         """The lane that a message travels in."""
         stage, kind, _ = action
-        lower = stage if kind in (Kind.SEND_F, Kind.RECV_B) else stage - 1
+        lower = stage if kind in (StageActionKind.SEND_F, StageActionKind.RECV_B) else stage - 1
         edge = self.schedule.placement[lower], self.schedule.placement[lower + 1]
-        name = "gather" if kind in (Kind.SEND_F, Kind.RECV_F) else "reduce"
+        name = "gather" if kind in (StageActionKind.SEND_F, StageActionKind.RECV_F) else "reduce"
         return self.executor.lane(edge, name, self.schedule.in_flight[self.executor.rank])
 
     def _send_output(self, stage: int, micro: int) -> None:
-        outputs, key, forms = self._sending.pop((stage, micro, Kind.SEND_F)), self.keys[micro], self.executor.forms
+        outputs = self._sending.pop((stage, micro, StageActionKind.SEND_F))
+        key = self.keys[micro]
+        forms = self.executor.forms
         form = form_of(outputs)
         forms.check(stage, key, form)
         header = form if forms.known(stage, key) is None else None
         forms.see(stage, key, form)
-        lane = self._lanes[stage, Kind.SEND_F]
+        lane = self._lanes[stage, StageActionKind.SEND_F]
         lane.outbox.send(outputs, f"output {micro} of stage {stage}", header)
 
     def _send_grads(self, stage: int, micro: int) -> None:
-        grads = self._sending.pop((stage, micro, Kind.SEND_B))
-        lane = self._lanes[stage, Kind.SEND_B]
+        grads = self._sending.pop((stage, micro, StageActionKind.SEND_B))
+        lane = self._lanes[stage, StageActionKind.SEND_B]
         lane.outbox.send(grads, f"gradient {micro} of stage {stage - 1}")
 
     def _receive_output(self, stage: int, micro: int) -> None:
-        form, tensors = self._take(stage, Kind.RECV_F)
+        form, tensors = self._take(stage, StageActionKind.RECV_F)
         self.executor.forms.see(stage - 1, self.keys[micro], form)
         for tensor, each in zip(tensors, form, strict=True):
             tensor.requires_grad_(each.is_differentiated)
-        self._arrived[stage, micro, Kind.RECV_F] = tensors
+        self._arrived[stage, micro, StageActionKind.RECV_F] = tensors
 
     def _receive_grads(self, stage: int, micro: int) -> None:
-        self._arrived[stage, micro, Kind.RECV_B] = self._take(stage, Kind.RECV_B)[1]
+        self._arrived[stage, micro, StageActionKind.RECV_B] = self._take(stage, StageActionKind.RECV_B)[1]
 
-    def _take(self, stage: int, kind: Kind) -> tuple[Form, tuple[Tensor, ...]]:
+    def _take(self, stage: int, kind: StageActionKind) -> tuple[Form, tuple[Tensor, ...]]:
         lane = self._lanes[stage, kind]
         if not lane.inbox:
             self._post(lane)
@@ -347,14 +344,14 @@ class _Step:
         while len(lane.inbox) < AHEAD and lane.to_post and lane.inbox.knows_next:
             stage, kind, micro = lane.to_post[-1]
             assert micro is not None
-            if kind is Kind.RECV_B and (stage, micro) not in self._held:
+            if kind is StageActionKind.RECV_B and (stage, micro) not in self._held:
                 break  # its forward is still to come, and with it the form
             self._post(lane)
 
     def _post(self, lane: _Lane) -> None:
         stage, kind, micro = lane.to_post.pop()
         assert micro is not None
-        if kind is Kind.RECV_F:
+        if kind is StageActionKind.RECV_F:
             form = self.executor.forms.known(stage - 1, self.keys[micro])
             lane.inbox.post(form, f"output {micro} of stage {stage - 1}")
         else:

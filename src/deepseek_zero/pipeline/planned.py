@@ -9,7 +9,7 @@ import torch
 from ..base.mesh import Mesh
 from ..planner.pieces import PipelinePlan
 from .pipeline import StagedModel
-from .schedule import Kind, PipelineSchedule, Program, make_schedule
+from .schedule import PipelineSchedule, Program, StageActionKind, make_schedule
 from .stage import Cut, ModelStage
 
 
@@ -81,10 +81,10 @@ def _gathers(program: Program, *, is_tied: bool) -> tuple[dict[int, int], int]:
     gathered: set[int] = set()
     of_all = 0
     for action in program:
-        if action.kind is Kind.GATHER:
+        if action.kind is StageActionKind.GATHER:
             found[action.stage] = found.get(action.stage, 0) + 1
             of_all += not gathered
             gathered.add(action.stage)
-        elif action.kind is Kind.RELEASE:
+        elif action.kind is StageActionKind.RELEASE:
             gathered.discard(action.stage)
     return found, 1 if is_tied else of_all

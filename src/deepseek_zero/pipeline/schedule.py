@@ -8,8 +8,9 @@ other axes add.  `print(schedule)` has PyTorch's notation, stage first and micro
     0F3  0B3                            forward, backward of micro-batch 3 in stage 0
     0SEND_F3  1RECV_F3                  its output from stage 0 to stage 1;  SEND_B, RECV_B: its gradient back
     0UNSHARD  0RESHARD  0REDUCE_GRAD    gather and release the weights of stage 0, reduce its gradients
-    0TIE  0UPDATE                       add up the gradients of a weight that two stages share; the optimizer's step
+    0TIE                                add up the gradients of a weight that two stages share
 
+The optimizer's step is not an action: the engine takes it after the schedule.
 Every stage runs its backwards ascending in the micro-batch: sums of gradients then have one order, that of one process
 which accumulates, whatever the schedule.
 """
@@ -25,8 +26,8 @@ from typing import NamedTuple
 from ..base.errors import UsageError, shown
 
 
-class Kind(Enum):
-    """The kinds of actions; the values are PyTorch's words, TIE and UPDATE are ours."""
+class StageActionKind(Enum):
+    """The kinds of actions; the values are PyTorch's words, TIE is ours."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -38,28 +39,27 @@ class Kind(Enum):
     RELEASE = "RESHARD"
     REDUCE = "REDUCE_GRAD"
     TIE = "TIE"
-    UPDATE = "UPDATE"
 
     __hash__ = object.__hash__  # members are single objects; Enum's own hashes their names, a Python call each time
 
 
-COMPUTES = frozenset({Kind.FORWARD, Kind.BACKWARD})
-SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
-RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
+COMPUTES = frozenset({StageActionKind.FORWARD, StageActionKind.BACKWARD})
+SENDS = frozenset({StageActionKind.SEND_F, StageActionKind.SEND_B})
+RECEIVES = frozenset({StageActionKind.RECV_F, StageActionKind.RECV_B})
 
 
-class Action(NamedTuple):
+class StageAction(NamedTuple):
     """One action of one rank.  micro: the micro-batch; None for what concerns all of them."""
 
     stage: int
-    kind: Kind
+    kind: StageActionKind
     micro: int | None = None
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{'' if self.micro is None else self.micro}"
 
 
-Program = tuple[Action, ...]
+Program = tuple[StageAction, ...]
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ def breadth_first(
         compute = []
         for rank in range(ranks):
             own = range(rank, ranks * virtual, ranks)
-            forward = [(stage, Kind.FORWARD, micro) for stage in own for micro in range(micro_batches)]
-            backward = [(stage, Kind.BACKWARD, micro) for stage in reversed(own) for micro in range(micro_batches)]
-            compute.append([Action(*each) for each in [*forward, *backward]])
+            forward = _for_each(own, StageActionKind.FORWARD, range(micro_batches))
+            backward = _for_each(reversed(own), StageActionKind.BACKWARD, range(micro_batches))
+            compute.append(forward + backward)
         in_flight = [virtual * micro_batches] * ranks
     else:
         compute = _grouped(ranks, virtual, micro_batches, size)
@@ -173,7 +173,7 @@ def breadth_first(
 def forward_only(ranks: int, virtual: int, micro_batches: int) -> PipelineSchedule:
     """The forwards alone, for evaluation: micro-batches in groups of P."""
     compute = [
-        [action for action in program if action.kind is Kind.FORWARD]
+        [action for action in program if action.kind is StageActionKind.FORWARD]
         for program in _grouped(ranks, virtual, micro_batches, ranks)
     ]
     in_flight = [virtual * micro_batches] * ranks  # nothing is kept for a backward; slots are what bounds the run ahead
@@ -212,7 +212,7 @@ def _loop(ranks: int, virtual: int) -> tuple[int, ...]:
     return tuple(range(ranks)) * virtual
 
 
-def _grouped(ranks: int, virtual: int, micro_batches: int, group: int) -> list[list[Action]]:
+def _grouped(ranks: int, virtual: int, micro_batches: int, group: int) -> list[list[StageAction]]:
     """By rank, the computations of interleaved 1F1B with groups of that size.
 
     Planned for full groups: leaving out every action of some micro-batches removes waits and adds none.
@@ -229,22 +229,26 @@ def _grouped(ranks: int, virtual: int, micro_batches: int, group: int) -> list[l
 
 def _warm_up_then_alternate(
     warm_up: int, groups: Iterable[tuple[int, int]], ranks: int, rank: int, virtual: int
-) -> list[Action]:
+) -> list[StageAction]:
     """`warm_up` forwards, then a forward and a backward in turn, then the backwards that are left.
 
     groups: [first, last) micro-batches that one stage of the rank takes before the next does.
     """
     own = range(rank, ranks * virtual, ranks)
-    forward: list[Action] = []
-    backward: list[Action] = []
+    forward: list[StageAction] = []
+    backward: list[StageAction] = []
     for first, last in groups:
-        forward += [Action(stage, Kind.FORWARD, micro) for stage in own for micro in range(first, last)]
-        backward += [Action(stage, Kind.BACKWARD, micro) for stage in reversed(own) for micro in range(first, last)]
+        forward += _for_each(own, StageActionKind.FORWARD, range(first, last))
+        backward += _for_each(reversed(own), StageActionKind.BACKWARD, range(first, last))
     ahead = min(warm_up, len(forward))
     found = forward[:ahead]
     for later, earlier in zip(forward[ahead:], backward, strict=False):
         found += (later, earlier)
     return found + backward[len(forward) - ahead :]
+
+
+def _for_each(stages: Iterable[int], kind: StageActionKind, micros: Sequence[int]) -> list[StageAction]:
+    return [StageAction(stage, kind, micro) for stage in stages for micro in micros]
 
 
 # -- what follows from the order of computations
@@ -254,14 +258,14 @@ def lower(
     name: str,
     micro_batches: int,
     placement: Sequence[int],
-    compute: Sequence[Sequence[Action]],
+    compute: Sequence[Sequence[StageAction]],
     in_flight: Sequence[int],
     *,
     gathers_runs_of: int | None = None,
     tied: Sequence[int] = (),
     trains: bool = True,
 ) -> PipelineSchedule:
-    """Complete a table of computations: messages, gathers and releases, ties, reductions, the update.
+    """Complete a table of computations: messages, gathers and releases, ties, reductions.
 
     compute: by rank, forwards and backwards in their order.  in_flight: as in `PipelineSchedule`.  gathers_runs_of: the
     weights of a stage are gathered anew for each run over that many micro-batches; None: once for the step.
@@ -270,54 +274,54 @@ def lower(
     programs = []
     for program in compute:
         before, behind = _gathers_and_releases(program, gathers_runs_of)
-        actions: list[Action] = []
-        last = {action.stage: place for place, action in enumerate(program) if action.kind is Kind.BACKWARD}
+        actions: list[StageAction] = []
+        last = {action.stage: place for place, action in enumerate(program) if action.kind is StageActionKind.BACKWARD}
         for place, action in enumerate(program):
             actions += before.get(place, ())
             actions += _with_messages(action, placement)
             actions += behind.get(place, ())
             if trains and last.get(action.stage) == place and action.stage not in shared:
-                actions.append(Action(action.stage, Kind.REDUCE))
+                actions.append(StageAction(action.stage, StageActionKind.REDUCE))
         if trains:
             ties = [stage for stage in sorted(last) if stage in shared]
-            actions += [Action(stage, Kind.TIE) for stage in ties[:1]]  # one for all that the rank shares
-            actions += [Action(stage, Kind.REDUCE) for stage in ties]
-            actions += [Action(min(last), Kind.UPDATE)] if last else []
+            if ties:  # one action adds up all tied gradients of the rank
+                actions.append(StageAction(ties[0], StageActionKind.TIE))
+            actions += [StageAction(stage, StageActionKind.REDUCE) for stage in ties]
         programs.append(tuple(actions))
     return PipelineSchedule(name, micro_batches, tuple(placement), tuple(programs), tuple(in_flight), shared)
 
 
-def _with_messages(action: Action, placement: Sequence[int]) -> list[Action]:
+def _with_messages(action: StageAction, placement: Sequence[int]) -> list[StageAction]:
     """An action between the receive it needs and the send of what it makes; neighbours on one rank need neither."""
     stage, kind, micro = action
     here, last = placement[stage], len(placement) - 1
     from_below, from_above = stage > 0 and placement[stage - 1] != here, stage < last and placement[stage + 1] != here
     found = [action]
-    if kind is Kind.FORWARD:
+    if kind is StageActionKind.FORWARD:
         if from_below:
-            found.insert(0, Action(stage, Kind.RECV_F, micro))
+            found.insert(0, StageAction(stage, StageActionKind.RECV_F, micro))
         if from_above:
-            found.append(Action(stage, Kind.SEND_F, micro))
-    elif kind is Kind.BACKWARD:
+            found.append(StageAction(stage, StageActionKind.SEND_F, micro))
+    elif kind is StageActionKind.BACKWARD:
         if from_above:
-            found.insert(0, Action(stage, Kind.RECV_B, micro))
+            found.insert(0, StageAction(stage, StageActionKind.RECV_B, micro))
         if from_below:
-            found.append(Action(stage, Kind.SEND_B, micro))
+            found.append(StageAction(stage, StageActionKind.SEND_B, micro))
     return found
 
 
 def _gathers_and_releases(
-    program: Sequence[Action], group: int | None
-) -> tuple[dict[int, list[Action]], dict[int, list[Action]]]:
+    program: Sequence[StageAction], group: int | None
+) -> tuple[dict[int, list[StageAction]], dict[int, list[StageAction]]]:
     """By place in the program, the gathers that stand before it and the releases that stand behind it.
 
     Runs of one stage that overlap or follow each other are one.  A run's gather stands one computation ahead of its
     first, unless more than two stages of this rank would then be gathered at once.
     """
-    runs: dict[tuple[int, Kind, int], list[int]] = {}
+    runs: dict[tuple[int, StageActionKind, int], list[int]] = {}
     for place, (stage, kind, micro) in enumerate(program):
         assert micro is not None
-        key = (stage, Kind.FORWARD, 0) if group is None else (stage, kind, micro // group)
+        key = (stage, StageActionKind.FORWARD, 0) if group is None else (stage, kind, micro // group)
         runs.setdefault(key, [place, place])[1] = place
     by_stage: dict[int, list[list[int]]] = {}
     for (stage, _, _), (first, last) in sorted(runs.items(), key=lambda item: item[1]):
@@ -326,12 +330,12 @@ def _gathers_and_releases(
             spans[-1][1] = max(spans[-1][1], last)
         else:
             spans.append([first, last])
-    before: dict[int, list[Action]] = {}
-    behind: dict[int, list[Action]] = {}
+    before: dict[int, list[StageAction]] = {}
+    behind: dict[int, list[StageAction]] = {}
     whole = sorted((first, last, stage) for stage, spans in by_stage.items() for first, last in spans)
     for first, last, stage in whole:
         ahead = max(first - 1, 0)
         others = {each for begin, end, each in whole if each != stage and begin <= ahead + 1 and end >= ahead}
-        before.setdefault(ahead if len(others) <= 1 else first, []).append(Action(stage, Kind.GATHER))
-        behind.setdefault(last, []).append(Action(stage, Kind.RELEASE))
+        before.setdefault(ahead if len(others) <= 1 else first, []).append(StageAction(stage, StageActionKind.GATHER))
+        behind.setdefault(last, []).append(StageAction(stage, StageActionKind.RELEASE))
     return before, behind

@@ -94,9 +94,6 @@ class ShardedStates:
             self._add_up()
         self._reduce_step()
 
-    def update(self) -> None:
-        """Nothing: the step is the engine's."""
-
 
 def _units_of(runtime: Runtime, blocks: Mapping[int, Collection[str]]) -> dict[int, frozenset[int]]:
     """By stage, the numbers of the units in its modules, and those that are in no stage's, the root above all."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..base.errors import DeepSeekZeroError
-from .schedule import COMPUTES, SENDS, Action, Kind, PipelineSchedule
+from .schedule import COMPUTES, SENDS, PipelineSchedule, StageAction, StageActionKind
 
 
 class ScheduleError(DeepSeekZeroError):
@@ -24,7 +24,7 @@ class Span:
     """One computation of one rank, and when."""
 
     rank: int
-    action: Action
+    action: StageAction
     start: float
     end: float
 
@@ -43,7 +43,7 @@ class Timeline:
 
 def verify(schedule: PipelineSchedule) -> None:
     """Prove a schedule; ScheduleError says what is wrong and where."""
-    trains = any(action.kind is Kind.BACKWARD for program in schedule.programs for action in program)
+    trains = any(action.kind is StageActionKind.BACKWARD for program in schedule.programs for action in program)
     for rank, program in enumerate(schedule.programs):
         _check_program(schedule, rank, program, trains=trains)
     _check_messages(schedule)
@@ -73,18 +73,18 @@ def _fail(what: str, why: str) -> ScheduleError:
     return ScheduleError(what, why, "take another schedule, and report this one: its generator is wrong.")
 
 
-def _check_program(schedule: PipelineSchedule, rank: int, program: Sequence[Action], *, trains: bool) -> None:
+def _check_program(schedule: PipelineSchedule, rank: int, program: Sequence[StageAction], *, trains: bool) -> None:
     """One rank's own order: what an action needs of the same rank has run before it."""
     placement, many = schedule.placement, schedule.micro_batches
     last_stage = len(placement) - 1
     own = set(schedule.stages_of(rank))
     forwards, backwards = dict.fromkeys(own, 0), dict.fromkeys(own, 0)
-    done: set[Action] = set()
+    done: set[StageAction] = set()
     gathered, reduced = set[int](), set[int]()
-    in_flight, updates, is_tied = 0, 0, False
-    uses_gathers = any(action.kind is Kind.GATHER for action in program)
+    in_flight, is_tied = 0, False
+    uses_gathers = any(action.kind is StageActionKind.GATHER for action in program)
 
-    def needs(here: Action, *before: Action) -> None:
+    def needs(here: StageAction, *before: StageAction) -> None:
         for each in before:
             if each not in done:
                 raise _fail(f"pipeline rank {rank}: {here} stands before {each}.", f"{here} uses what {each} makes.")
@@ -95,16 +95,18 @@ def _check_program(schedule: PipelineSchedule, rank: int, program: Sequence[Acti
             raise _fail(f"pipeline rank {rank}: {action} is of a stage of another rank.", "A stage has one rank.")
         if micro is not None and micro >= many:
             raise _fail(f"pipeline rank {rank}: {action} of {many} micro-batches.", "They are numbered from 0 on.")
-        if action in done and kind not in (Kind.GATHER, Kind.RELEASE):
+        if action in done and kind not in (StageActionKind.GATHER, StageActionKind.RELEASE):
             raise _fail(f"pipeline rank {rank}: {action} stands there twice.", "Each action runs once.")
         if kind in COMPUTES:
             assert micro is not None
             if uses_gathers and stage not in gathered:
                 raise _fail(f"pipeline rank {rank}: {action} runs while stage {stage} is not gathered.", "")
-            if kind is Kind.FORWARD:
+            if kind is StageActionKind.FORWARD:
                 if stage:
-                    remote = placement[stage - 1] != rank
-                    needs(action, Action(stage, Kind.RECV_F, micro) if remote else Action(stage - 1, kind, micro))
+                    source = StageAction(stage - 1, kind, micro)
+                    if placement[stage - 1] != rank:
+                        source = StageAction(stage, StageActionKind.RECV_F, micro)
+                    needs(action, source)
                 forwards[stage] += 1
                 in_flight += trains
                 if in_flight > schedule.in_flight[rank]:
@@ -113,10 +115,12 @@ def _check_program(schedule: PipelineSchedule, rank: int, program: Sequence[Acti
                         f"The schedule declares {schedule.in_flight[rank]}.",
                     )
             else:
-                needs(action, Action(stage, Kind.FORWARD, micro))
+                needs(action, StageAction(stage, StageActionKind.FORWARD, micro))
                 if stage < last_stage:
-                    remote = placement[stage + 1] != rank
-                    needs(action, Action(stage, Kind.RECV_B, micro) if remote else Action(stage + 1, kind, micro))
+                    source = StageAction(stage + 1, kind, micro)
+                    if placement[stage + 1] != rank:
+                        source = StageAction(stage, StageActionKind.RECV_B, micro)
+                    needs(action, source)
                 if micro != backwards[stage]:
                     raise _fail(
                         f"pipeline rank {rank}: {action} follows {backwards[stage]} backwards of its stage.",
@@ -124,33 +128,28 @@ def _check_program(schedule: PipelineSchedule, rank: int, program: Sequence[Acti
                     )
                 backwards[stage] += 1
                 in_flight -= 1
-        elif kind is Kind.SEND_F:
-            needs(action, Action(stage, Kind.FORWARD, micro))
-        elif kind is Kind.SEND_B:
-            needs(action, Action(stage, Kind.BACKWARD, micro))
-        elif kind is Kind.GATHER:
+        elif kind is StageActionKind.SEND_F:
+            needs(action, StageAction(stage, StageActionKind.FORWARD, micro))
+        elif kind is StageActionKind.SEND_B:
+            needs(action, StageAction(stage, StageActionKind.BACKWARD, micro))
+        elif kind is StageActionKind.GATHER:
             gathered.add(stage)
-        elif kind is Kind.RELEASE:
+        elif kind is StageActionKind.RELEASE:
             if stage not in gathered:
                 raise _fail(f"pipeline rank {rank}: {action} of a stage that is not gathered.", "")
             gathered.discard(stage)
-        elif kind is Kind.TIE or kind is Kind.REDUCE:
+        elif kind is StageActionKind.TIE or kind is StageActionKind.REDUCE:
             if backwards[stage] != many:
                 raise _fail(f"pipeline rank {rank}: {action} after {backwards[stage]} of {many} backwards.", "")
-            if kind is Kind.REDUCE and stage in schedule.tied and not is_tied:
+            if kind is StageActionKind.REDUCE and stage in schedule.tied and not is_tied:
                 raise _fail(f"pipeline rank {rank}: {action} before the tied gradients are added up.", "")
-            if kind is Kind.REDUCE:
+            if kind is StageActionKind.REDUCE:
                 reduced.add(stage)
                 continue
             for each in own & set(schedule.tied):
                 if backwards[each] != many:
                     raise _fail(f"pipeline rank {rank}: {action} before the backwards of stage {each}.", "")
             is_tied = True
-        elif kind is Kind.UPDATE:
-            if reduced != own:
-                missing = ", ".join(map(str, sorted(own - reduced)))
-                raise _fail(f"pipeline rank {rank}: {action} before stage {missing} is reduced.", "")
-            updates += 1
         done.add(action)
     for stage in own:
         if forwards[stage] != many or (trains and backwards[stage] != many):
@@ -160,14 +159,18 @@ def _check_program(schedule: PipelineSchedule, rank: int, program: Sequence[Acti
             )
     if gathered:
         raise _fail(f"pipeline rank {rank}: stage {min(gathered)} stays gathered behind the step.", "")
-    if trains and own and updates != 1:
-        raise _fail(f"pipeline rank {rank} has {updates} updates.", "A step has one.")
+    if trains and reduced != own:
+        missing = ", ".join(map(str, sorted(own - reduced)))
+        raise _fail(
+            f"pipeline rank {rank}: stage {missing} is not reduced in the step.",
+            "The optimizer would use gradients of this rank alone.",
+        )
 
 
 def _check_messages(schedule: PipelineSchedule) -> None:
     """Every message is received in the order it was sent in, between the same two ranks and in the same lane."""
-    sent: dict[tuple[int, int, Kind], list[tuple[int, int | None]]] = {}
-    received: dict[tuple[int, int, Kind], list[tuple[int, int | None]]] = {}
+    sent: dict[tuple[int, int, StageActionKind], list[tuple[int, int | None]]] = {}
+    received: dict[tuple[int, int, StageActionKind], list[tuple[int, int | None]]] = {}
     for rank, program in enumerate(schedule.programs):
         for action in program:
             if (place := _lane(schedule, rank, action)) is not None:
@@ -184,24 +187,24 @@ def _check_messages(schedule: PipelineSchedule) -> None:
             else f"message {first} is sent for stage {out[first][0]}, micro-batch {out[first][1]}, "
             f"and received as stage {into[first][0]}, micro-batch {into[first][1]}"
         )
-        lane_name = "activations" if kind is Kind.SEND_F else "gradients"
+        lane_name = "activations" if kind is StageActionKind.SEND_F else "gradients"
         raise _fail(f"{lane_name} from pipeline rank {source} to {target}: {what}.", "A lane has one order.")
 
 
 def _lane(
-    schedule: PipelineSchedule, rank: int, action: Action
-) -> tuple[tuple[int, int, Kind], tuple[int, int | None]] | None:
+    schedule: PipelineSchedule, rank: int, action: StageAction
+) -> tuple[tuple[int, int, StageActionKind], tuple[int, int | None]] | None:
     """The lane of a message (from, to, its send's kind) and what it is there (sending stage, micro-batch)."""
     stage, kind, micro = action
     placement = schedule.placement
-    if kind is Kind.SEND_F:
+    if kind is StageActionKind.SEND_F:
         return (rank, placement[stage + 1], kind), (stage, micro)
-    if kind is Kind.RECV_F:
-        return (placement[stage - 1], rank, Kind.SEND_F), (stage - 1, micro)
-    if kind is Kind.SEND_B:
+    if kind is StageActionKind.RECV_F:
+        return (placement[stage - 1], rank, StageActionKind.SEND_F), (stage - 1, micro)
+    if kind is StageActionKind.SEND_B:
         return (rank, placement[stage - 1], kind), (stage, micro)
-    if kind is Kind.RECV_B:
-        return (placement[stage + 1], rank, Kind.SEND_B), (stage + 1, micro)
+    if kind is StageActionKind.RECV_B:
+        return (placement[stage + 1], rank, StageActionKind.SEND_B), (stage + 1, micro)
     return None
 
 
@@ -220,12 +223,12 @@ def _walk(
     """
     programs, tied = schedule.programs, len({schedule.placement[stage] for stage in schedule.tied})
     cost = {
-        Kind.FORWARD: _by_stage(forward, schedule.stages),
-        Kind.BACKWARD: _by_stage(backward, schedule.stages),
+        StageActionKind.FORWARD: _by_stage(forward, schedule.stages),
+        StageActionKind.BACKWARD: _by_stage(backward, schedule.stages),
     }
     places, clocks = [0] * len(programs), [0.0] * len(programs)
-    arrived: dict[tuple[int, int, Kind], list[float]] = {}  # by lane: when each message was there
-    taken: dict[tuple[int, int, Kind], list[float]] = {}  # and when each was received
+    arrived: dict[tuple[int, int, StageActionKind], list[float]] = {}  # by lane: when each message was there
+    taken: dict[tuple[int, int, StageActionKind], list[float]] = {}  # and when each was received
     at_tie: dict[int, float] = {}
     ready = deque(range(len(programs)))
     waiting: set[int] = set()
@@ -240,7 +243,7 @@ def _walk(
                 if spans is not None:
                     spans.append(Span(rank, action, now, end))
                 now = end
-            elif kind is Kind.TIE:
+            elif kind is StageActionKind.TIE:
                 at_tie.setdefault(action.stage, now)
                 if len(at_tie) < tied:
                     waiting.add(rank)
@@ -281,9 +284,9 @@ def _by_stage(seconds: float | Sequence[float], stages: int) -> Sequence[float]:
     return [float(seconds)] * stages if isinstance(seconds, int | float) else seconds
 
 
-def _most_gathered(program: Sequence[Action]) -> int:
+def _most_gathered(program: Sequence[StageAction]) -> int:
     most = now = 0
     for action in program:
-        now += (action.kind is Kind.GATHER) - (action.kind is Kind.RELEASE)
+        now += (action.kind is StageActionKind.GATHER) - (action.kind is StageActionKind.RELEASE)
         most = max(most, now)
     return most

@@ -122,7 +122,7 @@ class Bar:
     """One computation in the picture of a pipeline.  start, length: in forwards of a whole rank's stages."""
 
     rank: int
-    kind: pipeline.Kind
+    kind: pipeline.StageActionKind
     chunk: int
     micro: int
     start: float
@@ -162,7 +162,8 @@ def draw_pipeline(panel: Any, plan: PipelinePlan, inches: float) -> None:
     for rank in range(plan.ranks):
         hatched = {"facecolor": "white", "edgecolor": "#d5dbe0", "hatch": "//////", "linewidth": 0.0}
         panel.broken_barh([(0, length)], (rank - 0.4, 0.8), **hatched)
-        for kind, chunk in itertools.product((pipeline.Kind.FORWARD, pipeline.Kind.BACKWARD), range(plan.virtual)):
+        kinds = (pipeline.StageActionKind.FORWARD, pipeline.StageActionKind.BACKWARD)
+        for kind, chunk in itertools.product(kinds, range(plan.virtual)):
             own = [bar for bar in bars if (bar.rank, bar.kind, bar.chunk) == (rank, kind, chunk)]
             spans = [(bar.start, bar.length) for bar in own]
             colour = shade(kind, chunk, plan.virtual)
@@ -191,16 +192,16 @@ def draw_pipeline(panel: Any, plan: PipelinePlan, inches: float) -> None:
 def legend_of(plan: PipelinePlan) -> list[tuple[str, str]]:
     """The colours of a pipeline's picture, and what they are."""
     found = []
-    for kind, word in ((pipeline.Kind.FORWARD, "forward"), (pipeline.Kind.BACKWARD, "backward")):
+    for kind, word in ((pipeline.StageActionKind.FORWARD, "forward"), (pipeline.StageActionKind.BACKWARD, "backward")):
         for chunk in range(plan.virtual):
             where = f", stage {chunk + 1} of the rank" if plan.virtual > 1 else " of a micro-batch"
             found.append((shade(kind, chunk, plan.virtual), word + where))
     return found
 
 
-def shade(kind: pipeline.Kind, chunk: int, virtual: int) -> str:
+def shade(kind: pipeline.StageActionKind, chunk: int, virtual: int) -> str:
     """The colour of a computation: paler for the later stages of a rank."""
-    colour = FORWARD if kind is pipeline.Kind.FORWARD else BACKWARD
+    colour = FORWARD if kind is pipeline.StageActionKind.FORWARD else BACKWARD
     paler = PALEST * chunk / max(1, virtual - 1)
     channels = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
     return "#" + "".join(f"{round(each + (255 - each) * paler):02x}" for each in channels)

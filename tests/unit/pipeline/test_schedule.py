@@ -12,9 +12,9 @@ from torch.distributed.pipelining.schedules import _Action
 
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.pipeline.schedule import (
-    Action,
-    Kind,
     PipelineSchedule,
+    StageAction,
+    StageActionKind,
     breadth_first,
     forward_only,
     interleaved,
@@ -24,18 +24,18 @@ from deepseek_zero.pipeline.schedule import (
 )
 from deepseek_zero.pipeline.verify import ScheduleError, simulate, verify
 
-F, B = Kind.FORWARD, Kind.BACKWARD
+F, B = StageActionKind.FORWARD, StageActionKind.BACKWARD
 
 
 def compute(schedule: PipelineSchedule, rank: int) -> str:
     return " ".join(str(action) for action in schedule.programs[rank] if action.kind in (F, B))
 
 
-def count(schedule: PipelineSchedule, rank: int, kind: Kind) -> int:
+def count(schedule: PipelineSchedule, rank: int, kind: StageActionKind) -> int:
     return sum(action.kind is kind for action in schedule.programs[rank])
 
 
-def most_in_flight(program: Sequence[Action]) -> int:
+def most_in_flight(program: Sequence[StageAction]) -> int:
     """The most forwards of a program whose backward is still to come."""
     changes = [(action.kind is F) - (action.kind is B) for action in program]
     return max(accumulate(changes))
@@ -61,8 +61,7 @@ def test_what_generators_make_is_proven(schedule: PipelineSchedule) -> None:
     for rank, program in enumerate(schedule.programs):
         if schedule.name != "forward_only":
             assert most_in_flight(program) <= schedule.in_flight[rank]
-            assert count(schedule, rank, Kind.REDUCE) == len(schedule.stages_of(rank))
-            assert count(schedule, rank, Kind.UPDATE) == 1
+            assert count(schedule, rank, StageActionKind.REDUCE) == len(schedule.stages_of(rank))
 
 
 def test_1f1b_is_the_order_everybody_draws() -> None:
@@ -86,8 +85,8 @@ def test_breadth_first_gathers_a_stage_twice_and_two_at_once() -> None:
         for rank in range(ranks):
             own = found.stages_of(rank)
             # The last stage of a rank is used backward as soon as it was used forward: one gather serves both.
-            assert count(found, rank, Kind.GATHER) == 2 * len(own) - 1
-            assert count(found, rank, Kind.REDUCE) == len(own)
+            assert count(found, rank, StageActionKind.GATHER) == 2 * len(own) - 1
+            assert count(found, rank, StageActionKind.REDUCE) == len(own)
         assert max(simulate(found).most_gathered) <= 2
 
 
@@ -96,7 +95,7 @@ def test_groups_gather_as_often_as_there_are_groups() -> None:
     found = breadth_first(ranks, virtual, many, group)
     verify(found)
     for rank in range(ranks):
-        assert count(found, rank, Kind.GATHER) <= 2 * many // group * virtual
+        assert count(found, rank, StageActionKind.GATHER) <= 2 * many // group * virtual
         assert most_in_flight(found.programs[rank]) <= virtual * group + 2 * ranks
     assert max(simulate(found).most_gathered) <= 3
 
@@ -117,19 +116,19 @@ def test_backwards_ascend_in_the_micro_batch() -> None:
                 assert micros == sorted(micros)
 
 
-def changed(schedule: PipelineSchedule, rank: int, program: list[Action]) -> PipelineSchedule:
+def changed(schedule: PipelineSchedule, rank: int, program: list[StageAction]) -> PipelineSchedule:
     programs = list(schedule.programs)
     programs[rank] = tuple(program)
     return replace(schedule, programs=tuple(programs))
 
 
-def without(schedule: PipelineSchedule, rank: int, kind: Kind) -> PipelineSchedule:
+def without(schedule: PipelineSchedule, rank: int, kind: StageActionKind) -> PipelineSchedule:
     program = list(schedule.programs[rank])
     program.remove(next(action for action in program if action.kind is kind))
     return changed(schedule, rank, program)
 
 
-def swapped(schedule: PipelineSchedule, rank: int, first: Action, second: Action) -> PipelineSchedule:
+def swapped(schedule: PipelineSchedule, rank: int, first: StageAction, second: StageAction) -> PipelineSchedule:
     program = list(schedule.programs[rank])
     here, there = program.index(first), program.index(second)
     program[here], program[there] = program[there], program[here]
@@ -139,17 +138,22 @@ def swapped(schedule: PipelineSchedule, rank: int, first: Action, second: Action
 def test_the_verifier_finds_what_is_wrong() -> None:
     good = one_f_one_b(2, 3, tied=(0, 1))
     for broken, said in (
-        (without(good, 0, Kind.SEND_F), "sent"),
-        (without(good, 1, Kind.RECV_F), "1F0 stands before 1RECV_F0"),
-        (without(good, 1, Kind.GATHER), "not gathered"),
-        (without(good, 1, Kind.RELEASE), "stays gathered"),
-        (without(good, 1, Kind.REDUCE), "before stage 1 is reduced"),
-        (without(good, 1, Kind.TIE), "before the tied gradients"),
-        (without(good, 1, Kind.UPDATE), "has 0 updates"),
-        (without(good, 1, Kind.BACKWARD), "follows 0 backwards|before 1B0"),
-        (swapped(good, 1, Action(1, Kind.RECV_F, 1), Action(1, Kind.RECV_F, 2)), "before"),
-        (swapped(good, 0, Action(0, Kind.SEND_F, 0), Action(0, Kind.SEND_F, 1)), "before"),
-        (swapped(good, 1, Action(1, Kind.REDUCE), Action(1, B, 2)), "after 2 of 3"),
+        (without(good, 0, StageActionKind.SEND_F), "sent"),
+        (without(good, 1, StageActionKind.RECV_F), "1F0 stands before 1RECV_F0"),
+        (without(good, 1, StageActionKind.GATHER), "not gathered"),
+        (without(good, 1, StageActionKind.RELEASE), "stays gathered"),
+        (without(good, 1, StageActionKind.REDUCE), "stage 1 is not reduced"),
+        (without(good, 1, StageActionKind.TIE), "before the tied gradients"),
+        (without(good, 1, StageActionKind.BACKWARD), "follows 0 backwards|before 1B0"),
+        (
+            swapped(good, 1, StageAction(1, StageActionKind.RECV_F, 1), StageAction(1, StageActionKind.RECV_F, 2)),
+            "before",
+        ),
+        (
+            swapped(good, 0, StageAction(0, StageActionKind.SEND_F, 0), StageAction(0, StageActionKind.SEND_F, 1)),
+            "before",
+        ),
+        (swapped(good, 1, StageAction(1, StageActionKind.REDUCE), StageAction(1, B, 2)), "after 2 of 3"),
         (replace(good, in_flight=(1, 1)), "in flight"),
     ):
         with pytest.raises(ScheduleError, match=said):
@@ -158,11 +162,11 @@ def test_the_verifier_finds_what_is_wrong() -> None:
 
 def test_messages_that_pass_each_other_are_found() -> None:
     good = one_f_one_b(2, 4)
-    program = [action for action in good.programs[0] if action.kind is not Kind.SEND_F]
-    place = program.index(Action(0, F, 1)) + 1
-    program[place:place] = [Action(0, Kind.SEND_F, 1), Action(0, Kind.SEND_F, 0)]
+    program = [action for action in good.programs[0] if action.kind is not StageActionKind.SEND_F]
+    place = program.index(StageAction(0, F, 1)) + 1
+    program[place:place] = [StageAction(0, StageActionKind.SEND_F, 1), StageAction(0, StageActionKind.SEND_F, 0)]
     for micro in (2, 3):
-        program.insert(program.index(Action(0, F, micro)) + 1, Action(0, Kind.SEND_F, micro))
+        program.insert(program.index(StageAction(0, F, micro)) + 1, StageAction(0, StageActionKind.SEND_F, micro))
     with pytest.raises(ScheduleError, match="message 0 is sent for stage 0, micro-batch 1, and received as stage 0"):
         verify(changed(good, 0, program))
 
@@ -170,8 +174,8 @@ def test_messages_that_pass_each_other_are_found() -> None:
 def test_a_ring_of_waits_is_found() -> None:
     # Rank 0 receives the gradient of micro-batch 0 before it sends its activation.
     good = one_f_one_b(2, 2)
-    program = [action for action in good.programs[0] if action != Action(0, Kind.RECV_B, 0)]
-    program.insert(program.index(Action(0, Kind.SEND_F, 0)), Action(0, Kind.RECV_B, 0))
+    program = [action for action in good.programs[0] if action != StageAction(0, StageActionKind.RECV_B, 0)]
+    program.insert(program.index(StageAction(0, StageActionKind.SEND_F, 0)), StageAction(0, StageActionKind.RECV_B, 0))
     with pytest.raises(ScheduleError, match="hangs: pipeline rank 0 at 0RECV_B0, rank 1 at 1RECV_F0"):
         verify(changed(good, 0, program))
 
@@ -179,19 +183,21 @@ def test_a_ring_of_waits_is_found() -> None:
 def test_the_notation_is_pytorchs() -> None:
     for schedule in (one_f_one_b(3, 4), interleaved(2, 2, 4), breadth_first(2, 2, 4)):
         for action in str(schedule).split():
-            if "UPDATE" not in action:
-                assert str(_Action.from_str(action)) == action
+            assert str(_Action.from_str(action)) == action
 
 
-def parsed(*rows: str) -> list[list[Action]]:
+def parsed(*rows: str) -> list[list[StageAction]]:
     """Read computations such as 0F0 and 1B0, a row for each rank."""
-    return [[Action(int(stage), Kind(kind), int(micro)) for stage, kind, micro in row.split()] for row in rows]
+    return [
+        [StageAction(int(stage), StageActionKind(kind), int(micro)) for stage, kind, micro in row.split()]
+        for row in rows
+    ]
 
 
 def test_a_table_of_computations_is_completed() -> None:
     found = lower("1f1b", 2, (0, 1), parsed("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"), (2, 1))
     verify(found)
-    assert Action(1, Kind.RECV_F, 1) in found.programs[1]
+    assert StageAction(1, StageActionKind.RECV_F, 1) in found.programs[1]
     # A V of four stages over two ranks.
     table = lower("v", 1, (0, 1, 1, 0), parsed("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"), (2, 2))
     verify(table)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepseek_zero.base.mesh import Mesh
-from deepseek_zero.pipeline.schedule import Kind, make_schedule
+from deepseek_zero.pipeline.schedule import StageActionKind, make_schedule
 from deepseek_zero.planner.pieces import PipelinePlan
 from deepseek_zero.planner.schedule import plan_schedule
 from deepseek_zero.planner.spec import PlanSettings
@@ -47,7 +47,7 @@ def test_bars_are_the_schedules_and_what_is_left_is_idle(name: str, virtual: int
         own = sorted((bar for bar in bars if bar.rank == rank), key=lambda bar: bar.start)
         pairs = itertools.pairwise(own)
         assert all(before.start + before.length <= after.start + 1e-9 for before, after in pairs)
-        assert {bar.micro for bar in own if bar.kind is Kind.BACKWARD} == set(range(many))
+        assert {bar.micro for bar in own if bar.kind is StageActionKind.BACKWARD} == set(range(many))
     assert idle == pytest.approx(1 - 3 * many / length)
     if name == "1f1b":
         assert length == 3 * (many + ranks - 1)
