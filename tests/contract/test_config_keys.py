@@ -26,7 +26,7 @@ from deepseek_zero.base import launch
 from deepseek_zero.base.errors import ConfigError, NotBuiltError, UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.comm.collectives import Comm
-from deepseek_zero.config import Config, Facts, Status, off_default_config, resolve
+from deepseek_zero.config import Config, Facts, Status, resolve
 from deepseek_zero.config.load import load
 from deepseek_zero.config.schema import SparseAttention
 from deepseek_zero.engine import assemble
@@ -46,6 +46,7 @@ from deepseek_zero.planner.plan import plan_model
 from deepseek_zero.precision.loss_scale import LossScaleError
 from deepseek_zero.sharding.wrap import open_tiers
 from deepseek_zero.tiers.tier import Tier
+from tests.config_keys import off_default_config
 from tests.contract.key_proofs import Reads, carriers, home_of, recording
 
 

@@ -7,18 +7,19 @@ from pathlib import Path
 import pytest
 
 from deepseek_zero.base.errors import NotBuiltError
-from deepseek_zero.config import Config, Facts, FieldRow, Status, off_default_config, resolve
+from deepseek_zero.config import Facts, FieldRow, Status, resolve
 from deepseek_zero.config import load as checks_room
 from deepseek_zero.config.load import load
+from deepseek_zero.config.not_built import NOT_BUILT, NotBuilt
 from deepseek_zero.config.raw_config import lookup
 from deepseek_zero.config.reference import render
+from tests.config_keys import NOT_BUILT_KEYS, ROWS, KeyNotBuilt, off_default_config
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = Config.field_table()
-BY_STATUS = {status: [row for row in TABLE if row.status is status] for status in Status}
+BY_STATUS = {status: [row for row in ROWS if row.status is status] for status in Status}
 
 
-def named(row: FieldRow) -> str:
+def named(row: FieldRow | NotBuilt | KeyNotBuilt) -> str:
     return row.path
 
 
@@ -28,17 +29,24 @@ def test_the_reference_page_is_what_the_generator_writes() -> None:
 
 
 def test_no_key_is_listed_twice() -> None:
-    assert len({row.path for row in TABLE}) == len(TABLE)
+    paths = [key.path for key in (*ROWS, *NOT_BUILT_KEYS)]
+    assert len(set(paths)) == len(paths)
 
 
-@pytest.mark.parametrize("row", TABLE, ids=named)
+@pytest.mark.parametrize("row", ROWS, ids=named)
 def test_each_key_has_one_sentence_and_a_status(row: FieldRow) -> None:
     assert row.sentence[0].isupper() or row.sentence.startswith(("fp16", "bf16", "throughput", "fixed_linear"))
     assert row.sentence.endswith(".")
     assert row.type
     if row.status is not Status.EFFECTIVE:
-        assert row.reason, "a key without effect says why; a later key says what brings it"
+        assert row.reason, "a key without effect says why"
         assert not row.reason.endswith(".")
+
+
+@pytest.mark.parametrize("row", NOT_BUILT.values(), ids=named)
+def test_each_key_that_is_not_built_has_one_sentence_and_a_reason(row: NotBuilt) -> None:
+    assert row.what[0].isupper() and row.what.endswith(".")
+    assert row.reason and not row.reason.endswith(".")
 
 
 @pytest.mark.parametrize("row", BY_STATUS[Status.EFFECTIVE], ids=named)
@@ -56,8 +64,8 @@ def test_each_effective_key_has_an_example_off_its_default_that_loads(
     assert found != row.default
 
 
-@pytest.mark.parametrize("row", BY_STATUS[Status.LATER], ids=named)
-def test_each_later_key_off_its_default_is_an_error_that_names_it(row: FieldRow) -> None:
+@pytest.mark.parametrize("row", NOT_BUILT_KEYS, ids=named)
+def test_each_key_that_is_not_built_off_its_default_is_an_error_that_names_it(row: KeyNotBuilt) -> None:
     with pytest.raises(NotBuiltError) as error:
         load(off_default_config(row.path))
     assert row.path.rpartition(".")[2] in str(error.value)

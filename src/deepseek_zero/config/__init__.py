@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .fields import FieldRow, Status
     from .load import choose_source
     from .raw_config import AutoDecision, RawConfig
-    from .schema import Config, off_default_config, off_default_example
+    from .schema import Config
 
 __all__ = [
     "AutoDecision",
@@ -29,8 +29,6 @@ __all__ = [
     "RawConfig",
     "Status",
     "choose_source",
-    "off_default_config",
-    "off_default_example",
     "resolve",
     "solve",
 ]
@@ -44,6 +42,6 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of these
             "fields": "FieldRow Status",
             "load": "choose_source",
             "raw_config": "AutoDecision RawConfig",
-            "schema": "Config off_default_config off_default_example",
+            "schema": "Config",
         },
     )

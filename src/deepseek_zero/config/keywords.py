@@ -61,8 +61,8 @@ class Fp16Keywords(TypedDict, total=False):
     """Refill the hysteresis after every good step."""
     min_loss_scale: float | Auto | None
     """The dynamic scale never falls below this."""
-    fp16_master_weights_and_grads: bool | Auto | None
-    """Keep master weights and gradients in fp16."""
+    fp16_master_weights_and_grads: Any
+    """Not built. Keep main weights and gradients in fp16."""
 
 
 class Bf16Keywords(TypedDict, total=False):
@@ -91,8 +91,8 @@ class TorchAutocastKeywords(TypedDict, total=False):
     """Run the forward under torch.autocast."""
     dtype: str | Auto | None
     """The autocast dtype."""
-    lower_precision_safe_modules: Sequence[str] | str | Auto | None
-    """Module classes whose gradients travel in the autocast dtype."""
+    lower_precision_safe_modules: Any
+    """Not built. Module classes whose gradients are reduced in the autocast dtype."""
 
 
 class DataTypesKeywords(TypedDict, total=False):
@@ -100,19 +100,10 @@ class DataTypesKeywords(TypedDict, total=False):
 
     grad_accum_dtype: str | Auto | None
     """Dtype gradients are accumulated in; null: the plan's choice, fp32 above one micro-batch."""
-    param_dtype: str | Auto | None
-    """Dtype of the weights in computation."""
-    buffer_dtype: str | Auto | None
-    """Dtype of the buffers."""
-
-
-class AmpKeywords(TypedDict, total=False):
-    """Keys of `amp`."""
-
-    enabled: bool | Auto | None
-    """Use NVIDIA Apex AMP; torch_autocast is its successor."""
-    opt_level: str | Auto | None
-    """Apex optimization level."""
+    param_dtype: Any
+    """Not built. Dtype of the weights in computation."""
+    buffer_dtype: Any
+    """Not built. Dtype of the buffers."""
 
 
 class OffloadParamKeywords(TypedDict, total=False):
@@ -240,29 +231,6 @@ class LeafModuleKeywords(TypedDict, total=False):
     """Endings of module names gathered whole."""
 
 
-class ZenflowKeywords(TypedDict, total=False):
-    """Keys of `zero_optimization.zenflow`."""
-
-    topk_ratio: float | Auto | None
-    """Share of gradient columns updated on the device every step."""
-    select_strategy: Literal["auto", "step", "epoch"] | Auto | None
-    """When the important columns are chosen again."""
-    select_interval: float | Auto | None
-    """Steps or epochs between two choices."""
-    update_interval: float | Auto | None
-    """Steps between two host updates."""
-    overlap_step: bool | Auto | None
-    """Let the host update run behind the next steps."""
-    offload: bool | Auto | None
-    """Keep the selected states in host memory too."""
-    auto_ratio: float | Auto | None
-    """Share of the gradient norm the selection must cover."""
-    full_warm_up_rounds: float | Auto | None
-    """Rounds of full updates at the start."""
-    pt_reserved_cores_perc: float | Auto | None
-    """Share of the cores kept for PyTorch."""
-
-
 class ZeroOptimizationKeywords(TypedDict, total=False):
     """Keys of `zero_optimization`."""
 
@@ -282,8 +250,6 @@ class ZeroOptimizationKeywords(TypedDict, total=False):
     """Weights refreshed in one collective, at most."""
     overlap_comm: bool | Auto | None
     """Gather and reduce beside the computation, at every stage; costs one more unit's gradients."""
-    load_from_fp32_weights: bool | Auto | None
-    """Take master weights from the checkpoint instead of the loaded weights."""
     elastic_checkpoint: bool | Auto | None
     """Save so that another number of ranks can load."""
     offload_param: OffloadParamKeywords | Auto | None
@@ -362,8 +328,10 @@ class ZeroOptimizationKeywords(TypedDict, total=False):
     """Ours. Linear layers and embeddings whose weight is larger, in the dtype that it computes in, become tiles of rows
     of at most that size, each a unit of its own.
     """
-    zenflow: ZenflowKeywords | Auto | None
-    """Asynchronous offload by importance of gradient columns."""
+    load_from_fp32_weights: Any
+    """Not built. Take main weights from the checkpoint instead of the loaded weights."""
+    zenflow: Mapping[str, Any] | Auto | None
+    """Not built. Asynchronous offload by importance of gradient columns."""
     cpu_offload: Any
     """Deprecated spelling of zero_optimization.offload_optimizer."""
     cpu_offload_param: Any
@@ -448,9 +416,9 @@ class TpSizeKeywords(TypedDict, total=False):
     tp_grain_size: float | Auto | None
     """Feed-forward layers and vocabularies are cut at multiples of it, where every rank gets one."""
     mpu: Any
-    """Object that names the ranks: for initialize's argument mpu."""
+    """Not built. Object that names the ranks: pass it to initialize as mpu."""
     tp_group: Any
-    """Process group of tensor parallelism: for tp_model_init."""
+    """Not built. Process group of tensor parallelism: pass it to tp_model_init."""
 
 
 class TensorParallelKeywords(TypedDict, total=False):
@@ -477,8 +445,6 @@ class TensorParallelKeywords(TypedDict, total=False):
     """Rules of a known model family, whatever the model calls itself."""
     keep_module_on_host: bool | Auto | None
     """Leave layers in host memory until they are cut."""
-    kernel_inject: bool | Auto | None
-    """Replace layers by fused kernels."""
     sequence: bool | Literal["auto"] | Auto | None
     """Ours. Shard activations over tokens between the split layers of a block, in training (Megatron's sequence
     parallelism); the ranks must divide the tokens. auto: where the model is known to allow it, else the log says
@@ -488,65 +454,8 @@ class TensorParallelKeywords(TypedDict, total=False):
     """Ours. Where the loss of a split head is computed: split: from split logits, which training then does not return;
     gathered: from whole ones.
     """
-
-
-class ExpertParallelKeywords(TypedDict, total=False):
-    """Keys of `expert_parallel`."""
-
-    enabled: bool | Auto | None
-    """Spread experts over ranks automatically."""
-    autoep_size: float | Auto | None
-    """Ranks that share one set of experts."""
-    expert_tensor_parallel_size: float | Auto | None
-    """Ranks that share one expert."""
-    preset_model: str | Auto | None
-    """Rules of a known model family."""
-    moe_layer_pattern: str | Auto | None
-    """Names of expert layers."""
-    expert_pattern: str | Auto | None
-    """Name of the experts inside such a layer."""
-    router_pattern: str | Auto | None
-    """Name of the router."""
-    use_grouped_mm: bool | Auto | None
-    """Multiply all experts in one call."""
-    disable_triton_grouped_mm: bool | Auto | None
-    """Do not use Triton for it."""
-    route_norm: Any
-    """Normalise the routing weights."""
-    route_scale: float | Auto | None
-    """Factor on the routing weights."""
-    score_apply: Any
-    """Apply scores before or after the experts."""
-    score_func: Any
-    """Softmax or sigmoid."""
-    combine_impl: Any
-    """How results are combined."""
-    top_k: float | Auto | None
-    """Experts per token."""
-    num_expert_groups: float | Auto | None
-    """Groups of experts the router knows."""
-    num_limited_groups: float | Auto | None
-    """Groups a token may use."""
-    routed_scaling_factor: float | Auto | None
-    """Factor on routed experts."""
-    expert_w1: str | Auto | None
-    """Name of the first weight."""
-    expert_w2: str | Auto | None
-    """Name of the second weight."""
-    expert_w3: str | Auto | None
-    """Name of the third weight."""
-    num_experts_attr: str | Auto | None
-    """Attribute that counts experts."""
-    top_k_attr: str | Auto | None
-    """Attribute that holds top-k."""
-    has_shared_experts: Any
-    """The layer has shared experts."""
-    shared_experts_pattern: str | Auto | None
-    """Name of the shared experts."""
-    shared_experts_gate_pattern: str | Auto | None
-    """Name of their gate."""
-    validate_folding_routing: bool | Auto | None
-    """Check routing between tensor and expert groups."""
+    kernel_inject: Any
+    """Not built. Replace layers by fused kernels."""
 
 
 class PipelineKeywords(TypedDict, total=False):
@@ -678,21 +587,6 @@ class CometKeywords(TypedDict, total=False):
     """Get, create, or get_or_create the experiment."""
 
 
-class CommsLoggerKeywords(TypedDict, total=False):
-    """Keys of `comms_logger`."""
-
-    enabled: bool | Auto | None
-    """Log every collective with size and time."""
-    verbose: bool | Auto | None
-    """Print each as it happens."""
-    prof_all: bool | Auto | None
-    """Profile all kinds."""
-    debug: bool | Auto | None
-    """Name the caller."""
-    prof_ops: Sequence[str] | str | Auto | None
-    """Kinds to profile."""
-
-
 class FlopsProfilerKeywords(TypedDict, total=False):
     """Keys of `flops_profiler`."""
 
@@ -728,32 +622,6 @@ class SaveOnSignalKeywords(TypedDict, total=False):
     """Ours. Which signals; handlers that were there before are called as well."""
 
 
-class ParallelWriteKeywords(TypedDict, total=False):
-    """Keys of `checkpoint.parallel_write`."""
-
-    pipeline_stage: bool | Auto | None
-    """Write the layers of a pipeline stage from all its ranks."""
-
-
-class WriterKeywords(TypedDict, total=False):
-    """Keys of `checkpoint.writer`."""
-
-    type: str | Auto | None
-    """Which writer: MOCK, PYTHON or FAST."""
-    decoupled: bool | Auto | None
-    """Write behind the training."""
-    io_buffer_size: float | Auto | None
-    """Size of the write buffer."""
-    io_buffer_double: bool | Auto | None
-    """Use two buffers in turn."""
-    io_multiplier: float | Auto | None
-    """Write threads per buffer."""
-    show_statistics: bool | Auto | None
-    """Log the bandwidth of each write."""
-    data_parallel: str | Auto | None
-    """Spread writing over replica, socket or machine."""
-
-
 class CheckpointKeywords(TypedDict, total=False):
     """Keys of `checkpoint`."""
 
@@ -776,33 +644,14 @@ class CheckpointKeywords(TypedDict, total=False):
     """Saving when somebody asks the job to end."""
     load_universal: bool | Auto | None
     """Load from DeepSpeed's universal format."""
-    use_node_local_storage: bool | Auto | None
-    """Every node writes to a disk of its own."""
-    parallel_write: ParallelWriteKeywords | Auto | None
-    """How ranks share the writing."""
     checkpoint_serialization: bool | Auto | None
     """Serialise through torch.save's zip format."""
-    writer: WriterKeywords | Auto | None
-    """DeepSpeed's own file writer."""
-
-
-class NebulaKeywords(TypedDict, total=False):
-    """Keys of `nebula`."""
-
-    enabled: bool | Auto | None
-    """Save through the Azure Nebula service."""
-    enable_nebula_load: bool | Auto | None
-    """Load through it."""
-    load_path: str | Auto | None
-    """Older name of nebula_load_path."""
-    nebula_load_path: str | Auto | None
-    """Where to load from."""
-    persistent_storage_path: str | Auto | None
-    """Where it keeps checkpoints."""
-    persistent_time_interval: float | Auto | None
-    """Time between two."""
-    num_of_version_in_retention: float | Auto | None
-    """How many it keeps."""
+    use_node_local_storage: Any
+    """Not built. Every node writes to its own disk."""
+    parallel_write: Mapping[str, Any] | Auto | None
+    """Not built. Write the layers of a pipeline stage from all its ranks."""
+    writer: Mapping[str, Any] | Auto | None
+    """Not built. DeepSpeed's own file writer."""
 
 
 class AioKeywords(TypedDict, total=False):
@@ -820,8 +669,8 @@ class AioKeywords(TypedDict, total=False):
     """One request at a time."""
     overlap_events: bool | Auto | None
     """Submit while waiting."""
-    use_gds: bool | Auto | None
-    """Disk straight to the GPU."""
+    use_gds: Any
+    """Not built. Transfer between disk and GPU without host memory."""
 
 
 class ActivationCheckpointingKeywords(TypedDict, total=False):
@@ -859,45 +708,6 @@ class ActivationCheckpointingKeywords(TypedDict, total=False):
     """
 
 
-class CompileKeywords(TypedDict, total=False):
-    """Keys of `compile`."""
-
-    deepcompile: bool | Auto | None
-    """Insert the collectives into the compiled graph."""
-    passes: Sequence[str] | str | Auto | None
-    """Compiler passes by name."""
-    offload_parameters: bool | Auto | None
-    """Offload weights from the graph."""
-    offload_opt_states: bool | Auto | None
-    """Offload optimizer states from the graph."""
-    offload_activation: bool | Auto | None
-    """Offload activations from the graph."""
-    offload_activation_pin_memory: bool | Auto | None
-    """Pin that memory."""
-    free_activation: bool | Auto | None
-    """Free activations early."""
-    free_activation_threshold: float | Auto | None
-    """Only those above this size."""
-    double_buffer: bool | Auto | None
-    """Use two gather buffers."""
-    symmetric_memory: bool | Auto | None
-    """Gather through symmetric memory."""
-    debug_log: bool | Auto | None
-    """Log the passes."""
-    sync_before_reduce: bool | Auto | None
-    """Wait before a reduction."""
-    sync_after_reduce: bool | Auto | None
-    """Wait after a reduction."""
-    sync_before_allgather: bool | Auto | None
-    """Wait before a gather."""
-    sync_after_allgather: bool | Auto | None
-    """Wait after a gather."""
-    keep_int_input_tensors: bool | Auto | None
-    """Keep integer inputs alive."""
-    keep_all_input_tensors: bool | Auto | None
-    """Keep all inputs alive."""
-
-
 class SparseAttentionKeywords(TypedDict, total=False):
     """Keys of `sparse_attention`."""
 
@@ -931,127 +741,6 @@ class SparseAttentionKeywords(TypedDict, total=False):
     """Ours. Of the random blocks, which are the same on every rank."""
 
 
-class AutotuningKeywords(TypedDict, total=False):
-    """Keys of `autotuning`."""
-
-    enabled: bool | Auto | None
-    """Search for a fast configuration by experiments."""
-    fast: bool | Auto | None
-    """Tune micro-batch sizes only."""
-    results_dir: str | Auto | None
-    """Directory of results."""
-    exps_dir: str | Auto | None
-    """Directory of experiments."""
-    overwrite: bool | Auto | None
-    """Repeat experiments that are there."""
-    start_profile_step: float | Auto | None
-    """First measured step."""
-    end_profile_step: float | Auto | None
-    """Last measured step."""
-    metric: str | Auto | None
-    """throughput, latency or flops."""
-    metric_path: str | Auto | None
-    """File the metric is read from."""
-    model_info: Mapping[str, Any] | Auto | None
-    """Facts of the model."""
-    model_info_path: str | Auto | None
-    """File of those facts."""
-    mp_size: float | Auto | None
-    """Model-parallel ranks."""
-    max_train_batch_size: float | Auto | None
-    """Largest batch tried."""
-    min_train_batch_size: float | Auto | None
-    """Smallest batch tried."""
-    max_train_micro_batch_size_per_gpu: float | Auto | None
-    """Largest micro-batch tried."""
-    min_train_micro_batch_size_per_gpu: float | Auto | None
-    """Smallest micro-batch tried."""
-    num_tuning_micro_batch_sizes: float | Auto | None
-    """Micro-batch sizes tried."""
-    tuner_type: Literal["gridsearch", "random", "model_based"] | Auto | None
-    """Order of the search."""
-    tuner_early_stopping: float | Auto | None
-    """Stop after so many without gain."""
-    tuner_num_trials: float | Auto | None
-    """Experiments at most."""
-    arg_mappings: Mapping[str, Any] | Auto | None
-    """Keys and the script's arguments."""
-
-
-class ElasticityKeywords(TypedDict, total=False):
-    """Keys of `elasticity`."""
-
-    enabled: bool | Auto | None
-    """Choose a batch size that fits many numbers of ranks."""
-    max_train_batch_size: float | Auto | None
-    """Largest batch."""
-    micro_batch_sizes: Sequence[float] | float | Auto | None
-    """Micro-batch sizes allowed."""
-    min_gpus: float | Auto | None
-    """Fewest ranks."""
-    max_gpus: float | Auto | None
-    """Most ranks."""
-    min_time: float | Auto | None
-    """Shortest run before a change."""
-    prefer_larger_batch: bool | Auto | None
-    """Of two that fit, the larger."""
-    ignore_non_elastic_batch_info: bool | Auto | None
-    """Ignore the plain batch keys."""
-    version: float | Auto | None
-    """Version of the arithmetic."""
-    num_gpus_per_node: float | Auto | None
-    """Ranks of one node."""
-    model_parallel_size: float | Auto | None
-    """Model-parallel ranks."""
-
-
-class HybridEngineKeywords(TypedDict, total=False):
-    """Keys of `hybrid_engine`."""
-
-    enabled: bool | Auto | None
-    """Switch between training and inference kernels."""
-    max_out_tokens: float | Auto | None
-    """Longest generated text."""
-    inference_tp_size: float | Auto | None
-    """Ranks that share a layer in inference."""
-    release_inference_cache: bool | Auto | None
-    """Free the key-value cache after generating."""
-    pin_parameters: bool | Auto | None
-    """Keep weights gathered while generating."""
-    tp_gather_partition_size: float | Auto | None
-    """Layers gathered at once."""
-    enable_cuda_graph: bool | Auto | None
-    """Generate through a CUDA graph."""
-
-
-class ProgressiveLayerDropKeywords(TypedDict, total=False):
-    """Keys of `progressive_layer_drop`."""
-
-    enabled: bool | Auto | None
-    """Drop layers at random, more over time."""
-    theta: float | Auto | None
-    """Share of layers kept in the end."""
-    gamma: float | Auto | None
-    """Speed of the change."""
-
-
-class CurriculumLearningKeywords(TypedDict, total=False):
-    """Keys of `curriculum_learning`."""
-
-    enabled: bool | Auto | None
-    """Begin with easy (short) samples."""
-    curriculum_type: str | Auto | None
-    """What is measured."""
-    min_difficulty: float | Auto | None
-    """Difficulty at the start."""
-    max_difficulty: float | Auto | None
-    """Difficulty at the end."""
-    schedule_type: str | Auto | None
-    """fixed_linear, fixed_root, fixed_discrete or custom."""
-    schedule_config: Mapping[str, Any] | Auto | None
-    """Arguments of the schedule."""
-
-
 class DataEfficiencyKeywords(TypedDict, total=False):
     """Keys of `data_efficiency`."""
 
@@ -1059,10 +748,10 @@ class DataEfficiencyKeywords(TypedDict, total=False):
     """Sample and route data by difficulty."""
     seed: float | Auto | None
     """Seed of the order of a curriculum's samples."""
-    data_routing: Mapping[str, Any] | Auto | None
-    """Random layer-token dropping."""
     data_sampling: Mapping[str, Any] | Auto | None
     """Curricula (curriculum_learning), and how many epochs they deal (num_epochs)."""
+    data_routing: Any
+    """Not built. Random layer-token dropping."""
 
 
 class _Keys(TypedDict, total=False):
@@ -1096,16 +785,12 @@ class _Keys(TypedDict, total=False):
     """Dtype gradients are reduced in; null: the plan's choice. It does not hold for coded matrices, between hosts where
     sums are formed by host (fp32), nor for sums over replicas (the gradient's own dtype).
     """
-    seq_parallel_communication_data_type: str | Auto | None
-    """Dtype gradients are reduced in across sequence-parallel ranks."""
     gradient_allreduce_op: Literal["mean", "sum"] | Auto | None
     """Average or add the gradients of the ranks."""
     prescale_gradients: bool | Auto | None
     """Divide gradients by the number of ranks before the reduction instead of after."""
     gradient_predivide_factor: float | Auto | None
     """Divide gradients by this before the reduction and by the rest after; not read with prescale_gradients."""
-    sparse_gradients: bool | Auto | None
-    """Send embedding gradients as sparse rows."""
     disable_allgather: bool | Auto | None
     """Refresh weights by broadcasts."""
     fp16: Fp16Keywords | Auto | None
@@ -1116,8 +801,6 @@ class _Keys(TypedDict, total=False):
     """torch.autocast around the forward."""
     data_types: DataTypesKeywords | Auto | None
     """Single dtypes."""
-    amp: AmpKeywords | Auto | None
-    """NVIDIA Apex."""
     precision: str | Auto | None
     """Ours. auto: bf16 where the hardware has it, else fp16, units lifted to fp32 while 16 bits do not hold them; a
     dtype: switches that section on; null: the sections decide.
@@ -1160,10 +843,6 @@ class _Keys(TypedDict, total=False):
     """Ours. Tensor-parallel ranks: as `mesh.tp`."""
     tensor_parallel: TensorParallelKeywords | Auto | None
     """Tensor parallelism (AutoTP)."""
-    expert_parallel: ExpertParallelKeywords | Auto | None
-    """Expert parallelism (AutoEP)."""
-    use_data_before_expert_parallelism: bool | Auto | None
-    """Order of the axes with experts."""
     pipeline: PipelineKeywords | Auto | None
     """Pipeline parallelism."""
     sequence_parallel: SequenceParallelKeywords | Auto | None
@@ -1194,44 +873,54 @@ class _Keys(TypedDict, total=False):
     """Weights & Biases."""
     comet: CometKeywords | Auto | None
     """Comet."""
-    comms_logger: CommsLoggerKeywords | Auto | None
-    """A log of collectives."""
     flops_profiler: FlopsProfilerKeywords | Auto | None
     """A profile of operations."""
     checkpoint: CheckpointKeywords | Auto | None
     """Saving and loading."""
-    nebula: NebulaKeywords | Auto | None
-    """Azure Nebula."""
-    datastates_ckpt: Mapping[str, Any] | Auto | None
-    """The DataStates checkpoint engine."""
     aio: AioKeywords | Auto | None
     """Disk requests."""
     activation_checkpointing: ActivationCheckpointingKeywords | Auto | None
     """Where recomputation keeps its inputs."""
-    compile: CompileKeywords | Auto | None
-    """DeepCompile."""
     sparse_attention: SparseAttentionKeywords | Auto | None
     """Attention over blocks of keys: in models of transformers by itself, in others as `engine.sparse_attention`."""
-    autotuning: AutotuningKeywords | Auto | None
-    """Search for a configuration."""
-    elasticity: ElasticityKeywords | Auto | None
-    """Batch sizes for many numbers of ranks."""
-    hybrid_engine: HybridEngineKeywords | Auto | None
-    """Training and inference in one engine."""
-    progressive_layer_drop: ProgressiveLayerDropKeywords | Auto | None
-    """Layer dropping."""
-    curriculum_learning: CurriculumLearningKeywords | Auto | None
-    """Curricula, the old key."""
     data_efficiency: DataEfficiencyKeywords | Auto | None
     """Curricula and token dropping."""
-    compression_training: Mapping[str, Any] | Auto | None
-    """Quantisation and pruning while training."""
-    weight_quantization: Mapping[str, Any] | Auto | None
-    """Quantised weights for inference."""
-    quantize_training: Mapping[str, Any] | Auto | None
-    """Quantisation schedule."""
     graph_harvesting: bool | Auto | None
     """Replay steps as a CUDA graph."""
+    sparse_gradients: Any
+    """Not built. Send embedding gradients as sparse rows."""
+    seq_parallel_communication_data_type: Any
+    """Not built. Dtype in which gradients are reduced across sequence-parallel ranks."""
+    amp: Mapping[str, Any] | Auto | None
+    """Not built. Use NVIDIA Apex AMP; torch_autocast is its successor."""
+    expert_parallel: Mapping[str, Any] | Auto | None
+    """Not built. Spread experts over ranks automatically (AutoEP)."""
+    use_data_before_expert_parallelism: Any
+    """Not built. Order of the axes with experts."""
+    nebula: Mapping[str, Any] | Auto | None
+    """Not built. Save through the Azure Nebula service."""
+    datastates_ckpt: Any
+    """Not built. Save through the DataStates checkpoint engine."""
+    compile: Mapping[str, Any] | Auto | None
+    """Not built. Insert the collectives into the compiled graph (DeepCompile)."""
+    comms_logger: Mapping[str, Any] | Auto | None
+    """Not built. Log every collective with size and time."""
+    autotuning: Mapping[str, Any] | Auto | None
+    """Not built. Search for a fast configuration by experiments."""
+    elasticity: Mapping[str, Any] | Auto | None
+    """Not built. Choose a batch size that fits many numbers of ranks."""
+    hybrid_engine: Mapping[str, Any] | Auto | None
+    """Not built. Switch between training and inference kernels."""
+    progressive_layer_drop: Mapping[str, Any] | Auto | None
+    """Not built. Drop layers at random, more over time."""
+    curriculum_learning: Mapping[str, Any] | Auto | None
+    """Not built. Begin with easy (short) samples: the old key."""
+    compression_training: Any
+    """Not built. Quantise and prune during training."""
+    weight_quantization: Any
+    """Not built. Quantised weights for inference."""
+    quantize_training: Any
+    """Not built. Quantise during training, by a schedule."""
     bfloat16: Any
     """Deprecated spelling of bf16."""
     allgather_size: Any

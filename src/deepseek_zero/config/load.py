@@ -8,21 +8,21 @@ the ranks are known (`auto.resolve`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
 from ..base.errors import ConfigError, shown
 from ..base.given import URL_FIX, URL_REASON, is_url
 from ..base.log import log_first, log_once, speak
 from ..base.other_optimizers import OTHER_OPTIMIZERS
-from .fields import Milestone, Section, Status, advice, declared, instead_of, rows, subsection
+from .fields import Status, advice, rows
 from .layer_specs import check_layer_specs
 from .normalise import Normaliser
+from .not_built import refuse
 from .raw_config import Problem, Problems, RawConfig, lookup
 from .schema import Config
 from .text import Source, read
@@ -49,12 +49,20 @@ def load(source: Source, *, origin: str | None = None, unknown: Literal["error",
     values = normaliser.walk(document.values)
     validate(values, problems)
     check(values, normaliser.autos, problems)
+    refuse(normaliser.not_built, values, problems)
     problems.raise_if_any()
     for note in problems.notes:
         _warn(note)
     if problems.ignored:
         log_first(f"config {document.source}: without effect here: {'; '.join(problems.ignored)}")
-    return RawConfig(values, frozenset(normaliser.autos), document.source, source, tuple(problems.notes))
+    return RawConfig(
+        values=values,
+        autos=frozenset(normaliser.autos),
+        source=document.source,
+        given=source,
+        notes=tuple(problems.notes),
+        not_built=normaliser.not_built,
+    )
 
 
 def choose_source(config: Source, config_params: Source, args: object) -> tuple[Source, str | None]:
@@ -123,7 +131,6 @@ def check(values: Mapping[str, Any], autos: Set[str], problems: Problems) -> Non
     check_layer_specs(lookup(values, "tensor_parallel.partition_config") or {}, problems)
     _packages(values, problems)
     _feedback(values, problems)
-    _not_built(Config, values, "", None, problems)
 
 
 def _paths(values: Mapping[str, Any], problems: Problems) -> None:
@@ -331,94 +338,3 @@ def _feedback(values: Mapping[str, Any], problems: Problems) -> None:
         if value not in (None, "off"):
             why = "gradients are sent as they are: zero_quantized_gradients codes them"
             problems.without_effect(f"zero_optimization.{key}", value, why)
-
-
-def _not_built(
-    model: type[Section], values: Mapping[str, Any], prefix: str, part: str | None, problems: Problems
-) -> None:
-    part = model.part.value if model.part else part
-    if model.gate:
-        if all(declared(_field(model, key)).get("status") == Status.LATER for key in model.gate):
-            _gated(model, values, prefix, part, problems)
-            return
-        if not any(_is_moved(_field(model, key), lookup(values, key)) for key in model.gate):
-            return
-    for name, value in values.items():
-        info = model.model_fields[name]
-        inner = subsection(info)
-        if inner is not None and not declared(info):
-            _not_built(inner, value, f"{prefix}{name}.", part, problems)
-        elif _is_off_default(info, value):
-            about = declared(info)
-            removed, instead = about.get("removed"), instead_of(model, info)
-            if removed and not (problems.goes_on and instead):
-                what = f"is not built: DeepSpeed has removed it ({removed})"
-                problems.found.append(Problem(prefix + name, what, about["use"], value, not_built=True))
-                continue
-            _report(prefix + name, value, about["reason"] or part, "", instead, problems)
-
-
-def _gated(model: type[Section], values: Mapping[str, Any], prefix: str, part: str | None, problems: Problems) -> None:
-    """Add a problem per switch that is on, which names the other keys of the section; where a switch may be passed
-    over, one per other key that may not.
-    """
-    names = [key for key in _stated(model, values) if key not in model.gate]
-    for key in model.gate:
-        value, info = lookup(values, key), _field(model, key)
-        if value is None or not _is_off_default(info, value):
-            continue
-        others = ", ".join(names)
-        instead = instead_of(model, info)
-        _report(prefix + key, value, part, f" (with {others})" if others else "", instead, problems)
-        for name in names if instead and problems.goes_on else ():
-            other, field = lookup(values, name), _field(model, name)
-            if _is_off_default(field, other) and not instead_of(model, field):
-                _report(prefix + name, other, part, "", "", problems)
-
-
-def _stated(model: type[Section], values: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in values.items():
-        inner = subsection(model.model_fields[name])
-        if inner is None:
-            yield name
-        else:
-            yield from (f"{name}.{key}" for key in _stated(inner, value))
-
-
-def _report(key: str, value: Any, part: str | None, beside: str, instead: str, problems: Problems) -> None:
-    if problems.goes_on and instead:
-        problems.warn(key, f"{shown(value)}{beside} is not built; {instead}")
-        return
-    planned = f"it comes with {part}" if part != Milestone.UNPLANNED else "it is not planned"
-    fix = "remove the key, or leave it at its default"
-    problems.found.append(Problem(key, f"is not built{beside}: {planned}", fix, value, not_built=True))
-
-
-def _is_off_default(info: FieldInfo, value: Any) -> bool:
-    about = declared(info)
-    if about.get("status") != Status.LATER:
-        return False
-    if about.get("off_when") == "nothing_enabled":
-        return _anything_enabled(value)
-    return _is_moved(info, value)
-
-
-def _is_moved(info: FieldInfo, value: Any) -> bool:
-    """Return whether a key says something other than its default, or what counts as that."""
-    try:
-        return bool(value is not None and value != info.default and value not in declared(info).get("also", ()))
-    except Exception:  # an object of somebody else's (an mpu, a tensor) that does not compare
-        return True
-
-
-def _anything_enabled(value: Any) -> bool:
-    if not isinstance(value, Mapping):
-        return False
-    return any(bool(inner) if name.endswith("enabled") else _anything_enabled(inner) for name, inner in value.items())
-
-
-def _field(model: type[Section], key: str) -> FieldInfo:
-    *path, last = key.split(".")
-    for name in path:
-        model = subsection(model.model_fields[name]) or model
-    return model.model_fields[last]

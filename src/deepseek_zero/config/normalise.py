@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 
 from ..base.errors import article, shown
 from .fields import AUTO, Section, Status, advice, declared, rows, subsection
+from .not_built import NOT_BUILT, NotBuilt, kind_of, names_below, paths_not_built
 from .raw_config import Problems
 from .schema import Config
 
@@ -69,11 +70,15 @@ ALIASES = (
 
 
 class Normaliser:
-    """Walks a dict along the schema; the result is `values`, with the "auto" keys in `autos`."""
+    """Walks a dict along the schema.
+
+    The "auto" keys are collected in `autos`, and what is stated of keys that are not built in `not_built`.
+    """
 
     def __init__(self, problems: Problems, unknown_is_error: bool) -> None:
         self.problems, self.unknown_is_error = problems, unknown_is_error
         self.autos: set[str] = set()
+        self.not_built: dict[str, Any] = {}
 
     def walk(self, given: Mapping[Any, Any]) -> dict[str, Any]:
         """Return the known keys of `given`, in their types."""
@@ -114,8 +119,11 @@ class Normaliser:
         values: dict[str, Any] = {}
         for name, value in given.items():
             info = model.model_fields.get(name)
+            if info is None and prefix + name in NOT_BUILT:
+                self._not_built(NOT_BUILT[prefix + name], value)
+                continue
             if info is None:
-                self._unknown(model, name, value, prefix)
+                self._unknown((*model.model_fields, *names_below(prefix)), name, value, prefix)
                 continue
             inner = subsection(info)
             found = self._enter(inner, value, prefix + name) if inner else self._leaf(info, value, prefix + name)
@@ -124,13 +132,54 @@ class Normaliser:
         return values
 
     def _enter(self, model: type[Section], value: Any, path: str) -> Any:
-        if value is None or (isinstance(value, str) and value.lower() in (*_NULLS, AUTO)):
-            return _SILENT  # a section that says null or "auto" is one that says nothing
+        inner = self._object(value, path, has_switch="enabled" in model.model_fields)
+        return _SILENT if inner is None else self._section(model, inner, path + ".")
+
+    def _object(self, value: Any, path: str, *, has_switch: bool) -> Mapping[str, Any] | None:
+        """Return the object of a section; None if it is null or "auto", which state nothing, or is no object."""
         if isinstance(value, Mapping):
-            return self._section(model, value, path + ".")
-        example = '{"enabled": true}' if "enabled" in model.model_fields else "{...}"
-        self.problems.add(path, "must be an object", f"write {example}, or null for its defaults", value)
-        return _SILENT
+            return value
+        if not (value is None or (isinstance(value, str) and value.lower() in (*_NULLS, AUTO))):
+            example = '{"enabled": true}' if has_switch else "{...}"
+            self.problems.add(path, "must be an object", f"write {example}, or null for its defaults", value)
+        return None
+
+    def _not_built(self, row: NotBuilt, value: Any) -> None:
+        """Collect what is stated of a key or a section that is not built."""
+        if not row.keys:
+            found = self._value_not_built(row, row.path, value, row.default)
+            if found is not None:
+                self.not_built[row.path] = found
+            return
+        inner = self._object(value, row.path, has_switch=row.switch == "enabled")
+        if inner is None:
+            return
+        stated = self.not_built[row.path] = {}
+        for name, each in inner.items():
+            if name not in row.defaults:
+                self._unknown(tuple(row.defaults), name, each, f"{row.path}.")
+                continue
+            found = self._value_not_built(row, f"{row.path}.{name}", each, row.defaults[name])
+            if found is not None:
+                stated[name] = found
+
+    def _value_not_built(self, row: NotBuilt, path: str, value: Any, default: Any) -> Any:
+        """Return the value in its type; None if it is null or "auto", which ask for nothing, or not of that type."""
+        if isinstance(value, str):
+            word = value.strip().lower()
+            may_be_null = default is None and path.rpartition(".")[2] not in row.strict
+            if word == AUTO or (word in _NULLS and may_be_null):
+                return None
+        if value is None:
+            return None
+        try:
+            found, note = coerce(value, row.kind or kind_of(default))
+        except Mismatch as mismatch:
+            self.problems.add(path, str(mismatch), row.fix, value)
+            return None
+        if note:
+            self.problems.warn(path, note)
+        return found
 
     def _leaf(self, info: FieldInfo, value: Any, path: str) -> Any:
         about = declared(info)
@@ -166,8 +215,8 @@ class Normaliser:
                 values[name] = value
         return values
 
-    def _unknown(self, model: type[Section], name: str, value: Any, prefix: str) -> None:
-        fix = nearest(name, model, prefix)
+    def _unknown(self, names: Sequence[str], name: str, value: Any, prefix: str) -> None:
+        fix = nearest(name, names, prefix)
         if self.unknown_is_error:
             self.problems.add(prefix + name, "no such key", fix, value)
         else:
@@ -227,19 +276,19 @@ def _copy_down(config: dict[str, Any], path: list[str], make: bool = False) -> d
     return config
 
 
-def nearest(name: str, model: type[Section], prefix: str) -> str:
+def nearest(name: str, siblings: Sequence[str], prefix: str) -> str:
     """Advise on an unknown key: a sibling that is spelled alike, or the section where the key belongs."""
     if len(name) > _LONGEST_NAME:
         return "remove it; docs/reference/config.md lists every key"
     homes = _homes().get(name.rsplit(".", 1)[-1], ())
     if "." in name and name in homes:
         return f"a dot does not nest: put {name.rsplit('.', 1)[1]} inside the object {name.rsplit('.', 1)[0]}"
-    close = difflib.get_close_matches(name, model.model_fields, n=1, cutoff=0.75)
+    close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.75)
     if close:
         return f"did you mean {prefix}{close[0]}?"
     if 0 < len(homes) <= _FEW:
         return f"it belongs at {' or '.join(homes)}"
-    anywhere = difflib.get_close_matches(name, [*model.model_fields, *_homes()], n=1, cutoff=0.6)
+    anywhere = difflib.get_close_matches(name, [*siblings, *_homes()], n=1, cutoff=0.6)
     if anywhere:
         return f"did you mean {(_homes().get(anywhere[0]) or (prefix + anywhere[0],))[0]}?"
     return "remove it; docs/reference/config.md lists every key"
@@ -248,9 +297,9 @@ def nearest(name: str, model: type[Section], prefix: str) -> str:
 @cache
 def _homes() -> dict[str, tuple[str, ...]]:
     homes: dict[str, tuple[str, ...]] = {}
-    for row in rows(Config):
-        last = row.path.rsplit(".", 1)[-1]
-        homes[last] = (*homes.get(last, ()), row.path)
+    for path in dict.fromkeys((*(row.path for row in rows(Config)), *NOT_BUILT, *paths_not_built())):
+        last = path.rsplit(".", 1)[-1]
+        homes[last] = (*homes.get(last, ()), path)
     return homes
 
 

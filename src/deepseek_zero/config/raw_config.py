@@ -32,7 +32,7 @@ class RawConfig:
 
     values: nested, known keys only, concrete values as stated.  autos: dotted keys that said "auto".  source: file
     name, "dict", "args", "base64".  given: the object the caller passed, untouched.  notes: the warnings, already
-    logged.
+    logged.  not_built: stated keys that are not built and that the run goes on without, by dotted key.
     """
 
     values: Mapping[str, Any]
@@ -40,6 +40,7 @@ class RawConfig:
     source: str
     given: Any
     notes: tuple[str, ...] = ()
+    not_built: Mapping[str, Any] = field(default_factory=dict)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the stated value of a dotted key; `default` when it is missing or "auto"."""

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from .fields import AUTO, FieldRow, Milestone, Status
+from .fields import AUTO, FieldRow, Status, rows
 from .normalise import ALIASES
+from .not_built import NOT_BUILT, Milestone, NotBuilt, paths_not_built
 from .schema import Config
 
 _HEAD = """\
@@ -27,20 +28,18 @@ What a key does today:
 
 - **effective**: it changes the run.
 - **accepted**: it is read and ignored, for the reason given.
-- **later**: it is known and not built; moved off its default it is an error, but for
-  programs that import `deepspeed`: where "until then" says what a run does without the key, they get a warning and go
-  on. Where a section has a switch (`enabled`,
-  ...), its other keys are not read while the switch is off.
+
+The section [Keys that are not built](#keys-that-are-not-built) lists the keys that are known and not built.
 """
 
 
 def render() -> str:
     """Return the whole page."""
-    table = Config.field_table()
-    groups = groupby(sorted(table, key=_order), key=lambda row: row.path.rpartition(".")[0])
-    parts = [_HEAD, _counts(table)]
+    groups = groupby(sorted(rows(Config), key=_order), key=lambda row: row.path.rpartition(".")[0])
+    parts = [_HEAD, _counts(rows(Config))]
     for name, group in groups:
         parts.append("\n".join([f"## {'`' + name + '`' if name else 'Top level'}", "", *_lines(list(group))]))
+    parts.append("\n".join(_not_built()))
     parts.append("\n".join(_aliases()))
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
@@ -53,14 +52,15 @@ def _order(row: FieldRow) -> tuple[bool, int]:
 
 def _positions() -> dict[str, int]:
     order: dict[str, int] = {}
-    for row in Config.field_table():
+    for row in rows(Config):
         order.setdefault(row.path.rpartition(".")[0], len(order))
     return order
 
 
 def _counts(table: tuple[FieldRow, ...]) -> str:
     number = {status: sum(row.status is status for row in table) for status in Status}
-    return f"{len(table)} keys: " + ", ".join(f"{count} {status.value}" for status, count in number.items()) + "."
+    built = ", ".join(f"{count} {status.value}" for status, count in number.items())
+    return f"{len(table)} keys: {built}. {len(paths_not_built())} more are not built."
 
 
 def _lines(group: list[FieldRow]) -> Iterator[str]:
@@ -79,10 +79,6 @@ def _meaning(row: FieldRow) -> str:
     needs = f" Needs the package `{row.requires}`." if row.requires else ""
     if row.status is Status.ACCEPTED:
         return f"{row.sentence} Without effect: {row.reason}."
-    if row.status is Status.LATER:
-        when = "Not planned." if row.reason == Milestone.UNPLANNED else f"Comes with {row.reason}."
-        when = f"Not planned: DeepSpeed has removed it ({row.removed})." if row.removed else when
-        return f"{row.sentence} {when}" + (f" Until then: {row.instead}." if row.instead else "")
     return row.sentence + needs
 
 
@@ -95,6 +91,41 @@ def _json(value: Any) -> str:
     if isinstance(value, str):
         return f'"{value}"'
     return "{}" if isinstance(value, dict) else str(value)
+
+
+_NOT_BUILT = """\
+## Keys that are not built
+
+A value other than the default is an error, unless the program imports `deepspeed` and "without it" says what the run
+does: then it is a warning, and the run goes on. The keys of a section are not read while its switch, the first key
+listed, is off. `zero_optimization.zenflow` and `checkpoint.writer` have no switch: any object turns them on.
+
+| key | default | meaning | planned | without it |
+|---|---|---|---|---|"""
+
+
+def _not_built() -> Iterator[str]:
+    yield _NOT_BUILT
+    for row in NOT_BUILT.values():
+        keys = ", ".join(f"`{name}`" for name in row.keys.split())
+        name = f"`{row.path}`: {keys}" if keys else f"`{row.path}`"
+        default = "" if keys else f"`{_json(row.default)}`"
+        yield f"| {name} | {default} | {row.what} | {_planned(row)} | {_without(row)} |"
+
+
+def _planned(row: NotBuilt) -> str:
+    if row.removed:
+        return f"no: DeepSpeed has removed it ({row.removed})"
+    return "no" if row.part is Milestone.UNPLANNED else f"with {row.part}"
+
+
+def _without(row: NotBuilt) -> str:
+    if not row.alternative:
+        return "an error"
+    if not row.strict:
+        return row.alternative
+    strict = ", ".join(f"`{name}`" for name in row.strict)
+    return f"{row.alternative}; an error with {strict}"
 
 
 def _aliases() -> Iterator[str]:

@@ -8,14 +8,12 @@ run, then those of which little is read yet, and `Config` with the top-level key
 from __future__ import annotations
 
 import sys
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import PrivateAttr
 
 from .batch import Batch
-from .fields import FieldRow, Milestone, Section, accepted, effective, later, rows, section
-from .fields import off_default_config as example_config
-from .fields import off_default_example as example_of
+from .fields import FieldRow, Section, accepted, effective, rows, section
 from .raw_config import AutoDecision
 
 Device = Literal["none", "cpu", "nvme", "auto"]
@@ -69,7 +67,6 @@ class OffloadParam(Section):
 
 
 class OffloadOptimizer(Section):
-    part: ClassVar[Milestone | None] = Milestone.TIERS
     device: Device = effective(
         "none",
         "Where moments, masters of their own and gradient shards rest (stage 1 and above); auto: where memory_budget "
@@ -241,23 +238,6 @@ class Compression(Section):
     )
 
 
-class Zenflow(Section):
-    part: ClassVar[Milestone | None] = Milestone.TIERS
-    topk_ratio: float = later(
-        0.1, "Share of gradient columns updated on the device every step.", example=0.2, ge=0, le=1
-    )
-    select_strategy: Literal["auto", "step", "epoch"] = later(
-        "auto", "When the important columns are chosen again.", example="step", auto_is_value=True
-    )
-    select_interval: int | None = later(None, "Steps or epochs between two choices.", example=4, ge=1)
-    update_interval: int | None = later(None, "Steps between two host updates.", unit="steps", example=4, ge=1)
-    overlap_step: bool = later(False, "Let the host update run behind the next steps.", example=True)
-    offload: bool = later(False, "Keep the selected states in host memory too.", example=True)
-    auto_ratio: float = later(0.99, "Share of the gradient norm the selection must cover.", example=0.9, ge=0, le=1)
-    full_warm_up_rounds: int = later(0, "Rounds of full updates at the start.", example=2, ge=0)
-    pt_reserved_cores_perc: float = later(0.5, "Share of the cores kept for PyTorch.", example=0.4, ge=0, le=1)
-
-
 class ZeroOptimization(Section):
     stage: Literal[0, 1, 2, 3] = effective(
         0, "What is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too.", example=3
@@ -297,13 +277,6 @@ class ZeroOptimization(Section):
         True,
         "Gather and reduce beside the computation, at every stage; costs one more unit's gradients.",
         example=False,
-    )
-    load_from_fp32_weights: bool = later(
-        True,
-        "Take master weights from the checkpoint instead of the loaded weights.",
-        Milestone.CHECKPOINTS,
-        example=False,
-        instead="a checkpoint has one copy of the weights, the masters, and they are loaded",
     )
     elastic_checkpoint: bool = accepted(
         False,
@@ -470,13 +443,6 @@ class ZeroOptimization(Section):
         example=200,
         ge=1,
     )
-    zenflow: Zenflow | None = later(
-        None,
-        "Asynchronous offload by importance of gradient columns.",
-        Milestone.TIERS,
-        example={"topk_ratio": 0.2},
-        instead="every column is updated at every step",
-    )
 
 
 Dtype = Literal["fp32", "fp16", "bf16"]
@@ -551,13 +517,6 @@ class Fp16(Section):
         False, "Refill the hysteresis after every good step.", example=True, needs=_FP16
     )
     min_loss_scale: float = effective(1.0, "The dynamic scale never falls below this.", example=4.0, needs=_FP16)
-    fp16_master_weights_and_grads: bool = later(
-        False,
-        "Keep master weights and gradients in fp16.",
-        Milestone.TIERS,
-        example=True,
-        instead="they are kept in fp32",
-    )
 
 
 class Bf16(Section):
@@ -675,13 +634,6 @@ class TorchAutocast(Section):
     dtype: Literal["fp16", "bf16"] = effective(
         "bf16", "The autocast dtype.", auto="bf16 where the hardware has it, else fp16", example="fp16", needs=_AUTOCAST
     )
-    lower_precision_safe_modules: tuple[str, ...] = later(
-        (),
-        "Module classes whose gradients travel in the autocast dtype.",
-        Milestone.SPEED,
-        example=["torch.nn.Linear"],
-        instead="gradients travel in their own dtype",
-    )
 
 
 class DataTypes(Section):
@@ -691,27 +643,6 @@ class DataTypes(Section):
         example="bf16",
         needs=_BF16,
     )
-    param_dtype: Dtype | None = later(
-        None,
-        "Dtype of the weights in computation.",
-        Milestone.CLIENTS,
-        example="bf16",
-        instead="the sections fp16 and bf16 say it",
-    )
-    buffer_dtype: Dtype | None = later(
-        None,
-        "Dtype of the buffers.",
-        Milestone.CLIENTS,
-        example="fp32",
-        instead="buffers keep their own",
-    )
-
-
-class Amp(Section):
-    gate: ClassVar[tuple[str, ...]] = ("enabled",)
-    part: ClassVar[Milestone | None] = Milestone.UNPLANNED
-    enabled: bool = later(False, "Use NVIDIA Apex AMP; torch_autocast is its successor.", example=True)
-    opt_level: str = later("O1", "Apex optimization level.", example="O2")
 
 
 class TensorBoard(Section):
@@ -759,27 +690,6 @@ class Comet(Section):
     experiment_key: str | None = effective(None, "Key of an experiment to continue.", example="a" * 32, **_COMET)
     online: bool | None = effective(None, "Send at once, or keep an offline archive.", example=False, **_COMET)
     mode: str | None = effective(None, "Get, create, or get_or_create the experiment.", example="create", **_COMET)
-
-
-class ParallelWrite(Section):
-    pipeline_stage: bool = later(
-        False,
-        "Write the layers of a pipeline stage from all its ranks.",
-        Milestone.CHECKPOINTS,
-        example=True,
-        instead="each rank writes its slices in any case",
-    )
-
-
-class Writer(Section):
-    part: ClassVar[Milestone | None] = Milestone.CHECKPOINTS
-    type: str = later("FAST", "Which writer: MOCK, PYTHON or FAST.", example="PYTHON")
-    decoupled: bool = later(False, "Write behind the training.", example=True)
-    io_buffer_size: int = later(64 * 1024 * 1024, "Size of the write buffer.", unit="bytes", example=1024, ge=1)
-    io_buffer_double: bool = later(True, "Use two buffers in turn.", example=False)
-    io_multiplier: int = later(1, "Write threads per buffer.", example=2, ge=1)
-    show_statistics: bool = later(False, "Log the bandwidth of each write.", example=True)
-    data_parallel: str | None = later(None, "Spread writing over replica, socket or machine.", example="replica")
 
 
 class SaveOnSignal(Section):
@@ -833,23 +743,8 @@ class Checkpoint(Section):
     load_universal: bool = accepted(
         False, "Load from DeepSpeed's universal format.", "every checkpoint loads at any number of ranks"
     )
-    use_node_local_storage: bool = later(
-        False,
-        "Every node writes to a disk of its own.",
-        Milestone.CHECKPOINTS,
-        example=True,
-        instead="all ranks write into the folder that is named, which every host must see",
-    )
-    parallel_write: ParallelWrite = section(ParallelWrite, "How ranks share the writing.")
     checkpoint_serialization: bool = accepted(
         True, "Serialise through torch.save's zip format.", "our shards are written without pickle in either case"
-    )
-    writer: Writer | None = later(
-        None,
-        "DeepSpeed's own file writer.",
-        Milestone.CHECKPOINTS,
-        example={"type": "PYTHON"},
-        instead="files are written by the library's own writer",
     )
 
 
@@ -949,7 +844,6 @@ class ActivationCheckpointing(Section):
     )
 
 
-_ON: tuple[str, ...] = ("enabled",)
 _ON_DISK: dict[str, Any] = {
     "zero_optimization.stage": 3,
     "zero_optimization.offload_optimizer.device": "nvme",
@@ -968,13 +862,6 @@ class Aio(Section):
     thread_count: int = accepted(1, "Older name of intra_op_parallelism.", "a transfer has one thread")
     single_submit: bool = accepted(False, "One request at a time.", "each thread has one request")
     overlap_events: bool = accepted(True, "Submit while waiting.", "it always does")
-    use_gds: bool = later(
-        False,
-        "Disk straight to the GPU.",
-        Milestone.UNPLANNED,
-        example=True,
-        instead="states travel through host memory",
-    )
 
 
 _TENSOR = {"tensor_parallel.autotp_size": 2}
@@ -992,22 +879,14 @@ class TpSize(Section):
         ge=1,
         needs=_TENSOR,
     )
-    mpu: Any = later(
-        None, "Object that names the ranks: for initialize's argument mpu.", Milestone.UNPLANNED, example="mpu"
-    )
-    tp_group: Any = later(
-        None, "Process group of tensor parallelism: for tp_model_init.", Milestone.UNPLANNED, example="group"
-    )
 
 
 class TensorParallel(Section):
-    gate: ClassVar[tuple[str, ...]] = ("autotp_size", "tp.tp_size", "tensor_parallel.tp_size")
     autotp_size: int = effective(
         0,
         "Ranks that share one layer: as `mesh.tp`; 0: nothing is said of it.",
         unit="ranks",
         example=2,
-        also=(1,),
         effect="check",
         ge=0,
     )
@@ -1039,13 +918,6 @@ class TensorParallel(Section):
         "Leave layers in host memory until they are cut.",
         "always so: layers are cut where they are, and a rank's parts alone go to the training device",
     )
-    kernel_inject: bool = later(
-        False,
-        "Replace layers by fused kernels.",
-        Milestone.UNPLANNED,
-        example=True,
-        instead="layers keep their own kernels",
-    )
     sequence: bool | Literal["auto"] | None = effective(
         None,
         "Ours. Shard activations over tokens between the split layers of a block, in training (Megatron's sequence "
@@ -1074,47 +946,12 @@ class SequenceParallel(Section):
     )
 
 
-class ExpertParallel(Section):
-    gate: ClassVar[tuple[str, ...]] = _ON
-    part: ClassVar[Milestone | None] = Milestone.EXPERTS
-    # Keys without it would change what an expert layer computes.
-    instead: ClassVar[str] = "every rank has all experts, sharded by ZeRO like other weights: the model's own function"
-    enabled: bool = later(False, "Spread experts over ranks automatically.", example=True)
-    autoep_size: int = later(1, "Ranks that share one set of experts.", unit="ranks", example=2, ge=1)
-    expert_tensor_parallel_size: int = later(1, "Ranks that share one expert.", unit="ranks", example=2, ge=1)
-    preset_model: str | None = later(None, "Rules of a known model family.", example="mixtral")
-    moe_layer_pattern: str | None = later(None, "Names of expert layers.", example=".*moe")
-    expert_pattern: str | None = later(None, "Name of the experts inside such a layer.", example="experts")
-    router_pattern: str | None = later(None, "Name of the router.", example="gate")
-    use_grouped_mm: bool = later(True, "Multiply all experts in one call.", example=False)
-    disable_triton_grouped_mm: bool = later(False, "Do not use Triton for it.", example=True)
-    route_norm: Any = later(None, "Normalise the routing weights.", example=True, instead="")
-    route_scale: float = later(1.0, "Factor on the routing weights.", example=2.0, instead="")
-    score_apply: Any = later(None, "Apply scores before or after the experts.", example="pre", instead="")
-    score_func: Any = later(None, "Softmax or sigmoid.", example="softmax", instead="")
-    combine_impl: Any = later(None, "How results are combined.", example="scatter")
-    top_k: int | None = later(None, "Experts per token.", example=2, instead="", ge=1)
-    num_expert_groups: int | None = later(None, "Groups of experts the router knows.", example=2, instead="")
-    num_limited_groups: int | None = later(None, "Groups a token may use.", example=1, instead="")
-    routed_scaling_factor: float | None = later(None, "Factor on routed experts.", example=2.0, instead="")
-    expert_w1: str | None = later(None, "Name of the first weight.", example="w1")
-    expert_w2: str | None = later(None, "Name of the second weight.", example="w2")
-    expert_w3: str | None = later(None, "Name of the third weight.", example="w3")
-    num_experts_attr: str | None = later(None, "Attribute that counts experts.", example="num_experts")
-    top_k_attr: str | None = later(None, "Attribute that holds top-k.", example="top_k")
-    has_shared_experts: Any = later(None, "The layer has shared experts.", example=True)
-    shared_experts_pattern: str | None = later(None, "Name of the shared experts.", example="shared")
-    shared_experts_gate_pattern: str | None = later(None, "Name of their gate.", example="shared_gate")
-    validate_folding_routing: bool = later(False, "Check routing between tensor and expert groups.", example=True)
-
-
 _STAGES = {"pipeline.stages": 2}
 
 
 class Pipeline(Section):
-    gate: ClassVar[tuple[str, ...]] = ("stages",)
     stages: int | None = effective(
-        None, "Pipeline stages: as `mesh.pp`.", unit="ranks", also=(1,), example=2, effect="check", ge=1
+        None, "Pipeline stages: as `mesh.pp`.", unit="ranks", example=2, effect="check", ge=1
     )
     partition: str = effective(
         "best",
@@ -1179,85 +1016,6 @@ class Pipeline(Section):
     grad_partitioned: bool = accepted(
         True, "Send gradients partitioned over tensor-parallel ranks.", "the same bits travel either way"
     )
-
-
-class Compile(Section):
-    gate: ClassVar[tuple[str, ...]] = ("deepcompile",)
-    part: ClassVar[Milestone | None] = Milestone.SPEED
-    instead: ClassVar[str] = "engine.compile compiles each block, collectives stay outside"
-    deepcompile: bool = later(False, "Insert the collectives into the compiled graph.", example=True)
-    passes: tuple[str, ...] | None = later(None, "Compiler passes by name.", example=["z3"])
-    offload_parameters: bool = later(False, "Offload weights from the graph.", example=True)
-    offload_opt_states: bool = later(False, "Offload optimizer states from the graph.", example=True)
-    offload_activation: bool = later(False, "Offload activations from the graph.", example=True)
-    offload_activation_pin_memory: bool = later(True, "Pin that memory.", example=False)
-    free_activation: bool = later(False, "Free activations early.", example=True)
-    free_activation_threshold: int = later(10 * 1024 * 1024, "Only those above this size.", unit="bytes", example=1)
-    double_buffer: bool = later(True, "Use two gather buffers.", example=False)
-    symmetric_memory: bool = later(False, "Gather through symmetric memory.", example=True)
-    debug_log: bool = later(False, "Log the passes.", example=True)
-    sync_before_reduce: bool = later(False, "Wait before a reduction.", example=True)
-    sync_after_reduce: bool = later(False, "Wait after a reduction.", example=True)
-    sync_before_allgather: bool = later(False, "Wait before a gather.", example=True)
-    sync_after_allgather: bool = later(False, "Wait after a gather.", example=True)
-    keep_int_input_tensors: bool = later(True, "Keep integer inputs alive.", example=False)
-    keep_all_input_tensors: bool = later(False, "Keep all inputs alive.", example=True)
-
-
-class CommsLogger(Section):
-    gate: ClassVar[tuple[str, ...]] = _ON
-    part: ClassVar[Milestone | None] = Milestone.CLIENTS
-    instead: ClassVar[str] = "nothing is logged; `records` has the bytes of every step"
-    enabled: bool = later(False, "Log every collective with size and time.", example=True)
-    verbose: bool = later(False, "Print each as it happens.", example=True)
-    prof_all: bool = later(True, "Profile all kinds.", example=False)
-    debug: bool = later(False, "Name the caller.", example=True)
-    prof_ops: tuple[str, ...] = later((), "Kinds to profile.", example=["all_gather"])
-
-
-class Autotuning(Section):
-    gate: ClassVar[tuple[str, ...]] = _ON
-    part: ClassVar[Milestone | None] = Milestone.UNPLANNED
-    instead: ClassVar[str] = "the run trains with the configuration as it stands"
-    enabled: bool = later(False, "Search for a fast configuration by experiments.", example=True)
-    fast: bool = later(True, "Tune micro-batch sizes only.", example=False)
-    results_dir: str | None = later(None, "Directory of results.", example="results")
-    exps_dir: str | None = later(None, "Directory of experiments.", example="experiments")
-    overwrite: bool = later(True, "Repeat experiments that are there.", example=False)
-    start_profile_step: int = later(3, "First measured step.", unit="steps", example=5)
-    end_profile_step: int = later(5, "Last measured step.", unit="steps", example=9)
-    metric: str = later("throughput", "throughput, latency or flops.", example="latency")
-    metric_path: str | None = later(None, "File the metric is read from.", example="metric.json")
-    model_info: dict[str, Any] | None = later(None, "Facts of the model.", example={"num_params": 1})
-    model_info_path: str | None = later(None, "File of those facts.", example="model.json")
-    mp_size: int = later(1, "Model-parallel ranks.", unit="ranks", example=2)
-    max_train_batch_size: int | None = later(None, "Largest batch tried.", unit="samples", example=64)
-    min_train_batch_size: int = later(1, "Smallest batch tried.", unit="samples", example=8)
-    max_train_micro_batch_size_per_gpu: int = later(1024, "Largest micro-batch tried.", unit="samples", example=64)
-    min_train_micro_batch_size_per_gpu: int = later(1, "Smallest micro-batch tried.", unit="samples", example=2)
-    num_tuning_micro_batch_sizes: int = later(3, "Micro-batch sizes tried.", example=2)
-    tuner_type: Literal["gridsearch", "random", "model_based"] = later(
-        "gridsearch", "Order of the search.", example="random"
-    )
-    tuner_early_stopping: int = later(5, "Stop after so many without gain.", example=3)
-    tuner_num_trials: int = later(50, "Experiments at most.", example=10)
-    arg_mappings: dict[str, Any] | None = later(None, "Keys and the script's arguments.", example={"a": "b"})
-
-
-class Elasticity(Section):
-    gate: ClassVar[tuple[str, ...]] = _ON
-    part: ClassVar[Milestone | None] = Milestone.CLIENTS
-    enabled: bool = later(False, "Choose a batch size that fits many numbers of ranks.", example=True)
-    max_train_batch_size: int = later(2000, "Largest batch.", unit="samples", example=64, ge=1)
-    micro_batch_sizes: tuple[int, ...] = later((2, 4, 6), "Micro-batch sizes allowed.", unit="samples", example=[1, 2])
-    min_gpus: int = later(1, "Fewest ranks.", unit="ranks", example=2, ge=1)
-    max_gpus: int = later(10_000, "Most ranks.", unit="ranks", example=16, ge=1)
-    min_time: int = later(0, "Shortest run before a change.", unit="minutes", example=5)
-    prefer_larger_batch: bool = later(True, "Of two that fit, the larger.", example=False)
-    ignore_non_elastic_batch_info: bool = later(False, "Ignore the plain batch keys.", example=True)
-    version: float = later(0.2, "Version of the arithmetic.", example=0.1)
-    num_gpus_per_node: int = later(1, "Ranks of one node.", unit="ranks", example=8)
-    model_parallel_size: int = later(1, "Model-parallel ranks.", unit="ranks", example=2)
 
 
 _LAYOUT = "sparse_attention.mode"
@@ -1328,38 +1086,6 @@ class SparseAttention(Section):
     )
 
 
-class HybridEngine(Section):
-    gate: ClassVar[tuple[str, ...]] = _ON
-    part: ClassVar[Milestone | None] = Milestone.UNPLANNED
-    instead: ClassVar[str] = "the model generates with its own forward"
-    enabled: bool = later(False, "Switch between training and inference kernels.", example=True)
-    max_out_tokens: int = later(512, "Longest generated text.", unit="tokens", example=64)
-    inference_tp_size: int = later(1, "Ranks that share a layer in inference.", unit="ranks", example=2)
-    release_inference_cache: bool = later(False, "Free the key-value cache after generating.", example=True)
-    pin_parameters: bool = later(True, "Keep weights gathered while generating.", example=False)
-    tp_gather_partition_size: int = later(8, "Layers gathered at once.", example=4)
-    enable_cuda_graph: bool = later(False, "Generate through a CUDA graph.", example=True)
-
-
-class ProgressiveLayerDrop(Section):
-    gate: ClassVar[tuple[str, ...]] = _ON
-    part: ClassVar[Milestone | None] = Milestone.UNPLANNED
-    enabled: bool = later(False, "Drop layers at random, more over time.", example=True)
-    theta: float = later(1.0, "Share of layers kept in the end.", example=0.5)
-    gamma: float = later(0.001, "Speed of the change.", example=0.01)
-
-
-class CurriculumLearning(Section):
-    gate: ClassVar[tuple[str, ...]] = _ON
-    part: ClassVar[Milestone | None] = Milestone.UNPLANNED
-    enabled: bool = later(False, "Begin with easy (short) samples.", example=True)
-    curriculum_type: str = later("seqlen", "What is measured.", example="other")
-    min_difficulty: int = later(1, "Difficulty at the start.", example=8)
-    max_difficulty: int = later(10, "Difficulty at the end.", example=1024)
-    schedule_type: str = later("fixed_linear", "fixed_linear, fixed_root, fixed_discrete or custom.", example="custom")
-    schedule_config: dict[str, Any] = later({}, "Arguments of the schedule.", example={"max_step": [1]})
-
-
 _METRIC = {
     "difficulty_type": "value",
     "clustering_type": "single_cluster",
@@ -1372,7 +1098,6 @@ _CURRICULUM = {"curriculum_learning": {"enabled": True, "curriculum_metrics": {"
 
 
 class DataEfficiency(Section):
-    part: ClassVar[Milestone | None] = Milestone.UNPLANNED
     enabled: bool = accepted(
         False, "Sample and route data by difficulty.", "the switches inside of it decide, as in DeepSpeed"
     )
@@ -1382,29 +1107,9 @@ class DataEfficiency(Section):
         example=1,
         needs={"data_efficiency.data_sampling": _CURRICULUM},
     )
-    data_routing: dict[str, Any] = later(
-        {},
-        "Random layer-token dropping.",
-        off_when="nothing_enabled",
-        example={"random_ltd": {"enabled": True}},
-        instead="layers compute all tokens, as those do that no program converts",
-    )
     data_sampling: dict[str, Any] = effective(
         {}, "Curricula (curriculum_learning), and how many epochs they deal (num_epochs).", example=_CURRICULUM
     )
-
-
-class Nebula(Section):
-    gate: ClassVar[tuple[str, ...]] = _ON
-    part: ClassVar[Milestone | None] = Milestone.UNPLANNED
-    instead: ClassVar[str] = "checkpoints are saved to the folder that the program names"
-    enabled: bool = later(False, "Save through the Azure Nebula service.", example=True)
-    enable_nebula_load: bool = later(True, "Load through it.", example=False)
-    load_path: str | None = later(None, "Older name of nebula_load_path.", example="a")
-    nebula_load_path: str | None = later(None, "Where to load from.", example="a")
-    persistent_storage_path: str | None = later(None, "Where it keeps checkpoints.", example="a")
-    persistent_time_interval: int = later(100, "Time between two.", unit="seconds", example=10)
-    num_of_version_in_retention: int = later(2, "How many it keeps.", example=3)
 
 
 class Config(Section):
@@ -1469,13 +1174,6 @@ class Config(Section):
         "hosts where sums are formed by host (fp32), nor for sums over replicas (the gradient's own dtype).",
         example="bf16",
     )
-    seq_parallel_communication_data_type: Dtype = later(
-        "fp32",
-        "Dtype gradients are reduced in across sequence-parallel ranks.",
-        Milestone.UNPLANNED,
-        example="bf16",
-        instead="they are reduced with those of the data-parallel ranks, in communication_data_type",
-    )
     gradient_allreduce_op: Literal["mean", "sum"] = effective(
         "mean", "Average or add the gradients of the ranks.", example="sum"
     )
@@ -1488,22 +1186,12 @@ class Config(Section):
         example=2.0,
         gt=0,
     )
-    sparse_gradients: bool = later(
-        False,
-        "Send embedding gradients as sparse rows.",
-        Milestone.UNPLANNED,
-        example=True,
-        removed="pull request 8504: it had no users",
-        instead="embeddings are reduced like other matrices, with the same result",
-        use="leave it out: embeddings are reduced like other matrices, with zero_quantized_gradients in 4 bits",
-    )
     disable_allgather: bool = accepted(False, "Refresh weights by broadcasts.", "a legacy key; it has no reader")
     # Precision
     fp16: Fp16 = section(Fp16, "fp16 with loss scaling.")
     bf16: Bf16 = section(Bf16, "bf16 with fp32 master weights (also spelled bfloat16).")
     torch_autocast: TorchAutocast = section(TorchAutocast, "torch.autocast around the forward.")
     data_types: DataTypes = section(DataTypes, "Single dtypes.")
-    amp: Amp = section(Amp, "NVIDIA Apex.")
     precision: Literal["auto", "fp32", "fp16", "bf16"] | None = effective(
         None,
         "Ours. auto: bf16 where the hardware has it, else fp16, units lifted to fp32 while 16 bits do not hold them; a "
@@ -1579,14 +1267,6 @@ class Config(Section):
         ge=1,
     )
     tensor_parallel: TensorParallel = section(TensorParallel, "Tensor parallelism (AutoTP).")
-    expert_parallel: ExpertParallel = section(ExpertParallel, "Expert parallelism (AutoEP).")
-    use_data_before_expert_parallelism: bool = later(
-        False,
-        "Order of the axes with experts.",
-        Milestone.EXPERTS,
-        example=True,
-        instead="no axis has experts",
-    )
     pipeline: Pipeline = section(Pipeline, "Pipeline parallelism.")
     sequence_parallel: SequenceParallel = section(SequenceParallel, "Sequence parallelism.")
     # Logging and records
@@ -1609,50 +1289,20 @@ class Config(Section):
     csv_monitor: CsvMonitor = section(CsvMonitor, "CSV files.")
     wandb: Wandb = section(Wandb, "Weights & Biases.")
     comet: Comet = section(Comet, "Comet.")
-    comms_logger: CommsLogger = section(CommsLogger, "A log of collectives.")
     flops_profiler: FlopsProfiler = section(FlopsProfiler, "A profile of operations.")
     # Checkpoints
     checkpoint: Checkpoint = section(Checkpoint, "Saving and loading.")
-    nebula: Nebula = section(Nebula, "Azure Nebula.")
-    datastates_ckpt: dict[str, Any] | None = later(
-        None,
-        "The DataStates checkpoint engine.",
-        Milestone.UNPLANNED,
-        example={"host_cache_size": 1},
-        instead="files are written by the library's own writer",
-    )
     # The rest of the grammar
     aio: Aio = section(Aio, "Disk requests.")
     activation_checkpointing: ActivationCheckpointing = section(
         ActivationCheckpointing, "Where recomputation keeps its inputs."
     )
-    compile: Compile = section(Compile, "DeepCompile.")
     sparse_attention: SparseAttention | None = effective(
         None,
         "Attention over blocks of keys: in models of transformers by itself, in others as `engine.sparse_attention`.",
         example={"mode": "fixed"},
     )
-    autotuning: Autotuning = section(Autotuning, "Search for a configuration.")
-    elasticity: Elasticity = section(Elasticity, "Batch sizes for many numbers of ranks.")
-    hybrid_engine: HybridEngine = section(HybridEngine, "Training and inference in one engine.")
-    progressive_layer_drop: ProgressiveLayerDrop = section(ProgressiveLayerDrop, "Layer dropping.")
-    curriculum_learning: CurriculumLearning = section(CurriculumLearning, "Curricula, the old key.")
     data_efficiency: DataEfficiency = section(DataEfficiency, "Curricula and token dropping.")
-    compression_training: dict[str, Any] = later(
-        {},
-        "Quantisation and pruning while training.",
-        Milestone.UNPLANNED,
-        off_when="nothing_enabled",
-        example={"weight_quantization": {"shared_parameters": {"enabled": True}}},
-        removed="pull request 8489: it had no users",
-        use="remove the section; torch.ao and torchao quantise and prune models, before or after training",
-    )
-    weight_quantization: dict[str, Any] | None = later(
-        None, "Quantised weights for inference.", Milestone.UNPLANNED, example={"num_bits": 4}
-    )
-    quantize_training: dict[str, Any] = later(
-        {}, "Quantisation schedule.", Milestone.UNPLANNED, off_when="nothing_enabled", example={"enabled": True}
-    )
     graph_harvesting: bool = accepted(False, "Replay steps as a CUDA graph.", "speed only; no value depends on it")
 
     _decisions: tuple[AutoDecision, ...] = PrivateAttr(default=())
@@ -1681,13 +1331,3 @@ class Config(Section):
     def field_table(cls) -> tuple[FieldRow, ...]:
         """Return one row per key: path, type, default, unit, status, sentence, reason, example."""
         return rows(cls)
-
-
-def off_default_example(path: str) -> Any:
-    """Return a valid value for a key that is not its default."""
-    return example_of(Config, path)
-
-
-def off_default_config(path: str) -> dict[str, Any]:
-    """Return a configuration that moves one key off its default and sets what the key needs beside it."""
-    return example_config(Config, path)

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from .fields import Section, subsection
 from .normalise import ALIASES
+from .not_built import NOT_BUILT, names_below
 from .schema import Config
 
 _HEAD = '''\
@@ -85,6 +86,12 @@ def _class(model: type[Section], path: str) -> Iterator[str]:
             continue
         yield from _key(name, _options(info))
         yield from _doc(info.description or "")
+    prefix = f"{path}." if path else ""
+    for name in names_below(prefix):
+        row = NOT_BUILT[prefix + name]
+        kind = "Mapping[str, Any] | Auto | None" if row.keys else "Any"
+        yield f"    {name}: {kind}"
+        yield from _doc(f"Not built. {row.what}")
     for alias in ALIASES:
         section, _, old = alias.old.rpartition(".")
         if section == path:

@@ -13,8 +13,9 @@ from deepseek_zero.config import AutoDecision, Config, Facts, resolve
 from deepseek_zero.config.fields import AUTO
 from deepseek_zero.config.load import load
 from deepseek_zero.config.raw_config import lookup, put
+from tests.config_keys import NOT_BUILT_KEYS, ROWS
 
-KEYS = [row.path for row in Config.field_table()]
+KEYS = [key.path for key in (*ROWS, *NOT_BUILT_KEYS)]
 
 
 def resolved(given: dict[str, Any], facts: Facts | None = None) -> Config:

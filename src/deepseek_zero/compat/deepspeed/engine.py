@@ -84,8 +84,7 @@ def _scale_arguments(engine: Engine) -> dict[str, Any] | None:
 
 def _data_efficiency(engine: Engine) -> dict[str, Any]:
     asked = engine.config.data_efficiency
-    parts = {"data_sampling": asked.data_sampling, "data_routing": asked.data_routing}
-    return get_data_efficiency_config({"data_efficiency": {"seed": asked.seed, **parts}})
+    return get_data_efficiency_config({"data_efficiency": {"seed": asked.seed, "data_sampling": asked.data_sampling}})
 
 
 def _flops_profiler(engine: Engine) -> Any:
@@ -136,7 +135,6 @@ GETTERS: dict[str, Callable[[Engine], Any]] = {
     "bfloat16_enabled": lambda e: e._config.bf16.enabled,
     "torch_autocast_enabled": lambda e: e._config.torch_autocast.enabled,
     "torch_autocast_dtype": lambda e: e.runtime.settings.policy.autocast,
-    "amp_enabled": lambda e: e._config.amp.enabled,
     "get_data_types": lambda e: (e.runtime.settings.policy.compute, e.runtime.settings.policy.accumulate),
     "dynamic_loss_scale": lambda e: e.parts.scaler is not None and e.parts.scaler.dynamic,
     "dynamic_loss_scale_args": _scale_arguments,
@@ -191,8 +189,9 @@ GETTERS: dict[str, Callable[[Engine], Any]] = {
     "checkpoint_tag_validation_enabled": lambda e: e._config.checkpoint.tag_validation != "Ignore",
     "checkpoint_tag_validation_fail": lambda e: e._config.checkpoint.tag_validation == "Fail",
     "load_universal_checkpoint": lambda e: e._config.checkpoint.load_universal,
-    "use_node_local_storage": lambda e: e._config.checkpoint.use_node_local_storage,
     # What is off because it is not built
+    "amp_enabled": lambda e: False,
+    "use_node_local_storage": lambda e: False,
     "pld_enabled": lambda e: False,
     "curriculum_enabled_legacy": lambda e: False,
     "random_ltd_enabled": lambda e: False,

@@ -173,7 +173,7 @@ def initialize(
         if engine.optimizer is not None:
             vars(engine.optimizer)["parameter_offload"] = ParameterOffload()
     if unchanged and (autocast := engine.runtime.settings.policy.autocast) is not None:
-        init_autocast_params(engine, autocast, lookup(raw.values, "torch_autocast.lower_precision_safe_modules"))
+        init_autocast_params(engine, autocast, raw.not_built.get("torch_autocast.lower_precision_safe_modules"))
     _engines[engine.module] = weakref.ref(engine), engine.runtime.hooks
     engine.client_optimizer, engine.client_lr_scheduler, engine.client_mpu = optimizer, lr_scheduler, mpu
     groups.tell_of(engine)
