@@ -1,8 +1,8 @@
-"""`Config`: the whole DeepSpeed JSON grammar and our few additions, as one typed, frozen model.
+"""`Config`: the keys of DeepSpeed's JSON grammar that are built, and our additions, as one typed, frozen model.
 
-`auto.resolve` builds it from a `RawConfig`.  Each key carries its unit, its sentence and its status (fields.py);
-docs/reference/config.md and keywords.py are generated from here.  ZeRO's section comes first, then those of an ordinary
-run, then those of which little is read yet, and `Config` with the top-level keys at the end.
+`auto.resolve` builds it from a `RawConfig`. Each key carries its unit, its sentence and its status (fields.py).
+docs/reference/config.md and keywords.pyi are generated from here. ZeRO's section comes first, then those of an
+ordinary run, then the others, and `Config` with the top-level keys at the end.
 """
 
 from __future__ import annotations
