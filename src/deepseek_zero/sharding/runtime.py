@@ -5,20 +5,6 @@ hooks at the end of this file are where torch calls in.  `executor.py` runs the 
 `groups`; `loss.backward()` alone drives everything.  Hooks hold the runtime weakly, so that dropping an engine returns
 its memory at once.
 
-`LossFactor` multiplies every gradient of an engine by loss scale / accumulation steps, once, however backward is
-reached.  Gradients inside an engine's forward carry that factor.  Outside they carry what the loss that is
-differentiated was multiplied by: nothing in a plain `loss.backward()`, the factor of the engine whose `scale` or
-`backward` was called otherwise.  So at the border, where an outermost forward returns and where it takes arguments, a
-gradient is multiplied by what is missing, or divided again.  Gradients that enter past the outputs are multiplied as
-well (entries.py).
-
-    differentiated                   outside carries          at an output x          at an input x
-    plain                            1                        scale / accumulation    accumulation / scale
-    engine.scale, engine.backward    scale' (/ accumulation') scale / scale'          scale' / scale
-
-with ' for the engine that scaled the loss, which may be another one: a loss over the outputs of several engines is
-divided by the accumulation of the engine that was asked.
-
 `Structure` refuses a model that is not the one that was wrapped: a parameter that joined later would train
 unsynchronised, one whose memory was replaced (a cast, a move, `.data = ...`) would no longer be the one that steps.
 `follow_requires_grad` lets the groups follow `requires_grad_`: a parameter that is frozen keeps its place, its master
@@ -32,7 +18,6 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -45,7 +30,6 @@ from ..base.device import (
     backward_id,
     ends_recomputation,
     held_by,
-    hook_every_backward,
     in_torch_func,
     next_node_number,
     outside_torch_func,
@@ -61,19 +45,15 @@ from ..comm.collectives import Comm, propagate_errors
 from ..planner.plan import Plan
 from ..planner.spec import Compression, PlanSettings
 from ..planner.units import plan_group
-from ..precision.loss_scale import LossScaler
-from ..precision.policy import LOW_PRECISION
 from .buffer import CommContext
-from .entries import factor_from, record_forward, scale_entries
+from .entries import record_forward, scale_entries
 from .executor import Executor, Unit, UnitState, Updates
+from .loss_factor import LossFactor, factor_of_leaf, watch_backwards
 from .nonfinite import NonFiniteDetector
 from .param_group import ParamGroup, ParamInfo, build_group
 from .saved_tensor_hooks import weight_hooks
-from .sharded_parameter import Hook, owner_of
+from .sharded_parameter import Hook
 from .state_dict import StateDictMode, join_stages, shard_state_dicts
-
-_FACTORS: weakref.WeakSet[LossFactor] = weakref.WeakSet()  # of all engines in this process
-_SCALERS: weakref.WeakSet[LossFactor] = weakref.WeakSet()  # of those that scale their losses
 
 
 class Phase(Enum):
@@ -114,7 +94,7 @@ class Runtime:
         self.comm, self.comm_ctx = comm_ctx.world, comm_ctx
         self._phase = Phase.IDLE
         self.is_boundary = True  # the backward to come ends an accumulation: replicated gradients are reduced
-        self.loss_factor = LossFactor(self)
+        self.loss_factor = LossFactor(partial(_accumulation_of, weakref.ref(self)))
         self.nonfinite: NonFiniteDetector | None = None  # after a skipped step, under precision "auto"
         self.driver: Callable[[], Driver | None] = lambda: None  # weak, where there is one
         self.backwards = 0  # finished since the last step
@@ -438,6 +418,11 @@ class Runtime:
         self.forward.count = 0
 
 
+def _accumulation_of(reference: weakref.ref[Runtime]) -> int:
+    runtime = reference()
+    return 1 if runtime is None else runtime.settings.accumulation
+
+
 # -- forward
 
 
@@ -550,7 +535,7 @@ class Forward:
         tensors = tensors_in(given)
         if not tensors:
             return given
-        found = scale_entries(tensors, _factor_of_leaf)
+        found = scale_entries(tensors, factor_of_leaf)
         outside = {id(tensor): each for tensor, each in zip(tensors, found, strict=True)}
 
         def alias(tensor: Tensor) -> Tensor:
@@ -561,7 +546,7 @@ class Forward:
 
     def _outside(self, output: Any, begin: int) -> Any:
         """Return an output that multiplies its gradients by the engine's factor.  begin: see `record_forward`."""
-        hook_every_backward(_scale_entries_of)
+        watch_backwards()
         end = next_node_number()
         output = map_tensors(output, partial(output_alias, self.runtime))
         record_forward(begin, end, next_node_number(), self.runtime.loss_factor.at_entry)
@@ -658,223 +643,6 @@ class Forward:
         for tensor in tensors_in(output):
             watch_output(self.runtime, self.runtime.root.number, tensor)
         return self._outside(output, self._begin_of_part) if self.runtime.loss_factor.has_border else output
-
-
-# -- the factor of gradients
-
-
-class _UnderWay:
-    """The backward of a scaled loss that runs in this process.  scale: what it was scaled by; None: there is none."""
-
-    def __init__(self) -> None:
-        self.scale: float | None = None
-        self.number = -1
-
-    def begin(self, scale: float) -> None:
-        """A backward has come to a scaled loss."""
-        number = backward_id()
-        if self.scale is not None and self.number == number:
-            if self.scale != scale:
-                raise UsageError(
-                    f"one backward got losses scaled by {self.scale:g} and by {scale:g}.",
-                    "Two engines have scaled them, and where their gradients meet nobody can tell the parts apart.",
-                    "add the losses up first and scale the sum with one engine, or call backward on each.",
-                )
-            return
-        self.scale, self.number = scale, number
-        callback = _End(self, number)
-        queue_backward_callback(callback)
-        weakref.finalize(callback, self.end, number).atexit = False  # torch drops it unrun when backward raises
-
-    def end(self, number: int) -> None:
-        if self.number == number:
-            self.scale, self.number = None, -1
-
-
-class _End:
-    """The callback of a backward's end."""
-
-    def __init__(self, under_way: _UnderWay, number: int) -> None:
-        self.under_way, self.number = under_way, number
-
-    def __call__(self) -> None:
-        self.under_way.end(self.number)
-
-
-_UNDER_WAY = _UnderWay()
-
-
-class LossFactor:
-    """One engine's factor."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = weakref.ref(runtime)
-        self._scaler: LossScaler | None = None
-        self.is_strict = False  # a loss of the engine's own forward has to be scaled, as in DeepSpeed
-        self._is_entered = False  # inside `entered`
-        self._is_of_engine = False  # the last recorded forward was the engine's, not the model's own
-        self.is_recorded = False  # a backward since the last step was recorded, to be differentiated again
-        self._scaled: Callable[[], Tensor | None] = lambda: None  # the last loss it has scaled
-        self._is_carried = False  # gradients that come in have the factor (`carried`)
-        self.at_entry = factor_from(weakref.ref(self))
-        _FACTORS.add(self)
-        self._watch_backwards()
-
-    @property
-    def scaler(self) -> LossScaler | None:
-        """fp16's; None where losses are not scaled."""
-        return self._scaler
-
-    @scaler.setter
-    def scaler(self, scaler: LossScaler | None) -> None:
-        self._scaler = scaler
-        (_SCALERS.add if scaler is not None else _SCALERS.discard)(self)
-        self._watch_backwards()
-
-    def _watch_backwards(self) -> None:
-        """Have backwards watched from now on if there is a factor."""
-        if self.has_border:
-            hook_every_backward(_scale_entries_of)
-
-    @property
-    def scale(self) -> float:
-        """The loss scale of now."""
-        return self._scaler.scale if self._scaler is not None else 1.0
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches of a step."""
-        runtime = self._runtime()
-        return 1 if runtime is None else runtime.settings.accumulation
-
-    @property
-    def has_border(self) -> bool:
-        """Return whether gradients may have to be multiplied where they enter this engine, or leave it."""
-        return self.accumulation != 1 or bool(_SCALERS)
-
-    @property
-    def is_plain(self) -> bool:
-        """Return whether the backward under way differentiates a loss that no engine has scaled."""
-        return _UNDER_WAY.scale is None and not self._is_carried
-
-    def at_output(self) -> float:
-        """What a gradient is multiplied by that comes in through an output; it is divided by it at an input."""
-        applied = self.scale if self._is_carried else _UNDER_WAY.scale
-        return self.scale / self.accumulation if applied is None else self.scale / applied
-
-    @contextmanager
-    def carried(self) -> Iterator[None]:
-        """Open a block of backwards whose gradients carry this engine's factor already: they come from a later stage of
-        the same model, whose loss was multiplied by it.
-        """
-        before, self._is_carried = self._is_carried, True
-        try:
-            yield
-        finally:
-            self._is_carried = before
-
-    @property
-    def is_carried(self) -> bool:
-        """Return whether a block of `carried` is open."""
-        return self._is_carried
-
-    def has_scaled(self, loss: Tensor) -> bool:
-        """Return whether a tensor is the last loss that `apply` returned."""
-        return loss is self._scaled()
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Open a block in which the engine itself, and not its user, calls the model."""
-        before = self._is_entered
-        self._is_entered = True
-        try:
-            yield
-        finally:
-            self._is_entered = before
-
-    def forward_begins(self) -> None:
-        """Note whether a recorded forward was called through the engine."""
-        self._is_of_engine = self._is_entered
-
-    def refuse_unscaled(self) -> None:
-        """Raise UsageError if a plain backward begins that differentiates the engine's own forward in fp16.
-
-        Behind DeepSpeed's name the program scales such a loss. After `engine.module(...)` it does not have to: one
-        loss of several engines cannot be scaled by each of them. The factor is then applied at the outputs.
-        """
-        if self.is_strict and self._is_of_engine and self._scaler is not None and self.is_plain:
-            raise UsageError(
-                "Loss scaling is required for this configuration, and backward() was called without it.",
-                "Gradients in fp16 are lost below its smallest number.",
-                "call engine.backward(loss) or engine.scale(loss).backward().",
-            )
-
-    def refuse_gradient_of_gradient(self) -> None:
-        """As a backward begins: UsageError if it is plain and may differentiate an earlier one, which was recorded.
-
-        Such gradients reach the parameters without having passed an output.
-        """
-        if torch.is_grad_enabled():
-            self.is_recorded = True
-        elif self.is_recorded and _UNDER_WAY.scale is None and self.at_output() != 1.0:
-            raise UsageError(
-                "a plain backward() came after a backward with create_graph=True, so it may hold a gradient of a "
-                "gradient.",
-                f"Gradients are multiplied by {self.at_output():g} (loss scale / accumulation steps) where they enter "
-                "the model through its outputs, and a gradient of a gradient enters elsewhere.",
-                "call engine.backward(loss) or engine.scale(loss).backward(); without an engine leave "
-                "gradient_accumulation_steps out and divide the loss yourself, in fp32 or bf16.",
-            )
-
-    def apply(self, loss: Tensor, *, by_accumulation: bool = True) -> Tensor:
-        """The loss times the loss scale and, if it is to be, divided by the accumulation steps."""
-        if self.is_strict and isinstance(loss, Tensor) and loss.numel() != 1:
-            raise UsageError(
-                f"a loss must be a scalar tensor, and this one has the shape {tuple(loss.shape)}.",
-                "Losses alone are scaled, as in DeepSpeed.",
-                "call backward(gradient) on the output itself.",
-            )
-        if self.has_scaled(loss):
-            raise UsageError(
-                "a loss was scaled a second time.",
-                "engine.scale has multiplied it by loss scale and 1/accumulation, as engine.backward does too.",
-                "call backward() on what engine.scale returned, or engine.backward(loss) on the loss itself.",
-            )
-        if not self.has_border:
-            return loss
-        scale = self.scale
-        factor = scale / self.accumulation if by_accumulation else scale
-        wide = loss.float() if loss.dtype in LOW_PRECISION else loss
-        scaled = wide.view_as(wide) if factor == 1.0 else wide * factor
-
-        def reached(grad: Tensor) -> None:
-            _UNDER_WAY.begin(scale)
-
-        if scaled.requires_grad:
-            scaled.register_hook(reached)
-        self._scaled = weakref.ref(scaled)
-        return scaled
-
-
-def _scale_entries_of(roots: list[Tensor]) -> tuple[list[Tensor], None]:
-    """Before a backward: scale what enters an engine past its outputs, if a factor is missing there."""
-    factors = list(_FACTORS)
-    if any(factor.is_carried for factor in factors):
-        return roots, None
-    if any(factor.has_scaled(root) for factor in factors for root in roots):
-        is_missing = len({factor.scale for factor in factors}) > 1
-    else:
-        is_missing = any(factor.has_border for factor in factors)
-    return scale_entries(roots, _factor_of_leaf) if is_missing else roots, None
-
-
-def _factor_of_leaf(leaf: Tensor) -> Callable[[], float | None] | None:
-    """Return the factor of the engine that holds a parameter; None inside its forward, whose gradients have none."""
-    owner = owner_of(leaf)
-    runtime: Runtime | None = owner.runtime() if isinstance(owner, ParamGroup) else None
-    if runtime is None or runtime.forward.active:
-        return None
-    return runtime.loss_factor.at_entry
 
 
 # -- is it still the model that was wrapped

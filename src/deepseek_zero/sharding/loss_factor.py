@@ -1,0 +1,259 @@
+"""The factor loss scale / accumulation steps of an engine's gradients, and the process-wide state of scaled losses.
+
+`LossFactor` multiplies every gradient of an engine by loss scale / accumulation steps, once, however backward is
+reached.  Gradients inside an engine's forward carry that factor.  Outside they carry what the loss that is
+differentiated was multiplied by: nothing in a plain `loss.backward()`, the factor of the engine whose `scale` or
+`backward` was called otherwise.  So at the border, where an outermost forward returns and where it takes arguments, a
+gradient is multiplied by what is missing, or divided again.  Gradients that enter past the outputs are multiplied as
+well (entries.py).
+
+    differentiated                   outside carries          at an output x          at an input x
+    plain                            1                        scale / accumulation    accumulation / scale
+    engine.scale, engine.backward    scale' (/ accumulation') scale / scale'          scale' / scale
+
+with ' for the engine that scaled the loss, which may be another one: a loss over the outputs of several engines is
+divided by the accumulation of the engine that was asked.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..base.device import backward_id, hook_every_backward, queue_backward_callback
+from ..base.errors import UsageError
+from ..precision.loss_scale import LossScaler
+from ..precision.policy import LOW_PRECISION
+from .entries import Factor, factor_from, scale_entries
+from .param_group import ParamGroup
+from .sharded_parameter import owner_of
+
+_FACTORS: weakref.WeakSet[LossFactor] = weakref.WeakSet()  # of all engines in this process
+_SCALERS: weakref.WeakSet[LossFactor] = weakref.WeakSet()  # of those that scale their losses
+
+
+class _UnderWay:
+    """The backward of a scaled loss that runs in this process.  scale: what it was scaled by; None: there is none."""
+
+    def __init__(self) -> None:
+        self.scale: float | None = None
+        self.number = -1
+
+    def begin(self, scale: float) -> None:
+        """A backward has come to a scaled loss."""
+        number = backward_id()
+        if self.scale is not None and self.number == number:
+            if self.scale != scale:
+                raise UsageError(
+                    f"one backward got losses scaled by {self.scale:g} and by {scale:g}.",
+                    "Two engines have scaled them, and where their gradients meet nobody can tell the parts apart.",
+                    "add the losses up first and scale the sum with one engine, or call backward on each.",
+                )
+            return
+        self.scale, self.number = scale, number
+        callback = _End(self, number)
+        queue_backward_callback(callback)
+        weakref.finalize(callback, self.end, number).atexit = False  # torch drops it unrun when backward raises
+
+    def end(self, number: int) -> None:
+        if self.number == number:
+            self.scale, self.number = None, -1
+
+
+class _End:
+    """The callback of a backward's end."""
+
+    def __init__(self, under_way: _UnderWay, number: int) -> None:
+        self.under_way, self.number = under_way, number
+
+    def __call__(self) -> None:
+        self.under_way.end(self.number)
+
+
+_UNDER_WAY = _UnderWay()
+
+
+class LossFactor:
+    """One engine's factor."""
+
+    def __init__(self, accumulation: Callable[[], int]) -> None:
+        """accumulation: Returns the number of micro-batches of a step now; holds the runtime weakly."""
+        self._accumulation = accumulation
+        self._scaler: LossScaler | None = None
+        self.is_strict = False  # a loss of the engine's own forward has to be scaled, as in DeepSpeed
+        self._is_entered = False  # inside `entered`
+        self._is_of_engine = False  # the last recorded forward was the engine's, not the model's own
+        self.is_recorded = False  # a backward since the last step was recorded, to be differentiated again
+        self._scaled: Callable[[], Tensor | None] = lambda: None  # the last loss it has scaled
+        self._is_carried = False  # gradients that come in have the factor (`carried`)
+        self.at_entry = factor_from(weakref.ref(self))
+        _FACTORS.add(self)
+        self._watch_backwards()
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """fp16's; None where losses are not scaled."""
+        return self._scaler
+
+    @scaler.setter
+    def scaler(self, scaler: LossScaler | None) -> None:
+        self._scaler = scaler
+        if scaler is None:
+            _SCALERS.discard(self)
+        else:
+            _SCALERS.add(self)
+        self._watch_backwards()
+
+    def _watch_backwards(self) -> None:
+        """Hook every backward from now on if there is a factor."""
+        if self.has_border:
+            watch_backwards()
+
+    @property
+    def scale(self) -> float:
+        """The loss scale of now."""
+        return self._scaler.scale if self._scaler is not None else 1.0
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a step."""
+        return self._accumulation()
+
+    @property
+    def has_border(self) -> bool:
+        """Return whether gradients may have to be multiplied where they enter this engine, or leave it."""
+        return self.accumulation != 1 or bool(_SCALERS)
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the backward under way differentiates a loss that no engine has scaled."""
+        return _UNDER_WAY.scale is None and not self._is_carried
+
+    def at_output(self) -> float:
+        """What a gradient is multiplied by that comes in through an output; it is divided by it at an input."""
+        applied = self.scale if self._is_carried else _UNDER_WAY.scale
+        return self.scale / self.accumulation if applied is None else self.scale / applied
+
+    @contextmanager
+    def carried(self) -> Iterator[None]:
+        """Open a block of backwards whose gradients carry this engine's factor already: they come from a later stage of
+        the same model, whose loss was multiplied by it.
+        """
+        before, self._is_carried = self._is_carried, True
+        try:
+            yield
+        finally:
+            self._is_carried = before
+
+    @property
+    def is_carried(self) -> bool:
+        """Return whether a block of `carried` is open."""
+        return self._is_carried
+
+    def has_scaled(self, loss: Tensor) -> bool:
+        """Return whether a tensor is the last loss that `apply` returned."""
+        return loss is self._scaled()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Open a block in which the engine itself, and not its user, calls the model."""
+        before = self._is_entered
+        self._is_entered = True
+        try:
+            yield
+        finally:
+            self._is_entered = before
+
+    def forward_begins(self) -> None:
+        """Note whether a recorded forward was called through the engine."""
+        self._is_of_engine = self._is_entered
+
+    def refuse_unscaled(self) -> None:
+        """Raise UsageError if a plain backward begins that differentiates the engine's own forward in fp16.
+
+        Behind DeepSpeed's name the program scales such a loss. After `engine.module(...)` it does not have to: one
+        loss of several engines cannot be scaled by each of them. The factor is then applied at the outputs.
+        """
+        if self.is_strict and self._is_of_engine and self._scaler is not None and self.is_plain:
+            raise UsageError(
+                "Loss scaling is required for this configuration, and backward() was called without it.",
+                "Gradients in fp16 are lost below its smallest number.",
+                "call engine.backward(loss) or engine.scale(loss).backward().",
+            )
+
+    def refuse_gradient_of_gradient(self) -> None:
+        """As a backward begins: UsageError if it is plain and may differentiate an earlier one, which was recorded.
+
+        Such gradients reach the parameters without having passed an output.
+        """
+        if torch.is_grad_enabled():
+            self.is_recorded = True
+        elif self.is_recorded and _UNDER_WAY.scale is None and self.at_output() != 1.0:
+            raise UsageError(
+                "a plain backward() came after a backward with create_graph=True, so it may hold a gradient of a "
+                "gradient.",
+                f"Gradients are multiplied by {self.at_output():g} (loss scale / accumulation steps) where they enter "
+                "the model through its outputs, and a gradient of a gradient enters elsewhere.",
+                "call engine.backward(loss) or engine.scale(loss).backward(); without an engine leave "
+                "gradient_accumulation_steps out and divide the loss yourself, in fp32 or bf16.",
+            )
+
+    def apply(self, loss: Tensor, *, by_accumulation: bool = True) -> Tensor:
+        """The loss times the loss scale and, if it is to be, divided by the accumulation steps."""
+        if self.is_strict and isinstance(loss, Tensor) and loss.numel() != 1:
+            raise UsageError(
+                f"a loss must be a scalar tensor, and this one has the shape {tuple(loss.shape)}.",
+                "Losses alone are scaled, as in DeepSpeed.",
+                "call backward(gradient) on the output itself.",
+            )
+        if self.has_scaled(loss):
+            raise UsageError(
+                "a loss was scaled a second time.",
+                "engine.scale has multiplied it by loss scale and 1/accumulation, as engine.backward does too.",
+                "call backward() on what engine.scale returned, or engine.backward(loss) on the loss itself.",
+            )
+        if not self.has_border:
+            return loss
+        scale = self.scale
+        factor = scale / self.accumulation if by_accumulation else scale
+        wide = loss.float() if loss.dtype in LOW_PRECISION else loss
+        scaled = wide.view_as(wide) if factor == 1.0 else wide * factor
+
+        def reached(grad: Tensor) -> None:
+            _UNDER_WAY.begin(scale)
+
+        if scaled.requires_grad:
+            scaled.register_hook(reached)
+        self._scaled = weakref.ref(scaled)
+        return scaled
+
+
+def watch_backwards() -> None:
+    """Hook every backward of this process, to scale gradients that enter an engine past its outputs."""
+    hook_every_backward(_scale_entries_of)
+
+
+def _scale_entries_of(roots: list[Tensor]) -> tuple[list[Tensor], None]:
+    """Before a backward: scale what enters an engine past its outputs, if a factor is missing there."""
+    factors = list(_FACTORS)
+    if any(factor.is_carried for factor in factors):
+        return roots, None
+    if any(factor.has_scaled(root) for factor in factors for root in roots):
+        is_missing = len({factor.scale for factor in factors}) > 1
+    else:
+        is_missing = any(factor.has_border for factor in factors)
+    return scale_entries(roots, factor_of_leaf) if is_missing else roots, None
+
+
+def factor_of_leaf(leaf: Tensor) -> Factor | None:
+    """Return the factor of the engine that holds a parameter; None inside its forward, whose gradients have none."""
+    owner = owner_of(leaf)
+    runtime = owner.runtime() if isinstance(owner, ParamGroup) else None
+    if runtime is None or runtime.forward.active:
+        return None
+    factor: Factor = runtime.loss_factor.at_entry
+    return factor
