@@ -27,6 +27,7 @@ from ..optim.updater import MasterShard, ParamOverlap
 from ..precision.codecs import Blocks
 from ..precision.policy import cast_master
 from ..sharding.param_group import ParamGroup, ParamInfo
+from ..sharding.regroup import follow_requires_grad
 from ..sharding.runtime import Runtime
 from .catalogue import existing_folder
 from .contents import Contents, Loaded, LoadSettings
@@ -52,7 +53,7 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
     own values.
     """
     runtime, loaded, comm = contents.runtime, [], contents.runtime.comm.whole
-    runtime.follow_requires_grad()
+    follow_requires_grad(runtime)
     names = names_of_all(runtime)
 
     def check_manifest() -> str:

@@ -362,7 +362,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                     shards.append(self._shard(group, span))
         return shards
 
-    # -- when parameters are frozen and unfrozen (sharding/runtime.py, Updates)
+    # -- when parameters are frozen and unfrozen (sharding/executor.py, Updates)
 
     def refuse_regrouping(self) -> None:
         """Raise if updates are under way that an unfrozen parameter could not join."""

@@ -1,7 +1,7 @@
 """Units of a plan and their parameter groups: what travels together, and how it lies in memory.
 
 `plan_group` is the one place where a group's specs and layout are decided; the units of a whole model come from
-`plan_units`, and a group that is divided while a run goes on (sharding/runtime.py) from the same function.
+`plan_units`, and a group that is divided while a run goes on (sharding/regroup.py) from the same function.
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ from .buffer import (
     move_differences,
 )
 from .init import take_values
+from .model_changes import lost_values, member_with_new_values
 from .momentum import SIGNS, Momentum
 from .secondary import SecondaryWeight
 from .sharded_gradient import Part, ShardedGradient, own_part_of, sharded_gradient
@@ -63,7 +64,7 @@ class ParamInfo:
     slot: Slot
     param_class: type[nn.Parameter]
     placeholder: Tensor = field(init=False)  # its data while sharded
-    is_frozen: bool = field(init=False)  # `requires_grad` was off when all ranks looked last (runtime.py)
+    is_frozen: bool = field(init=False)  # `requires_grad` was off when all ranks looked last (regroup.py)
 
     def __post_init__(self) -> None:
         with without_torch_function():
@@ -408,7 +409,9 @@ class ParamGroup:
         if full is None:
             return
         with without_torch_function():
-            replaced = None if self.is_pinned else self._member_with_new_values(full)
+            replaced = None
+            if not self.is_pinned:
+                replaced = member_with_new_values(self.members, full)
             for member in self.members:
                 member.reshard()
         self.unsharded = None
@@ -416,29 +419,7 @@ class ParamGroup:
         if self.weight.is_offloaded:
             trim_heap()  # of its gradients
         if replaced is not None:
-            raise UsageError(
-                f"the memory of parameter '{replaced.name}' was replaced by other values during forward or backward.",
-                "At stage 3 a block uses a gathered copy of its parameters. The copy is freed after the block, so the "
-                "new values would be lost.",
-                "assign them inside `with deepseek_zero.zero.GatheredParameters(param, modifier_rank=0):` on all "
-                "ranks, or compute with the changed tensor and leave the parameter as it is.",
-            )
-
-    def _member_with_new_values(self, full: FlatBuffer) -> ParamInfo | None:
-        """Return the first member that uses other memory than the gathered buffer, with other values.
-
-        The same values in another dtype do not count: some layers cast their parameters in each forward.
-        """
-        start, step = full.memory.data_ptr(), full.memory.element_size()
-        for member in self.members:
-            param, slot = member.param, member.slot
-            if param.data_ptr() == start + slot.start * step or not slot.numel or type(param) is ShardedParameter:
-                continue
-            value = param.data
-            gathered = full.view(slot)
-            if value.shape != gathered.shape or not torch.equal(gathered.to(value), value):
-                return member
-        return None
+            raise lost_values(replaced)
 
     def refresh(self, what: str, *, is_update: bool = False) -> Pending:
         """Start to bring the weight to its placement after the master changed: an all-gather at stages 1 and 2.

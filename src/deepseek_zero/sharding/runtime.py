@@ -4,20 +4,13 @@
 hooks at the end of this file are where torch calls in.  `executor.py` runs the program.  Optimizers read the slices of
 `groups`; `loss.backward()` alone drives everything.  Hooks hold the runtime weakly, so that dropping an engine returns
 its memory at once.
-
-`Structure` refuses a model that is not the one that was wrapped: a parameter that joined later would train
-unsynchronised, one whose memory was replaced (a cast, a move, `.data = ...`) would no longer be the one that steps.
-`follow_requires_grad` lets the groups follow `requires_grad_`: a parameter that is frozen keeps its place, its master
-and its moments, and a group without any other is not reduced; one that was frozen when it was wrapped has a weight only
-and leaves its group for one that is trained.  All ranks compare what changed before anything does.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -29,28 +22,25 @@ from torch import Tensor, nn
 from ..base.device import (
     backward_id,
     ends_recomputation,
-    held_by,
     in_torch_func,
     next_node_number,
     outside_torch_func,
     queue_backward_callback,
-    without_torch_function,
 )
 from ..base.errors import NotBuiltError, UsageError
-from ..base.log import log_once
 from ..base.meter import BETWEEN
 from ..base.nested import cast_inputs, map_inputs, map_tensors, tensors_in
-from ..comm.agreement import agree
-from ..comm.collectives import Comm, propagate_errors
+from ..comm.collectives import Comm
 from ..planner.plan import Plan
 from ..planner.spec import Compression, PlanSettings
-from ..planner.units import plan_group
 from .buffer import CommContext
 from .entries import record_forward, scale_entries
-from .executor import Executor, Unit, UnitState, Updates
+from .executor import Executor, Unit, UnitState
 from .loss_factor import LossFactor, factor_of_leaf, watch_backwards
+from .model_changes import Structure
 from .nonfinite import NonFiniteDetector
-from .param_group import ParamGroup, ParamInfo, build_group
+from .param_group import ParamGroup
+from .regroup import follow_requires_grad
 from .saved_tensor_hooks import weight_hooks
 from .sharded_parameter import Hook
 from .state_dict import StateDictMode, join_stages, shard_state_dicts
@@ -156,6 +146,11 @@ class Runtime:
         return any(not member.is_frozen for member in members)
 
     @property
+    def is_between_steps(self) -> bool:
+        """Return whether no backward, and no forward with gradients, came after the last step."""
+        return self.backwards == 0 and self.forward.count == 0
+
+    @property
     def is_destroyed(self) -> bool:
         """Whether the model was let go; its slices stay until another engine takes them over."""
         return not self._handles
@@ -171,13 +166,11 @@ class Runtime:
             handle.remove()
         self._handles = []
 
-    def follow_requires_grad(self) -> None:
-        """Let groups be what `requires_grad` says now, and not at the next forward.  Collective where it changed."""
-        follow_requires_grad(self, begins_a_step=self.backwards == 0 and self.forward.count == 0)
-
-    def watch(self, unit: Unit, group: ParamGroup) -> None:
-        """Hear of the gradients of a group that is trained from now on."""
-        self._handles += watch_grads(self, unit.number, group)
+    def add_group(self, unit: Unit, group: ParamGroup) -> None:
+        """Drive a group that regrouping has put into a unit, and hook its gradients if it is trained."""
+        group.runtime = weakref.ref(self)
+        if group.trainable:
+            self._handles += watch_grads(self, unit.number, group)
 
     def promote_to_fp32(self, unit: Unit) -> None:
         """Compute a unit in fp32 from now on.  Collective; raises if the unit is not sharded."""
@@ -479,13 +472,13 @@ class Forward:
         is_border = self._is_outermost() and self.runtime.loss_factor.has_border
         is_first = not unit.is_tile or self._is_first_use(unit)
         self.active.append(ForwardFrame(unit, is_border=is_border, is_first=is_first))
-        begins_a_step = torch.is_grad_enabled() and self.runtime.backwards == 0 and self.count == 0
+        begins_a_step = torch.is_grad_enabled() and self.runtime.is_between_steps
         if begins:
             for group in self.runtime.groups[:1]:  # weights are moved away of all groups or of none
                 group.refuse_offloaded_weight()
             if torch.is_grad_enabled():
                 self.runtime.loss_factor.forward_begins()
-                follow_requires_grad(self.runtime, begins_a_step=begins_a_step)
+                follow_requires_grad(self.runtime)
             schedule = self.runtime.executor.schedule
             self.runtime.executor.begin(schedule.forward if torch.is_grad_enabled() else schedule.inference)
         if unit is self.runtime.root and begins_a_step:
@@ -643,187 +636,6 @@ class Forward:
         for tensor in tensors_in(output):
             watch_output(self.runtime, self.runtime.root.number, tensor)
         return self._outside(output, self._begin_of_part) if self.runtime.loss_factor.has_border else output
-
-
-# -- is it still the model that was wrapped
-
-
-class Structure:
-    """The modules of one wrapped model, and what each held when somebody looked closely."""
-
-    def __init__(self, model: nn.Module, groups: Sequence[ParamGroup]) -> None:
-        self.model, self.groups = model, list(groups)
-        self.takes_strangers = False  # parameters that join the model later stay as they are, with a warning
-        self._seen: list[tuple[nn.Module, list[int]]] = []
-        self._frozen_strangers: list[tuple[str, nn.Parameter]] = []  # they joined later and need no reduction
-
-    def follow(self, groups: Sequence[ParamGroup]) -> None:
-        """The parameters are in other groups now."""
-        self.groups = list(groups)
-
-    def check(self) -> None:
-        """Raise if the model has parameters that no group holds, or if a whole parameter left its buffer."""
-        if not self._seen or any(_holds(module) != held for module, held in self._seen):
-            strangers = _strangers_of(self.model, self.groups)
-            _refuse_trained(strangers, only_warn=self.takes_strangers)
-            self._frozen_strangers = [(name, param) for name, param in strangers if not param.requires_grad]
-            self._seen = [(module, _holds(module)) for module in self.model.modules()]
-        elif self._frozen_strangers:
-            _refuse_trained(self._frozen_strangers, only_warn=self.takes_strangers)
-        _refuse_moved(self.groups)
-
-
-def _holds(module: nn.Module) -> list[int]:
-    """Its own parameters and submodules, as numbers.
-
-    Those that were seen are kept alive, so that no other object gets their number.
-    """
-    return [id(held) for held in held_by(module)]
-
-
-def _strangers_of(model: nn.Module, groups: Sequence[ParamGroup]) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of a model that no group holds, with their names."""
-    known = {id(member.param) for group in groups for member in group.members}
-    if all(id(param) in known for param in model.parameters()):
-        return []
-    return [(name, param) for name, param in model.named_parameters() if id(param) not in known]
-
-
-def _refuse_trained(strangers: Sequence[tuple[str, nn.Parameter]], *, only_warn: bool) -> None:
-    """Raise if a parameter that joined the model later requires a gradient; a frozen one needs no reduction."""
-    new = next((name for name, param in strangers if param.requires_grad), None)
-    if new is None:
-        return
-    if only_warn:
-        log_once(
-            f"parameter '{new}' joined the model after initialize(): each rank keeps it whole, and nothing reduces "
-            "its gradient or updates it.",
-            logging.WARNING,
-        )
-        return
-    raise UsageError(
-        f"parameter '{new}' joined the model after it was wrapped.",
-        "Its gradient would not be reduced, nor its values kept equal on all ranks.",
-        "change the model (adapters, resized embeddings, new heads) before initialize() or DeepSeekZeRO3 wraps it.",
-    )
-
-
-def _refuse_moved(groups: Sequence[ParamGroup]) -> None:
-    for group in groups:
-        if group.is_sharded or group.is_pinned:
-            continue  # a sharded parameter guards itself (sharded_parameter.py)
-        start, step = group.weight.memory.data_ptr(), group.weight.memory.element_size()
-        for member in group.members:
-            if member.param.data_ptr() != start + member.slot.start * step and member.slot.numel:
-                raise UsageError(
-                    f"the memory of parameter '{member.name}' was replaced after the model was wrapped; it is now "
-                    f"{member.param.dtype}, {tuple(member.param.shape)} on {member.param.device}.",
-                    "Casting or moving the model, or assigning to `.data`, parts it from what the optimizer updates.",
-                    "cast, move and resize before wrapping; change values in place (`copy_`, load_state_dict).",
-                )
-
-
-# -- requires_grad
-
-
-def changed_among(groups: Sequence[ParamGroup]) -> list[ParamInfo]:
-    """Members whose `requires_grad` is not what it was when all ranks looked last."""
-    with without_torch_function():
-        return [
-            member for group in groups for member in group.members if member.param.requires_grad is member.is_frozen
-        ]
-
-
-def follow_requires_grad(runtime: Runtime, *, begins_a_step: bool) -> None:
-    """Let groups be what `requires_grad` says.  Collective where it changed; between two steps, every unit at rest."""
-    changed = changed_among(runtime.groups)
-    if not changed:
-        return
-    if not begins_a_step:
-        _refuse_late(runtime, changed)
-        return
-    lines = [f"{member.name} {'trained' if member.is_frozen else 'frozen'}" for member in changed]
-    with torch.inference_mode(False), torch.no_grad(), propagate_errors(runtime.comm):
-        agree(
-            runtime.comm,
-            lines,
-            "which parameters are frozen now",
-            "Ranks reduce and update slices of the same tensors.",
-            "call requires_grad_ with the same parameters, before the same forward, on every rank.",
-        )
-        _apply(runtime, changed)
-
-
-def _refuse_late(runtime: Runtime, changed: Sequence[ParamInfo]) -> None:
-    """Within a step a parameter may be frozen, and unfrozen where its gradient still has a place."""
-    ready = {id(member) for group in runtime.trained_groups if not group.is_idle for member in group.members}
-    thawed = [member.name for member in changed if member.is_frozen and id(member) not in ready]
-    if thawed:
-        raise UsageError(
-            f"'{thawed[0]}' was unfrozen between the micro-batches of a step, or behind a forward that no backward "
-            "followed.",
-            "Its gradient gets a place when a step begins.",
-            "call requires_grad_(True) after step() and before the next forward; run forwards that nothing is learnt "
-            "from under torch.no_grad().",
-        )
-
-
-def _apply(runtime: Runtime, changed: Sequence[ParamInfo]) -> None:
-    thawed = {id(member) for member in changed if member.is_frozen}
-    parts = {
-        group: [member for member in group.members if id(member) in thawed]
-        for group in runtime.groups
-        if not group.trainable
-    }
-    parts = {group: members for group, members in parts.items() if members}
-    if held := [group for group in parts if group.is_pinned]:
-        raise UsageError(
-            f"'{held[0].members[0].name}' was unfrozen and a forward begun inside GatheredParameters.",
-            "Its memory is about to be laid out anew.",
-            "leave the block before the forward.",
-        )
-    optimizer: Updates | None = runtime.executor.updates()
-    if parts and optimizer is not None:
-        optimizer.refuse_regrouping()
-    for member in changed:
-        member.is_frozen = not member.is_frozen
-    new: list[ParamGroup] = []
-    for unit in runtime.units:
-        groups = [each for group in unit.groups for each in (_divide(runtime, unit.name, group, parts.get(group)))]
-        fresh = [group for group in groups if group not in unit.groups]
-        for group in groups:
-            group.follow_frozen()
-        unit.set_groups(groups)
-        for group in fresh:
-            group.runtime = weakref.ref(runtime)
-            if group.trainable:
-                if unit.is_promoted:
-                    group.promote_to_fp32(unit.name)
-                runtime.watch(unit, group)
-        new += fresh
-    runtime.comm_ctx.pool.clear()
-    runtime.executor.replan()
-    runtime.forward.structure.follow(runtime.groups)
-    if new and optimizer is not None:
-        optimizer.regroup(new)
-
-
-def _divide(runtime: Runtime, unit: str, group: ParamGroup, thawed: list[ParamInfo] | None) -> list[ParamGroup]:
-    """A frozen group as one that is trained and one of what is still frozen.  Collective."""
-    if not thawed:
-        return [group]
-    assert group.planned.key is not None
-    group.guard.before_write()
-    group.restore_params()
-    found = []
-    for trainable in (True, False):
-        params = {member.name: member.param for member in group.members if (member in thawed) is trainable}
-        if params:
-            key = replace(group.planned.key, trainable=trainable)
-            shapes = [tuple(param.shape) for param in params.values()]
-            planned = plan_group(unit, key, list(params), shapes, runtime.settings, runtime.plan.mesh)
-            found.append(build_group(planned, params, runtime.comm_ctx))
-    return found
 
 
 # -- where torch calls in

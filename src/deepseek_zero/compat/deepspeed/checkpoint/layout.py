@@ -43,6 +43,7 @@ from ....optim.lion import Lion
 from ....optim.sharded import ShardedOptimizer
 from ....optim.tensor_subclasses import is_subclass
 from ....precision.loss_scale import LossScaleSettings
+from ....sharding.regroup import follow_requires_grad
 from .reader import RESERVED_KEYS, DeepSpeedCheckpoint, deepspeed_files, read_deepspeed
 from .writer import SCRIPT, DeepSpeedTarget, write_rank
 
@@ -113,7 +114,7 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
     """
     runtime, folder = contents.runtime, directory / tag
     opened: list[DeepSpeedCheckpoint] = []
-    runtime.follow_requires_grad()
+    follow_requires_grad(runtime)
     piece = Piece.of(runtime)
     trained = frozenset(piece.name(member) for group in runtime.trained_groups for member in group.members)
     names, comm = names_of_all(runtime), runtime.comm.whole

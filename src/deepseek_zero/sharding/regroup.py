@@ -1,0 +1,127 @@
+"""Lets the groups of a wrapped model follow `requires_grad_`, between two steps.
+
+A parameter that is frozen keeps its place, its main weight and its moments.  A group whose members are all frozen is
+not reduced.  A parameter that was frozen when the model was wrapped has a weight only.  When it is unfrozen, its group
+is divided: the unfrozen members form a group that is trained.  All ranks compare what changed before a group changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..base.device import without_torch_function
+from ..base.errors import UsageError
+from ..comm.agreement import agree
+from ..comm.collectives import propagate_errors
+from ..planner.units import plan_group
+from .executor import Updates
+from .param_group import ParamGroup, ParamInfo, build_group
+
+if TYPE_CHECKING:  # runtime.py imports this file
+    from .runtime import Runtime
+
+
+def _changed_among(groups: Sequence[ParamGroup]) -> list[ParamInfo]:
+    """Return the members whose `requires_grad` is not what it was when all ranks compared it last."""
+    with without_torch_function():
+        return [
+            member for group in groups for member in group.members if member.param.requires_grad is member.is_frozen
+        ]
+
+
+def follow_requires_grad(runtime: Runtime) -> None:
+    """Let the groups of a model follow `requires_grad`.  Collective if it changed; no forward is under way.
+
+    Raises:
+        UsageError: A parameter without a place for its gradient was unfrozen within a step.
+    """
+    changed = _changed_among(runtime.groups)
+    if not changed:
+        return
+    if not runtime.is_between_steps:
+        _refuse_late(runtime, changed)
+        return
+    lines = [f"{member.name} {'trained' if member.is_frozen else 'frozen'}" for member in changed]
+    with torch.inference_mode(False), torch.no_grad(), propagate_errors(runtime.comm):
+        agree(
+            runtime.comm,
+            lines,
+            "which parameters are frozen now",
+            "Ranks reduce and update slices of the same tensors.",
+            "call requires_grad_ with the same parameters, before the same forward, on every rank.",
+        )
+        _apply(runtime, changed)
+
+
+def _refuse_late(runtime: Runtime, changed: Sequence[ParamInfo]) -> None:
+    """Within a step a parameter may be frozen, and unfrozen where its gradient still has a place."""
+    ready = {id(member) for group in runtime.trained_groups if not group.is_idle for member in group.members}
+    thawed = [member.name for member in changed if member.is_frozen and id(member) not in ready]
+    if thawed:
+        raise UsageError(
+            f"'{thawed[0]}' was unfrozen between the micro-batches of a step, or behind a forward that no backward "
+            "followed.",
+            "Its gradient gets a place when a step begins.",
+            "call requires_grad_(True) after step() and before the next forward; run forwards that nothing is learnt "
+            "from under torch.no_grad().",
+        )
+
+
+def _apply(runtime: Runtime, changed: Sequence[ParamInfo]) -> None:
+    thawed = {id(member) for member in changed if member.is_frozen}
+    parts = {
+        group: [member for member in group.members if id(member) in thawed]
+        for group in runtime.groups
+        if not group.trainable
+    }
+    parts = {group: members for group, members in parts.items() if members}
+    if held := [group for group in parts if group.is_pinned]:
+        raise UsageError(
+            f"'{held[0].members[0].name}' was unfrozen and a forward begun inside GatheredParameters.",
+            "Its memory is about to be laid out anew.",
+            "leave the block before the forward.",
+        )
+    optimizer: Updates | None = runtime.executor.updates()
+    if parts and optimizer is not None:
+        optimizer.refuse_regrouping()
+    for member in changed:
+        member.is_frozen = not member.is_frozen
+    new: list[ParamGroup] = []
+    for unit in runtime.units:
+        groups = [each for group in unit.groups for each in _divide(runtime, unit.name, group, parts.get(group))]
+        fresh = [group for group in groups if group not in unit.groups]
+        for group in groups:
+            group.follow_frozen()
+        unit.set_groups(groups)
+        for group in fresh:
+            if group.trainable and unit.is_promoted:
+                group.promote_to_fp32(unit.name)
+            runtime.add_group(unit, group)
+        new += fresh
+    runtime.comm_ctx.pool.clear()
+    runtime.executor.replan()
+    runtime.forward.structure.follow(runtime.groups)
+    if new and optimizer is not None:
+        optimizer.regroup(new)
+
+
+def _divide(runtime: Runtime, unit: str, group: ParamGroup, thawed: list[ParamInfo] | None) -> list[ParamGroup]:
+    """A frozen group as one that is trained and one of what is still frozen.  Collective."""
+    if not thawed:
+        return [group]
+    assert group.planned.key is not None
+    group.guard.before_write()
+    group.restore_params()
+    found = []
+    for trainable in (True, False):
+        params = {member.name: member.param for member in group.members if (member in thawed) is trainable}
+        if params:
+            key = replace(group.planned.key, trainable=trainable)
+            shapes = [tuple(param.shape) for param in params.values()]
+            planned = plan_group(unit, key, list(params), shapes, runtime.settings, runtime.plan.mesh)
+            found.append(build_group(planned, params, runtime.comm_ctx))
+    return found
