@@ -2,6 +2,9 @@
 
 ALIASES is the one table of DeepSpeed's old spellings of keys; `coerce` reads the spellings of values (`5e8` for an int,
 "8" for a number, "none" for null, "Warn" for "warn").  Every problem goes into `Problems`; nothing is raised here.
+
+pydantic does not read these spellings: a warning about one names its key, and a validator does not know the path of the
+value that it validates. `validate` (load.py) then has pydantic check the bounds of values.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from pydantic.fields import FieldInfo
 from ..base.errors import article, shown
 from .fields import AUTO, Section, Status, advice, declared, rows, subsection
 from .not_built import NOT_BUILT, NotBuilt, kind_of, names_below, paths_not_built
-from .raw_config import Problems
+from .raw_config import Problems, lookup, put
 from .schema import Config
 
 _NULLS = ("none", "null")
@@ -84,7 +87,8 @@ class Normaliser:
         """Return the known keys of `given`, in their types."""
         config = self._copied(given, "", _DEEPEST)
         config.pop(_SCHEMA, None)
-        return self._section(Config, self._without_aliases(config), "")
+        self._replace_aliases(config)
+        return self._section(Config, config, "")
 
     def _copied(self, given: Mapping[Any, Any], prefix: str, depth: int) -> dict[str, Any]:
         """Copy objects and lists into dicts and lists of our own, so that the caller's stay as they are; keys are
@@ -222,25 +226,21 @@ class Normaliser:
         else:
             self.problems.warn(prefix + name, f"no such key, ignored; {fix}")
 
-    def _without_aliases(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        config = dict(given)
+    def _replace_aliases(self, config: dict[str, Any]) -> None:
         zero = config.get(_ZERO)
         if isinstance(zero, bool):
             self.problems.warn(_ZERO, f'{zero} is deprecated, write {{"stage": {int(zero)}}}')
             config[_ZERO] = {"stage": int(zero)}
         for alias in ALIASES:
             self._replace(config, alias)
-        return config
 
     def _replace(self, config: dict[str, Any], alias: Alias) -> None:
-        *path, old = alias.old.split(".")
-        holder = _copy_down(config, path)
-        if holder is None or old not in holder:
+        section, _, old = alias.old.rpartition(".")
+        holder = lookup(config, section) if section else config
+        if not isinstance(holder, dict) or old not in holder:
             return
         value = holder.pop(old)
-        *path, new = alias.new.split(".")
-        target = _copy_down(config, path, make=True)
-        if target is not None and new in target:
+        if lookup(config, alias.new, _SILENT) is not _SILENT:
             self.problems.add(
                 alias.old,
                 f"Cannot provide deprecated parameter '{alias.old}' and replacing parameter '{alias.new}' together",
@@ -251,29 +251,15 @@ class Normaliser:
         self.problems.warn(alias.old, f"Config parameter {alias.old} is deprecated use {alias.new} instead")
         if alias.when_true is not None and isinstance(value, bool):
             value = dict(alias.when_true) if value else None
-        if target is not None:
+        section, _, new = alias.new.rpartition(".")
+        if section and lookup(config, section) is None:
+            put(config, section, {})
+        target = lookup(config, section) if section else config
+        if isinstance(target, dict):
             target[new] = value
 
 
-class _Silent:
-    """A key that says nothing: null for the default, or "auto"."""
-
-
-_SILENT = _Silent()
-
-
-def _copy_down(config: dict[str, Any], path: list[str], make: bool = False) -> dict[str, Any] | None:
-    """Return the mapping at `path`, each step copied so that the caller's object stays as it is."""
-    for name in path:
-        inner = config.get(name)
-        if inner is None and make:
-            inner = {}
-        if not isinstance(inner, Mapping):
-            return None
-        copied = dict(inner)
-        config[name] = copied
-        config = copied
-    return config
+_SILENT = object()  # of a key that states nothing: null for the default, or "auto"
 
 
 def nearest(name: str, siblings: Sequence[str], prefix: str) -> str:
@@ -304,7 +290,6 @@ def _homes() -> dict[str, tuple[str, ...]]:
 
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-_NULL_WORDS = ("none", "null")
 _BOOLS = {"true": True, "false": False}
 _DTYPES = {
     **dict.fromkeys(("float32", "float", "fp32", "torch.float32", "torch.float"), "fp32"),
@@ -329,7 +314,7 @@ def coerce(value: Any, kind: Any, inf: Any = NO_INF) -> tuple[Any, str]:
         return value, ""
     if get_origin(kind) in (Union, UnionType):
         inner, *words = (option for option in get_args(kind) if option is not NoneType)
-        if value is None or (isinstance(value, str) and value.lower() in _NULL_WORDS):
+        if value is None or (isinstance(value, str) and value.lower() in _NULLS):
             return None, ""
         for option in words:  # words that a key takes beside its values
             if isinstance(value, str) and value.strip().lower() in get_args(option):
