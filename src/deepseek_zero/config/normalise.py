@@ -152,38 +152,29 @@ class Normaliser:
         """Collect what is stated of a key or a section that is not built."""
         if not row.keys:
             found = self._value_not_built(row, row.path, value, row.default)
-            if found is not None:
+            if found is not _SILENT:
                 self.not_built[row.path] = found
             return
         inner = self._object(value, row.path, has_switch=row.switch == "enabled")
         if inner is None:
             return
-        stated = self.not_built[row.path] = {}
+        stated: dict[str, Any] = {}
+        self.not_built[row.path] = stated
         for name, each in inner.items():
             if name not in row.defaults:
                 self._unknown(tuple(row.defaults), name, each, f"{row.path}.")
                 continue
             found = self._value_not_built(row, f"{row.path}.{name}", each, row.defaults[name])
-            if found is not None:
+            if found is not _SILENT:
                 stated[name] = found
 
     def _value_not_built(self, row: NotBuilt, path: str, value: Any, default: Any) -> Any:
-        """Return the value in its type; None if it is null or "auto", which ask for nothing, or not of that type."""
-        if isinstance(value, str):
-            word = value.strip().lower()
-            may_be_null = default is None and path.rpartition(".")[2] not in row.strict
-            if word == AUTO or (word in _NULLS and may_be_null):
-                return None
-        if value is None:
-            return None
-        try:
-            found, note = coerce(value, row.kind or kind_of(default))
-        except Mismatch as mismatch:
-            self.problems.add(path, str(mismatch), row.fix, value)
-            return None
-        if note:
-            self.problems.warn(path, note)
-        return found
+        """Return the value in its type, or _SILENT for null and "auto", which ask for nothing."""
+        may_be_null = default is None and path.rpartition(".")[2] not in row.strict
+        words = (*_NULLS, AUTO) if may_be_null else (AUTO,)
+        if value is None or (isinstance(value, str) and value.strip().lower() in words):
+            return _SILENT
+        return self._coerced(value, row.kind or kind_of(default), NO_INF, path, row.fix)
 
     def _leaf(self, info: FieldInfo, value: Any, path: str) -> Any:
         about = declared(info)
@@ -193,17 +184,24 @@ class Normaliser:
             return _SILENT
         if value is None and NoneType not in get_args(info.annotation):
             return _SILENT  # a key that cannot be null says nothing
-        try:
-            found, note = coerce(value, info.annotation, about.get("inf", NO_INF))
-        except Mismatch as mismatch:
-            self.problems.add(path, str(mismatch), advice(Config, path), value)
-            return _SILENT
-        if note:
-            self.problems.warn(path, note)
+        found = self._coerced(value, info.annotation, about.get("inf", NO_INF), path)
+        if found is _SILENT:
+            return found
         is_same = type(found) is type(info.default) and found == info.default  # arrays have no truth value
         if about.get("status") == Status.ACCEPTED and not is_same:
             self.problems.without_effect(path, found, about["reason"])
         return self._open_object(found, path) if isinstance(found, dict) else found
+
+    def _coerced(self, value: Any, kind: Any, inf: Any, path: str, fix: str = "") -> Any:
+        """Return the value in its type, or _SILENT after recording that it does not fit."""
+        try:
+            found, note = coerce(value, kind, inf)
+        except Mismatch as mismatch:
+            self.problems.add(path, str(mismatch), fix or advice(Config, path), value)
+            return _SILENT
+        if note:
+            self.problems.warn(path, note)
+        return found
 
     def _open_object(self, given: dict[str, Any], path: str) -> dict[str, Any]:
         """Read arguments whose names we do not know: set "auto" aside, read quoted numbers."""
