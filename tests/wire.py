@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from deepseek_zero.comm.channel import Address
+from deepseek_zero.comm.net.channel import Address
 
 
 @dataclass

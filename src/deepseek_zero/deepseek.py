@@ -24,7 +24,7 @@ from .base.given import refuse
 from .base.log import log_once
 from .base.mesh import current_mesh
 from .base.world import ALONE, size
-from .comm.store import launchers_store
+from .comm.net.store import launchers_store
 from .compat.deepspeed.before_initialize import leaf_module_names
 from .config import resolve
 from .config.keywords import ZeroKeywords

@@ -20,9 +20,9 @@ from deepseek_zero.base import launch
 from deepseek_zero.base.errors import HostLost, PeerError, UsageError
 from deepseek_zero.base.launch import DEAD_AFTER, dead_after
 from deepseek_zero.base.log import logger
-from deepseek_zero.comm.board import Board, FarBoard
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.comm.context import WorldContext
+from deepseek_zero.comm.net.board import Board, FarBoard
 from deepseek_zero.comm.transports.gloo import end_with_their_hosts, open_files
 from tests.hosts import DEVICE
 

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 import deepseek_zero
 from deepseek_zero import DeepSeekZeRO3, ZeroOptimizer
 from deepseek_zero.base.errors import ModelMismatchError, PeerError, UsageError
-from deepseek_zero.comm import board, context
+from deepseek_zero.comm import context
 from deepseek_zero.comm.bootstrap import Hosts
+from deepseek_zero.comm.net.board import listening_host
 from deepseek_zero.comm.transports import base, shared_memory
 from tests.plain import (
     BACKWARD,
@@ -444,7 +445,7 @@ def test_units_used_in_another_order_on_one_rank_still_train(setting: Setting) -
 @pytest.mark.ranks(2, fresh=True)
 def test_on_several_hosts_the_board_stands_at_the_launchers_address() -> None:
     """Hosts are counted by their keys: no launcher need say how many ranks each has (PyTorchJob's does not)."""
-    own = board.listening_host(Hosts(0, ("a", "b")))  # by which others reach this machine, where it has a network
+    own = listening_host(Hosts(0, ("a", "b")))  # by which others reach this machine, where it has a network
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("LOCAL_WORLD_SIZE")
         patch.setenv("MASTER_ADDR", own)

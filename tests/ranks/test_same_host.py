@@ -28,11 +28,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepseek_zero.base.errors import ModelMismatchError, PeerError
+from deepseek_zero.base.launch import dead_after
 from deepseek_zero.base.log import logger
 from deepseek_zero.base.memory import Segment
 from deepseek_zero.comm import context
 from deepseek_zero.comm.collectives import Comm, scatter
-from deepseek_zero.comm.transports import shared_memory, tcp
+from deepseek_zero.comm.transports import shared_memory
 from deepseek_zero.comm.transports.composed import Hierarchical
 from deepseek_zero.comm.transports.gloo import Gloo
 from deepseek_zero.comm.transports.shared_memory import INLINE_BYTES, SharedMemory
@@ -132,7 +133,7 @@ def test_with_our_own_sockets_a_death_is_named_at_once() -> None:
         full, began = torch.zeros(2 * LARGE), time.monotonic()
         with pytest.raises(PeerError, match=r"lost its connection to rank 1 .*its process has ended"):
             comm.all_gather(full, "gather", "nobody's").wait()
-        assert time.monotonic() - began < tcp.dead_after() / 2, "not by its silence"
+        assert time.monotonic() - began < dead_after() / 2, "not by its silence"
 
 
 @pytest.mark.ranks(2)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from deepseek_zero.base.errors import PeerError, UsageError
 from deepseek_zero.base.launch import DEAD_AFTER, INTERFACE, SECRET_FILE, TLS
 from deepseek_zero.comm.collectives import Comm
-from deepseek_zero.comm.transports import tcp
+from deepseek_zero.comm.net import links as sockets
 from deepseek_zero.comm.transports.tcp import Tcp
 from tests.hosts import Host, Process, hosts
 from tests.models import Gpt, batch_of, seeded
@@ -219,17 +219,17 @@ def test_a_rank_of_another_host_that_is_killed_is_named_at_once() -> None:
     began = time.monotonic()
     with pytest.raises(PeerError, match=r"lost its connection to rank 1 .*its process has ended"):
         comm.all_gather(torch.zeros(1 << 20), "gather", "nobody's").wait()
-    assert time.monotonic() - began < tcp.dead_after() / 2, "not by its silence"
+    assert time.monotonic() - began < sockets.dead_after() / 2, "not by its silence"
 
 
 @pytest.mark.ranks(2, hosts=2, fresh=True)
 def test_where_no_connection_can_be_made_every_engine_goes_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(links: tcp.Links, link: object, seconds: float) -> None:
+    def unreachable(links: sockets.Links, link: object, seconds: float) -> None:
         raise TimeoutError("a firewall drops it")
 
     monkeypatch.setenv(DEAD_AFTER, "2")
-    monkeypatch.setattr(tcp, "CONNECT_SECONDS", 3.0)  # of the rank that waits to be called
-    monkeypatch.setattr(tcp.Links, "_reach", unreachable)
+    monkeypatch.setattr(sockets, "CONNECT_SECONDS", 3.0)  # of the rank that waits to be called
+    monkeypatch.setattr(sockets.Links, "_reach", unreachable)
     run = Run(3, transport="measured")
     for _ in range(2):  # the second asks nobody again
         engine = start_engine(run, seeded(Gpt))
@@ -244,7 +244,7 @@ def test_where_no_connection_can_be_made_every_engine_goes_over_gloo(monkeypatch
 def test_a_rank_that_is_stopped_for_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DEAD_AFTER, "2")
     for name, value in {"SILENT_SECONDS": 0.5, "TELL_AFTER": 0.8, "BEAT_SECONDS": 0.2}.items():
-        monkeypatch.setattr(tcp, name, value)
+        monkeypatch.setattr(sockets, name, value)
     comm, rank = Comm(CPU, transport="tcp"), dist.get_rank()
     full = torch.zeros(2 << 20)
     full.chunk(2)[rank].fill_(rank + 1.0)

@@ -313,7 +313,7 @@ def init_distributed(
     """Join the group a launcher describes in the environment; True if this process belongs to one afterwards.
 
     Without a launcher nothing is started (a world of one).  port: where ranks meet if the launcher does not say.
-    store_of: returns the store of torch's that the launcher keeps, if it keeps one (`comm.store.launchers_store`).
+    store_of: returns the store of torch's that the launcher keeps, if it keeps one (`comm.net.store.launchers_store`).
     UsageError where a launcher says of several processes and not how they meet (base/world.py), or says nonsense.
     Collective under a launcher.
     """

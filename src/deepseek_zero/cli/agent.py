@@ -40,9 +40,9 @@ from deepseek_zero.base.network import listening_address, reached_at
 from deepseek_zero.cli.nodes import NodePlan, visible_gpus
 from deepseek_zero.cli.peers import PeerWatch, tell_stopped
 from deepseek_zero.cli.ranks import Command, Death, Outcome, Ranks
-from deepseek_zero.comm.channel import Address, Refused, read_secret, warn_without_secret
-from deepseek_zero.comm.store import NO_SECRET, BoardStore, keep_store, reach_store
-from deepseek_zero.comm.tls import require_cryptography
+from deepseek_zero.comm.net.channel import Address, Refused, read_secret, warn_without_secret
+from deepseek_zero.comm.net.store import NO_SECRET, BoardStore, keep_store, reach_store
+from deepseek_zero.comm.net.tls import require_cryptography
 
 ROLE = "default"
 

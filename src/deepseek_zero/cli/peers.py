@@ -18,7 +18,7 @@ from deepseek_zero.base.errors import host_and_ranks
 from deepseek_zero.base.launch import TELL_AFTER
 from deepseek_zero.base.log import logger
 from deepseek_zero.cli.ranks import Outcome
-from deepseek_zero.comm.flight_recorder import GONE
+from deepseek_zero.comm.net.board import GONE
 
 ASK_SECONDS = 0.5
 FAREWELL_SECONDS = 2.0

@@ -210,7 +210,7 @@ def _listening_environment(options: RunOptions) -> dict[str, str]:
     """Return what tells ranks where to listen; raise a `UsageError` for what this host has not."""
     if options.interface is None and options.ports is None:
         return {}
-    channel = importlib.import_module("deepseek_zero.comm.channel")  # late: its package imports torch
+    channel = importlib.import_module("deepseek_zero.comm.net.channel")  # late: its package imports torch
     found: dict[str, str] = channel.listening_variables(options.interface, options.ports)
     return found
 

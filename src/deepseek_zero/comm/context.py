@@ -23,18 +23,19 @@ from ..base.errors import PeerError, UsageError
 from ..base.launch import dead_after
 from ..base.mesh import PATIENCE
 from ..base.network import lead_gloo
-from .board import listening_host, listening_ports, open_board
 from .bootstrap import Hosts, all_gather_text
-from .channel import Door
 from .flight_recorder import FlightRecorder, Position
 from .ids import engine_of
+from .net.board import listening_host, listening_ports, open_board
+from .net.channel import Door
+from .net.links import Links
 from .outside_calls import watch_outside_calls
 from .transports.base import Transport
 from .transports.composed import Hierarchical
 from .transports.gloo import Gloo, Tags, end_with_their_hosts, open_files, shut_down
 from .transports.nccl import NcclGroups
 from .transports.shared_memory import HostPages, SharedMemory, connect_local
-from .transports.tcp import Links, Tcp
+from .transports.tcp import Tcp
 
 Partition = tuple[tuple[int, ...], ...]  # the world cut into groups of ranks
 AFTER_WORD_SECONDS = 3.0  # gloo's connections outlive a lost host so long: the board's word of it has its name

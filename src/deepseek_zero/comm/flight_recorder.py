@@ -24,8 +24,8 @@ from ..base.errors import HostLost, PeerError, host_and_ranks
 from ..base.log import logger
 from ..base.mesh import Mesh
 from .bootstrap import Hosts
+from .net.board import GONE
 
-GONE = "gone"  # the topic of ranks on other hosts whose process has ended, with or without a word
 STAY_SECONDS = 2.0  # for the others to read what ended this rank, where it keeps their lines
 LOOK_SECONDS = 0.02
 UNHEARD = 0.5  # seconds from a host's last sign of life to a cut, on the average
@@ -69,7 +69,7 @@ class Position:
 
 
 class Store(Protocol):
-    """A table of texts that all ranks see (board.py). Raises RuntimeError if its keeper is gone."""
+    """A table of texts that all ranks see (net/board.py). Raises RuntimeError if its keeper is gone."""
 
     def set(self, key: str, value: str) -> bool:
         """Write a text; return whether it stands there."""

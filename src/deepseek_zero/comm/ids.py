@@ -37,3 +37,13 @@ def engine_of(lane: str) -> str:
 def lane_of(lane: str) -> str:
     """Return the last part of a lane's full name: "gather", "reduce" or "rows"."""
     return lane.rpartition("/")[2]
+
+
+def tag_of(cid: CollectiveId) -> int:
+    """Return the identity of a collective in 96 bits: 24 of the lane, 40 of the place, 32 of the name."""
+    return (cid.lane_number << 40 | cid.sequence) << 32 | cid.check
+
+
+def lane_of_tag(tag: int) -> int:
+    """Return the number of the lane that a tag belongs to."""
+    return tag >> 72

@@ -18,9 +18,9 @@ from ..base.errors import PeerError, UsageError
 from ..base.launch import uses_tls
 from ..base.network import interface_of
 from ..base.quantities import format_bytes
-from .board import listening_host
 from .collectives import Comm
 from .context import WorldContext
+from .net.board import listening_host
 
 PROBE = "probe"  # as what the meter counts it
 FIRST_BYTES, MOST_BYTES, GROWTH = 1 << 19, 1 << 26, 4  # of a whole buffer; it grows until it takes long enough

@@ -24,8 +24,8 @@ from ..base.given import refuse, whole_number
 from ..base.log import log_once
 from ..base.mesh import SHARD_AXES, Mesh, current_mesh
 from ..base.nested import on_meta
-from ..comm.channel import listening_variables
-from ..comm.store import launchers_store
+from ..comm.net.channel import listening_variables
+from ..comm.net.store import launchers_store
 from ..config import Facts, RawConfig, choose_source, resolve
 from ..config.load import load
 from ..optim.lr_schedules import resolve_schedule

@@ -24,7 +24,7 @@ from ..base.errors import UsageError
 from ..base.given import refuse
 from ..base.mesh import current_mesh
 from ..comm.collectives import Comm, propagate_errors, scatter
-from ..comm.store import launchers_store
+from ..comm.net.store import launchers_store
 from ..precision.policy import cast_master
 from .sharded_parameter import owner_of, reshard, set_owner, unshard
 from .ties import tie_shared

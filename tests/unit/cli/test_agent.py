@@ -13,7 +13,7 @@ from deepseek_zero.cli import agent
 from deepseek_zero.cli.agent import Meeting
 from deepseek_zero.cli.nodes import NodePlan, Share
 from deepseek_zero.cli.ranks import Command, Target
-from deepseek_zero.comm.store import NO_SECRET, keep_store
+from deepseek_zero.comm.net.store import NO_SECRET, keep_store
 from tests.hosts import free_port
 
 SECRET = b"s" * 32

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.comm.ids import LANES, CollectiveId, lane_number
+from deepseek_zero.comm.ids import LANES, CollectiveId, lane_number, tag_of
 from deepseek_zero.comm.transports import base
 from deepseek_zero.comm.transports.gloo import SLOTS, WINDOW, Tags
-from deepseek_zero.comm.transports.shared_memory import tag_of
 
 
 def mark(engine: int, lane: str, sequence: int, check: int = 0) -> CollectiveId:

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...base.errors import UsageError
-from ..channel import end_with_the_host
 from ..ids import LANES, WORLD_LANE, CollectiveId, engine_of, lane_of
+from ..net.channel import end_with_the_host
 from . import base
 from .base import ConnectionLost, CopyingTransport, Use, Wait, filled, first_line, once
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ...base.memory import Segment, SegmentView
 from ..bootstrap import Hosts, all_gather_text
-from ..ids import CollectiveId, engine_of
+from ..ids import CollectiveId, engine_of, tag_of
 from . import base
 from .base import ConnectionLost, SymmetricMemory, Use, Wait
 
@@ -435,16 +435,6 @@ class Message(NamedTuple):
     nbytes: int = 0
     payload: bytes = b""
     descriptor: int = -1
-
-
-def tag_of(cid: CollectiveId) -> int:
-    """Return the identity of a collective in 96 bits: 24 of the lane, 40 of the place, 32 of the name."""
-    return (cid.lane_number << 40 | cid.sequence) << 32 | cid.check
-
-
-def lane_of_tag(tag: int) -> int:
-    """Return the number of the lane that a tag belongs to."""
-    return tag >> 72
 
 
 class LocalSockets:

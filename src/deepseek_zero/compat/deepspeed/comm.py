@@ -26,7 +26,7 @@ from ...base.errors import NotBuiltError, UnknownNameError, UsageError
 from ...base.given import whole_number
 from ...base.mesh import PATIENCE, default_backend, device_of_group
 from ...comm.context import local_rank as get_local_rank
-from ...comm.store import launchers_store
+from ...comm.net.store import launchers_store
 from .accelerate_ranks import let_accelerate_count
 from .missing import missing_names
 

@@ -15,10 +15,10 @@ import pytest
 
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.launch import INTERFACE, SECRET_FILE, TLS
-from deepseek_zero.comm import board as module
-from deepseek_zero.comm.board import ANSWER_SECONDS, MOST_TEXT, Board, FarBoard, Operation, open_board
 from deepseek_zero.comm.bootstrap import Hosts
-from deepseek_zero.comm.channel import Address, Door, Hello, Refused, Role, dial, introduce
+from deepseek_zero.comm.net import board as module
+from deepseek_zero.comm.net.board import ANSWER_SECONDS, MOST_TEXT, Board, FarBoard, Operation, open_board
+from deepseek_zero.comm.net.channel import Address, Door, Hello, Refused, Role, dial, introduce
 from tests.wire import Wire
 
 SECRET = b"s" * 32
@@ -141,9 +141,9 @@ def test_a_stopped_rank_0_is_not_gone_and_keeps_nobody_waiting(
     door: Door, far: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     board, friend = Board(door), far(1)
-    monkeypatch.setattr("deepseek_zero.comm.board.HURRIED_SECONDS", 0.2)
-    monkeypatch.setattr("deepseek_zero.comm.board.ANSWER_SECONDS", 0.4)
-    monkeypatch.setattr("deepseek_zero.comm.board.QUIET_SECONDS", 0.5)
+    monkeypatch.setattr("deepseek_zero.comm.net.board.HURRIED_SECONDS", 0.2)
+    monkeypatch.setattr("deepseek_zero.comm.net.board.ANSWER_SECONDS", 0.4)
+    monkeypatch.setattr("deepseek_zero.comm.net.board.QUIET_SECONDS", 0.5)
     board.set("a", "b")
     goes_on = threading.Event()
     look_at = door._look_at
@@ -162,17 +162,17 @@ def test_a_rank_0_that_stands_still_for_long_is_asked_over_the_connection_there_
 ) -> None:
     """A connection for each try would fill the queue of those that its kernel takes for it."""
     board, friend = Board(door), far(1)
-    monkeypatch.setattr("deepseek_zero.comm.board.HURRIED_SECONDS", 0.1)
-    monkeypatch.setattr("deepseek_zero.comm.board.ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr("deepseek_zero.comm.board.QUIET_SECONDS", 0.1)
-    monkeypatch.setattr("deepseek_zero.comm.board.LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("deepseek_zero.comm.net.board.HURRIED_SECONDS", 0.1)
+    monkeypatch.setattr("deepseek_zero.comm.net.board.ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("deepseek_zero.comm.net.board.QUIET_SECONDS", 0.1)
+    monkeypatch.setattr("deepseek_zero.comm.net.board.LOOK_SECONDS", 0.02)
     dialled: list[Address] = []
 
     def dial_noted(address: Address, seconds: float) -> socket.socket:
         dialled.append(address)
         return dial(address, seconds)
 
-    monkeypatch.setattr("deepseek_zero.comm.board.dial", dial_noted)
+    monkeypatch.setattr("deepseek_zero.comm.net.board.dial", dial_noted)
     goes_on = threading.Event()
     look_at = door._look_at
     monkeypatch.setattr(door, "_look_at", lambda descriptor: (goes_on.wait(), look_at(descriptor)))
@@ -192,7 +192,7 @@ def test_a_full_queue_is_no_evidence_where_the_host_is_heard_or_is_this_one(
     board = Board(door)
     friend = FarBoard(door.address, SECRET, 1, watches=watches, dead_after=0.0)
     assert not watches or until(board.silences)
-    monkeypatch.setattr("deepseek_zero.comm.board.HURRIED_SECONDS", 0.1)
+    monkeypatch.setattr("deepseek_zero.comm.net.board.HURRIED_SECONDS", 0.1)
     goes_on = threading.Event()
     look_at = door._look_at
     monkeypatch.setattr(door, "_look_at", lambda descriptor: (goes_on.wait(), look_at(descriptor)))
@@ -220,7 +220,7 @@ def test_a_host_without_a_sign_of_life_is_gone_after_its_time(door: Door, monkey
     def unreachable(*_: object) -> socket.socket:
         raise TimeoutError("no route")
 
-    monkeypatch.setattr("deepseek_zero.comm.board.dial", unreachable)
+    monkeypatch.setattr("deepseek_zero.comm.net.board.dial", unreachable)
     assert not friend.set("a", "b")
     assert friend.look("a") is None
     friend._dead_after = 0.0
@@ -259,8 +259,8 @@ def test_kernels_hear_each_other_again_where_something_between_them_reset_all_co
 def test_a_board_behind_a_silent_host_keeps_nobody_waiting(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     board = Board(door)
     friend = FarBoard(door.address, SECRET, 1, watches=True)
-    monkeypatch.setattr("deepseek_zero.comm.board.silence_of", lambda connection: 4.0)
-    monkeypatch.setattr("deepseek_zero.comm.board.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("deepseek_zero.comm.net.board.silence_of", lambda connection: 4.0)
+    monkeypatch.setattr("deepseek_zero.comm.net.board.LOOK_SECONDS", 0.05)
     monkeypatch.setattr(door, "_look_at", lambda descriptor: time.sleep(0.01))  # nothing is answered
     began = time.monotonic()
     assert not friend.set("a", "b") and friend.look("a") is None

@@ -35,10 +35,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from ..base.errors import UsageError
-from ..base.launch import GLOO_INTERFACE, INTERFACE, PORTS, SECRET_BYTES, SECRET_FILE, uses_tls
-from ..base.log import logger
-from ..base.network import address_of, interface_of, is_loopback
+from ...base.errors import UsageError
+from ...base.launch import GLOO_INTERFACE, INTERFACE, PORTS, SECRET_BYTES, SECRET_FILE, uses_tls
+from ...base.log import logger
+from ...base.network import address_of, interface_of, is_loopback
 from . import tls
 
 HANDSHAKE_SECONDS = 5.0

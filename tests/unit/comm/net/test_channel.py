@@ -20,9 +20,9 @@ import pytest
 
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.launch import SECRET_FILE, TLS
-from deepseek_zero.comm import channel, tls
-from deepseek_zero.comm.channel import Door, Doorkeeper, Hello, Refused, Role, dial, introduce
-from deepseek_zero.comm.tls import TlsSocket
+from deepseek_zero.comm.net import channel, tls
+from deepseek_zero.comm.net.channel import Door, Doorkeeper, Hello, Refused, Role, dial, introduce
+from deepseek_zero.comm.net.tls import TlsSocket
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 HELLO = Hello(Role.DATA, 3, 0)
@@ -240,7 +240,7 @@ def test_a_child_of_a_fork_does_not_keep_the_door_open() -> None:
         os.waitpid(child, 0)
 
 
-# -- TLS (comm/tls.py)
+# -- TLS (comm/net/tls.py)
 
 
 @pytest.fixture

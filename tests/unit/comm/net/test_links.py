@@ -17,11 +17,12 @@ from torch import Tensor
 from deepseek_zero.base.device import storage_users
 from deepseek_zero.base.errors import ModelMismatchError
 from deepseek_zero.base.launch import TLS
-from deepseek_zero.comm.channel import Door, Hello, Role, dial, introduce
-from deepseek_zero.comm.ids import CollectiveId, lane_number
-from deepseek_zero.comm.transports import tcp
+from deepseek_zero.comm.ids import CollectiveId, lane_number, tag_of
+from deepseek_zero.comm.net import links as module
+from deepseek_zero.comm.net.channel import Door, Hello, Role, dial, introduce
+from deepseek_zero.comm.net.links import EAGER_BUDGET, EAGER_BYTES, PIECE_BYTES, Kind, Links
 from deepseek_zero.comm.transports.base import ConnectionLost, Wait
-from deepseek_zero.comm.transports.tcp import EAGER_BUDGET, EAGER_BYTES, PIECE_BYTES, Kind, Links, Tcp
+from deepseek_zero.comm.transports.tcp import Tcp
 from tests.wire import Wire
 
 SECRET = b"s" * 32
@@ -159,12 +160,12 @@ def test_small_tensors_that_nobody_takes_are_bounded_at_their_receiver(way: str)
 def test_a_box_that_is_made_while_its_tensor_comes_unasked_is_filled() -> None:
     sent = random(SMALL)
     with two_ranks() as (_, second, _):
-        link, tag, found = second.links[0], tcp.tag_of(cid(0)), torch.zeros_like(sent)
+        link, tag, found = second.links[0], tag_of(cid(0)), torch.zeros_like(sent)
         payload = bytes(sent.tolist())
         with second._lock:  # as its thread does when the header and the payload come apart
-            link.header[:] = tcp._header(Kind.EAGER, link.received + 1, tag, SMALL, zlib.crc32(payload), total=SMALL)
+            link.header[:] = module._header(Kind.EAGER, link.received + 1, tag, SMALL, zlib.crc32(payload), total=SMALL)
             second._take_header(link)
-            link.urgent.append(tcp._Frame(Kind.READY, tag + 1))  # another tensor's
+            link.urgent.append(module._Frame(Kind.READY, tag + 1))  # another tensor's
             link.resumed = False  # nothing leaves meanwhile
             wait = second.start({0: (sent[:0], found)}, cid(0))
             link.into[:], link.crc = payload, zlib.crc32(payload)
@@ -195,8 +196,8 @@ def test_a_small_tensor_waits_for_no_large_one() -> None:
 
 
 def test_what_left_by_another_connection_leaves_first_and_small_messages_before_large_ones() -> None:
-    link = tcp._Link(1, ("127.0.0.1", 1), "h1")
-    again, large, small = (tcp._Frame(kind, tag) for tag, kind in enumerate((Kind.PIECE, Kind.PIECE, Kind.READY)))
+    link = module._Link(1, ("127.0.0.1", 1), "h1")
+    again, large, small = (module._Frame(kind, tag) for tag, kind in enumerate((Kind.PIECE, Kind.PIECE, Kind.READY)))
     again.number = 7
     link.queue.extend([again, large])
     link.urgent.append(small)
@@ -253,9 +254,9 @@ def test_a_bit_that_flips_on_the_way_is_sent_again(caplog: pytest.LogCaptureFixt
 def test_silence_is_told_and_replaced_when_the_wire_is_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tcp, "SILENT_SECONDS", 0.6)
-    monkeypatch.setattr(tcp, "TELL_AFTER", 2.5)  # longer than this process may stand still, which looks like silence
-    monkeypatch.setattr(tcp, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(module, "SILENT_SECONDS", 0.6)
+    monkeypatch.setattr(module, "TELL_AFTER", 2.5)  # longer than this process may stand still, which looks like silence
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.2)
 
     def lines() -> list[str]:
         return [line for line in caplog.messages if line.startswith("rank")]  # a busy machine may say more
@@ -280,12 +281,12 @@ def test_an_old_connection_that_is_heard_again_is_replaced_where_the_kernel_wait
     has_unanswered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a cut of 7 s left to send again went 10 s after it began: 3 s after the other end was heard."""
-    monkeypatch.setattr(tcp, "SILENT_SECONDS", 0.6)
-    monkeypatch.setattr(tcp, "BEAT_SECONDS", 0.2)
-    monkeypatch.setattr(tcp, "has_unanswered", lambda connection: has_unanswered)
+    monkeypatch.setattr(module, "SILENT_SECONDS", 0.6)
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(module, "has_unanswered", lambda connection: has_unanswered)
     reach, is_back = Links._reach, threading.Event()
 
-    def reach_when_back(links: Links, link: tcp._Link, seconds: float) -> None:
+    def reach_when_back(links: Links, link: module._Link, seconds: float) -> None:
         if not is_back.is_set():
             time.sleep(0.05)
             raise OSError("no answer")
@@ -325,7 +326,7 @@ def test_of_a_payload_the_kernel_tells_when_much_of_it_is_here() -> None:
         waits = [first.start({1: (sent, sent[:0])}, cid(0)), second.start({0: (came[:0], came)}, cid(0))]
         assert reached.wait(PATIENCE)
         assert link.connection is not None
-        until_true(lambda: 1 < wakes_at(link) <= tcp.WAKE_BYTES, "it waits for much of the rest")
+        until_true(lambda: 1 < wakes_at(link) <= module.WAKE_BYTES, "it waits for much of the rest")
         goes_on.set()
         for wait in waits:
             until(wait)
@@ -338,11 +339,11 @@ def test_nobody_waits_for_more_than_is_sure_to_come(monkeypatch: pytest.MonkeyPa
     found: list[tuple[int, int]] = []
     read = Links._read
 
-    def noted(links: Links, link: tcp._Link) -> None:
+    def noted(links: Links, link: module._Link) -> None:
         read(links, link)
         found.append((link.wakes_at, len(link.into) if link.reads is not None else 1))
 
-    monkeypatch.setattr(tcp, "_READ_AT_ONCE", PIECE_BYTES // 3)
+    monkeypatch.setattr(module, "_READ_AT_ONCE", PIECE_BYTES // 3)
     monkeypatch.setattr(Links, "_read", noted)
     with two_ranks() as (first, second, _):
         for place in range(5):
@@ -355,7 +356,7 @@ def test_nobody_waits_for_more_than_is_sure_to_come(monkeypatch: pytest.MonkeyPa
     assert all(at <= sure for at, sure in found)
 
 
-def wakes_at(link: tcp._Link) -> int:
+def wakes_at(link: module._Link) -> int:
     assert link.connection is not None
     return link.connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
 
@@ -369,15 +370,15 @@ def test_a_rank_that_ends_is_named_at_once_in_what_waits_for_it_and_what_comes_l
         with pytest.raises(ConnectionLost, match=r"rank 1 is lost: its process has ended") as caught:
             until(wait)
         # a small part of the time after which silence would have told it
-        assert (caught.value.rank, time.monotonic() - began < tcp.dead_after() / 2) == (1, True)
+        assert (caught.value.rank, time.monotonic() - began < module.dead_after() / 2) == (1, True)
         with pytest.raises(ConnectionLost):
             first.start({1: (tensor, tensor)}, cid(1))()
 
 
 def test_a_host_that_answers_nothing_is_lost_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "dead_after", lambda: 1.0)
+    monkeypatch.setattr(module, "dead_after", lambda: 1.0)
     for name, value in {"SILENT_SECONDS": 0.3, "BEAT_SECONDS": 0.1}.items():
-        monkeypatch.setattr(tcp, name, value)
+        monkeypatch.setattr(module, name, value)
 
     def unreachable(*_: object) -> socket.socket:
         raise TimeoutError("no route")
@@ -386,7 +387,7 @@ def test_a_host_that_answers_nothing_is_lost_after_its_time(monkeypatch: pytest.
         tensor = random(LARGE)
         wait = first.start({1: (tensor, tensor)}, cid(0))
         began = time.monotonic()
-        monkeypatch.setattr(tcp, "dial", unreachable)
+        monkeypatch.setattr(module, "dial", unreachable)
         wire.silent.set()
         with pytest.raises(ConnectionLost, match=r"rank 1 is lost: its host 127.0.0.1 has not answered for 1 s"):
             until(wait)
@@ -396,9 +397,9 @@ def test_a_host_that_answers_nothing_is_lost_after_its_time(monkeypatch: pytest.
 
 def test_a_rank_that_is_busy_for_long_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its threads stand still; its host answers, as the kernel of a stopped process does."""
-    monkeypatch.setattr(tcp, "dead_after", lambda: 0.5)
+    monkeypatch.setattr(module, "dead_after", lambda: 0.5)
     for name, value in {"SILENT_SECONDS": 0.2, "BEAT_SECONDS": 0.1}.items():
-        monkeypatch.setattr(tcp, name, value)
+        monkeypatch.setattr(module, name, value)
     with two_ranks() as (first, second, _):
         tensor, box = random(LARGE), torch.zeros(LARGE, dtype=torch.uint8)
         stands_still = threading.Event()
@@ -430,8 +431,8 @@ def test_who_lies_about_lengths_is_cut_off_before_memory_is_made() -> None:
     with two_ranks() as (first, second, _):
         with dial(first.door.address, PATIENCE) as liar:
             introduce(liar, SECRET, Hello(Role.DATA, 1, 0))
-            liar.sendall(tcp._header(Kind.RESUME, 0))
-            liar.sendall(tcp._header(Kind.PIECE, 1, 5, 1 << 30, 0, 0, 1 << 30))
+            liar.sendall(module._header(Kind.RESUME, 0))
+            liar.sendall(module._header(Kind.PIECE, 1, 5, 1 << 30, 0, 0, 1 << 30))
             liar.settimeout(PATIENCE)
             with suppress(ConnectionError):
                 while liar.recv(1 << 16):
@@ -440,7 +441,7 @@ def test_who_lies_about_lengths_is_cut_off_before_memory_is_made() -> None:
 
 
 def test_a_child_of_a_fork_does_not_keep_a_rank_seemingly_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "SILENT_SECONDS", 60.0)  # the end of the connection tells, not silence
+    monkeypatch.setattr(module, "SILENT_SECONDS", 60.0)  # the end of the connection tells, not silence
     with two_ranks() as (first, second, _):
         reader, writer = os.pipe()
         child = os.fork()

@@ -22,8 +22,8 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from ..base.errors import UsageError
-from ..base.launch import TLS
+from ...base.errors import UsageError
+from ...base.launch import TLS
 
 RECORD_BYTES = 1 << 14  # of one TLS record, at most
 

@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from deepseek_zero.base.launch import SECRET_FILE, STORE
-from deepseek_zero.comm.board import Board, FarBoard, Operation
-from deepseek_zero.comm.channel import Door, Refused, Role
-from deepseek_zero.comm.store import BoardStore, launchers_store
+from deepseek_zero.comm.net.board import Board, FarBoard, Operation
+from deepseek_zero.comm.net.channel import Door, Refused, Role
+from deepseek_zero.comm.net.store import BoardStore, launchers_store
 
 SECRET, SOON = b"s" * 32, timedelta(seconds=0.2)
 

@@ -22,11 +22,11 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ..base import launch
-from ..base.errors import UsageError
-from ..base.network import listening_address
-from ..base.world import meeting_address
-from .bootstrap import Hosts, all_gather_text
+from ...base import launch
+from ...base.errors import UsageError
+from ...base.network import listening_address
+from ...base.world import meeting_address
+from ..bootstrap import Hosts, all_gather_text
 from .channel import (
     Address,
     Door,
@@ -43,10 +43,10 @@ from .channel import (
     silence_of,
     warn_without_secret,
 )
-from .flight_recorder import GONE
 from .tls import require_cryptography
 
 MOST_KEY, MOST_TEXT = 1 << 10, 1 << 24  # bytes
+GONE = "gone"  # the topic of ranks on other hosts whose process has ended, with or without a word
 ANSWER_SECONDS = 30.0  # for rank 0, which may be busy, to take a line
 HURRIED_SECONDS = 2.0  # for it to answer who waits for others meanwhile
 QUIET_SECONDS = 5.0  # after a silence, until somebody waits for it again

@@ -16,7 +16,7 @@ from datetime import timedelta
 
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]  # public
 
-from ..base import launch, world
+from ...base import launch, world
 from .board import Answer, Board, FarBoard, Operation
 from .channel import Address, Door, Role, read_secret
 
