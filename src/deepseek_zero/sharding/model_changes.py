@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -17,24 +17,46 @@ from torch import nn
 from ..base.device import held_by
 from ..base.errors import UsageError
 from ..base.log import log_once
+from ..planner.layout import Slot
 from .buffer import FlatBuffer
 from .sharded_parameter import ShardedParameter
 
-if TYPE_CHECKING:  # param_group.py imports this file
-    from .param_group import ParamGroup, ParamInfo
+
+class WrappedParam(Protocol):
+    """A parameter of a group, as these checks read it (`ParamInfo`)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def param(self) -> nn.Parameter: ...
+    @property
+    def slot(self) -> Slot: ...
+
+
+class WrappedGroup(Protocol):
+    """A group of parameters, as these checks read it (`ParamGroup`)."""
+
+    @property
+    def members(self) -> Sequence[WrappedParam]: ...
+    @property
+    def weight(self) -> FlatBuffer: ...
+    @property
+    def is_sharded(self) -> bool: ...
+    @property
+    def is_pinned(self) -> bool: ...
 
 
 class Structure:
     """The modules of one wrapped model, and what each held when somebody looked closely."""
 
-    def __init__(self, model: nn.Module, groups: Sequence[ParamGroup]) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[WrappedGroup]) -> None:
         self.model = model
         self.groups = list(groups)
         self.takes_strangers = False  # parameters that join the model later stay as they are, with a warning
         self._seen: list[tuple[nn.Module, list[int]]] = []
         self._frozen_strangers: list[tuple[str, nn.Parameter]] = []  # they joined later and need no reduction
 
-    def follow(self, groups: Sequence[ParamGroup]) -> None:
+    def follow(self, groups: Sequence[WrappedGroup]) -> None:
         """The parameters are in other groups now."""
         self.groups = list(groups)
 
@@ -58,7 +80,7 @@ def _holds(module: nn.Module) -> list[int]:
     return [id(held) for held in held_by(module)]
 
 
-def _strangers_of(model: nn.Module, groups: Sequence[ParamGroup]) -> list[tuple[str, nn.Parameter]]:
+def _strangers_of(model: nn.Module, groups: Sequence[WrappedGroup]) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of a model that no group holds, with their names."""
     known = {id(member.param) for group in groups for member in group.members}
     if all(id(param) in known for param in model.parameters()):
@@ -85,7 +107,7 @@ def _refuse_trained(strangers: Sequence[tuple[str, nn.Parameter]], *, only_warn:
     )
 
 
-def _refuse_moved(groups: Sequence[ParamGroup]) -> None:
+def _refuse_moved(groups: Sequence[WrappedGroup]) -> None:
     for group in groups:
         if group.is_sharded or group.is_pinned:
             continue  # a sharded parameter guards itself (sharded_parameter.py)
@@ -100,8 +122,8 @@ def _refuse_moved(groups: Sequence[ParamGroup]) -> None:
                 )
 
 
-def member_with_new_values(members: Sequence[ParamInfo], full: FlatBuffer) -> ParamInfo | None:
-    """Return the first member that uses other memory than the gathered buffer `full`, with other values.
+def error_of_lost_values(members: Sequence[WrappedParam], full: FlatBuffer) -> UsageError | None:
+    """Return the error for the first member that uses other memory than the gathered buffer `full`, with other values.
 
     The same values in another dtype do not count: some layers cast their parameters in each forward.
     """
@@ -115,16 +137,11 @@ def member_with_new_values(members: Sequence[ParamInfo], full: FlatBuffer) -> Pa
         value = param.data
         gathered = full.view(slot)
         if value.shape != gathered.shape or not torch.equal(gathered.to(value), value):
-            return member
+            return UsageError(
+                f"the memory of parameter '{member.name}' was replaced by other values during forward or backward.",
+                "At stage 3 a block uses a gathered copy of its parameters. The copy is freed after the block, so the "
+                "new values would be lost.",
+                "assign them inside `with deepseek_zero.zero.GatheredParameters(param, modifier_rank=0):` on all "
+                "ranks, or compute with the changed tensor and leave the parameter as it is.",
+            )
     return None
-
-
-def lost_values(member: ParamInfo) -> UsageError:
-    """Return the error for a parameter that `member_with_new_values` found."""
-    return UsageError(
-        f"the memory of parameter '{member.name}' was replaced by other values during forward or backward.",
-        "At stage 3 a block uses a gathered copy of its parameters. The copy is freed after the block, so the "
-        "new values would be lost.",
-        "assign them inside `with deepseek_zero.zero.GatheredParameters(param, modifier_rank=0):` on all "
-        "ranks, or compute with the changed tensor and leave the parameter as it is.",
-    )

@@ -45,7 +45,7 @@ from .buffer import (
     move_differences,
 )
 from .init import take_values
-from .model_changes import lost_values, member_with_new_values
+from .model_changes import error_of_lost_values
 from .momentum import SIGNS, Momentum
 from .secondary import SecondaryWeight
 from .sharded_gradient import Part, ShardedGradient, own_part_of, sharded_gradient
@@ -409,17 +409,17 @@ class ParamGroup:
         if full is None:
             return
         with without_torch_function():
-            replaced = None
+            error = None
             if not self.is_pinned:
-                replaced = member_with_new_values(self.members, full)
+                error = error_of_lost_values(self.members, full)
             for member in self.members:
                 member.reshard()
         self.unsharded = None
         self.weight.return_whole(full, self.comm_ctx.pool)
         if self.weight.is_offloaded:
             trim_heap()  # of its gradients
-        if replaced is not None:
-            raise lost_values(replaced)
+        if error is not None:
+            raise error
 
     def refresh(self, what: str, *, is_update: bool = False) -> Pending:
         """Start to bring the weight to its placement after the master changed: an all-gather at stages 1 and 2.

@@ -9,20 +9,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from ..base.device import without_torch_function
 from ..base.errors import UsageError
 from ..comm.agreement import agree
-from ..comm.collectives import propagate_errors
+from ..comm.collectives import Comm, propagate_errors
+from ..planner.plan import Plan
+from ..planner.spec import PlanSettings
 from ..planner.units import plan_group
-from .executor import Updates
+from .buffer import CommContext
+from .executor import Executor, Unit, Updates
 from .param_group import ParamGroup, ParamInfo, build_group
 
-if TYPE_CHECKING:  # runtime.py imports this file
-    from .runtime import Runtime
+
+class Regrouped(Protocol):
+    """A wrapped model, as regrouping knows it (runtime.py)."""
+
+    units: list[Unit]
+    settings: PlanSettings
+    comm: Comm
+    comm_ctx: CommContext
+    executor: Executor
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def groups(self) -> list[ParamGroup]: ...
+    @property
+    def trained_groups(self) -> list[ParamGroup]: ...
+    @property
+    def is_between_steps(self) -> bool: ...
+    def add_group(self, unit: Unit, group: ParamGroup) -> None: ...
+    def replan(self) -> None: ...
 
 
 def _changed_among(groups: Sequence[ParamGroup]) -> list[ParamInfo]:
@@ -33,7 +54,7 @@ def _changed_among(groups: Sequence[ParamGroup]) -> list[ParamInfo]:
         ]
 
 
-def follow_requires_grad(runtime: Runtime) -> None:
+def follow_requires_grad(runtime: Regrouped) -> None:
     """Let the groups of a model follow `requires_grad`.  Collective if it changed; no forward is under way.
 
     Raises:
@@ -57,7 +78,7 @@ def follow_requires_grad(runtime: Runtime) -> None:
         _apply(runtime, changed)
 
 
-def _refuse_late(runtime: Runtime, changed: Sequence[ParamInfo]) -> None:
+def _refuse_late(runtime: Regrouped, changed: Sequence[ParamInfo]) -> None:
     """Within a step a parameter may be frozen, and unfrozen where its gradient still has a place."""
     ready = {id(member) for group in runtime.trained_groups if not group.is_idle for member in group.members}
     thawed = [member.name for member in changed if member.is_frozen and id(member) not in ready]
@@ -71,7 +92,7 @@ def _refuse_late(runtime: Runtime, changed: Sequence[ParamInfo]) -> None:
         )
 
 
-def _apply(runtime: Runtime, changed: Sequence[ParamInfo]) -> None:
+def _apply(runtime: Regrouped, changed: Sequence[ParamInfo]) -> None:
     thawed = {id(member) for member in changed if member.is_frozen}
     parts = {
         group: [member for member in group.members if id(member) in thawed]
@@ -102,14 +123,12 @@ def _apply(runtime: Runtime, changed: Sequence[ParamInfo]) -> None:
                 group.promote_to_fp32(unit.name)
             runtime.add_group(unit, group)
         new += fresh
-    runtime.comm_ctx.pool.clear()
-    runtime.executor.replan()
-    runtime.forward.structure.follow(runtime.groups)
+    runtime.replan()
     if new and optimizer is not None:
         optimizer.regroup(new)
 
 
-def _divide(runtime: Runtime, unit: str, group: ParamGroup, thawed: list[ParamInfo] | None) -> list[ParamGroup]:
+def _divide(runtime: Regrouped, unit: str, group: ParamGroup, thawed: list[ParamInfo] | None) -> list[ParamGroup]:
     """A frozen group as one that is trained and one of what is still frozen.  Collective."""
     if not thawed:
         return [group]

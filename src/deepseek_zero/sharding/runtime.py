@@ -172,6 +172,12 @@ class Runtime:
         if group.trainable:
             self._handles += watch_grads(self, unit.number, group)
 
+    def replan(self) -> None:
+        """Plan the schedule and the checks again after units got other groups; every rank does so.  Local."""
+        self.comm_ctx.pool.clear()
+        self.executor.replan()
+        self.forward.structure.follow(self.groups)
+
     def promote_to_fp32(self, unit: Unit) -> None:
         """Compute a unit in fp32 from now on.  Collective; raises if the unit is not sharded."""
         unit.promote_to_fp32()
