@@ -1,4 +1,6 @@
-"""Owns what forward leaves for backward. The names below load on first use: what few runs ask for."""
+"""Owns what forward leaves for backward. The names below load on first use: what few runs ask
+for.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Models of transformers whose layers recompute themselves: their checkpoint becomes ours, so that inputs are offloaded
-and the policy holds.
+"""Models of transformers whose layers recompute themselves: their checkpoint becomes ours, so that
+inputs are offloaded and the policy holds.
 
-Such a model's layers call a function that `gradient_checkpointing_enable` has given them, before or after the model was
-wrapped; so each training forward looks at it. A function that is not torch's own checkpoint is left alone.
+Such a model's layers call a function that `gradient_checkpointing_enable` has given them, before or
+after the model was wrapped; so each training forward looks at it. A function that is not torch's
+own checkpoint is left alone.
 """
 
 from __future__ import annotations
@@ -27,19 +28,31 @@ def route_checkpoints(model: nn.Module) -> None:
 
 
 def recompute_layers(model: nn.Module) -> None:
-    """Turn recomputation of a model's layers on, where it is a model of transformers that has it. Local."""
-    own = [module for module in model.modules() if hasattr(type(module), "gradient_checkpointing_enable")]
+    """Turn recomputation of a model's layers on, where it is a model of transformers that has it.
+    Local.
+    """
+    own = [
+        module
+        for module in model.modules()
+        if hasattr(type(module), "gradient_checkpointing_enable")
+    ]
     if not own:
         return
     if not getattr(own[0], "supports_gradient_checkpointing", False):
         raise NotBuiltError(
-            f"activation_checkpointing.policy: the layers of {type(own[0]).__name__} do not recompute themselves.",
+            f"activation_checkpointing.policy: the layers of {type(own[0]).__name__} do not "
+            "recompute themselves.",
             "The model says so (supports_gradient_checkpointing).",
             "call deepseek_zero.checkpointing.checkpoint in its forward, or leave the policy out.",
         )
     whole: Any = own[0]
-    if not any(getattr(module, "gradient_checkpointing", False) is True for module in whole.modules()):
-        enable = getattr(whole, "activation_checkpointing_enable", None) or whole.gradient_checkpointing_enable
+    if not any(
+        getattr(module, "gradient_checkpointing", False) is True for module in whole.modules()
+    ):
+        enable = (
+            getattr(whole, "activation_checkpointing_enable", None)
+            or whole.gradient_checkpointing_enable
+        )
         enable()
 
 

@@ -1,11 +1,13 @@
 """Layerwise accumulation: what passes between units that take the micro-batches of a batch in turn.
 
-The engine is called once, with all micro-batches of a step in one batch. Modules around the units (embedding, head,
-loss) run over the whole batch. Each unit runs over one micro-batch after the other, on one gather of its weights: which
-units, how many micro-batches and in which order is the program's (`layerwise` in planner/schedule.py), and its executor
-is asked. Here a unit's arguments are cut, each micro-batch runs in a checkpoint of its own, and the outputs are joined:
-forward keeps nothing inside the unit, and backward holds the activations of one micro-batch. Autograd goes from the
-last micro-batch to the first, and hands a parameter's gradient over when it has added all of them.
+The engine is called once, with all micro-batches of a step in one batch. Modules around the units
+(embedding, head, loss) run over the whole batch. Each unit runs over one micro-batch after the
+other, on one gather of its weights: which units, how many micro-batches and in which order is the
+program's (`layerwise` in planner/schedule.py), and its executor is asked. Here a unit's arguments
+are cut, each micro-batch runs in a checkpoint of its own, and the outputs are joined: forward keeps
+nothing inside the unit, and backward holds the activations of one micro-batch. Autograd goes from
+the last micro-batch to the first, and hands a parameter's gradient over when it has added all of
+them.
 """
 
 from __future__ import annotations
@@ -30,18 +32,24 @@ FIX = "leave vertical_micro_batches out (gradient_accumulation_steps accumulates
 
 
 class LayerwiseAccumulation:
-    """Cuts the batch for the units of one model that take micro-batches in turn, wherever gradients are recorded.
+    """Cuts the batch for the units of one model that take micro-batches in turn, wherever gradients
+    are recorded.
 
     samples: of the current or last forward, on this rank.
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self.micro_batches, self.samples = runtime.settings.layerwise_micro_batches, 0
+        self.micro_batches = runtime.settings.layerwise_micro_batches
+        self.samples = 0
         self._runtime = weakref.ref(runtime)
         forwards = runtime.executor.schedule.forward.computes
-        self._forwards = [LayerwiseForward(self, unit) for unit in runtime.units if len(forwards[unit.number]) > 1]
+        self._forwards = [
+            LayerwiseForward(self, unit) for unit in runtime.units if len(forwards[unit.number]) > 1
+        ]
         # Behind the runtime's own hook, so that other ranks hear of a batch that this one refuses.
-        self._handle = runtime.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._handle = runtime.model.register_forward_pre_hook(
+            self._before_forward, with_kwargs=True
+        )
 
     def remove(self) -> None:
         """Restore the forward of every module; calling it twice is harmless."""
@@ -55,12 +63,12 @@ class LayerwiseAccumulation:
         self.samples = next((len(tensor) for tensor in _tensors((args, kwargs)) if tensor.dim()), 0)
         if torch.is_grad_enabled() and (not self.samples or self.samples % self.micro_batches):
             raise UsageError(
-                f"the model was given {self.samples} samples, which do not make {self.micro_batches} micro-batches of "
-                "one size.",
-                "vertical_micro_batches cuts the first dimension of the first tensor that the model gets, and of every "
-                "other that is as long.",
-                f"call the engine with a multiple of {self.micro_batches} samples; a loader drops a short last batch "
-                "with dataloader_drop_last.",
+                f"the model was given {self.samples} samples, which do not make "
+                f"{self.micro_batches} micro-batches of one size.",
+                "vertical_micro_batches cuts the first dimension of the first tensor that the "
+                "model gets, and of every other that is as long.",
+                f"call the engine with a multiple of {self.micro_batches} samples; a loader drops "
+                "a short last batch with dataloader_drop_last.",
             )
 
     def turns(self, number: int) -> list[int]:
@@ -71,7 +79,9 @@ class LayerwiseAccumulation:
         return [action.micro_batch for action in forwards if action.micro_batch is not None]
 
     def cut(self, unit: str, call: Call) -> list[Call]:
-        """Yield a unit's arguments per micro-batch: tensors as long as the batch are cut, the rest stays whole."""
+        """Yield a unit's arguments per micro-batch: tensors as long as the batch are cut, the rest
+        stays whole.
+        """
         parts: dict[int, Sequence[Tensor]] = {}
 
         def look(leaf: Any) -> Any:
@@ -82,9 +92,10 @@ class LayerwiseAccumulation:
         replaced(call, look)
         if not parts:
             raise UsageError(
-                f"unit '{unit}' got no tensor of {self.samples} samples; the first dimensions of what it got are "
-                f"{[tuple(tensor.shape[:1]) for tensor in _tensors(call)]}.",
-                "Vertical order cuts what a unit gets along the first dimension, which has to be that of the batch.",
+                f"unit '{unit}' got no tensor of {self.samples} samples; the first dimensions of "
+                f"what it got are {[tuple(tensor.shape[:1]) for tensor in _tensors(call)]}.",
+                "Vertical order cuts what a unit gets along the first dimension, which has to be "
+                "that of the batch.",
                 f"let units take (batch, ...), or {FIX}.",
             )
 
@@ -99,11 +110,14 @@ class LayerwiseAccumulation:
         return is_data and leaf.dim() > 0 and len(leaf) == self.samples
 
     def join(self, unit: str, outputs: Sequence[Any]) -> Any:
-        """Join the outputs of a unit's micro-batches into the output it would have returned for the whole batch."""
+        """Join the outputs of a unit's micro-batches into the output it would have returned for the
+        whole batch.
+        """
         rows = list(map(_tensors, outputs))
         if len({len(row) for row in rows}) > 1:
             raise UsageError(
-                f"unit '{unit}' returned {[len(row) for row in rows]} tensors for micro-batches of one batch.",
+                f"unit '{unit}' returned {[len(row) for row in rows]} tensors for micro-batches of "
+                "one batch.",
                 "What it returns is put together again, tensor by tensor.",
                 f"return as many tensors for every micro-batch, or {FIX}.",
             )
@@ -111,34 +125,45 @@ class LayerwiseAccumulation:
         return map_tensors(outputs[0], lambda tensor: next(whole))
 
     def _joined(self, unit: str, column: Sequence[Tensor]) -> Tensor:
-        first, size = column[0], self.samples // self.micro_batches
+        first = column[0]
+        size = self.samples // self.micro_batches
         if all(tensor is first for tensor in column):
             return first  # an argument that was passed on
         if any(not tensor.dim() or len(tensor) != size for tensor in column):
             raise UsageError(
-                f"unit '{unit}' returned a tensor of shape {tuple(first.shape)} for a micro-batch of {size} samples.",
-                "Only what has the batch for its first dimension can be put together again: of a mean, say, nobody "
-                "knows what it was taken over.",
+                f"unit '{unit}' returned a tensor of shape {tuple(first.shape)} for a micro-batch "
+                f"of {size} samples.",
+                "Only what has the batch for its first dimension can be put together again: of a "
+                "mean, say, nobody knows what it was taken over.",
                 f"return values by sample and reduce them in the model, or {FIX}.",
             )
         return torch.cat(list(column))
 
 
 class LayerwiseForward:
-    """Replaces the forward of a unit's module: the module's own without gradients, else one call per micro-batch."""
+    """Replaces the forward of a unit's module: the module's own without gradients, else one call
+    per micro-batch.
+    """
 
     def __init__(self, order: LayerwiseAccumulation, unit: Unit) -> None:
-        self.order, self.unit, self.number = order, unit.name, unit.number
-        # Weakly, or module and forward would hold each other, and a dropped model keep its memory for a while.
+        self.order = order
+        self.unit = unit.name
+        self.number = unit.number
+        # Weakly, or module and forward would hold each other, and a dropped model keep its memory
+        # for a while.
         self._module = weakref.ref(unit.module)
-        self._own = unit.module.__dict__.get("forward")  # the instance's own, which the program put there
+        self._own = unit.module.__dict__.get(
+            "forward"
+        )  # the instance's own, which the program put there
         unit.module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self.order.samples:
             return self.whole(args, kwargs)
         calls = self.order.cut(self.unit, (args, kwargs))
-        outputs = {part: checkpoint(self.whole, *calls[part]) for part in self.order.turns(self.number)}
+        outputs = {
+            part: checkpoint(self.whole, *calls[part]) for part in self.order.turns(self.number)
+        }
         return self.order.join(self.unit, [outputs[part] for part in sorted(outputs)])
 
     def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,13 +1,16 @@
-"""Offloads the inputs of checkpoints until backward: into one arena of a memory, instead of storages all over the heap.
+"""Offloads the inputs of checkpoints until backward: into one arena of a memory, instead of
+storages all over the heap.
 
-Forward offloads in one order and backward restores in the other, so the arena is a stack; first fit serves any other
-order too. The arena's size is given, or learned: the first forward reserves its blocks one by one, and they are joined
-into one arena as soon as nothing is offloaded. On a disk the newest checkpoint stays in memory (backward begins with
-it), the ones before it are written while later ones compute, and the next ones that backward wants are read while it
-recomputes one. An `OffloadHandle` restores as often as it is asked to; its block is free when it is dropped.
+Forward offloads in one order and backward restores in the other, so the arena is a stack; first fit
+serves any other order too. The arena's size is given, or learned: the first forward reserves its
+blocks one by one, and they are joined into one arena as soon as nothing is offloaded. On a disk the
+newest checkpoint stays in memory (backward begins with it), the ones before it are written while
+later ones compute, and the next ones that backward wants are read while it recomputes one. An
+`OffloadHandle` restores as often as it is asked to; its block is free when it is dropped.
 
-`ActivationCopy` copies inputs in and out; where the arena is in another memory than the device's the copies overlap
-computing. `TensorMeta` holds what a tensor's bytes do not tell: dtype, shape, strides, device.
+`ActivationCopy` copies inputs in and out; where the arena is in another memory than the device's
+the copies overlap computing. `TensorMeta` holds what a tensor's bytes do not tell: dtype, shape,
+strides, device.
 """
 
 from __future__ import annotations
@@ -29,27 +32,36 @@ from ..base.quantities import format_bytes
 from ..comm.context import ranks_of_this_host
 from ..tiers.tier import CopyEngine, CopyEvent, Extent, Memory, Work, copy_engine_for
 
-CHUNKS = 16  # that the largest checkpoint's inputs are moved in: work for all threads of a disk, little to round up
+# That the largest checkpoint's inputs are moved in: work for all threads of a disk, little to round
+# up
+CHUNKS = 16
 AHEAD = 2  # checkpoints that are read before backward asks for them
 BEHIND = 2  # checkpoints that may be on their way to the disk
 ALIGNMENT = 64  # bytes at which a tensor begins
 SMALLEST_BYTES = 4096  # of a tensor that is worth a place
-HOLES_BYTES = 64 << 20  # of offloaded and restored tensors, after which the heap's holes are returned to the system
+HOLES_BYTES = (
+    64 << 20
+)  # of offloaded and restored tensors, after which the heap's holes are returned to the system
 
 
 class ActivationOffload:
-    """The offloaded inputs of one process. checkpoints: how many to reserve at first; None: learned.
+    """The offloaded inputs of one process. checkpoints: how many to reserve at first; None:
+    learned.
 
-    open_memory: makes the memory, again whenever the arena gets another size, so that nothing of the old one is kept.
+    open_memory: makes the memory, again whenever the arena gets another size, so that nothing of
+    the old one is kept.
     """
 
     def __init__(self, open_memory: Callable[[], Memory], checkpoints: int | None = None) -> None:
-        self._open, self.checkpoints = open_memory, checkpoints
+        self._open = open_memory
+        self.checkpoints = checkpoints
         self.memory = open_memory()
         self.slabs: list[Arena] = []
         self.used_bytes = self.peak_bytes = 0
         self._stays: dict[int, OffloadedInputs] = {}  # in the order they came
-        self._dropped: deque[int] = deque()  # filled by finalizers, which may run anywhere and so do nothing else
+        self._dropped: deque[int] = (
+            deque()
+        )  # filled by finalizers, which may run anywhere and so do nothing else
         self._leaving: deque[Work] = deque()
         self._arrived = self._holes_bytes = 0
         self._chunk_bytes = self._largest_bytes = 0
@@ -66,15 +78,21 @@ class ActivationOffload:
         """Return the reserved bytes that were never needed at the same time."""
         return self.reserved_bytes - self.peak_bytes
 
-    def park(self, tensors: Sequence[Tensor], cut: Callable[[Tensor], Tensor] = lambda whole: whole) -> ParkedTensors:
-        """Copy the inputs of one checkpoint into the arena, but those that it holds already: another checkpoint was
-        given them, and nothing has changed them since.
+    def park(
+        self, tensors: Sequence[Tensor], cut: Callable[[Tensor], Tensor] = lambda whole: whole
+    ) -> ParkedTensors:
+        """Copy the inputs of one checkpoint into the arena, but those that it holds already:
+        another checkpoint was given them, and nothing has changed them since.
 
         cut: what is copied of each.
         """
         places = [self._place_of(tensor) for tensor in tensors]
         new = list(
-            {id(tensor): tensor for tensor, place in zip(tensors, places, strict=True) if place is None}.values()
+            {
+                id(tensor): tensor
+                for tensor, place in zip(tensors, places, strict=True)
+                if place is None
+            }.values()
         )
         if new:
             handle = self.offload([cut(tensor) for tensor in new])
@@ -84,14 +102,17 @@ class ActivationOffload:
         return ParkedTensors([place for place in places if place is not None])
 
     def _remember(self, tensor: Tensor, handle: OffloadHandle, number: int) -> None:
-        table, key = self._known, id(tensor)
+        table = self._known
+        key = id(tensor)
         alive = weakref.ref(tensor, lambda _: table.pop(key, None))
         table[key] = KnownTensor(alive, version_of(tensor), weakref.ref(handle), number)
 
     def _place_of(self, tensor: Tensor) -> tuple[OffloadHandle, int] | None:
         """Return the handle that restores this tensor as it is now, and its number there."""
         known = self._known.get(id(tensor))
-        handle = known.handle() if known is not None and known.version == version_of(tensor) else None
+        handle = (
+            known.handle() if known is not None and known.version == version_of(tensor) else None
+        )
         return (handle, known.number) if known is not None and handle is not None else None
 
     def offload(self, tensors: Sequence[Tensor]) -> OffloadHandle:
@@ -99,7 +120,9 @@ class ActivationOffload:
         self.sweep()
         self._store_newest()
         forms = [TensorMeta.of(tensor) for tensor in tensors]
-        stay = OffloadedInputs(self._block_for(sum(rounded(form.nbytes, ALIGNMENT) for form in forms)), forms)
+        stay = OffloadedInputs(
+            self._block_for(sum(rounded(form.nbytes, ALIGNMENT) for form in forms)), forms
+        )
         self._passage.copy_out(tensors, stay)
         self._arrived += 1
         self._stays[self._arrived] = stay
@@ -109,7 +132,8 @@ class ActivationOffload:
         return OffloadHandle(self, self._arrived)
 
     def restore(self, number: int, wanted: Sequence[int] | None = None) -> list[Tensor]:
-        """Return copies of the offloaded tensors; the arena keeps its own, for another backward through this graph.
+        """Return copies of the offloaded tensors; the arena keeps its own, for another backward
+        through this graph.
 
         wanted: which of them; None: all.
         """
@@ -119,7 +143,9 @@ class ActivationOffload:
         stay.place.fetch()
         soon = self._before(number, AHEAD)
         tickets = [self._stays[other].place.fetch() for other in soon]
-        found = self._passage.copy_in(number, stay, range(len(stay.forms)) if wanted is None else wanted)
+        found = self._passage.copy_in(
+            number, stay, range(len(stay.forms)) if wanted is None else wanted
+        )
         if stay.is_stored:
             stay.place.evict()
         if soon and tickets[0].is_done():
@@ -129,11 +155,15 @@ class ActivationOffload:
         return found
 
     def _before(self, number: int, count: int) -> list[int]:
-        """Return the checkpoints that came before this one, latest first: the order in which backward wants them."""
+        """Return the checkpoints that came before this one, latest first: the order in which
+        backward wants them.
+        """
         return list(islice((other for other in reversed(self._stays) if other < number), count))
 
     def _store_newest(self) -> None:
-        """Store the newest checkpoint, which is about to be the last but one. Waits if the disk cannot keep up."""
+        """Store the newest checkpoint, which is about to be the last but one. Waits if the disk
+        cannot keep up.
+        """
         newest = next(reversed(self._stays.values()), None)
         if newest is not None and not newest.is_stored:
             self._leaving.append(newest.place.store())
@@ -142,7 +172,9 @@ class ActivationOffload:
             self._leaving.popleft().wait()
 
     def _count_holes(self, stay: OffloadedInputs) -> None:
-        """Count the storages that die here and the copies that are restored: each is a hole in the heap before long."""
+        """Count the storages that die here and the copies that are restored: each is a hole in the
+        heap before long.
+        """
         self._holes_bytes += stay.nbytes
         if self._holes_bytes >= HOLES_BYTES:
             self._holes_bytes = 0
@@ -196,7 +228,9 @@ class ActivationOffload:
             stay.place.free()
 
     def _sweep_after_backward(self) -> None:
-        """Free the blocks at the end of backward: the last handles are dropped after the last `restore`."""
+        """Free the blocks at the end of backward: the last handles are dropped after the last
+        `restore`.
+        """
         if self._backward != (now := backward_id()) and now != -1:
             self._backward = now
             queue_backward_callback(self.sweep)
@@ -214,8 +248,8 @@ class ActivationOffload:
         """Return one line: the reserved bytes, and how many of them were never needed."""
         slabs = "one arena" if len(self.slabs) == 1 else f"{len(self.slabs)} slabs"
         return (
-            f"activations: {format_bytes(self.reserved_bytes)} in {slabs}, {format_bytes(self.peak_bytes)} used at "
-            f"most, gap {format_bytes(self.unused_bytes)}"
+            f"activations: {format_bytes(self.reserved_bytes)} in {slabs}, "
+            f"{format_bytes(self.peak_bytes)} used at most, gap {format_bytes(self.unused_bytes)}"
         )
 
 
@@ -223,7 +257,8 @@ class OffloadHandle:
     """The offloaded inputs of one checkpoint; dropping it frees their block."""
 
     def __init__(self, parking: ActivationOffload, number: int) -> None:
-        self.parking, self.number = parking, number
+        self.parking = parking
+        self.number = number
 
     def restore(self, wanted: Sequence[int] | None = None) -> list[Tensor]:
         """Return new tensors with the offloaded bytes.  wanted: which of them; None: all."""
@@ -235,7 +270,9 @@ class OffloadHandle:
 
 @dataclass(frozen=True)
 class KnownTensor:
-    """Where a tensor is offloaded that still lives: the handle, its number there, and the version that was copied."""
+    """Where a tensor is offloaded that still lives: the handle, its number there, and the version
+    that was copied.
+    """
 
     tensor: weakref.ref[Tensor]
     version: int
@@ -300,14 +337,19 @@ class ActivationCopy:
 
     def copy_out(self, tensors: Sequence[Tensor], stay: OffloadedInputs) -> None:
         """Copy tensors into their block; they are kept until the copy is over."""
-        bytes_, sources = stay.place.write(), list(tensors)
+        bytes_ = stay.place.write()
+        sources = list(tensors)
         with self._copy_engine(stay).d2h(stay.extent, sources.clear):
             for tensor, (form, part) in zip(tensors, stay.parts(bytes_), strict=True):
                 form.write(tensor, part)
 
     def copy_in(self, number: int, stay: OffloadedInputs, wanted: Sequence[int]) -> list[Tensor]:
-        """Return new tensors with the block's bytes, those that are wanted, for the device to use."""
-        copy_event, found = self._coming.pop(number) if number in self._coming else self._start(stay, wanted)
+        """Return new tensors with the block's bytes, those that are wanted, for the device to
+        use.
+        """
+        copy_event, found = (
+            self._coming.pop(number) if number in self._coming else self._start(stay, wanted)
+        )
         copy_event.wait_stream()
         return [found[place] for place in wanted]
 
@@ -325,8 +367,11 @@ class ActivationCopy:
         for copy_engine in self._ferries.values():
             copy_engine.synchronize()
 
-    def _start(self, stay: OffloadedInputs, wanted: Sequence[int]) -> tuple[CopyEvent, dict[int, Tensor]]:
-        parts, found = stay.parts(stay.place.read()), {number: stay.forms[number].empty() for number in wanted}
+    def _start(
+        self, stay: OffloadedInputs, wanted: Sequence[int]
+    ) -> tuple[CopyEvent, dict[int, Tensor]]:
+        parts = stay.parts(stay.place.read())
+        found = {number: stay.forms[number].empty() for number in wanted}
         with self._copy_engine(stay).h2d(stay.extent) as copy_event:
             for number, tensor in found.items():
                 form, part = parts[number]
@@ -334,7 +379,9 @@ class ActivationCopy:
         return copy_event, found
 
     def _copy_engine(self, stay: OffloadedInputs) -> CopyEngine:
-        """Return the copy engine to the tensors' device; within one memory nothing is copied across."""
+        """Return the copy engine to the tensors' device; within one memory nothing is copied
+        across.
+        """
         home = stay.extent.memory.device
         device = next((form.device for form in stay.forms if form.device != home), home)
         if device not in self._ferries:
@@ -348,7 +395,9 @@ def rounded(nbytes: int, unit: int) -> int:
 
 
 class Arena:
-    """A number of bytes of a memory, moved in chunks. Both sizes are multiples of what the memory moves at once."""
+    """A number of bytes of a memory, moved in chunks. Both sizes are multiples of what the memory
+    moves at once.
+    """
 
     def __init__(self, memory: Memory, nbytes: int, chunk_bytes: int) -> None:
         self.nbytes = nbytes
@@ -404,9 +453,10 @@ class ArenaBlock:
 class TensorMeta:
     """The dtype, shape, strides and device of a tensor.
 
-    Where its elements lie without gaps, in whatever order (a transpose, an expanded tensor), the stretch of memory
-    they lie in is copied as it is.  A slice with gaps is copied element by element, and has its gaps again afterwards:
-    a kernel that looks at strides takes the same way twice.
+    Where its elements lie without gaps, in whatever order (a transpose, an expanded tensor), the
+    stretch of memory they lie in is copied as it is.  A slice with gaps is copied element by
+    element, and has its gaps again afterwards: a kernel that looks at strides takes the same way
+    twice.
     """
 
     dtype: torch.dtype
@@ -428,7 +478,9 @@ class TensorMeta:
         """Return the elements from the first to the last."""
         if 0 in self.size:
             return 0
-        return 1 + sum((length - 1) * step for length, step in zip(self.size, self.stride, strict=True))
+        return 1 + sum(
+            (length - 1) * step for length, step in zip(self.size, self.stride, strict=True)
+        )
 
     def _gapless(self, tensor: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Return both tensors as views with the same elements in the same order and no gaps."""
@@ -437,7 +489,9 @@ class TensorMeta:
         return tensor, flat.view(self.size)
 
     def write(self, tensor: Tensor, bytes_: Tensor) -> None:
-        """Copy a tensor of this dtype, shape and strides into `nbytes` bytes; on a device in the current stream."""
+        """Copy a tensor of this dtype, shape and strides into `nbytes` bytes; on a device in the
+        current stream.
+        """
         source, target = self._gapless(tensor.detach(), bytes_.view(self.dtype))
         target.copy_(source, non_blocking=True)
 
@@ -446,7 +500,9 @@ class TensorMeta:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
     def read(self, tensor: Tensor, bytes_: Tensor) -> None:
-        """Copy `nbytes` bytes into a tensor of this dtype, shape and strides: the inverse of `write`."""
+        """Copy `nbytes` bytes into a tensor of this dtype, shape and strides: the inverse of
+        `write`.
+        """
         target, source = self._gapless(tensor, bytes_.view(self.dtype))
         target.copy_(source, non_blocking=True)
 
@@ -459,15 +515,18 @@ class Slot:
 
 
 def mark_held(tensor: Tensor) -> None:
-    """Note that other code holds a tensor's memory until its backward, so that offloading it frees nothing."""
+    """Note that other code holds a tensor's memory until its backward, so that offloading it frees
+    nothing.
+    """
     tensor.is_held = True  # type: ignore[attr-defined]
 
 
 def is_activation(value: Any) -> bool:
-    """Return whether offloading a value frees memory: a plain tensor with a gradient that some operation computed.
+    """Return whether offloading a value frees memory: a plain tensor with a gradient that some
+    operation computed.
 
-    Parameters, leaves, what needs no gradient (batches, masks) and tensors that `mark_held` got are held by others in
-    any case; several checkpoints often share them.
+    Parameters, leaves, what needs no gradient (batches, masks) and tensors that `mark_held` got are
+    held by others in any case; several checkpoints often share them.
     """
     return (
         type(value) is Tensor
@@ -502,7 +561,8 @@ def insert_tensors(value: Any, tensors: Sequence[Tensor]) -> Any:
 def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return `value` with change(leaf) for each leaf of its tuples, lists and dicts.
 
-    A container in which nothing changed stays the same object: a function may fill a list that it is given.
+    A container in which nothing changed stays the same object: a function may fill a list that it
+    is given.
     """
     if type(value) is dict:
         items = {key: replaced(item, change) for key, item in value.items()}

@@ -1,9 +1,11 @@
-"""Partitioned activations: of each checkpoint's input a tensor-parallel rank keeps its share, and gathers the rest.
+"""Partitioned activations: of each checkpoint's input a tensor-parallel rank keeps its share, and
+gathers the rest.
 
-Between the layers that ranks along "tp" compute together every rank has the same activations, so each keeps one part of
-them: of n elements those of [rank * c, (rank + 1) * c), c = ceil(n / ranks). Backward gathers a checkpoint's parts when
-it recomputes it, and begins with those of the one before it, which comes next. Data-parallel ranks have inputs of their
-own; nothing is shared with them.
+Between the layers that ranks along "tp" compute together every rank has the same activations, so
+each keeps one part of
+them: of n elements those of [rank * c, (rank + 1) * c), c = ceil(n / ranks). Backward gathers a
+checkpoint's parts when it recomputes it, and begins with those of the one before it, which comes
+next. Data-parallel ranks have inputs of their own; nothing is shared with them.
 """
 
 from __future__ import annotations
@@ -27,28 +29,35 @@ KIND = "activations"  # what the meter counts these bytes as
 class Partition:
     """The shares of one rank. All ranks of its group checkpoint and recompute in the same order.
 
-    comm: of the ranks along "tp", whose lane "gather" is this object's alone. parking: where shares wait.
+    comm: of the ranks along "tp", whose lane "gather" is this object's alone. parking: where shares
+    wait.
     """
 
     def __init__(self, comm: Comm, parking: ActivationOffload) -> None:
-        self.comm, self.parking = comm, parking
+        self.comm = comm
+        self.parking = parking
         self._shares: list[weakref.ref[Share]] = []  # in the order they came
         self._ahead: tuple[Share, list[Gathering]] | None = None
         self._pages: list[Tensor] = []
         self._compares = True  # until the first recomputation
 
     def park(self, tensors: Sequence[Tensor]) -> Share:
-        """Keep this rank's share of each tensor. Collective until the first recomputation, which compares them first.
+        """Keep this rank's share of each tensor. Collective until the first recomputation, which
+        compares them first.
 
         UsageError where ranks were given different tensors: gathered, they would be nobody's.
         """
         if self._compares and (found := difference(tensors, self.comm)) is not None:
             raise UsageError(
-                f"activation_checkpointing.partition_activations: the inputs of a checkpoint differ over tp: {found}.",
+                "activation_checkpointing.partition_activations: the inputs of a checkpoint differ "
+                f"over tp: {found}.",
                 "Each rank keeps one part of a tensor that all of them have.",
-                "leave partition_activations out, or put the checkpoint where every rank has the same input.",
+                "leave partition_activations out, or put the checkpoint where every rank has the "
+                "same input.",
             )
-        share = Share(self, self.parking.park(tensors, self._own), [_size_of(tensor) for tensor in tensors])
+        share = Share(
+            self, self.parking.park(tensors, self._own), [_size_of(tensor) for tensor in tensors]
+        )
         self._shares = [known for known in self._shares if known() is not None]
         self._shares.append(weakref.ref(share))
         return share
@@ -65,12 +74,15 @@ class Partition:
     def restore(self, share: Share) -> list[Tensor]:
         """Return the whole tensors. Collective; waits."""
         self._compares = False
-        ahead, self._ahead = self._ahead, None
+        ahead = self._ahead
+        self._ahead = None
         if ahead is not None and ahead[0] is not share:
             for gathering in ahead[1]:  # of a graph that backward has left
                 gathering.wait()
             ahead = None
-        found = [gathering.wait() for gathering in (self._start(share) if ahead is None else ahead[1])]
+        found = [
+            gathering.wait() for gathering in (self._start(share) if ahead is None else ahead[1])
+        ]
         before = self._before(share)
         if before is not None:
             self._ahead = (before, self._start(before))
@@ -82,10 +94,15 @@ class Partition:
         return alive[place - 1] if place else None
 
     def _start(self, share: Share) -> list[Gathering]:
-        return [Gathering(self, own, size) for own, size in zip(share.parked.restore(), share.sizes, strict=True)]
+        return [
+            Gathering(self, own, size)
+            for own, size in zip(share.parked.restore(), share.sizes, strict=True)
+        ]
 
     def take(self, nbytes: int) -> Tensor:
-        """Lend bytes that other ranks reach, and that none of them reads; `give_back` takes them again. Local."""
+        """Lend bytes that other ranks reach, and that none of them reads; `give_back` takes them
+        again. Local.
+        """
         page = next((each for each in self._pages if each.numel() >= nbytes), None)
         if page is None:
             return self.comm.empty(nbytes, torch.uint8)
@@ -101,10 +118,16 @@ def _size_of(tensor: Tensor) -> torch.Size | None:
 
 
 class Share:
-    """One rank's share of the inputs of one checkpoint.  sizes: of the whole tensors; None: it has all of it."""
+    """One rank's share of the inputs of one checkpoint.  sizes: of the whole tensors; None: it has
+    all of it.
+    """
 
-    def __init__(self, partition: Partition, parked: ParkedTensors, sizes: list[torch.Size | None]) -> None:
-        self.partition, self.parked, self.sizes = partition, parked, sizes
+    def __init__(
+        self, partition: Partition, parked: ParkedTensors, sizes: list[torch.Size | None]
+    ) -> None:
+        self.partition = partition
+        self.parked = parked
+        self.sizes = sizes
 
     def restore(self) -> list[Tensor]:
         """Return the whole tensors. Collective; waits."""
@@ -112,10 +135,14 @@ class Share:
 
 
 class Gathering:
-    """One tensor on its way.  Making one starts it: collective, unless this rank has all of the tensor (size: None)."""
+    """One tensor on its way.  Making one starts it: collective, unless this rank has all of the
+    tensor (size: None).
+    """
 
     def __init__(self, partition: Partition, own: Tensor, size: torch.Size | None) -> None:
-        self._partition, self._own, self._size = partition, own, size
+        self._partition = partition
+        self._own = own
+        self._size = size
         if size is None:
             return
         comm = partition.comm

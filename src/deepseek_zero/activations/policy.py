@@ -1,11 +1,13 @@
 """Which results of a recomputed function are kept: those of named operators, and nothing else.
 
-A checkpoint computes its function again in backward. Where a policy names operators, their results of forward are used
-there instead: what is expensive to compute and small to keep (attention's output) is computed once. The results wait
-where inputs of checkpoints wait (offload.py), or in place.
+A checkpoint computes its function again in backward. Where a policy names operators, their results
+of forward are used
+there instead: what is expensive to compute and small to keep (attention's output) is computed once.
+The results wait where inputs of checkpoints wait (offload.py), or in place.
 
-Results are told apart by their operator and their number: a recomputation calls operators in the order of forward, and
-may end early. So it may also begin again, for a second backward through the same graph.
+Results are told apart by their operator and their number: a recomputation calls operators in the
+order of forward, and may end early. So it may also begin again, for a second backward through the
+same graph.
 """
 
 from __future__ import annotations
@@ -30,14 +32,18 @@ ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
 )
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-NAMED: dict[str, tuple[str, ...]] = {"full": (), "attention": ATTENTION, "matmul": (*ATTENTION, *PRODUCTS)}
+NAMED: dict[str, tuple[str, ...]] = {
+    "full": (),
+    "attention": ATTENTION,
+    "matmul": (*ATTENTION, *PRODUCTS),
+}
 
 
 def operators_of(policy: Sequence[str]) -> frozenset[Any]:
     """Return the operators whose results a policy keeps. UsageError where one does not exist.
 
-    policy: "full" (recompute everything), "attention", "matmul" (its products too), or names of operators, "mm" or
-    "library::name".
+    policy: "full" (recompute everything), "attention", "matmul" (its products too), or names of
+    operators, "mm" or "library::name".
     """
     names = [name for word in policy for name in NAMED.get(word, (word,))]
     return frozenset(overload for name in names for overload in _overloads(name))
@@ -51,7 +57,8 @@ def _overloads(name: str) -> list[Any]:
             return []  # of another device, that this torch does not have
         raise UsageError(
             f"activation_checkpointing.policy names '{name}', and torch has no such operator.",
-            f"It is {', '.join(NAMED)}, or names of operators whose results are kept: 'mm', 'library::name'.",
+            f"It is {', '.join(NAMED)}, or names of operators whose results are kept: 'mm', "
+            "'library::name'.",
             "look the operator up in a profile of the forward.",
         )
     return [getattr(packet, overload) for overload in packet.overloads()]
@@ -63,7 +70,9 @@ def compiled_contexts(operators: frozenset[Any]) -> Callable[[], Any]:
 
 
 def contexts(operators: frozenset[Any], parking: ActivationOffload | None) -> tuple[Any, Any]:
-    """Return the contexts of a checkpoint's forward and recomputation. parking: where results wait; None: in place."""
+    """Return the contexts of a checkpoint's forward and recomputation. parking: where results wait;
+    None: in place.
+    """
     kept = _Results(parking)
 
     def keep(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -81,7 +90,9 @@ def contexts(operators: frozenset[Any], parking: ActivationOffload | None) -> tu
 
 
 def _draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call takes random numbers: one that is left out would change what those after it draw."""
+    """Return whether a call takes random numbers: one that is left out would change what those
+    after it draw.
+    """
     is_random = torch.Tag.nondeterministic_seeded in operator.tags
     return is_random and argument_of(operator, "dropout_p", args, kwargs) != 0.0
 
@@ -107,7 +118,8 @@ class _Results:
             raise UsageError(
                 f"a recomputation called {operator} more often than its forward.",
                 "Results of forward are used in the order they came.",
-                "make the function call the same operators each time, or leave this one out of the policy.",
+                "make the function call the same operators each time, or leave this one out of the "
+                "policy.",
             )
         return self._kept[operator][number].read(operator)
 
@@ -118,9 +130,17 @@ class _Result:
     def __init__(self, found: Any, parking: ActivationOffload | None) -> None:
         self._is_one = isinstance(found, Tensor)
         values = [found] if self._is_one else list(found)
-        self._values = [detached_below_autograd(each) if isinstance(each, Tensor) else each for each in values]
-        self._versions = [version_of(each) if isinstance(each, Tensor) else 0 for each in self._values]
-        self._places = [number for number, each in enumerate(self._values) if parking is not None and _is_large(each)]
+        self._values = [
+            detached_below_autograd(each) if isinstance(each, Tensor) else each for each in values
+        ]
+        self._versions = [
+            version_of(each) if isinstance(each, Tensor) else 0 for each in self._values
+        ]
+        self._places = [
+            number
+            for number, each in enumerate(self._values)
+            if parking is not None and _is_large(each)
+        ]
         self._handle: OffloadHandle | None = None
         if parking is not None and self._places:
             self._handle = parking.offload([self._values[number] for number in self._places])
@@ -136,8 +156,8 @@ class _Result:
             if isinstance(each, Tensor) and version_of(each) != self._versions[number]:
                 raise UsageError(
                     f"the result of {operator} was changed in place after forward.",
-                    "Backward needs it as it was, and activation_checkpointing.policy keeps it instead of computing it "
-                    "again.",
+                    "Backward needs it as it was, and activation_checkpointing.policy keeps it "
+                    "instead of computing it again.",
                     "use the out-of-place form, or leave this operator out of the policy.",
                 )
         fresh = tuple(each.detach() if isinstance(each, Tensor) else each for each in values)
@@ -145,4 +165,8 @@ class _Result:
 
 
 def _is_large(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided and value.nbytes >= SMALLEST_BYTES
+    return (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and value.nbytes >= SMALLEST_BYTES
+    )

@@ -1,7 +1,7 @@
 """Seconds of each checkpoint, forward and backward, of the first step that has any.
 
-Backward counts from the gradient that reaches a checkpoint's output to the one that leaves its input, recomputation
-included; where no input needs a gradient, to the end of the whole backward.
+Backward counts from the gradient that reaches a checkpoint's output to the one that leaves its
+input, recomputation included; where no input needs a gradient, to the end of the whole backward.
 """
 
 from __future__ import annotations
@@ -64,8 +64,14 @@ class Profile:
         for row in self.rows:
             if not row.backward_seconds:
                 row.end()
-        log_once("\n".join(["checkpoints, forward and backward", *map(_line, range(len(self.rows)), self.rows)]))
+        log_once(
+            "\n".join(
+                ["checkpoints, forward and backward", *map(_line, range(len(self.rows)), self.rows)]
+            )
+        )
 
 
 def _line(number: int, row: Row) -> str:
-    return f"  {number}: {format_seconds(row.forward_seconds)}, {format_seconds(row.backward_seconds)}"
+    return (
+        f"  {number}: {format_seconds(row.forward_seconds)}, {format_seconds(row.backward_seconds)}"
+    )

@@ -1,10 +1,12 @@
-"""Recomputation: torch's non-reentrant checkpoint, with its inputs offloaded until backward asks for them.
+"""Recomputation: torch's non-reentrant checkpoint, with its inputs offloaded until backward asks
+for them.
 
-torch keeps what it is passed. It is passed slots in place of activations, and a function that fills them: in forward
-with the tensors themselves, in a recomputation with restored copies. It needs no hook and no private name of torch's.
+torch keeps what it is passed. It is passed slots in place of activations, and a function that fills
+them: in forward with the tensors themselves, in a recomputation with restored copies. It needs no
+hook and no private name of torch's.
 
-[Note: one configuration per process] DeepSpeed's `checkpoint(function, *args)` has no argument for where inputs are
-offloaded to, so `_Process` holds that, for the whole process.
+[Note: one configuration per process] DeepSpeed's `checkpoint(function, *args)` has no argument for
+where inputs are offloaded to, so `_Process` holds that, for the whole process.
 """
 
 from __future__ import annotations
@@ -35,11 +37,15 @@ from .profile import Profile
 
 @dataclass(frozen=True)
 class RecomputeSettings:
-    """tier: the memory of the arena that the inputs of checkpoints are offloaded to; None: they stay in place.
+    """tier: the memory of the arena that the inputs of checkpoints are offloaded to; None: they
+    stay in place.
 
-    directory, disk: of the disk. checkpoints: how many the arena must hold; None: learned. profile: time each, once.
-    policy: what is kept beside inputs instead of being computed again (policy.py); None: nothing is said of it.
-    partitioned: each tensor-parallel rank keeps its share of inputs (partition.py), where there are such ranks.
+    directory, disk: of the disk. checkpoints: how many the arena must hold; None: learned. profile:
+    time each, once.
+    policy: what is kept beside inputs instead of being computed again (policy.py); None: nothing is
+    said of it.
+    partitioned: each tensor-parallel rank keeps its share of inputs (partition.py), where there are
+    such ranks.
     """
 
     tier: Tier | None = None
@@ -58,7 +64,8 @@ class Recompute:
     """
 
     def __init__(self, settings: RecomputeSettings, tp: Comm | None = None) -> None:
-        self.settings, self.tp = settings, tp
+        self.settings = settings
+        self.tp = tp
         self._make_room()
         self.profile = Profile() if settings.profile else None
         self.operators = operators_of(settings.policy or ())
@@ -67,11 +74,13 @@ class Recompute:
         """Describe how inputs come and go in the memory that they are offloaded to."""
         return self.parking.memory.capabilities() if self.parking is not None else []
 
-    def checkpoint(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def checkpoint(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run function(*args, **kwargs), to be computed again in backward.
 
-        Inside the hooks of others (a checkpoint around this one, save_on_cpu) inputs are not offloaded: they are theirs
-        to keep.
+        Inside the hooks of others (a checkpoint around this one, save_on_cpu) inputs are not
+        offloaded: they are theirs to keep.
         """
         if self.operators and torch.is_grad_enabled():
             parking = None if others_see() else self.parking
@@ -124,18 +133,20 @@ class Parked(Protocol):
 
 
 class _Filled:
-    """A function whose slots are filled when it is called: at first with the tensors themselves, then with restored
-    copies.
+    """A function whose slots are filled when it is called: at first with the tensors themselves,
+    then with restored copies.
 
     It lives as long as the graph can be recomputed, and the offloaded inputs as long as it.
     """
 
     def __init__(self, function: Callable[..., Any], tensors: list[Tensor], parked: Parked) -> None:
-        self.function, self.parked = function, parked
+        self.function = function
+        self.parked = parked
         self.tensors: list[Tensor] | None = tensors
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tensors, self.tensors = self.tensors, None
+        tensors = self.tensors
+        self.tensors = None
         if tensors is None:
             tensors = [tensor.requires_grad_() for tensor in self.parked.restore()]
         args, kwargs = insert_tensors((args, kwargs), tensors)
@@ -143,8 +154,8 @@ class _Filled:
 
 
 def _memory_for(settings: RecomputeSettings) -> Memory:
-    """Open the memory of a tier. On a CPU device and host share one memory, so both tiers are the same; beside a GPU
-    the host's is page-locked.
+    """Open the memory of a tier. On a CPU device and host share one memory, so both tiers are the
+    same; beside a GPU the host's is page-locked.
     """
     if settings.tier is Tier.NVME:
         return Disk(settings.directory or Path(), settings.disk)
@@ -160,10 +171,13 @@ class Preserved(Protocol):
 
 
 class _Replayed:
-    """A function that finds what is preserved as its first call did, whenever it is called again."""
+    """A function that finds what is preserved as its first call did, whenever it is called
+    again.
+    """
 
     def __init__(self, function: Callable[..., Any], preserved: list[Preserved]) -> None:
-        self.function, self.preserved = function, preserved
+        self.function = function
+        self.preserved = preserved
         self.states: list[Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -190,11 +204,13 @@ class _Process:
 
 
 def configure(settings: RecomputeSettings, tp: Comm | None = None) -> Recompute:
-    """Set what `checkpoint` does in this process from now on; raise `StorageError` if the directory cannot be used.
+    """Set what `checkpoint` does in this process from now on; raise `StorageError` if the directory
+    cannot be used.
 
     tp: as `Recompute` takes it.
     """
-    new, old = Recompute(settings, tp), _Process.recompute
+    new = Recompute(settings, tp)
+    old = _Process.recompute
     _Process.recompute = new
     if old is not None:
         old.close()
@@ -226,16 +242,19 @@ def release_with(owner: object, recompute: Recompute) -> None:
 
 
 def _forget(recompute: Recompute) -> None:
-    # Without closing it: a finalizer may run anywhere, and a disk's threads end by themselves when it goes.
+    # Without closing it: a finalizer may run anywhere, and a disk's threads end by themselves when
+    # it goes.
     if _Process.recompute is recompute:
         _Process.recompute = None
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
+def checkpoint(
+    function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any
+) -> Any:
     """Run `function` and compute its activations again in backward instead of keeping them.
 
-    kwargs: the function's, and torch.utils.checkpoint's own (preserve_rng_state, context_fn, ...).  use_reentrant: for
-    callers that pass it to torch's; recomputation is never reentrant here.
+    kwargs: the function's, and torch.utils.checkpoint's own (preserve_rng_state, context_fn, ...).
+    use_reentrant: for callers that pass it to torch's; recomputation is never reentrant here.
     """
     if _Process.preserved and torch.is_grad_enabled():
         function = _Replayed(function, list(_Process.preserved))

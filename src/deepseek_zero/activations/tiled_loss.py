@@ -1,17 +1,18 @@
 """Cross entropy of a head's logits, a tile of tokens at a time: logits of all tokens never exist.
 
-The gradients are computed in forward, tile by tile, while the tile's logits are there. Backward multiplies them by the
-gradient that comes in, whatever the loss was multiplied by, and gives the weight's to autograd once. So a weight is
-reduced once, and backward reads neither it nor a logit.
+The gradients are computed in forward, tile by tile, while the tile's logits are there. Backward
+multiplies them by the gradient that comes in, whatever the loss was multiplied by, and gives the
+weight's to autograd once. So a weight is reduced once, and backward reads neither it nor a logit.
 
     for each tile:   z = x W^T + b     in the dtype of x
                      p = softmax(z)    in place, in fp32
                      loss += -log p[target],   d = p - [word is the target]
                      gx = d W,   gW += d^T x,   gb += sum of d     gW and gb in fp32
 
-What is kept are the gradients of the loss's sum over tokens, which do not get smaller with the number of tokens: a mean
-is that sum divided afterwards. Along the axis "tp" a rank computes the logits of its own words; of each tile the ranks
-tell each other what loss.py says, and gx is summed over them once.
+What is kept are the gradients of the loss's sum over tokens, which do not get smaller with the
+number of tokens: a mean is that sum divided afterwards. Along the axis "tp" a rank computes the
+logits of its own words; of each tile the ranks tell each other what loss.py says, and gx is summed
+over them once.
 
 `sum_at_once` does so for any function that gives a loss, with autograd in place of formulas.
 """
@@ -40,31 +41,40 @@ from ..sharding.saved_tensor_hooks import others_see
 from ..sharding.sharded_parameter import ShardedParameter, owner_of
 from .tiles import each_tile
 
-HALF_FACTOR = 256.0  # of gradients that are kept in fp16: a word's probability is often less than fp16 tells from zero
-WORD_BLOCKS = (
-    8  # parts of the weight's gradient that a tile adds to one after another where that needs a product beside
-)
+# Of gradients that are kept in fp16: a word's probability is often less than fp16 tells from zero
+HALF_FACTOR = 256.0
+# Parts of the weight's gradient that a tile adds to one after another where that needs a product
+# beside
+WORD_BLOCKS = 8
 
 
 @dataclass(frozen=True)
 class LossSettings:
-    """rows: tokens whose logits exist at once.  ignored: the target of a token that no loss counts."""
+    """rows: tokens whose logits exist at once.  ignored: the target of a token that no loss
+    counts.
+    """
 
     rows: int
     ignored: int = -100
 
 
 def tiled_cross_entropy(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: LossSettings, layer: Layer | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    settings: LossSettings,
+    layer: Layer | None = None,
 ) -> Tensor:
     """Return the sum over tokens of the cross entropy of x W^T + b, a number in fp32.
 
-    x: (..., width). weight: (words, width). targets: (...), words, or `settings.ignored`. layer: of which the weight is
-    one rank's part; then its ranks call this together, and the sum is equal on all of them. Gradients reach x, weight
-    and bias, of any of them that needs one.
+    x: (..., width). weight: (words, width). targets: (...), words, or `settings.ignored`. layer: of
+    which the weight is one rank's part; then its ranks call this together, and the sum is equal on
+    all of them. Gradients reach x, weight and bias, of any of them that needs one.
     """
     rows = cast_for_autocast(x.reshape(-1, x.shape[-1]))
-    weight, bias = weight.to(rows.dtype), bias.to(rows.dtype) if bias is not None else None
+    weight = weight.to(rows.dtype)
+    bias = bias.to(rows.dtype) if bias is not None else None
     flat = targets.reshape(-1)
     if len(flat) != len(rows):
         raise UsageError(
@@ -95,7 +105,8 @@ class _AtOnce(torch.autograd.Function):
         total = loop.run()
         if loop.gx is not None:
             loop.gx = ranks.summed(loop.gx)
-        ctx.factor, ctx.dtypes = loop.factor, (weight.dtype, None if bias is None else bias.dtype)
+        ctx.factor = loop.factor
+        ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
         ctx.save_for_backward(loop.gx, loop.gw, loop.gb)
         return total
 
@@ -104,7 +115,8 @@ class _AtOnce(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gx, gw, gb = ctx.saved_tensors
         weight, bias = ctx.dtypes
-        in_place, scale = not keeps_graph(), grad.float()
+        in_place = not keeps_graph()
+        scale = grad.float()
         return (
             None if gx is None else _times(gx, scale / ctx.factor, gx.dtype, in_place=in_place),
             None if gw is None else _times(gw, scale, weight, in_place=in_place),
@@ -121,7 +133,9 @@ def _times(kept: Tensor, scale: Tensor, dtype: torch.dtype, *, in_place: bool) -
     in_place: nobody reads the kept one again.
     """
     found = kept if in_place and kept.dtype == dtype else torch.empty_like(kept, dtype=dtype)
-    for source, into in zip(kept.tensor_split(WORD_BLOCKS), found.tensor_split(WORD_BLOCKS), strict=True):
+    for source, into in zip(
+        kept.tensor_split(WORD_BLOCKS), found.tensor_split(WORD_BLOCKS), strict=True
+    ):
         into.copy_(source.float() * scale)
     return found
 
@@ -149,8 +163,8 @@ class _Ranks:
 
 
 class _Loop:
-    """One pass over the tokens.  gx, gw, gb: the gradients that are wanted, for a loss that is the sum; gx is `factor`
-    times as large.
+    """One pass over the tokens.  gx, gw, gb: the gradients that are wanted, for a loss that is the
+    sum; gx is `factor` times as large.
     """
 
     def __init__(
@@ -163,12 +177,18 @@ class _Loop:
         ranks: _Ranks,
         wanted: tuple[bool, ...],
     ) -> None:
-        self.x, self.weight, self.bias, self.targets, self.ranks = x, weight, bias, targets, ranks
+        self.x = x
+        self.weight = weight
+        self.bias = bias
+        self.targets = targets
+        self.ranks = ranks
         self.settings = settings
         self.factor = HALF_FACTOR if x.dtype == torch.float16 else 1.0
         self.gx = torch.empty_like(x) if wanted[0] else None
         self.gw = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
-        self.gb = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
+        self.gb = (
+            torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
+        )
         rows = min(settings.rows, len(x))
         self._logits = x.new_empty(rows, len(weight))
         self._values = self._logits
@@ -183,8 +203,10 @@ class _Loop:
         return total
 
     def _tile(self, start: int, stop: int) -> Tensor:
-        x, targets = self.x[start:stop], self.targets[start:stop]
-        logits, values = self._logits[: stop - start], self._values[: stop - start]
+        x = self.x[start:stop]
+        targets = self.targets[start:stop]
+        logits = self._logits[: stop - start]
+        values = self._values[: stop - start]
         torch.mm(x, self.weight.t(), out=logits)
         if self.bias is not None:
             logits += self.bias
@@ -198,7 +220,9 @@ class _Loop:
         lse, target, _ = joined(self.ranks.told(torch.stack([highest, values.sum(1), target], 1)))
         if self.gx is not None or self.gw is not None or self.gb is not None:
             values.mul_((torch.exp(highest - lse) * counts * self.factor)[:, None])
-            values.scatter_add_(1, place[:, None], (inside & counts).float().mul_(-self.factor)[:, None])
+            values.scatter_add_(
+                1, place[:, None], (inside & counts).float().mul_(-self.factor)[:, None]
+            )
             self._add_gradients(x, logits, values, slice(start, stop))
         return torch.where(counts, lse - target, 0.0).sum()
 
@@ -214,7 +238,9 @@ class _Loop:
         if values is logits:
             self.gw.addmm_(values.t(), x)
             return
-        for into, words in zip(self.gw.tensor_split(WORD_BLOCKS), logits.tensor_split(WORD_BLOCKS, 1), strict=True):
+        for into, words in zip(
+            self.gw.tensor_split(WORD_BLOCKS), logits.tensor_split(WORD_BLOCKS, 1), strict=True
+        ):
             into.add_(torch.mm(words.t(), x), alpha=1.0 / self.factor)
 
 
@@ -222,28 +248,41 @@ class _Loop:
 
 
 def sum_at_once(
-    function: Callable[..., Tensor], tiles: int, weights: Sequence[Tensor], x: Tensor, *others: Tensor
+    function: Callable[..., Tensor],
+    tiles: int,
+    weights: Sequence[Tensor],
+    x: Tensor,
+    *others: Tensor,
 ) -> Tensor | None:
-    """Return the sum of what a function gives of each part of the tensors, with gradients that are computed here.
+    """Return the sum of what a function gives of each part of the tensors, with gradients that are
+    computed here.
 
-    x, others: as long as each other in their first dimension, cut into `tiles` parts as `each_tile` cuts them.
-    function: gives one number of a part of each. weights: those that it reads. What is kept are the gradients of x and
-    of the weights, these in fp32, and backward multiplies them by the one that comes in. Local.
+    x, others: as long as each other in their first dimension, cut into `tiles` parts as `each_tile`
+    cuts them.
+    function: gives one number of a part of each. weights: those that it reads. What is kept are the
+    gradients of x and of the weights, these in fp32, and backward multiplies them by the one that
+    comes in. Local.
 
-    None where gradients cannot be computed before a backward: where the function reads other tensors that need one, an
-    engine's hooks would take it for the backward, a checkpoint is under way, or numbers are in fp16, since the loss
-    scale would come too late. The function may have been called once then.
+    None where gradients cannot be computed before a backward: where the function reads other
+    tensors that need one, an engine's hooks would take it for the backward, a checkpoint is under
+    way, or numbers are in fp16, since the loss scale would come too late. The function may have
+    been called once then.
     """
     weights = list({id(each): each for each in weights}.values())
     leaves = (x, *weights)
-    if not weights or any(each.requires_grad for each in others) or not all(map(_is_kept_whole, leaves)):
+    if (
+        not weights
+        or any(each.requires_grad for each in others)
+        or not all(map(_is_kept_whole, leaves))
+    ):
         return None
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or others_see():
         return None
     if not all(map(_is_out_of_the_way, weights)):
         return None
     kept: list[Tensor | None] = [None] * len(weights)
-    slices, found = list[Tensor](), list[Tensor]()
+    slices = list[Tensor]()
+    found = list[Tensor]()
     for part, *own in zip(*(each.detach().chunk(tiles) for each in (x, *others)), strict=True):
         leaf = part.requires_grad_()
         loss = function(leaf, *own)
@@ -261,35 +300,54 @@ def sum_at_once(
 
 
 def _added(total: Tensor | None, grad: Tensor, weight: Tensor) -> Tensor:
-    return torch.empty_like(weight, dtype=torch.float32).copy_(grad) if total is None else total.add_(grad)
+    return (
+        torch.empty_like(weight, dtype=torch.float32).copy_(grad)
+        if total is None
+        else total.add_(grad)
+    )
 
 
 def _is_kept_whole(tensor: Tensor) -> bool:
-    """Return whether fp32 holds what becomes of a tensor's gradient, before anybody has scaled the loss."""
+    """Return whether fp32 holds what becomes of a tensor's gradient, before anybody has scaled the
+    loss.
+    """
     return tensor.dtype in (torch.float32, torch.bfloat16) and tensor.dim() > 0
 
 
 def _is_out_of_the_way(weight: Tensor) -> bool:
-    """Return whether a gradient may be computed in forward without a hook that takes it for the backward's.
+    """Return whether a gradient may be computed in forward without a hook that takes it for the
+    backward's.
 
-    Of a wrapped model those of the root may, in its forward: an engine's hooks are on what units give.
+    Of a wrapped model those of the root may, in its forward: an engine's hooks are on what units
+    give.
     """
-    if not weight.is_leaf or not weight.requires_grad or has_gradient_hooks(weight, besides=(BeforeGrad,)):
+    if (
+        not weight.is_leaf
+        or not weight.requires_grad
+        or has_gradient_hooks(weight, besides=(BeforeGrad,))
+    ):
         return False
     owner = owner_of(weight)
     if owner is None:
         return True
     runtime: Runtime | None = owner.runtime() if isinstance(owner, ParamGroup) else None
-    if runtime is None or isinstance(weight, ShardedParameter) or {"tp", "pp"} & runtime.comm.along.keys():
+    if (
+        runtime is None
+        or isinstance(weight, ShardedParameter)
+        or {"tp", "pp"} & runtime.comm.along.keys()
+    ):
         return False
     is_forward = runtime.phase is Phase.FORWARD and bool(runtime.forward.active)
-    shows = all(any(group.trainable for group in unit.groups) for unit in runtime.units)  # in a graph, by its weights
+    shows = all(
+        any(group.trainable for group in unit.groups) for unit in runtime.units
+    )  # in a graph, by its weights
     return is_forward and shows and owner in runtime.root.groups
 
 
 def _comes_from(loss: Tensor, leaves: Sequence[Tensor]) -> bool:
     """Return whether a number's gradient ends in these tensors and nowhere else."""
-    known, seen = {id(each) for each in leaves}, set[Any]()
+    known = {id(each) for each in leaves}
+    seen = set[Any]()
     left = [loss.grad_fn]
     while left:
         node = left.pop()
@@ -304,10 +362,14 @@ def _comes_from(loss: Tensor, leaves: Sequence[Tensor]) -> bool:
 
 
 class _Known(torch.autograd.Function):
-    """A number whose gradients are known: kept, of each of the tensors it comes from; None: it has none."""
+    """A number whose gradients are known: kept, of each of the tensors it comes from; None: it has
+    none.
+    """
 
     @staticmethod
-    def forward(ctx: Any, found: Tensor, kept: tuple[Tensor | None, ...], *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, found: Tensor, kept: tuple[Tensor | None, ...], *tensors: Tensor
+    ) -> Tensor:
         ctx.dtypes = [each.dtype for each in tensors]
         ctx.save_for_backward(*kept)
         return found
@@ -315,7 +377,8 @@ class _Known(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        in_place, scale = not keeps_graph(), grad.float()
+        in_place = not keeps_graph()
+        scale = grad.float()
         found = [
             None if kept is None else _times(kept, scale, dtype, in_place=in_place)
             for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
@@ -327,8 +390,8 @@ class _Known(torch.autograd.Function):
 
 
 class TiledHead(nn.Module):
-    """A head that gives the loss instead of logits while its model wants one.  Never made: a head takes a class of
-    it and of its own as its class.
+    """A head that gives the loss instead of logits while its model wants one.  Never made: a head
+    takes a class of it and of its own as its class.
     """
 
     tiles: TiledLoss
@@ -354,20 +417,32 @@ class TiledLoss:
     """
 
     def __init__(self, settings: LossSettings, whole: Callable[..., Tensor]) -> None:
-        self.settings, self.whole = settings, whole
-        self.wanted: _Wanted | None = None  # in a forward with gradients and labels, until its head has been called
+        self.settings = settings
+        self.whole = whole
+        self.wanted: _Wanted | None = (
+            None  # in a forward with gradients and labels, until its head has been called
+        )
         self._found: tuple[_Wanted, Tensor] | None = None
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, place: int) -> None:
-        """See whether this forward wants a loss to learn from. place: of labels among its arguments."""
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, place: int
+    ) -> None:
+        """See whether this forward wants a loss to learn from. place: of labels among its
+        arguments.
+        """
         self.wanted = self._found = None
         labels = kwargs.get("labels", args[place] if len(args) > place else None)
         if labels is not None and module.training and torch.is_grad_enabled():
-            self.wanted = _Wanted(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"))
+            self.wanted = _Wanted(
+                labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
+            )
 
     def compute(self, head: nn.Module, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return the loss of what the head is given, as transformers' loss for causal models defines it."""
-        wanted, self.wanted = self.wanted, None
+        """Return the loss of what the head is given, as transformers' loss for causal models
+        defines it.
+        """
+        wanted = self.wanted
+        self.wanted = None
         assert wanted is not None
         targets = wanted.shift_labels
         if targets is None:
@@ -379,7 +454,9 @@ class TiledLoss:
         self._found = (wanted, loss)
         return loss
 
-    def _sum(self, head: Any, plain: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor) -> Tensor:
+    def _sum(
+        self, head: Any, plain: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor
+    ) -> Tensor:
         if isinstance(head, Layer):
             if isinstance(head.axis, TensorAxis):
                 head.axis.leave()
@@ -388,30 +465,39 @@ class TiledLoss:
             return tiled_cross_entropy(x, head.weight, head.bias, targets, self.settings)
 
         def one(part: Tensor, own: Tensor) -> Tensor:
-            return F.cross_entropy(plain(part).float(), own, ignore_index=self.settings.ignored, reduction="sum")
+            return F.cross_entropy(
+                plain(part).float(), own, ignore_index=self.settings.ignored, reduction="sum"
+            )
 
         rows = x.reshape(-1, x.shape[-1])
         tiles = -(-len(rows) // self.settings.rows)
         return torch.stack(each_tile(one, max(tiles, 1), rows, targets.reshape(-1), dim=0)).sum()
 
     def __call__(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the loss that the head has computed; without one what the model's own function makes of logits."""
+        """Return the loss that the head has computed; without one what the model's own function
+        makes of logits.
+        """
         if self._found is None:
             return self.whole(logits, labels, *args, **kwargs)
         wanted, loss = self._found
         given = (labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"))
         meant = (wanted.labels, wanted.shift_labels, wanted.items)
-        if logits is not loss or any(mine is not theirs for mine, theirs in zip(meant, given, strict=True)):
+        if logits is not loss or any(
+            mine is not theirs for mine, theirs in zip(meant, given, strict=True)
+        ):
             raise UsageError(
                 "the model changes its logits or its labels before the loss.",
-                "activation_checkpointing.tiled_loss computes the loss where the head is, of what the head is given.",
+                "activation_checkpointing.tiled_loss computes the loss where the head is, of what "
+                "the head is given.",
                 "leave tiled_loss out for this model.",
             )
         return loss
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Leave the logits, which are none, out of the output."""
-        found, self.wanted, self._found = self._found, None, None
+        found = self._found
+        self.wanted = None
+        self._found = None
         if found is None or output is None:
             return output
         if isinstance(output, tuple):
@@ -422,20 +508,22 @@ class TiledLoss:
 
 
 def tile_loss(model: nn.Module, rows: int) -> None:
-    """Let a causal model of transformers compute its loss in training from tiles of `rows` tokens. Local.
+    """Let a causal model of transformers compute its loss in training from tiles of `rows` tokens.
+    Local.
 
-    Its outputs have no logits then. After its layers have been cut along "tp" and its sequences along "sp", and before
-    it is wrapped. NotBuiltError where the model is another, or its head is computed in a way that has no tiles.
+    Its outputs have no logits then. After its layers have been cut along "tp" and its sequences
+    along "sp", and before it is wrapped. NotBuiltError where the model is another, or its head is
+    computed in a way that has no tiles.
     """
     owner = next((each for each in model.modules() if loss_name(each) == CAUSAL), None)
     head: Any = owner.get_output_embeddings() if owner is not None else None  # type: ignore[operator]
     if owner is None or head is None:
         raise NotBuiltError(
-            f"activation_checkpointing.tiled_loss: {type(model).__name__} has no loss that is computed where its head "
-            "is.",
+            f"activation_checkpointing.tiled_loss: {type(model).__name__} has no loss that is "
+            "computed where its head is.",
             "Models of transformers that pass their logits to the loss for causal models do.",
-            "leave it out, and call deepseek_zero.activations.tiled_loss.tiled_cross_entropy where the model's forward "
-            "computes its loss.",
+            "leave it out, and call deepseek_zero.activations.tiled_loss.tiled_cross_entropy where "
+            "the model's forward computes its loss.",
         )
     if isinstance(head, Layer) and (not isinstance(head.axis, TensorAxis) or head.part.transposed):
         raise NotBuiltError(

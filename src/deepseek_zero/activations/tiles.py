@@ -1,12 +1,14 @@
-"""Tiles of a sequence: a function of tokens runs over a part of them at a time, and again for backward.
+"""Tiles of a sequence: a function of tokens runs over a part of them at a time, and again for
+backward.
 
-What a token's result needs of no other token (an MLP, the logits and the loss) may be computed in tiles. Forward keeps
-each tile's input; backward computes one tile again, differentiates it, and goes on to the next: at most one tile's
-activations are there. Each tile is a checkpoint, whose weights autograd sees as used once per tile, so a weight's
-gradient is added up over the tiles first and arrives once, whatever waits for it.
+What a token's result needs of no other token (an MLP, the logits and the loss) may be computed in
+tiles. Forward keeps each tile's input; backward computes one tile again, differentiates it, and
+goes on to the next: at most one tile's activations are there. Each tile is a checkpoint, whose
+weights autograd sees as used once per tile, so a weight's gradient is added up over the tiles first
+and arrives once, whatever waits for it.
 
-Autograd adds up in the weight's dtype, and in 16 bits a sum of many tiles loses what each of them adds. So a module's
-weights of 16 bits are read through nodes of ours (`fp32_sums`):
+Autograd adds up in the weight's dtype, and in 16 bits a sum of many tiles loses what each of them
+adds. So a module's weights of 16 bits are read through nodes of ours (`fp32_sums`):
 
     weight -> _Whole -> _Read -> tile 0      _Read adds a tile's gradient to a sum in fp32 and hands on nothing;
                      -> _Read -> tile 1      _Whole runs when all tiles have, rounds the sum and hands it on
@@ -31,19 +33,24 @@ from ..sharding.sharded_parameter import ShardedParameter
 
 @dataclass(frozen=True)
 class TileSettings:
-    """Tokens that are computed at a time: of the logits and the loss, and of feed-forward layers; None: all of them."""
+    """Tokens that are computed at a time: of the logits and the loss, and of feed-forward layers;
+    None: all of them.
+    """
 
     loss: int | None = None
     mlp: int | None = None
 
 
-def each_tile(function: Callable[..., Tensor], tiles: int, *tensors: Tensor, dim: int = 1) -> list[Tensor]:
-    """Return what the function makes of each part of the tensors, by place, to be computed again in backward.
+def each_tile(
+    function: Callable[..., Tensor], tiles: int, *tensors: Tensor, dim: int = 1
+) -> list[Tensor]:
+    """Return what the function makes of each part of the tensors, by place, to be computed again in
+    backward.
 
-    tensors: as long as each other in dimension `dim`, (samples, tokens, ...) by default; the function gets one part of
-    each. They are cut into `tiles` parts, the last ones shorter, and fewer where there are fewer tokens. Local; but
-    where the function calls sharded units of its own, all ranks take as many tiles, since each gathers them. UsageError
-    where lengths differ.
+    tensors: as long as each other in dimension `dim`, (samples, tokens, ...) by default; the
+    function gets one part of each. They are cut into `tiles` parts, the last ones shorter, and
+    fewer where there are fewer tokens. Local; but where the function calls sharded units of its
+    own, all ranks take as many tiles, since each gathers them. UsageError where lengths differ.
     """
     lengths = [each.shape[dim] for each in tensors]
     if tiles < 1 or len(set(lengths)) != 1:
@@ -57,17 +64,20 @@ def each_tile(function: Callable[..., Tensor], tiles: int, *tensors: Tensor, dim
 
 
 def in_tiles(function: Callable[..., Tensor], tiles: int, *tensors: Tensor, dim: int = 1) -> Tensor:
-    """Return function(*tensors), computed tile by tile and joined in dimension `dim`. As `each_tile`.
+    """Return function(*tensors), computed tile by tile and joined in dimension `dim`. As
+    `each_tile`.
 
-    A token's result has the bits that the function gives it among the tokens of its tile. Gradients of weights are
-    sums over tiles, the last tile first, in the weights' dtype but for those of `fp32_sums`.
+    A token's result has the bits that the function gives it among the tokens of its tile. Gradients
+    of weights are sums over tiles, the last tile first, in the weights' dtype but for those of
+    `fp32_sums`.
     """
     return torch.cat(each_tile(function, tiles, *tensors, dim=dim), dim)
 
 
 def _again(function: Callable[..., Tensor], part: tuple[Tensor, ...]) -> Tensor:
     def contiguous(*tensors: Tensor) -> Tensor:
-        # A copy that lives as long as the tile is computed; a part of more than one sample is strided.
+        # A copy that lives as long as the tile is computed; a part of more than one sample is
+        # strided.
         return function(*(each.contiguous() for each in tensors))
 
     found: Tensor = checkpoint(contiguous, *part, use_reentrant=False)
@@ -90,14 +100,16 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, over: _Sum) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.over, ctx.dtype = over, weight.dtype
+        ctx.over = over
+        ctx.dtype = weight.dtype
         return weight.view_as(weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         assert grad is None, "only tiles read it"
-        found, ctx.over.total = ctx.over.total, None
+        found = ctx.over.total
+        ctx.over.total = None
         return None if found is None else found.to(ctx.dtype), None
 
 
@@ -127,7 +139,9 @@ class _Weight:
     over: _Sum = field(default_factory=_Sum)
 
     def read(self) -> None:
-        """Let modules read the weight through a node: an attribute of the object itself comes before its parameters."""
+        """Let modules read the weight through a node: an attribute of the object itself comes
+        before its parameters.
+        """
         found = _Read.apply(self.whole, self.over)  # type: ignore[no-untyped-call]
         for module, name in self.places:
             module.__dict__[name] = found
@@ -142,11 +156,13 @@ class _Weight:
 def fp32_sums(
     module: nn.Module | None, only: Sequence[Tensor] | None = None
 ) -> Iterator[Callable[[Callable[..., Tensor]], Callable[..., Tensor]]]:
-    """Open a block in which functions of tiles read a module's weights so that their gradients are added up in fp32.
+    """Open a block in which functions of tiles read a module's weights so that their gradients are
+    added up in fp32.
 
-    Yields what makes such a function of one that reads the module. only: these weights; None: all of them. Weights of
-    32 bits stay as they are, and so do those that are sharded when the block opens, since a unit inside the module
-    gathers them for each tile. A recomputation reads the weights themselves: autograd asks it for values alone. Local.
+    Yields what makes such a function of one that reads the module. only: these weights; None: all
+    of them. Weights of 32 bits stay as they are, and so do those that are sharded when the block
+    opens, since a unit inside the module gathers them for each tile. A recomputation reads the
+    weights themselves: autograd asks it for values alone. Local.
     """
     found: dict[int, _Weight] = {}
     asks = module is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -187,10 +203,11 @@ def _is_summed(param: Tensor, only: Sequence[Tensor] | None) -> bool:
 
 
 class TiledMlp(nn.Module):
-    """A feed-forward layer that computes tiles of its tokens in training.  Never made: a module takes a class of it and
-    of its own as its class.
+    """A feed-forward layer that computes tiles of its tokens in training.  Never made: a module
+    takes a class of it and of its own as its class.
 
-    Tensors that it is given next to its input, such as the residual, have the same tokens and are cut with it.
+    Tensors that it is given next to its input, such as the residual, have the same tokens and are
+    cut with it.
     """
 
     tile_rows: int
@@ -209,16 +226,23 @@ class TiledMlp(nn.Module):
             return plain(*args, **kwargs)
         if any(given[place].shape[:-1] != tokens for place in places):
             shapes = [tuple(given[place].shape) for place in places]
-            raise self._refused(f"it is given tensors of the shapes {shapes}, which do not have the same tokens")
+            raise self._refused(
+                f"it is given tensors of the shapes {shapes}, which do not have the same tokens"
+            )
 
         def part(*tensors: Tensor) -> Tensor:
             values = list(given)
             for place, tensor in zip(places, tensors, strict=True):
                 values[place] = tensor
-            found = plain(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
+            found = plain(
+                *values[: len(args)], **dict(zip(names, values[len(args) :], strict=True))
+            )
             if not isinstance(found, Tensor) or found.shape[:-1] != tensors[0].shape[:-1]:
                 shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-                raise self._refused(f"it returns {shape} for {tuple(tensors[0].shape)}, and not one row for each token")
+                raise self._refused(
+                    f"it returns {shape} for {tuple(tensors[0].shape)}, and not one row for each "
+                    "token"
+                )
             return found
 
         with fp32_sums(self) as reading:
@@ -226,31 +250,39 @@ class TiledMlp(nn.Module):
 
     def _refused(self, what: str) -> NotBuiltError:
         return NotBuiltError(
-            f"activation_checkpointing.tiled_mlp: '{self.tile_name}' cannot be cut into tiles of tokens: {what}.",
+            f"activation_checkpointing.tiled_mlp: '{self.tile_name}' cannot be cut into tiles of "
+            f"tokens: {what}.",
             "Each token's result must follow from that token alone.",
-            "leave tiled_mlp out, and call deepseek_zero.activations.tiles.in_tiles in the model's forward.",
+            "leave tiled_mlp out, and call deepseek_zero.activations.tiles.in_tiles in the model's "
+            "forward.",
         )
 
 
 def tile_mlps(model: nn.Module, rows: int) -> None:
     """Let the feed-forward layers of a model compute `rows` tokens at a time in training. Local.
 
-    They are the modules whose class is called ...MLP, as transformers calls them, and that hold no other one. Before
-    the model is wrapped. NotBuiltError where there is none, or where ranks along "tp" shard what they read over tokens.
+    They are the modules whose class is called ...MLP, as transformers calls them, and that hold no
+    other one. Before the model is wrapped. NotBuiltError where there is none, or where ranks along
+    "tp" shard what they read over tokens.
     """
     named = {name: module for name, module in model.named_modules() if _is_mlp(module)}
     found = list(named.values())
     if not found:
         raise NotBuiltError(
-            f"activation_checkpointing.tiled_mlp: {type(model).__name__} has no module whose class is called ...MLP.",
+            f"activation_checkpointing.tiled_mlp: {type(model).__name__} has no module whose class "
+            "is called ...MLP.",
             "That is how feed-forward layers are found.",
-            "leave it out, and call deepseek_zero.activations.tiles.in_tiles in the model's forward.",
+            "leave it out, and call deepseek_zero.activations.tiles.in_tiles in the model's "
+            "forward.",
         )
     if any(
-        isinstance(each, parallel.Layer) and each.part.shards_tokens for module in found for each in module.modules()
+        isinstance(each, parallel.Layer) and each.part.shards_tokens
+        for module in found
+        for each in module.modules()
     ):
         raise NotBuiltError(
-            'activation_checkpointing.tiled_mlp beside "tensor_parallel": {"sequence": true} is not built.',
+            'activation_checkpointing.tiled_mlp beside "tensor_parallel": {"sequence": true} '
+            "is not built.",
             "What a layer reads there is gathered from all ranks, not cut into tiles.",
             "leave one of the two out.",
         )
@@ -258,9 +290,10 @@ def tile_mlps(model: nn.Module, rows: int) -> None:
         for inner, each in module.named_modules(prefix=name):
             if isinstance(each, _MIXES_TOKENS) and not _is_pointwise(each):
                 raise NotBuiltError(
-                    f"activation_checkpointing.tiled_mlp: '{inner}' ({type(each).__name__}) computes a token from "
-                    "others.",
-                    "A tile has a part of the tokens, and each token's result must follow from that token alone.",
+                    f"activation_checkpointing.tiled_mlp: '{inner}' ({type(each).__name__}) "
+                    "computes a token from others.",
+                    "A tile has a part of the tokens, and each token's result must follow from "
+                    "that token alone.",
                     "leave tiled_mlp out.",
                 )
     for name, module in named.items():
