@@ -1,4 +1,6 @@
-"""Attention in which a query sees some blocks of keys: layouts, plans of tiles, and the kernels that compute them."""
+"""Attention in which a query sees some blocks of keys: layouts, plans of tiles, and the kernels
+that compute them.
+"""
 
 from __future__ import annotations
 

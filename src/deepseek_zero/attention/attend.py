@@ -26,23 +26,28 @@ def attend(
     first_head: int = 0,
     tile: int | None = None,
 ) -> Tensor:
-    """Return softmax(query key^T scale + biases) value over the keys that a pattern lets each query see. Local.
+    """Return softmax(query key^T scale + biases) value over the keys that a pattern lets each query
+    see. Local.
 
-    query: (samples, heads, queries, width).  key, value: (samples, heads or a number that divides it, keys, width); the
-    queries are the last ones of the keys.  scale: None: 1 / sqrt(width).  biases: numbers, or bools of what is seen,
-    of four dimensions each, which are 1 or (samples, heads, queries, keys); or a `Rule` of what is seen.
-    first_head: the number, in the whole model, of the first head here.  tile: queries that are computed together at
-    most; None: chosen.
+    query: (samples, heads, queries, width).  key, value: (samples, heads or a number that divides
+    it, keys, width); the queries are the last ones of the keys.  scale: None: 1 / sqrt(width).
+    biases: numbers, or bools of what is seen, of four dimensions each, which are 1 or (samples,
+    heads, queries, keys); or a `Rule` of what is seen.
+    first_head: the number, in the whole model, of the first head here.  tile: queries that are
+    computed together at most; None: chosen.
 
-    Nothing of queries x keys is held. Exact: keys that are not seen have no part in the sum, and a query that sees none
-    gets zeros. The same inputs give the same bits, in backward too. UsageError where shapes do not fit.
+    Nothing of queries x keys is held. Exact: keys that are not seen have no part in the sum, and a
+    query that sees none gets zeros. The same inputs give the same bits, in backward too. UsageError
+    where shapes do not fit.
     """
     _check(query, key, value, biases)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if has_no_values(query):
         return scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
     if torch.compiler.is_compiling():  # the loop over tiles is not for a compiler to unroll
-        run: Tensor = torch.compiler.disable(_attend)(query, key, value, pattern, scale, biases, first_head, tile)
+        run: Tensor = torch.compiler.disable(_attend)(
+            query, key, value, pattern, scale, biases, first_head, tile
+        )
         return run
     return _attend(query, key, value, pattern, scale, biases, first_head, tile)
 
@@ -79,8 +84,8 @@ def plan_for(
 def _tiles_for(pattern: Pattern, query: Tensor, biases: Sequence[Bias]) -> tuple[int, ...]:
     """Return how many queries may make a tile.
 
-    bf16 and fp16 have larger fixed costs per call in backward. Where nothing is left out but the future, which the
-    kernel does by itself, all of them do.
+    bf16 and fp16 have larger fixed costs per call in backward. Where nothing is left out but the
+    future, which the kernel does by itself, all of them do.
     """
     if pattern.layout is None and pattern.behind is None and not biases:
         return (max(query.shape[2], 1),)
@@ -101,8 +106,9 @@ def _check(query: Tensor, key: Tensor, value: Tensor, biases: Sequence[Bias]) ->
     ):
         raise UsageError(
             f"attention of queries {shapes[0]}, keys {shapes[1]} and values {shapes[2]}.",
-            "They are (samples, heads, tokens, width): as many samples, keys and values alike, their heads divide the "
-            "queries', and there are no fewer keys than queries, which are the last of them.",
+            "They are (samples, heads, tokens, width): as many samples, keys and values alike, "
+            "their heads divide the queries', and there are no fewer keys than queries, which are "
+            "the last of them.",
             "pass tensors of such shapes.",
         )
     whole = (*query.shape[:3], key.shape[2])

@@ -1,7 +1,8 @@
-"""Attention by a pattern on a GPU: PyTorch's FlexAttention, told which blocks of 128 x 128 it need not look at.
+"""Attention by a pattern on a GPU: PyTorch's FlexAttention, told which blocks of 128 x 128 it need
+not look at.
 
-A block that is seen whole is computed without a mask; one that is seen in part asks the layout's own table and the rule
-by token for each pair. The kernel is compiled once per shape.
+A block that is seen whole is computed without a mask; one that is seen in part asks the layout's
+own table and the rule by token for each pair. The kernel is compiled once per shape.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _SMALLEST_WIDTH = 16
 
 
 def is_usable(query: Tensor, value: Tensor) -> bool:
-    """Return whether FlexAttention computes these: on CUDA with triton, in fp32 or less, of widths it has."""
+    """Return whether FlexAttention computes these: on CUDA with triton, in fp32 or less, of widths
+    it has.
+    """
     fits = query.dtype != torch.float64 and min(query.shape[-1], value.shape[-1]) >= _SMALLEST_WIDTH
     return query.device.type == "cuda" and fits and find_spec("triton") is not None
 
@@ -40,8 +43,8 @@ def attend_flex(
     *,
     compiled: bool = True,
 ) -> Tensor:
-    """Return attention as `attend` does. Local.  compiled: False: FlexAttention's own slow way, which holds all
-    scores, for tests.
+    """Return attention as `attend` does. Local.  compiled: False: FlexAttention's own slow way,
+    which holds all scores, for tests.
     """
     shape = Shape(query.shape[1], key.shape[1], query.shape[2], key.shape[2], first_head)
     blocks = _blocks_of(pattern, shape, query.device)
@@ -70,8 +73,9 @@ def _compiled() -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """A pattern as FlexAttention needs it.  partial, whole: blocks of 128 x 128 that are seen in part and whole, bools
-    of (variants of heads, queries / 128, keys / 128).  table: the layout's own, of (variants, rows, blocks), None
+    """A pattern as FlexAttention needs it.  partial, whole: blocks of 128 x 128 that are seen in
+    part and whole, bools of (variants of heads, queries / 128, keys / 128).  table: the layout's
+    own, of (variants, rows, blocks), None
     without one.  variant_of: the variant of each head.
     """
 
@@ -89,25 +93,33 @@ def _blocks_of(pattern: Pattern, shape: Shape, device: torch.device) -> _Blocks:
     some, every = (torch.stack(each).to(device) for each in zip(*seen, strict=True))
     table = None
     if pattern.layout is not None:
-        rows, blocks = -(-shape.keys // pattern.layout.query_block), -(-shape.keys // pattern.layout.block)
-        table = torch.stack([pattern.layout.rows(each, 0, rows, blocks) for each in variants]).to(device)
+        rows = -(-shape.keys // pattern.layout.query_block)
+        blocks = -(-shape.keys // pattern.layout.block)
+        table = torch.stack([pattern.layout.rows(each, 0, rows, blocks) for each in variants]).to(
+            device
+        )
     places = torch.tensor([variants.index(each) for each in numbers], device=device)
     return _Blocks(some & ~every, every, table, places)
 
 
 def _coarse(pattern: Pattern, variant: int, shape: Shape) -> tuple[Tensor, Tensor]:
     """Return of which blocks of 128 x 128 some pairs are seen, and of which all."""
-    offset, layout = shape.keys - shape.queries, pattern.layout
+    offset = shape.keys - shape.queries
+    layout = pattern.layout
     begins = torch.arange(0, shape.keys, SIDE)
     ends = (begins + SIDE).clamp(max=shape.keys)
-    some, every = list[Tensor](), list[Tensor]()
+    some = list[Tensor]()
+    every = list[Tensor]()
     for start in range(offset, shape.keys, SIDE):
         stop = min(start + SIDE, shape.keys)
-        near, whole = torch.ones_like(begins, dtype=torch.bool), ends - begins == SIDE
+        near = torch.ones_like(begins, dtype=torch.bool)
+        whole = ends - begins == SIDE
         if layout is not None:
-            rows, blocks = -(-stop // layout.query_block), -(-shape.keys // layout.block)
+            rows = -(-stop // layout.query_block)
+            blocks = -(-shape.keys // layout.block)
             own = layout.rows(variant, start // layout.query_block, rows, blocks)
-            first, last = begins // layout.block, -(-ends // layout.block)
+            first = begins // layout.block
+            last = -(-ends // layout.block)
             near = _between(own.any(0), first, last) > 0
             whole &= _between(own.all(0), first, last) == last - first
         if pattern.ahead is not None:
@@ -128,11 +140,17 @@ def _between(flags: Tensor, first: Tensor, last: Tensor) -> Tensor:
 
 
 def _block_mask(pattern: Pattern, shape: Shape, blocks: _Blocks, biases: Sequence[Bias]) -> Any:
-    """Return FlexAttention's BlockMask.  Where bools or rules say what is seen, no block counts as seen whole."""
+    """Return FlexAttention's BlockMask.  Where bools or rules say what is seen, no block counts as
+    seen whole.
+    """
     rules = [each for each in biases if not isinstance(each, Tensor)]
     bools = [each for each in biases if isinstance(each, Tensor) and each.dtype == torch.bool]
-    layout, offset = pattern.layout, shape.keys - shape.queries
-    table, variant_of, ahead, behind = blocks.table, blocks.variant_of, pattern.ahead, pattern.behind
+    layout = pattern.layout
+    offset = shape.keys - shape.queries
+    table = blocks.table
+    variant_of = blocks.variant_of
+    ahead = pattern.ahead
+    behind = pattern.behind
 
     def mask_mod(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         place = query + offset
@@ -149,11 +167,14 @@ def _block_mask(pattern: Pattern, shape: Shape, blocks: _Blocks, biases: Sequenc
             seen = seen & rule(sample, query, key)
         return seen
 
-    partial, whole = blocks.partial, blocks.whole
+    partial = blocks.partial
+    whole = blocks.whole
     if rules or bools:
-        partial, whole = partial | whole, torch.zeros_like(whole)
+        partial = partial | whole
+        whole = torch.zeros_like(whole)
     counts, indices, whole_counts, whole_indices = (
-        each[variant_of][None] if len(partial) > 1 else each[None] for each in (*_listed(partial), *_listed(whole))
+        each[variant_of][None] if len(partial) > 1 else each[None]
+        for each in (*_listed(partial), *_listed(whole))
     )
     return _torchs().BlockMask.from_kv_blocks(
         counts,
@@ -177,7 +198,9 @@ def _score_mod(biases: Sequence[Bias]) -> Callable[..., Tensor] | None:
     if not numbers:
         return None
 
-    def score_mod(score: Tensor, sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def score_mod(
+        score: Tensor, sample: Tensor, head: Tensor, query: Tensor, key: Tensor
+    ) -> Tensor:
         for each in numbers:
             score = score + _at(each, sample, head, query, key)
         return score
@@ -187,4 +210,9 @@ def _score_mod(biases: Sequence[Bias]) -> Callable[..., Tensor] | None:
 
 def _at(tensor: Tensor, *places: Tensor) -> Tensor:
     """Return one element; a dimension of 1 is the same everywhere."""
-    return tensor[tuple(place if size > 1 else place * 0 for place, size in zip(places, tensor.shape, strict=True))]
+    return tensor[
+        tuple(
+            place if size > 1 else place * 0
+            for place, size in zip(places, tensor.shape, strict=True)
+        )
+    ]

@@ -1,9 +1,11 @@
-"""Attention by a layout in models of transformers: registered there by a name, so that nothing is patched.
+"""Attention by a layout in models of transformers: registered there by a name, so that nothing is
+patched.
 
-transformers asks two functions by the name in a model's configuration: one for the mask of a forward, one for the
-attention of each layer. Ours make no mask of all pairs: none at all where a model's rule is causal, of all tokens, or a
-window, and nothing is padded; the padding, (samples, tokens), where only that is said; else an object that knows the
-model's own rule and is asked for a tile at a time.
+transformers asks two functions by the name in a model's configuration: one for the mask of a
+forward, one for the attention of each layer. Ours make no mask of all pairs: none at all where a
+model's rule is causal, of all tokens, or a window, and nothing is padded; the padding, (samples,
+tokens), where only that is said; else an object that knows the model's own rule and is asked for a
+tile at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from .rows import Bias
 NAME = "block_sparse"
 _REFUSED = {"softcap": "capped scores", "s_aux": "sinks beside the keys", "cache": "a paged cache"}
 
-# Each module of a model that attends by a layout, for the attention that transformers calls with one of them.
+# Each module of a model that attends by a layout, for the attention that transformers calls with
+# one of them.
 _SPARSE: weakref.WeakKeyDictionary[nn.Module, SparseAttention] = weakref.WeakKeyDictionary()
 
 
@@ -36,24 +39,32 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def attend_sparsely(model: nn.Module, attention: SparseAttention) -> None:
-    """Make a model of transformers attend by a layout, in place. Local. NotBuiltError where it cannot."""
+    """Make a model of transformers attend by a layout, in place. Local. NotBuiltError where it
+    cannot.
+    """
     config: Any = model.config
     reasons = {
-        "its attention does not ask by name": not getattr(model, "_supports_attention_backend", False),
-        "encoder and decoder have sequences of their own": getattr(config, "is_encoder_decoder", False),
+        "its attention does not ask by name": not getattr(
+            model, "_supports_attention_backend", False
+        ),
+        "encoder and decoder have sequences of their own": getattr(
+            config, "is_encoder_decoder", False
+        ),
         "its layers attend to another sequence": getattr(config, "add_cross_attention", False),
     }
     if found := [reason for reason, holds in reasons.items() if holds]:
         raise NotBuiltError(
             f"sparse_attention is not built for {type(model).__name__}: {found[0]}.",
-            "A layout says which tokens of one sequence see each other, in attention that transformers looks up.",
+            "A layout says which tokens of one sequence see each other, in attention that "
+            "transformers looks up.",
             "leave the section out, or call engine.sparse_attention in the model's own attention.",
         )
     switch([model], config, attention)
 
 
 def switch(layers: Iterable[nn.Module], config: Any, attention: SparseAttention) -> None:
-    """Make layers of one model of transformers attend by a layout, and its forwards make no masks. Local.
+    """Make layers of one model of transformers attend by a layout, and its forwards make no masks.
+    Local.
 
     config: the model's own, which its layers look at.
     """
@@ -69,7 +80,11 @@ def switch(layers: Iterable[nn.Module], config: Any, attention: SparseAttention)
 
 def _check_heads(config: Any, attention: SparseAttention) -> None:
     heads = getattr(config.get_text_config(), "num_attention_heads", None)
-    if attention.ranks > 1 and attention.layout.different_layout_per_head and (heads or 0) % attention.ranks:
+    if (
+        attention.ranks > 1
+        and attention.layout.different_layout_per_head
+        and (heads or 0) % attention.ranks
+    ):
         raise NotBuiltError(
             f"different_layout_per_head with {heads} heads over {attention.ranks} ranks.",
             "Ranks find their heads' layouts by equal shares of the heads.",
@@ -78,16 +93,20 @@ def _check_heads(config: Any, attention: SparseAttention) -> None:
 
 
 def _interfaces() -> tuple[Any, Any]:
-    """Return transformers' attention and mask functions by name; it is imported where a model is one of its."""
+    """Return transformers' attention and mask functions by name; it is imported where a model is
+    one of its.
+    """
     functions = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     return functions, import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a forward's mask says, where it is more than padding.  padding: (samples, keys), True for a token; None
-    without any.  rule: the model's own, of sample, head, query and key; None where `window` is all of it.  window: a
-    query sees keys at most so many tokens away, on both sides.  first_query, first_key: their numbers in the sequence.
+    """What a forward's mask says, where it is more than padding.  padding: (samples, keys), True
+    for a token; None
+    without any.  rule: the model's own, of sample, head, query and key; None where `window` is all
+    of it.  window: a query sees keys at most so many tokens away, on both sides.  first_query,
+    first_key: their numbers in the sequence.
     """
 
     padding: Tensor | None
@@ -116,8 +135,10 @@ def _mask(
     first_query = int(q_offset)
     if first_query + q_length != kv_offset + kv_length:
         raise NotBuiltError(
-            f"{q_length} queries from token {first_query} on, beside {kv_length} keys from {kv_offset} on.",
-            "Sparse attention takes the queries as the last ones of the keys; a cache of fixed length has others.",
+            f"{q_length} queries from token {first_query} on, beside {kv_length} keys from "
+            f"{kv_offset} on.",
+            "Sparse attention takes the queries as the last ones of the keys; a cache of fixed "
+            "length has others.",
             "take transformers' dynamic cache.",
         )
     if use_vmap:
@@ -138,7 +159,8 @@ def _mask(
 
 
 def _read(mask_function: Any) -> tuple[bool, int | None]:
-    """Return whether a mask function is transformers' causal, full or sliding one, and the width of one to both sides.
+    """Return whether a mask function is transformers' causal, full or sliding one, and the width of
+    one to both sides.
 
     A causal window's width is in what the layers pass, as FlashAttention has it.
     """
@@ -147,7 +169,11 @@ def _read(mask_function: Any) -> tuple[bool, int | None]:
     if mask_function is None or mask_function in plain:
         return True, None
     parts = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
-    if len(parts) != 2 or parts[1] not in plain or not mask_function.__qualname__.startswith("and_masks."):
+    if (
+        len(parts) != 2
+        or parts[1] not in plain
+        or not mask_function.__qualname__.startswith("and_masks.")
+    ):
         return False, None
     window = inspect.getclosurevars(parts[0]).nonlocals.get("sliding_window")
     name = parts[0].__qualname__
@@ -170,11 +196,14 @@ def _attend(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return attention of one layer, (samples, tokens, heads, width), and no weights, as transformers calls it."""
+    """Return attention of one layer, (samples, tokens, heads, width), and no weights, as
+    transformers calls it.
+    """
     sparse = _SPARSE.get(module)
     if sparse is None:
         raise UsageError(
-            f"{type(module).__name__} attends by a layout that this copy of the model does not have.",
+            f"{type(module).__name__} attends by a layout that this copy of the model does not "
+            "have.",
             "The model was copied after an engine had taken it.",
             "copy it before, or set its attention with set_attn_implementation.",
         )
@@ -190,7 +219,8 @@ def _attend(
     if isinstance(attention_mask, _Seen):
         if attention_mask.first_key and not isinstance(sparse.layout, Dense):
             raise NotBuiltError(
-                f"a cache that has dropped its first {attention_mask.first_key} tokens, and a layout of blocks.",
+                f"a cache that has dropped its first {attention_mask.first_key} tokens, and a "
+                "layout of blocks.",
                 "Blocks are counted from the first token.",
                 "generate with a cache that keeps all, or with mode 'dense'.",
             )
@@ -198,10 +228,14 @@ def _attend(
             biases.append(attention_mask.padding[:, None, None])
         if attention_mask.rule is not None:
             biases.append(attention_mask.asked)
-            causal, sliding_window = False, None
-    elif attention_mask is not None and attention_mask.dim() == 4:  # a mask of the caller's says all
+            causal = False
+            sliding_window = None
+    elif (
+        attention_mask is not None and attention_mask.dim() == 4
+    ):  # a mask of the caller's says all
         biases.append(attention_mask[..., : key.shape[2]])
-        causal, sliding_window = False, None
+        causal = False
+        sliding_window = None
     elif attention_mask is not None:
         biases.append(attention_mask[:, None, None])
     both_ways = attention_mask.window if isinstance(attention_mask, _Seen) else None

@@ -1,9 +1,10 @@
 """Layouts: which block of keys each block of queries sees. Pure, and without a table of all pairs.
 
-A layout is asked for the rows it is needed for, `rows(head, start, stop, blocks)`: a bool of (stop - start, blocks).
-The six kinds, their arguments and their blocks are DeepSpeed's, with two differences. A layout that is unidirectional
-never shows a block of the future, and the kernel is causal by token inside the diagonal block. Random blocks come from
-a counter (`seed`, head, row), so that every rank draws the same ones and no generator moves.
+A layout is asked for the rows it is needed for, `rows(head, start, stop, blocks)`: a bool of (stop
+- start, blocks). The six kinds, their arguments and their blocks are DeepSpeed's, with two
+differences. A layout that is unidirectional never shows a block of the future, and the kernel is
+causal by token inside the diagonal block. Random blocks come from a counter (`seed`, head, row), so
+that every rank draws the same ones and no generator moves.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ Span = tuple[int, int]  # blocks [start, stop)
 
 @dataclass(frozen=True)
 class Layout:
-    """What every kind has.  block: tokens of a side of a block.  different_layout_per_head: heads may differ."""
+    """What every kind has.  block: tokens of a side of a block.  different_layout_per_head: heads
+    may differ.
+    """
 
     block: int = 16
     different_layout_per_head: bool = False
@@ -32,10 +35,14 @@ class Layout:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if type(value) is int and value < (0 if name in ("num_random_blocks", "seed") else 1):
-                raise ConfigError(f"{name} = {value} in a layout of blocks.", "", "state a positive number.")
+                raise ConfigError(
+                    f"{name} = {value} in a layout of blocks.", "", "state a positive number."
+                )
         if self.attention not in get_args(Direction):
             words = " or ".join(get_args(Direction))
-            raise ConfigError(f"attention = {shown(self.attention)} in a layout of blocks.", "", f"state {words}.")
+            raise ConfigError(
+                f"attention = {shown(self.attention)} in a layout of blocks.", "", f"state {words}."
+            )
         self._check()
 
     def _check(self) -> None:
@@ -52,15 +59,19 @@ class Layout:
         return self.block
 
     def variant(self, head: int) -> int:
-        """Return a number that is the same for heads with the same layout: what `rows` takes as a head."""
+        """Return a number that is the same for heads with the same layout: what `rows` takes as a
+        head.
+        """
         return 0
 
     def rows(self, head: int, start: int, stop: int, blocks: int) -> Tensor:
-        """Return which of `blocks` blocks of keys the rows [start, stop) see, a bool of (stop - start, blocks).
+        """Return which of `blocks` blocks of keys the rows [start, stop) see, a bool of (stop -
+        start, blocks).
 
         head: a `variant`.
         """
-        row, column = torch.arange(start, stop)[:, None], torch.arange(blocks)[None]
+        row = torch.arange(start, stop)[:, None]
+        column = torch.arange(blocks)[None]
         seen = self._pairs(head, row, column, blocks)
         return seen & (column <= row) if self.is_causal else seen
 
@@ -68,9 +79,14 @@ class Layout:
         raise NotImplementedError
 
     def table(self, heads: int, tokens: int) -> Tensor:
-        """Return the layout of a whole sequence, a bool of (heads, rows, blocks): for looking at, not for computing."""
-        rows, blocks = -(-tokens // self.query_block), -(-tokens // self.block)
-        return torch.stack([self.rows(self.variant(head), 0, rows, blocks) for head in range(heads)])
+        """Return the layout of a whole sequence, a bool of (heads, rows, blocks): for looking at,
+        not for computing.
+        """
+        rows = -(-tokens // self.query_block)
+        blocks = -(-tokens // self.block)
+        return torch.stack(
+            [self.rows(self.variant(head), 0, rows, blocks) for head in range(heads)]
+        )
 
 
 @dataclass(frozen=True)
@@ -85,9 +101,9 @@ class Dense(Layout):
 class Fixed(Layout):
     """Windows side by side, and in each of them some blocks that are seen by all.
 
-    num_local_blocks: of a window.  num_global_blocks: at the end of a window, seen from everywhere (unidirectional:
-    from there on).  horizontal_global_attention: these blocks see everything too.  num_different_global_patterns: heads
-    take turns in which blocks of a window are the global ones.
+    num_local_blocks: of a window.  num_global_blocks: at the end of a window, seen from everywhere
+    (unidirectional: from there on).  horizontal_global_attention: these blocks see everything too.
+    num_different_global_patterns: heads take turns in which blocks of a window are the global ones.
     """
 
     num_local_blocks: int = 4
@@ -96,7 +112,9 @@ class Fixed(Layout):
     num_different_global_patterns: int = 1
 
     def _check(self) -> None:
-        local, many, patterns = self.num_local_blocks, self.num_global_blocks, self.num_different_global_patterns
+        local = self.num_local_blocks
+        many = self.num_global_blocks
+        patterns = self.num_different_global_patterns
         if local % many:
             raise ConfigError(
                 f"num_local_blocks = {local} and num_global_blocks = {many}.",
@@ -121,22 +139,27 @@ class Fixed(Layout):
         return head % self.num_different_global_patterns
 
     def _pairs(self, head: int, row: Tensor, column: Tensor, blocks: int) -> Tensor:
-        local, many = self.num_local_blocks, self.num_global_blocks
-        whole, first = blocks - blocks % local, local - (1 + head) * many
+        local = self.num_local_blocks
+        many = self.num_global_blocks
+        whole = blocks - blocks % local
+        first = local - (1 + head) * many
         starts = list(range(first, whole, local))
         if whole < blocks:  # a short last window
             starts.append(max(min(whole + first, blocks - many), 0))
         spans = [(start, start + many) for start in starts]
         near = row // local == column // local
-        return near | _global(spans, row, column, blocks, self.is_causal, self.horizontal_global_attention)
+        return near | _global(
+            spans, row, column, blocks, self.is_causal, self.horizontal_global_attention
+        )
 
 
 @dataclass(frozen=True)
 class Variable(Layout):
     """Windows of stated sizes, blocks at stated places that are seen by all, and random blocks.
 
-    local_window_blocks: sizes one after another; the last one repeats.  global_block_indices: first blocks of what is
-    seen by all; global_block_end_indices: behind their last ones (None: one block each).
+    local_window_blocks: sizes one after another; the last one repeats.  global_block_indices: first
+    blocks of what is seen by all; global_block_end_indices: behind their last ones (None: one block
+    each).
     """
 
     num_random_blocks: int = 0
@@ -149,7 +172,9 @@ class Variable(Layout):
     def _check(self) -> None:
         if not self.local_window_blocks or min(self.local_window_blocks) < 1:
             raise ConfigError(
-                f"local_window_blocks = {shown(self.local_window_blocks)}.", "", "list one positive size or more."
+                f"local_window_blocks = {shown(self.local_window_blocks)}.",
+                "",
+                "list one positive size or more.",
             )
         _refuse_horizontal(self.horizontal_global_attention, self.attention)
         _spans(self.global_block_indices, self.global_block_end_indices)
@@ -162,10 +187,14 @@ class Variable(Layout):
         while not ends or ends[-1] < blocks:
             size = self.local_window_blocks[min(len(ends), len(self.local_window_blocks) - 1)]
             ends.append((ends[-1] if ends else 0) + size)
-        window = torch.bucketize(torch.arange(max(blocks, int(row.max()) + 1)), torch.tensor(ends), right=True)
+        window = torch.bucketize(
+            torch.arange(max(blocks, int(row.max()) + 1)), torch.tensor(ends), right=True
+        )
         near = window[row] == window[column]
         spans = _spans(self.global_block_indices, self.global_block_end_indices)
-        seen = near | _global(spans, row, column, blocks, self.is_causal, self.horizontal_global_attention)
+        seen = near | _global(
+            spans, row, column, blocks, self.is_causal, self.horizontal_global_attention
+        )
         return seen | _random(self.seed, head, row, blocks, self.num_random_blocks, self.is_causal)
 
 
@@ -219,7 +248,8 @@ class LocalSlidingWindow(Layout):
 class Listed(Layout):
     """A layout that somebody made, as a table; equal to itself alone.
 
-    seen: a bool of (tables, rows, blocks): of heads one after another, or one for all.  sharing: heads that have one
+    seen: a bool of (tables, rows, blocks): of heads one after another, or one for all.  sharing:
+    heads that have one
     table together.  tokens_of_row: None: as many as of a block.
     """
 
@@ -237,7 +267,8 @@ class Listed(Layout):
     def rows(self, head: int, start: int, stop: int, blocks: int) -> Tensor:
         if stop > self.seen.shape[1] or blocks > self.seen.shape[2]:
             raise ConfigError(
-                f"a layout of {self.seen.shape[1]} rows and {self.seen.shape[2]} blocks, for {stop} rows and {blocks}.",
+                f"a layout of {self.seen.shape[1]} rows and {self.seen.shape[2]} blocks, for "
+                f"{stop} rows and {blocks}.",
                 "It was made for a shorter sequence.",
                 "make one for this length.",
             )
@@ -260,21 +291,31 @@ def fields_of(mode: str) -> set[str]:
 
 
 def layout_of(mode: str, arguments: Mapping[str, Any]) -> Layout:
-    """Return the layout of one of DeepSpeed's modes; arguments that are not this mode's must not be there.
+    """Return the layout of one of DeepSpeed's modes; arguments that are not this mode's must not be
+    there.
 
-    arguments: by DeepSpeed's names, lists as lists.  ConfigError for a mode or an argument that there is not.
+    arguments: by DeepSpeed's names, lists as lists.  ConfigError for a mode or an argument that
+    there is not.
     """
     if mode not in MODES:
-        raise ConfigError(f"sparse_attention.mode = {shown(mode)}.", "", f"choose one of {', '.join(MODES)}.")
+        raise ConfigError(
+            f"sparse_attention.mode = {shown(mode)}.", "", f"choose one of {', '.join(MODES)}."
+        )
     kind: Any = MODES[mode]
     known = fields_of(mode)
     if unknown := sorted({*arguments} - known):
         raise ConfigError(
-            f"sparse_attention: {', '.join(unknown)} beside mode {shown(mode)}, which has no such argument.",
+            f"sparse_attention: {', '.join(unknown)} beside mode {shown(mode)}, which has no such "
+            "argument.",
             "It would be without effect.",
             f"leave it out; this mode has {', '.join(sorted(known))}.",
         )
-    made: Layout = kind(**{name: tuple(each) if isinstance(each, list) else each for name, each in arguments.items()})
+    made: Layout = kind(
+        **{
+            name: tuple(each) if isinstance(each, list) else each
+            for name, each in arguments.items()
+        }
+    )
     return made
 
 
@@ -291,7 +332,9 @@ def _spans(starts: Iterable[int], stops: Iterable[int] | None) -> list[Span]:
     """Return the spans of global blocks; ConfigError where they are none."""
     first = list(starts)
     last = [start + 1 for start in first] if stops is None else list(stops)
-    if len(first) != len(last) or any(not 0 <= start < stop for start, stop in zip(first, last, strict=False)):
+    if len(first) != len(last) or any(
+        not 0 <= start < stop for start, stop in zip(first, last, strict=False)
+    ):
         raise ConfigError(
             f"global_block_indices = {shown(first)}, global_block_end_indices = {shown(stops)}.",
             "Each start has an end behind it.",
@@ -301,9 +344,15 @@ def _spans(starts: Iterable[int], stops: Iterable[int] | None) -> list[Span]:
 
 
 def _global(
-    spans: Iterable[Span], row: Tensor, column: Tensor, blocks: int, from_there: bool, horizontal: bool
+    spans: Iterable[Span],
+    row: Tensor,
+    column: Tensor,
+    blocks: int,
+    from_there: bool,
+    horizontal: bool,
 ) -> Tensor:
-    """Return the pairs of spans that are seen by all rows (from_there: by rows from the span's start on).
+    """Return the pairs of spans that are seen by all rows (from_there: by rows from the span's
+    start on).
 
     horizontal: and see everything.
     """
@@ -317,7 +366,9 @@ def _global(
 
 
 def _random(seed: int, head: int, row: Tensor, blocks: int, many: int, causal: bool) -> Tensor:
-    """Return `many` random blocks for each row, of those up to itself where causal; all where there are fewer."""
+    """Return `many` random blocks for each row, of those up to itself where causal; all where there
+    are fewer.
+    """
     seen = torch.zeros(len(row), blocks, dtype=torch.bool)
     if many:
         for place, number in enumerate(row.flatten().tolist()):

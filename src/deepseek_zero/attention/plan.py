@@ -1,8 +1,10 @@
-"""Plans: a pattern of seen keys, cut into tiles of queries with the spans of keys that each tile reads. Pure.
+"""Plans: a pattern of seen keys, cut into tiles of queries with the spans of keys that each tile
+reads. Pure.
 
-A tile is some queries in a row and the keys that any of them sees, as spans of the sequence. Where not every query of a
-tile sees every key of its spans, it has a mask, which says so by a few numbers and is made when it is needed: tiles of
-one shape share it. Nothing here is as large as queries times keys.
+A tile is some queries in a row and the keys that any of them sees, as spans of the sequence. Where
+not every query of a tile sees every key of its spans, it has a mask, which says so by a few numbers
+and is made when it is needed: tiles of one shape share it. Nothing here is as large as queries
+times keys.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ _KEPT_BYTES = 32 << 20  # of masks; a mask that takes a quarter of it is made ag
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which keys a query sees: those that its row of the layout has, and that are near enough by token.
+    """Which keys a query sees: those that its row of the layout has, and that are near enough by
+    token.
 
-    layout: None: all.  behind: a key so many tokens before the query is the first one seen (None: no first).  ahead:
-    likewise the last one behind it; 0 is causal.
+    layout: None: all.  behind: a key so many tokens before the query is the first one seen (None:
+    no first).  ahead: likewise the last one behind it; 0 is causal.
     """
 
     layout: Layout | None = None
@@ -48,12 +51,19 @@ class Pattern:
         window: int | None = None,
         reach: int | None = None,
     ) -> Pattern:
-        """Return what a layout lets through, causality, a window of the last `window` tokens, and keys at most `reach`
+        """Return what a layout lets through, causality, a window of the last `window` tokens, and
+        keys at most `reach`
         tokens away: all of them together.
         """
         is_causal |= layout is not None and layout.is_causal
-        back = [each for each in (None if window is None else window - 1, reach) if each is not None]
-        return cls(None if isinstance(layout, Dense) else layout, min(back, default=None), 0 if is_causal else reach)
+        back = [
+            each for each in (None if window is None else window - 1, reach) if each is not None
+        ]
+        return cls(
+            None if isinstance(layout, Dense) else layout,
+            min(back, default=None),
+            0 if is_causal else reach,
+        )
 
     def variant(self, head: int) -> int:
         return 0 if self.layout is None else self.layout.variant(head)
@@ -63,8 +73,9 @@ class Pattern:
 class Mask:
     """Which keys of its spans the queries of a tile see, in numbers that tiles of one shape share.
 
-    spans: (keys, tokens from the first query to the first key; None: near enough for every query).  bits: which blocks
-    of the spans each row of blocks sees, one byte each; None: all.  first_token: of the tile in its row of blocks.
+    spans: (keys, tokens from the first query to the first key; None: near enough for every query).
+    bits: which blocks of the spans each row of blocks sees, one byte each; None: all.  first_token:
+    of the tile in its row of blocks.
     first_tokens: of each span in its first block.
     """
 
@@ -85,7 +96,8 @@ class Mask:
     def seen(self) -> Tensor:
         """Return it as a bool of (queries, keys)."""
         found = self._blocks()
-        place, before = torch.arange(self.queries, dtype=torch.int32)[:, None], 0
+        place = torch.arange(self.queries, dtype=torch.int32)[:, None]
+        before = 0
         for length, offset in self.spans:
             if offset is not None:
                 away = torch.arange(offset, offset + length, dtype=torch.int32)[None] - place
@@ -100,7 +112,8 @@ class Mask:
     def _blocks(self) -> Tensor:
         if self.bits is None:
             return torch.ones(self.queries, self.keys, dtype=torch.bool)
-        columns, before = [], 0
+        columns = []
+        before = 0
         for (length, _), first in zip(self.spans, self.first_tokens, strict=True):
             columns.append(torch.arange(first, first + length) // self.block + before)
             before += (first + length - 1) // self.block + 1
@@ -117,7 +130,9 @@ class _Masks:
     """Masks that were made, the last used ones, up to `_KEPT_BYTES`."""
 
     def __init__(self) -> None:
-        self._kept, self._lock, self._bytes = OrderedDict[tuple[Mask, torch.dtype], Tensor](), Lock(), 0
+        self._kept = OrderedDict[tuple[Mask, torch.dtype], Tensor]()
+        self._lock = Lock()
+        self._bytes = 0
 
     def of(self, mask: Mask, dtype: torch.dtype) -> Tensor:
         key = (mask, dtype)
@@ -149,8 +164,10 @@ _MASKS = _Masks()
 class Tile:
     """Queries [start, stop), and the keys they see.
 
-    is_square: the keys are those up to each query, from the first query on: what kernels call causal; there is no mask
-    then.  count: of tiles like this one, each as many tokens further as it has queries, in queries and keys.
+    is_square: the keys are those up to each query, from the first query on: what kernels call
+    causal; there is no mask
+    then.  count: of tiles like this one, each as many tokens further as it has queries, in queries
+    and keys.
     """
 
     start: int
@@ -169,7 +186,9 @@ class Tile:
         return sum(stop - start for start, stop in self.spans)
 
     def cost_at(self, pair: float) -> float:
-        """Return what it takes in time, in pairs of a query and a key, of which each takes `pair`."""
+        """Return what it takes in time, in pairs of a query and a key, of which each takes
+        `pair`.
+        """
         pairs = self.queries * self.keys * pair
         calls = _TILE_COST + _SPAN_COST * (len(self.spans) - 1)  # of tiles that go as a batch, once
         return calls + self.count * (pairs / 2 if self.is_square else pairs)
@@ -186,7 +205,8 @@ class Tile:
 class Group:
     """Heads that have the same tiles.
 
-    heads, key_heads: which of the queries' heads, and which heads of keys they read, each of the latter as often as the
+    heads, key_heads: which of the queries' heads, and which heads of keys they read, each of the
+    latter as often as the
     others.  samples: of the batch.
     """
 
@@ -198,7 +218,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a plan is for: heads of queries and keys, tokens of them, and the first head's number in the whole model."""
+    """What a plan is for: heads of queries and keys, tokens of them, and the first head's number in
+    the whole model.
+    """
 
     heads: int
     key_heads: int
@@ -207,14 +229,19 @@ class Shape:
     first_head: int = 0
 
 
-def groups_of(pattern: Pattern, shape: Shape, tile: int, samples: slice = slice(None)) -> tuple[Group, ...]:
+def groups_of(
+    pattern: Pattern, shape: Shape, tile: int, samples: slice = slice(None)
+) -> tuple[Group, ...]:
     """Return the groups of heads of a pattern, with their tiles of at most `tile` queries. Pure.
 
     The queries are the last ones of the keys.
     """
     shared = shape.heads // shape.key_heads
     variants = [pattern.variant(head + shape.first_head) for head in range(shape.heads)]
-    tiles = {variant: tuple(_merged(_tiles(pattern, variant, shape, tile))) for variant in sorted({*variants})}
+    tiles = {
+        variant: tuple(_merged(_tiles(pattern, variant, shape, tile)))
+        for variant in sorted({*variants})
+    }
     if len(tiles) == 1:
         return (Group(slice(None), slice(None), tiles[variants[0]], samples),)
     found = list[Group]()
@@ -235,7 +262,11 @@ def best_plan(pattern: Pattern, shape: Shape, tiles: tuple[int, ...]) -> tuple[G
     plans = [groups_of(pattern, shape, tile) for tile in tiles]
     speeds = [_PAIR_COSTS.get(tile, 1.0) for tile in tiles]
     costs = [
-        sum(len(range(shape.heads)[group.heads]) * tile.cost_at(speed) for group in plan for tile in group.tiles)
+        sum(
+            len(range(shape.heads)[group.heads]) * tile.cost_at(speed)
+            for group in plan
+            for tile in group.tiles
+        )
         for plan, speed in zip(plans, speeds, strict=True)
     ]
     return plans[costs.index(min(costs))]
@@ -279,10 +310,13 @@ def _alike(last: Tile, tile: Tile) -> bool:
 
 
 def _tiles(pattern: Pattern, variant: int, shape: Shape, size: int) -> list[Tile]:
-    offset, found = shape.keys - shape.queries, list[Tile]()
+    offset = shape.keys - shape.queries
+    found = list[Tile]()
     edges = [*range(offset - offset % size, shape.keys, size), shape.keys]
     for start, stop in pairwise(edges):
-        found += _best(_Rows.of(pattern, variant, shape, max(start, offset), stop), max(start, offset), stop)
+        found += _best(
+            _Rows.of(pattern, variant, shape, max(start, offset), stop), max(start, offset), stop
+        )
     return found
 
 
@@ -304,12 +338,20 @@ class _Rows:
         layout = pattern.layout
         if layout is None:
             return cls(pattern, shape)
-        first, blocks = start // layout.query_block, -(-shape.keys // layout.block)
-        return cls(pattern, shape, first, layout.rows(variant, first, -(-stop // layout.query_block), blocks))
+        first = start // layout.query_block
+        blocks = -(-shape.keys // layout.block)
+        return cls(
+            pattern,
+            shape,
+            first,
+            layout.rows(variant, first, -(-stop // layout.query_block), blocks),
+        )
 
 
 def _best(rows: _Rows, start: int, stop: int) -> list[Tile]:
-    """Return the tile of the queries at [start, stop) of the keys, or several where they read much less together."""
+    """Return the tile of the queries at [start, stop) of the keys, or several where they read much
+    less together.
+    """
     whole, share = _tile(rows, start, stop)
     layout = rows.pattern.layout
     step = SMALLEST_TILE if layout is None else max(SMALLEST_TILE, layout.query_block)
@@ -321,12 +363,17 @@ def _best(rows: _Rows, start: int, stop: int) -> list[Tile]:
 
 
 def _tile(rows: _Rows, start: int, stop: int) -> tuple[Tile, float]:
-    """Return the tile of the queries at [start, stop) of the keys, and how much of it is seen, not counting edges."""
-    pattern, shape = rows.pattern, rows.shape
+    """Return the tile of the queries at [start, stop) of the keys, and how much of it is seen, not
+    counting edges.
+    """
+    pattern = rows.pattern
+    shape = rows.shape
     first = 0 if pattern.behind is None else max(start - pattern.behind, 0)
     last = shape.keys if pattern.ahead is None else min(stop + pattern.ahead, shape.keys)
     spans: tuple[Span, ...] = ((first, last),)
-    bits, share, layout = None, 1.0, pattern.layout
+    bits = None
+    share = 1.0
+    layout = pattern.layout
     if layout is not None:
         bits, spans = _blocks(rows, layout, (start, stop), (first, last))
         seen = bits.double().mean().item() if bits.numel() else 1.0
@@ -336,9 +383,16 @@ def _tile(rows: _Rows, start: int, stop: int) -> tuple[Tile, float]:
     near = [_is_near(pattern, span, start, stop) for span in spans]
     if bits is None and all(near):
         return Tile(*place, spans), share
-    if bits is None and pattern.ahead == 0 and spans == ((start, stop),) and _is_within(pattern, stop - start):
+    if (
+        bits is None
+        and pattern.ahead == 0
+        and spans == ((start, stop),)
+        and _is_within(pattern, stop - start)
+    ):
         return Tile(*place, spans, is_square=True), share
-    parts = tuple((b - a, None if fits else a - start) for (a, b), fits in zip(spans, near, strict=True))
+    parts = tuple(
+        (b - a, None if fits else a - start) for (a, b), fits in zip(spans, near, strict=True)
+    )
     mask = Mask(stop - start, parts, pattern.behind, pattern.ahead)
     if bits is not None and layout is not None:
         mask = replace(
@@ -352,17 +406,26 @@ def _tile(rows: _Rows, start: int, stop: int) -> tuple[Tile, float]:
     return Tile(*place, spans, mask), share
 
 
-def _blocks(rows: _Rows, layout: Layout, queries: Span, keys: Span) -> tuple[Tensor, tuple[Span, ...]]:
-    """Return the spans of the keys in a range that a tile's rows see, and which blocks of them each row sees.
+def _blocks(
+    rows: _Rows, layout: Layout, queries: Span, keys: Span
+) -> tuple[Tensor, tuple[Span, ...]]:
+    """Return the spans of the keys in a range that a tile's rows see, and which blocks of them each
+    row sees.
 
     A block that the rule by token leaves out of a row anyway counts as seen: it needs no bit.
     """
     (start, stop), (first, last), ahead = queries, keys, rows.pattern.ahead
-    row, end = start // layout.query_block, -(-stop // layout.query_block)
-    block, beyond = first // layout.block, -(-last // layout.block)
+    row = start // layout.query_block
+    end = -(-stop // layout.query_block)
+    block = first // layout.block
+    beyond = -(-last // layout.block)
     assert rows.seen is not None
     seen = rows.seen[row - rows.first : end - rows.first, block:beyond]
-    edges = torch.diff(seen.any(0).to(torch.int8), prepend=torch.zeros(1), append=torch.zeros(1)).nonzero().flatten()
+    edges = (
+        torch.diff(seen.any(0).to(torch.int8), prepend=torch.zeros(1), append=torch.zeros(1))
+        .nonzero()
+        .flatten()
+    )
     runs = [(a + block, b + block) for a, b in edges.view(-1, 2).tolist()]
     spans = tuple((max(a * layout.block, first), min(b * layout.block, last)) for a, b in runs)
     bits = torch.cat([seen[:, a - block : b - block] for a, b in runs], 1) if runs else seen[:, :0]
@@ -384,7 +447,9 @@ def _is_within(pattern: Pattern, queries: int) -> bool:
 
 
 def whole_mask(pattern: Pattern, shape: Shape) -> Tensor:
-    """Return all that a pattern lets be seen, a bool of (heads, queries, keys): for ways that hold all scores."""
+    """Return all that a pattern lets be seen, a bool of (heads, queries, keys): for ways that hold
+    all scores.
+    """
     offset = shape.keys - shape.queries
     away = torch.arange(shape.keys)[None] - torch.arange(offset, shape.keys)[:, None]
     seen = torch.ones(shape.heads, shape.queries, shape.keys, dtype=torch.bool)

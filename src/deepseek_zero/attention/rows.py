@@ -1,10 +1,11 @@
 """Attention by a plan, tile by tile: on a CPU with the kernel that torch's own attention has there.
 
-The kernel is called for each tile on views of queries and keys, and keeps the log of each row's sum. Backward calls its
-backward tile by tile and adds up the keys' gradients in the order of the tiles, in fp32 or better, so the same inputs
-give the same bits. Tiles of one shape in a row go as one batch, whose keys are one overlapping view. Where the kernel
-cannot be used (another device, widths that differ, a gradient for what is added to scores), two matmuls and a softmax
-of a tile do the same.
+The kernel is called for each tile on views of queries and keys, and keeps the log of each row's
+sum. Backward calls its backward tile by tile and adds up the keys' gradients in the order of the
+tiles, in fp32 or better, so the same inputs give the same bits. Tiles of one shape in a row go as
+one batch, whose keys are one overlapping view. Where the kernel cannot be used (another device,
+widths that differ, a gradient for what is added to scores), two matmuls and a softmax of a tile do
+the same.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from torch.autograd.function import once_differentiable
 from ..base.device import cpu_attention
 from .plan import Group, Mask, Tile, added
 
-# Returns which of some keys are seen, a bool of (samples or 1, 1, queries, keys), of numbers of samples, queries and
-# keys that have four dimensions and broadcast.
+# Returns which of some keys are seen, a bool of (samples or 1, 1, queries, keys), of numbers of
+# samples, queries and keys that have four dimensions and broadcast.
 Rule = Callable[[Tensor, Tensor, Tensor], Tensor]
 Bias = Tensor | Rule
 
-_BATCH_NUMEL = 1 << 20  # of keys that one call on several tiles reads, and of each of their gradients
+_BATCH_NUMEL = (
+    1 << 20
+)  # of keys that one call on several tiles reads, and of each of their gradients
 _KERNEL = cpu_attention()
 
 
@@ -41,10 +44,11 @@ def attend_by_plan(
 ) -> Tensor:
     """Return attention, (samples, heads, queries, width of values), stored as `query` is. Local.
 
-    query: (samples, heads, queries, width).  key, value: (samples, heads or a number that divides it, keys, width).
-    biases: numbers to add to scores, or bools of what is seen, of four dimensions that are 1 or (samples, heads,
-    queries, keys); or a `Rule`, asked for each tile.  kernel: False: never torch's.  A query that sees nothing gets
-    zeros, and has no gradient.
+    query: (samples, heads, queries, width).  key, value: (samples, heads or a number that divides
+    it, keys, width).
+    biases: numbers to add to scores, or bools of what is seen, of four dimensions that are 1 or
+    (samples, heads, queries, keys); or a `Rule`, asked for each tile.  kernel: False: never
+    torch's.  A query that sees nothing gets zeros, and has no gradient.
     """
     apply: Any = _ByPlan.apply
     found: Tensor = apply(query, key, value, tuple(groups), scale, kernel, *biases)
@@ -64,17 +68,27 @@ class _ByPlan(torch.autograd.Function):
         *biases: Bias,
     ) -> Tensor:
         fits = kernel and _fits_kernel(query, key, value) and not any(ctx.needs_input_grad[6:])
-        ctx.groups, ctx.scale, ctx.kernel = groups, scale, fits
+        ctx.groups = groups
+        ctx.scale = scale
+        ctx.kernel = fits
         one_width = query.shape[-1] == value.shape[-1]
-        out = torch.zeros_like(query) if one_width else value.new_zeros(*query.shape[:-1], value.shape[-1])
+        out = (
+            torch.zeros_like(query)
+            if one_width
+            else value.new_zeros(*query.shape[:-1], value.shape[-1])
+        )
         sums = torch.zeros(query.shape[:-1], dtype=_sum_dtype(query), device=query.device)
         forward = _kernel_forward if fits else _plain_forward
         for call in _calls(groups, query, key, biases):
-            found, logs = forward(call, call.fold(call.rows(query)), call.keys(key), call.keys(value), scale)
+            found, logs = forward(
+                call, call.fold(call.rows(query)), call.keys(key), call.keys(value), scale
+            )
             call.store(out, found)
             call.store(sums[..., None], logs[..., None])
         ctx.rules = [None if isinstance(each, Tensor) else each for each in biases]
-        ctx.save_for_backward(query, key, value, out, sums, *(each for each in biases if isinstance(each, Tensor)))
+        ctx.save_for_backward(
+            query, key, value, out, sums, *(each for each in biases if isinstance(each, Tensor))
+        )
         return out
 
     @staticmethod
@@ -88,7 +102,10 @@ class _ByPlan(torch.autograd.Function):
         of_query = torch.zeros_like(query)
         of_key, of_value = (torch.zeros_like(each, dtype=_sum_dtype(each)) for each in (key, value))
         wanted = ctx.needs_input_grad[6:]
-        of_biases = [torch.zeros_like(each) if need else None for each, need in zip(biases, wanted, strict=True)]
+        of_biases = [
+            torch.zeros_like(each) if need else None
+            for each, need in zip(biases, wanted, strict=True)
+        ]
         backward = _kernel_backward if ctx.kernel else _plain_backward
         for call in _calls(ctx.groups, query, key, biases):
             own = _Tensors(
@@ -101,11 +118,21 @@ class _ByPlan(torch.autograd.Function):
             call.add_keys(of_value, values)
             if scores is not None and any(wanted):
                 call.add_scores(of_biases, scores)
-        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None, None, *of_biases
+        return (
+            of_query,
+            of_key.to(key.dtype),
+            of_value.to(value.dtype),
+            None,
+            None,
+            None,
+            *of_biases,
+        )
 
 
 def _fits_kernel(*tensors: Tensor) -> bool:
-    """Return whether torch's kernel takes query, key and value: of one width, stored row by row, on a CPU."""
+    """Return whether torch's kernel takes query, key and value: of one width, stored row by row, on
+    a CPU.
+    """
     one_width = len({each.shape[-1] for each in tensors}) == 1
     return (
         _KERNEL is not None
@@ -120,10 +147,12 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class _Call:
-    """Some samples and heads of one tile, or of `tile.count` tiles as a batch, as one call of a kernel takes them.
+    """Some samples and heads of one tile, or of `tile.count` tiles as a batch, as one call of a
+    kernel takes them.
 
-    A kernel takes (batch, heads, tokens, width), folded: of one tile the batch is the samples, or, where `shared` heads
-    of queries read one head of keys, samples x heads of keys; of several tiles of one sample it is the tiles.
+    A kernel takes (batch, heads, tokens, width), folded: of one tile the batch is the samples, or,
+    where `shared` heads of queries read one head of keys, samples x heads of keys; of several tiles
+    of one sample it is the tiles.
     """
 
     samples: slice
@@ -135,8 +164,8 @@ class _Call:
     biases: tuple[Bias, ...] = ()
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """Return a view of the tile's rows of queries, or of what has as many: (tiles, heads, tokens, width), or
-        (samples, heads of keys, shared, tokens, width) of one tile.
+        """Return a view of the tile's rows of queries, or of what has as many: (tiles, heads,
+        tokens, width), or (samples, heads of keys, shared, tokens, width) of one tile.
         """
         own: Tensor = tensor[self.samples, self.heads]
         tile = self.tile
@@ -167,11 +196,16 @@ class _Call:
             return tiles if self.shared == 1 else tiles.expand(-1, self.shared, -1, -1)
         parts = [own[:, :, start:stop] for start, stop in tile.spans]
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-        return tokens if self.shared == 1 else tokens.flatten(0, 1)[:, None].expand(-1, self.shared, -1, -1)
+        return (
+            tokens
+            if self.shared == 1
+            else tokens.flatten(0, 1)[:, None].expand(-1, self.shared, -1, -1)
+        )
 
     def add_keys(self, total: Tensor, folded: Tensor) -> None:
         """Add gradients of the tile's keys, folded, to those of all keys."""
-        own, tile = total[self.samples, self.key_heads], self.tile
+        own = total[self.samples, self.key_heads]
+        tile = self.tile
         if self.shared > 1:
             folded = folded.sum(1, keepdim=True, dtype=total.dtype)
         if tile.count > 1:
@@ -187,37 +221,56 @@ class _Call:
             before += stop - start
 
     def mask(self, query: Tensor) -> Tensor | None:
-        """Return what is added to the scores of folded queries: (queries, keys), or four dimensions; None: nothing."""
-        dtype, tile = _sum_dtype(query), self.tile
+        """Return what is added to the scores of folded queries: (queries, keys), or four
+        dimensions; None: nothing.
+        """
+        dtype = _sum_dtype(query)
+        tile = self.tile
         mask = Mask(tile.queries, ((tile.keys, 0),), None, 0) if tile.is_square else tile.mask
         own = None if mask is None else mask.added(dtype).to(query.device)
         if not self.biases:
             return own
         for bias in self.biases:
-            parts = self._parts(bias) if isinstance(bias, Tensor) else self._ruled(bias, query.device)
+            parts = (
+                self._parts(bias) if isinstance(bias, Tensor) else self._ruled(bias, query.device)
+            )
             spans = zip(parts, tile.spans, strict=True)
-            part = torch.cat([each.expand(*each.shape[:-1], stop - start) for each, (start, stop) in spans], -1)
+            part = torch.cat(
+                [each.expand(*each.shape[:-1], stop - start) for each, (start, stop) in spans], -1
+            )
             part = added(part, dtype) if part.dtype == torch.bool else part.to(dtype)
             own = part if own is None else own + part
         assert own is not None
         own = own.expand(-1, -1, -1, tile.queries, -1)
         if self.shared == 1:
             return own.squeeze(2)
-        return own[0] if own.shape[:2] == (1, 1) else own.expand(*self.sizes, -1, -1, -1).flatten(0, 1)
+        return (
+            own[0] if own.shape[:2] == (1, 1) else own.expand(*self.sizes, -1, -1, -1).flatten(0, 1)
+        )
 
     def _ruled(self, rule: Rule, device: torch.device) -> list[Tensor]:
         """Return what a rule says of each span, as `_parts` does."""
         tile = self.tile
-        samples = torch.arange(self.samples.start, self.samples.stop, device=device)[:, None, None, None]
+        samples = torch.arange(self.samples.start, self.samples.stop, device=device)[
+            :, None, None, None
+        ]
         queries = torch.arange(tile.start, tile.stop, device=device)[:, None]
         spans = (torch.arange(start, stop, device=device) for start, stop in tile.spans)
-        return [rule(samples, queries[None, None], keys[None, None, None])[:, :, None] for keys in spans]
+        return [
+            rule(samples, queries[None, None], keys[None, None, None])[:, :, None] for keys in spans
+        ]
 
     def _parts(self, bias: Tensor) -> list[Tensor]:
-        """Return views of a bias at each span: (samples, heads of keys, shared, queries, keys), or 1 of them."""
+        """Return views of a bias at each span: (samples, heads of keys, shared, queries, keys), or
+        1 of them.
+        """
         tile = self.tile
         own = bias[self.samples] if bias.shape[0] > 1 else bias
-        own = own[:, self.heads].unflatten(1, (-1, self.shared)) if bias.shape[1] > 1 else own[:, :, None]
+        own = (
+            own[:, self.heads].unflatten(1, (-1, self.shared))
+            if bias.shape[1] > 1
+            else own[:, :, None]
+        )
         own = own[..., tile.start : tile.stop, :] if bias.shape[2] > 1 else own
         return [own[..., start:stop] if bias.shape[3] > 1 else own for start, stop in tile.spans]
 
@@ -231,20 +284,31 @@ class _Call:
                     into += part.sum_to_size(into.shape)
 
 
-def _calls(groups: Sequence[Group], query: Tensor, key: Tensor, biases: tuple[Bias, ...]) -> Iterator[_Call]:
+def _calls(
+    groups: Sequence[Group], query: Tensor, key: Tensor, biases: tuple[Bias, ...]
+) -> Iterator[_Call]:
     """Yield the calls that compute a plan, in its order."""
     shared = query.shape[1] // key.shape[1]
     for group in groups:
         samples = range(*group.samples.indices(query.shape[0]))
         key_heads = range(*group.key_heads.indices(key.shape[1]))
         heads = range(*group.heads.indices(query.shape[1]))
-        every, sizes = slice(samples.start, samples.stop), (len(samples), len(key_heads))
+        every = slice(samples.start, samples.stop)
+        sizes = (len(samples), len(key_heads))
         for tile in group.tiles:
             if not tile.keys:
                 continue
             if tile.count == 1 or biases:
                 for each in tile.each():
-                    yield _Call(every, group.heads, group.key_heads, each, len(heads) // sizes[1], sizes, biases)
+                    yield _Call(
+                        every,
+                        group.heads,
+                        group.key_heads,
+                        each,
+                        len(heads) // sizes[1],
+                        sizes,
+                        biases,
+                    )
                 continue
             many = key.shape[3] * tile.keys * (len(key_heads) if shared == 1 else 1)
             for part in _batches(tile, max(_BATCH_NUMEL // many, 1)):
@@ -257,7 +321,9 @@ def _calls(groups: Sequence[Group], query: Tensor, key: Tensor, biases: tuple[Bi
                     for place, key_head in enumerate(key_heads):
                         own = heads[place * each_has : (place + 1) * each_has]
                         read = slice(key_head, key_head + 1)
-                        yield _Call(one, slice(own[0], own[-1] + 1, own.step), read, part, each_has, (1, 1))
+                        yield _Call(
+                            one, slice(own[0], own[-1] + 1, own.step), read, part, each_has, (1, 1)
+                        )
 
 
 def _batches(tile: Tile, many: int) -> Iterator[Tile]:
@@ -284,7 +350,9 @@ class _Tensors(NamedTuple):
 _Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # of queries, keys, values and scores
 
 
-def _kernel_forward(call: _Call, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _kernel_forward(
+    call: _Call, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     is_square = call.tile.is_square and not call.biases
     mask = None if is_square else call.mask(query)
     assert _KERNEL is not None
@@ -301,10 +369,14 @@ def _kernel_backward(call: _Call, own: _Tensors, scale: float) -> _Gradients:
     return rows, keys, values, None
 
 
-def _plain_forward(call: _Call, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _plain_forward(
+    call: _Call, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     scores = _scores(call, query, key, scale)
     sums = scores.logsumexp(-1, keepdim=True)
-    sums = sums.masked_fill(sums == -torch.inf, 0.0)  # a query that sees nothing: weights of exp(-inf)
+    sums = sums.masked_fill(
+        sums == -torch.inf, 0.0
+    )  # a query that sees nothing: weights of exp(-inf)
     return (scores - sums).exp_() @ value.to(scores.dtype), sums[..., 0]
 
 

@@ -1,8 +1,10 @@
-"""Blocks chosen by what is in them: each tile of queries sees the blocks of keys whose mean it likes best.
+"""Blocks chosen by what is in them: each tile of queries sees the blocks of keys whose mean it
+likes best.
 
-It is the choice of MoBA, and of the selected branch of NSA, for a tile of queries at a time: a block of keys is scored
-by the product of its mean with the mean of the tile's queries; none of the future may be chosen, the tile's own always
-is. What was chosen is a constant in backward. The kernel is that of every layout.
+It is the choice of MoBA, and of the selected branch of NSA, for a tile of queries at a time: a
+block of keys is scored by the product of its mean with the mean of the tile's queries; none of the
+future may be chosen, the tile's own always is. What was chosen is a constant in backward. The
+kernel is that of every layout.
 """
 
 from __future__ import annotations
@@ -29,36 +31,54 @@ def attend_selected(
     chosen_by: Literal["head", "group"] = "head",
     scale: float | None = None,
 ) -> Tensor:
-    """Return causal attention over `blocks` blocks of keys for each tile of queries, (samples, heads, queries, width).
+    """Return causal attention over `blocks` blocks of keys for each tile of queries, (samples,
+    heads, queries, width).
 
-    query, key, value: as `attend` takes them, with as many queries as keys.  block: keys of a block.  blocks: that a
-    tile sees, its own among them.  tile: queries that choose together.  chosen_by: "head": each head for itself (MoBA);
-    "group": heads that read the same keys choose together, by the sum of their scores (NSA).  Local. UsageError where
-    sizes do not fit.
+    query, key, value: as `attend` takes them, with as many queries as keys.  block: keys of a
+    block.  blocks: that a
+    tile sees, its own among them.  tile: queries that choose together.  chosen_by: "head": each
+    head for itself (MoBA); "group": heads that read the same keys choose together, by the sum of
+    their scores (NSA).  Local. UsageError where sizes do not fit.
     """
     table = select_blocks(query, key, block=block, blocks=blocks, tile=tile, chosen_by=chosen_by)
-    shape, sharing = Shape(query.shape[1], key.shape[1], query.shape[2], key.shape[2]), query.shape[1] // table.shape[1]
+    shape = Shape(query.shape[1], key.shape[1], query.shape[2], key.shape[2])
+    sharing = query.shape[1] // table.shape[1]
     groups = list[Group]()
     for sample, seen in enumerate(table):
-        pattern = Pattern(Listed(block=block, seen=seen.cpu(), sharing=sharing, tokens_of_row=tile), ahead=0)
+        pattern = Pattern(
+            Listed(block=block, seen=seen.cpu(), sharing=sharing, tokens_of_row=tile), ahead=0
+        )
         groups += groups_of(pattern, shape, tile, slice(sample, sample + 1))
-    return attend_by_plan(query, key, value, groups, query.shape[-1] ** -0.5 if scale is None else scale)
+    return attend_by_plan(
+        query, key, value, groups, query.shape[-1] ** -0.5 if scale is None else scale
+    )
 
 
 @torch.no_grad()
 def select_blocks(
-    query: Tensor, key: Tensor, *, block: int, blocks: int, tile: int, chosen_by: Literal["head", "group"] = "head"
+    query: Tensor,
+    key: Tensor,
+    *,
+    block: int,
+    blocks: int,
+    tile: int,
+    chosen_by: Literal["head", "group"] = "head",
 ) -> Tensor:
-    """Return which blocks of keys each tile sees, a bool of (samples, heads that choose, tiles, blocks), as
-    `attend_selected` does.
+    """Return which blocks of keys each tile sees, a bool of (samples, heads that choose, tiles,
+    blocks), as `attend_selected` does.
 
     Of blocks that score alike the earlier one is chosen.
     """
-    if query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1] or min(block, blocks, tile) < 1:
+    if (
+        query.shape[2] != key.shape[2]
+        or query.shape[1] % key.shape[1]
+        or min(block, blocks, tile) < 1
+    ):
         raise UsageError(
             f"blocks of {block} keys, {blocks} for each tile of {tile} queries, chosen for queries "
             f"{list(query.shape)} and keys {list(key.shape)}.",
-            "There are as many queries as keys, (samples, heads, tokens, width); heads of keys divide the queries'.",
+            "There are as many queries as keys, (samples, heads, tokens, width); heads of keys "
+            "divide the queries'.",
             "pass such tensors, and positive sizes.",
         )
     if tile > block or block % tile:
@@ -68,7 +88,8 @@ def select_blocks(
             "choose a tile that divides the block.",
         )
     shared = query.shape[1] // key.shape[1]
-    tiles, means = _means(query, tile), _means(key, block).repeat_interleave(shared, 1)
+    tiles = _means(query, tile)
+    means = _means(key, block).repeat_interleave(shared, 1)
     scores = tiles @ means.mT
     if chosen_by == "group":
         scores = scores.unflatten(1, (-1, shared)).sum(2)
