@@ -1,8 +1,9 @@
-"""The ways that the machine lets a run take, and where a slower one is taken: one record, in place of silence.
+"""The ways that the machine lets a run take, and where a slower one is taken: one record, in place
+of silence.
 
-A part with two ways reports the one it took (`Capability`); the engine collects the reports of all ranks
-(`Capabilities`), logs the slower ways once, and shows all of them in `explain()`. `deepseek-zero doctor` asks the same
-of a machine.
+A part with two ways reports the one it took (`Capability`); the engine collects the reports of all
+ranks (`Capabilities`), logs the slower ways once, and shows all of them in `explain()`.
+`deepseek-zero doctor` asks the same of a machine.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Capability:
-    """One choice.  name: what is done.  way: how.  lacks: what a faster way would need; "" where there is none."""
+    """One choice.  name: what is done.  way: how.  lacks: what a faster way would need; "" where
+    there is none.
+    """
 
     name: str
     way: str

@@ -1,8 +1,9 @@
 """torch's private names, and the differences between devices, in one place.
 
-Owns: the end-of-backward callback, the saved-tensor hook stack, how a recomputation ends, transforms of torch.func,
-storage use counts, versions of tensors, what a module holds, memory counters. Every private torch name the house uses
-stands here, each with a test in tests/unit/base/test_device.py that fails loudly when torch moves.
+Owns: the end-of-backward callback, the saved-tensor hook stack, how a recomputation ends,
+transforms of torch.func, storage use counts, versions of tensors, what a module holds, memory
+counters. Every private torch name the house uses stands here, each with a test in
+tests/unit/base/test_device.py that fails loudly when torch moves.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from .world import local_rank
 
 CPU = torch.device("cpu")
 WeakStorage = StorageWeakRef  # of a storage: tells whether it is gone
-DEVICE_VARIABLES = ("DEEPSEEK_ZERO_DEVICE", "DS_ACCELERATOR")  # the second is DeepSpeed's name for it
+DEVICE_VARIABLES = (
+    "DEEPSEEK_ZERO_DEVICE",
+    "DS_ACCELERATOR",
+)  # the second is DeepSpeed's name for it
 
 Dispatched = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 Pack = Callable[[torch.Tensor], Any]
@@ -35,19 +39,23 @@ Unpack = Callable[[Any], torch.Tensor]
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Run `callback` when the backward pass now running has computed every gradient.  Only legal inside a backward."""
+    """Run `callback` when the backward pass now running has computed every gradient.  Only legal
+    inside a backward.
+    """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def backward_id() -> int:
-    """Number of the backward call now running on this thread, -1 outside one.  A reentrant checkpoint's inner call
-    differs.
+    """Number of the backward call now running on this thread, -1 outside one.  A reentrant
+    checkpoint's inner call differs.
     """
     return int(torch._C._current_graph_task_id())
 
 
 def number_of_node(node: Any) -> int:
-    """Return the number that autograd gave a node when it was recorded; numbers count up on each thread."""
+    """Return the number that autograd gave a node when it was recorded; numbers count up on each
+    thread.
+    """
     return int(node._sequence_nr())
 
 
@@ -58,18 +66,19 @@ def next_node_number() -> int:
     return number_of_node(node) + 1
 
 
-# Called with the tensors that a backward differentiates.  Returns the tensors to differentiate instead, and a function
-# to call after the backward if it succeeds, or None.
+# Called with the tensors that a backward differentiates.  Returns the tensors to differentiate
+# instead, and a function to call after the backward if it succeeds, or None.
 BackwardHook = Callable[[list[torch.Tensor]], tuple[list[torch.Tensor], Callable[[], None] | None]]
 _of_every_backward: list[BackwardHook] = []
 
 
 def hook_every_backward(hook: BackwardHook) -> None:
-    """Call a hook at every backward of this process; a hook that is registered already is not added again.
+    """Call a hook at every backward of this process; a hook that is registered already is not added
+    again.
 
     torch has no hook for the start of a backward.  This wraps `torch.autograd.backward`, which
-    `Tensor.backward` calls, and `torch.autograd.grad`, once and for the life of the process.  A backward inside
-    a backward (reentrant checkpoint) calls no hook.
+    `Tensor.backward` calls, and `torch.autograd.grad`, once and for the life of the process.  A
+    backward inside a backward (reentrant checkpoint) calls no hook.
     """
     if hook in _of_every_backward:
         return
@@ -86,7 +95,13 @@ def _with_hooks(differentiate: Callable[..., Any]) -> Callable[..., Any]:
             return differentiate(*args, **kwargs)
         name = "outputs" if "outputs" in kwargs else "tensors"
         given = args[0] if args else kwargs.get(name)
-        roots = [given] if isinstance(given, torch.Tensor) else list(given) if isinstance(given, list | tuple) else []
+        roots = (
+            [given]
+            if isinstance(given, torch.Tensor)
+            else list(given)
+            if isinstance(given, list | tuple)
+            else []
+        )
         if not roots or not all(isinstance(root, torch.Tensor) for root in roots):
             return differentiate(*args, **kwargs)
         afterwards = []
@@ -107,21 +122,29 @@ def _with_hooks(differentiate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_reached(tensors: Iterable[torch.Tensor]) -> int:
-    """Return how many of these tensors, of those that require a gradient, the backward pass now running computes one
-    of.  Only legal inside a backward.
+    """Return how many of these tensors, of those that require a gradient, the backward pass now
+    running computes one of.  Only legal inside a backward.
     """
     with torch.enable_grad():  # without it a leaf has no node that takes its gradient
-        nodes = {torch.autograd.graph._get_grad_fn_or_grad_acc(each) for each in tensors if each.requires_grad}
+        nodes = {
+            torch.autograd.graph._get_grad_fn_or_grad_acc(each)
+            for each in tensors
+            if each.requires_grad
+        }
     return sum(torch._C._will_engine_execute_node(node) for node in nodes)
 
 
 def keeps_graph() -> bool:
-    """Return whether the backward pass now running may be run again (retain_graph); false outside one."""
+    """Return whether the backward pass now running may be run again (retain_graph); false outside
+    one.
+    """
     return backward_id() != -1 and bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def outer_saved_tensor_hooks() -> tuple[Pack, Unpack] | None:
-    """The saved-tensor hooks in force (non-reentrant checkpoint, save_on_cpu, ...), so that ours can hand on."""
+    """The saved-tensor hooks in force (non-reentrant checkpoint, save_on_cpu, ...), so that ours
+    can hand on.
+    """
     found = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return (found[0], found[1]) if found else None
 
@@ -138,32 +161,44 @@ def clear_hooks(module: nn.Module) -> None:
 
 
 def has_gradient_hooks(tensor: torch.Tensor, *, besides: tuple[type, ...] = ()) -> bool:
-    """Return whether a hook other than one of these classes is registered on a tensor's gradient."""
+    """Return whether a hook other than one of these classes is registered on a tensor's
+    gradient.
+    """
     return any(not isinstance(hook, besides) for hook in (tensor._backward_hooks or {}).values())
 
 
 def ends_recomputation(error: BaseException) -> bool:
-    """Return whether checkpoint raised this to end a forward that has recomputed all it was asked for: no error."""
+    """Return whether checkpoint raised this to end a forward that has recomputed all it was asked
+    for: no error.
+    """
     return isinstance(error, torch.utils.checkpoint._StopRecomputationError)
 
 
 def in_torch_func() -> bool:
-    """Return whether a transform of torch.func differentiates what runs now (grad, vjp, jvp, jacrev)."""
+    """Return whether a transform of torch.func differentiates what runs now (grad, vjp, jvp,
+    jacrev).
+    """
     if torch._C._functorch.peek_interpreter_stack() is None:
         return False
     derives = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
-    return any(level.key() in derives for level in torch._C._functorch.get_interpreter_stack() or ())
+    return any(
+        level.key() in derives for level in torch._C._functorch.get_interpreter_stack() or ()
+    )
 
 
 def outside_torch_func() -> AbstractContextManager[Any]:
-    """Open a block whose operators no transform of torch.func sees; their results are plain tensors."""
+    """Open a block whose operators no transform of torch.func sees; their results are plain
+    tensors.
+    """
     return torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack()
 
 
 def storage_users(tensor: torch.Tensor) -> int:
     """Return how many tensors share this tensor's storage, itself included."""
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the Python storage object counts itself
+    return (
+        int(torch._C._storage_Use_Count(storage._cdata)) - 1
+    )  # the Python storage object counts itself
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -182,16 +217,22 @@ def keep_parameters_in(module: Any, params: dict[str, Any]) -> None:
 
 
 def fake_tensors() -> Any:
-    """Open a block in which operators compute shapes and dtypes alone; its `from_tensor` gives a tensor's fake."""
+    """Open a block in which operators compute shapes and dtypes alone; its `from_tensor` gives a
+    tensor's fake.
+    """
     return torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def has_no_values(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a shape and a dtype alone: on the meta device, or one of `fake_tensors`."""
+    """Return whether a tensor is a shape and a dtype alone: on the meta device, or one of
+    `fake_tensors`.
+    """
     return tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor)
 
 
-FUSED_UPDATES: dict[str, Callable[..., None]] = {  # of lists of tensors, by the names of torch's optimizers
+FUSED_UPDATES: dict[
+    str, Callable[..., None]
+] = {  # of lists of tensors, by the names of torch's optimizers
     "Adam": torch._fused_adam_,
     "AdamW": torch._fused_adamw_,
     "SGD": torch._fused_sgd_,
@@ -205,14 +246,19 @@ def double_norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def cpu_attention() -> tuple[Any, Any] | None:
-    """Return forward and backward of torch's own attention on a CPU, as operators; None where this torch has none."""
-    aten, name = torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"
+    """Return forward and backward of torch's own attention on a CPU, as operators; None where this
+    torch has none.
+    """
+    aten = torch.ops.aten
+    name = "_scaled_dot_product_flash_attention_for_cpu"
     found = getattr(aten, name, None), getattr(aten, f"{name}_backward", None)
     return None if None in found else found
 
 
 def argument_of(operator: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return an argument of a call of one of torch's operators, by the name in its schema; None where it has none."""
+    """Return an argument of a call of one of torch's operators, by the name in its schema; None
+    where it has none.
+    """
     if name in kwargs:
         return kwargs[name]
     for place, argument in enumerate(operator._schema.arguments):
@@ -226,7 +272,11 @@ def written_by(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     schema = getattr(operator, "_schema", None)  # a higher-order operator has none
     if schema is None or not schema.is_mutable:
         return []
-    names = [each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    names = [
+        each.name
+        for each in schema.arguments
+        if each.alias_info is not None and each.alias_info.is_write
+    ]
     return [argument_of(operator, name, args, kwargs) for name in names]
 
 
@@ -235,26 +285,30 @@ class _Dispatch(TorchDispatchMode):
 
     def __init__(self, call: Dispatched, begin: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.call, self.begin = call, begin
+        self.call = call
+        self.begin = begin
 
     def __enter__(self) -> Any:
         self.begin()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return self.call(operator, args, kwargs or {})
 
 
 def detached_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an alias whose version rises with the tensor's own; for calls in a dispatch mode, where `detach` alone
-    gives one that does not.
+    """Return an alias whose version rises with the tensor's own; for calls in a dispatch mode,
+    where `detach` alone gives one that does not.
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
 def dispatch_mode(call: Dispatched, begin: Callable[[], None] = lambda: None) -> Any:
-    """Return a context in which every operator, below autograd, is what call(operator, args, kwargs) makes of it.
+    """Return a context in which every operator, below autograd, is what call(operator, args,
+    kwargs) makes of it.
 
     begin: called whenever the context is entered.
     """
@@ -262,7 +316,9 @@ def dispatch_mode(call: Dispatched, begin: Callable[[], None] = lambda: None) ->
 
 
 def held_by(module: nn.Module) -> list[nn.Parameter | nn.Module | None]:
-    """A module's own parameters and submodules, unnamed: a tenth of the time of `named_parameters`."""
+    """A module's own parameters and submodules, unnamed: a tenth of the time of
+    `named_parameters`.
+    """
     return [*module._parameters.values(), *module._modules.values()]
 
 
@@ -272,7 +328,9 @@ def is_persistent_buffer(module: nn.Module, name: str) -> bool:
 
 
 def call_instead(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Have calls of a module run something else, before any hook; `call_plainly` runs what they did.  Local."""
+    """Have calls of a module run something else, before any hook; `call_plainly` runs what they
+    did.  Local.
+    """
     module._compiled_call_impl = call
 
 
@@ -282,29 +340,34 @@ def call_plainly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def adopt_step_hooks(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
-    """Let step hooks of torch's kind, of either optimizer and of all optimizers, run around the outer one's step."""
+    """Let step hooks of torch's kind, of either optimizer and of all optimizers, run around the
+    outer one's step.
+    """
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(outer, name, getattr(inner, name))
     torch.optim.Optimizer._patch_step_function(outer)
 
 
 def tell_schedules_of_step(inner: torch.optim.Optimizer) -> None:
-    """Tell torch's schedules that a step was made: they ask the optimizer they were built on, whose own `step` runs
-    tile by tile, later, or on a rank without a shard never.
+    """Tell torch's schedules that a step was made: they ask the optimizer they were built on, whose
+    own `step` runs tile by tile, later, or on a rank without a shard never.
     """
     inner._opt_called = True  # type: ignore[attr-defined]
 
 
 class ScalesItself:
-    """An optimizer that no torch.amp.GradScaler may step: it asks for this name before it does anything."""
+    """An optimizer that no torch.amp.GradScaler may step: it asks for this name before it does
+    anything.
+    """
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         raise UsageError(
             "a torch.amp.GradScaler steps an optimizer of deepseek_zero.",
-            "It looks for infinities in whole gradients, and each rank holds slices; losses would be scaled twice.",
-            'leave it out: "fp16": {"enabled": true} scales losses, skips steps and moves the scale itself. A scaler '
-            "made with enabled=False may stay.",
+            "It looks for infinities in whole gradients, and each rank holds slices; losses would "
+            "be scaled twice.",
+            'leave it out: "fp16": {"enabled": true} scales losses, skips steps and moves the '
+            "scale itself. A scaler made with enabled=False may stay.",
         )
 
 
@@ -318,15 +381,17 @@ def replace_rendezvous(scheme: str, wrap: Callable[[Any], Any]) -> None:
 
 
 def without_torch_function() -> Any:
-    """Context in which subclasses' __torch_function__ is not consulted (sharding/sharded_parameter.py looks at itself
-    through it).
+    """Context in which subclasses' __torch_function__ is not consulted
+    (sharding/sharded_parameter.py looks at itself through it).
     """
     return torch._C.DisableTorchFunctionSubclass()
 
 
 @dataclass(frozen=True)
 class PerDevice:
-    """A size that is best small on a CPU, where it should fit a cache, and large elsewhere, where a call costs most."""
+    """A size that is best small on a CPU, where it should fit a cache, and large elsewhere, where a
+    call costs most.
+    """
 
     cpu: int
     accelerator: int
@@ -336,7 +401,8 @@ class PerDevice:
 
 
 def default_device() -> torch.device:
-    """The device this rank trains on: what DEEPSEEK_ZERO_DEVICE names, else its GPU where there is one, else the CPU.
+    """The device this rank trains on: what DEEPSEEK_ZERO_DEVICE names, else its GPU where there is
+    one, else the CPU.
 
     UsageError where the variable names what torch does not have.
     """
@@ -352,7 +418,11 @@ def _named_device(variable: str, kind: str) -> torch.device:
     if kind == "cpu":
         return CPU
     module: Any = getattr(torch, kind, None)
-    if not (hasattr(module, "is_available") and hasattr(module, "device_count") and module.is_available()):
+    if not (
+        hasattr(module, "is_available")
+        and hasattr(module, "device_count")
+        and module.is_available()
+    ):
         raise UsageError(
             f"{variable}={kind}, but this torch has no device of that name at hand.",
             "It is where forward and backward compute.",
@@ -362,7 +432,9 @@ def _named_device(variable: str, kind: str) -> torch.device:
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Return whether bf16 arithmetic is native: CUDA from compute capability 8.0; a CPU with AVX512-BF16 or AMX."""
+    """Return whether bf16 arithmetic is native: CUDA from compute capability 8.0; a CPU with
+    AVX512-BF16 or AMX.
+    """
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     try:
@@ -380,7 +452,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def free_device_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be had of a GPU's memory; None where it is the host's, or does not tell."""
+    """Bytes that can still be had of a GPU's memory; None where it is the host's, or does not
+    tell.
+    """
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
 
 
@@ -393,5 +467,7 @@ def allocated_bytes(device: torch.device) -> int:
 
 @lru_cache(maxsize=1)
 def _statm(process: int) -> int:
-    """Open for good: opening it takes ten times as long as reading it.  process: a child has another."""
+    """Open for good: opening it takes ten times as long as reading it.  process: a child has
+    another.
+    """
     return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)

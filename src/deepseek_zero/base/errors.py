@@ -1,6 +1,7 @@
 """The one error family.
 
-Every message says what happened, why, and what to do.  Nothing else in the house raises a bare RuntimeError at users.
+Every message says what happened, why, and what to do.  Nothing else in the house raises a bare
+RuntimeError at users.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ MOST_LISTED = 8  # ranks of a host that a message names one by one
 class DeepSeekZeroError(RuntimeError):
     """Base of every error this library raises on purpose.
 
-    what: the fact, with names and numbers.  why: the reason, if it is not plain.  fix: what the reader can do now.
+    what: the fact, with names and numbers.  why: the reason, if it is not plain.  fix: what the
+    reader can do now.
     """
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
-        self.what, self.why, self.fix = what, why, fix
+        self.what = what
+        self.why = why
+        self.fix = fix
         parts = [what.rstrip()]
         if why:
             parts.append(f"Why: {why}")
@@ -51,7 +55,9 @@ class NotBuiltError(DeepSeekZeroError, NotImplementedError):
 
 
 class UnknownNameError(NotBuiltError, AttributeError):
-    """An attribute that exists in DeepSpeed and not here: an AttributeError too, so that hasattr() answers False."""
+    """An attribute that exists in DeepSpeed and not here: an AttributeError too, so that hasattr()
+    answers False.
+    """
 
 
 class AtRestError(DeepSeekZeroError):
@@ -59,17 +65,22 @@ class AtRestError(DeepSeekZeroError):
 
 
 class PeerError(DeepSeekZeroError):
-    """Another rank died, raised, or called a different collective; raised on every living rank, by name."""
+    """Another rank died, raised, or called a different collective; raised on every living rank, by
+    name.
+    """
 
 
 class HostLost(PeerError):
-    """A host has been silent for longer than a lost host may be; raised on every rank of the others that waits.
+    """A host has been silent for longer than a lost host may be; raised on every rank of the others
+    that waits.
 
-    hosts: name and ranks of each. seconds: of silence, as allowed (`deepseek-zero run --dead-after`).
+    hosts: name and ranks of each. seconds: of silence, as allowed (`deepseek-zero run
+    --dead-after`).
     """
 
     def __init__(self, hosts: Sequence[tuple[str, Sequence[int]]], seconds: float) -> None:
-        self.hosts, self.seconds = [(name, list(ranks)) for name, ranks in hosts], seconds
+        self.hosts = [(name, list(ranks)) for name, ranks in hosts]
+        self.seconds = seconds
         super().__init__(
             f"{' and '.join(host_and_ranks(*each) for each in hosts)} silent for {seconds:g} s",
             "It lost its power or its network, or this host did.",
@@ -87,20 +98,28 @@ def host_and_ranks(name: str, ranks: Sequence[int]) -> str:
 
 def listed_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as messages name them: "rank 2", "ranks 2, 3"."""
-    listed = ", ".join(map(str, ranks)) if len(ranks) <= MOST_LISTED else f"{ranks[0]} to {ranks[-1]}"
+    listed = (
+        ", ".join(map(str, ranks)) if len(ranks) <= MOST_LISTED else f"{ranks[0]} to {ranks[-1]}"
+    )
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}"
 
 
 class IntegrityError(DeepSeekZeroError):
-    """Bits changed where nothing wrote, or differ between ranks that hold the same (`integrity`); on every rank."""
+    """Bits changed where nothing wrote, or differ between ranks that hold the same (`integrity`);
+    on every rank.
+    """
 
 
 class ModelMismatchError(DeepSeekZeroError):
-    """Ranks disagree about names, shapes, dtypes, order or settings; found before any data moves."""
+    """Ranks disagree about names, shapes, dtypes, order or settings; found before any data
+    moves.
+    """
 
 
 class UsageError(DeepSeekZeroError, AssertionError):
-    """A call out of order or with arguments that cannot be right; an AssertionError in DeepSpeed."""
+    """A call out of order or with arguments that cannot be right; an AssertionError in
+    DeepSpeed.
+    """
 
 
 class BatchMismatchError(UsageError):
@@ -108,8 +127,8 @@ class BatchMismatchError(UsageError):
 
 
 class StorageError(DeepSeekZeroError, OSError):
-    """A disk that holds states refused, is full, or returned other bytes than it was given; they are never computed
-    with.
+    """A disk that holds states refused, is full, or returned other bytes than it was given; they
+    are never computed with.
     """
 
 
@@ -132,7 +151,9 @@ def article(value: Any) -> str:
 
 
 def shown(value: Any, limit: int = LONGEST_SHOWN) -> str:
-    """A value as a message shows it: like repr, at most `limit` characters, whatever the value is or does."""
+    """A value as a message shows it: like repr, at most `limit` characters, whatever the value is
+    or does.
+    """
     try:
         text = "".join(_pieces(value, limit, _DEEPEST_SHOWN))
     except Exception:  # a foreign mapping or sequence that does not tell what it holds
@@ -148,7 +169,9 @@ def _pieces(value: Any, room: int, depth: int) -> Iterator[str]:
         entries = ((key, ": ", inner) for key, inner in value.items())
         yield from _enclosed("{", entries, "}", room, depth)
     elif isinstance(value, list | tuple) and depth:
-        opening, closing = ("[", "]") if isinstance(value, list) else ("(", ",)" if len(value) == 1 else ")")
+        opening, closing = (
+            ("[", "]") if isinstance(value, list) else ("(", ",)" if len(value) == 1 else ")")
+        )
         yield from _enclosed(opening, ((inner,) for inner in value), closing, room, depth)
     elif isinstance(value, Mapping | list | tuple):
         yield "..."
@@ -159,8 +182,11 @@ def _pieces(value: Any, room: int, depth: int) -> Iterator[str]:
             yield f"<{type(value).__name__}>"
 
 
-def _enclosed(opening: str, entries: Iterable[tuple[Any, ...]], closing: str, room: int, depth: int) -> Iterator[str]:
-    separator, used = opening, 0
+def _enclosed(
+    opening: str, entries: Iterable[tuple[Any, ...]], closing: str, room: int, depth: int
+) -> Iterator[str]:
+    separator = opening
+    used = 0
     for entry in entries:
         yield separator
         separator, used = ", ", used + len(separator)

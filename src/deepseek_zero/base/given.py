@@ -1,5 +1,5 @@
-"""Checks arguments of which only some kinds can be right: returns the value, or raises `UsageError` with what it
-was.
+"""Checks arguments of which only some kinds can be right: returns the value, or raises `UsageError`
+with what it was.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def refuse(call: str, name: str, value: Any, wanted: str, fix: str) -> UsageError:
-    """Return the error for an argument of the wrong kind. call: as the caller wrote it. wanted: a noun, "a
-    directory".
+    """Return the error for an argument of the wrong kind. call: as the caller wrote it. wanted: a
+    noun, "a directory".
     """
     return UsageError(f"{call}({name}={shown(value)}) cannot be used.", f"{name} is {wanted}.", fix)
 
@@ -31,7 +31,9 @@ def path_of(call: str, name: str, value: Any) -> Path:
         if isinstance(text, str) and "\0" not in text:
             refuse_url(f"{call}({name}={shown(value)})", text)
             return Path(text)
-    raise refuse(call, name, value, "the path of a file or a directory", "pass a text or a pathlib.Path.")
+    raise refuse(
+        call, name, value, "the path of a file or a directory", "pass a text or a pathlib.Path."
+    )
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -40,7 +42,10 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 URL_REASON = "Files are on a file system that the hosts have mounted; object stores are not built."
-URL_FIX = "mount the store and name the folder, or write to a local folder and copy it; write ./ before a folder s3:."
+URL_FIX = (
+    "mount the store and name the folder, or write to a local folder and copy it; write ./ before "
+    "a folder s3:."
+)
 
 
 def refuse_url(what: str, path: str | os.PathLike[str]) -> None:
@@ -57,7 +62,8 @@ def did_you_mean(name: str, choices: Collection[str]) -> str:
 
 
 class NoSuchNameError(AttributeError):
-    """An attribute that an object does not have.  Its text, which is made when it is read, suggests a near name.
+    """An attribute that an object does not have.  Its text, which is made when it is read, suggests
+    a near name.
 
     choices: returns the names there are; hasattr, which reads no text, does not pay for them.
     """
@@ -81,4 +87,10 @@ def whole_number(call: str, name: str, value: Any, least: int, most: int | None 
     if is_whole and value >= least and (most is None or value <= most):
         return int(value)
     limits = f"{least} or more" if most is None else f"{least} to {most}"
-    raise refuse(call, name, value, f"a whole number, {limits}", f"pass one, for example {name}={max(least, 1)}.")
+    raise refuse(
+        call,
+        name,
+        value,
+        f"a whole number, {limits}",
+        f"pass one, for example {name}={max(least, 1)}.",
+    )

@@ -1,4 +1,5 @@
-"""What a launcher and its ranks tell each other beside signals: one exit code, a few empty files, and a mesh.
+"""What a launcher and its ranks tell each other beside signals: one exit code, a few empty files,
+and a mesh.
 
     85                                     exit code of ranks that were asked to end, saved together and left
     $DEEPSEEK_ZERO_ATTEMPT.saves.SIGTERM   a rank: asked to end by this signal, I save first; give me time
@@ -12,7 +13,8 @@
                                            10.0.0.1:29500/29501
     $DEEPSEEK_ZERO_DEAD_AFTER              the launcher: seconds of silence after which another host is lost
 
-The first variable holds a path of the launcher's, another one for each start of the ranks.  Under another launcher it
+The first variable holds a path of the launcher's, another one for each start of the ranks.  Under
+another launcher it
 is not set: then nothing is written, and every signal is a request.  Standard library only.
 """
 
@@ -24,15 +26,22 @@ from pathlib import Path
 
 from .errors import UsageError
 
-SAVED_EXIT_CODE = 85  # Linux's number for ERESTART, and what HTCondor's manual takes for the same; no signal plus 128
+# Linux's number for ERESTART, and what HTCondor's manual takes for the same; no signal plus 128
+SAVED_EXIT_CODE = 85
 
 ATTEMPT = "DEEPSEEK_ZERO_ATTEMPT"
-SAVES, ENDING = ".saves.", ".ending"
+SAVES = ".saves."
+ENDING = ".ending"
 MESH = "DEEPSEEK_ZERO_MESH"
-SECRET_FILE, SECRET_BYTES = "DEEPSEEK_ZERO_SECRET_FILE", 32
-INTERFACE, PORTS = "DEEPSEEK_ZERO_INTERFACE", "DEEPSEEK_ZERO_PORTS"
-STORE, TLS = "DEEPSEEK_ZERO_STORE", "DEEPSEEK_ZERO_TLS"
-DEAD_AFTER, DEFAULT_DEAD_AFTER, LEAST_DEAD_AFTER = "DEEPSEEK_ZERO_DEAD_AFTER", 10.0, 2.0
+SECRET_FILE = "DEEPSEEK_ZERO_SECRET_FILE"
+SECRET_BYTES = 32
+INTERFACE = "DEEPSEEK_ZERO_INTERFACE"
+PORTS = "DEEPSEEK_ZERO_PORTS"
+STORE = "DEEPSEEK_ZERO_STORE"
+TLS = "DEEPSEEK_ZERO_TLS"
+DEAD_AFTER = "DEEPSEEK_ZERO_DEAD_AFTER"
+DEFAULT_DEAD_AFTER = 10.0
+LEAST_DEAD_AFTER = 2.0
 TELL_AFTER = 5.0  # seconds until a line names a host that is silent, or a rank that is stopped
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch's own
 MESH_OPTIONS = "the launcher's command line"  # in messages, where the mesh comes from that variable
@@ -47,7 +56,9 @@ def dead_after() -> float:
     try:
         return checked_dead_after(float(text) if text else DEFAULT_DEAD_AFTER, DEAD_AFTER)
     except ValueError:
-        raise UsageError(f"{DEAD_AFTER}={text} is no number.", fix="give seconds, or inf for never.") from None
+        raise UsageError(
+            f"{DEAD_AFTER}={text} is no number.", fix="give seconds, or inf for never."
+        ) from None
 
 
 def checked_dead_after(seconds: float, name: str) -> float:
@@ -62,7 +73,8 @@ def checked_dead_after(seconds: float, name: str) -> float:
 
 
 def place_of_store() -> str | None:
-    """Return where the store of our launcher listens, which watches the hosts of this job; None under another one, also
+    """Return where the store of our launcher listens, which watches the hosts of this job; None
+    under another one, also
     where a rank of ours has started that one: it says another MASTER_PORT.
     """
     place, _, master_port = os.environ.get(STORE, "").partition("/")
@@ -84,13 +96,17 @@ def is_marked(attempt: str, word: str) -> bool:
 
 
 def say_that_we_save(signals: Iterable[str]) -> None:
-    """Tell our launcher, if there is one, that this rank saves when it gets one of these signals."""
+    """Tell our launcher, if there is one, that this rank saves when it gets one of these
+    signals.
+    """
     if attempt := os.environ.get(ATTEMPT):
         for name in signals:
             mark(attempt, SAVES + name)
 
 
 def is_ending() -> bool:
-    """Return whether our launcher ends the ranks, as it does when one of them is gone; safe within signal handlers."""
+    """Return whether our launcher ends the ranks, as it does when one of them is gone; safe within
+    signal handlers.
+    """
     attempt = os.environ.get(ATTEMPT)
     return bool(attempt) and is_marked(str(attempt), ENDING)

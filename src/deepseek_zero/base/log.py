@@ -1,7 +1,8 @@
 """Rank-aware logging; nothing else in the house prints.
 
-`logger.info` and its kin speak on every rank, `log_once` on rank 0 only.  The logger is the standard one named
-"deepseek_zero".  Importing gives it no handler and no level.  The first use of a door does (`speak`), and only where
+`logger.info` and its kin speak on every rank, `log_once` on rank 0 only.  The logger is the
+standard one named "deepseek_zero".  Importing gives it no handler and no level.  The first use of a
+door does (`speak`), and only where
 the program has not configured logging: a program that has keeps its own handlers, format and level.
 """
 
@@ -18,7 +19,10 @@ from .world import is_rank_zero
 logger = logging.getLogger("deepseek_zero")
 
 
-LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
+LEVELS = {
+    name: getattr(logging, name.upper())
+    for name in ("debug", "info", "warning", "error", "critical")
+}
 LEVEL = "DEEPSEEK_ZERO_LOG_LEVEL"  # what to say where the program has not configured logging
 
 
@@ -29,7 +33,9 @@ class _RankFormatter(logging.Formatter):
 
 
 class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Looks sys.stderr up at each record, so that a program (or a test) that replaces it is followed."""
+    """Looks sys.stderr up at each record, so that a program (or a test) that replaces it is
+    followed.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -37,7 +43,9 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def speak() -> None:
-    """Let the library's lines be seen on stderr, unless the program has configured logging; twice is harmless."""
+    """Let the library's lines be seen on stderr, unless the program has configured logging; twice
+    is harmless.
+    """
     if not logger.hasHandlers():
         install()
 
@@ -52,7 +60,9 @@ def install() -> None:
 
 
 def set_first_level(level: str) -> None:
-    """Set the level of the library's logger if neither the program nor the environment has set one."""
+    """Set the level of the library's logger if neither the program nor the environment has set
+    one.
+    """
     if logger.level == logging.NOTSET:
         logger.setLevel(os.environ.get(LEVEL, level).upper())
 

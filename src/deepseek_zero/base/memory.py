@@ -1,7 +1,7 @@
 """Memory that torch's allocator does not give: pages of our own, and pages that processes share.
 
-Shared ones are memfds, which have no name: a killed process leaves nothing in a file system, a small /dev/shm does not
-matter, and only a process with the descriptor can map one.
+Shared ones are memfds, which have no name: a killed process leaves nothing in a file system, a
+small /dev/shm does not matter, and only a process with the descriptor can map one.
 """
 
 from __future__ import annotations
@@ -32,12 +32,20 @@ PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
 HUGE_PAGES_SWITCH = "/sys/kernel/mm/transparent_hugepage/enabled"
 NAME = "deepseek_zero"  # the name of these pages in /proc/PID/maps; they cannot be opened by it
-KEPT_BYTES = 256 << 20  # about what the activations and one unit's gradients of a model for a laptop take
+KEPT_BYTES = (
+    256 << 20
+)  # about what the activations and one unit's gradients of a model for a laptop take
 LARGEST_ON_HEAP = 32 << 20  # the C library's own upper limit
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt's numbers
+# mallopt's numbers
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: map what is there, copy nothing
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: give pages to a range, and leave its contents
-LOCK_BYTES = 1 << 30  # that one call locks at most: the driver holds a lock of the whole machine meanwhile
+_POPULATE_WRITE = (
+    23  # MADV_POPULATE_WRITE, Linux 5.14: give pages to a range, and leave its contents
+)
+LOCK_BYTES = (
+    1 << 30
+)  # that one call locks at most: the driver holds a lock of the whole machine meanwhile
 _TOUCH_BYTES = 32 << 20  # that one call gives pages to
 _TRIAL_BYTES = 256 << 20  # after which huge pages are given up if they come too slowly
 SLOW_TOUCH = 1e9  # bytes a second; less, and the system has to move memory to form huge pages
@@ -47,11 +55,13 @@ _IS_SHARED = 61  # its bit for a page of shared memory; clear on one that was co
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep what is freed on top of its heap, up to KEPT_BYTES, for the next allocation.
+    """Let the C library keep what is freed on top of its heap, up to KEPT_BYTES, for the next
+    allocation.
 
-    By default it hands such memory back at once and asks for it again a moment later, page by page: a unit's gradients
-    in every unit's backward.  True if it was changed: not where the user has set it (MALLOC_TRIM_THRESHOLD_,
-    GLIBC_TUNABLES), nor where another allocator or C library is in force.
+    By default it hands such memory back at once and asks for it again a moment later, page by page:
+    a unit's gradients in every unit's backward.  True if it was changed: not where the user has set
+    it (MALLOC_TRIM_THRESHOLD_, GLIBC_TUNABLES), nor where another allocator or C library is in
+    force.
     """
     if _heap_variables():
         return False
@@ -70,8 +80,8 @@ def _heap_variables() -> list[str]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Python's collector stays away: where torch is imported, one look at every object takes a third of a second, and
-    a block that makes thousands of them would call it.
+    """Python's collector stays away: where torch is imported, one look at every object takes a
+    third of a second, and a block that makes thousands of them would call it.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -83,17 +93,22 @@ def no_collection() -> Iterator[None]:
 
 
 def capabilities(*, keeps_freed: bool) -> list[Capability]:
-    """Describe what the system grants this process. keeps_freed: the result of `keep_freed_memory`."""
+    """Describe what the system grants this process. keeps_freed: the result of
+    `keep_freed_memory`.
+    """
     return [_huge_pages(), _written_pages(), _freed_memory(keeps_freed)]
 
 
 def _freed_memory(is_kept: bool) -> Capability:
-    name, stated = "freed memory", _heap_variables()
+    name = "freed memory"
+    stated = _heap_variables()
     if is_kept:
         return Capability(name, f"up to {KEPT_BYTES >> 20} MiB are kept for the next use")
     if stated:
         return Capability(name, f"as {', '.join(stated)} says")
-    return Capability(name, "returned to the system", "only glibc's own allocator can be told to keep it")
+    return Capability(
+        name, "returned to the system", "only glibc's own allocator can be told to keep it"
+    )
 
 
 def _huge_pages() -> Capability:
@@ -104,7 +119,10 @@ def _huge_pages() -> Capability:
         said = None
     if said is not None and said[1] in ("always", "madvise"):
         return Capability(name, "huge pages")
-    why = f"{HUGE_PAGES_SWITCH} says {said[1] if said else 'nothing'}: 512 page faults in place of one"
+    why = (
+        f"{HUGE_PAGES_SWITCH} says {said[1] if said else 'nothing'}: 512 page faults in place of "
+        "one"
+    )
     return Capability(name, f"pages of {PAGE} bytes", why)
 
 
@@ -113,7 +131,10 @@ def _written_pages() -> Capability:
     try:
         os.pread(_page_map(os.getpid()), _ENTRY, 0)
     except OSError as error:
-        why = f"/proc/self/pagemap cannot be read ({error.strerror}), so nobody knows whether they were written"
+        why = (
+            f"/proc/self/pagemap cannot be read ({error.strerror}), so nobody knows whether they "
+            "were written"
+        )
         return Capability(name, "mapped anew after each use", why)
     return Capability(name, "stay mapped")
 
@@ -140,7 +161,9 @@ def private_pages(numel: int, dtype: torch.dtype, *, locked: bool = False) -> Te
 
 
 def _map_private(nbytes: int) -> tuple[_PrivatePages, int]:
-    """Return a new mapping, and the offset of its first byte to use: a huge page's boundary if one fits."""
+    """Return a new mapping, and the offset of its first byte to use: a huge page's boundary if one
+    fits.
+    """
     huge = nbytes // HUGE_PAGE * HUGE_PAGE
     mapped = nbytes + (HUGE_PAGE if huge else 0)
     pages = _PrivatePages(-1, mapped, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -153,7 +176,8 @@ def _map_private(nbytes: int) -> tuple[_PrivatePages, int]:
 class _PrivatePages(mmap.mmap):
     """A mapping, of which CUDA keeps ranges locked until it is unmapped.
 
-    The tensors over it keep it alive. Its destructor unlocks the ranges before the system can give their addresses to
+    The tensors over it keep it alive. Its destructor unlocks the ranges before the system can give
+    their addresses to
     another mapping: CUDA refuses to lock a range that overlaps one it still lists.
     """
 
@@ -177,10 +201,11 @@ class _PrivatePages(mmap.mmap):
 
 
 class Slab:
-    """Memory of this process that is mapped at once and handed out in pieces, with huge pages if they fit.
+    """Memory of this process that is mapped at once and handed out in pieces, with huge pages if
+    they fit.
 
-    A piece is a tensor with a storage of its own. It is free again when its last view is gone; its pages stay. Nothing
-    is touched before `touch`, or locked before `lock`.
+    A piece is a tensor with a storage of its own. It is free again when its last view is gone; its
+    pages stay. Nothing is touched before `touch`, or locked before `lock`.
 
     Args:
         pieces: The bytes of each piece, whole pages.
@@ -224,7 +249,8 @@ class Slab:
     def touch(self, threads: int, advance: Callable[[int], None]) -> None:
         """Give pages to all of it, with several threads, so that no first use waits for them.
 
-        Contents stay as they are. On a system without MADV_POPULATE_WRITE (Linux before 5.14) nothing happens.
+        Contents stay as they are. On a system without MADV_POPULATE_WRITE (Linux before 5.14)
+        nothing happens.
 
         Args:
             threads: The number of threads.
@@ -237,7 +263,8 @@ class Slab:
         for low in range(0, self.nbytes, _TOUCH_BYTES):
             slices.append((address + low, min(_TOUCH_BYTES, self.nbytes - low)))
         count = _TRIAL_BYTES // _TOUCH_BYTES
-        trial, rest = slices[:count], slices[count:]
+        trial = slices[:count]
+        rest = slices[count:]
         with ThreadPoolExecutor(max(1, min(threads, len(slices))), "deepseek_zero touch") as pool:
             began = time.perf_counter()
             _touch(trial, pool, advance)
@@ -250,8 +277,8 @@ class Slab:
     def lock(self, advance: Callable[[int], None]) -> None:
         """Page-lock all of it for copies of a GPU, in ranges of at most `LOCK_BYTES`.
 
-        A range ends where a piece does, unless that piece is larger than a range. It stays locked until the slab and
-        all pieces are gone.
+        A range ends where a piece does, unless that piece is larger than a range. It stays locked
+        until the slab and all pieces are gone.
 
         Args:
             advance: Is called with the bytes that have been locked.
@@ -275,9 +302,15 @@ class Slab:
         return found
 
 
-def _touch(slices: Sequence[tuple[int, int]], pool: ThreadPoolExecutor, advance: Callable[[int], None]) -> None:
-    """Give pages to ranges (address, bytes) of this process, each in one of the threads of a pool."""
-    calls = [pool.submit(_madvise(), address, nbytes, _POPULATE_WRITE) for address, nbytes in slices]
+def _touch(
+    slices: Sequence[tuple[int, int]], pool: ThreadPoolExecutor, advance: Callable[[int], None]
+) -> None:
+    """Give pages to ranges (address, bytes) of this process, each in one of the threads of a
+    pool.
+    """
+    calls = [
+        pool.submit(_madvise(), address, nbytes, _POPULATE_WRITE) for address, nbytes in slices
+    ]
     for call, (_, nbytes) in zip(calls, slices, strict=True):
         if call.result() == 0:  # otherwise the first use brings these pages
             advance(nbytes)
@@ -286,16 +319,20 @@ def _touch(slices: Sequence[tuple[int, int]], pool: ThreadPoolExecutor, advance:
 def parts_in_lock_ranges(host: Tensor) -> Iterator[slice]:
     """Yield slices of a flat tensor of host memory that each lie in one locked range.
 
-    CUDA refuses a copy that reaches from one locked range into the next. Only pieces larger than a range have several.
+    CUDA refuses a copy that reaches from one locked range into the next. Only pieces larger than a
+    range have several.
     """
-    first, last = host.storage_offset(), host.storage_offset() + host.numel()
+    first = host.storage_offset()
+    last = host.storage_offset() + host.numel()
     step = LOCK_BYTES // host.itemsize
     for low in range(first // step * step, last, step):
         yield slice(max(low, first) - first, min(low + step, last) - first)
 
 
 def _unlock(address: int) -> None:
-    """Let CUDA unlock the range that begins here. An error has no remedy here, so it is only cleared."""
+    """Let CUDA unlock the range that begins here. An error has no remedy here, so it is only
+    cleared.
+    """
     with suppress(Exception):  # Python or CUDA is ending, and the system unlocks everything
         cudart = torch.cuda.cudart()
         if int(cudart.cudaHostUnregister(address)) != 0:
@@ -303,7 +340,9 @@ def _unlock(address: int) -> None:
 
 
 def _clear_cuda_error(cudart: Any) -> None:
-    """Read CUDA's last error, which resets it. Otherwise the next kernel launch of any code raises it."""
+    """Read CUDA's last error, which resets it. Otherwise the next kernel launch of any code raises
+    it.
+    """
     read = getattr(cudart, "cudaGetLastError", None)  # torch 2.11 to 2.13 do not show it
     if read is not None:
         read()
@@ -322,23 +361,32 @@ def _name_of_cuda_error(cudart: Any, error: Any) -> str:
 def _lock_refusal(nbytes: int, error: int, name: str) -> OutOfMemoryError:
     what = f"{nbytes:,} bytes of host memory cannot be page-locked: CUDA error {error}, {name}."
     if error == _CUDA_OUT_OF_MEMORY:
-        why = "The host has no more memory that may be locked; a limit of the process (ulimit -l) can be the cause."
-        return OutOfMemoryError(what, why, 'raise that limit, offload less, or set "pin_memory": false.')
+        why = (
+            "The host has no more memory that may be locked; a limit of the process (ulimit -l) "
+            "can be the cause."
+        )
+        return OutOfMemoryError(
+            what, why, 'raise that limit, offload less, or set "pin_memory": false.'
+        )
     why = "Copies between such memory and a GPU run while it computes."
     return OutOfMemoryError(what, why, 'set "pin_memory": false to train with pageable memory.')
 
 
 def return_pages(tensor: Tensor) -> None:
-    """Forget the contents of CPU memory: until it is written again, its whole pages are the system's.
+    """Forget the contents of CPU memory: until it is written again, its whole pages are the
+    system's.
 
-    Shared pages are gone for everybody who maps them.  Only Linux is asked; elsewhere nothing happens.
+    Shared pages are gone for everybody who maps them.  Only Linux is asked; elsewhere nothing
+    happens.
     """
     if sys.platform != "linux":
         return
     madvise = _madvise()
     start = -(-tensor.data_ptr() // PAGE) * PAGE
     nbytes = (tensor.data_ptr() + tensor.nbytes) // PAGE * PAGE - start
-    if nbytes > 0 and madvise(start, nbytes, mmap.MADV_REMOVE) != 0:  # refused unless the pages are shared
+    if (
+        nbytes > 0 and madvise(start, nbytes, mmap.MADV_REMOVE) != 0
+    ):  # refused unless the pages are shared
         madvise(start, nbytes, mmap.MADV_DONTNEED)
 
 
@@ -350,10 +398,11 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 
 def is_cached(descriptor: int, start: int, stop: int) -> bool:
-    """Return whether the page cache has bytes [start, stop) of a file, `start` at a page; False if the system does not
-    tell.
+    """Return whether the page cache has bytes [start, stop) of a file, `start` at a page; False if
+    the system does not tell.
 
-    Nothing is read for it. A read that must not wait (RWF_NOWAIT) would have the kernel begin to read all of it.
+    Nothing is read for it. A read that must not wait (RWF_NOWAIT) would have the kernel begin to
+    read all of it.
     """
     length = stop - start
     try:
@@ -374,7 +423,12 @@ def is_cached(descriptor: int, start: int, stop: int) -> bool:
 def _mincore() -> ctypes.CDLL:
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *([ctypes.c_int] * 3), ctypes.c_longlong]
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        *([ctypes.c_int] * 3),
+        ctypes.c_longlong,
+    ]
     libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     return libc
@@ -383,7 +437,8 @@ def _mincore() -> ctypes.CDLL:
 def trim_heap() -> None:
     """Return what is free inside the C library's heap to the system; KEPT_BYTES on top of it stay.
 
-    Under a small allocation that lives, a freed tensor leaves a hole, and glibc (2.36) never puts a tensor of the same
+    Under a small allocation that lives, a freed tensor leaves a hole, and glibc (2.36) never puts a
+    tensor of the same
     size there: the alignment torch asks for does not fit.  Other C libraries are not asked.
     """
     if (trim := _malloc_trim()) is not None:
@@ -401,14 +456,19 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 class Segment:
-    """Pages that several processes map; the last mapping, in whichever process, keeps them alive."""
+    """Pages that several processes map; the last mapping, in whichever process, keeps them
+    alive.
+    """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        self.descriptor, self.nbytes = descriptor, nbytes
+        self.descriptor = descriptor
+        self.nbytes = nbytes
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
-        """New zeroed pages; raises where the host has not that many, instead of a SIGBUS at the first touch."""
+        """New zeroed pages; raises where the host has not that many, instead of a SIGBUS at the
+        first touch.
+        """
         descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
@@ -423,7 +483,9 @@ class Segment:
 
     def map(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
         """So many elements from the byte `start` on; everybody sees what is written there."""
-        pages, skipped = self._pages(start, numel * dtype.itemsize, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        pages, skipped = self._pages(
+            start, numel * dtype.itemsize, mmap.MAP_SHARED | mmap.MAP_POPULATE
+        )
         return torch.frombuffer(pages, dtype=dtype, count=numel, offset=skipped)
 
     def view(self, dtype: torch.dtype = torch.uint8) -> SegmentView:
@@ -433,7 +495,9 @@ class Segment:
     def _pages(self, start: int, nbytes: int, flags: int) -> tuple[mmap.mmap, int]:
         skipped = start % PAGE
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        return mmap.mmap(self.descriptor, skipped + nbytes, flags, protection, offset=start - skipped), skipped
+        return mmap.mmap(
+            self.descriptor, skipped + nbytes, flags, protection, offset=start - skipped
+        ), skipped
 
     def close(self) -> None:
         """Give the descriptor up; mappings stay."""
@@ -443,7 +507,9 @@ class Segment:
 
 
 def segment_views() -> list[range]:
-    """The addresses at which this process only sees pages that it shares, as the kernel lists them."""
+    """The addresses at which this process only sees pages that it shares, as the kernel lists
+    them.
+    """
     found = []
     with open("/proc/self/maps", encoding="utf-8") as maps:
         for line in maps:
@@ -460,7 +526,9 @@ def _page_map(process: int) -> int:
 
 
 class SegmentView:
-    """A segment to be read (copy on write): an in-place edit never reaches another process, and can be found out."""
+    """A segment to be read (copy on write): an in-place edit never reaches another process, and can
+    be found out.
+    """
 
     def __init__(self, pages: mmap.mmap, dtype: torch.dtype) -> None:
         self._pages = pages
@@ -473,7 +541,9 @@ class SegmentView:
     def was_written(self) -> bool:
         """Return whether a page was copied for this process because something wrote into it."""
         try:
-            os.preadv(_page_map(os.getpid()), [self._entries], self.tensor.data_ptr() // PAGE * _ENTRY)
+            os.preadv(
+                _page_map(os.getpid()), [self._entries], self.tensor.data_ptr() // PAGE * _ENTRY
+            )
         except OSError:  # a kernel that does not tell
             return True
         if self._entries == self._clean:

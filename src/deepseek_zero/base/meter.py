@@ -1,8 +1,10 @@
-"""What one rank measures: bytes and calls per kind of collective, seconds of waiting, and the phase it is in.
+"""What one rank measures: bytes and calls per kind of collective, seconds of waiting, and the phase
+it is in.
 
-Bytes are counted where they leave.  `PhaseClock` knows one phase at a time, so that the parts add up to the whole; it
-costs a clock reading at each change.  On a GPU it tells what the host did, which runs ahead of the device.  `events`, a
-list while one is recorded, has one entry per collective.
+Bytes are counted where they leave.  `PhaseClock` knows one phase at a time, so that the parts add
+up to the whole; it costs a clock reading at each change.  On a GPU it tells what the host did,
+which runs ahead of the device.  `events`, a list while one is recorded, has one entry per
+collective.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ class PhaseClock:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.steps = -1  # counted without the first
-        self._phase, self._since = BETWEEN, time.perf_counter()
+        self._phase = BETWEEN
+        self._since = time.perf_counter()
 
     @property
     def phase(self) -> str:
@@ -33,7 +36,9 @@ class PhaseClock:
         """Begin a phase; return the one that was under way."""
         now = time.perf_counter()
         self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
-        before, self._phase, self._since = self._phase, phase, now
+        before = self._phase
+        self._phase = phase
+        self._since = now
         return before
 
     def end_step(self) -> bool:
@@ -46,9 +51,11 @@ class PhaseClock:
 
 
 class Event(NamedTuple):
-    """One collective on this rank, in seconds of time.perf_counter. lane: "gather", "reduce" or "rows".
+    """One collective on this rank, in seconds of time.perf_counter. lane: "gather", "reduce" or
+    "rows".
 
-    arrived: when its data was here. waited: the interval in which this rank did nothing but wait for it.
+    arrived: when its data was here. waited: the interval in which this rank did nothing but wait
+    for it.
     """
 
     lane: str
@@ -67,8 +74,10 @@ class Event(NamedTuple):
 class Meter:
     """Counts since the last reset.
 
-    sent_bytes[kind]: bytes this rank sent, by any transport; far_bytes[kind]: those of them that went to other hosts.
-    calls[kind]: collectives. wait_seconds[lane]: seconds of waiting. sum_seconds: seconds of adding up what other ranks
+    sent_bytes[kind]: bytes this rank sent, by any transport; far_bytes[kind]: those of them that
+    went to other hosts.
+    calls[kind]: collectives. wait_seconds[lane]: seconds of waiting. sum_seconds: seconds of adding
+    up what other ranks
     sent. clock: the phases in which that happened.
     """
 
@@ -79,7 +88,11 @@ class Meter:
     sum_seconds: float = 0.0
     clock: PhaseClock = field(default_factory=PhaseClock)
     events: list[Event] | None = None
-    _uncounted: tuple[int, int, int] = (0, 0, 0)  # bytes sent, bytes sent far and steps before `counted_bytes` begin
+    _uncounted: tuple[int, int, int] = (
+        0,
+        0,
+        0,
+    )  # bytes sent, bytes sent far and steps before `counted_bytes` begin
 
     def count(self, kind: str, sent_bytes: int, far_bytes: int = 0) -> None:
         self.sent_bytes[kind] += sent_bytes
@@ -100,8 +113,8 @@ class Meter:
 
     @property
     def counted_bytes(self) -> tuple[int, int]:
-        """Return the bytes this rank sent, of all kinds, and those of them to other hosts: since the first step ended,
-        or the last reset.
+        """Return the bytes this rank sent, of all kinds, and those of them to other hosts: since
+        the first step ended, or the last reset.
         """
         sent, far, _ = self._uncounted
         return self.total_bytes() - sent, sum(self.far_bytes.values()) - far

@@ -1,7 +1,7 @@
 """Walks what modules take and return, to find, change or cast the tensors in it.
 
-`map_tensors` changes mappings and objects in place, since what a module returns is its caller's; `map_inputs` makes new
-containers, since what a module is given stays its caller's.
+`map_tensors` changes mappings and objects in place, since what a module returns is its caller's;
+`map_inputs` makes new containers, since what a module is given stays its caller's.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from torch import Tensor, nn
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with each tensor replaced by change(tensor).  Mappings and objects are changed in place: callers own
-    them.  Modules are not outputs and are passed over; an object that holds itself is walked once.
+    """`value` with each tensor replaced by change(tensor).  Mappings and objects are changed in
+    place: callers own them.  Modules are not outputs and are passed over; an object that holds
+    itself is walked once.
     """
     return _map(value, change, {})
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor], known: dict[int, Any]) -> Any:
-    """known: id -> what stands for an object that was met before, so that cycles end and shared parts stay shared."""
+    """known: id -> what stands for an object that was met before, so that cycles end and shared
+    parts stay shared.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if id(value) in known:
@@ -45,7 +48,9 @@ def _map(value: Any, change: Callable[[Tensor], Tensor], known: dict[int, Any]) 
     return known.get(id(value), value)
 
 
-def _map_mapping(value: Mapping[Any, Any], change: Callable[[Tensor], Tensor], known: dict[int, Any]) -> Any:
+def _map_mapping(
+    value: Mapping[Any, Any], change: Callable[[Tensor], Tensor], known: dict[int, Any]
+) -> Any:
     items = {key: _map(item, change, known) for key, item in value.items()}
     changed = {key: item for key, item in items.items() if item is not value[key]}
     if not changed:
@@ -69,7 +74,11 @@ def _attribute_names(value: Any) -> list[str]:
         return []
     if is_dataclass(value):
         return [item.name for item in fields(value)]
-    return list(vars(value)) if type(value).__module__ != "builtins" and hasattr(value, "__dict__") else []
+    return (
+        list(vars(value))
+        if type(value).__module__ != "builtins" and hasattr(value, "__dict__")
+        else []
+    )
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -86,7 +95,9 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def cast_inputs(value: Any, dtype: torch.dtype | None) -> Any:
-    """Return `value` with every floating tensor in it cast to dtype; walk usual containers, keep others."""
+    """Return `value` with every floating tensor in it cast to dtype; walk usual containers, keep
+    others.
+    """
     if dtype is None:
         return value
 
@@ -97,7 +108,9 @@ def cast_inputs(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def map_inputs(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return `value` with change(tensor) for every tensor in it, in new containers: the caller's stay as they are."""
+    """Return `value` with change(tensor) for every tensor in it, in new containers: the caller's
+    stay as they are.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -107,7 +120,9 @@ def map_inputs(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         changed = [map_inputs(item, change) for item in value]
         return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     if is_dataclass(value) and not isinstance(value, type):
-        changes = {f.name: map_inputs(getattr(value, f.name), change) for f in fields(value) if f.init}
+        changes = {
+            f.name: map_inputs(getattr(value, f.name), change) for f in fields(value) if f.init
+        }
         return replace(value, **changes)
     return value
 
@@ -120,7 +135,9 @@ def _rebuilt(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of a model without values: parameters and buffers are on the meta device, ties stay."""
+    """Return a copy of a model without values: parameters and buffers are on the meta device, ties
+    stay.
+    """
     memo: dict[int, Any] = {}
     for param in model.parameters():
         empty = torch.empty(param.shape, dtype=param.dtype, device="meta")

@@ -1,4 +1,5 @@
-"""The addresses of this host: which interface has one, by which other hosts reach it, and where it listens.
+"""The addresses of this host: which interface has one, by which other hosts reach it, and where it
+listens.
 
 Standard library only.
 """
@@ -21,7 +22,9 @@ _SIOCGIFADDR = 0x8915
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address is one at which a host reaches nobody but itself; False for a name."""
+    """Return whether an address is one at which a host reaches nobody but itself; False for a
+    name.
+    """
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -29,11 +32,12 @@ def is_loopback(address: str) -> bool:
 
 
 def listening_address(is_one: bool, met_at: str | None) -> str:
-    """Return the one address at which this process listens: of the interface that was named, else loopback where all of
-    a job is on one host, else the one by which other hosts reach this one.
+    """Return the one address at which this process listens: of the interface that was named, else
+    loopback where all of a job is on one host, else the one by which other hosts reach this one.
 
-    met_at: where the job meets, a name or an address; None: nobody says.  Raises `UsageError` where this host has no
-    such interface, or nothing says which of its addresses others reach, OSError where it has no loopback as written.
+    met_at: where the job meets, a name or an address; None: nobody says.  Raises `UsageError` where
+    this host has no such interface, or nothing says which of its addresses others reach, OSError
+    where it has no loopback as written.
     """
     if said := os.environ.get(INTERFACE):
         return address_of(said)
@@ -41,9 +45,11 @@ def listening_address(is_one: bool, met_at: str | None) -> str:
 
 
 def reached_at(met_at: str | None) -> str:
-    """Return the address by which other hosts reach this one: met_at, where that is its own, else of a way out of it.
+    """Return the address by which other hosts reach this one: met_at, where that is its own, else
+    of a way out of it.
 
-    A loopback address counts only where it was written as one: a name may mean 127.0.1.1 on its own host.  Argument
+    A loopback address counts only where it was written as one: a name may mean 127.0.1.1 on its own
+    host.  Argument
     and errors: as `listening_address`.
     """
     if met_at == "localhost" or is_loopback(met_at or ""):
@@ -59,13 +65,16 @@ def reached_at(met_at: str | None) -> str:
         return own.pop() if own else LOOPBACK
     raise UsageError(
         f"nothing says which address of this host others reach: it has {', '.join(sorted(own))}.",
-        f"Its own name, {socket.gethostname()}, is no help here, and it has no way to other networks.",
+        f"Its own name, {socket.gethostname()}, is no help here, and it has no way to other "
+        "networks.",
         f"name an interface ({INTERFACE}; the launcher's --interface).",
     )
 
 
 def _address_towards(target: str) -> str:
-    """Return the own address that a target means, or by which this host reaches it; OSError if there is none."""
+    """Return the own address that a target means, or by which this host reaches it; OSError if
+    there is none.
+    """
     family, _, _, _, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -76,10 +85,12 @@ def _address_towards(target: str) -> str:
 
 
 def lead_gloo(is_one: bool, met_at: str | None) -> None:
-    """Have gloo listen where this process does, where it would not by itself, by the variable that it reads.
+    """Have gloo listen where this process does, where it would not by itself, by the variable that
+    it reads.
 
-    By itself it takes what the host's own name means, and that is 127.0.1.1 on many.  What somebody has set stays, and
-    what cannot be found out here is told where ranks listen themselves.  Arguments: as `listening_address`.
+    By itself it takes what the host's own name means, and that is 127.0.1.1 on many.  What somebody
+    has set stays, and what cannot be found out here is told where ranks listen themselves.
+    Arguments: as `listening_address`.
     """
     if os.environ.get(GLOO_INTERFACE):
         return
@@ -107,7 +118,9 @@ def _own_address(name: str) -> str | None:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface that has this address. Raises `UsageError` if none has."""
+    """Return the name of the network interface that has this address. Raises `UsageError` if none
+    has.
+    """
     for _, name in socket.if_nameindex():
         if _own_address(name) == address:
             return name
@@ -120,7 +133,8 @@ def interface_of(address: str) -> str:
 
 
 def address_of(interface: str) -> str:
-    """Return the address to listen at. interface: the name of a network interface (eth0), or an address of this host.
+    """Return the address to listen at. interface: the name of a network interface (eth0), or an
+    address of this host.
 
     Raises `UsageError` if this host has no such interface.
     """

@@ -1,7 +1,8 @@
-"""Progress of work that can take minutes: building an engine, touching memory for the first time, moving weights.
+"""Progress of work that can take minutes: building an engine, touching memory for the first time,
+moving weights.
 
-Only rank 0 shows it, and only if the work takes longer than `QUIET_SECONDS`: on a terminal one line that is
-rewritten, elsewhere a log line every `LOG_SECONDS`.
+Only rank 0 shows it, and only if the work takes longer than `QUIET_SECONDS`: on a terminal one line
+that is rewritten, elsewhere a log line every `LOG_SECONDS`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ UNITS: dict[str, Callable[[float], str]] = {
 
 
 class LongWork:
-    """One piece of work that may be long. It shows its amount, its share, its rate and the time that is left.
+    """One piece of work that may be long. It shows its amount, its share, its rate and the time
+    that is left.
 
     Example:
         >>> with LongWork("writing weights", total=8_000_000_000) as work:
@@ -54,7 +56,12 @@ class LongWork:
     def __enter__(self) -> LongWork:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.finish()
 
     def advance(self, amount: int) -> None:
@@ -101,7 +108,9 @@ class LongWork:
 
 
 def _is_plain_terminal() -> bool:
-    """Return whether a line of stderr can be rewritten: a terminal that no progress bar has taken over."""
+    """Return whether a line of stderr can be rewritten: a terminal that no progress bar has taken
+    over.
+    """
     stream = sys.stderr
     if stream is not sys.__stderr__ or stream is None:
         return False

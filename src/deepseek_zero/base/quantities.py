@@ -13,7 +13,9 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def unit_of(largest: float) -> tuple[float, str]:
-    """Bytes in the unit for sizes up to this one, and its name: numbers that stand together are compared."""
+    """Bytes in the unit for sizes up to this one, and its name: numbers that stand together are
+    compared.
+    """
     for exponent, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if largest >= 1024**exponent:
             return 1024.0**exponent, name
@@ -41,7 +43,8 @@ def _scale(value: float, base: int, units: tuple[str, ...]) -> tuple[float, str]
     index = 0
     # 999.5 would print as "1000": such a value already belongs to the next unit.
     while abs(value) >= base - 0.5 and index < len(units) - 1:
-        value, index = value / base, index + 1
+        value = value / base
+        index = index + 1
     return value, units[index]
 
 

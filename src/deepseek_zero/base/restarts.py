@@ -1,18 +1,21 @@
 """A fresh key prefix for every start of the ranks under torchrun.
 
-torchrun's agent keeps one key-value store for all restarts of its ranks. Without a prefix of its own, a rank of a
-second start reads the addresses that the first start left in the store, connects to processes that have ended, and
-fails (pytorch#135712). `separate_starts` replaces torch's rendezvous, so that every process group finds its keys under
-a prefix of this start, also one that the program makes itself by `torch.distributed.init_process_group`.
+torchrun's agent keeps one key-value store for all restarts of its ranks. Without a prefix of its
+own, a rank of a second start reads the addresses that the first start left in the store, connects
+to processes that have ended, and fails (pytorch#135712). `separate_starts` replaces torch's
+rendezvous, so that every process group finds its keys under a prefix of this start, also one that
+the program makes itself by `torch.distributed.init_process_group`.
 
-The ranks agree on the prefix by nonces, because restart counters differ between the agents of several hosts:
+The ranks agree on the prefix by nonces, because restart counters differ between the agents of
+several hosts:
 
     rank r   draws a nonce and writes it under "hello/r"
     rank 0   draws the prefix and writes it under "answer/NONCE" for each nonce that it finds
     rank r   writes "PREFIX/joined/r"
     rank 0   writes "PREFIX/complete" when all ranks have joined
 
-Values of an earlier start do no harm: no rank waits for the answer to an old nonce, and no rank joins an old prefix.
+Values of an earlier start do no harm: no rank waits for the answer to an old nonce, and no rank
+joins an old prefix.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ from .errors import PeerError
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True": the ranks use a store that outlives them
 MEETING = timedelta(minutes=30)  # torch's own limit for a rendezvous
 ROOT = "deepseek_zero/start"
-SHORTEST_PAUSE, LONGEST_PAUSE = 1e-3, 0.25  # seconds between two looks into the store
+# seconds between two looks into the store
+SHORTEST_PAUSE = 1e-3
+LONGEST_PAUSE = 0.25
 
 Rendezvous = Callable[..., Iterator[tuple[Any, int, int]]]
 
@@ -43,7 +48,9 @@ def uses_agent_store() -> bool:
 
 
 def separate_starts() -> None:
-    """Have every rendezvous of this process agree on a fresh prefix if an agent keeps the store. Local, idempotent."""
+    """Have every rendezvous of this process agree on a fresh prefix if an agent keeps the store.
+    Local, idempotent.
+    """
     if not dist.is_available():
         return
     for scheme in ("env", "tcp"):
@@ -51,7 +58,9 @@ def separate_starts() -> None:
 
 
 def _with_fresh_prefix(original: Rendezvous) -> Rendezvous:
-    def rendezvous(url: str, timeout: timedelta = MEETING, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    def rendezvous(
+        url: str, timeout: timedelta = MEETING, **options: Any
+    ) -> Iterator[tuple[Any, int, int]]:
         for store, rank, size in original(url, timeout=timeout, **options):
             if uses_agent_store() and rank >= 0 and size > 0:
                 prefix = agree_on_prefix(store, rank, size, min(timeout, MEETING))
@@ -98,7 +107,9 @@ def _lead(store: Any, size: int, deadline: float) -> str:
         if not missing:
             store.set(f"{prefix}/complete", "1")
             return prefix
-        _sleep(next(pauses), deadline, f"ranks {', '.join(map(str, sorted(missing)[:8]))} did not come")
+        _sleep(
+            next(pauses), deadline, f"ranks {', '.join(map(str, sorted(missing)[:8]))} did not come"
+        )
 
 
 def _follow(store: Any, rank: int, deadline: float) -> str:
@@ -109,8 +120,8 @@ def _follow(store: Any, rank: int, deadline: float) -> str:
     pauses = _pauses()
     while True:
         prefix = store.get(answer).decode() if store.check([answer]) else ""
-        # Read this key after the answer: rank 0 may complete this agreement and begin another one between
-        # the two, and it would then answer the same nonce once more.
+        # Read this key after the answer: rank 0 may complete this agreement and begin another one
+        # between the two, and it would then answer the same nonce once more.
         if joined and store.check([f"{joined}/complete"]):
             return joined
         if prefix != joined:

@@ -1,9 +1,11 @@
-"""The identity of this process: its rank, the size of its world, its place on its host, and where the ranks meet.
+"""The identity of this process: its rank, the size of its world, its place on its host, and where
+the ranks meet.
 
-`discover` reads what a launcher said of one process, by a table of launchers; `nodes_of` reads what an engine said of
-the machines that a launcher of ours shall use. Both are pure. `rank`, `size` and `local_rank` answer for the running
-process: once a group is joined its word counts, before that the launcher's. No other file reads these variables.
-Standard library only, because the log and the command line work without torch.
+`discover` reads what a launcher said of one process, by a table of launchers; `nodes_of` reads what
+an engine said of the machines that a launcher of ours shall use. Both are pure. `rank`, `size` and
+`local_rank` answer for the running
+process: once a group is joined its word counts, before that the launcher's. No other file reads
+these variables. Standard library only, because the log and the command line work without torch.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ MOST_PORT = 65535
 class World:
     """The place of one process in its world. None: its launcher does not say.
 
-    local_rank, local_size: among the ranks of this host. node, nodes: this host among the world's. address, port: where
+    local_rank, local_size: among the ranks of this host. node, nodes: this host among the world's.
+    address, port: where
     rank 0 listens. source: the launcher that said so.
     """
 
@@ -61,8 +64,8 @@ class World:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The names of one launcher's variables.  marks: those without which the others say nothing of a world; nodes: by
-    which it numbers and counts hosts.
+    """The names of one launcher's variables.  marks: those without which the others say nothing of
+    a world; nodes: by which it numbers and counts hosts.
     """
 
     source: str
@@ -83,7 +86,8 @@ TORCHRUN = Launcher(
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
     (),
-    "start the script with `deepseek-zero run --nproc N script.py` (or torchrun), which set all of them",
+    "start the script with `deepseek-zero run --nproc N script.py` (or torchrun), which set all of "
+    "them",
     ("GROUP_RANK", "NODE_RANK"),
     "GROUP_WORLD_SIZE",
 )
@@ -125,7 +129,8 @@ MPI = (
         "MV2_COMM_WORLD_LOCAL_RANK",
         "MV2_COMM_WORLD_LOCAL_SIZE",
         ("MV2_COMM_WORLD_SIZE",),
-        "write `mpirun_rsh ... MASTER_ADDR=<address of rank 0's host> MASTER_PORT=29500 python ...`",
+        "write `mpirun_rsh ... MASTER_ADDR=<address of rank 0's host> MASTER_PORT=29500 python "
+        "...`",
     ),
 )
 
@@ -133,7 +138,8 @@ MPI = (
 def discover(environ: Mapping[str, str]) -> World:
     """Return the world that a launcher's variables describe; one process if none does.
 
-    Raises `UsageError` if they contradict each other or are no numbers. The meeting place may still be unknown.
+    Raises `UsageError` if they contradict each other or are no numbers. The meeting place may still
+    be unknown.
     """
     if environ.get(ALONE) == "1":
         return World(source=f"{ALONE}=1")
@@ -146,26 +152,30 @@ def discover(environ: Mapping[str, str]) -> World:
             _refuse_lone_process(environ, launcher)
         return _stated(environ, stated_rank, stated_size)
     found = _read(environ, launcher)
-    for name, stated, actual in ((TORCHRUN.rank, stated_rank, found.rank), (TORCHRUN.size, stated_size, found.size)):
+    for name, stated, actual in (
+        (TORCHRUN.rank, stated_rank, found.rank),
+        (TORCHRUN.size, stated_size, found.size),
+    ):
         if stated not in (None, actual):
             raise UsageError(
-                f"{name}={stated}, but {launcher.source} says {actual} ({launcher.rank}={found.rank}, "
-                f"{launcher.size}={found.size}).",
+                f"{name}={stated}, but {launcher.source} says {actual} "
+                f"({launcher.rank}={found.rank}, {launcher.size}={found.size}).",
                 "A process has one rank in one world.",
                 f"unset {name}, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT together.",
             )
     return found
 
 
-# By these torchrun, our launcher and DeepSpeed's say that they counted the ranks they started: one may be all.
+# By these torchrun, our launcher and DeepSpeed's say that they counted the ranks they started: one
+# may be all.
 _COUNTED = (TORCHRUN.local_size, "LOCAL_SIZE")
 
 
 def _launcher_of(environ: Mapping[str, str]) -> Launcher | None:
     """The innermost launcher.
 
-    An mpirun inside a Slurm job starts its daemons as a step, whose variables their ranks inherit. They number their
-    ranks on a host, which a step that speaks PMI leaves to Slurm's own words.
+    An mpirun inside a Slurm job starts its daemons as a step, whose variables their ranks inherit.
+    They number their ranks on a host, which a step that speaks PMI leaves to Slurm's own words.
     """
     by_mpi = next((each for each in MPI if all(mark in environ for mark in each.marks)), None)
     if not all(mark in environ for mark in SLURM.marks):
@@ -196,7 +206,8 @@ def _read(environ: Mapping[str, str], launcher: Launcher) -> World:
         raise UsageError(
             f"{launcher.size}={size} but {launcher.rank} is not set.",
             f"{launcher.source} numbers its processes with it.",
-            f"start the script through {launcher.source}, or set {ALONE}=1 for one process on purpose.",
+            f"start the script through {launcher.source}, or set {ALONE}=1 for one process on "
+            "purpose.",
         )
     if (rank or 0) >= size:
         raise UsageError(
@@ -206,7 +217,9 @@ def _read(environ: Mapping[str, str], launcher: Launcher) -> World:
         )
     if size == 1:
         return World(source=launcher.source)
-    local_size = _tasks_here(environ) if launcher is SLURM else _number(environ, launcher.local_size, 1)
+    local_size = (
+        _tasks_here(environ) if launcher is SLURM else _number(environ, launcher.local_size, 1)
+    )
     local_rank = _number(environ, launcher.local_rank, 0)
     for name, value, limit in (
         (launcher.local_size, local_size, size + 1),
@@ -215,15 +228,24 @@ def _read(environ: Mapping[str, str], launcher: Launcher) -> World:
         if value is not None and value >= limit:
             raise UsageError(
                 f"{name}={value}, but {launcher.size}={size}"
-                + (f" and {launcher.local_size}={local_size}." if name == launcher.local_rank else "."),
+                + (
+                    f" and {launcher.local_size}={local_size}."
+                    if name == launcher.local_rank
+                    else "."
+                ),
                 "A host has at most all ranks, numbered from 0.",
                 f"unset {name}, or let the launcher set it.",
             )
     nodes = 1 if local_size == size else _number(environ, launcher.nodes, 1)
-    node = 0 if nodes == 1 else next((_number(environ, name, 0) for name in launcher.node if name in environ), None)
+    node = (
+        0
+        if nodes == 1
+        else next((_number(environ, name, 0) for name in launcher.node if name in environ), None)
+    )
     if nodes is not None and (node or 0) >= nodes:
         raise UsageError(
-            f"this host is number {node} ({' or '.join(launcher.node)}), but {launcher.nodes}={nodes}.",
+            f"this host is number {node} ({' or '.join(launcher.node)}), but "
+            f"{launcher.nodes}={nodes}.",
             "Hosts are numbered from 0.",
             f"unset {launcher.nodes}, or let the launcher set it.",
         )
@@ -241,23 +263,30 @@ def _read(environ: Mapping[str, str], launcher: Launcher) -> World:
     )
 
 
-def _number(environ: Mapping[str, str], name: str, least: int, most: int | None = None) -> int | None:
+def _number(
+    environ: Mapping[str, str], name: str, least: int, most: int | None = None
+) -> int | None:
     """A variable as a number; None where it is not set."""
     text = environ.get(name)
     if text is None:
         return None
-    if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= (int(text) if most is None else most):
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= (
+        int(text) if most is None else most
+    ):
         limits = f"a number from {least} on" if most is None else f"a number from {least} to {most}"
         raise UsageError(
             f"{name}={text[:80]!r} is not {limits}.",
             "It says where this process stands among the ranks of its world.",
-            f"unset it, or let a launcher set it (`deepseek-zero run --nproc N`); {ALONE}=1 means one process.",
+            f"unset it, or let a launcher set it (`deepseek-zero run --nproc N`); {ALONE}=1 means "
+            "one process.",
         )
     return int(text)
 
 
 def _task_counts(environ: Mapping[str, str]) -> list[int]:
-    """The tasks of each host out of Slurm's "2(x3),1": two on each of three hosts, one on the fourth; [] for none."""
+    """The tasks of each host out of Slurm's "2(x3),1": two on each of three hosts, one on the
+    fourth; [] for none.
+    """
     counts: list[int] = []
     for part in environ.get(SLURM.local_size, "").split(","):
         found = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,5})\))?", part)
@@ -268,13 +297,15 @@ def _task_counts(environ: Mapping[str, str]) -> list[int]:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int | None:
-    counts, node = _task_counts(environ), _number(environ, "SLURM_NODEID", 0)
+    counts = _task_counts(environ)
+    node = _number(environ, "SLURM_NODEID", 0)
     return counts[node] if node is not None and node < len(counts) else None
 
 
 def _address(environ: Mapping[str, str], launcher: Launcher, *, is_one_host: bool) -> str | None:
-    """Return the address that a launcher's variables imply: Slurm lists its hosts, on one host it is this one, and
-    Open MPI says where its mpirun is, most often beside rank 0 (`_refuse_foreign_address`).
+    """Return the address that a launcher's variables imply: Slurm lists its hosts, on one host it
+    is this one, and Open MPI says where its mpirun is, most often beside rank 0
+    (`_refuse_foreign_address`).
     """
     if launcher is SLURM and environ.get("SLURM_STEP_NODELIST"):
         return next(hosts_of(environ["SLURM_STEP_NODELIST"]))
@@ -283,7 +314,9 @@ def _address(environ: Mapping[str, str], launcher: Launcher, *, is_one_host: boo
     if launcher is not MPI[0]:
         return None
     if found := re.search(r"tcp://([0-9.,]+):", environ.get(_MPIRUN_LISTENS, "")):
-        return next((each for each in found[1].split(",") if each and not each.startswith("127.")), None)
+        return next(
+            (each for each in found[1].split(",") if each and not each.startswith("127.")), None
+        )
     job = re.fullmatch(r"prterun-(.+)-\d+@\d+", environ.get(_MPIRUN_JOB, ""))
     return job[1] if job is not None else None
 
@@ -301,7 +334,9 @@ def hosts_of(text: str) -> Iterator[str]:
         pieces = re.split(r"\[([^\[\]]*)\]", part)  # plain, in brackets, plain, ...
         if not part or any(mark in plain for plain in pieces[::2] for mark in "[], "):
             raise _no_host_list(text)
-        ranges = [_range_of(inner, text) if place % 2 else [inner] for place, inner in enumerate(pieces)]
+        ranges = [
+            _range_of(inner, text) if place % 2 else [inner] for place, inner in enumerate(pieces)
+        ]
         yield from map("".join, itertools.product(*ranges))
 
 
@@ -313,7 +348,9 @@ def _range_of(inner: str, text: str) -> list[str]:
         if found is None or int(found[2] or found[1]) - int(found[1]) not in range(_MOST_HOSTS):
             raise _no_host_list(text)
         width = len(found[1]) if found[1].startswith("0") else 0
-        numbers += [f"{number:0{width}d}" for number in range(int(found[1]), int(found[2] or found[1]) + 1)]
+        numbers += [
+            f"{number:0{width}d}" for number in range(int(found[1]), int(found[2] or found[1]) + 1)
+        ]
     return numbers
 
 
@@ -331,7 +368,9 @@ def _no_host_list(text: str) -> UsageError:
 def _port(environ: Mapping[str, str], launcher: Launcher) -> int | None:
     """Two jobs on one host should not meet each other."""
     if launcher is SLURM:
-        job, step = (int(text) if (text := environ.get(name, "")).isdecimal() else 0 for name in _STEP)
+        job, step = (
+            int(text) if (text := environ.get(name, "")).isdecimal() else 0 for name in _STEP
+        )
         return 20000 + job % 20000 + step % 16
     return None if launcher is TORCHRUN else DEFAULT_PORT
 
@@ -341,17 +380,23 @@ _STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 
 def _incomplete(environ: Mapping[str, str], size: int, missing: list[str]) -> UsageError:
     return UsageError(
-        f"WORLD_SIZE={size} but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set.",
-        "A world of several processes is described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.",
+        f"WORLD_SIZE={size} but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
+        "set.",
+        "A world of several processes is described by RANK, WORLD_SIZE, MASTER_ADDR and "
+        "MASTER_PORT.",
         f"{TORCHRUN.fix}; {ALONE}=1 means one process on purpose.",
     )
 
 
 def meeting_place(environ: Mapping[str, str], world: World) -> World:
-    """The same world, if it says where its ranks meet; UsageError that says what to set where it does not, or where an
-    address that was guessed is not rank 0's own.
+    """The same world, if it says where its ranks meet; UsageError that says what to set where it
+    does not, or where an address that was guessed is not rank 0's own.
     """
-    missing = [name for name, value in (("MASTER_ADDR", world.address), ("MASTER_PORT", world.port)) if value is None]
+    missing = [
+        name
+        for name, value in (("MASTER_ADDR", world.address), ("MASTER_PORT", world.port))
+        if value is None
+    ]
     if world.size == 1 or not missing:
         _refuse_foreign_address(environ, world)
         return world
@@ -366,10 +411,12 @@ def meeting_place(environ: Mapping[str, str], world: World) -> World:
 
 
 def ask_mpi(environ: Mapping[str, str], world: World) -> World:
-    """The same world, with rank 0's address by mpi4py where an MPI started its processes on several hosts, nobody
-    stated where they meet and that package is installed for this MPI.  Collective in MPI's world then.
+    """The same world, with rank 0's address by mpi4py where an MPI started its processes on several
+    hosts, nobody stated where they meet and that package is installed for this MPI.  Collective in
+    MPI's world then.
 
-    It is asked before an address that was guessed counts: that one is mpirun's, and rank 0 may be elsewhere.
+    It is asked before an address that was guessed counts: that one is mpirun's, and rank 0 may be
+    elsewhere.
     """
     by_mpi = world.source in {each.source for each in MPI}
     is_known = world.size == world.local_size or bool(environ.get("MASTER_ADDR"))
@@ -379,13 +426,23 @@ def ask_mpi(environ: Mapping[str, str], world: World) -> World:
         everyone = import_module("mpi4py.MPI").COMM_WORLD
     except (ImportError, RuntimeError):  # it finds no library of MPI's
         return world
-    if (everyone.Get_size(), everyone.Get_rank()) != (world.size, world.rank):  # another MPI's package
+    if (everyone.Get_size(), everyone.Get_rank()) != (
+        world.size,
+        world.rank,
+    ):  # another MPI's package
         return world
     row = bytearray(_LONGEST_NAME)
     if world.rank == 0:
         name = socket.gethostname()
         with suppress(OSError):
-            name = next((place for each in socket.getaddrinfo(name, None) if _is_far(place := str(each[4][0]))), name)
+            name = next(
+                (
+                    place
+                    for each in socket.getaddrinfo(name, None)
+                    if _is_far(place := str(each[4][0]))
+                ),
+                name,
+            )
         row[: len(name)] = name.encode()
     everyone.Bcast(row, root=0)
     return replace(world, address=row.rstrip(b"\0").decode())
@@ -400,7 +457,9 @@ def _is_far(address: str) -> bool:
 
 
 def _refuse_foreign_address(environ: Mapping[str, str], world: World) -> None:
-    """Raise UsageError on rank 0 where the ranks' address was guessed and is none of this machine's."""
+    """Raise UsageError on rank 0 where the ranks' address was guessed and is none of this
+    machine's.
+    """
     if world.rank or world.address is None or environ.get("MASTER_ADDR"):
         return
     try:
@@ -409,7 +468,8 @@ def _refuse_foreign_address(environ: Mapping[str, str], world: World) -> None:
             probe.bind(place)
     except OSError as error:
         raise UsageError(
-            f"the ranks would meet at {world.address}, which is no address of this machine ({error}).",
+            f"the ranks would meet at {world.address}, which is no address of this machine "
+            f"({error}).",
             f"Rank 0 listens there, and {world.source}'s variables say no better.",
             f"{world.fix}.",
         ) from None
@@ -422,7 +482,8 @@ def _refuse_foreign_address(environ: Mapping[str, str], world: World) -> None:
 class Nodes:
     """The machines that an engine started a command on.  None: it does not say.
 
-    node_rank: this one's number. nproc: processes on each, as torchrun takes it ("4", "auto", "cpu", "gpu"); num_gpus:
+    node_rank: this one's number. nproc: processes on each, as torchrun takes it ("4", "auto",
+    "cpu", "gpu"); num_gpus:
     GPUs on each. address, port: where they may meet.
     """
 
@@ -437,8 +498,8 @@ class Nodes:
 
 @dataclass(frozen=True)
 class NodeWords:
-    """The names of one engine's variables: how many machines, which one this is, GPUs or processes, the meeting
-    place.
+    """The names of one engine's variables: how many machines, which one this is, GPUs or processes,
+    the meeting place.
     """
 
     source: str
@@ -480,7 +541,8 @@ ENGINES = (
         "LWS_LEADER_ADDRESS",
     ),
 )
-# PyTorchJob's words for its pods, which are torchrun's for ranks: without LOCAL_RANK they may number machines.
+# PyTorchJob's words for its pods, which are torchrun's for ranks: without LOCAL_RANK they may
+# number machines.
 PODS = NodeWords("RANK and WORLD_SIZE", "WORLD_SIZE", "RANK", "MASTER_ADDR", port="MASTER_PORT")
 
 
@@ -499,11 +561,14 @@ def nodes_of(environ: Mapping[str, str]) -> Nodes | None:
         return found if stated is None else stated
     if PET.num_nodes in environ and found.num_nodes > 1:
         raise UsageError(
-            f"{PET.num_nodes}={environ[PET.num_nodes][:80]}, but {found.source} says {found.num_nodes} machines.",
+            f"{PET.num_nodes}={environ[PET.num_nodes][:80]}, but {found.source} says "
+            f"{found.num_nodes} machines.",
             "Each of them would start a training of its own.",
             f"unset {PET.num_nodes}, or set {ALONE}=1 for that.",
         )
-    return replace(found, nproc=stated.nproc)  # how many processes a machine runs, not how many machines there are
+    return replace(
+        found, nproc=stated.nproc
+    )  # how many processes a machine runs, not how many machines there are
 
 
 def _nodes_of_engine(environ: Mapping[str, str]) -> Nodes | None:
@@ -512,14 +577,17 @@ def _nodes_of_engine(environ: Mapping[str, str]) -> Nodes | None:
     if launcher is not None:
         return _nodes_of_tasks(environ, launcher)
     engines = ENGINES if TORCHRUN.local_rank in environ else (*ENGINES, PODS)
-    return next((_nodes_said(environ, engine) for engine in engines if engine.num_nodes in environ), None)
+    return next(
+        (_nodes_said(environ, engine) for engine in engines if engine.num_nodes in environ), None
+    )
 
 
 def _nodes_said(environ: Mapping[str, str], engine: NodeWords) -> Nodes:
     least, most = _count_said(environ, engine)
     if least != most:
         raise UsageError(
-            f"{engine.num_nodes}={environ[engine.num_nodes][:80]} asks for {least} to {most} machines.",
+            f"{engine.num_nodes}={environ[engine.num_nodes][:80]} asks for {least} to {most} "
+            "machines.",
             "A world of changing size is not built.",
             f"set {engine.num_nodes} to one number.",
         )
@@ -536,9 +604,13 @@ def _nodes_said(environ: Mapping[str, str], engine: NodeWords) -> Nodes:
 
 
 def _count_said(environ: Mapping[str, str], engine: NodeWords) -> tuple[int, int]:
-    """The least and the greatest number of machines; torchrun writes "1:4" where they may become fewer."""
+    """The least and the greatest number of machines; torchrun writes "1:4" where they may become
+    fewer.
+    """
     text = environ.get(engine.num_nodes, "1")
-    ends = [_number({engine.num_nodes: each}, engine.num_nodes, 1) or 1 for each in text.split(":", 1)]
+    ends = [
+        _number({engine.num_nodes: each}, engine.num_nodes, 1) or 1 for each in text.split(":", 1)
+    ]
     return ends[0], ends[-1]
 
 
@@ -552,23 +624,31 @@ def _nodes_of_tasks(environ: Mapping[str, str], launcher: Launcher) -> Nodes | N
         nodes = len(_task_counts(environ)) or None
     if nodes != tasks.size or launcher is not SLURM:
         raise UsageError(
-            f"{launcher.source} started {tasks.size} copies of this launcher ({launcher.size}={tasks.size}).",
-            "Each would start a training of its own." if launcher is not SLURM else "It is started once on each host.",
-            "let it start the script itself (`srun python script.py`, `mpirun python script.py`), which makes one "
-            f"world{'; or add --ntasks-per-node=1 to srun' if launcher is SLURM else ''}; {ALONE}=1 means trainings of "
-            "their own.",
+            f"{launcher.source} started {tasks.size} copies of this launcher "
+            f"({launcher.size}={tasks.size}).",
+            "Each would start a training of its own."
+            if launcher is not SLURM
+            else "It is started once on each host.",
+            "let it start the script itself (`srun python script.py`, `mpirun python script.py`), "
+            "which makes one "
+            f"world{'; or add --ntasks-per-node=1 to srun' if launcher is SLURM else ''}; "
+            f"{ALONE}=1 means trainings of their own.",
         )
     return Nodes(launcher.source, nodes, tasks.node, address=tasks.address, port=tasks.port)
 
 
 def _refuse_lone_process(environ: Mapping[str, str], launcher: Launcher | None) -> None:
-    """Raise UsageError in a process that is a world of its own, where an engine has others run the same command."""
+    """Raise UsageError in a process that is a world of its own, where an engine has others run the
+    same command.
+    """
     for each in MPI if launcher is None else ():
         if _number(environ, each.rank, 0) and each.size not in environ:
             raise UsageError(
                 f"{each.rank}={environ[each.rank]}, but {each.size} is not set.",
-                f"{each.source} numbers its processes and counts them; each would train a model of its own.",
-                f"start the script through {each.source}, or set {ALONE}=1 for one process on purpose.",
+                f"{each.source} numbers its processes and counts them; each would train a model of "
+                "its own.",
+                f"start the script through {each.source}, or set {ALONE}=1 for one process on "
+                "purpose.",
             )
     if launcher is not None and (count := _number(environ, launcher.size, 1) or 1) > 1:
         raise UsageError(
@@ -580,8 +660,10 @@ def _refuse_lone_process(environ: Mapping[str, str], launcher: Launcher | None) 
         most = _count_said(environ, engine)[1]
         if most > 1:
             raise UsageError(
-                f"{engine.num_nodes}={environ[engine.num_nodes][:80]}, and this process is no rank of a world.",
-                f"The same command runs on {most} machines, and each would train a model of its own.",
+                f"{engine.num_nodes}={environ[engine.num_nodes][:80]}, and this process is no rank "
+                "of a world.",
+                f"The same command runs on {most} machines, and each would train a model of its "
+                "own.",
                 "start the script with `deepseek-zero run script.py`, which reads these variables; "
                 f"{ALONE}=1 means one process on purpose.",
             )
@@ -606,11 +688,14 @@ _INDEXED_JOB = Suspicion(
     0,
     ("NNODES", "NUM_NODES"),
     "Each pod of an indexed Kubernetes Job would train a model of its own.",
-    "start the script in every pod with `deepseek-zero run --num-nodes PODS --node-rank $JOB_COMPLETION_INDEX "
-    f"--master-addr FIRST_POD train.py`; {ALONE}=1 means one process on purpose.",
+    "start the script in every pod with `deepseek-zero run --num-nodes PODS --node-rank "
+    f"$JOB_COMPLETION_INDEX --master-addr FIRST_POD train.py`; {ALONE}=1 means one process on "
+    "purpose.",
 )
 _SLURM_WHY = "Without srun a command of a Slurm job is one process on the job's first machine."
-_SLURM_FIX = f"start the script with `srun python train.py`; {ALONE}=1 means one process on purpose."
+_SLURM_FIX = (
+    f"start the script with `srun python train.py`; {ALONE}=1 means one process on purpose."
+)
 _SUSPICIONS = (
     _INDEXED_JOB,
     Suspicion("SLURM_JOB_NUM_NODES", 2, ("SLURM_NTASKS",), _SLURM_WHY, _SLURM_FIX),
@@ -620,21 +705,28 @@ _SUSPICIONS = (
 
 
 def suspect_lone_process(environ: Mapping[str, str]) -> UsageError | None:
-    """Return what to warn of if a process that trains alone was probably meant to be one of several; else None."""
+    """Return what to warn of if a process that trains alone was probably meant to be one of
+    several; else None.
+    """
     found = _suspicion_of(environ)
     if found is None:
         return None
-    return UsageError(f"{found.name}={environ[found.name]}, and no launcher says more.", found.why, found.fix)
+    return UsageError(
+        f"{found.name}={environ[found.name]}, and no launcher says more.", found.why, found.fix
+    )
 
 
 def refuse_lone_process(environ: Mapping[str, str]) -> None:
-    """Raise UsageError if a second variable confirms that a process that trains alone is one of several."""
+    """Raise UsageError if a second variable confirms that a process that trains alone is one of
+    several.
+    """
     found = _suspicion_of(environ)
     for count in () if found is None else found.counts:
         if _value_of(environ, count) >= 2:
             assert found is not None
             raise UsageError(
-                f"{found.name}={environ[found.name]} and {count}={environ[count]}, and this process has no rank.",
+                f"{found.name}={environ[found.name]} and {count}={environ[count]}, and this "
+                "process has no rank.",
                 found.why,
                 found.fix,
             )
@@ -663,8 +755,8 @@ def _group() -> Any:
 
 
 def _said() -> World:
-    """Return the launcher's world; one process if its variables are nonsense, which an attempt to join a group
-    reports.
+    """Return the launcher's world; one process if its variables are nonsense, which an attempt to
+    join a group reports.
     """
     try:
         return discover(os.environ)
@@ -685,8 +777,8 @@ def size() -> int:
 
 
 def local_size() -> int | None:
-    """Return the number of ranks on this host if a launcher says it (`comm/context.py` counts them once ranks are
-    connected).
+    """Return the number of ranks on this host if a launcher says it (`comm/context.py` counts them
+    once ranks are connected).
     """
     said = _said()
     return said.local_size if (said.rank, said.size) == (rank(), size()) else None
@@ -705,7 +797,8 @@ def is_rank_zero() -> bool:
 def stated_local_rank() -> int | None:
     """This process's number on its host, where its launcher says it.
 
-    A launcher's variables are another process's where they contradict the group (`mp.spawn` under torchrun).
+    A launcher's variables are another process's where they contradict the group (`mp.spawn` under
+    torchrun).
     """
     said = _said()
     is_mine = said.size == 1 or (said.rank, said.size) == (rank(), size())
@@ -713,6 +806,8 @@ def stated_local_rank() -> int | None:
 
 
 def local_rank() -> int:
-    """Return this process's number on its host; if no launcher says it, its rank, which is the same on one host."""
+    """Return this process's number on its host; if no launcher says it, its rank, which is the same
+    on one host.
+    """
     said = stated_local_rank()
     return rank() if said is None else said
