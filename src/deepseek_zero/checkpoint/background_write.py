@@ -1,8 +1,8 @@
 """Writes a rank's file of a checkpoint, at once or in a thread while training goes on.
 
-The thread reads states where they lie, since only a step changes them.  A step that is about to change states which
-are still unwritten copies them first, up to `snapshot_bytes`, and waits for the thread beyond that: the file has the
-values of the moment the save began.
+The thread reads states where they lie, since only a step changes them.  A step that is about to
+change states which are still unwritten copies them first, up to `snapshot_bytes`, and waits for the
+thread beyond that: the file has the values of the moment the save began.
 """
 
 from __future__ import annotations
@@ -48,11 +48,21 @@ class BackgroundWrite:
     """Writes this rank's file, at once (`write`) or in a thread (`start`)."""
 
     def __init__(
-        self, path: Path, groups: Sequence[WriteGroup], metadata: dict[str, str], snapshot_bytes: int = 0
+        self,
+        path: Path,
+        groups: Sequence[WriteGroup],
+        metadata: dict[str, str],
+        snapshot_bytes: int = 0,
     ) -> None:
-        self.path, self.metadata, self.snapshot_bytes = path, metadata, snapshot_bytes
+        self.path = path
+        self.metadata = metadata
+        self.snapshot_bytes = snapshot_bytes
         self._groups = by_element_size(groups)
-        self._items = {id(item): ItemProgress(item) for write_group in self._groups for item in write_group.items}
+        self._items = {
+            id(item): ItemProgress(item)
+            for write_group in self._groups
+            for item in write_group.items
+        }
         self._of_group: dict[ParamGroup, list[ItemProgress]] = {}
         for state in self._items.values():
             if state.item.group is not None:
@@ -69,7 +79,9 @@ class BackgroundWrite:
         """Begin to write in a thread; only where `is_resident`."""
         for group in self._of_group:
             group.guard.reader = partial(self._copy_before_change, group)
-        self._thread = threading.Thread(target=self._run, name="deepseek_zero checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="deepseek_zero checkpoint", daemon=True
+        )
         self._thread.start()
 
     def write(self) -> None:
@@ -78,13 +90,16 @@ class BackgroundWrite:
         try:
             self._write()
         finally:
-            self._is_over, self.seconds = True, time.perf_counter() - began
+            self._is_over = True
+            self.seconds = time.perf_counter() - began
             self.blocked_seconds += self.seconds
 
     @property
     def is_resident(self) -> bool:
         """Return whether no state rests on a disk, so that a thread may read all of them."""
-        return not any(part.extent.is_offloaded for write_group in self._groups for part in write_group.extents)
+        return not any(
+            part.extent.is_offloaded for write_group in self._groups for part in write_group.extents
+        )
 
     @property
     def is_over(self) -> bool:
@@ -92,7 +107,9 @@ class BackgroundWrite:
         return self._is_over
 
     def chunks(self) -> list[SavedChunk]:
-        """Wait for the thread and return the chunks with their checksums; raises the error that ended it."""
+        """Wait for the thread and return the chunks with their checksums; raises the error that
+        ended it.
+        """
         if self._thread is not None:
             self._thread.join()
             for group in self._of_group:
@@ -111,7 +128,8 @@ class BackgroundWrite:
         except Exception as error:
             self._error = error
         with self._progress:
-            self._is_over, self.seconds = True, time.perf_counter() - began
+            self._is_over = True
+            self.seconds = time.perf_counter() - began
             self._progress.notify_all()
 
     def _write(self) -> None:
@@ -122,7 +140,9 @@ class BackgroundWrite:
         writer = StreamingWriter(self.path, len(header) + sum(info.nbytes for info in infos))
         try:
             writer.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-            prefetcher = TilePrefetcher(self._groups, lambda write_group: write_group.extents, PrefetchSettings())
+            prefetcher = TilePrefetcher(
+                self._groups, lambda write_group: write_group.extents, PrefetchSettings()
+            )
             with LongWork("writing the checkpoint", sum(info.nbytes for info in infos)) as work:
                 while (write_group := prefetcher.next()) is not None:
                     for item in write_group.items:
@@ -136,19 +156,25 @@ class BackgroundWrite:
     def _write_item(self, writer: StreamingWriter, state: ItemProgress) -> None:
         with self._progress:
             state.is_begun = True
-        item, crc = state.item, 0
-        read: Callable[[int, int], Tensor] = item.read if state.copy is None else _slices_of(state.copy)
+        item = state.item
+        crc = 0
+        read: Callable[[int, int], Tensor] = (
+            item.read if state.copy is None else _slices_of(state.copy)
+        )
         for low in range(0, item.numel, BLOCK_NUMEL):
             crc = writer.append(read(low, min(low + BLOCK_NUMEL, item.numel)), crc)
         with self._progress:
             self._copied_bytes -= state.nbytes if state.copy is not None else 0
-            state.copy, state.crc = None, crc
+            state.copy = None
+            state.crc = crc
             self._progress.notify_all()
 
     # -- in the thread that trains
 
     def _copy_before_change(self, group: ParamGroup) -> None:
-        """Copy, or wait for, the unwritten states of a group that the training thread is about to change."""
+        """Copy, or wait for, the unwritten states of a group that the training thread is about to
+        change.
+        """
         began = time.perf_counter()
         for state in self._of_group[group]:
             with self._progress:
@@ -168,10 +194,13 @@ def _slices_of(values: Tensor) -> Callable[[int, int], Tensor]:
 
 
 def by_element_size(groups: Sequence[WriteGroup]) -> list[WriteGroup]:
-    """Order items as the file has them: larger dtypes first, so that every tensor lies at a multiple of its elements'
-    size; else as they come.
+    """Order items as the file has them: larger dtypes first, so that every tensor lies at a
+    multiple of its elements' size; else as they come.
     """
     found = [(item, write_group) for write_group in groups for item in write_group.items]
     found.sort(key=lambda item: -item[0].dtype.itemsize)
     parts = groupby(found, key=lambda item: id(item[1]))
-    return [WriteGroup([item for item, _ in part], part[0][1].extents) for part in (list(each) for _, each in parts)]
+    return [
+        WriteGroup([item for item, _ in part], part[0][1].extents)
+        for part in (list(each) for _, each in parts)
+    ]

@@ -1,8 +1,9 @@
-"""Where the elements of a part of a parameter are in the whole one: arithmetic on boxes, and copies between parts.
+"""Where the elements of a part of a parameter are in the whole one: arithmetic on boxes, and copies
+between parts.
 
-A rank's part of a parameter (planner/split.py) has its elements in memory, and in files, in its own order: flat, as if
-the part were the tensor.  A range of that order is a few boxes of the whole parameter, and what two parts share is the
-intersections of their boxes.
+A rank's part of a parameter (planner/split.py) has its elements in memory, and in files, in its own
+order: flat, as if the part were the tensor.  A range of that order is a few boxes of the whole
+parameter, and what two parts share is the intersections of their boxes.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from ..planner.split import Ranges, Split
 READ_NUMEL = 1 << 24  # elements that are read at once
 
 Parts = Iterator[tuple[int, Tensor]]  # (position, flat values)
-FlatRead = Callable[[int, int], Iterable[tuple[int, Tensor]]]  # of the elements [start, stop) of something
+FlatRead = Callable[
+    [int, int], Iterable[tuple[int, Tensor]]
+]  # of the elements [start, stop) of something
 
 
 @dataclass(frozen=True)
 class Part:
-    """Of a parameter of that shape these ranges of dimension `dim`, one after another, and all of its other dimensions.
+    """Of a parameter of that shape these ranges of dimension `dim`, one after another, and all of
+    its other dimensions.
 
     A range may end behind the parameter: what is beyond is padding, which only this part has.
     """
@@ -37,8 +41,14 @@ class Part:
 
     @classmethod
     def of(cls, split: Split | None, coordinate: int) -> Part | None:
-        """Return what the rank at a coordinate along "tp" holds; None where that is the whole parameter."""
-        if split is None or split.kind != "split" or split.ranges[coordinate] == ((0, split.shape[split.dim]),):
+        """Return what the rank at a coordinate along "tp" holds; None where that is the whole
+        parameter.
+        """
+        if (
+            split is None
+            or split.kind != "split"
+            or split.ranges[coordinate] == ((0, split.shape[split.dim]),)
+        ):
             return None
         return cls(split.shape, split.dim, split.ranges[coordinate])
 
@@ -61,7 +71,10 @@ class Part:
         return prod(self.local_shape)
 
     def __str__(self) -> str:
-        return " and ".join(f"[{start}, {stop})" for start, stop in self.ranges) + f" of dimension {self.dim}"
+        return (
+            " and ".join(f"[{start}, {stop})" for start, stop in self.ranges)
+            + f" of dimension {self.dim}"
+        )
 
     def to_json(self) -> list[Any]:
         """Return the part as a manifest has it."""
@@ -76,7 +89,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Box:
-    """Elements [low, high) of a whole parameter, by dimension.  at, strides: where they are in a range of a part."""
+    """Elements [low, high) of a whole parameter, by dimension.  at, strides: where they are in a
+    range of a part.
+    """
 
     low: Shape
     high: Shape
@@ -98,41 +113,56 @@ class Box:
 
 
 def boxes_of(part: Part, start: int, stop: int) -> list[Box]:
-    """Return elements [start, stop) of a part, in its own order, as boxes of the whole parameter; padding is left out.
+    """Return elements [start, stop) of a part, in its own order, as boxes of the whole parameter;
+    padding is left out.
 
     At most 2d - 1 for each of its ranges, in d dimensions.
     """
-    shape, dim = part.local_shape, part.dim
+    shape = part.local_shape
+    dim = part.dim
     strides = _strides(shape)
     found = []
     for offset, size, flat in boxes(shape, start, stop):
         if not shape:
             found.append(Box((), (), flat - start, ()))
             continue
-        first, last, reached = offset[dim], offset[dim] + size[dim], 0
+        first = offset[dim]
+        last = offset[dim] + size[dim]
+        reached = 0
         for low, high in part.ranges:
-            begin, end = max(first, reached), min(last, reached + high - low)
-            lower, upper = low + begin - reached, min(low + end - reached, part.shape[dim])
+            begin = max(first, reached)
+            end = min(last, reached + high - low)
+            lower = low + begin - reached
+            upper = min(low + end - reached, part.shape[dim])
             if lower < upper:
                 corner = (*offset[:dim], lower, *offset[dim + 1 :])
                 beyond = tuple(at + many for at, many in zip(offset, size, strict=True))
                 opposite = (*beyond[:dim], upper, *beyond[dim + 1 :])
-                found.append(Box(corner, opposite, flat - start + (begin - first) * strides[dim], strides))
+                found.append(
+                    Box(corner, opposite, flat - start + (begin - first) * strides[dim], strides)
+                )
             reached += high - low
     return found
 
 
 def first_gap(parts: Sequence[Part]) -> int | None:
-    """Return the first index, of the dimension that parts of one parameter are cut along, that none of them has."""
-    dim, reached = parts[0].dim, 0
+    """Return the first index, of the dimension that parts of one parameter are cut along, that none
+    of them has.
+    """
+    dim = parts[0].dim
+    reached = 0
     for start, stop in sorted(each for part in parts if part.dim == dim for each in part.ranges):
         if start <= reached:
             reached = max(reached, stop)
     return reached if reached < parts[0].shape[dim] else None
 
 
-def copy_shared(target: Tensor, to: Iterable[Box], source: Tensor, of: Iterable[Box], filled: Tensor) -> None:
-    """Copy what two sets of boxes share from one flat tensor to another; `filled` becomes true there."""
+def copy_shared(
+    target: Tensor, to: Iterable[Box], source: Tensor, of: Iterable[Box], filled: Tensor
+) -> None:
+    """Copy what two sets of boxes share from one flat tensor to another; `filled` becomes true
+    there.
+    """
     sources = list(of)
     for here in to:
         for there in sources:
@@ -146,21 +176,27 @@ def copy_shared(target: Tensor, to: Iterable[Box], source: Tensor, of: Iterable[
 
 
 def read_part(part: Part, start: int, stop: int, read: FlatRead) -> Parts:
-    """Yield (position, flat values) of the elements [start, stop) of a part, with zeros for padding among them.
+    """Yield (position, flat values) of the elements [start, stop) of a part, with zeros for padding
+    among them.
 
     read: yields elements of the whole parameter, flat, in order and without gaps.
     """
     whole_strides = _strides(part.shape)
     for low in range(start, stop, READ_NUMEL):
-        high, into = min(stop, low + READ_NUMEL), torch.empty(0)
+        high = min(stop, low + READ_NUMEL)
+        into = torch.empty(0)
         for box in boxes_of(part, low, high):
             first = sum(at * stride for at, stride in zip(box.low, whole_strides, strict=True))
-            last = sum((at - 1) * stride for at, stride in zip(box.high, whole_strides, strict=True))
+            last = sum(
+                (at - 1) * stride for at, stride in zip(box.high, whole_strides, strict=True)
+            )
             found = [values.reshape(-1) for _, values in read(first, last + 1)]
             values = found[0] if len(found) == 1 else torch.cat(found)
             if not into.numel():
                 into = torch.zeros(high - low, dtype=values.dtype)
-            _strided(into, box.size, box.strides, box.at).copy_(_strided(values, box.size, whole_strides, 0))
+            _strided(into, box.size, box.strides, box.at).copy_(
+                _strided(values, box.size, whole_strides, 0)
+            )
         if into.numel():
             yield low, into
 

@@ -7,12 +7,13 @@
     .latest.saving      `latest` while it is being written
     .writer             says which job saves here (writer_lock.py)
 
-A hidden name is no checkpoint, with one exception: a crash between the two renames of a save leaves a tag as
-`.<tag>.replaced` alone.  It counts as that tag, and cleaning gives it its name back.
+A hidden name is no checkpoint, with one exception: a crash between the two renames of a save leaves
+a tag as `.<tag>.replaced` alone.  It counts as that tag, and cleaning gives it its name back.
 
-The job that saves holds an flock on `.<tag>.saving/.writing` until it is done, and the kernel releases it when that
-process ends, on whichever host.  Where the file system knows no locks, nothing is removed.  A folder without that file
-was left by an older version or by a crash before the first byte, once nothing in it has changed for an hour.
+The job that saves holds an flock on `.<tag>.saving/.writing` until it is done, and the kernel
+releases it when that process ends, on whichever host.  Where the file system knows no locks,
+nothing is removed.  A folder without that file was left by an older version or by a crash before
+the first byte, once nothing in it has changed for an hour.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<state>saving|replaced|pruned)")
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One checkpoint of a directory, in any layout.  manifest: None where it cannot be read.  faults: those found so
-    far.
+    """One checkpoint of a directory, in any layout.  manifest: None where it cannot be read.
+    faults: those found so far.
     """
 
     tag: str
@@ -86,7 +87,9 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class Leftover:
-    """A hidden path of a save or a removal that has not finished.  is_in_use: the job that writes it still runs."""
+    """A hidden path of a save or a removal that has not finished.  is_in_use: the job that writes
+    it still runs.
+    """
 
     path: Path
     tag: str
@@ -96,8 +99,8 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept.  last: so many of the newest complete ones (None: all).  every: those of each so many
-    steps too.
+    """Which checkpoints are kept.  last: so many of the newest complete ones (None: all).  every:
+    those of each so many steps too.
     """
 
     last: int | None = None
@@ -125,7 +128,9 @@ def checkpoints(directory: Path, *, reads_headers: bool = True) -> list[Checkpoi
     for tag in tags_in(directory):
         with suppress(FileNotFoundError):  # it went while we looked
             found.append(info_of(directory, tag, reads_headers=reads_headers))
-    return sorted(found, key=lambda info: (info.manifest is None, info.step, info.saved_at), reverse=True)
+    return sorted(
+        found, key=lambda info: (info.manifest is None, info.step, info.saved_at), reverse=True
+    )
 
 
 def latest_tag(directory: Path) -> str | None:
@@ -154,29 +159,39 @@ def info_at(path: Path, tag: str, *, reads_headers: bool = True) -> CheckpointIn
     """Describe the checkpoint or export at a path, which must exist."""
     manifest, faults = check_headers(path) if reads_headers else check_headers(path, NO_FILES)
     saved = path / MANIFEST
-    return CheckpointInfo(tag, path, manifest, (saved if saved.exists() else path).stat().st_mtime, tuple(faults))
+    return CheckpointInfo(
+        tag, path, manifest, (saved if saved.exists() else path).stat().st_mtime, tuple(faults)
+    )
 
 
 def tag_folder(directory: Path, tag: str) -> Path:
-    """Return the folder of a tag, whether or not it exists: its own name, or the hidden one that a crash left."""
+    """Return the folder of a tag, whether or not it exists: its own name, or the hidden one that a
+    crash left.
+    """
     folder = directory / tag
     replaced = replaced_path(folder)
     return replaced if replaced.exists() and not folder.exists() else folder
 
 
 def existing_folder(directory: Path, tag: str) -> Path:
-    """Return the folder of a tag.  CheckpointError, which lists the tags there are, where it does not exist."""
+    """Return the folder of a tag.  CheckpointError, which lists the tags there are, where it does
+    not exist.
+    """
     folder = tag_folder(directory, checked_tag(tag))
     if folder.exists():
         return folder
     tags = sorted(tags_in(directory))
     near = ", ".join(f"'{path}'" for path in near_directories(directory)) if not tags else ""
     fix = f"choose one of: {', '.join(tags) or near or 'none is there'}."
-    raise CheckpointError(f"{directory} holds no checkpoint {tag!r}{did_you_mean(tag, tags)}.", fix=fix)
+    raise CheckpointError(
+        f"{directory} holds no checkpoint {tag!r}{did_you_mean(tag, tags)}.", fix=fix
+    )
 
 
 def replaced_path(folder: Path) -> Path:
-    """Return the hidden path that the previous checkpoint of the same tag takes while it is replaced."""
+    """Return the hidden path that the previous checkpoint of the same tag takes while it is
+    replaced.
+    """
     return folder.with_name(f".{folder.name}.replaced")
 
 
@@ -186,12 +201,16 @@ def leftovers(directory: Path) -> list[Leftover]:
     for path, tag, state in _hidden(directory):
         if state == "replaced" and tag_folder(directory, tag) == path:
             continue
-        found.append(Leftover(path, tag, state, is_in_use=state == "saving" and is_being_written(path)))
+        found.append(
+            Leftover(path, tag, state, is_in_use=state == "saving" and is_being_written(path))
+        )
     return found
 
 
 def is_being_written(path: Path) -> bool:
-    """Return whether a process still writes there, or may; the head of this file says how it is known."""
+    """Return whether a process still writes there, or may; the head of this file says how it is
+    known.
+    """
     try:
         with open(path / STAGING_LOCK, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -206,20 +225,29 @@ def tags_in(directory: Path) -> list[str]:
     """List every tag of a directory, in no particular order."""
     if not directory.is_dir():
         return []
-    visible = [path.name for path in directory.iterdir() if not path.name.startswith(".") and is_checkpoint(path)]
+    visible = [
+        path.name
+        for path in directory.iterdir()
+        if not path.name.startswith(".") and is_checkpoint(path)
+    ]
     return visible + [
-        tag for path, tag, state in _hidden(directory) if state == "replaced" and tag_folder(directory, tag) == path
+        tag
+        for path, tag, state in _hidden(directory)
+        if state == "replaced" and tag_folder(directory, tag) == path
     ]
 
 
 def is_single_checkpoint(path: Path) -> bool:
-    """Return whether a path is one checkpoint or export, not a directory of them (which may hold an export, too)."""
+    """Return whether a path is one checkpoint or export, not a directory of them (which may hold an
+    export, too).
+    """
     layout = layout_of(path)
     return layout is not None and (layout.has_states or not tags_in(path))
 
 
 def near_directories(directory: Path) -> list[Path]:
-    """List directories of checkpoints that may be meant by `directory`, which holds none: inside it, or spelled alike.
+    """List directories of checkpoints that may be meant by `directory`, which holds none: inside
+    it, or spelled alike.
 
     Names are compared at the first part of the path that does not exist, and at the last part.
     """
@@ -239,7 +267,9 @@ def near_directories(directory: Path) -> list[Path]:
 
 def _subdirectories(directory: Path) -> list[Path]:
     with suppress(OSError):
-        return sorted(path for path in directory.iterdir() if path.is_dir() and not path.name.startswith("."))
+        return sorted(
+            path for path in directory.iterdir() if path.is_dir() and not path.name.startswith(".")
+        )
     return []
 
 
@@ -266,16 +296,18 @@ def _seconds_since_change(path: Path) -> float:
 def newest_good(directory: Path) -> str | None:
     """Find the newest tag of which every byte is right; None where there is no checkpoint.
 
-    Logs each one that it passes over.  CheckpointError where there are checkpoints and none is good: a run that starts
-    anew then should do so on purpose.
+    Logs each one that it passes over.  CheckpointError where there are checkpoints and none is
+    good: a run that starts anew then should do so on purpose.
     """
     tags = [info.tag for info in checkpoints(directory, reads_headers=False)]
-    return _first_good(directory, tags, lambda tag: [str(fault) for fault in verify(tag_folder(directory, tag))])
+    return _first_good(
+        directory, tags, lambda tag: [str(fault) for fault in verify(tag_folder(directory, tag))]
+    )
 
 
 def newest_good_of_all(comm: Comm, directory: Path) -> str | None:
-    """Find what `newest_good` finds, each rank reading its part of the files.  Collective; all ranks get the same
-    answer, or the same error.
+    """Find what `newest_good` finds, each rank reading its part of the files.  Collective; all
+    ranks get the same answer, or the same error.
     """
 
     def listed() -> str:
@@ -284,20 +316,30 @@ def newest_good_of_all(comm: Comm, directory: Path) -> str | None:
 
     def check(tag: str) -> list[str]:
         def check_share() -> str:
-            faults = verify(tag_folder(directory, tag), FileSubset(comm.rank, comm.size), read_again=True)
+            faults = verify(
+                tag_folder(directory, tag), FileSubset(comm.rank, comm.size), read_again=True
+            )
             return json.dumps([str(fault) for fault in faults[: MAX_FAULTS_SHOWN + 1]])
 
         return [
-            fault for answer in run_and_gather(comm, f"verifying {tag}", check_share) for fault in json.loads(answer)
+            fault
+            for answer in run_and_gather(comm, f"verifying {tag}", check_share)
+            for fault in json.loads(answer)
         ]
 
     return _first_good(
-        directory, json.loads(run_and_gather(comm, "loading: the list of checkpoints", listed)[0]), check
+        directory,
+        json.loads(run_and_gather(comm, "loading: the list of checkpoints", listed)[0]),
+        check,
     )
 
 
-def _first_good(directory: Path, tags: Iterable[str], check: Callable[[str], list[str]]) -> str | None:
-    """Return the first tag without a fault; None without tags.  CheckpointError where every one has faults."""
+def _first_good(
+    directory: Path, tags: Iterable[str], check: Callable[[str], list[str]]
+) -> str | None:
+    """Return the first tag without a fault; None without tags.  CheckpointError where every one has
+    faults.
+    """
     passed_over = []
     for tag in tags:
         faults = check(tag)
@@ -308,7 +350,9 @@ def _first_good(directory: Path, tags: Iterable[str], check: Callable[[str], lis
         log_once(f"checkpoint {directory / tag} is passed over. {passed_over[-1]}", logging.WARNING)
     if passed_over:
         raise CheckpointError(
-            f"none of the {len(passed_over)} checkpoint(s) in {directory} is good. " + ". ".join(passed_over) + ".",
+            f"none of the {len(passed_over)} checkpoint(s) in {directory} is good. "
+            + ". ".join(passed_over)
+            + ".",
             fix="bring the files back from a copy; to start anew, name another directory.",
         )
     return None
@@ -317,12 +361,15 @@ def _first_good(directory: Path, tags: Iterable[str], check: Callable[[str], lis
 # -- which ones go
 
 
-def outdated(infos: Sequence[CheckpointInfo], latest: str | None, retention: Retention) -> list[CheckpointInfo]:
+def outdated(
+    infos: Sequence[CheckpointInfo], latest: str | None, retention: Retention
+) -> list[CheckpointInfo]:
     """Select the checkpoints that need not be kept, of infos newest first.
 
-    Only complete ones count as kept, and nothing is selected unless a complete one is newer.  The one that `latest`
-    names is never selected, nor a folder whose manifest cannot be read, which may be no checkpoint at all, nor one in
-    another layout than ours, which another program may have written.
+    Only complete ones count as kept, and nothing is selected unless a complete one is newer.  The
+    one that `latest` names is never selected, nor a folder whose manifest cannot be read, which may
+    be no checkpoint at all, nor one in another layout than ours, which another program may have
+    written.
     """
     infos = [info for info in infos if info.layout in (SLICES, None)]
     complete = [info for info in infos if info.is_complete]
@@ -337,7 +384,8 @@ def outdated(infos: Sequence[CheckpointInfo], latest: str | None, retention: Ret
 def prune(directory: Path, retention: Retention, *, dry_run: bool = False) -> PruneResult:
     """Clean the directory, then remove the checkpoints that need not be kept.
 
-    A crash at any moment leaves each checkpoint whole or under a hidden name, which the next call removes.
+    A crash at any moment leaves each checkpoint whole or under a hidden name, which the next call
+    removes.
     """
     result = PruneResult(cleaned=clean(directory, dry_run=dry_run))
     infos = checkpoints(directory)
@@ -350,7 +398,8 @@ def prune(directory: Path, retention: Retention, *, dry_run: bool = False) -> Pr
 
 
 def clean(directory: Path, *, dry_run: bool = False) -> list[Path]:
-    """Remove what unfinished saves have left, and give a tag that a crash left hidden its name back.
+    """Remove what unfinished saves have left, and give a tag that a crash left hidden its name
+    back.
 
     Returns the hidden paths that are gone; with `dry_run` those that would go.
     """
@@ -374,25 +423,31 @@ def clean(directory: Path, *, dry_run: bool = False) -> list[Path]:
 
 
 def remove_replaced(folder: Path) -> None:
-    """Remove the previous checkpoint of the same tag, if it is still there under its hidden name."""
+    """Remove the previous checkpoint of the same tag, if it is still there under its hidden
+    name.
+    """
     if replaced_path(folder).exists():
         files.remove_folder(replaced_path(folder))
 
 
 def apply_retention(folder: Path, retention: Retention) -> None:
-    """Remove older checkpoints after a save into `folder`.  Rank 0 alone calls it; a directory that refuses is logged,
-    and never stops the training.
+    """Remove older checkpoints after a save into `folder`.  Rank 0 alone calls it; a directory that
+    refuses is logged, and never stops the training.
     """
     try:
         remove_replaced(folder)
         if retention.last is not None:
             prune(folder.parent, retention)
     except (OSError, CheckpointError) as error:
-        log_once(f"older checkpoints in {folder.parent} could not be removed: {error}", logging.WARNING)
+        log_once(
+            f"older checkpoints in {folder.parent} could not be removed: {error}", logging.WARNING
+        )
 
 
 def _remove(folder: Path, tag: str) -> None:
-    """Remove a checkpoint: it takes a hidden name first, so that a crash leaves no half of it under its tag."""
+    """Remove a checkpoint: it takes a hidden name first, so that a crash leaves no half of it under
+    its tag.
+    """
     pruned = folder.with_name(f".{tag}.pruned")
     if folder != pruned:
         if pruned.exists():

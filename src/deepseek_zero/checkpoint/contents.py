@@ -1,6 +1,8 @@
-"""What an engine hands to a layout and what it gets back: the states, how they are saved and loaded, the plain values.
+"""What an engine hands to a layout and what it gets back: the states, how they are saved and
+loaded, the plain values.
 
-Every layout that an engine can save in speaks in these words (`EngineLayout`, and save.py and load.py for our own).
+Every layout that an engine can save in speaks in these words (`EngineLayout`, and save.py and
+load.py for our own).
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from ..sharding.runtime import Runtime
 class Contents:
     """The states that a checkpoint is made of.
 
-    trainer: counters, scaler and schedule.  client: the caller's own.  Both are plain values and tensors.
+    trainer: counters, scaler and schedule.  client: the caller's own.  Both are plain values and
+    tensors.
     """
 
     runtime: Runtime
@@ -30,10 +33,12 @@ class Contents:
 class SaveSettings:
     """How a checkpoint is saved.
 
-    latest: point `latest` at it.  exclude_frozen: leave out parameters that are not trained.  tag_validation: Ignore,
-    Warn or Fail when ranks name different tags.  wait: return when it is on the disk; else write while training goes
-    on, where no state rests on a disk.  snapshot_bytes: how much each rank may copy meanwhile of states that a step is
-    about to change.  folders: the folder that each rank names, if they differ; empty if all ranks name one.
+    latest: point `latest` at it.  exclude_frozen: leave out parameters that are not trained.
+    tag_validation: Ignore, Warn or Fail when ranks name different tags.  wait: return when it is on
+    the disk; else write while training goes on, where no state rests on a disk.  snapshot_bytes:
+    how much each rank may copy meanwhile of states that a step is
+    about to change.  folders: the folder that each rank names, if they differ; empty if all ranks
+    name one.
     """
 
     latest: bool = True
@@ -48,9 +53,10 @@ class SaveSettings:
 class LoadSettings:
     """What a load restores, and what it compares first.
 
-    strict: names of the model and of the checkpoint must be the same.  moments: restore the optimizer's state.  rng:
-    restore random generators, at the world size they were saved with.  verify: compare every byte with its checksum
-    before anything changes; each rank reads its part of the files, and moments twice only where they replace others.
+    strict: names of the model and of the checkpoint must be the same.  moments: restore the
+    optimizer's state.  rng: restore random generators, at the world size they were saved with.
+    verify: compare every byte with its checksum before anything changes; each rank reads its part
+    of the files, and moments twice only where they replace others.
     """
 
     strict: bool = True

@@ -1,4 +1,5 @@
-"""Turns a checkpoint folder into files that other programs read, on one process and with little memory.
+"""Turns a checkpoint folder into files that other programs read, on one process and with little
+memory.
 
 The checkpoint may be of any known layout (layouts.py); any number of ranks may have written it.
 """
@@ -11,7 +12,14 @@ from pathlib import Path
 import torch
 
 from .export import save_torch
-from .hf_folder import EXPORT_PATTERNS, INDEX, MAX_SHARD_BYTES, plan_shards, shard_names, write_index
+from .hf_folder import (
+    EXPORT_PATTERNS,
+    INDEX,
+    MAX_SHARD_BYTES,
+    plan_shards,
+    shard_names,
+    write_index,
+)
 from .read import open_checkpoint, tensors_of
 from .safetensors_file import SafetensorsWriter, dtype_of, run_of
 from .staging import staged_output
@@ -26,21 +34,27 @@ def convert_to_safetensors(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     exclude_frozen: bool = False,
 ) -> list[str]:
-    """Write a checkpoint's weights and buffers as a folder that `from_pretrained` loads; returns the files' names.
+    """Write a checkpoint's weights and buffers as a folder that `from_pretrained` loads; returns
+    the files' names.
 
-    path: one checkpoint, or a directory of them and `tag` (None: the one that `latest` names).  dtype: of
-    floating-point tensors; None: the most precise form that was saved.  Holds at most `READ_NUMEL` elements of one
-    tensor in memory.  CheckpointError where the source is damaged or the disk refuses; then `out` stays as it was.
+    path: one checkpoint, or a directory of them and `tag` (None: the one that `latest` names).
+    dtype: of floating-point tensors; None: the most precise form that was saved.  Holds at most
+    `READ_NUMEL` elements of one tensor in memory.  CheckpointError where the source is damaged or
+    the disk refuses; then `out` stays as it was.
     """
     with ExitStack() as stack:
-        tensors = tensors_of(open_checkpoint(path, tag, stack), dtype_of(dtype), exclude_frozen=exclude_frozen)
+        tensors = tensors_of(
+            open_checkpoint(path, tag, stack), dtype_of(dtype), exclude_frozen=exclude_frozen
+        )
         shards = plan_shards([lazy.entry for lazy in tensors.values()], max_shard_bytes)
         names = shard_names(len(shards))
         output = stack.enter_context(staged_output(out))
         with ExitStack() as written:
             files = []
             for name, infos in zip(names, shards, strict=True):
-                files.append(file := written.enter_context(SafetensorsWriter(output.path / name, infos)))
+                files.append(
+                    file := written.enter_context(SafetensorsWriter(output.path / name, infos))
+                )
                 for info in infos:
                     for low, part in tensors[info.name].parts():
                         file.write(info.name, low, part)
@@ -61,10 +75,11 @@ def convert_to_pth(
     tag: str | None = None,
     exclude_frozen: bool = False,
 ) -> None:
-    """Write a checkpoint's weights and buffers as one file for `torch.load`, tied weights under each name.
+    """Write a checkpoint's weights and buffers as one file for `torch.load`, tied weights under
+    each name.
 
-    Arguments and errors are those of `convert_to_safetensors`.  Holds the whole model in `dtype` in memory, since
-    torch.save wants everything at once.
+    Arguments and errors are those of `convert_to_safetensors`.  Holds the whole model in `dtype` in
+    memory, since torch.save wants everything at once.
     """
     with ExitStack() as stack:
         source = open_checkpoint(path, tag, stack)

@@ -1,7 +1,8 @@
 """Every change that a checkpoint, an export or a conversion makes to a disk, in a dozen verbs.
 
-What must survive a power cut is synced before anything points at it; a test replays every prefix of these calls,
-without what was not synced.  Files are 0600, folders 0700.  A test finds whoever changes a disk without these verbs.
+What must survive a power cut is synced before anything points at it; a test replays every prefix of
+these calls, without what was not synced.  Files are 0600, folders 0700.  A test finds whoever
+changes a disk without these verbs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ ADVICE = {
 
 @contextmanager
 def describing_errors(what: str) -> Iterator[None]:
-    """Raise an OSError of the block as a CheckpointError that says what was being done and what helps."""
+    """Raise an OSError of the block as a CheckpointError that says what was being done and what
+    helps.
+    """
     try:
         yield
     except OSError as error:
@@ -47,7 +50,9 @@ def create(path: Path, flags: int = 0) -> int:
 
 
 def open_to_lock(path: Path) -> int:
-    """Open a file that serves as a lock and names its holder, creating it if need be; returns its descriptor."""
+    """Open a file that serves as a lock and names its holder, creating it if need be; returns its
+    descriptor.
+    """
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
@@ -93,7 +98,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file of text in place of an older one, if any, which stays until the new one is on the disk."""
+    """Write a file of text in place of an older one, if any, which stays until the new one is on
+    the disk.
+    """
     hidden = path.with_name(f".{path.name}.saving")
     if hidden.exists():
         remove(hidden)  # of a save that never finished
@@ -106,7 +113,8 @@ class Stream(io.RawIOBase):
     """A new file as an object to write into from front to back, for torch.save."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._offset = descriptor, 0
+        self._descriptor = descriptor
+        self._offset = 0
 
     def writable(self) -> bool:
         return True
@@ -136,8 +144,8 @@ def make_folder(path: Path, mode: int = 0o700) -> None:
 
 
 def make_folders(path: Path) -> None:
-    """Make a directory that the user has named, and those above it, with the user's own permissions; nothing where it
-    exists.
+    """Make a directory that the user has named, and those above it, with the user's own
+    permissions; nothing where it exists.
     """
     missing = []
     while not path.exists():

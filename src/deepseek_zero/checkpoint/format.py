@@ -1,12 +1,14 @@
-"""The format of a checkpoint directory: the manifest, the chunks it lists, tags, and the JSON form of plain values.
+"""The format of a checkpoint directory: the manifest, the chunks it lists, tags, and the JSON form
+of plain values.
 
     <directory>/latest                           text: the tag to load
     <directory>/<tag>/manifest.json              Manifest: names, shapes, chunks, counters, client state
     <directory>/<tag>/rank_00000.safetensors     rank 0's chunks, one tensor each
 
-A chunk is elements [start, stop) of one state of one parameter, or of a part of it (boxes.py), so ranks of any mesh can
-read what those of any other wrote.  Names and shapes are the whole model's.
-Plain Python values and tensors become JSON without pickle, so that reading a checkpoint never runs code:
+A chunk is elements [start, stop) of one state of one parameter, or of a part of it (boxes.py), so
+ranks of any mesh can read what those of any other wrote.  Names and shapes are the whole model's.
+Plain Python values and tensors become JSON without pickle, so that reading a checkpoint never runs
+code:
 
     None, bool, int, str, float, list, dict with text keys: themselves
     tuple, other dicts, inf and nan     {"__tuple__": ...}, {"__items__": ...}, {"__float__": ...}
@@ -33,27 +35,42 @@ from .boxes import Part
 from .numpy_values import ARRAY, from_plain, is_storable, to_plain
 from .safetensors_file import dtype_named
 
-FORMAT, VERSION = "deepseek-zero checkpoint", 2
+FORMAT = "deepseek-zero checkpoint"
+VERSION = 2
 SPLIT_VERSION = 3  # of one with chunks of parts, which older releases cannot read
-LATEST, MANIFEST = "latest", "manifest.json"
+LATEST = "latest"
+MANIFEST = "manifest.json"
 NEWEST = "newest"  # the tag that a load is asked for where it shall choose
 LATEST_UNIVERSAL = "latest_universal"  # of DeepSpeed's conversion, as `latest`
-RESERVED_TAGS = (LATEST, NEWEST, LATEST_UNIVERSAL, "zero_to_fp32.py")  # what has another meaning in a directory
+RESERVED_TAGS = (
+    LATEST,
+    NEWEST,
+    LATEST_UNIVERSAL,
+    "zero_to_fp32.py",
+)  # what has another meaning in a directory
 MAX_TAG_BYTES = 200  # a file system's 255, less what the hidden names of a save add
-# Kinds of chunk.  The weight is saved in its most precise form, the master where there is one: the live weight is its
-# cast.
-WEIGHT, BUFFER, MOMENT, WHOLE = "weight", "buffer", "moment", "whole"
-INNER = "::"  # in the key of a whole state, before the name of a tensor that a tensor subclass is made of
+# Kinds of chunk.  The weight is saved in its most precise form, the master where there is one: the
+# live weight is its cast.
+WEIGHT = "weight"
+BUFFER = "buffer"
+MOMENT = "moment"
+WHOLE = "whole"
+# In the key of a whole state, before the name of a tensor that a tensor subclass is made of
+INNER = "::"
 CLIENT = "client_state"  # how the paths of the caller's values begin
 DELAYED = "owed"  # a reduced gradient whose update comes a step late
 REPLICA = "replica"  # a live weight that follows its master by differences, and is not its cast
 OWN = "own"  # what codes have left out of a rank's gradients or momenta, each rank's own
-VALUE, RNG = "value", "rng"  # a tensor among the manifest's plain values; a random generator's state, each rank's own
+# a tensor among the manifest's plain values; a random generator's state, each rank's own
+VALUE = "value"
+RNG = "rng"
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Bytes [start, stop) of a file under a name, and their CRC-32; None where the file has none."""
+    """Bytes [start, stop) of a file under a name, and their CRC-32; None where the file has
+    none.
+    """
 
     name: str
     start: int
@@ -63,13 +80,14 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class SavedChunk:
-    """Elements [start, stop) of one state of one parameter or buffer.  key: the optimizer's name of a moment, else
-    empty.
+    """Elements [start, stop) of one state of one parameter or buffer.  key: the optimizer's name of
+    a moment, else empty.
 
-    One of kind "own" is of a whole group, named by its first parameter; its key says what it is and how the group lies.
-    A chunk of kind "whole" is an optimizer state with a shape of its own (Adafactor's rows), never cut.  One of kind
-    "owed" belongs to a gradient whose update comes a step late.  rank: of the world, whose file it is in.  part: of
-    what these are the elements, in its own order; None: of the whole parameter.
+    One of kind "own" is of a whole group, named by its first parameter; its key says what it is and
+    how the group lies. A chunk of kind "whole" is an optimizer state with a shape of its own
+    (Adafactor's rows), never cut.  One of kind "owed" belongs to a gradient whose update comes a
+    step late.  rank: of the world, whose file it is in.  part: of what these are the elements, in
+    its own order; None: of the whole parameter.
     """
 
     kind: str
@@ -82,7 +100,9 @@ class SavedChunk:
     part: Part | None = None
 
     def to_json(self) -> list[Any]:
-        """Return the chunk as a manifest has it: its fields in their order, without a part where it has none."""
+        """Return the chunk as a manifest has it: its fields in their order, without a part where it
+        has none.
+        """
         found = [self.kind, self.name, self.key, self.start, self.stop, self.rank, self.crc]
         return found if self.part is None else [*found, self.part.to_json()]
 
@@ -107,11 +127,12 @@ class SavedChunk:
 class Manifest:
     """The JSON beside the tensors.
 
-    parameters, buffers: name -> shape and dtype.  scalars: name -> the optimizer's numbers.  extra: what version 2 did
-    not have from the start, by name, so that older releases of the library still read the file: "names" of the state
-    dict, "groups" of parameters, "heads" (checksums of the files' headers), "mesh", "ranks_per_host" (of sums by host),
-    "codes" (that measurement chose: bits and block by state, null for none), "clients" (encoded, by rank: client_state
-    of ranks that passed another one than rank 0).
+    parameters, buffers: name -> shape and dtype.  scalars: name -> the optimizer's numbers.  extra:
+    what version 2 did not have from the start, by name, so that older releases of the library still
+    read the file: "names" of the state dict, "groups" of parameters, "heads" (checksums of the
+    files' headers), "mesh", "ranks_per_host" (of sums by host), "codes" (that measurement chose:
+    bits and block by state, null for none), "clients" (encoded, by rank: client_state of ranks that
+    passed another one than rank 0).
     """
 
     world_size: int
@@ -132,9 +153,11 @@ class Manifest:
 
     @property
     def mesh(self) -> dict[str, int] | None:
-        """Return the sizes of the axes of the mesh it was saved on; None where the file does not say.
+        """Return the sizes of the axes of the mesh it was saved on; None where the file does not
+        say.
 
-        A load needs it only to know whose random numbers and buffers a rank goes on with: states are found by name.
+        A load needs it only to know whose random numbers and buffers a rank goes on with: states
+        are found by name.
         """
         return self.extra.get("mesh")
 
@@ -145,19 +168,28 @@ class Manifest:
 
     @property
     def codes(self) -> dict[str, tuple[int, int] | None]:
-        """Return the codes that the run had chosen by measurement, by state: bits and block, None: as it is."""
-        return {state: (codec[0], codec[1]) if codec else None for state, codec in self.extra.get("codes", {}).items()}
+        """Return the codes that the run had chosen by measurement, by state: bits and block, None:
+        as it is.
+        """
+        return {
+            state: (codec[0], codec[1]) if codec else None
+            for state, codec in self.extra.get("codes", {}).items()
+        }
 
     def text(self) -> str:
         """Return the manifest as JSON, with its own checksum."""
         document = asdict(replace(self, chunks=[]))
         document["chunks"] = [chunk.to_json() for chunk in self.chunks]
-        document["version"] = SPLIT_VERSION if any(chunk.part is not None for chunk in self.chunks) else VERSION
+        document["version"] = (
+            SPLIT_VERSION if any(chunk.part is not None for chunk in self.chunks) else VERSION
+        )
         return json.dumps({**document, "crc": _crc(document)}, allow_nan=False)
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Read the manifest of a checkpoint.  CheckpointError, whatever is wrong with the file or the disk under it."""
+        """Read the manifest of a checkpoint.  CheckpointError, whatever is wrong with the file or
+        the disk under it.
+        """
         try:
             return cls._parse(path, json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -181,14 +213,19 @@ class Manifest:
 
     @classmethod
     def _parse(cls, path: Path, document: dict[str, Any]) -> Manifest:
-        if document.get("format") != FORMAT or document.get("version") not in (VERSION, SPLIT_VERSION):
+        if document.get("format") != FORMAT or document.get("version") not in (
+            VERSION,
+            SPLIT_VERSION,
+        ):
             raise CheckpointError(
                 f"{path} is {document.get('format')!r} version {document.get('version')!r}.",
                 f"This version reads {FORMAT!r} versions {VERSION} and {SPLIT_VERSION}.",
                 "load it with the version of the library that wrote it.",
             )
         if document.pop("crc", None) != _crc(document):
-            raise CheckpointError(f"{path} is not what was written.", "Its checksum differs.", "load another tag.")
+            raise CheckpointError(
+                f"{path} is not what was written.", "Its checksum differs.", "load another tag."
+            )
         document["chunks"] = [SavedChunk.from_json(values) for values in document["chunks"]]
         return cls(**document)
 
@@ -198,10 +235,13 @@ def _crc(document: dict[str, Any]) -> int:
 
 
 def checked_tag(tag: Any) -> str:
-    """Return the tag as text.  CheckpointError unless it can only be the name of one folder in its directory."""
+    """Return the tag as text.  CheckpointError unless it can only be the name of one folder in its
+    directory.
+    """
     text = str(tag) if _is_plain(tag) else ""
     if not text or text.startswith(".") or Path(text).name != text:
-        why, fix = "A tag is the name of one folder.", "use letters, digits, '_' and '-'."
+        why = "A tag is the name of one folder."
+        fix = "use letters, digits, '_' and '-'."
         parent, _, name = text.rpartition("/")
         if name and parent and not name.startswith("."):
             fix = f"name the directory '<directory>/{parent}' and the tag {name!r}."
@@ -213,15 +253,21 @@ def checked_tag(tag: Any) -> str:
 
 
 def tag_to_save(tag: Any) -> str:
-    """Return the tag as `checked_tag` does.  CheckpointError also for one that a load would read as something else."""
+    """Return the tag as `checked_tag` does.  CheckpointError also for one that a load would read as
+    something else.
+    """
     text = checked_tag(tag)
     if text in RESERVED_TAGS:
         raise _invalid_tag(
-            tag, f"'{text}' has a meaning of its own beside the checkpoints of a directory.", "name another."
+            tag,
+            f"'{text}' has a meaning of its own beside the checkpoints of a directory.",
+            "name another.",
         )
     if text != text.strip():
         raise _invalid_tag(
-            tag, "It begins or ends with a blank, which the file `latest` does not keep.", "leave it out."
+            tag,
+            "It begins or ends with a blank, which the file `latest` does not keep.",
+            "leave it out.",
         )
     return text
 
@@ -232,21 +278,29 @@ def _is_plain(tag: Any) -> bool:
 
 def _invalid_tag(tag: Any, why: str, fix: str) -> CheckpointError:
     shown = repr(tag)
-    return CheckpointError(f"{shown[:80]}{'...' if len(shown) > 80 else ''} cannot be a tag.", why, fix)
+    return CheckpointError(
+        f"{shown[:80]}{'...' if len(shown) > 80 else ''} cannot be a tag.", why, fix
+    )
 
 
 def missing_elements(folder: Path, what: str) -> CheckpointError:
-    """Return the error of a reader that asks for elements which no file has.  what: which elements."""
-    return CheckpointError(f"{what} are in no file of {folder}.", "The checkpoint is incomplete.", "load another tag.")
+    """Return the error of a reader that asks for elements which no file has.  what: which
+    elements.
+    """
+    return CheckpointError(
+        f"{what} are in no file of {folder}.", "The checkpoint is incomplete.", "load another tag."
+    )
 
 
 RESERVED_KEYS = ("__tuple__", "__items__", "__float__", "__tensor__", "__dtype__", ARRAY)
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Turn `value` into JSON values, and copy its tensors and arrays into `tensors` under their path.
+    """Turn `value` into JSON values, and copy its tensors and arrays into `tensors` under their
+    path.
 
-    path: names the value in errors.  CheckpointError for an object that is neither a plain value nor a tensor.
+    path: names the value in errors.  CheckpointError for an object that is neither a plain value
+    nor a tensor.
     """
     if is_storable(value):
         return {key: encode(item, path, tensors) for key, item in to_plain(value).items()}
@@ -267,9 +321,11 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         items = [encode(item, f"{path}[{number}]", tensors) for number, item in enumerate(value)]
         return items if isinstance(value, list) else {"__tuple__": items}
     raise CheckpointError(
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold.",
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
+        "cannot hold.",
         "Checkpoints hold plain values and tensors, so that reading one never runs code.",
-        "save it as numbers, text, lists, dicts, tensors or numpy arrays of numbers (vars(namespace), list(a_set)).",
+        "save it as numbers, text, lists, dicts, tensors or numpy arrays of numbers "
+        "(vars(namespace), list(a_set)).",
     )
 
 
@@ -278,7 +334,12 @@ def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tens
         return {key: encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
     pairs = []
     for key, item in value.items():
-        pairs.append([encode(key, f"key {key!r} of {path}", tensors), encode(item, f"{path}[{key!r}]", tensors)])
+        pairs.append(
+            [
+                encode(key, f"key {key!r} of {path}", tensors),
+                encode(item, f"{path}[{key!r}]", tensors),
+            ]
+        )
     return {"__items__": pairs}
 
 

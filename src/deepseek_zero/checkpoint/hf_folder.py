@@ -21,7 +21,8 @@ from . import files
 from .boxes import Part, read_part
 from .safetensors_file import SafetensorsReader, TensorInfo
 
-STEM, INDEX = "model", "model.safetensors.index.json"
+STEM = "model"
+INDEX = "model.safetensors.index.json"
 EXPORT_PATTERNS = (
     "model.safetensors",
     "model-*-of-*.safetensors",
@@ -31,13 +32,15 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 
 def plan_shards(infos: Sequence[TensorInfo], most: int) -> list[list[TensorInfo]]:
-    """Cut tensors, in their order, into files of at most `most` bytes; a larger tensor gets a file of its own.
+    """Cut tensors, in their order, into files of at most `most` bytes; a larger tensor gets a file
+    of its own.
 
     CheckpointError where `most` is below 1.
     """
     if most < 1:
         raise CheckpointError(
-            f"files of at most {most} bytes hold nothing.", fix="ask for max_shard_bytes of 1 or more."
+            f"files of at most {most} bytes hold nothing.",
+            fix="ask for max_shard_bytes of 1 or more.",
         )
     shards: list[list[TensorInfo]] = [[]]
     filled = 0
@@ -61,7 +64,9 @@ def write_index(path: Path, shards: Sequence[Sequence[TensorInfo]], names: Seque
     """Write the JSON file that says which tensor is in which file."""
     total = sum(info.nbytes for shard in shards for info in shard)
     where = {info.name: name for shard, name in zip(shards, names, strict=True) for info in shard}
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
+    text = json.dumps(
+        {"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True
+    )
     files.write_text(path, text + "\n")
 
 
@@ -72,7 +77,8 @@ def safetensors_files(path: Path) -> list[Path]:
     """
     if path.is_file():
         return [path]
-    index, single = path / INDEX, path / f"{STEM}.safetensors"
+    index = path / INDEX
+    single = path / f"{STEM}.safetensors"
     if single.exists():
         return [single]
     if index.exists():
@@ -95,8 +101,15 @@ def _files_in_index(index: Path) -> list[str]:
 
 
 def _checked_file_name(name: Any, index: Path) -> str:
-    """Return a file's name from an index.  CheckpointError unless it stays in the index's own folder."""
-    if not isinstance(name, str) or name != Path(name).name or name in ("", ".", "..") or "\0" in name:
+    """Return a file's name from an index.  CheckpointError unless it stays in the index's own
+    folder.
+    """
+    if (
+        not isinstance(name, str)
+        or name != Path(name).name
+        or name in ("", ".", "..")
+        or "\0" in name
+    ):
         raise CheckpointError(
             f"{index} names the file {name!r:.80}, which is not in its folder.",
             "An index that leads elsewhere would have other files read than those you named.",
@@ -106,9 +119,11 @@ def _checked_file_name(name: Any, index: Path) -> str:
 
 
 class SafetensorsFolder:
-    """Tensors by name over the safetensors files of a folder; nothing but headers is read before it is asked for.
+    """Tensors by name over the safetensors files of a folder; nothing but headers is read before it
+    is asked for.
 
-    CheckpointError where a file is missing or damaged, or where two files have a tensor of the same name.
+    CheckpointError where a file is missing or damaged, or where two files have a tensor of the same
+    name.
     """
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
@@ -121,7 +136,8 @@ class SafetensorsFolder:
                 reader = stack.enter_context(SafetensorsReader(file))
             except (OSError, CheckpointError) as error:
                 raise CheckpointError(
-                    f"{file} cannot be read: {error.what if isinstance(error, CheckpointError) else brief(error)}.",
+                    f"{file} cannot be read: "
+                    f"{error.what if isinstance(error, CheckpointError) else brief(error)}.",
                     "It is missing, damaged or no safetensors file.",
                     "get it again.",
                 ) from None
@@ -136,9 +152,11 @@ class SafetensorsFolder:
                 self._file_of[name] = reader
                 self.shapes[name] = location.shape
 
-    def read(self, name: str, start: int, stop: int, part: Part | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield (position, flat values) parts of the elements [start, stop) of a tensor, or of a part of it: mapped and
-        one, where the tensor is whole.
+    def read(
+        self, name: str, start: int, stop: int, part: Part | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield (position, flat values) parts of the elements [start, stop) of a tensor, or of a
+        part of it: mapped and one, where the tensor is whole.
         """
         if part is not None:
             yield from read_part(part, start, stop, partial(self.read, name))

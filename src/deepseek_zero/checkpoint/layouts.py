@@ -1,11 +1,12 @@
-"""The layouts in which checkpoints and weights lie on a disk: how each is recognised, checked and opened.
+"""The layouts in which checkpoints and weights lie on a disk: how each is recognised, checked and
+opened.
 
     slices         a folder with manifest.json: a checkpoint in this library's own layout
     safetensors    a folder as Hugging Face lays it out, or one such file: weights alone
     torch          one file of torch.save (.pth, .pt, .bin): weights alone
 
-A room above that knows another layout makes an object of it, calls `register_layout` in its module, and adds the
-module's name to `LAYOUT_MODULES`.
+A room above that knows another layout makes an object of it, calls `register_layout` in its module,
+and adds the module's name to `LAYOUT_MODULES`.
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ from .hf_folder import INDEX, STEM, SafetensorsFolder, safetensors_files
 from .safetensors_file import RUN_KEY, dtype_name, read_header
 from .torch_file import read_state_dict, torch_records
 
-StateRange = tuple[str, str, str, int, int, Part | None]  # kind, name, key, and elements [start, stop) of a part
+StateRange = tuple[
+    str, str, str, int, int, Part | None
+]  # kind, name, key, and elements [start, stop) of a part
 
 
 class StateReader(Protocol):
-    """Reads ranges of the states of a checkpoint, by kind, parameter and the optimizer's name of the state.
+    """Reads ranges of the states of a checkpoint, by kind, parameter and the optimizer's name of
+    the state.
 
-    Elements are counted in the order of a part of the parameter (boxes.py), or of the whole one (None).
+    Elements are counted in the order of a part of the parameter (boxes.py), or of the whole one
+    (None).
     """
 
     def has(self, kind: str, name: str, key: str = "") -> bool:
@@ -49,13 +54,15 @@ class StateReader(Protocol):
     def read(
         self, kind: str, name: str, key: str, start: int, stop: int, part: Part | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (position, flat values) parts of the elements [start, stop), in order; each is valid until the next is
-        asked for.  CheckpointError if some are missing.
+        """Yield (position, flat values) parts of the elements [start, stop), in order; each is
+        valid until the next is asked for.  CheckpointError if some are missing.
         """
         ...
 
     def whole(self, name: str, key: str, part: Part | None = None) -> Tensor:
-        """Read an optimizer state with a shape of its own.  CheckpointError where the layout has none of that part."""
+        """Read an optimizer state with a shape of its own.  CheckpointError where the layout has
+        none of that part.
+        """
         ...
 
     def of_rank(self, name: str, rank: int) -> Tensor:
@@ -75,24 +82,33 @@ class OpenCheckpoint:
     @property
     def tied(self) -> dict[str, str]:
         """Return the further names of tied parameters, each with the first one."""
-        return {name: first for name, first in self.manifest.extra.get("names", {}).items() if name != first}
+        return {
+            name: first
+            for name, first in self.manifest.extra.get("names", {}).items()
+            if name != first
+        }
 
 
 class Layout(ABC):
-    """One way to lay out a checkpoint.  has_states: it holds optimizer states and counters, not weights alone."""
+    """One way to lay out a checkpoint.  has_states: it holds optimizer states and counters, not
+    weights alone.
+    """
 
     name: str
     has_states = False
 
     @abstractmethod
     def is_at(self, path: Path) -> bool:
-        """Return whether `path` is a checkpoint in this layout, or one that lost some of its files."""
+        """Return whether `path` is a checkpoint in this layout, or one that lost some of its
+        files.
+        """
 
 
 class SlicesLayout(Layout):
     """This library's own layout, which read.py, verify.py, save.py and load.py implement."""
 
-    name, has_states = "slices", True
+    name = "slices"
+    has_states = True
 
     def is_at(self, path: Path) -> bool:
         return (path / MANIFEST).exists() or any(path.glob("rank_*.safetensors"))
@@ -115,7 +131,9 @@ class ForeignLayout(Layout):
 
     @abstractmethod
     def checksum_coverage(self, path: Path) -> str:
-        """Say what a verdict rests on where not every chunk has a checksum of its own; empty where each has one."""
+        """Say what a verdict rests on where not every chunk has a checksum of its own; empty where
+        each has one.
+        """
 
     @abstractmethod
     def open_at(self, path: Path, stack: ExitStack) -> OpenCheckpoint:
@@ -123,7 +141,9 @@ class ForeignLayout(Layout):
 
 
 class EngineLayout(ForeignLayout):
-    """A foreign layout in which an engine can save, and from which it can load.  title: its name in a sentence."""
+    """A foreign layout in which an engine can save, and from which it can load.  title: its name in
+    a sentence.
+    """
 
     has_states = True
     title: str
@@ -143,8 +163,8 @@ class EngineLayout(ForeignLayout):
     def load(self, directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
         """Fill an engine from `directory/tag`, at any world size and stage.  Collective.
 
-        CheckpointError on every rank, and an unchanged engine, where the checkpoint does not fit or (settings.verify)
-        is damaged.
+        CheckpointError on every rank, and an unchanged engine, where the checkpoint does not fit or
+        (settings.verify) is damaged.
         """
 
 
@@ -162,10 +182,13 @@ class SafetensorsLayout(ForeignLayout):
         return []
 
     def records(self, file: Path) -> list[FileRecord]:
-        """Return the tensors with the CRC-32s that an export of ours has in its header; other programs' have none."""
+        """Return the tensors with the CRC-32s that an export of ours has in its header; other
+        programs' have none.
+        """
         header = read_header(file)
         return [
-            FileRecord(name, at.start, at.stop, header.tensor_crcs.get(name)) for name, at in header.locations.items()
+            FileRecord(name, at.start, at.stop, header.tensor_crcs.get(name))
+            for name, at in header.locations.items()
         ]
 
     def manifest(self, path: Path) -> Manifest:
@@ -173,7 +196,8 @@ class SafetensorsLayout(ForeignLayout):
         runs = {header.metadata.get(RUN_KEY) for header in headers.values()}
         if len(runs) > 1:
             raise CheckpointError(
-                f"the files of {path} are of different exports: {', '.join(sorted(map(str, runs)))}.",
+                f"the files of {path} are of different exports: "
+                f"{', '.join(sorted(map(str, runs)))}.",
                 "An export that was cut off may have replaced some of an older one's.",
                 "export again into an empty folder.",
             )
@@ -185,10 +209,25 @@ class SafetensorsLayout(ForeignLayout):
                         f"'{name}' is in {each.name} and in another file of {path} too.",
                         fix="export again into an empty folder.",
                     )
-                parameters[name] = {"shape": list(at.shape), "dtype": dtype_name(at.dtype), "trained": True}
+                parameters[name] = {
+                    "shape": list(at.shape),
+                    "dtype": dtype_name(at.dtype),
+                    "trained": True,
+                }
         run = next(iter(runs), None) or ""
         return Manifest(
-            1, 0, {}, parameters, {}, [], None, {}, [], plain={"trainer": {}}, run=run, format="safetensors"
+            1,
+            0,
+            {},
+            parameters,
+            {},
+            [],
+            None,
+            {},
+            [],
+            plain={"trainer": {}},
+            run=run,
+            format="safetensors",
         )
 
     def checksum_coverage(self, path: Path) -> str:
@@ -198,7 +237,9 @@ class SafetensorsLayout(ForeignLayout):
 
     def open_at(self, path: Path, stack: ExitStack) -> OpenCheckpoint:
         plain: dict[str, Any] = {"groups": [], "trainer": {}, "client": {}}
-        return OpenCheckpoint(path, self.manifest(path), plain, WeightsReader(SafetensorsFolder(path, stack)))
+        return OpenCheckpoint(
+            path, self.manifest(path), plain, WeightsReader(SafetensorsFolder(path, stack))
+        )
 
 
 class TorchLayout(ForeignLayout):
@@ -252,18 +293,23 @@ class WeightsReader:
 
 # -- which there are
 
-SLICES, SAFETENSORS, TORCH = SlicesLayout(), SafetensorsLayout(), TorchLayout()
+SLICES = SlicesLayout()
+SAFETENSORS = SafetensorsLayout()
+TORCH = TorchLayout()
 _registered: list[Layout] = []
 
 
 def register_layout(layout: Layout) -> None:
-    """Have a layout recognised from now on, in this process; nothing where one of its name is known."""
+    """Have a layout recognised from now on, in this process; nothing where one of its name is
+    known.
+    """
     if layout.name not in {each.name for each in (SLICES, *_registered, SAFETENSORS, TORCH)}:
         _registered.append(layout)
 
 
 def known_layouts() -> Sequence[Layout]:
-    """Return all layouts, in the order in which a path is compared with them: folders of states before weights.
+    """Return all layouts, in the order in which a path is compared with them: folders of states
+    before weights.
 
     Imports the modules of `LAYOUT_MODULES`, which register theirs.
     """

@@ -1,7 +1,9 @@
-"""Loads a checkpoint into an engine of any mesh and stage: by name, by intersection of what was saved and what is held.
+"""Loads a checkpoint into an engine of any mesh and stage: by name, by intersection of what was
+saved and what is held.
 
-Each rank reads only the elements it will hold.  Every rank checks everything that can be refused before any rank
-changes anything; then the `restore_*` functions write weights, masters, moments and buffers, group by group.
+Each rank reads only the elements it will hold.  Every rank checks everything that can be refused
+before any rank changes anything; then the `restore_*` functions write weights, masters, moments and
+buffers, group by group.
 """
 
 from __future__ import annotations
@@ -31,7 +33,19 @@ from ..sharding.regroup import follow_requires_grad
 from ..sharding.runtime import Runtime
 from .catalogue import existing_folder
 from .contents import Contents, Loaded, LoadSettings
-from .format import BUFFER, DELAYED, INNER, MANIFEST, MOMENT, OWN, REPLICA, RNG, WEIGHT, WHOLE, Manifest
+from .format import (
+    BUFFER,
+    DELAYED,
+    INNER,
+    MANIFEST,
+    MOMENT,
+    OWN,
+    REPLICA,
+    RNG,
+    WEIGHT,
+    WHOLE,
+    Manifest,
+)
 from .layouts import StateRange, StateReader
 from .lockstep import run_and_gather
 from .piece import Piece, names_of_all, persistent_buffers, predecessor
@@ -45,14 +59,17 @@ NEW_MOMENTS = "moments into new memory"
 
 
 def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
-    """Fill an engine's weights, masters, moments, buffers and random generators from `directory/tag`.  Collective.
+    """Fill an engine's weights, masters, moments, buffers and random generators from
+    `directory/tag`.  Collective.
 
-    Any number of ranks on any mesh may have saved it: each rank reads the elements that it holds.  Shapes, names,
-    the optimizer and (settings.verify) checksums are compared on every rank before any rank changes anything:
-    CheckpointError on all of them, and an unchanged engine, where one finds a fault.  Returns counters and the caller's
-    own values.
+    Any number of ranks on any mesh may have saved it: each rank reads the elements that it holds.
+    Shapes, names, the optimizer and (settings.verify) checksums are compared on every rank before
+    any rank changes anything: CheckpointError on all of them, and an unchanged engine, where one
+    finds a fault.  Returns counters and the caller's own values.
     """
-    runtime, loaded, comm = contents.runtime, [], contents.runtime.comm.whole
+    runtime = contents.runtime
+    loaded = []
+    comm = contents.runtime.comm.whole
     follow_requires_grad(runtime)
     names = names_of_all(runtime)
 
@@ -67,14 +84,21 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
                     kinds.setdefault(chunk.name, set()).add(chunk.key)
             split_as_saved(manifest, lambda name: kinds.get(name, ()), contents.optimizer)
         loaded.append((manifest, folder))
-        return NEW_MOMENTS if settings.moments and _takes_new_moments(folder, manifest, contents) else ""
+        return (
+            NEW_MOMENTS
+            if settings.moments and _takes_new_moments(folder, manifest, contents)
+            else ""
+        )
 
     answers = run_and_gather(comm, f"loading {tag}: the manifest", check_manifest)
     manifest, folder = loaded[0]
     checks_moments = settings.verify and set(answers) == {NEW_MOMENTS}
     if settings.verify:
-        subset, except_kind = FileSubset(comm.rank, comm.size), MOMENT if checks_moments else ""
-        run_and_gather(comm, f"loading {tag}: checksums", lambda: _verify_files(folder, subset, except_kind))
+        subset = FileSubset(comm.rank, comm.size)
+        except_kind = MOMENT if checks_moments else ""
+        run_and_gather(
+            comm, f"loading {tag}: checksums", lambda: _verify_files(folder, subset, except_kind)
+        )
     plain: dict[str, Any] = {}
     states: list[GroupStates] = []
 
@@ -89,13 +113,17 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
     run_and_gather(comm, f"loading {tag}: values", read_values)
     known = states if checks_moments else None
     replace_states(
-        contents, tag, lambda: _restore_all(folder, manifest, plain, contents, settings, known), manifest.lifted
+        contents,
+        tag,
+        lambda: _restore_all(folder, manifest, plain, contents, settings, known),
+        manifest.lifted,
     )
     here = contents.runtime.settings.ranks_per_host or 1
     if manifest.world_size == comm.size and manifest.ranks_per_host != here:
         log_first(
-            f"{tag} was trained with sums over {manifest.ranks_per_host} neighbours first, this run has {here}: its "
-            f"bits are another run's; ranks_per_host = {manifest.ranks_per_host} would go on with the same"
+            f"{tag} was trained with sums over {manifest.ranks_per_host} neighbours first, this "
+            f"run has {here}: its bits are another run's; ranks_per_host = "
+            f"{manifest.ranks_per_host} would go on with the same"
         )
     if manifest.world_size == comm.size:
         repeat_codes(manifest, contents.runtime)
@@ -103,29 +131,40 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
 
 
 def repeat_codes(manifest: Manifest, runtime: Runtime) -> None:
-    """Let matrices be sent as the run that saved had chosen, where this one has chosen by measurement too.  Local, and
-    alike on every rank.
+    """Let matrices be sent as the run that saved had chosen, where this one has chosen by
+    measurement too.  Local, and alike on every rank.
     """
     here = runtime.settings.compression
     saved = {state: codec for state, codec in manifest.codes.items() if state in here.left_open}
-    chosen = {state: Blocks(*codec) if codec is not None else None for state, codec in saved.items()}
-    weights, gradients = chosen.get("weights", here.weights), chosen.get("gradients", here.gradients)
+    chosen = {
+        state: Blocks(*codec) if codec is not None else None for state, codec in saved.items()
+    }
+    weights = chosen.get("weights", here.weights)
+    gradients = chosen.get("gradients", here.gradients)
     found = replace(here, weights=weights, gradients=gradients)
     if found != here:
         said = ", ".join(f"{state} {codec or 'as they are'}" for state, codec in chosen.items())
-        log_first(f"the run that is gone on with had chosen {said}: so does this one, whatever it measured")
+        log_first(
+            f"the run that is gone on with had chosen {said}: so does this one, whatever it "
+            "measured"
+        )
         runtime.send_as(replace(found, why=f"{said}, as the run that was gone on with had chosen"))
 
 
-def replace_states(contents: Contents, tag: str, fill: Callable[[], str], lifted: Sequence[str] | None = None) -> None:
-    """Run `fill` on every rank, which writes new weights, masters and moments, and bring the run into the state between
-    two steps.  Collective.
+def replace_states(
+    contents: Contents, tag: str, fill: Callable[[], str], lifted: Sequence[str] | None = None
+) -> None:
+    """Run `fill` on every rank, which writes new weights, masters and moments, and bring the run
+    into the state between two steps.  Collective.
 
-    Gathered weights, gradients and updates that were deferred belong to the old values and are dropped; weights follow
-    their masters afterwards.  lifted: the units that compute in fp32 from now on; None: those that do.  CheckpointError
+    Gathered weights, gradients and updates that were deferred belong to the old values and are
+    dropped; weights follow
+    their masters afterwards.  lifted: the units that compute in fp32 from now on; None: those that
+    do.  CheckpointError
     on every rank where `fill` fails on one: then the engine's values are undefined.
     """
-    runtime, optimizer = contents.runtime, contents.optimizer
+    runtime = contents.runtime
+    optimizer = contents.optimizer
     with torch.no_grad():
         runtime.executor.reshard_all()
         runtime.discard_step()
@@ -144,34 +183,45 @@ def replace_states(contents: Contents, tag: str, fill: Callable[[], str], lifted
 
 
 def _restore_rng(folder: Path, manifest: Manifest, runtime: Runtime, stack: ExitStack) -> None:
-    """Set this process's random generators, where data are shared out among as many ranks as saved it."""
+    """Set this process's random generators, where data are shared out among as many ranks as saved
+    it.
+    """
     rank = predecessor(manifest, runtime.plan.mesh)
     if rank is None:
         return  # nobody's sequence here goes on one of those
     own = [chunk for chunk in manifest.chunks if chunk.kind == RNG and chunk.rank == rank]
     reader = CheckpointReader(folder, own, stack)
-    restore_rng({chunk.name: reader.value(RNG, chunk.name) for chunk in own}, runtime.comm_ctx.pool.device)
+    restore_rng(
+        {chunk.name: reader.value(RNG, chunk.name) for chunk in own}, runtime.comm_ctx.pool.device
+    )
 
 
-def _restore_own_states(folder: Path, manifest: Manifest, optimizer: ShardedOptimizer, stack: ExitStack) -> None:
-    """Restore what codes had left out of this rank's gradients or momenta, where the same rank of the same mesh saved
-    it; elsewhere it is dropped, with a line.
+def _restore_own_states(
+    folder: Path, manifest: Manifest, optimizer: ShardedOptimizer, stack: ExitStack
+) -> None:
+    """Restore what codes had left out of this rank's gradients or momenta, where the same rank of
+    the same mesh saved it; elsewhere it is dropped, with a line.
     """
-    runtime, saved = optimizer.runtime, [chunk for chunk in manifest.chunks if chunk.kind == OWN]
+    runtime = optimizer.runtime
+    saved = [chunk for chunk in manifest.chunks if chunk.kind == OWN]
     if not saved or not (optimizer.exchanges or runtime.settings.compression.feedback is not None):
         return
     is_same = manifest.mesh == dict(zip(AXES, runtime.plan.mesh.sizes, strict=True))
     own = [chunk for chunk in saved if is_same and chunk.rank == runtime.comm.whole.rank]
-    reader, piece, known = CheckpointReader(folder, own, stack), Piece.of(runtime), 0
+    reader = CheckpointReader(folder, own, stack)
+    piece = Piece.of(runtime)
+    known = 0
     for group in runtime.trained_groups:
         name, lies = place_of(group, piece)
         keys = [key for key in reader.keys(OWN, name) if key.endswith(f" {lies}")]
-        optimizer.restore_own_states(group, {key.split()[0]: reader.value(OWN, name, key) for key in keys})
+        optimizer.restore_own_states(
+            group, {key.split()[0]: reader.value(OWN, name, key) for key in keys}
+        )
         known += len(keys)
     if not known or known < len(own):
         log_first(
-            f"{folder.name} was saved on another mesh or with other codes: what these had left out of gradients is "
-            "dropped"
+            f"{folder.name} was saved on another mesh or with other codes: what these had left out "
+            "of gradients is dropped"
         )
 
 
@@ -184,8 +234,11 @@ def _verify_files(folder: Path, subset: FileSubset, except_kind: str) -> str:
     return ""
 
 
-def check(manifest: Manifest, contents: Contents, settings: LoadSettings, names: Collection[str]) -> None:
-    """Raise CheckpointError if the checkpoint does not fit the engine; the same on every rank of a stage.
+def check(
+    manifest: Manifest, contents: Contents, settings: LoadSettings, names: Collection[str]
+) -> None:
+    """Raise CheckpointError if the checkpoint does not fit the engine; the same on every rank of a
+    stage.
 
     names: of the whole model's parameters (`names_of_all`).
     """
@@ -196,7 +249,8 @@ def check(manifest: Manifest, contents: Contents, settings: LoadSettings, names:
         for member in group.members
     }
     shapes = [
-        f"'{name}' is {manifest.parameters[name]['shape']} in the checkpoint and {shape} in the model"
+        f"'{name}' is {manifest.parameters[name]['shape']} in the checkpoint and {shape} in the "
+        "model"
         for name, (shape, _) in own.items()
         if name in manifest.parameters and manifest.parameters[name]["shape"] != shape
     ]
@@ -207,13 +261,15 @@ def check(manifest: Manifest, contents: Contents, settings: LoadSettings, names:
         )
     excluded = set(manifest.excluded)
     missing = [
-        name for name, (_, trained) in own.items() if name not in manifest.parameters or (name in excluded and trained)
+        name
+        for name, (_, trained) in own.items()
+        if name not in manifest.parameters or (name in excluded and trained)
     ]
     unexpected = [name for name in manifest.parameters if name not in names]
     if settings.strict and (missing or unexpected):
         raise CheckpointError(
-            f"the checkpoint lacks {first_few(missing) or 'nothing'} and has {first_few(unexpected) or 'nothing'} "
-            "too many.",
+            f"the checkpoint lacks {first_few(missing) or 'nothing'} and has "
+            f"{first_few(unexpected) or 'nothing'} too many.",
             "load_module_strict wants the same names on both sides.",
             "load into the model that was saved, or pass load_module_strict=False.",
         )
@@ -223,28 +279,34 @@ def check(manifest: Manifest, contents: Contents, settings: LoadSettings, names:
 
 def _check_optimizer(manifest: Manifest, optimizer: ShardedOptimizer) -> None:
     """Raise CheckpointError if the saved optimizer states are not this optimizer's."""
-    mine, fix = (
-        type(optimizer.inner).__name__,
-        "load with load_optimizer_states=False, or use the optimizer that was saved.",
-    )
+    mine = type(optimizer.inner).__name__
+    fix = "load with load_optimizer_states=False, or use the optimizer that was saved."
     if manifest.optimizer != mine:
-        raise CheckpointError(f"the checkpoint has the state of {manifest.optimizer}, the engine runs {mine}.", fix=fix)
+        raise CheckpointError(
+            f"the checkpoint has the state of {manifest.optimizer}, the engine runs {mine}.",
+            fix=fix,
+        )
     groups = len(manifest.plain["groups"])
     known = ("torch", "deepseek_zero")
     packages = manifest.extra.get("optimizer_package"), package_of(optimizer.inner)
     if packages[0] is not None and (packages[0] in known) != (packages[1] in known):
         raise CheckpointError(
-            f"the checkpoint has the state of {packages[0]}'s {mine}, the engine runs {packages[1]}'s.", fix=fix
+            f"the checkpoint has the state of {packages[0]}'s {mine}, the engine runs "
+            f"{packages[1]}'s.",
+            fix=fix,
         )
     if groups != len(optimizer.param_groups):
         raise CheckpointError(
-            f"the checkpoint has {groups} parameter groups, the optimizer has {len(optimizer.param_groups)}.", fix=fix
+            f"the checkpoint has {groups} parameter groups, the optimizer has "
+            f"{len(optimizer.param_groups)}.",
+            fix=fix,
         )
     if manifest.plain["trainer"].get("owed") is not None and optimizer.delayed is None:
         raise CheckpointError(
             "the checkpoint owes an update that was delayed.",
             "It was saved with delayed_update_after, which this run does not have.",
-            "set delayed_update_after, save after engine.optimizer.flush(), or load with load_optimizer_states=False.",
+            "set delayed_update_after, save after engine.optimizer.flush(), or load with "
+            "load_optimizer_states=False.",
         )
 
 
@@ -254,10 +316,15 @@ def _check_optimizer(manifest: Manifest, optimizer: ShardedOptimizer) -> None:
 def _takes_new_moments(folder: Path, manifest: Manifest, contents: Contents) -> bool:
     """Return whether this rank's moments come, chunk by chunk, into memory that holds nothing yet.
 
-    Then they are compared with their checksums as they are read: until all ranks have theirs, nothing has changed.
+    Then they are compared with their checksums as they are read: until all ranks have theirs,
+    nothing has changed.
     """
     optimizer = contents.optimizer
-    if optimizer is None or optimizer.inner.state or contents.runtime.comm_ctx.pool.device.type != "cpu":
+    if (
+        optimizer is None
+        or optimizer.inner.state
+        or contents.runtime.comm_ctx.pool.device.type != "cpu"
+    ):
         return False
     if any(group.plan.moments_external for group in contents.runtime.trained_groups):
         return False
@@ -266,7 +333,9 @@ def _takes_new_moments(folder: Path, manifest: Manifest, contents: Contents) -> 
         return reader.reads_whole(moment_ranges(reader, optimizer))
 
 
-def _read_new_moments(folder: Path, manifest: Manifest, contents: Contents) -> Iterator[GroupStates]:
+def _read_new_moments(
+    folder: Path, manifest: Manifest, contents: Contents
+) -> Iterator[GroupStates]:
     """Read this rank's moments, group by group.  CheckpointError where a checksum differs."""
     assert contents.optimizer is not None
     with ExitStack() as stack:
@@ -283,13 +352,15 @@ def _restore_all(
     settings: LoadSettings,
     states: list[GroupStates] | None,
 ) -> str:
-    """Read everything into the engine.  states: the optimizer's, where they have been read already."""
+    """Read everything into the engine.  states: the optimizer's, where they have been read
+    already.
+    """
     with ExitStack() as stack:
-        reader, optimizer = (
-            CheckpointReader(folder, manifest.chunks, stack),
-            contents.optimizer if settings.moments else None,
+        reader = CheckpointReader(folder, manifest.chunks, stack)
+        optimizer = contents.optimizer if settings.moments else None
+        moments = (
+            moment_ranges(reader, optimizer) if optimizer is not None and states is None else ()
         )
-        moments = moment_ranges(reader, optimizer) if optimizer is not None and states is None else ()
         reader.prefetch([*weight_ranges(reader, contents), *moments])
         restore_weights(reader, contents)
         restore_buffers(reader, manifest, contents)
@@ -303,12 +374,16 @@ def _restore_all(
 
 
 # What a group says about how to compute, not about what was learnt: the running program decides.
-IMPLEMENTATION_OPTIONS = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
+IMPLEMENTATION_OPTIONS = frozenset(
+    {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
+)
 GroupStates = tuple[ParamGroup, dict[int, dict[str, Any]]]  # by number of the shard
 
 
 def weight_ranges(reader: StateReader, contents: Contents) -> Iterator[StateRange]:
-    """Yield the elements of weights that this rank holds, in the order in which `restore_weights` reads them."""
+    """Yield the elements of weights that this rank holds, in the order in which `restore_weights`
+    reads them.
+    """
     piece = Piece.of(contents.runtime)
     for group in contents.runtime.groups:
         for member in group.members:
@@ -321,7 +396,9 @@ def weight_ranges(reader: StateReader, contents: Contents) -> Iterator[StateRang
 
 
 def moment_ranges(reader: StateReader, optimizer: ShardedOptimizer) -> Iterator[StateRange]:
-    """Yield the elements of moments that this rank holds, in the order in which `read_states` reads them."""
+    """Yield the elements of moments that this rank holds, in the order in which `read_states` reads
+    them.
+    """
     piece = Piece.of(optimizer.runtime)
     for _, shard in _shards_by_group(optimizer):
         overlaps = list(shard.overlaps())
@@ -337,7 +414,9 @@ def member_of(overlap: ParamOverlap) -> ParamInfo:
 
 
 def _shards_by_group(optimizer: ShardedOptimizer) -> list[tuple[int, MasterShard]]:
-    """Return the optimizer's shards with their numbers, those of one group together: in the order of the files."""
+    """Return the optimizer's shards with their numbers, those of one group together: in the order
+    of the files.
+    """
     order = {id(group): number for number, group in enumerate(optimizer.runtime.groups)}
     return sorted(enumerate(optimizer.shards()), key=lambda item: order[id(item[1].group)])
 
@@ -348,8 +427,8 @@ def _moment_keys(reader: StateReader, overlaps: list[ParamOverlap], piece: Piece
 
 
 def restore_weights(reader: StateReader, contents: Contents) -> None:
-    """Write masters, and weights without one, from the ranges that this rank holds.  Local; ranks on any mesh may have
-    saved them.
+    """Write masters, and weights without one, from the ranges that this rank holds.  Local; ranks
+    on any mesh may have saved them.
 
     Weights with a master follow in `ParamGroup.refresh`.
     """
@@ -364,8 +443,8 @@ def restore_weights(reader: StateReader, contents: Contents) -> None:
 
 
 def _write_replica(reader: StateReader, group: ParamGroup, member: ParamInfo, piece: Piece) -> None:
-    """Write this rank's part of a weight that follows its master by differences; the master's cast where none was
-    saved.
+    """Write this rank's part of a weight that follows its master by differences; the master's cast
+    where none was saved.
     """
     slot = member.slot
     start, stop = group.layout.owned(slot, group.comm_ctx.comm.rank)
@@ -382,12 +461,14 @@ def _write_replica(reader: StateReader, group: ParamGroup, member: ParamInfo, pi
 def write_weight(
     group: ParamGroup, member: ParamInfo, read: Callable[[int, int], Iterator[tuple[int, Tensor]]]
 ) -> None:
-    """Write this rank's elements of one parameter into its master, or into its weight where it has none.
+    """Write this rank's elements of one parameter into its master, or into its weight where it has
+    none.
 
-    read(start, stop): yields (position, flat values) parts of these elements of the parameter, on any device; they are
-    cast as an update casts.
+    read(start, stop): yields (position, flat values) parts of these elements of the parameter, on
+    any device; they are cast as an update casts.
     """
-    device, master = group.comm_ctx.pool.device, group.master
+    device = group.comm_ctx.pool.device
+    master = group.master
     if master is not None:
         start, stop, place = master.local_range(member.slot)
         for low, part in read(start, stop):
@@ -401,13 +482,17 @@ def write_weight(
 
 
 def store_weights(group: ParamGroup) -> None:
-    """Send what was written of a group to the memory where it rests, and wait, so that one group at a time is here."""
+    """Send what was written of a group to the memory where it rests, and wait, so that one group at
+    a time is here.
+    """
     for pending in [extent.store(0, extent.memory.numel()) for extent in exact_extents(group)]:
         pending.wait()
 
 
 def restore_buffers(reader: StateReader, manifest: Manifest, contents: Contents) -> None:
-    """Write the buffers of the rank that saw this rank's data, or the first rank's where there is none.  Local."""
+    """Write the buffers of the rank that saw this rank's data, or the first rank's where there is
+    none.  Local.
+    """
     rank = predecessor(manifest, contents.runtime.plan.mesh) or 0
     for name, buffer in persistent_buffers(contents.runtime.model).items():
         if reader.has(BUFFER, name) and manifest.buffers[name]["shape"] == list(buffer.shape):
@@ -415,9 +500,14 @@ def restore_buffers(reader: StateReader, manifest: Manifest, contents: Contents)
 
 
 def read_states(
-    reader: StateReader, manifest: Manifest, optimizer: ShardedOptimizer, before: dict[Tensor, dict[str, Any]]
+    reader: StateReader,
+    manifest: Manifest,
+    optimizer: ShardedOptimizer,
+    before: dict[Tensor, dict[str, Any]],
 ) -> Iterator[GroupStates]:
-    """Yield the states that the optimizer will have, group by group.  before: its old ones, whose memory is reused."""
+    """Yield the states that the optimizer will have, group by group.  before: its old ones, whose
+    memory is reused.
+    """
     for group, shards in groupby(_shards_by_group(optimizer), key=lambda item: item[1].group):
         found = {}
         for number, shard in shards:
@@ -432,7 +522,8 @@ def _with_subclasses(
 ) -> dict[str, Any]:
     """Return a state in which tensor subclasses have the tensors that were saved of them.
 
-    A file names no class: the optimizer makes the objects. CheckpointError if their tensors are not those saved.
+    A file names no class: the optimizer makes the objects. CheckpointError if their tensors are not
+    those saved.
     """
     keys = {key.partition(INNER)[0] for key in state if INNER in key}
     if not keys:
@@ -440,14 +531,20 @@ def _with_subclasses(
     made = before if keys <= before.keys() else optimizer.state_of_first_step(shard)
     found = {key: value for key, value in state.items() if INNER not in key}
     for key in keys:
-        saved = {name.partition(INNER)[2]: each for name, each in state.items() if name.startswith(key + INNER)}
+        saved = {
+            name.partition(INNER)[2]: each
+            for name, each in state.items()
+            if name.startswith(key + INNER)
+        }
         here = inner_tensors(made[key]) if is_subclass(made.get(key)) else {}
         if _kinds_of(here) != _kinds_of(saved):
             raise CheckpointError(
-                f"optimizer state '{key}' of '{shard.names[0]}' was saved as {_kinds_of(saved)}, and "
-                f"{type(optimizer.inner).__name__} has {_kinds_of(here) or 'a plain tensor'} here.",
+                f"optimizer state '{key}' of '{shard.names[0]}' was saved as {_kinds_of(saved)}, "
+                f"and {type(optimizer.inner).__name__} has {_kinds_of(here) or 'a plain tensor'} "
+                "here.",
                 "It is stored in other blocks or bits.",
-                "use the optimizer as it was when it saved, or load with load_optimizer_states=False.",
+                "use the optimizer as it was when it saved, or load with "
+                "load_optimizer_states=False.",
             )
         with torch.no_grad():
             for name, tensor in here.items():
@@ -458,7 +555,10 @@ def _with_subclasses(
 
 def _kinds_of(tensors: dict[str, Tensor]) -> dict[str, str]:
     """Return the dtype and shape of each tensor."""
-    return {name: f"{dtype_name(each.dtype)} {list(each.shape)}" for name, each in sorted(tensors.items())}
+    return {
+        name: f"{dtype_name(each.dtype)} {list(each.shape)}"
+        for name, each in sorted(tensors.items())
+    }
 
 
 def restore_optimizer(
@@ -468,11 +568,14 @@ def restore_optimizer(
     optimizer: ShardedOptimizer,
     states: Iterable[GroupStates] | None = None,
 ) -> None:
-    """Load the optimizer's states and hyper-parameters through the inner optimizer's own load_state_dict.  Local.
+    """Load the optimizer's states and hyper-parameters through the inner optimizer's own
+    load_state_dict.  Local.
 
-    It goes group by group, so that at most one group's states exist twice.  states: those that have been read already.
+    It goes group by group, so that at most one group's states exist twice.  states: those that have
+    been read already.
     """
-    count, restored = 0, []
+    count = 0
+    restored = []
     for mine, saved in zip(optimizer.param_groups, groups, strict=True):
         numbers = list(range(count, count + len(mine["params"])))
         count += len(numbers)
@@ -480,7 +583,9 @@ def restore_optimizer(
         restored.append({**mine, **saved, **kept, "params": numbers})
     before = reset_states(optimizer)
     optimizer.load_inner({"state": {}, "param_groups": restored})  # a rank may have no state at all
-    for group, found in states if states is not None else read_states(reader, manifest, optimizer, before):
+    for group, found in (
+        states if states is not None else read_states(reader, manifest, optimizer, before)
+    ):
         state = {number: values for number, values in found.items() if values}
         optimizer.load_inner({"state": state, "param_groups": restored})
         if group.plan.moments_external:
@@ -489,9 +594,12 @@ def restore_optimizer(
     optimizer.add_missing_states()
 
 
-def split_as_saved(manifest: Manifest, keys: Callable[[str], Iterable[str]], optimizer: ShardedOptimizer) -> None:
-    """Cut shards where the parameters in them were saved with different counters or kinds of moments: some of them were
-    frozen for a time, or their gradients dropped.  Local.  keys: maps a parameter's name to the kinds of its moments.
+def split_as_saved(
+    manifest: Manifest, keys: Callable[[str], Iterable[str]], optimizer: ShardedOptimizer
+) -> None:
+    """Cut shards where the parameters in them were saved with different counters or kinds of
+    moments: some of them were frozen for a time, or their gradients dropped.  Local.  keys: maps a
+    parameter's name to the kinds of its moments.
     """
 
     piece = Piece.of(optimizer.runtime)
@@ -504,35 +612,53 @@ def split_as_saved(manifest: Manifest, keys: Callable[[str], Iterable[str]], opt
 
 
 def restore_delayed_gradients(reader: StateReader, optimizer: ShardedOptimizer) -> None:
-    """Write the gradients whose update comes a step late; the trainer's own values say whether one is due."""
+    """Write the gradients whose update comes a step late; the trainer's own values say whether one
+    is due.
+    """
     piece = Piece.of(optimizer.runtime)
     for group in optimizer.runtime.trained_groups:
-        known = [number for number, member in enumerate(group.members) if reader.has(DELAYED, piece.name(member))]
-        group.gradient.delayed.restore_absent(set(range(len(group.members))) - set(known) if known else None)
+        known = [
+            number
+            for number, member in enumerate(group.members)
+            if reader.has(DELAYED, piece.name(member))
+        ]
+        group.gradient.delayed.restore_absent(
+            set(range(len(group.members))) - set(known) if known else None
+        )
         for member in group.members:
             if reader.has(DELAYED, piece.name(member)):
                 start, stop = group.layout.owned(member.slot, group.comm_ctx.comm.rank)
-                low, view = start - member.slot.start, group.gradient.delayed.owned(member.slot)
+                low = start - member.slot.start
+                view = group.gradient.delayed.owned(member.slot)
                 high = max(low, stop - member.slot.start)
                 for at, values in piece.read(reader, DELAYED, member, "", low, high):
                     view[at - low : at - low + values.numel()].copy_(values)
 
 
-def _shard_state(reader: StateReader, manifest: Manifest, shard: MasterShard, before: dict[str, Any]) -> dict[str, Any]:
+def _shard_state(
+    reader: StateReader, manifest: Manifest, shard: MasterShard, before: dict[str, Any]
+) -> dict[str, Any]:
     """Read the inner optimizer's state of one shard: moments, states of other shapes, counters."""
-    overlaps, piece = list(shard.overlaps()), Piece.of(shard.group.runtime())
+    overlaps = list(shard.overlaps())
+    piece = Piece.of(shard.group.runtime())
     state: dict[str, Any] = {}
     for key in _moment_keys(reader, overlaps, piece):
         state[key] = _moment(reader, shard, overlaps, piece, key, before.get(key))
     members = [member_of(overlap) for overlap in overlaps]
     for member in members:
-        name, part = piece.name(member), piece.part(member)
+        name = piece.name(member)
+        part = piece.part(member)
         state |= {key: reader.whole(name, key, part) for key in reader.keys(WHOLE, name)}
     return state | _numbers(manifest, [piece.name(member) for member in members])
 
 
 def _moment(
-    reader: StateReader, shard: MasterShard, overlaps: list[ParamOverlap], piece: Piece, key: str, before: Any
+    reader: StateReader,
+    shard: MasterShard,
+    overlaps: list[ParamOverlap],
+    piece: Piece,
+    key: str,
+    before: Any,
 ) -> Tensor:
     """Read one state of a shard from what was saved of its parameters, with zeros between them."""
     value: Tensor | None = None
@@ -541,7 +667,10 @@ def _moment(
         for low, values in piece.read(reader, MOMENT, member, key, overlap.start, overlap.stop):
             if value is None:
                 value = _moment_memory(shard, values.dtype, before)
-                if piece.part(member) is not None or sum(each.stop - each.start for each in overlaps) < shard.numel:
+                if (
+                    piece.part(member) is not None
+                    or sum(each.stop - each.start for each in overlaps) < shard.numel
+                ):
                     value.zero_()  # padding of a part, too
             at = overlap.offset + low - overlap.start
             value[at : at + values.numel()].copy_(values)
@@ -550,8 +679,8 @@ def _moment(
 
 
 def _moment_memory(shard: MasterShard, dtype: torch.dtype, before: Any) -> Tensor:
-    """Return the memory for a moment: that of the moment before it where it lies here as it is, since new pages cost as
-    much as the copy does.
+    """Return the memory for a moment: that of the moment before it where it lies here as it is,
+    since new pages cost as much as the copy does.
     """
     if (
         isinstance(before, Tensor)
@@ -564,7 +693,9 @@ def _moment_memory(shard: MasterShard, dtype: torch.dtype, before: Any) -> Tenso
 
 
 def _numbers(manifest: Manifest, names: list[str]) -> dict[str, Any]:
-    """Return the counters that a shard's parameters share (`split_as_saved`).  CheckpointError where they differ."""
+    """Return the counters that a shard's parameters share (`split_as_saved`).  CheckpointError
+    where they differ.
+    """
     saved = [manifest.scalars.get(name, {}) for name in names]
     different = next((k for k, each in enumerate(saved) if each != saved[0]), None)
     if different is not None:

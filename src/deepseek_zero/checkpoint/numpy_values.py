@@ -1,8 +1,11 @@
-"""numpy arrays and scalars as plain values and one tensor of bytes, so that reading them back never runs code.
+"""numpy arrays and scalars as plain values and one tensor of bytes, so that reading them back never
+runs code.
 
-    {"__ndarray__": tensor of bytes or None, "dtype": numpy's description, "shape": [...], "is_scalar": bool}
+    {"__ndarray__": tensor of bytes or None, "dtype": numpy's description, "shape": [...],
+    "is_scalar": bool}
 
-Arrays of Python objects have no such form. The bytes are in C order; byte order and fields are part of the description.
+Arrays of Python objects have no such form. The bytes are in C order; byte order and fields are part
+of the description.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ _KEYS = {ARRAY, "dtype", "shape", "is_scalar"}
 
 
 def is_storable(value: Any) -> bool:
-    """Return whether a value is a numpy array or scalar that can be stored; a masked array, for example, cannot."""
+    """Return whether a value is a numpy array or scalar that can be stored; a masked array, for
+    example, cannot.
+    """
     if not isinstance(value, np.generic) and type(value) not in (np.ndarray, np.memmap):
         return False
     return not value.dtype.hasobject
@@ -54,7 +59,9 @@ def from_plain(value: Mapping[str, Any]) -> Any:
 
 
 def all_to_plain(value: Any) -> Any:
-    """Return a value of lists, tuples and dicts in which numpy's arrays and scalars have their plain form."""
+    """Return a value of lists, tuples and dicts in which numpy's arrays and scalars have their
+    plain form.
+    """
     if is_storable(value):
         return to_plain(value)
     return _inside(value, all_to_plain)

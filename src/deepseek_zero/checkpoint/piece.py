@@ -1,7 +1,8 @@
-"""What the model that one rank runs is of the whole one: names, shapes, parts, and whose random numbers go on where.
+"""What the model that one rank runs is of the whole one: names, shapes, parts, and whose random
+numbers go on where.
 
-Files speak of the whole model alone.  Ranks along "tp" hold parts of its parameters, ranks along "pp" some of its
-parameters.
+Files speak of the whole model alone.  Ranks along "tp" hold parts of its parameters, ranks along
+"pp" some of its parameters.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ SAME_NAMES = "_zero_same_names"
 class Piece:
     """The piece of the model that one rank holds.  coordinate: along "tp".
 
-    names: by its name here, the first name that the whole model has for a parameter; what is left out keeps its own.
-    A parameter here may be rows of one of the whole model (planner/rows.py): several have its name then.
+    names: by its name here, the first name that the whole model has for a parameter; what is left
+    out keeps its own. A parameter here may be rows of one of the whole model (planner/rows.py):
+    several have its name then.
     """
 
     names: Mapping[str, str]
@@ -57,7 +59,8 @@ class Piece:
 
     def shape(self, member: ParamInfo) -> Shape:
         """Return the shape of the whole parameter."""
-        split, rows = split_of(member.param), rows_of(member.param)
+        split = split_of(member.param)
+        rows = rows_of(member.param)
         if rows is not None:
             return rows.shape
         return member.slot.shape if split is None else split.shape
@@ -72,16 +75,20 @@ class Piece:
         at = self.start(member)
         return kind, self.name(member), key, at + start, at + stop, self.part(member)
 
-    def read(self, reader: StateReader, kind: str, member: ParamInfo, key: str, start: int, stop: int) -> Parts:
+    def read(
+        self, reader: StateReader, kind: str, member: ParamInfo, key: str, start: int, stop: int
+    ) -> Parts:
         """Yield (position, flat values) of elements [start, stop) of a parameter's state here."""
         at = self.start(member)
         for low, values in reader.read(*self.range_of(kind, member, key, start, stop)):
             yield low - at, values
 
 
-def remember_names(model: nn.Module, names: dict[str, str], tiles: Mapping[str, str] | None = None) -> None:
-    """Let a model know the whole model's names (`whole_names`) for good, before other stages are taken out or layers
-    cut.  Local.
+def remember_names(
+    model: nn.Module, names: dict[str, str], tiles: Mapping[str, str] | None = None
+) -> None:
+    """Let a model know the whole model's names (`whole_names`) for good, before other stages are
+    taken out or layers cut.  Local.
 
     tiles: by the name of a tile's parameter, that of the whole one.
     """
@@ -89,29 +96,37 @@ def remember_names(model: nn.Module, names: dict[str, str], tiles: Mapping[str, 
 
 
 def remember_same_names(model: nn.Module, names: tuple[str, ...]) -> None:
-    """Let a model know which of its parameters have a name that another stage's parameter has too.  Local."""
+    """Let a model know which of its parameters have a name that another stage's parameter has too.
+    Local.
+    """
     model.__dict__[SAME_NAMES] = names
 
 
 def refuse_same_names(model: nn.Module) -> None:
-    """Raise NotBuiltError where two stages have parameters of one name that are not tied: on every rank."""
+    """Raise NotBuiltError where two stages have parameters of one name that are not tied: on every
+    rank.
+    """
     if names := model.__dict__.get(SAME_NAMES):
         raise NotBuiltError(
-            f"'{names[0]}' is a parameter of several stages, of which each trains its own: it cannot be saved.",
-            "Its TiedLayerSpec ties other weights than this one, and a checkpoint has one value for a name.",
+            f"'{names[0]}' is a parameter of several stages, of which each trains its own: it "
+            "cannot be saved.",
+            "Its TiedLayerSpec ties other weights than this one, and a checkpoint has one value "
+            "for a name.",
             "name it in tied_weight_attr too, or build the layer without it.",
         )
 
 
 def whole_names(model: nn.Module) -> dict[str, str]:
-    """Map each name in the state dict of the whole model, in its order, to the first name of the same tensor."""
+    """Map each name in the state dict of the whole model, in its order, to the first name of the
+    same tensor.
+    """
     found: dict[str, str] | None = model.__dict__.get(WHOLE_NAMES)
     return state_names(model) if found is None else found
 
 
 def state_names(model: nn.Module) -> dict[str, str]:
-    """Map each name in the state dict, in its order, to the first name of the same parameter: itself, unless it is
-    tied.
+    """Map each name in the state dict, in its order, to the first name of the same parameter:
+    itself, unless it is tied.
     """
     first: dict[int, str] = {}
     found: dict[str, str] = {}
@@ -147,7 +162,9 @@ def names_of_all(runtime: Runtime) -> frozenset[str]:
 
 
 def frozen_names(runtime: Runtime) -> frozenset[str]:
-    """Return the names in the whole model's state dict of parameters that are not trained.  Collective in the world."""
+    """Return the names in the whole model's state dict of parameters that are not trained.
+    Collective in the world.
+    """
     piece = Piece.of(runtime)
     members = [member for group in runtime.groups for member in group.members]
     own = [piece.name(member) for member in members if not member.param.requires_grad]
@@ -156,7 +173,9 @@ def frozen_names(runtime: Runtime) -> frozenset[str]:
 
 
 def _of_all(runtime: Runtime, own: list[str], what: str) -> frozenset[str]:
-    """Return the names that the stages say, all together.  Collective in the world where there are several."""
+    """Return the names that the stages say, all together.  Collective in the world where there are
+    several.
+    """
     if "pp" not in runtime.comm.along:
         return frozenset(own)
     found = run_and_gather(runtime.comm.whole, what, lambda: json.dumps(own))
@@ -169,13 +188,16 @@ def earlier_stages(mesh: Mesh) -> list[int]:
 
 
 def predecessor(manifest: Manifest, mesh: Mesh) -> int | None:
-    """Return the saved rank whose random numbers and buffers this rank goes on with: the one that saw the same data.
+    """Return the saved rank whose random numbers and buffers this rank goes on with: the one that
+    saw the same data.
 
-    None where data were shared out among another number of ranks, or there were other stages.  Along "tp" random states
-    are equal.
+    None where data were shared out among another number of ranks, or there were other stages.
+    Along "tp" random states are equal.
     """
     try:
-        saved = mesh_of(manifest.mesh or {"dp_shard": manifest.world_size}).on_world(manifest.world_size)
+        saved = mesh_of(manifest.mesh or {"dp_shard": manifest.world_size}).on_world(
+            manifest.world_size
+        )
     except UsageError:  # axes of a later version
         return None
     if (saved.pp, saved.data_size, saved.sp) != (mesh.pp, mesh.data_size, mesh.sp):
@@ -183,4 +205,6 @@ def predecessor(manifest: Manifest, mesh: Mesh) -> int | None:
     here = mesh.coordinates
     replicate, shard = divmod(mesh.data_index, saved.dp_shard)
     tp = here["tp"] if saved.tp == mesh.tp else 0
-    return saved.rank_at(pp=here["pp"], dp_replicate=replicate, dp_shard=shard, sp=here["sp"], tp=tp)
+    return saved.rank_at(
+        pp=here["pp"], dp_replicate=replicate, dp_shard=shard, sp=here["sp"], tp=tp
+    )

@@ -1,9 +1,11 @@
-"""Reads a checkpoint folder, whoever wrote it: names, shapes and flat ranges of every state, by name.
+"""Reads a checkpoint folder, whoever wrote it: names, shapes and flat ranges of every state, by
+name.
 
-`CheckpointReader` reads the slices of this library's own layout over the files of all ranks; files open on first use,
-and ranges that are known in advance are read ahead (readahead.py).  What was saved as other parts of a parameter than
-those asked for is put together from mapped files (boxes.py).  `open_checkpoint` opens a folder of any layout for one
-process.  Nothing is read before it is asked for, and never more than `READ_NUMEL` elements at a time.
+`CheckpointReader` reads the slices of this library's own layout over the files of all ranks; files
+open on first use, and ranges that are known in advance are read ahead (readahead.py).  What was
+saved as other parts of a parameter than those asked for is put together from mapped files
+(boxes.py).  `open_checkpoint` opens a folder of any layout for one process.  Nothing is read before
+it is asked for, and never more than `READ_NUMEL` elements at a time.
 """
 
 from __future__ import annotations
@@ -23,21 +25,44 @@ from ..base.errors import CheckpointError
 from ..base.given import refuse_url
 from .boxes import READ_NUMEL, Part, boxes_of, copy_shared
 from .catalogue import is_single_checkpoint, latest_tag
-from .format import BUFFER, MANIFEST, VALUE, WEIGHT, WHOLE, Manifest, SavedChunk, checked_tag, decode, missing_elements
+from .format import (
+    BUFFER,
+    MANIFEST,
+    VALUE,
+    WEIGHT,
+    WHOLE,
+    Manifest,
+    SavedChunk,
+    checked_tag,
+    decode,
+    missing_elements,
+)
 from .layouts import ForeignLayout, OpenCheckpoint, StateRange, layout_of
 from .readahead import ByteRange, ReadPart, read_ahead
-from .safetensors_file import SafetensorsReader, TensorInfo, TensorLocation, cast, damaged_file, dtype_named
+from .safetensors_file import (
+    SafetensorsReader,
+    TensorInfo,
+    TensorLocation,
+    cast,
+    damaged_file,
+    dtype_named,
+)
 from .verify import compare_checksum, raise_faults, verify
 
 
 class CheckpointReader:
-    """Reads ranges of states over the slices of all ranks, in the order of any part; files open on first use.
+    """Reads ranges of states over the slices of all ranks, in the order of any part; files open on
+    first use.
 
     verifies: whether a chunk that is read from end to end is compared with its checksum.
     """
 
-    def __init__(self, folder: Path, chunks: list[SavedChunk], stack: ExitStack, *, verifies: bool = False) -> None:
-        self.folder, self._stack, self._verifies = folder, stack, verifies
+    def __init__(
+        self, folder: Path, chunks: list[SavedChunk], stack: ExitStack, *, verifies: bool = False
+    ) -> None:
+        self.folder = folder
+        self._stack = stack
+        self._verifies = verifies
         self._chunks: dict[tuple[str, str, str], dict[Part | None, list[SavedChunk]]] = {}
         self._keys: dict[tuple[str, str], dict[str, None]] = {}
         self._files: dict[str, SafetensorsReader] = {}
@@ -57,27 +82,33 @@ class CheckpointReader:
         return list(self._keys.get((kind, name), ()))
 
     def prefetch(self, wanted: Iterable[StateRange]) -> None:
-        """Read ahead the ranges that `read` will be asked for next, in this order; another order only costs time."""
-        spans = [self._byte_range(chunk, low, high) for each in wanted for chunk, low, high in self._chunks_of(*each)]
+        """Read ahead the ranges that `read` will be asked for next, in this order; another order
+        only costs time.
+        """
+        spans = [
+            self._byte_range(chunk, low, high)
+            for each in wanted
+            for chunk, low, high in self._chunks_of(*each)
+        ]
         coming = read_ahead(spans, "reading the checkpoint")
         self._stack.callback(coming.close)
-        self._prefetched, self._head = coming, next(coming, None)
+        self._prefetched = coming
+        self._head = next(coming, None)
 
     def read(
         self, kind: str, name: str, key: str, start: int, stop: int, part: Part | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (position, flat values) parts of the elements [start, stop) of a part of a parameter, in order, each
-        valid until the next is asked for.  CheckpointError if some are missing, or cannot be read.
+        """Yield (position, flat values) parts of the elements [start, stop) of a part of a
+        parameter, in order, each valid until the next is asked for.  CheckpointError if some are
+        missing, or cannot be read.
         """
         if not self._is_saved_so(kind, name, key, part):
             yield from self._put_together(kind, name, key, start, stop, part)
             return
         reached = start
         for chunk, low, high in self._chunks_of(kind, name, key, start, stop, part):
-            byte_range, dtype = (
-                self._byte_range(chunk, low, high),
-                self._location(chunk).dtype,
-            )
+            byte_range = self._byte_range(chunk, low, high)
+            dtype = self._location(chunk).dtype
             found = 0
             for came in self._parts_of(byte_range):
                 values = self._values_of(chunk, came, dtype)
@@ -88,7 +119,9 @@ class CheckpointReader:
                 raise_faults(self.folder, compare_checksum(chunk, found))
             reached = high
         if reached < stop:
-            raise missing_elements(self.folder, f"elements {reached} to {stop} of '{name}' ({kind} {key})")
+            raise missing_elements(
+                self.folder, f"elements {reached} to {stop} of '{name}' ({kind} {key})"
+            )
 
     def _put_together(
         self, kind: str, name: str, key: str, start: int, stop: int, part: Part | None
@@ -96,42 +129,61 @@ class CheckpointReader:
         """Yield elements of a part out of chunks of other parts, with zeros for padding."""
         saved = self._chunks.get((kind, name, key), {})
         if not saved:
-            raise missing_elements(self.folder, f"elements {start} to {stop} of '{name}' ({kind} {key})")
+            raise missing_elements(
+                self.folder, f"elements {start} to {stop} of '{name}' ({kind} {key})"
+            )
         shape = next(each.shape for each in (part, *saved) if each is not None)
-        wanted, known = part or Part.whole(shape), list(saved.items())
+        wanted = part or Part.whole(shape)
+        known = list(saved.items())
         dtype = self._location(known[0][1][0]).dtype
         for low in range(start, stop, READ_NUMEL):
             high = min(stop, low + READ_NUMEL)
-            to, into = boxes_of(wanted, low, high), torch.zeros(high - low, dtype=dtype)
+            to = boxes_of(wanted, low, high)
+            into = torch.zeros(high - low, dtype=dtype)
             filled = torch.zeros(high - low, dtype=torch.bool)
             for of, chunks in known:
                 for chunk in chunks:
                     source = self._file(chunk).mapped(chunk.tensor_name)
-                    copy_shared(into, to, source, boxes_of(of or Part.whole(shape), chunk.start, chunk.stop), filled)
+                    copy_shared(
+                        into,
+                        to,
+                        source,
+                        boxes_of(of or Part.whole(shape), chunk.start, chunk.stop),
+                        filled,
+                    )
             if int(filled.sum()) != sum(box.numel for box in to):
-                raise missing_elements(self.folder, f"some of the elements of '{name}' ({kind} {key})")
+                raise missing_elements(
+                    self.folder, f"some of the elements of '{name}' ({kind} {key})"
+                )
             yield low, into
 
     def reads_whole(self, wanted: Iterable[StateRange]) -> bool:
         """Return whether these ranges are whole chunks, which can be compared as they are read."""
         wanted = list(wanted)
-        if not all(self._is_saved_so(kind, name, key, part) for kind, name, key, _, _, part in wanted):
+        if not all(
+            self._is_saved_so(kind, name, key, part) for kind, name, key, _, _, part in wanted
+        ):
             return False
         cuts = (cut for each in wanted for cut in self._chunks_of(*each))
         return all((low, high) == (chunk.start, chunk.stop) for chunk, low, high in cuts)
 
     def _is_saved_so(self, kind: str, name: str, key: str, part: Part | None) -> bool:
-        """Return whether the chunks of a state have the order of this part: they are read as they lie."""
+        """Return whether the chunks of a state have the order of this part: they are read as they
+        lie.
+        """
         saved = self._chunks.get((kind, name, key), {})
         return part in saved or not (saved or part)
 
     def _chunks_of(
         self, kind: str, name: str, key: str, start: int, stop: int, part: Part | None
     ) -> Iterator[tuple[SavedChunk, int, int]]:
-        """Yield the chunks that have elements [start, stop) of a part, and which of them, up to the first gap."""
+        """Yield the chunks that have elements [start, stop) of a part, and which of them, up to the
+        first gap.
+        """
         reached = start
         for chunk in self._chunks.get((kind, name, key), {}).get(part, []):
-            low, high = max(chunk.start, reached), min(chunk.stop, stop)
+            low = max(chunk.start, reached)
+            high = min(chunk.stop, stop)
             if low == reached and low < high:
                 yield chunk, low, high
                 reached = high
@@ -140,8 +192,11 @@ class CheckpointReader:
         return self._file(chunk).header.locations[chunk.tensor_name]
 
     def _byte_range(self, chunk: SavedChunk, low: int, high: int) -> ByteRange:
-        file, place = self._file(chunk), self._location(chunk)
-        start, stop = (place.start + (at - chunk.start) * place.dtype.itemsize for at in (low, high))
+        file = self._file(chunk)
+        place = self._location(chunk)
+        start, stop = (
+            place.start + (at - chunk.start) * place.dtype.itemsize for at in (low, high)
+        )
         return ByteRange(file.descriptor, start, stop)
 
     def _parts_of(self, byte_range: ByteRange) -> Iterator[ReadPart]:
@@ -155,21 +210,27 @@ class CheckpointReader:
         try:
             data = part.data
         except OSError as error:
-            raise damaged_file(self.folder / chunk.file, f"cannot be read: {error.strerror or error}") from None
+            raise damaged_file(
+                self.folder / chunk.file, f"cannot be read: {error.strerror or error}"
+            ) from None
         is_aligned = data.data_ptr() % dtype.itemsize == 0  # other writers' files need not be
         return (data if is_aligned else data.clone()).view(dtype)
 
     def whole(self, name: str, key: str, part: Part | None = None) -> Tensor:
-        """Read an optimizer state with a shape of its own.  CheckpointError where it was saved of another part."""
+        """Read an optimizer state with a shape of its own.  CheckpointError where it was saved of
+        another part.
+        """
         return self.value(WHOLE, name, key, part)
 
     def value(self, kind: str, name: str, key: str = "", part: Part | None = None) -> Tensor:
-        """Read a state that was never cut, in its own shape.  CheckpointError where it was saved of another part."""
+        """Read a state that was never cut, in its own shape.  CheckpointError where it was saved of
+        another part.
+        """
         saved = self._chunks[kind, name, key]
         if part not in saved:
             raise CheckpointError(
-                f"the optimizer's state '{key}' of '{name}' was saved of {_described(*saved)}, not of "
-                f"{_described(part)}.",
+                f"the optimizer's state '{key}' of '{name}' was saved of {_described(*saved)}, not "
+                f"of {_described(part)}.",
                 "It has a shape of its own, which follows how the parameter is split along tp.",
                 "load with as many tp ranks as saved it, or with load_optimizer_states=False.",
             )
@@ -177,14 +238,18 @@ class CheckpointReader:
         return self._file(chunk).whole(chunk.tensor_name)
 
     def of_rank(self, name: str, rank: int) -> Tensor:
-        """Read a rank's buffer, flat; the first rank's that wrote one where that rank wrote none."""
+        """Read a rank's buffer, flat; the first rank's that wrote one where that rank wrote
+        none.
+        """
         chunks = self._chunks[BUFFER, name, ""][None]
         chunk = next((chunk for chunk in chunks if chunk.rank == rank), chunks[0])
         return self._file(chunk).whole(chunk.tensor_name)
 
     def _file(self, chunk: SavedChunk) -> SafetensorsReader:
         if chunk.file not in self._files:
-            self._files[chunk.file] = self._stack.enter_context(SafetensorsReader(self.folder / chunk.file))
+            self._files[chunk.file] = self._stack.enter_context(
+                SafetensorsReader(self.folder / chunk.file)
+            )
         return self._files[chunk.file]
 
 
@@ -203,16 +268,22 @@ class LazyTensor:
     dtype: torch.dtype
 
     def parts(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (position, flat values) parts of its elements, in order, in the dtype they were saved in."""
+        """Yield (position, flat values) parts of its elements, in order, in the dtype they were
+        saved in.
+        """
         if self.name in self.source.manifest.buffers:
             yield 0, self.source.values.of_rank(self.name, 0)
             return
         numel = self.shape.numel()
         for low in range(0, numel, READ_NUMEL):
-            yield from self.source.values.read(WEIGHT, self.name, "", low, min(low + READ_NUMEL, numel))
+            yield from self.source.values.read(
+                WEIGHT, self.name, "", low, min(low + READ_NUMEL, numel)
+            )
 
     def contiguous(self) -> Tensor:
-        """Read the whole tensor, in its own shape, into new memory; DeepSpeed's lazy tensors have this method too."""
+        """Read the whole tensor, in its own shape, into new memory; DeepSpeed's lazy tensors have
+        this method too.
+        """
         whole = torch.empty(self.shape.numel(), dtype=self.dtype)
         for low, part in self.parts():
             whole[low : low + part.numel()] = cast(part.reshape(-1), self.dtype)
@@ -224,9 +295,11 @@ class LazyTensor:
         return TensorInfo(self.name, tuple(self.shape), self.dtype)
 
 
-def open_checkpoint(path: Path, tag: str | None, stack: ExitStack, *, checks: bool = True) -> OpenCheckpoint:
-    """Open the checkpoint or export at `path` for reading until `stack` closes.  path: one of them, or a directory of
-    several, of which `tag` (None: the file `latest`) names one.
+def open_checkpoint(
+    path: Path, tag: str | None, stack: ExitStack, *, checks: bool = True
+) -> OpenCheckpoint:
+    """Open the checkpoint or export at `path` for reading until `stack` closes.  path: one of them,
+    or a directory of several, of which `tag` (None: the file `latest`) names one.
 
     checks: read every byte first; CheckpointError where one differs from what was saved.
     """
@@ -238,7 +311,10 @@ def open_checkpoint(path: Path, tag: str | None, stack: ExitStack, *, checks: bo
         return layout.open_at(folder, stack)
     manifest = Manifest.read(folder / MANIFEST)
     return OpenCheckpoint(
-        folder, manifest, plain_values(folder, manifest), CheckpointReader(folder, manifest.chunks, stack)
+        folder,
+        manifest,
+        plain_values(folder, manifest),
+        CheckpointReader(folder, manifest.chunks, stack),
     )
 
 
@@ -262,7 +338,8 @@ def resolve_checkpoint(path: Path, tag: str | None) -> Path:
 def tensors_of(
     source: OpenCheckpoint, dtype: torch.dtype | None = None, *, exclude_frozen: bool = False
 ) -> dict[str, LazyTensor]:
-    """Map the first name of every weight and buffer to a lazy tensor, in the model's order where the files say it.
+    """Map the first name of every weight and buffer to a lazy tensor, in the model's order where
+    the files say it.
     dtype: of floating-point tensors; None: the most precise form that was saved.
     """
     manifest = source.manifest
@@ -275,28 +352,38 @@ def tensors_of(
         if source.values.has(BUFFER, name):
             found[name] = _lazy_tensor(source, name, facts, dtype)
     order = {name: place for place, name in enumerate(manifest.extra.get("names", ()))}
-    return {name: found[name] for name in sorted(found, key=lambda each: order.get(each, len(order)))}
+    return {
+        name: found[name] for name in sorted(found, key=lambda each: order.get(each, len(order)))
+    }
 
 
-def _lazy_tensor(source: OpenCheckpoint, name: str, facts: dict[str, Any], dtype: torch.dtype | None) -> LazyTensor:
+def _lazy_tensor(
+    source: OpenCheckpoint, name: str, facts: dict[str, Any], dtype: torch.dtype | None
+) -> LazyTensor:
     own: torch.dtype = dtype_named(facts["dtype"])
     wanted = dtype if dtype is not None and own.is_floating_point else own
     return LazyTensor(source, name, torch.Size(facts["shape"]), wanted)
 
 
 def plain_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """Read the values that were saved beside the slices: {"groups": ..., "trainer": ..., "client": ...}."""
+    """Read the values that were saved beside the slices: {"groups": ..., "trainer": ..., "client":
+    ...}.
+    """
     found: dict[str, Any] = decode(manifest.plain, _values_of_rank(folder, manifest, 0))
     return found
 
 
 def client_of_rank(folder: Path, manifest: Manifest, rank: int, first: Any) -> Any:
-    """Return the client_state that a rank passed.  first: rank 0's, which supplies the missing values."""
+    """Return the client_state that a rank passed.  first: rank 0's, which supplies the missing
+    values.
+    """
     own = manifest.extra.get("clients", {}).get(str(rank))
     if own is None:
         return first
     found = decode(own, _values_of_rank(folder, manifest, rank))
-    return {**first, **found} if isinstance(first, Mapping) and isinstance(found, Mapping) else found
+    return (
+        {**first, **found} if isinstance(first, Mapping) and isinstance(found, Mapping) else found
+    )
 
 
 def _values_of_rank(folder: Path, manifest: Manifest, rank: int) -> dict[str, Tensor]:

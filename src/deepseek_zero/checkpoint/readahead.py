@@ -4,7 +4,8 @@
     wanted once, or a fast disk   read past the page cache: finding and filling its pages costs more than such a disk
     wanted again, a slow disk     read through it, so that the second read costs no disk access
 
-The consumer sees the bytes in the block that they were read into: another copy would cost as much as the page cache.
+The consumer sees the bytes in the block that they were read into: another copy would cost as much
+as the page cache.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class ReadPart:
 
     @property
     def data(self) -> Tensor:
-        """Wait for its bytes, uint8, valid until the next part is asked for.  OSError where they cannot be read."""
+        """Wait for its bytes, uint8, valid until the next part is asked for.  OSError where they
+        cannot be read.
+        """
         return self.request.bytes_of(self)
 
 
@@ -59,12 +62,15 @@ class ReadRequest:
 
     def __init__(self, path: ReadPath) -> None:
         self.parts = list[ReadPart]()
-        self._path, self._block, self._job = path, torch.empty(0), Future[None]()
+        self._path = path
+        self._block = torch.empty(0)
+        self._job = Future[None]()
 
     def begin(self, pool: ThreadPoolExecutor, block: Tensor) -> None:
         """Have a thread read the parts into `block`."""
         self._block = block
-        first, last = self.parts[0], self.parts[-1]
+        first = self.parts[0]
+        last = self.parts[-1]
         self._job = pool.submit(self._path.fill, block, first.range, first.start, last.stop)
 
     def end(self) -> Tensor:
@@ -88,7 +94,9 @@ class ReadPath:
     """Fills a block past the page cache or through it, as the table above says."""
 
     def __init__(self) -> None:
-        self._num_bytes, self._seconds = 0, 0.0  # that direct reads took, `THREADS` of them at once
+        # that direct reads took, `THREADS` of them at once
+        self._num_bytes = 0
+        self._seconds = 0.0
 
     def fill(self, block: Tensor, byte_range: ByteRange, start: int, stop: int) -> None:
         """Read bytes [start, stop) into a block, `start` at its offset within a page."""
@@ -96,7 +104,9 @@ class ReadPath:
         target = block.numpy().data[: stop - low]
         is_slow = byte_range.read_again and self._num_bytes * THREADS < FAST * self._seconds
         is_for_cache = is_slow or is_cached(byte_range.descriptor, low, stop)
-        if not is_for_cache and self._read_direct(byte_range.descriptor, block.numpy().data, low, stop):
+        if not is_for_cache and self._read_direct(
+            byte_range.descriptor, block.numpy().data, low, stop
+        ):
             return
         with suppress(OSError):
             os.posix_fadvise(
@@ -106,7 +116,8 @@ class ReadPath:
             count = os.preadv(byte_range.descriptor, [target], low)
             if not count:
                 raise OSError("the file ended early")
-            low, target = low + count, target[count:]
+            low = low + count
+            target = target[count:]
 
     def _read_direct(self, descriptor: int, block: memoryview, low: int, stop: int) -> bool:
         """Read past the page cache; False where the file system cannot, or the file ends early."""
@@ -121,12 +132,16 @@ class ReadPath:
             return False  # read through the cache, it says what is wrong
         finally:
             os.close(direct)
-        self._num_bytes, self._seconds = self._num_bytes + count, self._seconds + time.perf_counter() - began
+        self._num_bytes, self._seconds = (
+            self._num_bytes + count,
+            self._seconds + time.perf_counter() - began,
+        )
         return count >= stop - low
 
 
 def read_ahead(ranges: Iterable[ByteRange], what: str = "") -> Generator[ReadPart, None, None]:
-    """Yield the bytes of ranges, in order and in parts; each part is valid until the next is asked for.
+    """Yield the bytes of ranges, in order and in parts; each part is valid until the next is asked
+    for.
 
     what: names the work if its progress is to be shown.
     """
@@ -140,7 +155,8 @@ def read_ahead(ranges: Iterable[ByteRange], what: str = "") -> Generator[ReadPar
 
 
 def _read_ahead(ranges: Iterable[ByteRange]) -> Generator[ReadPart, None, None]:
-    coming, under_way = _requests(ranges), deque[ReadRequest]()
+    coming = _requests(ranges)
+    under_way = deque[ReadRequest]()
     blocks = (private_pages(BLOCK_BYTES + PAGE, torch.uint8) for _ in range(BLOCKS))
     with ThreadPoolExecutor(THREADS, "deepseek_zero checkpoint") as pool:
         for read, block in zip(islice(coming, BLOCKS), blocks, strict=False):
@@ -149,7 +165,8 @@ def _read_ahead(ranges: Iterable[ByteRange]) -> Generator[ReadPart, None, None]:
         while under_way:
             read = under_way.popleft()
             yield from read.parts
-            following, block = next(coming, None), read.end()
+            following = next(coming, None)
+            block = read.end()
             if following is not None:
                 following.begin(pool, block)
                 under_way.append(following)
@@ -174,7 +191,8 @@ def _requests(ranges: Iterable[ByteRange]) -> Iterator[ReadRequest]:
 
 
 def _continues(before: list[ReadPart], byte_range: ByteRange, at: int) -> bool:
-    first, last = before[0], before[-1]
+    first = before[0]
+    last = before[-1]
     is_next = (last.range.descriptor, last.range.read_again, last.stop) == (
         byte_range.descriptor,
         byte_range.read_again,

@@ -1,4 +1,6 @@
-"""The random generators of a process as tensors, and back: torch's, CUDA's, Python's and numpy's."""
+"""The random generators of a process as tensors, and back: torch's, CUDA's, Python's and
+numpy's.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,16 @@ from torch import Tensor
 
 
 def capture_rng(device: torch.device) -> dict[str, Tensor]:
-    """Copy the states of this process's random generators (of CUDA's, that of `device`), for `restore_rng`."""
+    """Copy the states of this process's random generators (of CUDA's, that of `device`), for
+    `restore_rng`.
+    """
     found = {"torch": torch.get_rng_state()}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
     version, words, gauss = random.getstate()
-    found["python"] = torch.tensor([version, *words, gauss is not None, _float_bits(gauss or 0.0)], dtype=torch.int64)
+    found["python"] = torch.tensor(
+        [version, *words, gauss is not None, _float_bits(gauss or 0.0)], dtype=torch.int64
+    )
     name, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
     if name == "MT19937":
         found["numpy"] = torch.tensor(
@@ -37,7 +43,9 @@ def restore_rng(states: Mapping[str, Tensor], device: torch.device) -> None:
         random.setstate((version, tuple(words), _float_of_bits(bits) if has_gauss else None))
     if "numpy" in states:
         *keys, place, has_gauss, bits = states["numpy"].tolist()
-        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), place, has_gauss, _float_of_bits(bits)))
+        np.random.set_state(
+            ("MT19937", np.array(keys, dtype=np.uint32), place, has_gauss, _float_of_bits(bits))
+        )
 
 
 def _float_bits(number: float) -> int:

@@ -1,11 +1,13 @@
-"""Safetensors files, read and written piece by piece, so that no process needs to hold a whole file or whole tensor.
+"""Safetensors files, read and written piece by piece, so that no process needs to hold a whole file
+or whole tensor.
 
     8 bytes     length of the header
     header      JSON: tensor name -> dtype, shape, place in the data; "__metadata__": text by name
     data        tensor after tensor, without holes, larger dtypes first, so that each is aligned
 
-A file whose tensors come in its own order is its header (`encode_header`) and a stream after it (writebehind.py): a
-rank's slices of a checkpoint.  `SafetensorsWriter` takes ranges of several tensors in any order and keeps a checksum of
+A file whose tensors come in its own order is its header (`encode_header`) and a stream after it
+(writebehind.py): a rank's slices of a checkpoint.  `SafetensorsWriter` takes ranges of several
+tensors in any order and keeps a checksum of
 each for the header, which it writes last: exports and conversions.
 """
 
@@ -53,21 +55,32 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 if hasattr(torch, "float8_e8m0fnu"):
     DTYPE_NAMES[torch.float8_e8m0fnu] = "F8_E8M0"
 DTYPE_OF_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-# The dtypes that a file may name in torch's words: a name from a file is looked up here, never in torch.
+# The dtypes that a file may name in torch's words: a name from a file is looked up here, never in
+# torch.
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in (
-        "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu "
-        "int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool complex128 complex64 complex32".split()
+        "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz "
+        "float8_e5m2fnuz float8_e8m0fnu int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool "
+        "complex128 complex64 complex32".split()
     )
     if hasattr(torch, name)
 }
-# Of an export, in the metadata of its header: which export it is of; the CRC-32 of the header, with zeros in its own
-# place; the CRC-32 of each tensor's bytes.  Readers that know nothing of them pass them over.
-RUN_KEY, HEADER_CRC_KEY, TENSOR_CRCS_KEY = "deepseek_zero.run", "deepseek_zero.header", "deepseek_zero.crc32"
-NO_CRC, NO_RUN = "0" * 8, "0" * 16
+# Of an export, in the metadata of its header: which export it is of; the CRC-32 of the header, with
+# zeros in its own place; the CRC-32 of each tensor's bytes.  Readers that know nothing of them pass
+# them over.
+RUN_KEY = "deepseek_zero.run"
+HEADER_CRC_KEY = "deepseek_zero.header"
+TENSOR_CRCS_KEY = "deepseek_zero.crc32"
+NO_CRC = "0" * 8
+NO_RUN = "0" * 16
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
-DTYPE_ALIASES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+DTYPE_ALIASES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
 
 
 @dataclass(frozen=True)
@@ -90,7 +103,8 @@ class TensorInfo:
 
 
 def encode_header(infos: Sequence[TensorInfo], metadata: Mapping[str, str]) -> bytes:
-    """Encode the header of a file of these tensors, one after another, padded so that they begin at a multiple of 8.
+    """Encode the header of a file of these tensors, one after another, padded so that they begin at
+    a multiple of 8.
 
     CheckpointError for a dtype that the format has no name for.
     """
@@ -98,7 +112,11 @@ def encode_header(infos: Sequence[TensorInfo], metadata: Mapping[str, str]) -> b
     offset = 0
     for info in infos:
         ends = [offset, offset + info.nbytes]
-        header[info.name] = {"dtype": _format_dtype(info), "shape": list(info.shape), "data_offsets": ends}
+        header[info.name] = {
+            "dtype": _format_dtype(info),
+            "shape": list(info.shape),
+            "data_offsets": ends,
+        }
         offset = ends[1]
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -111,7 +129,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: Any) -> torch.dtype:
-    """Return the dtype that a file names in torch's words.  CheckpointError where it is none that a file may name."""
+    """Return the dtype that a file names in torch's words.  CheckpointError where it is none that a
+    file may name.
+    """
     found = TORCH_DTYPES.get(name) if isinstance(name, str) else None
     if found is None:
         raise CheckpointError(
@@ -150,7 +170,9 @@ class SafetensorsHeader:
 
     @property
     def tensor_crcs(self) -> dict[str, int]:
-        """Return the CRC-32 of the tensors' bytes, as far as the file has them; ValueError if they are unreadable."""
+        """Return the CRC-32 of the tensors' bytes, as far as the file has them; ValueError if they
+        are unreadable.
+        """
         crcs = json.loads(self.metadata.get(TENSOR_CRCS_KEY, "{}"))
         return {name: int(text, 16) for name, text in crcs.items()}
 
@@ -167,7 +189,8 @@ def read_header(path: Path) -> SafetensorsHeader:
             begin = 8 + size
             if length < 8 or begin > length or size > MAX_HEADER_BYTES:
                 raise damaged_file(
-                    path, f"ends inside its header, at {length:,} bytes: it was cut short or overwritten"
+                    path,
+                    f"ends inside its header, at {length:,} bytes: it was cut short or overwritten",
                 )
             text = file.read(size)
         document = json.loads(text)
@@ -180,14 +203,18 @@ def read_header(path: Path) -> SafetensorsHeader:
     except OSError as error:
         raise damaged_file(path, f"cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        raise damaged_file(path, "has a header that cannot be understood: it was overwritten") from None
+        raise damaged_file(
+            path, "has a header that cannot be understood: it was overwritten"
+        ) from None
     own = metadata.get(HEADER_CRC_KEY)
     if own is not None and f"{zlib.crc32(_without_crc(size, text, own)):08x}" != own:
         raise damaged_file(path, "has another header than was written: its checksum differs")
     reached = begin
     for offset in sorted(places.values(), key=lambda each: (each.start, each.stop)):
         if offset.start != reached or offset.num_bytes != offset.numel * offset.dtype.itemsize:
-            raise damaged_file(path, "has a header whose tensors do not lie end to end: it was overwritten")
+            raise damaged_file(
+                path, "has a header whose tensors do not lie end to end: it was overwritten"
+            )
         reached = offset.stop
     end = max((offset.stop for offset in places.values()), default=begin)
     if end != length:
@@ -197,9 +224,13 @@ def read_header(path: Path) -> SafetensorsHeader:
 
 
 def _without_crc(size: int, text: bytes, own: str) -> bytes:
-    """Return a header's bytes with zeros in the place of its own checksum, as they were when it was computed."""
+    """Return a header's bytes with zeros in the place of its own checksum, as they were when it was
+    computed.
+    """
     field = f'"{HEADER_CRC_KEY}": "{{}}"'
-    return size.to_bytes(8, "little") + text.replace(field.format(own).encode(), field.format(NO_CRC).encode(), 1)
+    return size.to_bytes(8, "little") + text.replace(
+        field.format(own).encode(), field.format(NO_CRC).encode(), 1
+    )
 
 
 def _location(begin: int, facts: dict[str, Any]) -> TensorLocation:
@@ -207,22 +238,30 @@ def _location(begin: int, facts: dict[str, Any]) -> TensorLocation:
     shape = tuple(int(size) for size in facts["shape"])
     if min((int(start), *shape)) < 0:
         raise ValueError(f"{shape} from {start} on")
-    return TensorLocation(begin + int(start), begin + int(stop), DTYPE_OF_NAME[facts["dtype"]], shape)
+    return TensorLocation(
+        begin + int(start), begin + int(stop), DTYPE_OF_NAME[facts["dtype"]], shape
+    )
 
 
 def damaged_file(path: Path, problem: str) -> CheckpointError:
-    """Return the error of a file that cannot be used.  problem: what is wrong, as the rest of a sentence."""
-    return CheckpointError(f"{path.name} {problem}", fix="use another checkpoint, or bring the file back from a copy.")
+    """Return the error of a file that cannot be used.  problem: what is wrong, as the rest of a
+    sentence.
+    """
+    return CheckpointError(
+        f"{path.name} {problem}", fix="use another checkpoint, or bring the file back from a copy."
+    )
 
 
 class SafetensorsReader:
-    """An open safetensors file: its header, its descriptor for those who read ahead, and its tensors.
+    """An open safetensors file: its header, its descriptor for those who read ahead, and its
+    tensors.
 
     Nothing but the header is read before it is asked for.  Errors are CheckpointErrors.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.header = path, read_header(path)
+        self.path = path
+        self.header = read_header(path)
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._map: Tensor | None = None
 
@@ -230,26 +269,36 @@ class SafetensorsReader:
         """Read a tensor in its own shape and dtype, into memory of its own."""
         location = self.header.locations[name]
         values = torch.empty(location.numel, dtype=location.dtype)
-        offset, left = location.start, values.view(torch.uint8).numpy().data
+        offset = location.start
+        left = values.view(torch.uint8).numpy().data
         while len(left):
             try:
                 count = os.preadv(self.descriptor, [left], offset)
             except OSError as error:
-                raise damaged_file(self.path, f"cannot be read: {error.strerror or error}") from None
+                raise damaged_file(
+                    self.path, f"cannot be read: {error.strerror or error}"
+                ) from None
             if not count:
                 raise damaged_file(self.path, "was cut short while it was read")
-            offset, left = offset + count, left[count:]
+            offset = offset + count
+            left = left[count:]
         return values.view(location.shape)
 
     def mapped(self, name: str) -> Tensor:
-        """Return a tensor, flat, mapped into memory: only pages that are read come from the disk, nothing is copied."""
+        """Return a tensor, flat, mapped into memory: only pages that are read come from the disk,
+        nothing is copied.
+        """
         location = self.header.locations[name]
         if not location.numel:
             return torch.empty(0, dtype=location.dtype)
         if self._map is None:  # private: a write would stay in this process
-            self._map = torch.frombuffer(mmap.mmap(self.descriptor, 0, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+            self._map = torch.frombuffer(
+                mmap.mmap(self.descriptor, 0, flags=mmap.MAP_PRIVATE), dtype=torch.uint8
+            )
         data = self._map[location.start : location.stop]
-        is_aligned = location.start % location.dtype.itemsize == 0  # other writers' files need not be
+        is_aligned = (
+            location.start % location.dtype.itemsize == 0
+        )  # other writers' files need not be
         return (data if is_aligned else data.clone()).view(location.dtype)
 
     def __enter__(self) -> SafetensorsReader:
@@ -260,21 +309,29 @@ class SafetensorsReader:
 
 
 def run_of(checksums: Iterable[str]) -> str:
-    """Return the identity of an export of tensors with these checksums: two that hold the same have the same."""
+    """Return the identity of an export of tensors with these checksums: two that hold the same have
+    the same.
+    """
     return hashlib.sha256("\n".join(sorted(checksums)).encode()).hexdigest()[: len(NO_RUN)]
 
 
 class SafetensorsWriter:
-    """A safetensors file under construction; complete and on the disk when its block ends without an error.
+    """A safetensors file under construction; complete and on the disk when its block ends without
+    an error.
 
-    The header is written last, since it has the checksums of the tensors, and the identity of the export that the file
-    belongs to (`run`, which is to be set before).  Errors are CheckpointErrors.
+    The header is written last, since it has the checksums of the tensors, and the identity of the
+    export that the file belongs to (`run`, which is to be set before).  Errors are
+    CheckpointErrors.
     """
 
     def __init__(self, path: Path, infos: Sequence[TensorInfo]) -> None:
-        # Wide elements first: then each tensor starts at a multiple of its element's size, as a mapped view must.
+        # Wide elements first: then each tensor starts at a multiple of its element's size, as a
+        # mapped view must.
         self._tensors = sorted(infos, key=lambda each: -each.dtype.itemsize)
-        self.path, self.run, self._locations, offset = path, NO_RUN, dict[str, tuple[TensorInfo, int]](), 0
+        self.path = path
+        self.run = NO_RUN
+        self._locations = dict[str, tuple[TensorInfo, int]]()
+        offset = 0
         self._crcs = dict.fromkeys((info.name for info in infos), 0)
         self._written = dict.fromkeys(self._crcs, 0)
         self._start = len(self._header(NO_CRC))
@@ -285,12 +342,15 @@ class SafetensorsWriter:
             self._descriptor = files.create(path)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Write the elements of a tensor from `start` on, flat, in C order, cast to the file's dtype.  Each tensor is
-        written from its first element to its last; different tensors may be interleaved.
+        """Write the elements of a tensor from `start` on, flat, in C order, cast to the file's
+        dtype.  Each tensor is written from its first element to its last; different tensors may be
+        interleaved.
         """
         info, offset = self._locations[name]
         if start != self._written[name]:
-            raise AssertionError(f"'{name}' is written at {start}, its next element is {self._written[name]}")
+            raise AssertionError(
+                f"'{name}' is written at {start}, its next element is {self._written[name]}"
+            )
         if not values.numel():
             return
         flat = cast(values.detach().reshape(-1).to("cpu"), info.dtype).contiguous()
@@ -303,19 +363,28 @@ class SafetensorsWriter:
     @property
     def checksums(self) -> list[str]:
         """Return what each tensor is and the checksum of its bytes, as far as they are written."""
-        return [f"{info.name} {info.dtype} {info.shape} {self._crcs[info.name]:08x}" for info in self._tensors]
+        return [
+            f"{info.name} {info.dtype} {info.shape} {self._crcs[info.name]:08x}"
+            for info in self._tensors
+        ]
 
     def __enter__(self) -> SafetensorsWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close(is_complete=kind is None)
 
     def close(self, *, is_complete: bool = True) -> None:
         """Close the file; if it is complete, write its header and have it on the disk."""
         if self._descriptor < 0:
             return
-        descriptor, self._descriptor = self._descriptor, -1
+        descriptor = self._descriptor
+        self._descriptor = -1
         try:
             if is_complete:
                 head = self._header(f"{zlib.crc32(self._header(NO_CRC)):08x}")
@@ -328,7 +397,8 @@ class SafetensorsWriter:
     def _header(self, own: str) -> bytes:
         sums = json.dumps({name: f"{crc:08x}" for name, crc in self._crcs.items()})
         return encode_header(
-            self._tensors, {"format": "pt", RUN_KEY: self.run, HEADER_CRC_KEY: own, TENSOR_CRCS_KEY: sums}
+            self._tensors,
+            {"format": "pt", RUN_KEY: self.run, HEADER_CRC_KEY: own, TENSOR_CRCS_KEY: sums},
         )
 
     def _describing_errors(self) -> AbstractContextManager[None]:
@@ -336,7 +406,9 @@ class SafetensorsWriter:
 
 
 def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast flat values to another dtype, fp32 to bf16 as an update casts; the same tensor where nothing changes."""
+    """Cast flat values to another dtype, fp32 to bf16 as an update casts; the same tensor where
+    nothing changes.
+    """
     if values.dtype == dtype:
         return values
     out = torch.empty(values.numel(), dtype=dtype, device=values.device)
@@ -345,7 +417,8 @@ def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dtype_of(asked: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a dtype by any of its names: torch.bfloat16, "bfloat16", "torch.bfloat16", "bf16"; None stays None.
+    """Return a dtype by any of its names: torch.bfloat16, "bfloat16", "torch.bfloat16", "bf16";
+    None stays None.
 
     CheckpointError where it has no such name.
     """
@@ -354,7 +427,8 @@ def dtype_of(asked: torch.dtype | str | None) -> torch.dtype | None:
     found = DTYPE_ALIASES.get(asked) or TORCH_DTYPES.get(asked.removeprefix("torch."))
     if found is None:
         raise CheckpointError(
-            f"{asked!r:.80} is no dtype.", fix=f"use one of {', '.join(DTYPE_ALIASES)}, or a torch.dtype."
+            f"{asked!r:.80} is no dtype.",
+            fix=f"use one of {', '.join(DTYPE_ALIASES)}, or a torch.dtype.",
         )
     return found
 

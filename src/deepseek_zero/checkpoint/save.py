@@ -1,7 +1,8 @@
 """Writes a checkpoint: every rank its slices, then one rename, then `latest`.
 
-A crash at any moment leaves the previous checkpoint loadable: files are written into a hidden directory and synced to
-the disk, and the directory takes its final name when every rank is done.  All ranks must see the same directory, or
+A crash at any moment leaves the previous checkpoint loadable: files are written into a hidden
+directory and synced to the disk, and the directory takes its final name when every rank is done.
+All ranks must see the same directory, or
 each names one of its own: then the checkpoint is what the folders of all ranks hold together.
 
 A rank's file is written at once, or behind the training (background_write.py).
@@ -29,7 +30,18 @@ from . import files
 from .background_write import BackgroundWrite
 from .catalogue import remove_replaced, replaced_path
 from .contents import Contents, SaveSettings
-from .format import BUFFER, CLIENT, LATEST, MANIFEST, RNG, VALUE, Manifest, SavedChunk, encode, tag_to_save
+from .format import (
+    BUFFER,
+    CLIENT,
+    LATEST,
+    MANIFEST,
+    RNG,
+    VALUE,
+    Manifest,
+    SavedChunk,
+    encode,
+    tag_to_save,
+)
 from .layouts import is_checkpoint
 from .lockstep import run_and_gather
 from .numpy_values import with_python_numbers
@@ -39,18 +51,23 @@ from .safetensors_file import dtype_name
 from .staging import StagedOutput
 from .state import WriteGroup, exact_dtype, optimizer_scalars, package_of, value_item, write_groups
 
-NOW, IN_BACKGROUND = "at once", "behind"
+NOW = "at once"
+IN_BACKGROUND = "behind"
 RANK_FILE = re.compile(r"rank_\d+\.safetensors")
 
 
 class PendingSave:
-    """One checkpoint under way.  Making one, and `commit`, are collective; in between each rank writes its file.
+    """One checkpoint under way.  Making one, and `commit`, are collective; in between each rank
+    writes its file.
 
     CheckpointError on every rank where one of them cannot write; the one before stays loadable.
     """
 
-    def __init__(self, directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> None:
-        self.contents, self.settings = contents, settings
+    def __init__(
+        self, directory: Path, tag: str, contents: Contents, settings: SaveSettings
+    ) -> None:
+        self.contents = contents
+        self.settings = settings
         self._comm = contents.runtime.comm.whole
         self._tensors: dict[str, Tensor] = {}
         self._plain: dict[str, Any] = {}
@@ -61,27 +78,38 @@ class PendingSave:
             self._plain = _encoded_values(contents, self._tensors)
             return tag
 
-        tag = _agreed_tag(run_and_gather(self._comm, "saving: the values", encode_values), settings.tag_validation)
+        tag = _agreed_tag(
+            run_and_gather(self._comm, "saving: the values", encode_values), settings.tag_validation
+        )
         self._staged = StagedOutput(directory / tag)
         self.final, self.hidden = self._staged.final, self._staged.path
         self.run = run_and_gather(self._comm, "saving: the directory", self._open_staging)[0]
         try:
             held = [
                 json.loads(each)
-                for each in run_and_gather(self._comm, "saving: what ranks hold", lambda: json.dumps(self._held()))
+                for each in run_and_gather(
+                    self._comm, "saving: what ranks hold", lambda: json.dumps(self._held())
+                )
             ]
             if contents.client and held[self._comm.rank]["client"] != held[0]["client"]:
-                self._own_client = encode(contents.client, f"{CLIENT} of rank {self._comm.rank}", self._own_tensors)
+                self._own_client = encode(
+                    contents.client, f"{CLIENT} of rank {self._comm.rank}", self._own_tensors
+                )
             first = _first_digests([each["buffers"] for each in held])
             earlier = earlier_stages(contents.runtime.plan.mesh)
-            self._elsewhere = frozenset(name for rank in earlier for name in held[rank]["parameters"])
+            self._elsewhere = frozenset(
+                name for rank in earlier for name in held[rank]["parameters"]
+            )
             self._scalars: dict[str, dict[str, Any]] = {}
             with no_collection():
-                ways = run_and_gather(self._comm, "saving: this rank's states", lambda: self._plan_write(first))
+                ways = run_and_gather(
+                    self._comm, "saving: this rank's states", lambda: self._plan_write(first)
+                )
             if NOW in ways:
                 if not settings.wait:
                     log_first(
-                        "wait=False: states that rest on a disk belong to the thread that trains; all is written now."
+                        "wait=False: states that rest on a disk belong to the thread that trains; "
+                        "all is written now."
                     )
                 run_and_gather(self._comm, "saving: this rank's slices", self._write)
             else:
@@ -96,17 +124,20 @@ class PendingSave:
         return self.write.is_over
 
     def commit(self) -> Path:
-        """Wait for every rank's file, make the checkpoint visible, and return its folder.  Collective.
+        """Wait for every rank's file, make the checkpoint visible, and return its folder.
+        Collective.
 
-        It is on the disk by then.  CheckpointError on every rank where one of them could not write; what was written is
-        removed.
+        It is on the disk by then.  CheckpointError on every rank where one of them could not write;
+        what was written is removed.
         """
         try:
             indexes = run_and_gather(self._comm, "saving: this rank's index", self._index)
             if self.settings.folders:
                 run_and_gather(self._comm, "saving: the other folders", self._finish_part)
             run_and_gather(
-                self._comm, "saving: the manifest", lambda: self._finish(indexes) if self._comm.rank == 0 else ""
+                self._comm,
+                "saving: the manifest",
+                lambda: self._finish(indexes) if self._comm.rank == 0 else "",
             )
         except Exception:
             self._staged.discard()
@@ -118,7 +149,11 @@ class PendingSave:
     @property
     def _tells_of_stage(self) -> bool:
         """Return whether this is the first rank of its stage along "pp"."""
-        return not any(place for axis, place in self.contents.runtime.plan.mesh.coordinates.items() if axis != "pp")
+        return not any(
+            place
+            for axis, place in self.contents.runtime.plan.mesh.coordinates.items()
+            if axis != "pp"
+        )
 
     def _held(self) -> dict[str, Any]:
         """Return what `_held` does, and a digest of the caller's values."""
@@ -129,14 +164,20 @@ class PendingSave:
         return _held(self.contents) | {"client": digest.hexdigest()[:16]}
 
     def _plan_write(self, first: dict[str, tuple[int, str]]) -> str:
-        """Decide what this rank writes, and whether now or in the background.  first: of each buffer the first rank
-        that has it, which writes it for all whose values are the same, and their digest.
+        """Decide what this rank writes, and whether now or in the background.  first: of each
+        buffer the first rank that has it, which writes it for all whose values are the same, and
+        their digest.
         """
-        contents, rank = self.contents, self._comm.rank
+        contents = self.contents
+        rank = self._comm.rank
         groups = [*self._value_items(first), *self._state_items()]
-        self._scalars = optimizer_scalars(contents.optimizer) if contents.optimizer is not None else {}
+        self._scalars = (
+            optimizer_scalars(contents.optimizer) if contents.optimizer is not None else {}
+        )
         self._manifest = _manifest(contents, self.settings, self.run)
-        here = " ".join(f"{axis}={place}" for axis, place in contents.runtime.plan.mesh.coordinates.items())
+        here = " ".join(
+            f"{axis}={place}" for axis, place in contents.runtime.plan.mesh.coordinates.items()
+        )
         metadata = {"run": self.run, "rank": str(rank), "coordinates": here}
         path = self.hidden / f"rank_{rank:05d}.safetensors"
         self.write = BackgroundWrite(path, groups, metadata, self.settings.snapshot_bytes)
@@ -149,25 +190,37 @@ class PendingSave:
 
     def _value_items(self, first: dict[str, tuple[int, str]]) -> list[WriteGroup]:
         """Copy the states that change between steps: buffers, random generators, plain values."""
-        rank, runtime = self._comm.rank, self.contents.runtime
+        rank = self._comm.rank
+        runtime = self.contents.runtime
         found = [
             value_item(BUFFER, name, buffer.detach().clone().reshape(-1), rank)
             for name, buffer in persistent_buffers(runtime.model).items()
             if rank == first[name][0] or first[name][1] != _digest(buffer)
         ]
-        own = {(RNG, name): value for name, value in capture_rng(runtime.comm_ctx.pool.device).items()}
+        own = {
+            (RNG, name): value for name, value in capture_rng(runtime.comm_ctx.pool.device).items()
+        }
         tensors = self._tensors if rank == 0 else self._own_tensors
         own |= {(VALUE, name): value for name, value in tensors.items()}
-        return [WriteGroup([*found, *(value_item(kind, name, value, rank) for (kind, name), value in own.items())])]
+        return [
+            WriteGroup(
+                [
+                    *found,
+                    *(value_item(kind, name, value, rank) for (kind, name), value in own.items()),
+                ]
+            )
+        ]
 
     def _state_items(self) -> Iterator[WriteGroup]:
         if self.contents.optimizer is not None:
             self.contents.optimizer.finish()
-        return write_groups(self.contents, skip_frozen=self.settings.exclude_frozen, elsewhere=self._elsewhere)
+        return write_groups(
+            self.contents, skip_frozen=self.settings.exclude_frozen, elsewhere=self._elsewhere
+        )
 
     def _index(self) -> str:
-        """Wait for this rank's file, and return its chunks, counters, the checksum of its header, and what its stage
-        has of the model, as JSON.
+        """Wait for this rank's file, and return its chunks, counters, the checksum of its header,
+        and what its stage has of the model, as JSON.
         """
         chunks = [chunk.to_json() for chunk in self.write.chunks()]
         with files.describing_errors(f"syncing '{self.hidden}'"):
@@ -183,7 +236,8 @@ class PendingSave:
             }
         )
 
-    # -- the folders: rank 0's has the manifest; where ranks name several, each has a rank that opens and completes it
+    # -- the folders: rank 0's has the manifest; where ranks name several, each has a rank that
+    # opens and completes it
 
     @property
     def _sharers(self) -> list[int]:
@@ -194,7 +248,9 @@ class PendingSave:
         return [rank for rank, folder in enumerate(folders) if folder == folders[self._comm.rank]]
 
     def _open_staging(self) -> str:
-        """Make and lock a hidden directory on the first rank that writes there; return a new identity for this save."""
+        """Make and lock a hidden directory on the first rank that writes there; return a new
+        identity for this save.
+        """
         if self._comm.rank != self._sharers[0]:
             return ""
         if self._comm.rank == 0 or not _has_only_rank_files(self.final):
@@ -213,27 +269,43 @@ class PendingSave:
         return ""
 
     def _refuse_missing(self) -> None:
-        """Raise CheckpointError if this rank does not see the files of all ranks that write into its folder."""
-        missing = [rank for rank in self._sharers if not (self.hidden / f"rank_{rank:05d}.safetensors").exists()]
+        """Raise CheckpointError if this rank does not see the files of all ranks that write into
+        its folder.
+        """
+        missing = [
+            rank
+            for rank in self._sharers
+            if not (self.hidden / f"rank_{rank:05d}.safetensors").exists()
+        ]
         if missing:
             raise CheckpointError(
-                f"rank {self._comm.rank} does not see the files of ranks {missing} in {self.hidden}.",
-                "All ranks that name one directory write into it, and the first of them completes it.",
-                "save to a file system that every rank shares, or give each rank a directory of its own and put them "
-                "together afterwards.",
+                f"rank {self._comm.rank} does not see the files of ranks {missing} in "
+                f"{self.hidden}.",
+                "All ranks that name one directory write into it, and the first of them completes "
+                "it.",
+                "save to a file system that every rank shares, or give each rank a directory of "
+                "its own and put them together afterwards.",
             )
 
     def _finish(self, indexes: list[str]) -> str:
         """Write the manifest, rename the directory, write `latest`."""
         found = [json.loads(index) for index in indexes]
         self._refuse_missing()
-        self._manifest.chunks = [SavedChunk.from_json(values) for index in found for values in index["chunks"]]
+        self._manifest.chunks = [
+            SavedChunk.from_json(values) for index in found for values in index["chunks"]
+        ]
         for index in found:
             self._manifest.scalars.update(index["scalars"])
-        _join_stages(self._manifest, [index["stage"] for index in found if index["stage"] is not None])
+        _join_stages(
+            self._manifest, [index["stage"] for index in found if index["stage"] is not None]
+        )
         heads = {f"rank_{rank:05d}.safetensors": index["head"] for rank, index in enumerate(found)}
         self._manifest.extra["heads"] = heads
-        clients = {str(rank): each["client"] for rank, each in enumerate(found) if each["client"] is not None}
+        clients = {
+            str(rank): each["client"]
+            for rank, each in enumerate(found)
+            if each["client"] is not None
+        }
         if clients:
             self._manifest.extra["clients"] = clients
         self._manifest.plain = self._plain
@@ -247,24 +319,31 @@ class PendingSave:
 
 def refuse_foreign_files(final: Path) -> None:
     """Raise CheckpointError if `final` exists and is no checkpoint: publishing would remove it."""
-    if final.exists() and not is_checkpoint(final) and not (final.is_dir() and not any(final.iterdir())):
+    if (
+        final.exists()
+        and not is_checkpoint(final)
+        and not (final.is_dir() and not any(final.iterdir()))
+    ):
         raise CheckpointError(
             f"'{final}' is there already and is no checkpoint.",
-            "A checkpoint takes the place of the one before under its tag, not that of something else.",
+            "A checkpoint takes the place of the one before under its tag, not that of something "
+            "else.",
             "name another tag, or move it away.",
         )
 
 
 def _has_only_rank_files(final: Path) -> bool:
-    """Return whether a folder exists and holds what a rank with a folder of its own has saved there, or nothing."""
+    """Return whether a folder exists and holds what a rank with a folder of its own has saved
+    there, or nothing.
+    """
     return final.is_dir() and all(RANK_FILE.fullmatch(each.name) for each in final.iterdir())
 
 
 def publish(hidden: Path, final: Path, *, latest: bool) -> None:
     """Give a finished folder its name, and write that name into `latest`.
 
-    The previous checkpoint of the same tag stays under a hidden name until `remove_replaced`, since removing gigabytes
-    takes a while.
+    The previous checkpoint of the same tag stays under a hidden name until `remove_replaced`, since
+    removing gigabytes takes a while.
     """
     if final.exists():
         remove_replaced(final)
@@ -276,7 +355,8 @@ def publish(hidden: Path, final: Path, *, latest: bool) -> None:
 
 
 def save(directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
-    """Write `directory/tag` and return it.  Collective; rank 0's tag, counters and client state are saved.
+    """Write `directory/tag` and return it.  Collective; rank 0's tag, counters and client state are
+    saved.
 
     CheckpointError on every rank where one of them cannot write.
     """
@@ -284,7 +364,9 @@ def save(directory: Path, tag: str, contents: Contents, settings: SaveSettings) 
 
 
 def _encoded_values(contents: Contents, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Encode the values that are not slices: hyper-parameters, counters, scaler and schedule, the caller's state."""
+    """Encode the values that are not slices: hyper-parameters, counters, scaler and schedule, the
+    caller's state.
+    """
     groups: list[Any] = []
     if contents.optimizer is not None:
         for group in contents.optimizer.param_groups:
@@ -301,24 +383,33 @@ class DifferentTagsError(CheckpointError, UsageError):
 
 
 def _agreed_tag(tags: list[str], validation: str) -> str:
-    """Return rank 0's tag.  CheckpointError where it is none to save, or (validation) ranks name different ones."""
+    """Return rank 0's tag.  CheckpointError where it is none to save, or (validation) ranks name
+    different ones.
+    """
     different = next((rank for rank, each in enumerate(tags) if each != tags[0]), None)
     if different is not None and validation != "Ignore":
         message = f"rank 0 saves under tag {tags[0]!r}, rank {different} under {tags[different]!r}"
         if validation == "Fail":
-            raise DifferentTagsError(f"{message}.", "One checkpoint has one tag.", "pass the same tag on every rank.")
+            raise DifferentTagsError(
+                f"{message}.", "One checkpoint has one tag.", "pass the same tag on every rank."
+            )
         log_once(f"{message}; rank 0's is used.")
     return tag_to_save(tags[0])
 
 
 def _held(contents: Contents) -> dict[str, Any]:
-    """Return the names of this rank's parameters where there are several stages, and digests of its persistent buffers.
+    """Return the names of this rank's parameters where there are several stages, and digests of its
+    persistent buffers.
 
-    A buffer that equals the first rank's is written once: running statistics differ between ranks, masks do not.
+    A buffer that equals the first rank's is written once: running statistics differ between ranks,
+    masks do not.
     """
     runtime = contents.runtime
     buffers = {name: _digest(buffer) for name, buffer in persistent_buffers(runtime.model).items()}
-    return {"buffers": buffers, "parameters": names_of(runtime) if "pp" in runtime.comm.along else []}
+    return {
+        "buffers": buffers,
+        "parameters": names_of(runtime) if "pp" in runtime.comm.along else [],
+    }
 
 
 def _first_digests(by_rank: list[dict[str, str]]) -> dict[str, tuple[int, str]]:
@@ -332,12 +423,17 @@ def _first_digests(by_rank: list[dict[str, str]]) -> dict[str, tuple[int, str]]:
 
 def _digest(buffer: Tensor) -> str:
     data = buffer.detach().to("cpu").contiguous().reshape(-1)
-    return hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()[:16] if data.numel() else ""
+    return (
+        hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+        if data.numel()
+        else ""
+    )
 
 
 def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
     """Make the manifest as far as it is known before anything is written."""
-    runtime, optimizer = contents.runtime, contents.optimizer
+    runtime = contents.runtime
+    optimizer = contents.optimizer
     plan = {}
     for unit in runtime.units:
         for number, group in enumerate(unit.groups):
@@ -360,18 +456,26 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
         plan=plan,
         parameters=parameters,
         buffers={
-            name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)} for name, value in buffers.items()
+            name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
+            for name, value in buffers.items()
         },
         chunks=[],
         optimizer=type(optimizer.inner).__name__ if optimizer is not None else None,
         scalars={},
-        excluded=[name for name, facts in parameters.items() if settings.exclude_frozen and not facts["trained"]],
+        excluded=[
+            name
+            for name, facts in parameters.items()
+            if settings.exclude_frozen and not facts["trained"]
+        ],
         lifted=[unit.name for unit in runtime.units if unit.is_promoted],
         run=run,
         extra={
             "optimizer_package": package_of(optimizer.inner) if optimizer is not None else None,
             "names": whole_names(runtime.model),
-            "groups": [list(dict.fromkeys(piece.names.get(name, name) for name in names)) for names in names_by_group],
+            "groups": [
+                list(dict.fromkeys(piece.names.get(name, name) for name in names))
+                for names in names_by_group
+            ],
             "mesh": dict(zip(AXES, runtime.plan.mesh.sizes, strict=True)),
             "ranks_per_host": runtime.settings.ranks_per_host,
             **_chosen_codes(runtime.settings.compression),
@@ -380,20 +484,34 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
 
 
 def _chosen_codes(compression: Compression) -> dict[str, Any]:
-    """Return the entry of the manifest that says which codes measurement chose; none where they are stated."""
+    """Return the entry of the manifest that says which codes measurement chose; none where they are
+    stated.
+    """
     chosen = {"weights": compression.weights, "gradients": compression.gradients}
-    codes = {state: [codec.bits, codec.block] if codec is not None else None for state, codec in chosen.items()}
-    return {"codes": {state: codes[state] for state in compression.left_open}} if compression.left_open else {}
+    codes = {
+        state: [codec.bits, codec.block] if codec is not None else None
+        for state, codec in chosen.items()
+    }
+    return (
+        {"codes": {state: codes[state] for state in compression.left_open}}
+        if compression.left_open
+        else {}
+    )
 
 
 def _facts_of(manifest: Manifest) -> dict[str, Any]:
     """Return what a manifest says of the parameters and buffers of one stage."""
-    found = {name: getattr(manifest, name) for name in ("plan", "parameters", "buffers", "excluded", "lifted")}
+    found = {
+        name: getattr(manifest, name)
+        for name in ("plan", "parameters", "buffers", "excluded", "lifted")
+    }
     return {**found, "groups": manifest.extra["groups"]}
 
 
 def _join_stages(manifest: Manifest, stages: list[dict[str, Any]]) -> None:
-    """Let the manifest of the first stage say what all stages have, in their order; a tied parameter is the first's."""
+    """Let the manifest of the first stage say what all stages have, in their order; a tied
+    parameter is the first's.
+    """
     for facts in stages[1:]:
         for mine, other in zip(
             (manifest.plan, manifest.parameters, manifest.buffers),

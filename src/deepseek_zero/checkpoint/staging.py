@@ -3,7 +3,8 @@
     .<name>.saving/            the hidden folder
     .<name>.saving/.writing    locked by the job that writes there, for as long as it does
 
-The kernel lets go of the lock when that process ends, on whichever host, so that what a dead job has left is nobody's.
+The kernel lets go of the lock when that process ends, on whichever host, so that what a dead job
+has left is nobody's.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ def staging_path(final: Path) -> Path:
 
 
 class StagedOutput:
-    """A hidden folder that takes its final name when it is complete.  One process opens and publishes it; others may
-    write into `path` meanwhile.
+    """A hidden folder that takes its final name when it is complete.  One process opens and
+    publishes it; others may write into `path` meanwhile.
     """
 
     def __init__(self, final: Path) -> None:
         refuse_url(f"'{final}'", final)
-        self.final, self.path, self._lock = final, staging_path(final), -1
+        self.final = final
+        self.path = staging_path(final)
+        self._lock = -1
 
     def open(self) -> None:
         """Make the folder and lock it.  CheckpointError where another job writes there."""
@@ -71,18 +74,22 @@ class StagedOutput:
     # -- files for others, which are put in place among what is not ours
 
     def publish_folder(self, ours: Sequence[str] = (), last: str = "") -> None:
-        """Give the folder its name; into a folder that exists its files move one by one, the one named `last` last.
+        """Give the folder its name; into a folder that exists its files move one by one, the one
+        named `last` last.
 
-        A folder that exists may hold files that are not ours (a tokenizer), so it is not replaced.  A file in it that
-        matches one of the patterns `ours`, and is not written again, was left by an earlier export and is removed, or a
-        reader would take it.  CheckpointError where the disk refuses.
+        A folder that exists may hold files that are not ours (a tokenizer), so it is not replaced.
+        A file in it that matches one of the patterns `ours`, and is not written again, was left by
+        an earlier export and is removed, or a reader would take it.  CheckpointError where the disk
+        refuses.
         """
         made = self._sync_files()
         with files.describing_errors(f"completing '{self.final}'"):
             if not self.final.exists():
                 files.rename(self.path, self.final)
             else:
-                for name in sorted({path.name for each in ours for path in self.final.glob(each)} - set(made)):
+                for name in sorted(
+                    {path.name for each in ours for path in self.final.glob(each)} - set(made)
+                ):
                     files.remove(self.final / name)
                 for name in sorted(made, key=lambda each: each == last):
                     files.rename(self.path / name, self.final / name)
@@ -101,7 +108,9 @@ class StagedOutput:
         self.unlock()
 
     def _sync_files(self) -> list[str]:
-        """Make the files their owner's alone and have them on the disk, whoever wrote them; returns their names."""
+        """Make the files their owner's alone and have them on the disk, whoever wrote them; returns
+        their names.
+        """
         made = sorted(path.name for path in self.path.iterdir() if path.name != STAGING_LOCK)
         with files.describing_errors(f"completing '{self.final}'"):
             for name in made:

@@ -1,6 +1,8 @@
-"""Lists the states of an engine that this rank saves, as chunks of flat tensors, each with a function that reads it.
+"""Lists the states of an engine that this rank saves, as chunks of flat tensors, each with a
+function that reads it.
 
-Walks units, masters, buffers and optimizer shards.  Writes no file, and copies nothing before it is read.
+Walks units, masters, buffers and optimizer shards.  Writes no file, and copies nothing before it is
+read.
 """
 
 from __future__ import annotations
@@ -30,12 +32,16 @@ from .safetensors_file import dtype_name
 
 
 def exact_dtype(group: ParamGroup) -> torch.dtype:
-    """Return the dtype of the most precise form of a group's weights: the master's, where there is one."""
+    """Return the dtype of the most precise form of a group's weights: the master's, where there is
+    one.
+    """
     return group.master.dtype if group.master is not None else group.weight.spec.dtype
 
 
 def exact_extents(group: ParamGroup) -> list[Extent]:
-    """Return the extents under the most precise form of a group's weights: the master's, where there is one."""
+    """Return the extents under the most precise form of a group's weights: the master's, where
+    there is one.
+    """
     if group.master is not None:
         return group.master.extents()
     return [group.weight.extent] if group.weight.extent is not None else []
@@ -45,8 +51,8 @@ def exact_extents(group: ParamGroup) -> list[Extent]:
 class WriteItem:
     """One chunk that this rank writes, and how its elements are read.
 
-    read(low, high): returns elements [low, high) of the chunk, flat, valid until the next call.  group: the one whose
-    step changes them; None where no step does.
+    read(low, high): returns elements [low, high) of the chunk, flat, valid until the next call.
+    group: the one whose step changes them; None where no step does.
     """
 
     chunk: SavedChunk
@@ -68,13 +74,18 @@ class WriteGroup:
     extents: list[ExtentRange] = field(default_factory=list)
 
 
-def write_groups(contents: Contents, *, skip_frozen: bool, elsewhere: Collection[str] = ()) -> Iterator[WriteGroup]:
-    """Yield this rank's items of weights and optimizer states, group by group in the order of their update.
+def write_groups(
+    contents: Contents, *, skip_frozen: bool, elsewhere: Collection[str] = ()
+) -> Iterator[WriteGroup]:
+    """Yield this rank's items of weights and optimizer states, group by group in the order of their
+    update.
 
-    Over all ranks, each element of the model is in one item: of ranks that hold the same slice, or the same part of a
-    parameter along "tp", the first one has it.  elsewhere: names of parameters that an earlier stage writes.
+    Over all ranks, each element of the model is in one item: of ranks that hold the same slice, or
+    the same part of a parameter along "tp", the first one has it.  elsewhere: names of parameters
+    that an earlier stage writes.
     """
-    runtime, optimizer = contents.runtime, contents.optimizer
+    runtime = contents.runtime
+    optimizer = contents.optimizer
     chunks = Chunks(Piece.of(runtime), runtime.comm.whole.rank, frozenset(elsewhere))
     yield from (_own_items(group, chunks) for group in runtime.trained_groups)
     if runtime.comm_ctx.replicas is not None and runtime.comm_ctx.replicas.comm.rank > 0:
@@ -95,9 +106,11 @@ def write_groups(contents: Contents, *, skip_frozen: bool, elsewhere: Collection
 
 @dataclass(frozen=True)
 class Chunks:
-    """Names what this rank writes: elements in their order here, with names, and parts, of the whole model.
+    """Names what this rank writes: elements in their order here, with names, and parts, of the
+    whole model.
 
-    rank: of the world, whose file it is.  elsewhere: names of parameters that an earlier stage writes.
+    rank: of the world, whose file it is.  elsewhere: names of parameters that an earlier stage
+    writes.
     """
 
     piece: Piece
@@ -110,15 +123,17 @@ class Chunks:
         return SavedChunk(kind, name, key, low, high, self.rank, part=part)
 
     def are_written(self, group: ParamGroup, member: ParamInfo) -> bool:
-        """Return whether a parameter's states are this piece's to write: other ranks along "tp" may hold the same, and
-        an earlier stage a parameter that is tied to one here.
+        """Return whether a parameter's states are this piece's to write: other ranks along "tp" may
+        hold the same, and an earlier stage a parameter that is tied to one here.
         """
         return group.planned.is_counted and self.piece.name(member) not in self.elsewhere
 
 
 def _weight_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
     """List this rank's part of a group's parameters, also where every rank holds them whole."""
-    write_group, rank, master = WriteGroup([]), group.comm_ctx.comm.rank, group.master
+    write_group = WriteGroup([])
+    rank = group.comm_ctx.comm.rank
+    master = group.master
     places = []
     for member in group.members:
         start, stop = group.layout.owned(member.slot, rank)
@@ -135,12 +150,18 @@ def _weight_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
         places.append((place, place + stop - start))
         write_group.items.append(WriteItem(chunk, exact_dtype(group), (stop - start,), read, group))
         if group.plan.sends_differences:
-            chunk, weight = replace(chunk, kind=REPLICA), group.weight
+            chunk = replace(chunk, kind=REPLICA)
+            weight = group.weight
             read = partial(_read_from, weight.read_now, start)
-            write_group.items.append(WriteItem(chunk, weight.spec.dtype, (stop - start,), read, group))
+            write_group.items.append(
+                WriteItem(chunk, weight.spec.dtype, (stop - start,), read, group)
+            )
     if places:
-        low, high = places[0][0], places[-1][1]
-        write_group.extents = [ExtentRange(extent, low, high, changes=False) for extent in exact_extents(group)]
+        low = places[0][0]
+        high = places[-1][1]
+        write_group.extents = [
+            ExtentRange(extent, low, high, changes=False) for extent in exact_extents(group)
+        ]
     return write_group
 
 
@@ -150,24 +171,35 @@ def _read_from(read: Callable[[int, int], Tensor], place: int, low: int, high: i
 
 def _delayed_gradient_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
     """List this rank's part of a gradient whose update comes a step late."""
-    waiting, rank, write_group = group.gradient.delayed, group.comm_ctx.comm.rank, WriteGroup([])
+    waiting = group.gradient.delayed
+    rank = group.comm_ctx.comm.rank
+    write_group = WriteGroup([])
     low = group.layout.bounds(rank)[0]
-    for number, member in enumerate(group.members if waiting.is_full and waiting.buffer is not None else ()):
+    for number, member in enumerate(
+        group.members if waiting.is_full and waiting.buffer is not None else ()
+    ):
         if number in (waiting.absent or ()) or not chunks.are_written(group, member):
             continue
         assert waiting.buffer is not None
         start, stop = group.layout.owned(member.slot, rank)
         if start < stop:
-            chunk = chunks.of(DELAYED, member, "", start - member.slot.start, stop - member.slot.start)
+            chunk = chunks.of(
+                DELAYED, member, "", start - member.slot.start, stop - member.slot.start
+            )
             read = partial(_read_from, waiting.buffer.read_now, start - low)
-            write_group.items.append(WriteItem(chunk, waiting.buffer.spec.dtype, (stop - start,), read, group))
-            write_group.extents = [ExtentRange(each, 0, each.memory.numel(), changes=False) for each in waiting.extents]
+            write_group.items.append(
+                WriteItem(chunk, waiting.buffer.spec.dtype, (stop - start,), read, group)
+            )
+            write_group.extents = [
+                ExtentRange(each, 0, each.memory.numel(), changes=False) for each in waiting.extents
+            ]
     return write_group
 
 
 def _own_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
     """List the states of a group that are this rank's own."""
-    write_group, (name, lies) = WriteGroup([]), place_of(group, chunks.piece)
+    write_group = WriteGroup([])
+    (name, lies) = place_of(group, chunks.piece)
     for state, memory in group.own_states().items():
         chunk = SavedChunk(OWN, name, f"{state} {lies}", 0, memory.numel(), chunks.rank)
         read = partial(_elements_of, memory)
@@ -180,30 +212,41 @@ def _elements_of(memory: Tensor, low: int, high: int) -> Tensor:
 
 
 def place_of(group: ParamGroup, piece: Piece) -> tuple[str, str]:
-    """Return the name under which a rank's own states of a group are saved, and a word that says how it lies."""
+    """Return the name under which a rank's own states of a group are saved, and a word that says
+    how it lies.
+    """
     planned = group.planned
     lies = f"{planned.layout} {planned.near} {planned.predivide} {planned.plan.feedback}"
     return piece.name(group.members[0]), f"{crc32(lies.encode()):08x}"
 
 
 class MomentCache:
-    """Keeps the moment that was read last: parameters that share a shard ask for it one after another."""
+    """Keeps the moment that was read last: parameters that share a shard ask for it one after
+    another.
+    """
 
     def __init__(self) -> None:
-        self._last: tuple[tuple[int, str], Tensor] | None = None  # one attribute: two threads may ask
+        self._last: tuple[tuple[int, str], Tensor] | None = (
+            None  # one attribute: two threads may ask
+        )
 
     def of(self, optimizer: ShardedOptimizer, shard: MasterShard, key: str) -> Tensor:
-        """Return a moment of a shard, flat; reads it unless it is the one that was asked for last."""
+        """Return a moment of a shard, flat; reads it unless it is the one that was asked for
+        last.
+        """
         last = self._last
         if last is None or last[0] != (id(shard), key):
             last = self._last = (id(shard), key), optimizer.moments.read(shard, key).reshape(-1)
         return last[1]
 
 
-def _moment_items(optimizer: ShardedOptimizer, shard: MasterShard, chunks: Chunks, cache: MomentCache) -> WriteGroup:
+def _moment_items(
+    optimizer: ShardedOptimizer, shard: MasterShard, chunks: Chunks, cache: MomentCache
+) -> WriteGroup:
     """List this rank's part of every optimizer state of a shard that has elements."""
     extents = [replace(each, changes=False) for each in optimizer.moments.extent_ranges(shard)]
-    write_group, group = WriteGroup([], extents), shard.group
+    write_group = WriteGroup([], extents)
+    group = shard.group
     for key, value in optimizer.inner.state.get(shard.param, {}).items():
         if not isinstance(value, Tensor) or is_scalar_state(value, shard.param):
             continue
@@ -212,27 +255,42 @@ def _moment_items(optimizer: ShardedOptimizer, shard: MasterShard, chunks: Chunk
                 continue
             if is_subclass(value):
                 for name, inner in inner_tensors(value).items():
-                    write_group.items += _whole_state_items(overlap, f"{key}{INNER}{name}", inner, chunks)
+                    write_group.items += _whole_state_items(
+                        overlap, f"{key}{INNER}{name}", inner, chunks
+                    )
                 continue
             if value.shape == shard.param.shape:
-                write_group.items += _owned_moment_items(optimizer, overlap, key, value.dtype, chunks, cache)
+                write_group.items += _owned_moment_items(
+                    optimizer, overlap, key, value.dtype, chunks, cache
+                )
             else:
                 write_group.items += _whole_state_items(overlap, key, value, chunks)
     return write_group
 
 
 def is_scalar_state(value: Tensor, param: Tensor) -> bool:
-    """Return whether a state counts something (`step`) instead of following the parameter's elements."""
+    """Return whether a state counts something (`step`) instead of following the parameter's
+    elements.
+    """
     return value.dim() == 0 and param.dim() > 0
 
 
 def _owned_moment_items(
-    optimizer: ShardedOptimizer, overlap: ParamOverlap, key: str, dtype: torch.dtype, chunks: Chunks, cache: MomentCache
+    optimizer: ShardedOptimizer,
+    overlap: ParamOverlap,
+    key: str,
+    dtype: torch.dtype,
+    chunks: Chunks,
+    cache: MomentCache,
 ) -> Iterator[WriteItem]:
-    """Yield the part of a moment that this rank would own if it were sharded: at stage 0 each rank holds all of it."""
-    shard, rank = overlap.shard, overlap.shard.rank
+    """Yield the part of a moment that this rank would own if it were sharded: at stage 0 each rank
+    holds all of it.
+    """
+    shard = overlap.shard
+    rank = overlap.shard.rank
     low, high = shard.group.layout.owned(overlap.slot, rank)
-    start, stop = max(overlap.start, low - overlap.slot.start), min(overlap.stop, high - overlap.slot.start)
+    start = max(overlap.start, low - overlap.slot.start)
+    stop = min(overlap.stop, high - overlap.slot.start)
     if start < stop:
         at = overlap.offset + start - overlap.start
 
@@ -243,14 +301,18 @@ def _owned_moment_items(
         yield WriteItem(chunk, dtype, (stop - start,), read, shard.group)
 
 
-def _whole_state_items(overlap: ParamOverlap, key: str, value: Tensor, chunks: Chunks) -> Iterator[WriteItem]:
-    """Yield an optimizer state with a shape of its own, on the rank that owns the parameter's first element.
+def _whole_state_items(
+    overlap: ParamOverlap, key: str, value: Tensor, chunks: Chunks
+) -> Iterator[WriteItem]:
+    """Yield an optimizer state with a shape of its own, on the rank that owns the parameter's first
+    element.
 
     CheckpointError where the shard holds part of the parameter.
     """
     if overlap.stop - overlap.start != overlap.slot.numel:
         raise CheckpointError(
-            f"optimizer state '{key}' of '{overlap.slot.name}' has shape {tuple(value.shape)} over part of it.",
+            f"optimizer state '{key}' of '{overlap.slot.name}' has shape {tuple(value.shape)} over "
+            "part of it.",
             "Only whole parameters can have a state of another shape.",
             'give the optimizer class the attribute granularity = "tensor".',
         )
@@ -259,15 +321,23 @@ def _whole_state_items(overlap: ParamOverlap, key: str, value: Tensor, chunks: C
     replicated = group.master is not None and group.master.placement is R
     if not replicated or low <= overlap.slot.start < high:
         chunk = chunks.of(WHOLE, group.members[overlap.number], key, 0, value.numel())
-        yield WriteItem(chunk, value.dtype, tuple(value.shape), lambda low, high: value.reshape(-1)[low:high], group)
+        yield WriteItem(
+            chunk,
+            value.dtype,
+            tuple(value.shape),
+            lambda low, high: value.reshape(-1)[low:high],
+            group,
+        )
 
 
 def optimizer_scalars(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
-    """Collect optimizer states without elements, by parameter: {name: {"step": {"value": 3.0, "dtype": "float32"}}}.
+    """Collect optimizer states without elements, by parameter: {name: {"step": {"value": 3.0,
+    "dtype": "float32"}}}.
 
     CheckpointError for one that is neither a number nor a tensor.
     """
-    names, found = Piece.of(optimizer.runtime).names, dict[str, dict[str, Any]]()
+    names = Piece.of(optimizer.runtime).names
+    found = dict[str, dict[str, Any]]()
     for shard in optimizer.shards():
         for key, value in optimizer.inner.state.get(shard.param, {}).items():
             if isinstance(value, Tensor) and not is_scalar_state(value, shard.param):
@@ -287,13 +357,16 @@ def _scalar(key: str, value: Any, name: str) -> dict[str, Any]:
     raise CheckpointError(
         f"optimizer state '{key}' of '{name}' is a {kind.__name__} of {kind.__module__}.",
         "Checkpoints hold plain values and tensors, so that reading one never runs code.",
-        "if the optimizer is your own, keep that state as tensors or numbers. If it is another library's, its state "
-        "cannot be saved: save the weights alone (engine.export, or save_16bit_model), or use another optimizer.",
+        "if the optimizer is your own, keep that state as tensors or numbers. If it is another "
+        "library's, its state cannot be saved: save the weights alone (engine.export, or "
+        "save_16bit_model), or use another optimizer.",
     )
 
 
 def package_of(optimizer: Optimizer) -> str:
-    """Return the name of the package that an optimizer's class is of: other packages have an AdamW, too."""
+    """Return the name of the package that an optimizer's class is of: other packages have an AdamW,
+    too.
+    """
     return type(optimizer).__module__.partition(".")[0]
 
 

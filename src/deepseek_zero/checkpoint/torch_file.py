@@ -1,6 +1,8 @@
-"""Files of torch.save, read without running anything in them: their records, and the tensors mapped into memory.
+"""Files of torch.save, read without running anything in them: their records, and the tensors mapped
+into memory.
 
-Such a file is a zip archive without compression, so each record has a place in the file and a CRC-32, and a tensor can
+Such a file is a zip archive without compression, so each record has a place in the file and a
+CRC-32, and a tensor can
 be mapped: a rank reads from the disk only what it copies.
 """
 
@@ -27,8 +29,8 @@ from .safetensors_file import dtype_name
 def torch_records(path: Path) -> list[FileRecord]:
     """Return the records of a file of torch.save, in the order of its directory.
 
-    [] for the form that torch wrote before 1.6, which has no checksums.  CheckpointError where the file is missing or
-    damaged.
+    [] for the form that torch wrote before 1.6, which has no checksums.  CheckpointError where the
+    file is missing or damaged.
     """
     try:
         with open(path, "rb") as file:
@@ -37,8 +39,17 @@ def torch_records(path: Path) -> list[FileRecord]:
             with zipfile.ZipFile(file) as archive:
                 return [_record(file, info) for info in archive.infolist()]
     except FileNotFoundError:
-        raise CheckpointError(f"{path.name} is missing.", fix="copy the whole folder, or load another tag.") from None
-    except (OSError, ValueError, RuntimeError, struct.error, zipfile.BadZipFile, NotImplementedError) as error:
+        raise CheckpointError(
+            f"{path.name} is missing.", fix="copy the whole folder, or load another tag."
+        ) from None
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+        struct.error,
+        zipfile.BadZipFile,
+        NotImplementedError,
+    ) as error:
         raise CheckpointError(
             f"{path.name} is no file of torch.save: {brief(error)}.",
             "It is damaged, or was cut short.",
@@ -52,18 +63,24 @@ def _record(file: BinaryIO, info: zipfile.ZipInfo) -> FileRecord:
     file.seek(info.header_offset)
     head = file.read(30)
     name, extra = struct.unpack_from("<HH", head, 26)
-    if head[:4] != b"PK\3\4" or file.read(name) != info.orig_filename.encode("utf-8", "surrogateescape"):
+    if head[:4] != b"PK\3\4" or file.read(name) != info.orig_filename.encode(
+        "utf-8", "surrogateescape"
+    ):
         raise zipfile.BadZipFile(f"'{info.filename}' is not where the directory says")
     start = info.header_offset + 30 + name + extra
     # torch.serialization.set_crc32_options(False) leaves zero.
     return FileRecord(info.filename, start, start + info.file_size, info.CRC or None)
 
 
-def load_mapped(path: Path, stand_ins: Mapping[Any, str] | None = None, of_others: str = "") -> dict[str, Any]:
-    """Load the object in a file of torch.save with its tensors mapped; weights_only=True, so that nothing in it is run.
+def load_mapped(
+    path: Path, stand_ins: Mapping[Any, str] | None = None, of_others: str = ""
+) -> dict[str, Any]:
+    """Load the object in a file of torch.save with its tensors mapped; weights_only=True, so that
+    nothing in it is run.
 
-    stand_ins: classes of our own -> the names of the classes that they replace.  of_others: what they are called in the
-    error that another class causes, a CheckpointError like every other failure.
+    stand_ins: classes of our own -> the names of the classes that they replace.  of_others: what
+    they are called in the error that another class causes, a CheckpointError like every other
+    failure.
     """
     try:
         with torch.serialization.safe_globals(list((stand_ins or {}).items())):
@@ -73,7 +90,9 @@ def load_mapped(path: Path, stand_ins: Mapping[Any, str] | None = None, of_other
             return found
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path} is missing.", "Every rank writes files of its own.", "copy the whole folder, or load another tag."
+            f"{path} is missing.",
+            "Every rank writes files of its own.",
+            "copy the whole folder, or load another tag.",
         ) from None
     except Exception as error:  # a damaged pickle may raise anything
         refused = re.search(r"GLOBAL (\S+)", str(error))
@@ -107,10 +126,14 @@ class MappedCheckpoint:
         """Add the elements from `start` on of a state; any shape, read flat."""
         flat = values.detach().reshape(-1)
         if flat.numel():
-            self.segments.setdefault((kind, name), {}).setdefault(key, []).append(Segment(start, flat))
+            self.segments.setdefault((kind, name), {}).setdefault(key, []).append(
+                Segment(start, flat)
+            )
 
     def add_weights(self, state: Mapping[str, Any], leave_out: Collection[str] = ()) -> None:
-        """Add the tensors of a state dict as weights; those that share their memory are one, with several names."""
+        """Add the tensors of a state dict as weights; those that share their memory are one, with
+        several names.
+        """
         places: dict[Any, str] = {}
         for name, value in state.items():
             if name in leave_out or not isinstance(value, Tensor):
@@ -120,11 +143,17 @@ class MappedCheckpoint:
             if same != name:
                 self.manifest.extra["names"][name] = same
                 continue
-            self.manifest.parameters[name] = parameter_facts(value.shape, value.dtype, trained=False)
+            self.manifest.parameters[name] = parameter_facts(
+                value.shape, value.dtype, trained=False
+            )
             self.add(WEIGHT, name, "", 0, value)
 
     def has(self, kind: str, name: str, key: str = "") -> bool:
-        return name in self.buffers[0] if kind == BUFFER else key in self.segments.get((kind, name), ())
+        return (
+            name in self.buffers[0]
+            if kind == BUFFER
+            else key in self.segments.get((kind, name), ())
+        )
 
     def keys(self, kind: str, name: str) -> list[str]:
         return list(self.segments.get((kind, name), ()))
@@ -132,8 +161,8 @@ class MappedCheckpoint:
     def read(
         self, kind: str, name: str, key: str, start: int, stop: int, part: Part | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (position, flat values) parts of the elements [start, stop), in order; CheckpointError if some are
-        missing.
+        """Yield (position, flat values) parts of the elements [start, stop), in order;
+        CheckpointError if some are missing.
         """
         if part is not None:
             yield from read_part(part, start, stop, partial(self.read, kind, name, key))
@@ -146,11 +175,15 @@ class MappedCheckpoint:
                 yield reached, segment.values[reached - segment.start : high - segment.start]
                 reached = high
         if reached < stop:
-            raise missing_elements(self.folder, f"elements {reached} to {stop} of '{name}' ({kind} {key})")
+            raise missing_elements(
+                self.folder, f"elements {reached} to {stop} of '{name}' ({kind} {key})"
+            )
 
     def whole(self, name: str, key: str, part: Part | None = None) -> Tensor:
         """Raise CheckpointError: no such layout has optimizer states with a shape of their own."""
-        raise CheckpointError(f"'{name}' has no state '{key}' with a shape of its own in {self.folder}.")
+        raise CheckpointError(
+            f"'{name}' has no state '{key}' with a shape of its own in {self.folder}."
+        )
 
     def of_rank(self, name: str, rank: int) -> Tensor:
         """Return a rank's buffer, flat; rank 0's where that rank wrote none."""
@@ -163,14 +196,24 @@ def parameter_facts(shape: Sequence[int], dtype: torch.dtype, *, trained: bool) 
 
 
 def read_state_dict(path: Path) -> MappedCheckpoint:
-    """Map the tensors of a file of torch.save that holds a state dict.  CheckpointError where it holds none."""
+    """Map the tensors of a file of torch.save that holds a state dict.  CheckpointError where it
+    holds none.
+    """
     state = load_mapped(path)
-    if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
-        raise CheckpointError(f"{path} holds no state dict.", "It has no tensors by name.", "name a file of weights.")
+    if not isinstance(state, Mapping) or not any(
+        isinstance(value, Tensor) for value in state.values()
+    ):
+        raise CheckpointError(
+            f"{path} holds no state dict.", "It has no tensors by name.", "name a file of weights."
+        )
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
     names = {name: name for name in tensors}
-    found = MappedCheckpoint(path, Manifest(1, 0, {}, {}, {}, [], None, {}, [], extra={"names": names}))
-    found.manifest.format, found.manifest.version, found.buffers = "torch.save", 1, [{}]
+    found = MappedCheckpoint(
+        path, Manifest(1, 0, {}, {}, {}, [], None, {}, [], extra={"names": names})
+    )
+    found.manifest.format = "torch.save"
+    found.manifest.version = 1
+    found.buffers = [{}]
     found.add_weights(tensors)
     for facts in found.manifest.parameters.values():
         facts["trained"] = True

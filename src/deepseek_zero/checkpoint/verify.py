@@ -1,7 +1,9 @@
-"""Checks whether a checkpoint is what was saved: all files there, whole and of one run, every byte with its checksum.
+"""Checks whether a checkpoint is what was saved: all files there, whole and of one run, every byte
+with its checksum.
 
-`check_headers` reads the manifest and the headers of the files; `verify` reads everything, a few MiB at a time.  Both
-return what is wrong and raise nothing, for every layout that the library writes (layouts.py).
+`check_headers` reads the manifest and the headers of the files; `verify` reads everything, a few
+MiB at a time.  Both return what is wrong and raise nothing, for every layout that the library
+writes (layouts.py).
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ OnBytes = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong with a checkpoint.  tensor: the parameter or buffer concerned; empty where it is the
-    file.
+    """One thing that is wrong with a checkpoint.  tensor: the parameter or buffer concerned; empty
+    where it is the file.
     """
 
     file: str
@@ -33,7 +35,11 @@ class Fault:
     tensor: str = ""
 
     def __str__(self) -> str:
-        return f"{self.file}, '{self.tensor}': {self.problem}" if self.tensor else f"{self.file} {self.problem}"
+        return (
+            f"{self.file}, '{self.tensor}': {self.problem}"
+            if self.tensor
+            else f"{self.file} {self.problem}"
+        )
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,11 @@ ALL_FILES = FileSubset()
 NO_FILES = FileSubset(rank=1 << 30, of=1 << 31)  # no file has such a number
 
 
-def check_headers(folder: Path, subset: FileSubset = ALL_FILES) -> tuple[Manifest | None, list[Fault]]:
-    """Read the manifest and the headers of a subset of the files, and return the manifest and every fault found.
+def check_headers(
+    folder: Path, subset: FileSubset = ALL_FILES
+) -> tuple[Manifest | None, list[Fault]]:
+    """Read the manifest and the headers of a subset of the files, and return the manifest and every
+    fault found.
 
     The manifest is None where it cannot be read.  Raises nothing.
     """
@@ -73,17 +82,21 @@ def verify(
     read_again: bool = False,
     except_kind: str = "",
 ) -> list[Fault]:
-    """Read a subset of a checkpoint's files, every byte, and return every fault found; raises nothing.
+    """Read a subset of a checkpoint's files, every byte, and return every fault found; raises
+    nothing.
 
-    on_bytes: called with the number of bytes just read.  read_again: the files will be read once more soon, so the page
-    cache may keep them.  except_kind: a kind of chunk whose bytes are not read here, since the caller compares them as
-    it reads.
+    on_bytes: called with the number of bytes just read.  read_again: the files will be read once
+    more soon, so the page
+    cache may keep them.  except_kind: a kind of chunk whose bytes are not read here, since the
+    caller compares them as it reads.
     """
     layout = layout_of(folder)
     if isinstance(layout, ForeignLayout):
         faults = _check_foreign(folder, layout)[1] if subset.rank == 0 else []
         paths = layout.files(folder)[subset.rank :: subset.of]
-        return faults + [fault for path in paths for fault in _check_records(path, layout, on_bytes or _ignore)]
+        return faults + [
+            fault for path in paths for fault in _check_records(path, layout, on_bytes or _ignore)
+        ]
     manifest = _manifest_or_fault(folder)
     if isinstance(manifest, Fault):
         return [manifest]
@@ -93,8 +106,14 @@ def verify(
         faults += found
         if header is not None:
             later = {chunk.tensor_name for chunk in chunks if chunk.kind == except_kind}
-            locations = {entry: location for entry, location in header.locations.items() if entry not in later}
-            faults += _check_tensors(folder / file, locations, chunks, on_bytes or _ignore, read_again=read_again)
+            locations = {
+                entry: location
+                for entry, location in header.locations.items()
+                if entry not in later
+            }
+            faults += _check_tensors(
+                folder / file, locations, chunks, on_bytes or _ignore, read_again=read_again
+            )
     return faults
 
 
@@ -118,7 +137,9 @@ def _check_foreign(path: Path, layout: ForeignLayout) -> tuple[Manifest | None, 
 
 
 def checksum_coverage(path: Path) -> str:
-    """Say what a verdict of `verify` rests on where not every chunk has a checksum; empty where each has one."""
+    """Say what a verdict of `verify` rests on where not every chunk has a checksum; empty where
+    each has one.
+    """
     layout = layout_of(path)
     return layout.checksum_coverage(path) if isinstance(layout, ForeignLayout) else ""
 
@@ -153,9 +174,11 @@ def _ignore(count: int) -> None:
     pass
 
 
-def _files(folder: Path, manifest: Manifest, subset: FileSubset) -> Iterator[tuple[str, list[SavedChunk]]]:
-    """Yield the files of a subset with the chunks that must be in them; any other safetensors file there must be whole
-    too.
+def _files(
+    folder: Path, manifest: Manifest, subset: FileSubset
+) -> Iterator[tuple[str, list[SavedChunk]]]:
+    """Yield the files of a subset with the chunks that must be in them; any other safetensors file
+    there must be whole too.
     """
     chunks: dict[str, list[SavedChunk]] = {path.name: [] for path in folder.glob("*.safetensors")}
     for chunk in manifest.chunks:
@@ -166,7 +189,9 @@ def _files(folder: Path, manifest: Manifest, subset: FileSubset) -> Iterator[tup
 
 
 def _missing_elements(manifest: Manifest) -> Iterator[Fault]:
-    """Yield a fault for elements that a manifest does not list, and for shapes that it has wrong."""
+    """Yield a fault for elements that a manifest does not list, and for shapes that it has
+    wrong.
+    """
     excluded = set(manifest.excluded)
     reached: dict[tuple[str, str, str], dict[Part | None, int]] = {
         (WEIGHT, name, ""): {} for name in manifest.parameters if name not in excluded
@@ -194,14 +219,19 @@ def _missing_elements(manifest: Manifest) -> Iterator[Fault]:
 def _check_header(
     path: Path, chunks: Sequence[SavedChunk], manifest: Manifest
 ) -> tuple[SafetensorsHeader | None, list[Fault]]:
-    """Read the header of a file, None where it cannot be used, and return it with what is wrong with it."""
+    """Read the header of a file, None where it cannot be used, and return it with what is wrong
+    with it.
+    """
     try:
         header = read_header(path)
     except CheckpointError as error:
         return None, [Fault(path.name, error.what.removeprefix(f"{path.name} "))]
-    own_run, file_run = manifest.run, header.metadata.get("run")
+    own_run = manifest.run
+    file_run = header.metadata.get("run")
     if own_run and file_run and own_run != file_run:
-        return None, [Fault(path.name, f"is of another save: it says {file_run}, the manifest {own_run}")]
+        return None, [
+            Fault(path.name, f"is of another save: it says {file_run}, the manifest {own_run}")
+        ]
     saved = manifest.extra.get("heads", {}).get(path.name)
     faults = []
     for chunk in chunks:
@@ -210,10 +240,18 @@ def _check_header(
             faults.append(Fault(path.name, f"{_describe(chunk)} is not in the file", chunk.name))
         elif location.numel != chunk.stop - chunk.start:
             faults.append(
-                Fault(path.name, f"{_describe(chunk)} has {location.numel:,} elements in the file", chunk.name)
+                Fault(
+                    path.name,
+                    f"{_describe(chunk)} has {location.numel:,} elements in the file",
+                    chunk.name,
+                )
             )
-    if saved is not None and header.crc != saved:  # a dtype, perhaps, which no chunk's checksum knows
-        problem = f"has another header than was written (checksum {header.crc:08x}, saved {saved:08x})"
+    if (
+        saved is not None and header.crc != saved
+    ):  # a dtype, perhaps, which no chunk's checksum knows
+        problem = (
+            f"has another header than was written (checksum {header.crc:08x}, saved {saved:08x})"
+        )
         return None, faults or [Fault(path.name, problem)]
     return header, faults
 
@@ -237,13 +275,15 @@ def _check_tensors(
     sums: dict[str, int | OSError] = dict.fromkeys(locations, 0)
     with open(path, "rb", buffering=0) as file:
         ranges = {
-            ByteRange(file.fileno(), location.start, location.stop, read_again): entry for entry, location in entries
+            ByteRange(file.fileno(), location.start, location.stop, read_again): entry
+            for entry, location in entries
         }
         for part in read_ahead(ranges, "checking the checkpoint" if on_bytes is _ignore else ""):
             sums[ranges[part.range]] = _checksum(part, sums[ranges[part.range]])
             on_bytes(part.stop - part.start)
     for entry, _ in entries:
-        chunk, found = known.get(entry), sums[entry]
+        chunk = known.get(entry)
+        found = sums[entry]
         if isinstance(found, OSError):
             name = chunk.name if chunk is not None else entry
             yield Fault(path.name, f"cannot be read: {found.strerror or found}", name)
@@ -254,7 +294,10 @@ def _check_tensors(
 def compare_checksum(chunk: SavedChunk, found: int) -> Iterator[Fault]:
     """Yield a fault if a chunk whose bytes have the checksum `found` was saved with another one."""
     if chunk.crc is not None and found != chunk.crc:
-        problem = f"{_describe(chunk)} differs from what was saved (checksum {found:08x}, saved {chunk.crc:08x})"
+        problem = (
+            f"{_describe(chunk)} differs from what was saved (checksum {found:08x}, saved "
+            f"{chunk.crc:08x})"
+        )
         yield Fault(chunk.file, problem, chunk.name)
 
 
@@ -275,7 +318,9 @@ def first_few(names: Sequence[str]) -> str:
 
 
 def _checksum(part: ReadPart, before: int | OSError) -> int | OSError:
-    """Continue a tensor's CRC-32 with the bytes of this part; the OSError instead where one occurred."""
+    """Continue a tensor's CRC-32 with the bytes of this part; the OSError instead where one
+    occurred.
+    """
     if isinstance(before, OSError):
         return before
     try:

@@ -1,7 +1,7 @@
 """Reads weights from safetensors straight into slices: each rank only the elements it will hold.
 
-The file may be one of Hugging Face's folders or a single file; weights go into masters too, cast where dtypes differ.
-Every rank refuses what it must refuse before any rank changes anything.
+The file may be one of Hugging Face's folders or a single file; weights go into masters too, cast
+where dtypes differ. Every rank refuses what it must refuse before any rank changes anything.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from .verify import ALL_FILES, FileSubset, first_few, raise_faults, verify
 
 
 def _verify_own_files(path: Path, subset: FileSubset = ALL_FILES) -> str:
-    """Verify this rank's part of the files if an export of ours wrote them; other programs write no checksums."""
+    """Verify this rank's part of the files if an export of ours wrote them; other programs write no
+    checksums.
+    """
     with ExitStack() as stack:
         is_ours = RUN_KEY in SafetensorsFolder(path, stack).metadata
     if is_ours:
@@ -42,19 +44,28 @@ def _verify_own_files(path: Path, subset: FileSubset = ALL_FILES) -> str:
 
 
 def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> None:
-    """Write the weights of a safetensors folder or file into a wrapped model's slices, masters and persistent buffers.
-    Collective.
+    """Write the weights of a safetensors folder or file into a wrapped model's slices, masters and
+    persistent buffers. Collective.
 
-    Each rank reads only the elements it holds.  Moments and counters stay as they are.  CheckpointError on every rank,
-    and an unchanged model, where the files are damaged, or names (strict) or shapes differ on one.
+    Each rank reads only the elements it holds.  Moments and counters stay as they are.
+    CheckpointError on every rank, and an unchanged model, where the files are damaged, or names
+    (strict) or shapes differ on one.
     """
     with ExitStack() as stack, torch.no_grad():
         opened: list[tuple[SafetensorsFolder, dict[str, str]]] = []
 
         def match_files() -> str:
-            files, piece = SafetensorsFolder(path, stack), Piece.of(runtime)
-            shapes = {piece.name(member): piece.shape(member) for group in runtime.groups for member in group.members}
-            shapes |= {name: tuple(buffer.shape) for name, buffer in persistent_buffers(runtime.model).items()}
+            files = SafetensorsFolder(path, stack)
+            piece = Piece.of(runtime)
+            shapes = {
+                piece.name(member): piece.shape(member)
+                for group in runtime.groups
+                for member in group.members
+            }
+            shapes |= {
+                name: tuple(buffer.shape)
+                for name, buffer in persistent_buffers(runtime.model).items()
+            }
             names = tied_names(whole_names(runtime.model))
             opened.append((files, match_names(files, shapes, names, path, strict=strict)))
             return ""
@@ -64,23 +75,34 @@ def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> N
         run_and_gather(comm, "loading weights: checksums", lambda: _verify_own_files(path, subset))
         run_and_gather(comm, "loading weights: the names", match_files)
         files, found = opened[0]
-        replace_states(Contents(runtime, _optimizer_of(runtime)), "weights", lambda: _restore(runtime, files, found))
+        replace_states(
+            Contents(runtime, _optimizer_of(runtime)),
+            "weights",
+            lambda: _restore(runtime, files, found),
+        )
 
 
 def _optimizer_of(runtime: Runtime) -> ShardedOptimizer | None:
-    """Return the optimizer of these weights, if any: what it deferred or delayed belongs to the old ones."""
+    """Return the optimizer of these weights, if any: what it deferred or delayed belongs to the old
+    ones.
+    """
     found = (optimizer_of(group.members[0].param) for group in runtime.trained_groups)
     return next((optimizer for optimizer in found if optimizer is not None), None)
 
 
 def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> None:
-    """Give a model the weights of a safetensors folder or file.  Collective where ranks share the model.
+    """Give a model the weights of a safetensors folder or file.  Collective where ranks share the
+    model.
 
-    A wrapped model takes them into slices and masters.  One that will be wrapped may be on the meta device or built
-    under zero.Init: each rank reads its slices alone, and `initialize` goes on from there.  strict: CheckpointError
-    where the model and the files do not have the same names; shapes must be equal in any case.
+    A wrapped model takes them into slices and masters.  One that will be wrapped may be on the meta
+    device or built
+    under zero.Init: each rank reads its slices alone, and `initialize` goes on from there.  strict:
+    CheckpointError where the model and the files do not have the same names; shapes must be equal
+    in any case.
     """
-    runtime = next((each for each in map(_runtime_of, model.parameters()) if each is not None), None)
+    runtime = next(
+        (each for each in map(_runtime_of, model.parameters()) if each is not None), None
+    )
     if runtime is not None:
         load_weights_into(runtime, Path(path), strict=strict)
         return
@@ -90,7 +112,9 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
         files = SafetensorsFolder(Path(path), stack)
         shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
         shapes |= {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model).items()}
-        found = match_names(files, shapes, tied_names(state_names(model)), Path(path), strict=strict)
+        found = match_names(
+            files, shapes, tied_names(state_names(model)), Path(path), strict=strict
+        )
         for name, param in model.named_parameters():
             if name not in found:
                 continue
@@ -104,7 +128,9 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
                 prefix, _, leaf = name.rpartition(".")
                 value = files.whole(found[name]).to(buffer.dtype)
                 setattr(
-                    model.get_submodule(prefix), leaf, value.to(default_device() if buffer.is_meta else buffer.device)
+                    model.get_submodule(prefix),
+                    leaf,
+                    value.to(default_device() if buffer.is_meta else buffer.device),
                 )
 
 
@@ -114,7 +140,9 @@ def _runtime_of(param: nn.Parameter) -> Runtime | None:
 
 
 def tied_names(names: Mapping[str, str]) -> dict[str, list[str]]:
-    """Map each tensor's first name in the model to all of its names.  names: maps each to the first one."""
+    """Map each tensor's first name in the model to all of its names.  names: maps each to the first
+    one.
+    """
     found: dict[str, list[str]] = {}
     for name, first in names.items():
         found.setdefault(first, []).append(name)
@@ -129,23 +157,29 @@ def match_names(
     *,
     strict: bool,
 ) -> dict[str, str]:
-    """Map the names of what is held here to names in the files.  CheckpointError, which says what differs, where names
-    (strict) or shapes do.
+    """Map the names of what is held here to names in the files.  CheckpointError, which says what
+    differs, where names (strict) or shapes do.
 
-    shapes: of the tensors that are held here, whole, by their first names.  tied: all names of the whole model's.
+    shapes: of the tensors that are held here, whole, by their first names.  tied: all names of the
+    whole model's.
     """
-    found = {name: next((each for each in tied.get(name, [name]) if each in files.shapes), "") for name in shapes}
+    found = {
+        name: next((each for each in tied.get(name, [name]) if each in files.shapes), "")
+        for name in shapes
+    }
     missing = [name for name, there in found.items() if not there]
     known = {each for names in tied.values() for each in names}
     unexpected = [name for name in files.shapes if name not in known]
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"{path} lacks {first_few(missing) or 'nothing'} and has {first_few(unexpected) or 'nothing'} too many.",
+            f"{path} lacks {first_few(missing) or 'nothing'} and has "
+            f"{first_few(unexpected) or 'nothing'} too many.",
             "strict=True wants the same names on both sides.",
             "build the model these weights belong to, or pass strict=False.",
         )
     different = [
-        f"'{there}' is {list(files.shapes[there])} in the file and {list(shapes[name])} in the model"
+        f"'{there}' is {list(files.shapes[there])} in the file and {list(shapes[name])} in the "
+        "model"
         for name, there in found.items()
         if there and files.shapes[there] != shapes[name]
     ]
@@ -160,11 +194,17 @@ def match_names(
 def _restore(runtime: Runtime, files: SafetensorsFolder, found: Mapping[str, str]) -> str:
     """Write this rank's elements of weights, and buffers whole.  Local."""
     piece = Piece.of(runtime)
-    with LongWork("reading weights", sum(group.layout.numel for group in runtime.groups), "parameters") as work:
+    with LongWork(
+        "reading weights", sum(group.layout.numel for group in runtime.groups), "parameters"
+    ) as work:
         for group in runtime.groups:
             for member in group.members:
                 if (name := piece.name(member)) in found:
-                    write_weight(group, member, partial(_read_exact, files, found[name], group, member, piece))
+                    write_weight(
+                        group,
+                        member,
+                        partial(_read_exact, files, found[name], group, member, piece),
+                    )
             store_weights(group)
             work.advance(group.layout.numel)
     for name, buffer in persistent_buffers(runtime.model).items():
@@ -174,13 +214,23 @@ def _restore(runtime: Runtime, files: SafetensorsFolder, found: Mapping[str, str
 
 
 def _read_exact(
-    files: SafetensorsFolder, name: str, group: ParamGroup, member: ParamInfo, piece: Piece, start: int, stop: int
+    files: SafetensorsFolder,
+    name: str,
+    group: ParamGroup,
+    member: ParamInfo,
+    piece: Piece,
+    start: int,
+    stop: int,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield a member's elements in the master's dtype; without a master in fp32, from which weights are cast.
+    """Yield a member's elements in the master's dtype; without a master in fp32, from which weights
+    are cast.
 
     name: of its parameter in the files.
     """
     at = piece.start(member)
     for low, values in files.read(name, at + start, at + stop, piece.part(member)):
         exact = group.master.dtype if group.master is not None else torch.float32
-        yield low - at, values.to(exact) if group.master is not None or values.is_floating_point() else values
+        yield (
+            low - at,
+            values.to(exact) if group.master is not None or values.is_floating_point() else values,
+        )

@@ -1,6 +1,7 @@
 """Writes a file from front to back, a few blocks behind the producer, past the page cache.
 
-It knows no format: what is appended is bytes.  Its memory is that of the blocks, whatever the length of the file.
+It knows no format: what is appended is bytes.  Its memory is that of the blocks, whatever the
+length of the file.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ THREADS = 2  # writes at once
 
 
 class StreamingWriter:
-    """Writes one new file of known length from front to back.  Errors are CheckpointErrors that name it."""
+    """Writes one new file of known length from front to back.  Errors are CheckpointErrors that
+    name it.
+    """
 
     def __init__(self, path: Path, nbytes: int) -> None:
         """nbytes: the length that the file will have."""
-        self.path, self.nbytes = path, nbytes
+        self.path = path
+        self.nbytes = nbytes
         with self._describing_errors():
             self._descriptor = _create_direct(path)
         self._free = deque(private_pages(BLOCK_BYTES, torch.uint8) for _ in range(BLOCKS))
@@ -37,7 +41,9 @@ class StreamingWriter:
         self._filled = self._offset = 0
 
     def append(self, values: Tensor, crc: int = 0) -> int:
-        """Append a tensor's bytes; returns their CRC-32, continued from `crc`.  Waits where no block is free."""
+        """Append a tensor's bytes; returns their CRC-32, continued from `crc`.  Waits where no
+        block is free.
+        """
         data = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         done = 0
         while done < len(data):
@@ -82,8 +88,11 @@ class StreamingWriter:
         block = self._current_block()
         self._free.popleft()
         data = block.numpy().data[:nbytes]
-        self._in_flight.append((self._pool.submit(files.write, self._descriptor, data, self._offset), block))
-        self._offset, self._filled = self._offset + nbytes, 0
+        self._in_flight.append(
+            (self._pool.submit(files.write, self._descriptor, data, self._offset), block)
+        )
+        self._offset = self._offset + nbytes
+        self._filled = 0
 
     def _reclaim(self) -> None:
         """Wait for the oldest write and take its block back; raises its error."""
@@ -102,7 +111,9 @@ def _create_direct(path: Path) -> int:
         descriptor = files.create(path, os.O_DIRECT)
         page = private_pages(PAGE, torch.uint8)
         try:
-            files.write(descriptor, page.numpy().data, 0)  # some take the flag and refuse what follows
+            files.write(
+                descriptor, page.numpy().data, 0
+            )  # some take the flag and refuse what follows
             return descriptor
         except OSError:
             os.close(descriptor)

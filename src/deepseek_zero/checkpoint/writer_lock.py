@@ -1,10 +1,11 @@
 """One job saves into a directory: the lock that says which.
 
-Two jobs in one directory would overwrite each other's `latest` and prune each other's checkpoints, so the second one is
-refused.  The lock on `.writer` belongs to a process (fcntl's, not flock's): workers that it forks do not inherit it, a
-network file system knows it too, and the kernel releases it when the process ends, so that a dead job is no obstacle.
-Engines of one process share it.  Where the file system knows no locks, the file's text and its time of change decide,
-and the second job is only warned.
+Two jobs in one directory would overwrite each other's `latest` and prune each other's checkpoints,
+so the second one is refused.  The lock on `.writer` belongs to a process (fcntl's, not flock's):
+workers that it forks do not inherit it, a network file system knows it too, and the kernel releases
+it when the process ends, so that a dead job is no obstacle. Engines of one process share it.  Where
+the file system knows no locks, the file's text and its time of change decide, and the second job is
+only warned.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class WriterLock:
         self._key = ""
 
     def acquire(self, directory: Path) -> None:
-        """Lock a directory and release the one before.  CheckpointError where another job writes there."""
+        """Lock a directory and release the one before.  CheckpointError where another job writes
+        there.
+        """
         key = os.path.realpath(directory)
         if key != self._key or key not in _held_locks:
             self.release()
@@ -63,7 +66,8 @@ class WriterLock:
 
     def release(self) -> None:
         """Release the lock; a second call does nothing."""
-        held, self._key = _held_locks.get(self._key), ""
+        held = _held_locks.get(self._key)
+        self._key = ""
         if held is None or held.process != os.getpid():
             return
         held.count -= 1
@@ -76,7 +80,9 @@ class WriterLock:
 
 
 def _lock(directory: Path) -> _HeldLock:
-    """Lock a directory and write down who holds it.  CheckpointError where another process has the lock."""
+    """Lock a directory and write down who holds it.  CheckpointError where another process has the
+    lock.
+    """
     path = directory / WRITER
     while True:
         descriptor = files.open_to_lock(path)
@@ -88,13 +94,19 @@ def _lock(directory: Path) -> _HeldLock:
                 os.close(descriptor)
                 raise CheckpointError(
                     f"another job writes into '{directory}': {_describe_owner(owner)}.",
-                    "One directory has one `latest`, and jobs would remove each other's checkpoints.",
+                    "One directory has one `latest`, and jobs would remove each other's "
+                    "checkpoints.",
                     "give each job a directory of its own, or end the other one.",
                 ) from None
-            if owner and owner != _this_process() and time.time() - path.stat().st_mtime < STALE_WRITER_SECONDS:
+            if (
+                owner
+                and owner != _this_process()
+                and time.time() - path.stat().st_mtime < STALE_WRITER_SECONDS
+            ):
                 log_once(
-                    f"another job may be writing into {directory}: {_describe_owner(owner)}. Its file system knows no "
-                    f"locks ({error.strerror}), so nobody can tell. One directory should have one job.",
+                    f"another job may be writing into {directory}: {_describe_owner(owner)}. Its "
+                    f"file system knows no locks ({error.strerror}), so nobody can tell. One "
+                    "directory should have one job.",
                     logging.WARNING,
                 )
         if _has_name(descriptor, path):
@@ -116,7 +128,11 @@ def _has_name(descriptor: int, path: Path) -> bool:
 
 
 def _this_process() -> dict[str, str]:
-    return {"host": socket.gethostname(), "process": str(os.getpid()), "job": os.environ.get("SLURM_JOB_ID", "")}
+    return {
+        "host": socket.gethostname(),
+        "process": str(os.getpid()),
+        "job": os.environ.get("SLURM_JOB_ID", ""),
+    }
 
 
 def _read_owner(path: Path) -> dict[str, str]:
