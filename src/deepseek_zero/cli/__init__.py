@@ -1,7 +1,8 @@
 """The command `deepseek-zero`: one typer app, one line per subcommand.
 
-What a subcommand does lives in its own module; torch is imported only by those that need it and only when they run, so
-that `--help` answers at once.  Errors of the house end the command with exit code 2 and their message, no traceback.
+What a subcommand does lives in its own module; torch is imported only by those that need it and
+only when they run, so that `--help` answers at once.  Errors of the house end the command with exit
+code 2 and their message, no traceback.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ USAGE_EXIT_CODE = 2
 
 app = typer.Typer(
     name="deepseek-zero",
-    help="ZeRO 0-3 in pure Python on PyTorch: start training, look after checkpoints, look at the machine.",
+    help=(
+        "ZeRO 0-3 in pure Python on PyTorch: start training, look after checkpoints, look at the "
+        "machine."
+    ),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -42,19 +46,28 @@ app = typer.Typer(
 
 
 def _hyphened(word: str) -> str:
-    """--master_port is --master-port; applies to option names only, never to values or to a script's arguments."""
+    """--master_port is --master-port; applies to option names only, never to values or to a
+    script's arguments.
+    """
     return word.replace("_", "-")
 
 
 def _command_of(options: type[Options], act: Callable[[Options], int]) -> Callable[..., None]:
-    """Make a typer command whose parameters are the fields of the dataclass `options`, given to `act` as one object."""
+    """Make a typer command whose parameters are the fields of the dataclass `options`, given to
+    `act` as one object.
+    """
     hints = get_type_hints(options, include_extras=True)
 
     def command(**values: Any) -> None:
         raise typer.Exit(act(options(**values)))
 
     parameters = [
-        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])
+        inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=one.default,
+            annotation=hints[one.name],
+        )
         for one in fields(options)  # type: ignore[arg-type]  # every caller passes a dataclass
     ]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -63,7 +76,8 @@ def _command_of(options: type[Options], act: Callable[[Options], int]) -> Callab
 
 
 RUN_CONTEXT: dict[str, Any] = {
-    # Parsing stops at the first word that is not an option: what follows the script's name is the script's.
+    # Parsing stops at the first word that is not an option: what follows the script's name is the
+    # script's.
     "allow_interspersed_args": False,
     "token_normalize_func": _hyphened,
 }
@@ -74,7 +88,9 @@ app.command("run", help=RUN_HELP, context_settings=RUN_CONTEXT)(_command_of(RunO
 
 @app.command("exec", help=EXEC_HELP, context_settings={"allow_interspersed_args": False})
 def exec_program(
-    command: Annotated[list[str] | None, typer.Argument(metavar="COMMAND [ARGS]...", help="What to run.")] = None,
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="COMMAND [ARGS]...", help="What to run.")
+    ] = None,
 ) -> None:
     exec_command(command or [])
 
@@ -87,7 +103,9 @@ def dropin_path_command() -> None:
 
 @app.command("doctor")
 def doctor_command(
-    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON instead of a table.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the findings as JSON instead of a table.")
+    ] = False,
     hide: Annotated[  # of ds_report: there are no compiled operators to hide
         bool, typer.Option("--hide_operator_status", "--hide_errors_and_warnings", hidden=True)
     ] = False,
@@ -112,7 +130,10 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _before_any_command(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the versions and exit."
+        ),
     ] = False,
 ) -> None:
     """Typer reads from this function's parameters the options that stand before a command."""

@@ -1,4 +1,6 @@
-"""`python -m deepseek_zero.cli`: the command `deepseek-zero` where the script is not on the path."""
+"""`python -m deepseek_zero.cli`: the command `deepseek-zero` where the script is not on the
+path.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Our elastic agent: torch's scaffolding (rendezvous, rank numbers, restarts) around cli/ranks.py.
 
-torch's own LocalElasticAgent is not used because it waits thirty seconds for the survivors of a failure, orders
-failures by whole seconds, and leaves the children of a killed rank alone; SimpleElasticAgent is the extension point
-torch documents for this.  Several nodes tell each other of a failure through the store they meet at.
-Importing this module imports torch, so cli/run.py does it late.
+torch's own LocalElasticAgent is not used because it waits thirty seconds for the survivors of a
+failure, orders failures by whole seconds, and leaves the children of a killed rank alone;
+SimpleElasticAgent is the extension point torch documents for this.  Several nodes tell each other
+of a failure through the store they meet at. Importing this module imports torch, so cli/run.py does
+it late.
 """
 
 from __future__ import annotations
@@ -30,10 +31,21 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.base.launch import SAVED_EXIT_CODE, SECRET_BYTES, SECRET_FILE, STORE, TELL_AFTER, uses_tls
+from deepseek_zero.base.launch import (
+    SAVED_EXIT_CODE,
+    SECRET_BYTES,
+    SECRET_FILE,
+    STORE,
+    TELL_AFTER,
+    uses_tls,
+)
 from deepseek_zero.base.log import logger
 from deepseek_zero.base.mesh import PATIENCE
 from deepseek_zero.base.network import listening_address, reached_at
@@ -55,10 +67,14 @@ STILL_WAITING_SECONDS = 10.0
 """After which a node that does not reach node 0 says so, once."""
 
 FOLLOW_SECONDS = 2.0
-"""How long ranks may take to say what the loss of a machine did to them, and the cause of their failure to be heard."""
+"""How long ranks may take to say what the loss of a machine did to them, and the cause of their
+failure to be heard.
+"""
 
 SAY_SECONDS = 0.5
-"""How long ranks may take to raise their own error after another's: what fails a step often fails it on every rank."""
+"""How long ranks may take to raise their own error after another's: what fails a step often fails
+it on every rank.
+"""
 
 LOOK_SECONDS = 1.0
 """Between looks whether ranks are stopped."""
@@ -70,13 +86,16 @@ REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def gpus_of_this_machine(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the GPUs torch can use here; counting them does not start CUDA in this process."""
+    """Return the names of the GPUs torch can use here; counting them does not start CUDA in this
+    process.
+    """
     return visible_gpus(torch.cuda.device_count() if torch.cuda.is_available() else 0, environment)
 
 
 @dataclass
 class Meeting(RendezvousHandler):
-    """Where the nodes meet: a store held by node 0; on a single node at a port the system chose while opening it.
+    """Where the nodes meet: a store held by node 0; on a single node at a port the system chose
+    while opening it.
 
     secret: which all nodes and ranks of the job hold. place: where its store listens, for ranks.
     """
@@ -93,14 +112,16 @@ class Meeting(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """No: at MASTER_PORT a script may open a store of torch's; our own doors take the launcher's (`place`)."""
+        """No: at MASTER_PORT a script may open a store of torch's; our own doors take the
+        launcher's (`place`).
+        """
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Open or join the store.
 
-        A restart (single node) opens a new one at a new port: in the old one the ranks would read the addresses of
-        their predecessors, and its port is still held.
+        A restart (single node) opens a new one at a new port: in the old one the ranks would read
+        the addresses of their predecessors, and its port is still held.
         """
         plan = self.plan
         if plan.num_nodes > 1:
@@ -108,10 +129,14 @@ class Meeting(RendezvousHandler):
             logger.info(f"node {plan.node_rank} of {plan.num_nodes}: meeting the others at {place}")
         host, port = self._open(0 if self._stores else plan.master_port)
         self.place = f"{host}:{port}"
-        # For scripts that call torch's own init_process_group: there rank 0 listens, and asks for no secret.
+        # For scripts that call torch's own init_process_group: there rank 0 listens, and asks for
+        # no secret.
         master_port = port + 1 if plan.num_nodes > 1 else _free_port(host)
         return RendezvousInfo(
-            self._stores[-1], plan.node_rank, plan.num_nodes, RendezvousStoreInfo(plan.master_addr, master_port)
+            self._stores[-1],
+            plan.node_rank,
+            plan.num_nodes,
+            RendezvousStoreInfo(plan.master_addr, master_port),
         )
 
     def _open(self, port: int) -> Address:
@@ -135,17 +160,23 @@ class Meeting(RendezvousHandler):
         return host, port
 
     def _own_address(self, sought: str) -> str:
-        """Return where node 0's store listens. Raises `UsageError` where the others would look for it elsewhere.
+        """Return where node 0's store listens. Raises `UsageError` where the others would look for
+        it elsewhere.
 
-        sought: what master_addr means on this machine; where another machine has that address, it leads here.
+        sought: what master_addr means on this machine; where another machine has that address, it
+        leads here.
         """
         plan = self.plan
         host = listening_address(plan.num_nodes == 1, plan.master_addr)
         if plan.num_nodes > 1 and reached_at(plan.master_addr) == sought != host:
             raise UsageError(
-                f"The other nodes would come to {sought}, and the store listens at {host} (--interface).",
+                f"The other nodes would come to {sought}, and the store listens at {host} "
+                "(--interface).",
                 why=f"{plan.master_addr}, where all meet, is another address of this machine.",
-                fix=f"Say --master_addr={host} on every machine (MASTER_ADDR under Slurm), or name that interface.",
+                fix=(
+                    f"Say --master_addr={host} on every machine (MASTER_ADDR under Slurm), or name "
+                    "that interface."
+                ),
             )
         return host
 
@@ -183,10 +214,11 @@ def _resolved(host: str) -> str:
 
 
 def _reach(host: str, port: int, secret: bytes, node: int) -> BoardStore:
-    """Return node 0's store, as soon as it is there. Raises `Refused` if another's listens there, OSError if nobody
-    does for long.
+    """Return node 0's store, as soon as it is there. Raises `Refused` if another's listens there,
+    OSError if nobody does for long.
     """
-    began, is_told = time.monotonic(), False
+    began = time.monotonic()
+    is_told = False
     while True:
         try:
             return reach_store((host, port), secret, node, watches=True)
@@ -197,7 +229,10 @@ def _reach(host: str, port: int, secret: bytes, node: int) -> BoardStore:
             if waited > MEETING_TIMEOUT.total_seconds():
                 raise
             if waited > STILL_WAITING_SECONDS and not is_told:
-                logger.warning(f"still waiting for node 0 at {host}:{port}: {str(error) or 'it does not answer'}")
+                logger.warning(
+                    f"still waiting for node 0 at {host}:{port}: "
+                    f"{str(error) or 'it does not answer'}"
+                )
                 is_told = True
             time.sleep(POLL_SECONDS)
 
@@ -211,7 +246,9 @@ def _free_port(host: str) -> int:
 
 @dataclass
 class EndRequest:
-    """Signals by which somebody asked this launch to end.  grace: seconds from SIGTERM to the end by force."""
+    """Signals by which somebody asked this launch to end.  grace: seconds from SIGTERM to the end
+    by force.
+    """
 
     grace: float
     received: list[signal.Signals] = field(default_factory=list)
@@ -235,16 +272,20 @@ class EndRequest:
 class Standstill:
     """Names ranks of this machine that somebody has stopped. told: of those that still are.
 
-    A rank that is stopped at every look may run between them (a limit on its share of a core): one that has had CPU
-    time since is not the same standstill.
+    A rank that is stopped at every look may run between them (a limit on its share of a core): one
+    that has had CPU time since is not the same standstill.
     """
 
     told: set[int] = field(default_factory=set)
-    _since: dict[tuple[int, int], float] = field(default_factory=dict)  # by rank and ticks of CPU time
+    _since: dict[tuple[int, int], float] = field(
+        default_factory=dict
+    )  # by rank and ticks of CPU time
     _looked: float = 0.0
 
     def look(self, ranks: Ranks) -> None:
-        """Look at the ranks' states, once a second at most; say who has been stopped for long, and who runs again."""
+        """Look at the ranks' states, once a second at most; say who has been stopped for long, and
+        who runs again.
+        """
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
             return
@@ -270,9 +311,11 @@ class RankAgent(SimpleElasticAgent):
         super().__init__(spec)
         assert isinstance(spec.rdzv_handler, Meeting)
         self._meeting = spec.rdzv_handler
-        self._ranks, self._environment = ranks, environment
+        self._ranks = ranks
+        self._environment = environment
         self._request = EndRequest(grace)
-        self._plan, self._dead_after = plan, dead_after
+        self._plan = plan
+        self._dead_after = dead_after
         self._peers: PeerWatch | None = None  # where there are other machines, once all have met
         self._attempt = -1
         self._failed_since: float | None = None
@@ -292,11 +335,18 @@ class RankAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._attempt += 1
         self._failed_since = None
-        plan, own = self._plan, [worker.global_rank for worker in worker_group.workers]
+        plan = self._plan
+        own = [worker.global_rank for worker in worker_group.workers]
         if plan.num_nodes > 1:
-            self._meeting_store.set_timeout(PATIENCE)  # all have met: how long one may be silent is `dead_after`
-            self._peers = PeerWatch(self._meeting_store, plan.node_rank, plan.num_nodes, own, self._dead_after)
-        return self._ranks.start([self._rank_environment(worker_group, worker) for worker in worker_group.workers])
+            self._meeting_store.set_timeout(
+                PATIENCE
+            )  # all have met: how long one may be silent is `dead_after`
+            self._peers = PeerWatch(
+                self._meeting_store, plan.node_rank, plan.num_nodes, own, self._dead_after
+            )
+        return self._ranks.start(
+            [self._rank_environment(worker_group, worker) for worker in worker_group.workers]
+        )
 
     def _rank_environment(self, group: WorkerGroup, worker: Worker) -> dict[str, str]:
         """Return everything that torchrun sets for a rank, and DeepSpeed's names for the same."""
@@ -325,7 +375,8 @@ class RankAgent(SimpleElasticAgent):
         return {**self._environment, **{name: str(value) for name, value in values.items()}}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        # The scaffolding sleeps between calls; waiting here instead ends at the very moment a rank does.
+        # The scaffolding sleeps between calls; waiting here instead ends at the very moment a rank
+        # does.
         self._ranks.wait(POLL_SECONDS)
         self._act_on_request()
         death = self._ranks.poll()
@@ -336,22 +387,30 @@ class RankAgent(SimpleElasticAgent):
                 self.elsewhere = heard
                 logger.warning(f"{heard.headline}; ending the ranks here")
             if death is not None and not death.secondary:
-                self._peers.begin_to_tell(self._words_of(death))  # before the others here have ended
+                self._peers.begin_to_tell(
+                    self._words_of(death)
+                )  # before the others here have ended
         if self._is_early(death):
             return RunResult(WorkerState.HEALTHY)
         if death is not None:
             if self._remaining_restarts > 0:
-                logger.warning(f"{death.headline(self.world_size)}; restarting all ranks of this machine")
+                logger.warning(
+                    f"{death.headline(self.world_size)}; restarting all ranks of this machine"
+                )
             return RunResult(WorkerState.FAILED)
         if self.elsewhere is not None:
             return RunResult(WorkerState.FAILED)
         ended_well = self._ranks.finished or self._ranks.saved
         if ended_well and (self._peers is None or self._peers.all_finished()):
-            return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers})
+            return RunResult(
+                WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers}
+            )
         return RunResult(WorkerState.HEALTHY)
 
     def _is_early(self, death: Death | None) -> bool:
-        """Return whether to wait a moment longer for what is still to be said of a failure, here or elsewhere."""
+        """Return whether to wait a moment longer for what is still to be said of a failure, here or
+        elsewhere.
+        """
         if death is None and self.elsewhere is None:
             return False
         now = time.monotonic()
@@ -359,8 +418,15 @@ class RankAgent(SimpleElasticAgent):
         return now - self._failed_since < self._patience_after(death)
 
     def _patience_after(self, death: Death | None) -> float:
-        """Return for how many seconds the ranks here may still speak. death: of one of them, the one to act on."""
-        if death is not None and death.secondary and self._peers is not None and self.elsewhere is None:
+        """Return for how many seconds the ranks here may still speak. death: of one of them, the
+        one to act on.
+        """
+        if (
+            death is not None
+            and death.secondary
+            and self._peers is not None
+            and self.elsewhere is None
+        ):
             return FOLLOW_SECONDS  # its cause is another machine's, which tells it
         if self._ranks.have_all_ended:
             return 0.0
@@ -369,28 +435,42 @@ class RankAgent(SimpleElasticAgent):
         return SAY_SECONDS if death is not None and death.report is not None else 0.0
 
     def hear(self, number: int, _: FrameType | None = None) -> None:
-        """Take a signal sent to the launcher: a request for ranks that save when asked, else the end of all."""
+        """Take a signal sent to the launcher: a request for ranks that save when asked, else the
+        end of all.
+        """
         name = signal.Signals(number)
         if name in REQUESTS and self._ranks.save_on(name) and name not in self._request.received:
             self._request.received.append(name)
-        elif name is not signal.SIGUSR1:  # without ranks that save it means nothing, and must not end the launcher
+        elif (
+            name is not signal.SIGUSR1
+        ):  # without ranks that save it means nothing, and must not end the launcher
             _end_by(name)
 
     def _act_on_request(self) -> None:
         """Pass signals on to the ranks; end them when they take longer than the grace."""
         request = self._request
         for name in request.unanswered():
-            logger.info(f"received {name.name}: the ranks save at their next step and end ({request.grace:g} s for it)")
-            self._remaining_restarts = 0  # whoever asks for the end wants no restart, should saving fail
+            logger.info(
+                f"received {name.name}: the ranks save at their next step and end "
+                f"({request.grace:g} s for it)"
+            )
+            self._remaining_restarts = (
+                0  # whoever asks for the end wants no restart, should saving fail
+            )
             self._ranks.pass_on(name)
         if request.is_overdue and not (self._ranks.saved or self._ranks.finished):
-            logger.warning(f"the ranks have not saved and ended within {request.grace:g} s of SIGTERM (--save-grace)")
+            logger.warning(
+                f"the ranks have not saved and ended within {request.grace:g} s of SIGTERM "
+                "(--save-grace)"
+            )
             _end_by(signal.SIGTERM)
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: object) -> None:
         self._shutdown()
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0, *_: object) -> None:
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0, *_: object
+    ) -> None:
         if not self._ranks.finished:
             self._ranks.end(death_sig)
 
@@ -416,10 +496,11 @@ def run_ranks(
     grace: float = 0.0,
     dead_after: float = math.inf,
 ) -> Outcome:
-    """Run this machine's ranks to their end; environment: what every rank gets besides its place in the world.
+    """Run this machine's ranks to their end; environment: what every rank gets besides its place in
+    the world.
 
-    grace: seconds that ranks have to save after SIGTERM, where they said that they do. dead_after: seconds of silence
-    after which another machine is lost.
+    grace: seconds that ranks have to save after SIGTERM, where they said that they do. dead_after:
+    seconds of silence after which another machine is lost.
     """
     if uses_tls():
         require_cryptography()
@@ -433,7 +514,8 @@ def run_ranks(
             raise UsageError(
                 "--tls needs the job's secret.",
                 "The certificate is made from it, the same on every host.",
-                f"name a file of {SECRET_BYTES} random bytes, mode 0600, the same on every host, in {SECRET_FILE}.",
+                f"name a file of {SECRET_BYTES} random bytes, mode 0600, the same on every host, "
+                f"in {SECRET_FILE}.",
             )
         elif secret is None:
             secret = NO_SECRET
@@ -459,7 +541,8 @@ def _outcome(agent: RankAgent, ranks: Ranks, result: RunResult) -> Outcome:
         if not ranks.saved:
             return Outcome()
         logger.info(
-            f"all ranks saved and ended (exit code {SAVED_EXIT_CODE}); the same command again goes on from there"
+            f"all ranks saved and ended (exit code {SAVED_EXIT_CODE}); the same command again goes "
+            "on from there"
         )
         return Outcome(SAVED_EXIT_CODE)
     death = ranks.cause()
@@ -475,19 +558,24 @@ def _outcome(agent: RankAgent, ranks: Ranks, result: RunResult) -> Outcome:
 
 def _catch_signals(agent: RankAgent) -> None:
     for number in (*ENDING_SIGNALS, signal.SIGUSR1):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it: what we were started to ignore stays so
+        if (
+            signal.getsignal(number) is not signal.SIG_IGN
+        ):  # nohup means it: what we were started to ignore stays so
             signal.signal(number, agent.hear)
 
 
 def _end_by(name: signal.Signals) -> None:
-    # Once is enough: ending the ranks takes seconds at most, and an impatient second Ctrl-C must not leave orphans.
+    # Once is enough: ending the ranks takes seconds at most, and an impatient second Ctrl-C must
+    # not leave orphans.
     for each in ENDING_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     raise SignalException(f"received {name.name}", name)
 
 
 def _silence_scaffolding() -> None:
-    """Silence torch's elastic loggers, which would tell in their words what the launcher says once in ours."""
+    """Silence torch's elastic loggers, which would tell in their words what the launcher says once
+    in ours.
+    """
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,7 +1,8 @@
 """`deepseek-zero checkpoint inspect | verify | convert | prune`: the command lines.
 
-What they do and print is cli/checkpoint_pages.py's, which imports torch and is therefore imported late.  Exit codes: 0;
-1 where `verify` finds damage; 2 where the command cannot be done (nothing there, a file in the way, a wrong option).
+What they do and print is cli/checkpoint_pages.py's, which imports torch and is therefore imported
+late.  Exit codes: 0; 1 where `verify` finds damage; 2 where the command cannot be done (nothing
+there, a file in the way, a wrong option).
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import typer
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.given import refuse_url
 
-app = typer.Typer(no_args_is_help=True, help="Look into checkpoints, check every byte, convert them, remove old ones.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Look into checkpoints, check every byte, convert them, remove old ones.",
+)
 
 
 def _local(path: Path) -> Path:
@@ -26,9 +30,14 @@ def _local(path: Path) -> Path:
 
 Where = Annotated[
     Path,
-    typer.Argument(metavar="DIR", help="A directory of checkpoints, or one checkpoint in it.", callback=_local),
+    typer.Argument(
+        metavar="DIR", help="A directory of checkpoints, or one checkpoint in it.", callback=_local
+    ),
 ]
-Tag = Annotated[str | None, typer.Option("--tag", help="Only this checkpoint of the directory.", show_default=False)]
+Tag = Annotated[
+    str | None,
+    typer.Option("--tag", help="Only this checkpoint of the directory.", show_default=False),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -54,7 +63,9 @@ def _pages() -> Any:
 
 @app.command("inspect")
 def inspect_command(where: Where, tag: Tag = None, json: AsJson = False) -> None:
-    """Say what is inside: checkpoints of a directory; steps, tensors, plan and sizes of one checkpoint."""
+    """Say what is inside: checkpoints of a directory; steps, tensors, plan and sizes of one
+    checkpoint.
+    """
     _pages().inspect(where, tag, as_json=json)
 
 
@@ -70,41 +81,63 @@ def convert_command(
     out: Annotated[
         Path,
         typer.Argument(
-            metavar="OUT", help="What to write, a file for pth, else a directory; not there yet.", callback=_local
+            metavar="OUT",
+            help="What to write, a file for pth, else a directory; not there yet.",
+            callback=_local,
         ),
     ],
     to: Annotated[Form, typer.Option("--to", help="What to write.")] = Form.SAFETENSORS,
     dtype: Annotated[
         Dtype | None,
-        typer.Option("--dtype", help="Dtype of the weights. Default: as saved.", show_default=False),
+        typer.Option(
+            "--dtype", help="Dtype of the weights. Default: as saved.", show_default=False
+        ),
     ] = None,
     tag: Annotated[
-        str | None, typer.Option("--tag", help="Which checkpoint. Default: the one `latest` names.", show_default=False)
+        str | None,
+        typer.Option(
+            "--tag", help="Which checkpoint. Default: the one `latest` names.", show_default=False
+        ),
     ] = None,
     json: AsJson = False,
 ) -> None:
-    """Write a checkpoint in another form, on one process: safetensors or pth (weights), DeepSpeed (all states)."""
+    """Write a checkpoint in another form, on one process: safetensors or pth (weights), DeepSpeed
+    (all states).
+    """
     if to is Form.DEEPSPEED and dtype is not None:
         raise UsageError(
             "--dtype does not go with --to deepspeed.",
             why="A DeepSpeed checkpoint holds the states in the dtypes they train in.",
             fix="Leave --dtype out, or convert to safetensors or pth.",
         )
-    _pages().convert(where, tag, out, (to.value, dtype.value if dtype is not None else None), as_json=json)
+    _pages().convert(
+        where, tag, out, (to.value, dtype.value if dtype is not None else None), as_json=json
+    )
 
 
 @app.command("prune")
 def prune_command(
-    where: Annotated[Path, typer.Argument(metavar="DIR", help="A directory of checkpoints.", callback=_local)],
+    where: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A directory of checkpoints.", callback=_local)
+    ],
     keep_last: Annotated[
         int | None,
-        typer.Option("--keep-last", min=1, help="Keep so many of the newest. Default: all.", show_default=False),
+        typer.Option(
+            "--keep-last",
+            min=1,
+            help="Keep so many of the newest. Default: all.",
+            show_default=False,
+        ),
     ] = None,
     keep_every: Annotated[
         int | None,
-        typer.Option("--keep-every", min=1, help="Also keep multiples of so many steps.", show_default=False),
+        typer.Option(
+            "--keep-every", min=1, help="Also keep multiples of so many steps.", show_default=False
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, remove nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would go, remove nothing.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Remove old checkpoints, and what unfinished saves have left."""

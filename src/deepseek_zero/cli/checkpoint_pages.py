@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -52,8 +59,11 @@ def inspect(where: Path, tag: str | None, *, as_json: bool) -> None:
         return
     entry = _entries(where, tag)[0]
     if entry.manifest is None:
-        raise CheckpointError(f"{entry.folder}: {entry.faults[0]}.", fix="look at the other checkpoints beside it.")
-    facts, tensors = _facts(entry), _tensors(entry)
+        raise CheckpointError(
+            f"{entry.folder}: {entry.faults[0]}.", fix="look at the other checkpoints beside it."
+        )
+    facts = _facts(entry)
+    tensors = _tensors(entry)
     if as_json:
         _print_json({**facts, "plan": entry.manifest.plan, "parameters": tensors})
         return
@@ -65,24 +75,54 @@ def inspect(where: Path, tag: str | None, *, as_json: bool) -> None:
 
 
 def _inspect_directory(where: Path, *, as_json: bool) -> None:
-    left, latest = catalogue.leftovers(where), catalogue.latest_tag(where)
+    left = catalogue.leftovers(where)
+    latest = catalogue.latest_tag(where)
     entries = catalogue.checkpoints(where) if left else _entries(where, None)
     if as_json:
         leftovers = [{"path": str(one.path), "in_use": one.is_in_use} for one in left]
         found = [_facts(entry) for entry in entries]
-        _print_json({"directory": str(where), "latest": latest, "checkpoints": found, "leftovers": leftovers})
+        _print_json(
+            {
+                "directory": str(where),
+                "latest": latest,
+                "checkpoints": found,
+                "leftovers": leftovers,
+            }
+        )
         return
     console = _console()
-    table = _table(f"checkpoints in {where}, newest first", "tag", "step", "saved", "ranks", "stage", "size", "state")
+    table = _table(
+        f"checkpoints in {where}, newest first",
+        "tag",
+        "step",
+        "saved",
+        "ranks",
+        "stage",
+        "size",
+        "state",
+    )
     for entry in entries:
-        ranks, stage = (entry.manifest.world_size, entry.manifest.stage) if entry.manifest is not None else ("?", "?")
-        state = Text("complete", "green") if entry.is_complete else Text(f"damaged: {entry.faults[0]}", "red")
+        ranks, stage = (
+            (entry.manifest.world_size, entry.manifest.stage)
+            if entry.manifest is not None
+            else ("?", "?")
+        )
+        state = (
+            Text("complete", "green")
+            if entry.is_complete
+            else Text(f"damaged: {entry.faults[0]}", "red")
+        )
         name = f"{entry.tag} (latest)" if entry.tag == latest else entry.tag
-        size, step = format_bytes(entry.num_bytes), str(entry.step) if entry.step >= 0 else "?"
+        size = format_bytes(entry.num_bytes)
+        step = str(entry.step) if entry.step >= 0 else "?"
         table.add_row(name, step, _when(entry), str(ranks), str(stage), size, state)
     console.print(table)
     for one in left:
-        doing = "being written" if one.is_in_use else "left by a save that never finished; `prune` removes it"
+        doing = (
+            "being written"
+            if one.is_in_use
+            else "left by a save that never finished; `prune` removes it"
+        )
         console.print(Text(f"{one.path.name}: {doing}", "yellow"))
     if latest is not None and latest not in [entry.tag for entry in entries]:
         console.print(Text(f"latest names {latest}, which is not there", "red"))
@@ -110,10 +150,14 @@ def _facts(entry: CheckpointInfo) -> dict[str, Any]:
             "mesh": manifest.mesh,
             "ranks_per_host": manifest.ranks_per_host,
             "optimizer": manifest.optimizer,
-            "num_parameters": sum(math.prod(each["shape"]) for each in manifest.parameters.values()),
+            "num_parameters": sum(
+                math.prod(each["shape"]) for each in manifest.parameters.values()
+            ),
             "chunks": len(manifest.chunks),
             "chunks_without_checksum": num_without_checksum(manifest),
-            "format": f"{manifest.format} {manifest.version}" if layout is SLICES else manifest.format,
+            "format": f"{manifest.format} {manifest.version}"
+            if layout is SLICES
+            else manifest.format,
             "run": manifest.run,
         }
     return facts
@@ -123,8 +167,12 @@ def _tensors(entry: CheckpointInfo) -> dict[str, dict[str, Any]]:
     """Return parameters and buffers by name: shape, dtype, optimizer states, bytes in the files."""
     manifest = entry.manifest
     assert manifest is not None
-    found = {name: {**facts, "states": [], "num_bytes": 0} for name, facts in manifest.parameters.items()}
-    found |= {name: {**facts, "states": [], "num_bytes": 0} for name, facts in manifest.buffers.items()}
+    found = {
+        name: {**facts, "states": [], "num_bytes": 0} for name, facts in manifest.parameters.items()
+    }
+    found |= {
+        name: {**facts, "states": [], "num_bytes": 0} for name, facts in manifest.buffers.items()
+    }
     if entry.layout is not SLICES:
         return _foreign_tensors(entry, found)
     headers = {}
@@ -141,7 +189,9 @@ def _tensors(entry: CheckpointInfo) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _foreign_tensors(entry: CheckpointInfo, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _foreign_tensors(
+    entry: CheckpointInfo, found: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
     """Of files without a manifest of ours."""
     with ExitStack() as stack:
         source = open_checkpoint(entry.folder, None, stack, checks=False)
@@ -157,7 +207,9 @@ def _facts_table(entry: CheckpointInfo, facts: dict[str, Any]) -> Table:
     table.show_header = False
     table.add_row("folder", str(entry.folder))
     saved = f"saved {_when(entry)}"
-    table.add_row("step", f"{facts['step']}, {saved}" if facts["step"] is not None else f"not said, {saved}")
+    table.add_row(
+        "step", f"{facts['step']}, {saved}" if facts["step"] is not None else f"not said, {saved}"
+    )
     if facts["ranks"] is not None:
         table.add_row("saved by", f"{facts['ranks']} rank(s) at stage {facts['stage']}")
         if facts["mesh"] is not None:
@@ -167,7 +219,9 @@ def _facts_table(entry: CheckpointInfo, facts: dict[str, Any]) -> Table:
         table.add_row("optimizer", facts["optimizer"] or "none named")
     table.add_row("parameters", format_count(facts["num_parameters"]))
     table.add_row(
-        "size", format_bytes(facts["num_bytes"]) + (f" in {facts['chunks']} chunks" if facts["chunks"] else "")
+        "size",
+        format_bytes(facts["num_bytes"])
+        + (f" in {facts['chunks']} chunks" if facts["chunks"] else ""),
     )
     if facts["chunks_without_checksum"]:
         table.add_row("checksums", f"{facts['chunks_without_checksum']} chunks have none")
@@ -184,7 +238,8 @@ def _tensors_table(tensors: dict[str, dict[str, Any]]) -> Table:
     for name, facts in tensors.items():
         shape = " x ".join(map(str, facts["shape"])) or "scalar"
         trained = {True: ", ".join(facts["states"]) or "none", False: "frozen", None: "buffer"}
-        dtype, states = facts["dtype"], trained[facts.get("trained")]
+        dtype = facts["dtype"]
+        states = trained[facts.get("trained")]
         table.add_row(name, shape, dtype, states, format_bytes(facts["num_bytes"]))
     return table
 
@@ -227,8 +282,15 @@ def verify(where: Path, tag: str | None, *, as_json: bool) -> bool:
 
 def _verdict(entry: CheckpointInfo, faults: Sequence[Fault]) -> dict[str, Any]:
     unknown = num_without_checksum(entry.manifest) if entry.manifest is not None else None
-    told, note = [_fault(fault) for fault in faults], "" if faults else checksum_coverage(entry.folder)
-    return {"tag": entry.tag, "good": not faults, "chunks_without_checksum": unknown, "note": note, "faults": told}
+    told = [_fault(fault) for fault in faults]
+    note = "" if faults else checksum_coverage(entry.folder)
+    return {
+        "tag": entry.tag,
+        "good": not faults,
+        "chunks_without_checksum": unknown,
+        "note": note,
+        "faults": told,
+    }
 
 
 def _print_verdict(console: Console, entry: CheckpointInfo, faults: Sequence[Fault]) -> None:
@@ -237,7 +299,11 @@ def _print_verdict(console: Console, entry: CheckpointInfo, faults: Sequence[Fau
         _print_faults(console, faults)
         return
     unknown = num_without_checksum(entry.manifest) if entry.manifest is not None else 0
-    note = f"{unknown} chunks have no checksum and were only read" if unknown else checksum_coverage(entry.folder)
+    note = (
+        f"{unknown} chunks have no checksum and were only read"
+        if unknown
+        else checksum_coverage(entry.folder)
+    )
     note = f"; {note}" if note else ""
     console.print(Text(f"{entry.tag}: good, {format_bytes(entry.num_bytes)} read{note}", "green"))
 
@@ -248,7 +314,10 @@ def _print_faults(console: Console, faults: Sequence[Fault]) -> None:
     if len(faults) > MOST_FAULTS:
         console.print(Text(f"  and {len(faults) - MOST_FAULTS} more (--json names all)", "red"))
     if faults:
-        console.print('  What to do: bring the files back from a copy, or load an older one (tag="newest" finds it).')
+        console.print(
+            '  What to do: bring the files back from a copy, or load an older one (tag="newest" '
+            "finds it)."
+        )
 
 
 def _fault(fault: Fault) -> dict[str, str]:
@@ -258,12 +327,16 @@ def _fault(fault: Fault) -> dict[str, str]:
 # -- convert
 
 
-def convert(where: Path, tag: str | None, out: Path, how: tuple[str, str | None], *, as_json: bool) -> None:
+def convert(
+    where: Path, tag: str | None, out: Path, how: tuple[str, str | None], *, as_json: bool
+) -> None:
     """Write one checkpoint as another format, by checkpoint/convert.py.  how: (format, dtype)."""
     form, dtype = how
     if out.exists():
         raise UsageError(
-            f"{out} is there already.", why="Nothing is overwritten.", fix="Name a place that is not there."
+            f"{out} is there already.",
+            why="Nothing is overwritten.",
+            fix="Name a place that is not there.",
         )
     source = where if tag is None and catalogue.is_single_checkpoint(where) else _folder(where, tag)
     with Console(stderr=True).status(f"converting {source} to {form}"):
@@ -278,17 +351,23 @@ def convert(where: Path, tag: str | None, out: Path, how: tuple[str, str | None]
 def _folder(where: Path, tag: str | None) -> Path:
     chosen = tag or catalogue.latest_tag(where)
     if chosen is None:
-        raise UsageError(f"{where} names no latest checkpoint.", fix="Name one with --tag; `inspect` lists them.")
+        raise UsageError(
+            f"{where} names no latest checkpoint.", fix="Name one with --tag; `inspect` lists them."
+        )
     return _entries(where, chosen)[0].folder
 
 
 # -- prune
 
 
-def prune(where: Path, last: int | None, every: int | None, *, dry_run: bool, as_json: bool) -> None:
+def prune(
+    where: Path, last: int | None, every: int | None, *, dry_run: bool, as_json: bool
+) -> None:
     """Remove old checkpoints and what unfinished saves have left, and say what went."""
     if not where.is_dir():
-        raise UsageError(f"{where} is no directory.", fix="Name the directory that save_checkpoint was given.")
+        raise UsageError(
+            f"{where} is no directory.", fix="Name the directory that save_checkpoint was given."
+        )
     try:
         done = catalogue.prune(where, Retention(last, every), dry_run=dry_run)
     except OSError as error:
@@ -302,7 +381,8 @@ def prune(where: Path, last: int | None, every: int | None, *, dry_run: bool, as
         cleaned = [path.name for path in done.cleaned]
         _print_json({"removed": removed, "kept": kept, "cleaned": cleaned, "dry_run": dry_run})
         return
-    console, verb = _console(), "would remove" if dry_run else "removed"
+    console = _console()
+    verb = "would remove" if dry_run else "removed"
     for name in [*(entry.tag for entry in done.removed), *(path.name for path in done.cleaned)]:
         console.print(f"{verb} {name}")
     console.print(f"kept {', '.join(entry.tag for entry in done.kept) or 'none'}")
@@ -322,7 +402,9 @@ def _entries(where: Path, tag: str | None) -> list[CheckpointInfo]:
     there = ", ".join(entry.tag for entry in entries)
     raise UsageError(
         f"{where} holds no checkpoint" + (f" {tag!r}." if tag else "."),
-        fix=f"Choose one of: {there}." if there else "Name the directory that save_checkpoint was given.",
+        fix=f"Choose one of: {there}."
+        if there
+        else "Name the directory that save_checkpoint was given.",
     )
 
 
@@ -348,8 +430,16 @@ def _print_json(document: Any) -> None:
 @contextmanager
 def _progress(total: int, *, quiet: bool) -> Iterator[OnBytes]:
     """Show a bar on stderr while something takes long; show nothing in a pipe."""
-    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("reading"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+    with Progress(
+        *columns, console=console, transient=True, disable=quiet or not console.is_terminal
+    ) as bar:
         task = bar.add_task("", total=total)
         yield lambda count: bar.advance(task, count)

@@ -1,7 +1,7 @@
 """`deepseek-zero doctor`: what this machine has, and what that means for training here.
 
-Looks only: it starts no process group, allocates nothing on a GPU, and what it writes to a disk has no name.
-cli/__init__.py imports it late because it imports torch.
+Looks only: it starts no process group, allocates nothing on a GPU, and what it writes to a disk has
+no name. cli/__init__.py imports it late because it imports torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ from rich.table import Table
 
 from deepseek_zero.base import memory
 from deepseek_zero.base.errors import StorageError, UsageError
-from deepseek_zero.base.world import ask_mpi, discover, meeting_place, nodes_of, suspect_lone_process
+from deepseek_zero.base.world import (
+    ask_mpi,
+    discover,
+    meeting_place,
+    nodes_of,
+    suspect_lone_process,
+)
 from deepseek_zero.cli.agent import gpus_of_this_machine
 from deepseek_zero.cli.nodes import THREAD_VARIABLES, Machine, allowed_cores
 from deepseek_zero.compat.deepspeed.dropin import DIRECTORY, is_dropin_active
@@ -39,7 +45,9 @@ from deepseek_zero.tiers.disk import Disk
 
 GIB = 2**30
 
-MIN_SHM_GIB, MIN_DISK_GIB, MIN_MEMORY_GIB = 1.0, 5.0, 4.0
+MIN_SHM_GIB = 1.0
+MIN_DISK_GIB = 5.0
+MIN_MEMORY_GIB = 4.0
 """Below these a small training run is likely to fail; a matter of experience, not of arithmetic."""
 
 MIN_OPEN_FILES = 256
@@ -93,15 +101,23 @@ def findings() -> list[Finding]:
 
 
 def _torch() -> Finding:
-    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build: it cannot use a GPU"
+    built = (
+        f"built for CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else "a CPU build: it cannot use a GPU"
+    )
     return Finding("torch", torch.__version__, built)
 
 
 def _deepspeed() -> Finding:
     if is_dropin_active():
-        return Finding("deepspeed", "deepseek_zero", f"this library answers to that name, from {DIRECTORY}")
+        return Finding(
+            "deepspeed", "deepseek_zero", f"this library answers to that name, from {DIRECTORY}"
+        )
     if importlib.util.find_spec("deepspeed") is not None:
-        return Finding("deepspeed", "genuine", "`deepseek-zero exec COMMAND` puts this library in its place")
+        return Finding(
+            "deepspeed", "genuine", "`deepseek-zero exec COMMAND` puts this library in its place"
+        )
     return Finding("deepspeed", "none", "`deepseek-zero exec COMMAND` answers to that name")
 
 
@@ -116,18 +132,30 @@ def _world() -> Finding:
             return Finding("world", "one process", str(warning), Severity.NOTE)
         return Finding("world", "one process", f"source: {found.source}")
     places = {"local rank": (found.local_rank, found.local_size), "host": (found.node, found.nodes)}
-    told = "".join(f"; {place} {here} of {many}" for place, (here, many) in places.items() if None not in (here, many))
+    told = "".join(
+        f"; {place} {here} of {many}"
+        for place, (here, many) in places.items()
+        if None not in (here, many)
+    )
     where = f"ranks meet at {found.address}:{found.port}"
-    return Finding("world", f"rank {found.rank} of {found.size}", f"source: {found.source}{told}; {where}")
+    return Finding(
+        "world", f"rank {found.rank} of {found.size}", f"source: {found.source}{told}; {where}"
+    )
 
 
 def _cpu(machine: Machine) -> Iterator[Finding]:
     present = os.cpu_count() or machine.cores
-    meaning = "all of them" if present == machine.cores else f"of {present}; the rest are not allowed to this process"
+    meaning = (
+        "all of them"
+        if present == machine.cores
+        else f"of {present}; the rest are not allowed to this process"
+    )
     yield Finding("CPU cores", str(machine.cores), meaning)
     kept = [f"{name}={os.environ[name]}" for name in THREAD_VARIABLES if name in os.environ]
     if kept:
-        yield Finding("threads", ", ".join(kept), "set by you, so `run` leaves it alone", Severity.NOTE)
+        yield Finding(
+            "threads", ", ".join(kept), "set by you, so `run` leaves it alone", Severity.NOTE
+        )
 
 
 def _update_kernels() -> Finding:
@@ -139,7 +167,11 @@ def _update_kernels() -> Finding:
     if chosen == "torch":
         meaning = "by PyTorch's operations, slower; the extra `fast` installs numba"
         return Finding("updates on the CPU", "PyTorch", meaning, Severity.NOTE)
-    return Finding("updates on the CPU", f"numba {version('numba')}", "in one pass over memory, with the same bits")
+    return Finding(
+        "updates on the CPU",
+        f"numba {version('numba')}",
+        "in one pass over memory, with the same bits",
+    )
 
 
 def _gpu_update_kernels() -> Iterator[Finding]:
@@ -155,12 +187,14 @@ def _gpu_update_kernels() -> Iterator[Finding]:
 
 
 def _memory() -> Finding:
-    total, free = psutil.virtual_memory().total, psutil.virtual_memory().available
+    total = psutil.virtual_memory().total
+    free = psutil.virtual_memory().available
     with suppress(OSError, ValueError):  # a container's limit, where there is one
         total = min(total, int(MEMORY_LIMIT.read_text()))
     free = min(free, total)
     verdict = Severity.GOOD if free >= MIN_MEMORY_GIB * GIB else Severity.NOTE
-    # bf16 training with fp32 master weights and Adam: 2 + 4 + 8 bytes and a 2-byte gradient for each parameter.
+    # bf16 training with fp32 master weights and Adam: 2 + 4 + 8 bytes and a 2-byte gradient for
+    # each parameter.
     millions = int(free / 16 / 1e6)
     meaning = f"states of about {millions:,} million parameters (16 bytes each), before activations"
     return Finding("memory", f"{free / GIB:.1f} GiB free of {total / GIB:.1f}", meaning, verdict)
@@ -168,11 +202,15 @@ def _memory() -> Finding:
 
 def _gpus(machine: Machine) -> Iterator[Finding]:
     if not machine.gpus:
-        yield Finding("GPUs", "none", "training runs on the CPU; everything works, slower", Severity.NOTE)
+        yield Finding(
+            "GPUs", "none", "training runs on the CPU; everything works, slower", Severity.NOTE
+        )
     for index, name in enumerate(machine.gpus):
         properties = torch.cuda.get_device_properties(index)
         memory = f"{properties.total_memory / GIB:.0f} GiB"
-        yield Finding(f"GPU {name}", properties.name, f"{memory}, compute capability {_capability(index)}")
+        yield Finding(
+            f"GPU {name}", properties.name, f"{memory}, compute capability {_capability(index)}"
+        )
 
 
 def _capability(index: int) -> str:
@@ -183,7 +221,11 @@ def _formats(machine: Machine) -> Iterator[Finding]:
     flags = _cpu_flags()
     on_gpu = bool(machine.gpus)
     # Compute capability 8.0 (Ampere) brought bf16 units; older ones emulate it, slower than fp16.
-    bf16 = min(map(torch.cuda.get_device_capability, range(len(machine.gpus)))) >= (8, 0) if on_gpu else False
+    bf16 = (
+        min(map(torch.cuda.get_device_capability, range(len(machine.gpus)))) >= (8, 0)
+        if on_gpu
+        else False
+    )
     yield _format("bf16", on_gpu, bf16, [flag for flag in BF16_CPU_FLAGS if flag in flags])
     yield _format("fp16", on_gpu, on_gpu, [flag for flag in FP16_CPU_FLAGS if flag in flags])
 
@@ -195,7 +237,9 @@ def _format(name: str, on_gpu: bool, gpu_has_it: bool, cpu_flags: list[str]) -> 
         return Finding(name, "slow", "works on these GPUs, without units for it", Severity.NOTE)
     if cpu_flags:
         return Finding(name, "yes", f"in the CPU's hardware ({cpu_flags[0]})")
-    return Finding(name, "slow", "works on this CPU by conversion: saves memory, not time", Severity.NOTE)
+    return Finding(
+        name, "slow", "works on this CPU by conversion: saves memory, not time", Severity.NOTE
+    )
 
 
 def _cpu_flags() -> set[str]:
@@ -208,10 +252,17 @@ def _cpu_flags() -> set[str]:
 
 def _backends(machine: Machine) -> Iterator[Finding]:
     gloo = dist.is_available() and dist.is_gloo_available()
-    yield Finding("gloo", *_yes_no(gloo), "ranks on CPU talk through it", Severity.GOOD if gloo else Severity.BAD)
+    yield Finding(
+        "gloo",
+        *_yes_no(gloo),
+        "ranks on CPU talk through it",
+        Severity.GOOD if gloo else Severity.BAD,
+    )
     nccl = dist.is_available() and dist.is_nccl_available()
     needed = "ranks on GPU talk through it" if machine.gpus else "only GPUs need it"
-    yield Finding("nccl", *_yes_no(nccl), needed, Severity.BAD if machine.gpus and not nccl else Severity.GOOD)
+    yield Finding(
+        "nccl", *_yes_no(nccl), needed, Severity.BAD if machine.gpus and not nccl else Severity.GOOD
+    )
 
 
 def _yes_no(there: bool) -> tuple[str]:
@@ -232,16 +283,32 @@ def _space(name: str, path: Path, least_gib: float, meaning: str) -> Finding:
     usage = shutil.disk_usage(path)
     verdict = Severity.GOOD if usage.free >= least_gib * GIB else Severity.BAD
     short = "" if verdict is Severity.GOOD else f"; less than {least_gib:g} GiB is tight"
-    return Finding(name, f"{usage.free / GIB:.1f} GiB free of {usage.total / GIB:.1f}", f"{meaning}{short}", verdict)
+    return Finding(
+        name,
+        f"{usage.free / GIB:.1f} GiB free of {usage.total / GIB:.1f}",
+        f"{meaning}{short}",
+        verdict,
+    )
 
 
 def _open_files() -> Finding:
-    """Look at the limit on descriptors: sockets and shared pages between ranks, disk tiers, data loader workers."""
+    """Look at the limit on descriptors: sockets and shared pages between ranks, disk tiers, data
+    loader workers.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = "" if soft == hard else f", up to {_limit(hard)} with `ulimit -n`"
     if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
-        return Finding("open files", f"{soft}{most}", "tight: ranks and data loader workers need more", Severity.NOTE)
-    return Finding("open files", f"{_limit(soft)}{most}", "ranks and data loader workers share them out of this")
+        return Finding(
+            "open files",
+            f"{soft}{most}",
+            "tight: ranks and data loader workers need more",
+            Severity.NOTE,
+        )
+    return Finding(
+        "open files",
+        f"{_limit(soft)}{most}",
+        "ranks and data loader workers share them out of this",
+    )
 
 
 def _limit(number: int) -> str:
@@ -255,7 +322,9 @@ def _grants() -> Iterator[Finding]:
         try:
             disk = Disk(directory)
         except StorageError as error:
-            yield Finding(f"states on '{directory}'", "cannot rest there", str(error), Severity.NOTE)
+            yield Finding(
+                f"states on '{directory}'", "cannot rest there", str(error), Severity.NOTE
+            )
             continue
         found += disk.capabilities()
         disk.close()
@@ -268,7 +337,9 @@ def _default_launch(machine: Machine) -> Iterator[Finding]:
     nproc = machine.default_nproc
     threads = max(1, machine.cores // nproc)
     device = "one per GPU" if machine.gpus else "one per pair of CPU cores, at least one"
-    yield Finding("`run` starts", f"{nproc} x {threads} threads", f"{device}; --nproc N sets another number")
+    yield Finding(
+        "`run` starts", f"{nproc} x {threads} threads", f"{device}; --nproc N sets another number"
+    )
     try:
         said = nodes_of(os.environ)
     except UsageError as error:

@@ -1,4 +1,6 @@
-"""`deepseek-zero exec` and `deepseek-zero dropin-path`: programs that import `deepspeed` get this library."""
+"""`deepseek-zero exec` and `deepseek-zero dropin-path`: programs that import `deepspeed` get this
+library.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,20 @@ def exec_command(command: Sequence[str]) -> None:
     """Become the command; does not return."""
     if not command:
         raise UsageError(
-            "No command was given.", fix="deepseek-zero exec COMMAND [ARGS]..., for instance: exec torchrun"
+            "No command was given.",
+            fix="deepseek-zero exec COMMAND [ARGS]..., for instance: exec torchrun",
         )
     environment = {**os.environ, **child_environment(os.environ)}
     program = shutil.which(command[0], path=environment["PATH"])
     if program is None:
-        hint = f"; for a script: deepseek-zero exec python {command[0]}" if command[0].endswith(".py") else ""
-        raise UsageError(f"There is no program {command[0]!r} to run.", fix=f"check its name and PATH{hint}.")
+        hint = (
+            f"; for a script: deepseek-zero exec python {command[0]}"
+            if command[0].endswith(".py")
+            else ""
+        )
+        raise UsageError(
+            f"There is no program {command[0]!r} to run.", fix=f"check its name and PATH{hint}."
+        )
     sys.stdout.flush()
     os.execve(program, list(command), environment)
 

@@ -1,14 +1,16 @@
-"""Ends the launcher when whoever started it is gone without a signal: an ssh connection that broke or was killed.
+"""Ends the launcher when whoever started it is gone without a signal: an ssh connection that broke
+or was killed.
 
-sshd tells a command without a terminal nothing; it closes the pipes.  The end of standard input alone says little: `ssh
--n`, cron, CI and a shell's `&` give an input that has ended before the command begins, and `echo y | ...` one that ends
-soon.  So what counts is
+sshd tells a command without a terminal nothing; it closes the pipes.  The end of standard input
+alone says little: `ssh -n`, cron, CI and a shell's `&` give an input that has ended before the
+command begins, and `echo y | ...` one that ends soon.  So what counts is
 
     asked for (--end-with-input)   standard input's other end is closed
     else                           standard input's other end is closed, and nobody reads standard output and error
 
-The second is a launcher that nobody can hear.  Nothing is read from standard input, which belongs to the first rank.
-A launcher that was told to survive a hang-up (nohup) does, and one with a terminal gets SIGHUP from the system.
+The second is a launcher that nobody can hear.  Nothing is read from standard input, which belongs
+to the first rank. A launcher that was told to survive a hang-up (nohup) does, and one with a
+terminal gets SIGHUP from the system.
 """
 
 from __future__ import annotations
@@ -28,15 +30,22 @@ from deepseek_zero.base.log import logger
 
 POLL_SECONDS = 0.5
 DEAF_SECONDS = 10.0
-"""How long the launcher may take to end after its signal; it may be waiting for other machines, deaf to signals."""
+"""How long the launcher may take to end after its signal; it may be waiting for other machines,
+deaf to signals.
+"""
 
-INPUT, OUTPUTS = 0, (1, 2)
+INPUT = 0
+OUTPUTS = (1, 2)
 STREAMS = (INPUT, *OUTPUTS)
-_NO_MORE_INPUT = getattr(select, "POLLRDHUP", 0)  # of a socket; an sshd may use one for input and output
+_NO_MORE_INPUT = getattr(
+    select, "POLLRDHUP", 0
+)  # of a socket; an sshd may use one for input and output
 
 
 def is_connected(stream: int) -> bool:
-    """Return whether a file descriptor is an end of a pipe or a socket, of which the other end may be closed."""
+    """Return whether a file descriptor is an end of a pipe or a socket, of which the other end may
+    be closed.
+    """
     try:
         mode = os.fstat(stream).st_mode
     except OSError:  # closed by whoever started us
@@ -45,16 +54,21 @@ def is_connected(stream: int) -> bool:
 
 
 def are_closed(streams: Sequence[int]) -> bool:
-    """Return whether nothing comes in from, or nobody reads at, the other end of each of these pipes and sockets."""
+    """Return whether nothing comes in from, or nobody reads at, the other end of each of these
+    pipes and sockets.
+    """
     watch = select.poll()
     for stream in streams:
-        watch.register(stream, _NO_MORE_INPUT if stream == INPUT else 0)  # a hang-up is told unasked
+        watch.register(
+            stream, _NO_MORE_INPUT if stream == INPUT else 0
+        )  # a hang-up is told unasked
     return len(watch.poll(0)) == len(streams)
 
 
 @dataclass
 class Lifeline:
-    """Watches the streams in a thread; sends this process SIGHUP once they are closed.  Use as a context manager.
+    """Watches the streams in a thread; sends this process SIGHUP once they are closed.  Use as a
+    context manager.
 
     streams: none, and nothing is watched.
     """
@@ -64,13 +78,17 @@ class Lifeline:
 
     @classmethod
     def of_this_process(cls, *, needs_input: bool) -> Lifeline:
-        """Return what this process hangs on; UsageError where it needs an input, and has none that can end."""
+        """Return what this process hangs on; UsageError where it needs an input, and has none that
+        can end.
+        """
         if needs_input:
             if not is_connected(INPUT):
                 raise UsageError(
                     "--end-with-input: standard input is no connection.",
-                    "It is a file, a terminal or closed, and will not end with whoever started this command.",
-                    "start it with a pipe, as `ssh host deepseek-zero run ...` does, or leave the option out.",
+                    "It is a file, a terminal or closed, and will not end with whoever started "
+                    "this command.",
+                    "start it with a pipe, as `ssh host deepseek-zero run ...` does, or leave the "
+                    "option out.",
                 )
             return cls((INPUT,))
         survives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -98,7 +116,9 @@ class Lifeline:
 
 
 def _speak_to_nobody() -> None:
-    """Give standard output and error another place where nobody reads them: a write to them would be an error."""
+    """Give standard output and error another place where nobody reads them: a write to them would
+    be an error.
+    """
     for stream in OUTPUTS:
         if is_connected(stream) and are_closed([stream]):
             with suppress(OSError, ValueError):

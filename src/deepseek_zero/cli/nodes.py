@@ -1,4 +1,5 @@
-"""From what was asked to what this machine runs: its node number, its ranks, its devices, where the nodes meet.
+"""From what was asked to what this machine runs: its node number, its ranks, its devices, where the
+nodes meet.
 
     asked                                   decides
     --hostfile, --include, --exclude        hosts and slots; several hosts are several nodes, the first is node 0
@@ -7,8 +8,8 @@
     --node_rank, else our own host name     which node this machine is
     variables of an engine (base/world.py)  what no option says, where there is no hostfile
 
-Pure: `Asked`, `Nodes` and a `Machine` (its cores and GPUs) in, `NodePlan` out.  Standard library only, so that a
-command line without GPUs to count needs no torch.
+Pure: `Asked`, `Nodes` and a `Machine` (its cores and GPUs) in, `NodePlan` out.  Standard library
+only, so that a command line without GPUs to count needs no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from typing import Any
 
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.world import Nodes
-from deepseek_zero.compat.deepspeed.launcher import START_EACH, Slots, filter_slots, parse_filter, read_hostfile
+from deepseek_zero.compat.deepspeed.launcher import (
+    START_EACH,
+    Slots,
+    filter_slots,
+    parse_filter,
+    read_hostfile,
+)
 
 LAST_PORT = 65_535
 DEFAULT_PORT = 29500
@@ -50,7 +57,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Share:
-    """This machine's part.  devices: for CUDA_VISIBLE_DEVICES, None to leave it alone; note: a line to say, or none."""
+    """This machine's part.  devices: for CUDA_VISIBLE_DEVICES, None to leave it alone; note: a line
+    to say, or none.
+    """
 
     nproc: int
     devices: tuple[str, ...] | None = None
@@ -68,11 +77,17 @@ class NodePlan:
     master_port: int = 0
 
 
-def plan_node(asked: Asked, machine: Machine, own_names: Collection[str], said: Nodes | None = None) -> NodePlan:
-    """Decide what this machine runs; own_names: the host names and addresses it is known by; said: by an engine."""
+def plan_node(
+    asked: Asked, machine: Machine, own_names: Collection[str], said: Nodes | None = None
+) -> NodePlan:
+    """Decide what this machine runs; own_names: the host names and addresses it is known by; said:
+    by an engine.
+    """
     _check(asked)
     if asked.hostfile is None:
-        return _plan_without_hostfile(asked if said is None else _filled(asked, said, machine), machine)
+        return _plan_without_hostfile(
+            asked if said is None else _filled(asked, said, machine), machine
+        )
     hosts = filter_slots(read_hostfile(asked.hostfile), asked.include, asked.exclude)
     hosts = dict(list(hosts.items())[: asked.num_nodes])
     names = list(hosts)
@@ -80,7 +95,13 @@ def plan_node(asked: Asked, machine: Machine, own_names: Collection[str], said: 
     share = _share_of_slots(hosts[names[node_rank]][: asked.num_gpus], asked.nproc, machine)
     if len(names) == 1:
         return NodePlan(share, 1, 0, asked.master_addr or "127.0.0.1", asked.master_port)
-    return NodePlan(share, len(names), node_rank, asked.master_addr or names[0], asked.master_port or DEFAULT_PORT)
+    return NodePlan(
+        share,
+        len(names),
+        node_rank,
+        asked.master_addr or names[0],
+        asked.master_port or DEFAULT_PORT,
+    )
 
 
 def _filled(asked: Asked, said: Nodes, machine: Machine) -> Asked:
@@ -96,7 +117,9 @@ def _filled(asked: Asked, said: Nodes, machine: Machine) -> Asked:
 
 
 def _nproc_said(said: Nodes, machine: Machine) -> int | None:
-    """Return torchrun's number of processes: a number, "gpu" for the GPUs, "cpu" for the cores, "auto" for ours."""
+    """Return torchrun's number of processes: a number, "gpu" for the GPUs, "cpu" for the cores,
+    "auto" for ours.
+    """
     if said.nproc in (None, "auto"):
         return None
     counts = {"gpu": len(machine.gpus), "cpu": machine.cores}
@@ -104,7 +127,8 @@ def _nproc_said(said: Nodes, machine: Machine) -> int | None:
     if count < 1:
         raise UsageError(
             f"PET_NPROC_PER_NODE={said.nproc[:80]!r} gives no process on this machine.",
-            f"It is a number, auto, cpu or gpu; this machine has {_count(len(machine.gpus), 'GPU')}.",
+            "It is a number, auto, cpu or gpu; this machine has "
+            f"{_count(len(machine.gpus), 'GPU')}.",
             "correct the variable, or give --nproc.",
         )
     return count
@@ -112,7 +136,8 @@ def _nproc_said(said: Nodes, machine: Machine) -> int | None:
 
 def _plan_without_hostfile(asked: Asked, machine: Machine) -> NodePlan:
     share = _local_share(asked, machine)
-    num_nodes, node_rank = asked.num_nodes or 1, asked.node_rank
+    num_nodes = asked.num_nodes or 1
+    node_rank = asked.node_rank
     if num_nodes == 1:
         _check_node_rank(node_rank or 0, 1)
         return NodePlan(share, 1, 0, asked.master_addr or "127.0.0.1", asked.master_port)
@@ -123,14 +148,19 @@ def _plan_without_hostfile(asked: Asked, machine: Machine) -> NodePlan:
             fix=START_EACH,
         )
     _check_node_rank(node_rank, num_nodes)
-    return NodePlan(share, num_nodes, node_rank, asked.master_addr, asked.master_port or DEFAULT_PORT)
+    return NodePlan(
+        share, num_nodes, node_rank, asked.master_addr, asked.master_port or DEFAULT_PORT
+    )
 
 
 def _check(asked: Asked) -> None:
     counts = {"--nproc": asked.nproc, "--num_gpus": asked.num_gpus, "--num_nodes": asked.num_nodes}
     for option, value in counts.items():
         if value is not None and value < 1:
-            raise UsageError(f"{option} is {value}; it counts from 1.", fix=f"Leave {option} out for the default.")
+            raise UsageError(
+                f"{option} is {value}; it counts from 1.",
+                fix=f"Leave {option} out for the default.",
+            )
     if not 0 <= asked.master_port <= LAST_PORT:
         raise UsageError(
             f"--master_port is {asked.master_port}.",
@@ -139,7 +169,8 @@ def _check(asked: Asked) -> None:
         )
     if asked.nproc is not None and asked.num_gpus is not None:
         raise UsageError(
-            "--nproc and --num_gpus are mutually exclusive: both give the number of processes.", fix="Give one of them."
+            "--nproc and --num_gpus are mutually exclusive: both give the number of processes.",
+            fix="Give one of them.",
         )
     filtered = bool(asked.include or asked.exclude)
     clash = [option for option, value in counts.items() if filtered and value is not None]
@@ -153,7 +184,10 @@ def _check(asked: Asked) -> None:
 
 def _check_node_rank(node_rank: int, num_nodes: int) -> None:
     if not 0 <= node_rank < num_nodes:
-        raise UsageError(f"--node_rank {node_rank} is not one of the {num_nodes} nodes.", why="Nodes count from 0.")
+        raise UsageError(
+            f"--node_rank {node_rank} is not one of the {num_nodes} nodes.",
+            why="Nodes count from 0.",
+        )
 
 
 def _own_place(names: list[str], node_rank: int | None, own_names: Collection[str]) -> int:
@@ -166,19 +200,25 @@ def _own_place(names: list[str], node_rank: int | None, own_names: Collection[st
         found = f"{len(places)} times" if places else "not at all"
         raise UsageError(
             f"The hostfile names this machine {found}, so it cannot tell which node it is.",
-            why=f"Its hosts: {', '.join(names)}. This machine is known as: {', '.join(sorted(own_names))}.",
+            why=(
+                f"Its hosts: {', '.join(names)}. This machine is known as: "
+                f"{', '.join(sorted(own_names))}."
+            ),
             fix=START_EACH,
         )
     return places[0]
 
 
 def _share_of_slots(slots: tuple[int, ...], nproc: int | None, machine: Machine) -> Share:
-    """Take a hostfile's slots for this machine: as many processes, on the GPUs at those places if it has any."""
+    """Take a hostfile's slots for this machine: as many processes, on the GPUs at those places if
+    it has any.
+    """
     if nproc is not None or not machine.gpus:
         return Share(nproc or len(slots))
     if max(slots) >= len(machine.gpus):
         raise UsageError(
-            f"The hostfile gives this machine slot {max(slots)}, but it shows {len(machine.gpus)} GPUs.",
+            f"The hostfile gives this machine slot {max(slots)}, but it shows {len(machine.gpus)} "
+            "GPUs.",
             fix="Correct `slots=` (slots count from 0), or CUDA_VISIBLE_DEVICES.",
         )
     return Share(len(slots), tuple(machine.gpus[slot] for slot in slots))
@@ -204,8 +244,14 @@ def _local_share(asked: Asked, machine: Machine) -> Share:
 
 def _filtered_share(asked: Asked, machine: Machine) -> Share:
     numbered = _numbered(machine.gpus)
-    if not numbered:  # places for processes: as many as there are by default, or as the filter speaks of
-        spoken = [slot for slots in parse_filter(asked.include or asked.exclude).values() for slot in slots or ()]
+    if (
+        not numbered
+    ):  # places for processes: as many as there are by default, or as the filter speaks of
+        spoken = [
+            slot
+            for slots in parse_filter(asked.include or asked.exclude).values()
+            for slot in slots or ()
+        ]
         places = range(max([machine.default_nproc, *(slot + 1 for slot in spoken)]))
         slots = _only_local({LOCALHOST: tuple(places)}, asked)
         return _instead_of_gpus("--include" if asked.include else "--exclude", len(slots), machine)
@@ -218,14 +264,18 @@ def _only_local(hosts: Slots, asked: Asked) -> tuple[int, ...]:
 
 
 def _numbered(gpus: tuple[str, ...]) -> dict[int, str]:
-    """Return slot -> GPU name: the number the user knows it by, its place where names are not numbers (UUIDs)."""
+    """Return slot -> GPU name: the number the user knows it by, its place where names are not
+    numbers (UUIDs).
+    """
     if all(name.isdecimal() for name in gpus):
         return {int(name): name for name in gpus}
     return dict(enumerate(gpus))
 
 
 def _instead_of_gpus(option: str, wanted: int, machine: Machine) -> Share:
-    """Start as many ranks as asked for, so that batch and sharding are those meant; more than two have a core each."""
+    """Start as many ranks as asked for, so that batch and sharding are those meant; more than two
+    have a core each.
+    """
     nproc = min(wanted, max(2, machine.cores))
     asks = f"{option} asks for {_count(wanted, 'GPU')} and this machine has none"
     running = f"running {_count(nproc, 'CPU rank')} instead on {_count(machine.cores, 'core')}"
@@ -241,7 +291,10 @@ def _cpu_default(machine: Machine) -> str:
 def _crowded(nproc: int, machine: Machine) -> str:
     if not machine.gpus or nproc <= len(machine.gpus):
         return ""
-    return f"--nproc {nproc} is more than this machine's {_count(len(machine.gpus), 'GPU')}: ranks must share them"
+    return (
+        f"--nproc {nproc} is more than this machine's {_count(len(machine.gpus), 'GPU')}: ranks "
+        "must share them"
+    )
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
@@ -255,7 +308,9 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 @dataclass(frozen=True)
 class Machine:
-    """cores: CPU cores this process may use; gpus: names of the visible GPUs, as CUDA_VISIBLE_DEVICES takes them."""
+    """cores: CPU cores this process may use; gpus: names of the visible GPUs, as
+    CUDA_VISIBLE_DEVICES takes them.
+    """
 
     cores: int
     gpus: tuple[str, ...] = ()
@@ -272,8 +327,12 @@ class Machine:
 
 
 def allowed_cores(quota_file: Path = CPU_QUOTA) -> int:
-    """Return the CPU cores this process may use: its affinity, and the container's quota rounded up."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the CPU cores this process may use: its affinity, and the container's quota rounded
+    up.
+    """
+    affinity = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     with suppress(OSError, ValueError):
         quota, period = quota_file.read_text().split()
         if quota != "max":
@@ -282,6 +341,12 @@ def allowed_cores(quota_file: Path = CPU_QUOTA) -> int:
 
 
 def visible_gpus(count: int, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the visible GPUs.  count: as the driver reports it with CUDA_VISIBLE_DEVICES applied."""
-    listed = [name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    """Return the names of the visible GPUs.  count: as the driver reports it with
+    CUDA_VISIBLE_DEVICES applied.
+    """
+    listed = [
+        name.strip()
+        for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if name.strip()
+    ]
     return tuple(listed[:count]) if listed else tuple(str(index) for index in range(count))

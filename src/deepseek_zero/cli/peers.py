@@ -1,8 +1,9 @@
-"""What the launchers of several machines know of each other: that they live, that ranks failed, stand still, finished.
+"""What the launchers of several machines know of each other: that they live, that ranks failed,
+stand still, finished.
 
-Each machine's launcher has one thread that asks the store where they meet, twice a second, and writes there that it
-lives and which of its ranks are stopped.  A store whose machine is unreachable can keep who asks waiting for minutes;
-the launcher itself asks only this thread.
+Each machine's launcher has one thread that asks the store where they meet, twice a second, and
+writes there that it lives and which of its ranks are stopped.  A store whose machine is unreachable
+can keep who asks waiting for minutes; the launcher itself asks only this thread.
 """
 
 from __future__ import annotations
@@ -24,9 +25,17 @@ ASK_SECONDS = 0.5
 FAREWELL_SECONDS = 2.0
 """How long a launcher stays after a failure of its own, so that the others can read of it."""
 
-LOST_STORY = "It lost its power or its network, or this host did. --dead-after says how long a host may be silent."
-ENDED_STORY = "Its launcher was killed or asked to end, or that machine was shut down; what it wrote says more."
-FAILED_KEY, FINISHED_KEY, ALIVE_KEY = "deepseek_zero/failed", "deepseek_zero/finished", "deepseek_zero/alive"
+LOST_STORY = (
+    "It lost its power or its network, or this host did. --dead-after says how long a host may be "
+    "silent."
+)
+ENDED_STORY = (
+    "Its launcher was killed or asked to end, or that machine was shut down; what it wrote says "
+    "more."
+)
+FAILED_KEY = "deepseek_zero/failed"
+FINISHED_KEY = "deepseek_zero/finished"
+ALIVE_KEY = "deepseek_zero/alive"
 
 
 class Store(Protocol):
@@ -42,31 +51,45 @@ class Store(Protocol):
 
 
 class PeerWatch:
-    """Tells the launchers of the other machines of a failure, and hears of theirs and of their silence.
+    """Tells the launchers of the other machines of a failure, and hears of theirs and of their
+    silence.
 
-    dead_after: seconds of silence after which a machine is lost; inf: never. Clocks are this machine's own: what counts
-    is how long it has seen no change.
+    dead_after: seconds of silence after which a machine is lost; inf: never. Clocks are this
+    machine's own: what counts is how long it has seen no change.
     """
 
-    def __init__(self, store: Store, node: int, nodes: int, ranks: Sequence[int], dead_after: float) -> None:
+    def __init__(
+        self, store: Store, node: int, nodes: int, ranks: Sequence[int], dead_after: float
+    ) -> None:
         """ranks: of this machine."""
-        self._store, self._node, self._nodes, self._dead_after = store, node, nodes, dead_after
-        self._host, self._ranks = socket.gethostname(), list(ranks)
-        self.stopped: Collection[int] = ()  # ranks of this machine that have been stopped for TELL_AFTER
+        self._store = store
+        self._node = node
+        self._nodes = nodes
+        self._dead_after = dead_after
+        self._host = socket.gethostname()
+        self._ranks = list(ranks)
+        self.stopped: Collection[
+            int
+        ] = ()  # ranks of this machine that have been stopped for TELL_AFTER
         self._stopped_elsewhere: dict[int, set[int]] = {}  # by node
-        self._seen: dict[int, tuple[str, float]] = {}  # by node: what it wrote last, and when this one saw it change
+        self._seen: dict[
+            int, tuple[str, float]
+        ] = {}  # by node: what it wrote last, and when this one saw it change
         self._names: dict[int, str] = {0: "node 0, which holds the store,"}
         self._told: set[int] = set()  # whose silence is told
         self._answered = time.monotonic()  # the store, last
         self._asked: float | None = None  # when what is asked now was begun; None: nothing is
         self._failure = ""  # to tell the others
-        self._is_failure_told, self._has_news = threading.Event(), threading.Event()
+        self._is_failure_told = threading.Event()
+        self._has_news = threading.Event()
         self._has_finished = self._have_all_finished = self._is_store_gone = False
         self._heard: Outcome | None = None
         threading.Thread(target=self._serve, daemon=True, name="deepseek-zero-peers").start()
 
     def tell_failure(self, outcome: Outcome) -> None:
-        """Make a failure known to the others; the first one told stays. Waits until they can have read of it."""
+        """Make a failure known to the others; the first one told stays. Waits until they can have
+        read of it.
+        """
         self.begin_to_tell(outcome)
         self._is_failure_told.wait(FAREWELL_SECONDS)
         if self._node == 0:
@@ -84,7 +107,9 @@ class PeerWatch:
         return self._heard or self._silence()
 
     def all_finished(self) -> bool:
-        """Return whether the ranks of every machine have ended well; call it repeatedly once ours have."""
+        """Return whether the ranks of every machine have ended well; call it repeatedly once ours
+        have.
+        """
         if not self._has_finished:
             self._has_finished = True
             self._has_news.set()
@@ -96,15 +121,23 @@ class PeerWatch:
             time.sleep(2 * ASK_SECONDS)
 
     def _silence(self) -> Outcome | None:
-        now, answered, asked = time.monotonic(), self._answered, self._asked
+        now = time.monotonic()
+        answered = self._answered
+        asked = self._asked
         silent = {node: answered - at for node, (_, at) in self._seen.items()}
         if asked is not None and now - asked > 2 * ASK_SECONDS:
-            # What it says of the others is as old.  Not from before it was asked: this launcher may have stood still.
+            # What it says of the others is as old.  Not from before it was asked: this launcher may
+            # have stood still.
             silent = {0: now - max(answered, asked - ASK_SECONDS)}
         for node, seconds in silent.items():
             name = self._names.get(node, f"node {node}")
             if seconds > self._dead_after:
-                return Outcome(1, f"HostLost: {name} silent for {self._dead_after:g} s", LOST_STORY, is_silence=True)
+                return Outcome(
+                    1,
+                    f"HostLost: {name} silent for {self._dead_after:g} s",
+                    LOST_STORY,
+                    is_silence=True,
+                )
             if seconds > TELL_AFTER and node not in self._told:
                 self._told.add(node)
                 logger.warning(f"{name} silent for {TELL_AFTER:g} s")
@@ -120,7 +153,12 @@ class PeerWatch:
             while not self._have_all_finished:
                 beats += 1
                 self._asked = time.monotonic()
-                said = {"beat": beats, "host": self._host, "ranks": self._ranks, "stopped": sorted(self.stopped)}
+                said = {
+                    "beat": beats,
+                    "host": self._host,
+                    "ranks": self._ranks,
+                    "stopped": sorted(self.stopped),
+                }
                 self._store.set(f"{ALIVE_KEY}/{self._node}", json.dumps(said))
                 if self._failure and not self._is_failure_told.is_set():
                     self._store.compare_set(FAILED_KEY, "", self._failure)
@@ -153,10 +191,18 @@ class PeerWatch:
                     self._take_in(node, json.loads(said))
 
     def _look_for_ended(self) -> None:
-        """Hear of machines whose launcher has ended without a word: the store sees its connection end."""
+        """Hear of machines whose launcher has ended without a word: the store sees its connection
+        end.
+        """
         for node in range(1, self._nodes) if self._heard is None else ():
-            if node != self._node and self._store.check([f"{GONE}/{node}"]) and not self._has_said_its_end(node):
-                self._heard = Outcome(1, f"{self._names.get(node, f'node {node}')} has ended", ENDED_STORY)
+            if (
+                node != self._node
+                and self._store.check([f"{GONE}/{node}"])
+                and not self._has_said_its_end(node)
+            ):
+                self._heard = Outcome(
+                    1, f"{self._names.get(node, f'node {node}')} has ended", ENDED_STORY
+                )
                 return
 
     def _has_said_its_end(self, node: int) -> bool:
@@ -164,7 +210,8 @@ class PeerWatch:
 
     def _take_in(self, node: int, said: dict[str, Any]) -> None:
         self._names[node] = host_and_ranks(said["host"], said["ranks"])
-        stopped, before = set(said["stopped"]), self._stopped_elsewhere.get(node, set())
+        stopped = set(said["stopped"])
+        before = self._stopped_elsewhere.get(node, set())
         tell_stopped(said["host"], before, stopped)
         self._stopped_elsewhere[node] = stopped
 

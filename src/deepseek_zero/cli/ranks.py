@@ -1,4 +1,5 @@
-"""The rank processes of this machine: starts them, notices the first failure at once, ends all of them, says why.
+"""The rank processes of this machine: starts them, notices the first failure at once, ends all of
+them, says why.
 
     idle --start--> running --all exit 0--> finished
                        |
@@ -6,8 +7,8 @@
                        |
                        +--all exit 85 (base/launch.py)--> saved
 
-It knows nothing of torch and nothing of other machines.  Which rank failed first is read from the error files that
-worker.py writes (`first_cause`).
+It knows nothing of torch and nothing of other machines.  Which rank failed first is read from the
+error files that worker.py writes (`first_cause`).
 """
 
 from __future__ import annotations
@@ -30,17 +31,29 @@ from enum import Enum
 from pathlib import Path
 from typing import IO, Any
 
-from deepseek_zero.base.launch import ATTEMPT, ENDING, SAVED_EXIT_CODE, SAVES, SECRET_BYTES, is_marked, mark
+from deepseek_zero.base.launch import (
+    ATTEMPT,
+    ENDING,
+    SAVED_EXIT_CODE,
+    SAVES,
+    SECRET_BYTES,
+    is_marked,
+    mark,
+)
 from deepseek_zero.cli.orphans import MARK, Guard, Launch, send, stopped_after
 
 WORKER = str(Path(__file__).with_name("worker.py"))
 
 POLITE_SECONDS = 2.5
-"""How long a rank may take to end after the signal; with the sweep and the poll it stays under five seconds."""
+"""How long a rank may take to end after the signal; with the sweep and the poll it stays under five
+seconds.
+"""
 
 
 LEAVING_SECONDS = 10.0
-"""How long the others may take to follow a rank that saved and left; they left their training at the same step."""
+"""How long the others may take to follow a rank that saved and left; they left their training at
+the same step.
+"""
 
 
 class Target(Enum):
@@ -59,12 +72,22 @@ class Command:
     target: str
     args: tuple[str, ...] = ()
     pass_local_rank: bool = False  # as the first argument, where DeepSpeed puts it
-    log_dir: Path | None = None  # ranks other than the machine's first write there instead of the terminal
+    log_dir: Path | None = (
+        None  # ranks other than the machine's first write there instead of the terminal
+    )
 
     def argv(self, local_rank: int) -> list[str]:
         """Return the command line of one rank."""
         option = [f"--local_rank={local_rank}"] if self.pass_local_rank else []
-        return [sys.executable, WORKER, str(os.getpid()), self.kind.value, self.target, *option, *self.args]
+        return [
+            sys.executable,
+            WORKER,
+            str(os.getpid()),
+            self.kind.value,
+            self.target,
+            *option,
+            *self.args,
+        ]
 
 
 @dataclass
@@ -81,7 +104,13 @@ class _Running:
         return self.death is not None and self.death.code == SAVED_EXIT_CODE
 
     def death_with(self, code: int) -> Death:
-        return Death(self.rank, code, time.monotonic(), read_report(self.error_file), read_stack(self.error_file))
+        return Death(
+            self.rank,
+            code,
+            time.monotonic(),
+            read_report(self.error_file),
+            read_stack(self.error_file),
+        )
 
     def death_by_report(self) -> Death | None:
         report = read_report(self.error_file)
@@ -90,7 +119,9 @@ class _Running:
 
 @dataclass
 class Ranks:
-    """The ranks of this machine as processes; use as a context manager, which leaves neither processes nor files."""
+    """The ranks of this machine as processes; use as a context manager, which leaves neither
+    processes nor files.
+    """
 
     command: Command
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -118,9 +149,13 @@ class Ranks:
 
     @property
     def saved(self) -> bool:
-        """True once every rank has ended and none failed, by the code that says they saved first."""
+        """True once every rank has ended and none failed, by the code that says they saved
+        first.
+        """
         ranks = self._running.values()
-        return any(rank.saved for rank in ranks) and all(rank.finished or rank.saved for rank in ranks)
+        return any(rank.saved for rank in ranks) and all(
+            rank.finished or rank.saved for rank in ranks
+        )
 
     @property
     def have_all_ended(self) -> bool:
@@ -128,8 +163,8 @@ class Ranks:
         return all(rank.finished or rank.death for rank in self._running.values())
 
     def stopped(self) -> list[tuple[int, int]]:
-        """Return the ranks that a signal has stopped (SIGSTOP), each with the ticks of CPU time it has had until then;
-        none without /proc (not Linux).
+        """Return the ranks that a signal has stopped (SIGSTOP), each with the ticks of CPU time it
+        has had until then; none without /proc (not Linux).
         """
         running = [rank for rank in self._running.values() if not (rank.finished or rank.death)]
         found = ((rank.rank, stopped_after(rank.process.pid)) for rank in running)
@@ -141,9 +176,13 @@ class Ranks:
         return str(self._folder / "secret")
 
     def make_secret(self) -> bytes:
-        """Draw a secret for this job, in a file that nobody else may open, and that goes with us; return it."""
+        """Draw a secret for this job, in a file that nobody else may open, and that goes with us;
+        return it.
+        """
         secret = secrets.token_bytes(SECRET_BYTES)
-        with open(os.open(self.secret_file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+        with open(
+            os.open(self.secret_file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb"
+        ) as file:
             file.write(secret)
         return secret
 
@@ -156,7 +195,9 @@ class Ranks:
         return str(self._folder / f"attempt_{self._attempt}")
 
     def start(self, environments: Sequence[Mapping[str, str]]) -> dict[int, int]:
-        """Start one process per environment (of local ranks 0, 1, ...); returns their process ids by local rank."""
+        """Start one process per environment (of local ranks 0, 1, ...); returns their process ids
+        by local rank.
+        """
         self._attempt += 1
         self._running.clear()
         for local_rank, environment in enumerate(environments):
@@ -175,7 +216,8 @@ class Ranks:
                 ATTEMPT: self._notes,
                 "TORCHELASTIC_ERROR_FILE": str(error_file),
             },
-            # The first rank keeps the terminal itself, no pipe: progress bars draw and a debugger can be talked to.
+            # The first rank keeps the terminal itself, no pipe: progress bars draw and a debugger
+            # can be talked to.
             stdin=None if local_rank == 0 else subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT if output else None,
@@ -194,7 +236,9 @@ class Ranks:
 
     def wait(self, seconds: float) -> None:
         """Return at the next end of a rank, or after `seconds`."""
-        living = [rank.process.pid for rank in self._running.values() if rank.process.returncode is None]
+        living = [
+            rank.process.pid for rank in self._running.values() if rank.process.returncode is None
+        ]
         with ExitStack() as stack:
             try:
                 watched = []
@@ -202,7 +246,11 @@ class Ranks:
                     watched.append(os.pidfd_open(pid))
                     stack.callback(os.close, watched[-1])
                 select.select(watched, [], [], seconds)
-            except (AttributeError, OSError, ValueError):  # not Linux, an old kernel, or more files than select takes
+            except (
+                AttributeError,
+                OSError,
+                ValueError,
+            ):  # not Linux, an old kernel, or more files than select takes
                 time.sleep(min(seconds, 0.1))
 
     def poll(self) -> Death | None:
@@ -215,7 +263,9 @@ class Ranks:
     def _is_leaving(self, deaths: Sequence[Death]) -> bool:
         """Return whether every rank that has ended had saved, and the others may still follow."""
         since = time.monotonic() - min(death.at for death in deaths)
-        return all(death.code == SAVED_EXIT_CODE for death in deaths) and (self.saved or since < LEAVING_SECONDS)
+        return all(death.code == SAVED_EXIT_CODE for death in deaths) and (
+            self.saved or since < LEAVING_SECONDS
+        )
 
     def _look_at(self, rank: _Running) -> None:
         code = rank.process.poll()
@@ -226,7 +276,9 @@ class Ranks:
             rank.death = rank.death_with(code) if code else None
             if rank.finished:
                 self._forget(rank.process.pid)
-        elif rank.error_file.exists():  # it raised; whatever its exit handlers wait for, it will not come back
+        elif (
+            rank.error_file.exists()
+        ):  # it raised; whatever its exit handlers wait for, it will not come back
             rank.death = rank.death_by_report()
 
     def _forget(self, group: int) -> None:
@@ -235,15 +287,28 @@ class Ranks:
 
     def pass_on(self, number: signal.Signals) -> None:
         """Give the ranks a signal that the launcher received; they decide what it means."""
-        send([rank.process.pid for rank in self._running.values() if rank.process.poll() is None], number)
+        send(
+            [rank.process.pid for rank in self._running.values() if rank.process.poll() is None],
+            number,
+        )
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End every process of this launch: ask the ranks, wait, then sweep up their children and whoever stayed."""
+        """End every process of this launch: ask the ranks, wait, then sweep up their children and
+        whoever stayed.
+        """
         if self._attempt:
             mark(self._notes, ENDING)
         living = [rank.process for rank in self._running.values() if rank.process.poll() is None]
-        # A rank that raised is on its way out already: its exit handlers get the time without the signal.
-        send([rank.process.pid for rank in self._running.values() if rank.process in living and not rank.death], number)
+        # A rank that raised is on its way out already: its exit handlers get the time without the
+        # signal.
+        send(
+            [
+                rank.process.pid
+                for rank in self._running.values()
+                if rank.process in living and not rank.death
+            ],
+            number,
+        )
         deadline = time.monotonic() + POLITE_SECONDS
         for process in living:
             with suppress(subprocess.TimeoutExpired):
@@ -257,8 +322,8 @@ class Ranks:
             self._forget(group)
 
     def cause(self) -> Death | None:
-        """Return the failure to show once all have ended: what was seen before, or what ranks wrote while they were
-        ended.
+        """Return the failure to show once all have ended: what was seen before, or what ranks wrote
+        while they were ended.
         """
         found = [rank.death_by_report() or rank.death for rank in self._running.values()]
         deaths = [death for death in found if death is not None]
@@ -271,14 +336,17 @@ NO_TRACEBACK = {
     signal.SIGTERM: "Somebody asked this process to end (SIGTERM), so there is no traceback.",
 }
 CRASH = "It crashed in native code."
-SAVED = "It saved a checkpoint and left, as ranks do that are asked to end; the other ranks did not follow."
+SAVED = (
+    "It saved a checkpoint and left, as ranks do that are asked to end; the other ranks did not "
+    "follow."
+)
 SILENT_EXIT = "It left no traceback: it ended by sys.exit(code) or os._exit(code)."
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank wrote about its own end.  text: as the interpreter would print it; at: `time.monotonic()`, which the
-    processes of a machine share and nobody sets.
+    """What a rank wrote about its own end.  text: as the interpreter would print it; at:
+    `time.monotonic()`, which the processes of a machine share and nobody sets.
     """
 
     text: str
@@ -303,12 +371,16 @@ class Death:
 
     @property
     def exit_code(self) -> int:
-        """The code the launcher ends with: the rank's own, or 128 + the signal's number as shells do."""
+        """The code the launcher ends with: the rank's own, or 128 + the signal's number as shells
+        do.
+        """
         return 128 - self.code if self.code < 0 else self.code
 
     @property
     def began_at(self) -> float:
-        """When the failure began: the exception's time where known, for a process takes a while to exit after it."""
+        """When the failure began: the exception's time where known, for a process takes a while to
+        exit after it.
+        """
         return self.report.at if self.report else self.at
 
     @property
@@ -334,7 +406,9 @@ class Death:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a launch ended; headline and story are empty if all went well. is_silence: by the silence of a machine."""
+    """How a launch ended; headline and story are empty if all went well. is_silence: by the silence
+    of a machine.
+    """
 
     exit_code: int = 0
     headline: str = ""
@@ -353,19 +427,27 @@ def _how(code: int) -> str:
 
 
 def first_cause(deaths: Sequence[Death]) -> Death:
-    """Return the failure to show: the earliest one that does not blame another rank, else the earliest.
+    """Return the failure to show: the earliest one that does not blame another rank, else the
+    earliest.
 
     A rank that saved and left is shown only where no rank failed.
     """
-    return min(deaths, key=lambda death: (death.code == SAVED_EXIT_CODE, death.secondary, death.began_at))
+    return min(
+        deaths, key=lambda death: (death.code == SAVED_EXIT_CODE, death.secondary, death.began_at)
+    )
 
 
 def read_report(path: Path) -> Report | None:
-    """Return the report in an error file, also in torch's own @record layout; None if none can be read."""
+    """Return the report in an error file, also in torch's own @record layout; None if none can be
+    read.
+    """
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        message, ours = data["message"], data.get("deepseek_zero", {})
-        told = time.monotonic() - (time.time() - float(message["extraInfo"]["timestamp"]))  # torch's, in whole seconds
+        message = data["message"]
+        ours = data.get("deepseek_zero", {})
+        told = time.monotonic() - (
+            time.time() - float(message["extraInfo"]["timestamp"])
+        )  # torch's, in whole seconds
         return Report(
             text=message["extraInfo"]["py_callstack"],
             summary=message["message"],

@@ -2,8 +2,8 @@
 
     deepseek-zero run [options] script.py args...
 
-The options are the fields of `RunOptions`; the first word that is not an option is the script, and everything after it
-belongs to the script, whatever it is called.
+The options are the fields of `RunOptions`; the first word that is not an option is the script, and
+everything after it belongs to the script, whatever it is called.
 """
 
 from __future__ import annotations
@@ -55,9 +55,12 @@ Several machines: {START_EACH} Under Slurm (srun), SkyPilot, dstack, or with PET
 
 Started over ssh, --end-with-input ends everything here when that connection does."""
 
-WHERE, WHAT = "Where ranks run", "What they run"
+WHERE = "Where ranks run"
+WHAT = "What they run"
 AXES = ("pp", "tp", "sp")
-"""Options that name axes of the mesh; the ranks read them from the environment, as one more place that states one."""
+"""Options that name axes of the mesh; the ranks read them from the environment, as one more place
+that states one.
+"""
 
 
 def _option(*names: str, text: str, panel: str) -> Any:
@@ -66,81 +69,165 @@ def _option(*names: str, text: str, panel: str) -> Any:
 
 @dataclass(frozen=True)
 class RunOptions(LauncherOptions):
-    """The command line of `run`; each field is one option, and cli/__init__.py builds the command from them."""
+    """The command line of `run`; each field is one option, and cli/__init__.py builds the command
+    from them.
+    """
 
     nproc: Annotated[
-        int | None, _option("--nproc", text="Processes here. Default: GPUs, else a pair of cores each.", panel=WHERE)
+        int | None,
+        _option(
+            "--nproc", text="Processes here. Default: GPUs, else a pair of cores each.", panel=WHERE
+        ),
     ] = None
     num_gpus: Annotated[
         int | None,
-        _option("--num-gpus", "--num-accelerators", text="GPUs to use here (on each host of a hostfile).", panel=WHERE),
+        _option(
+            "--num-gpus",
+            "--num-accelerators",
+            text="GPUs to use here (on each host of a hostfile).",
+            panel=WHERE,
+        ),
     ] = None
     num_nodes: Annotated[
         int | None, _option("--num-nodes", text="Machines to use. Default: 1, or all.", panel=WHERE)
     ] = None
     hostfile: Annotated[
         Path | None,
-        _option("--hostfile", "-H", text=f"Lines of `hostname slots=N`. Default: {DEFAULT_HOSTFILE}.", panel=WHERE),
+        _option(
+            "--hostfile",
+            "-H",
+            text=f"Lines of `hostname slots=N`. Default: {DEFAULT_HOSTFILE}.",
+            panel=WHERE,
+        ),
     ] = None
     include: Annotated[
-        str, _option("--include", "-i", text="Only these: NAME[:SLOT,...][@NAME...], here: localhost:0,2", panel=WHERE)
+        str,
+        _option(
+            "--include",
+            "-i",
+            text="Only these: NAME[:SLOT,...][@NAME...], here: localhost:0,2",
+            panel=WHERE,
+        ),
     ] = ""
-    exclude: Annotated[str, _option("--exclude", "-e", text="All but these; the same grammar.", panel=WHERE)] = ""
+    exclude: Annotated[
+        str, _option("--exclude", "-e", text="All but these; the same grammar.", panel=WHERE)
+    ] = ""
     master_addr: Annotated[
-        str | None, _option("--master-addr", text="Address of node 0. Default: the first host, or here.", panel=WHERE)
+        str | None,
+        _option(
+            "--master-addr",
+            text="Address of node 0. Default: the first host, or here.",
+            panel=WHERE,
+        ),
     ] = None
     master_port: Annotated[
-        int, _option("--master-port", text="Port of node 0. Default 0: any free one; 29500 for several.", panel=WHERE)
+        int,
+        _option(
+            "--master-port",
+            text="Port of node 0. Default 0: any free one; 29500 for several.",
+            panel=WHERE,
+        ),
     ] = 0
     node_rank: Annotated[
         int | None,
-        _option("--node-rank", text="This machine's number. Default: its place in the hostfile.", panel=WHERE),
+        _option(
+            "--node-rank",
+            text="This machine's number. Default: its place in the hostfile.",
+            panel=WHERE,
+        ),
     ] = None
     interface: Annotated[
         str | None,
         _option(
-            "--interface", text="Where ranks listen: a network interface, or an address of this host.", panel=WHERE
+            "--interface",
+            text="Where ranks listen: a network interface, or an address of this host.",
+            panel=WHERE,
         ),
     ] = None
     ports: Annotated[
         str | None,
-        _option("--ports", text="The ports that ranks listen at, FIRST-LAST. Default: any free ones.", panel=WHERE),
+        _option(
+            "--ports",
+            text="The ports that ranks listen at, FIRST-LAST. Default: any free ones.",
+            panel=WHERE,
+        ),
     ] = None
     tls: Annotated[
-        bool, _option("--tls", text="Encrypt what leaves a host: our own sockets, by TLS 1.3.", panel=WHERE)
+        bool,
+        _option(
+            "--tls", text="Encrypt what leaves a host: our own sockets, by TLS 1.3.", panel=WHERE
+        ),
     ] = False
-    pp: Annotated[int, _option("--pp", text="Pipeline stages, as `mesh.pp` of the configuration.", panel=WHAT)] = 1
-    tp: Annotated[
-        int, _option("--tp", text="Ranks that share one layer (tensor parallel), as `mesh.tp`.", panel=WHAT)
+    pp: Annotated[
+        int, _option("--pp", text="Pipeline stages, as `mesh.pp` of the configuration.", panel=WHAT)
     ] = 1
-    sp: Annotated[int, _option("--sp", text="Ranks that share one sequence (Ulysses), as `mesh.sp`.", panel=WHAT)] = 1
+    tp: Annotated[
+        int,
+        _option(
+            "--tp", text="Ranks that share one layer (tensor parallel), as `mesh.tp`.", panel=WHAT
+        ),
+    ] = 1
+    sp: Annotated[
+        int,
+        _option("--sp", text="Ranks that share one sequence (Ulysses), as `mesh.sp`.", panel=WHAT),
+    ] = 1
     module: Annotated[
-        bool, _option("--module", "-m", text="The script is a module's name (python -m).", panel=WHAT)
+        bool,
+        _option("--module", "-m", text="The script is a module's name (python -m).", panel=WHAT),
     ] = False
     no_python: Annotated[
-        bool, _option("--no-python", text="The script is a program of its own, not Python source.", panel=WHAT)
+        bool,
+        _option(
+            "--no-python", text="The script is a program of its own, not Python source.", panel=WHAT
+        ),
     ] = False
     no_local_rank: Annotated[
         bool,
-        _option("--no-local-rank", text="Never pass --local_rank=N (else: where the script knows it).", panel=WHAT),
+        _option(
+            "--no-local-rank",
+            text="Never pass --local_rank=N (else: where the script knows it).",
+            panel=WHAT,
+        ),
     ] = False
     max_restarts: Annotated[
-        int, _option("--max-restarts", text="Times to start all ranks again after a failure. Default 0.", panel=WHAT)
+        int,
+        _option(
+            "--max-restarts",
+            text="Times to start all ranks again after a failure. Default 0.",
+            panel=WHAT,
+        ),
     ] = 0
     save_grace: Annotated[
         float,
-        _option("--save-grace", text="Seconds for ranks that save on SIGTERM to do so. Default 300.", panel=WHAT),
+        _option(
+            "--save-grace",
+            text="Seconds for ranks that save on SIGTERM to do so. Default 300.",
+            panel=WHAT,
+        ),
     ] = 300.0
     end_with_input: Annotated[
         bool,
-        _option("--end-with-input", text="End all ranks here when standard input ends (started over ssh).", panel=WHAT),
+        _option(
+            "--end-with-input",
+            text="End all ranks here when standard input ends (started over ssh).",
+            panel=WHAT,
+        ),
     ] = False
     dead_after: Annotated[
         float,
-        _option("--dead-after", text="Seconds of silence until a machine is lost, or inf. Default 10.", panel=WHERE),
+        _option(
+            "--dead-after",
+            text="Seconds of silence until a machine is lost, or inf. Default 10.",
+            panel=WHERE,
+        ),
     ] = DEFAULT_DEAD_AFTER
     as_deepspeed: Annotated[
-        bool, _option("--as-deepspeed", text="`import deepspeed` in the script means this library.", panel=WHAT)
+        bool,
+        _option(
+            "--as-deepspeed",
+            text="`import deepspeed` in the script means this library.",
+            panel=WHAT,
+        ),
     ] = False
     log_dir: Annotated[
         Path | None,
@@ -152,32 +239,42 @@ class RunOptions(LauncherOptions):
         ),
     ] = None
     command: Annotated[
-        list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.")
+        list[str] | None,
+        typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments."),
     ] = None
 
 
 def run(options: RunOptions) -> int:
     """Launch the script; return the exit code.
 
-    0, the failing rank's, 85 where the ranks were asked to end and saved, or 128 + the signal that ended the launcher.
+    0, the failing rank's, 85 where the ranks were asked to end and saved, or 128 + the signal that
+    ended the launcher.
     """
     refuse_options(options)
     set_log_level(options)
     axes = {axis: getattr(options, axis) for axis in AXES}
     for axis, size in axes.items():
         if size < 1:
-            raise UsageError(f"--{axis} is {size}.", why="An axis has at least one rank.", fix=f"Leave --{axis} out.")
+            raise UsageError(
+                f"--{axis} is {size}.",
+                why="An axis has at least one rank.",
+                fix=f"Leave --{axis} out.",
+            )
     for option, value in (
         ("--max-restarts", options.max_restarts),
         ("--save-grace", options.save_grace),
     ):
         if not value >= 0:  # not a number, too
             raise UsageError(
-                f"{option} is {value}.", why="It counts from 0.", fix=f"Leave {option} out, or give 0 or more."
+                f"{option} is {value}.",
+                why="It counts from 0.",
+                fix=f"Leave {option} out, or give 0 or more.",
             )
     checked_dead_after(options.dead_after, "--dead-after")
     command = _command(options)
-    agent = importlib.import_module("deepseek_zero.cli.agent")  # late: it imports torch, which --help must not wait for
+    agent = importlib.import_module(
+        "deepseek_zero.cli.agent"
+    )  # late: it imports torch, which --help must not wait for
     machine = Machine(allowed_cores(), agent.gpus_of_this_machine(os.environ))
     asked = _asked(options)
     said = _said(asked)
@@ -192,11 +289,15 @@ def run(options: RunOptions) -> int:
         )
     if plan.share.note:
         logger.info(plan.share.note)
-    environment = rank_environment(plan, machine) | (child_environment(os.environ) if options.as_deepspeed else {})
+    environment = rank_environment(plan, machine) | (
+        child_environment(os.environ) if options.as_deepspeed else {}
+    )
     connecting = _listening_environment(options) | ({TLS: "1"} if options.tls else {})
     environment |= connecting
     os.environ.update(connecting)  # for the launcher's own store, too
-    lead_gloo(plan.num_nodes == 1, plan.master_addr)  # that of scripts which call torch's init_process_group
+    lead_gloo(
+        plan.num_nodes == 1, plan.master_addr
+    )  # that of scripts which call torch's init_process_group
     if plan.num_nodes > 1:
         environment[DEAD_AFTER] = f"{options.dead_after:g}"
     if named := [f"{axis}={size}" for axis, size in axes.items() if size > 1]:
@@ -210,15 +311,25 @@ def _listening_environment(options: RunOptions) -> dict[str, str]:
     """Return what tells ranks where to listen; raise a `UsageError` for what this host has not."""
     if options.interface is None and options.ports is None:
         return {}
-    channel = importlib.import_module("deepseek_zero.comm.net.channel")  # late: its package imports torch
+    channel = importlib.import_module(
+        "deepseek_zero.comm.net.channel"
+    )  # late: its package imports torch
     found: dict[str, str] = channel.listening_variables(options.interface, options.ports)
     return found
 
 
 def _enough(asked: Asked, machine: Machine, axes: Mapping[str, int], said: Nodes | None) -> Asked:
-    """Where nothing says how many ranks run and there are no GPUs to count, ask for whole copies of the model."""
+    """Where nothing says how many ranks run and there are no GPUs to count, ask for whole copies of
+    the model.
+    """
     copy = math.prod(axes.values())
-    asks = (asked.nproc, asked.num_gpus, asked.hostfile, asked.include or None, asked.exclude or None)
+    asks = (
+        asked.nproc,
+        asked.num_gpus,
+        asked.hostfile,
+        asked.include or None,
+        asked.exclude or None,
+    )
     tells = (said.nproc, said.num_gpus) if said is not None else ()
     if copy == 1 or machine.gpus or any(one is not None for one in (*asks, *tells)):
         return asked
@@ -226,7 +337,9 @@ def _enough(asked: Asked, machine: Machine, axes: Mapping[str, int], said: Nodes
 
 
 def _check_axes(plan: NodePlan, axes: Mapping[str, int]) -> None:
-    """Raise where the ranks of one machine are no whole copies of the model; several machines are counted by them."""
+    """Raise where the ranks of one machine are no whole copies of the model; several machines are
+    counted by them.
+    """
     copy = math.prod(axes.values())
     if plan.num_nodes == 1 and plan.share.nproc % copy:
         named = " ".join(f"--{axis} {size}" for axis, size in axes.items() if size > 1)
@@ -237,12 +350,15 @@ def _check_axes(plan: NodePlan, axes: Mapping[str, int]) -> None:
         )
 
 
-# torch logs a page of C++ frames for each call to a store whose keeper is gone: our error says it in a sentence.
+# torch logs a page of C++ frames for each call to a store whose keeper is gone: our error says it
+# in a sentence.
 SHORT_ERRORS = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_DISABLE_ADDR2LINE": "1"}
 
 
 def rank_environment(plan: NodePlan, machine: Machine) -> dict[str, str]:
-    """Return what every rank of this machine gets: its share of the cores and, where slots were chosen, the GPUs."""
+    """Return what every rank of this machine gets: its share of the cores and, where slots were
+    chosen, the GPUs.
+    """
     environment = machine.thread_environment(plan.share.nproc, os.environ)
     environment |= {name: value for name, value in SHORT_ERRORS.items() if name not in os.environ}
     if plan.share.devices is not None:
@@ -260,7 +376,9 @@ def own_names() -> set[str]:
 
 
 def _said(asked: Asked) -> Nodes | None:
-    """Return what an engine's variables say of the machines; options that say it beat them, nonsense, too."""
+    """Return what an engine's variables say of the machines; options that say it beat them,
+    nonsense, too.
+    """
     try:
         said = nodes_of(os.environ)
     except UsageError:
@@ -273,8 +391,8 @@ def _said(asked: Asked) -> Nodes | None:
     with suppress(UsageError):  # variables that ranks here will not see
         if said is None and asked.num_nodes is None and (outer := discover(os.environ)).size > 1:
             logger.warning(
-                f"this launcher was itself started as rank {outer.rank} of {outer.size} ({outer.source}): every one of "
-                "them starts a training of its own"
+                f"this launcher was itself started as rank {outer.rank} of {outer.size} "
+                f"({outer.source}): every one of them starts a training of its own"
             )
     return said
 
@@ -288,13 +406,19 @@ def _asked(options: RunOptions) -> Asked:
 
 def _command(options: RunOptions) -> Command:
     if not options.command:
-        raise UsageError("No script was given.", fix="deepseek-zero run [options] script.py args...")
+        raise UsageError(
+            "No script was given.", fix="deepseek-zero run [options] script.py args..."
+        )
     if options.module and options.no_python:
-        raise UsageError("--module and --no_python are mutually exclusive.", fix="Give one of them.")
+        raise UsageError(
+            "--module and --no_python are mutually exclusive.", fix="Give one of them."
+        )
     if options.log_dir is not None:
         refuse_url(f"--log-dir {options.log_dir}", options.log_dir)
     target, *args = options.command
-    kind = Target.MODULE if options.module else Target.PROGRAM if options.no_python else Target.SCRIPT
+    kind = (
+        Target.MODULE if options.module else Target.PROGRAM if options.no_python else Target.SCRIPT
+    )
     source = _source(kind, target)
     return Command(
         kind,
@@ -306,20 +430,25 @@ def _command(options: RunOptions) -> Command:
 
 
 def _source(kind: Target, target: str) -> Path | None:
-    """Return the Python source the ranks will run, to look at; raise a UsageError for a missing script before anything
-    starts.
+    """Return the Python source the ranks will run, to look at; raise a UsageError for a missing
+    script before anything starts.
     """
     if kind is Target.MODULE:
         return find_module(target)
     if kind is Target.PROGRAM:
         if shutil.which(target) is None:
             raise UsageError(
-                f"There is no program {target!r} to run.", fix="Check the path, or that it may be executed."
+                f"There is no program {target!r} to run.",
+                fix="Check the path, or that it may be executed.",
             )
         return None
     path = Path(target)
     if not path.exists():
-        hint = " `run` starts Python itself, so leave that word out." if target.startswith("python") else ""
+        hint = (
+            " `run` starts Python itself, so leave that word out."
+            if target.startswith("python")
+            else ""
+        )
         raise UsageError(
             f"There is no script {target!r} here.{hint}",
             why=f"The current folder is {Path.cwd()}.",
@@ -333,7 +462,9 @@ def _tell(outcome: Outcome) -> int:
     if outcome.headline:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         console.show_cursor(True)  # a progress bar that was killed may have left it hidden
-        console.print(Text(f"\n{outcome.headline}; all ranks here have been ended", style="bold red"))
+        console.print(
+            Text(f"\n{outcome.headline}; all ranks here have been ended", style="bold red")
+        )
         if outcome.story:
             console.print(Text(outcome.story))
     return outcome.exit_code

@@ -1,8 +1,10 @@
-"""The first Python code of a rank: ties its life to the launcher's, then runs the user's script as Python would.
+"""The first Python code of a rank: ties its life to the launcher's, then runs the user's script as
+Python would.
 
-Run by path, never imported by the package, standard library only: a rank pays nothing for having been launched, and
-`sys.path`, `sys.argv`, `__main__` and pickling are those of a plain start.  An exception is written to the rank's error
-file instead of the terminal, so that the launcher shows the first one, once.
+Run by path, never imported by the package, standard library only: a rank pays nothing for having
+been launched, and `sys.path`, `sys.argv`, `__main__` and pickling are those of a plain start.  An
+exception is written to the rank's error file instead of the terminal, so that the launcher shows
+the first one, once.
 """
 
 from __future__ import annotations
@@ -37,13 +39,17 @@ LOST_PEER_TEXTS = (
     "remote process exited",
     "communicator was aborted",
 )
-"""How an exception says that some other rank went first; such a one is shown only if nothing better is known."""
+"""How an exception says that some other rank went first; such a one is shown only if nothing better
+is known.
+"""
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, however that ends (Linux; kept by exec, not by children).
+    """Have the kernel kill this process when its parent ends, however that ends (Linux; kept by
+    exec, not by children).
 
-    parent: the launcher's process id; if it is gone already, the signal would never come, so end here.
+    parent: the launcher's process id; if it is gone already, the signal would never come, so end
+    here.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -52,7 +58,9 @@ def die_with_parent(parent: int) -> None:
 
 
 def run_script(path: str) -> None:
-    """Run a file as `python path` does: a fresh `__main__` that stays for exit handlers, threads and pickling."""
+    """Run a file as `python path` does: a fresh `__main__` that stays for exit handlers, threads
+    and pickling.
+    """
     script = os.path.abspath(path)
     _set_first_path(os.path.dirname(os.path.realpath(script)))
     if not os.path.isfile(script):  # a folder or an archive with a __main__.py inside
@@ -60,7 +68,9 @@ def run_script(path: str) -> None:
         return
     main = types.ModuleType("__main__")
     main.__dict__.update(
-        __file__=script, __builtins__=__builtins__, __loader__=importlib.machinery.SourceFileLoader("__main__", script)
+        __file__=script,
+        __builtins__=__builtins__,
+        __loader__=importlib.machinery.SourceFileLoader("__main__", script),
     )
     sys.modules["__main__"] = main
     with io.open_code(script) as file:
@@ -97,8 +107,11 @@ def _own_frames_cut(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _shown_text(error: BaseException) -> str:
-    """Return what the interpreter would have printed, through `sys.excepthook`, which a script may have replaced."""
-    terminal, sys.stderr = sys.stderr, io.StringIO()
+    """Return what the interpreter would have printed, through `sys.excepthook`, which a script may
+    have replaced.
+    """
+    terminal = sys.stderr
+    sys.stderr = io.StringIO()
     try:
         sys.excepthook(type(error), error, error.__traceback__)
         return sys.stderr.getvalue() or "".join(traceback.format_exception(error))
@@ -118,7 +131,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def blames_a_peer(error: BaseException) -> bool:
-    """Return whether the exception, or one it came from, tells of another rank's end rather than of a fault here."""
+    """Return whether the exception, or one it came from, tells of another rank's end rather than of
+    a fault here.
+    """
     return any(
         not LOST_PEER_TYPES.isdisjoint(kind.__name__ for kind in type(link).__mro__)
         or any(text in str(link) for text in LOST_PEER_TEXTS)
@@ -127,15 +142,18 @@ def blames_a_peer(error: BaseException) -> bool:
 
 
 def write_report(text: str, summary: str, exit_code: int, *, secondary: bool, at: float) -> None:
-    """Write the error file in torch elastic's layout plus our own entry, at once and whole.  at: by the clock that the
-    launcher compares ranks by.
+    """Write the error file in torch elastic's layout plus our own entry, at once and whole.  at: by
+    the clock that the launcher compares ranks by.
     """
     path = os.environ.get(ERROR_FILE)
     if not path:
         sys.stderr.write(text)
         return
     report = {
-        "message": {"message": summary, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}},
+        "message": {
+            "message": summary,
+            "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
+        },
         "deepseek_zero": {"at": at, "exit_code": exit_code, "secondary": secondary},
     }
     with open(f"{path}.part", "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -146,7 +164,9 @@ def write_report(text: str, summary: str, exit_code: int, *, secondary: bool, at
 def _report_exception(error: BaseException, at: float) -> int:
     error = error.with_traceback(_own_frames_cut(error.__traceback__))
     # As the interpreter leaves it behind: exit handlers tell by it how this program ended.
-    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+    sys.last_type = type(error)
+    sys.last_value = error
+    sys.last_traceback = error.__traceback__
     summary = "".join(traceback.format_exception_only(error)).strip()
     write_report(_shown_text(error), summary, 1, secondary=blames_a_peer(error), at=at)
     return 1
@@ -161,24 +181,29 @@ def _report_exit(error: SystemExit, at: float) -> int:
 
 
 def _flush_whole_lines() -> None:
-    """Buffer standard output as on a terminal even into a pipe or file: at once, and a line is one write.
+    """Buffer standard output as on a terminal even into a pipe or file: at once, and a line is one
+    write.
 
-    Unbuffered (`python -u`, PYTHONUNBUFFERED as in many containers), a line's text and its end are written apart, and
-    the lines of ranks run into each other.
+    Unbuffered (`python -u`, PYTHONUNBUFFERED as in many containers), a line's text and its end are
+    written apart, and the lines of ranks run into each other.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
 def _keep_crash_stack() -> None:
-    """Have a crash in native code leave its Python stack beside the error file, for the launcher to show."""
+    """Have a crash in native code leave its Python stack beside the error file, for the launcher to
+    show.
+    """
     path = os.environ.get(ERROR_FILE)
     if path and not faulthandler.is_enabled():
         faulthandler.enable(file=open(f"{path}.stack", "w"))  # noqa: SIM115  open as long as the process lives
 
 
 def main(parent: str, kind: str, target: str, *args: str) -> int:
-    """Run the target and return the exit code; parent: the launcher's process id; kind: a key of RUNNERS."""
+    """Run the target and return the exit code; parent: the launcher's process id; kind: a key of
+    RUNNERS.
+    """
     die_with_parent(int(parent))
     _keep_crash_stack()
     _flush_whole_lines()
@@ -195,11 +220,12 @@ def main(parent: str, kind: str, target: str, *args: str) -> int:
 
 
 def leave(code: int) -> None:
-    """End this process as the interpreter does, as far as its exit handlers, and leave the rest to the kernel.
+    """End this process as the interpreter does, as far as its exit handlers, and leave the rest to
+    the kernel.
 
-    Threads that are no daemons are waited for, exit handlers run, what was written is flushed.  Then Python would take
-    torch's modules apart object by object: half a second on an idle machine and several on a busy one, for which
-    whoever waits for the end of this process would wait, too.
+    Threads that are no daemons are waited for, exit handlers run, what was written is flushed.
+    Then Python would take torch's modules apart object by object: half a second on an idle machine
+    and several on a busy one, for which whoever waits for the end of this process would wait, too.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # as Python's own end begins
     atexit._run_exitfuncs()
