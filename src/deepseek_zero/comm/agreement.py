@@ -1,6 +1,7 @@
 """Compares what ranks are about to do before they do it, and raises on all of them if one cannot.
 
-Differences found here are named; found later they would be wrong gradients or ranks that wait for each other.
+Differences found here are named; found later they would be wrong gradients or ranks that wait for
+each other.
 """
 
 from __future__ import annotations
@@ -19,28 +20,40 @@ MOST_KEYS = 8  # that an error lists
 
 
 def agree(comm: Comm, lines: Sequence[str], what: str, why: str, fix: str) -> None:
-    """Raise on every rank, with the first line that differs, unless all ranks bring the same lines.  Collective.
+    """Raise on every rank, with the first line that differs, unless all ranks bring the same lines.
+    Collective.
 
-    what: the subject of the collective's name ("the model").  why, fix: the error's second and third sentence.
+    what: the subject of the collective's name ("the model").  why, fix: the error's second and
+    third sentence.
     """
     if comm.size == 1:
         return
     digests = comm.all_gather_text(hashlib.sha256("\n".join(lines).encode()).hexdigest(), what)
     if len(set(digests)) == 1:
         return
-    everyone = [json.loads(text) for text in comm.all_gather_text(json.dumps(list(lines)), f"{what} in full")]
+    everyone = [
+        json.loads(text)
+        for text in comm.all_gather_text(json.dumps(list(lines)), f"{what} in full")
+    ]
     different = next(rank for rank, found in enumerate(digests) if found != digests[0])
-    first, other = everyone[0], everyone[different]
-    at = next((k for k, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
+    first = everyone[0]
+    other = everyone[different]
+    at = next(
+        (k for k, (a, b) in enumerate(zip(first, other, strict=False)) if a != b),
+        min(len(first), len(other)),
+    )
     a, b = (found[at] if at < len(found) else "nothing" for found in (first, other))
-    raise ModelMismatchError(f"ranks differ in {what}: rank 0 has '{a}', rank {different} has '{b}'.", why, fix)
+    raise ModelMismatchError(
+        f"ranks differ in {what}: rank 0 has '{a}', rank {different} has '{b}'.", why, fix
+    )
 
 
 def agree_on(comm: Comm, values: Mapping[str, Any], what: str, why: str, fix: str) -> None:
-    """Raise on every rank if values differ between ranks; the error names each such key.  Collective.
+    """Raise on every rank if values differ between ranks; the error names each such key.
+    Collective.
 
-    values: plain values by key, in the same order on every rank; `values_in` takes a dataclass apart.  what, why, fix:
-    as `agree` takes them.
+    values: plain values by key, in the same order on every rank; `values_in` takes a dataclass
+    apart.  what, why, fix: as `agree` takes them.
     """
     if comm.size == 1:
         return
@@ -55,11 +68,15 @@ def agree_on(comm: Comm, values: Mapping[str, Any], what: str, why: str, fix: st
         if other is not None:
             different.append(f"{key}: rank 0 has {said[0]}, rank {other} has {said[other]}")
     more = f"; and {len(different) - MOST_KEYS} more" if len(different) > MOST_KEYS else ""
-    raise ModelMismatchError(f"ranks differ in {what}: {'; '.join(different[:MOST_KEYS])}{more}.", why, fix)
+    raise ModelMismatchError(
+        f"ranks differ in {what}: {'; '.join(different[:MOST_KEYS])}{more}.", why, fix
+    )
 
 
 def values_in(value: Any, name: str) -> dict[str, Any]:
-    """Return the plain values in a dataclass, a pydantic model or a mapping, by dotted names that begin with `name`."""
+    """Return the plain values in a dataclass, a pydantic model or a mapping, by dotted names that
+    begin with `name`.
+    """
     if is_dataclass(value) and not isinstance(value, type):
         parts = {each.name: getattr(value, each.name) for each in fields(value)}
     elif hasattr(type(value), "model_fields"):
@@ -75,20 +92,30 @@ def values_in(value: Any, name: str) -> dict[str, Any]:
 
 
 class AllRanks:
-    """Around what may fail on one rank alone: leaving raises its error there, and `PeerError` elsewhere.  Collective.
+    """Around what may fail on one rank alone: leaving raises its error there, and `PeerError`
+    elsewhere.  Collective.
 
     what: is done inside, for the error of the other ranks.
     """
 
     def __init__(self, comm: Comm, what: str) -> None:
-        self._comm, self._what = comm, what
+        self._comm = comm
+        self._what = what
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, _kind: Any, problem: BaseException | None, _trace: Any) -> None:
-        if problem is None or isinstance(problem, Exception):  # a rank that is told to end tells by ending
-            _hear(self._comm, self._what, {"said": ""} if problem is None else _told(problem), PeerError, problem)
+        if problem is None or isinstance(
+            problem, Exception
+        ):  # a rank that is told to end tells by ending
+            _hear(
+                self._comm,
+                self._what,
+                {"said": ""} if problem is None else _told(problem),
+                PeerError,
+                problem,
+            )
 
 
 def gather_outcomes(
@@ -98,17 +125,19 @@ def gather_outcomes(
     say: Callable[[T], str],
     failure: type[DeepSeekZeroError] = PeerError,
 ) -> tuple[T, list[str]]:
-    """Call a function under `AllRanks`, and return what it returned with what every rank says of that.  Collective.
+    """Call a function under `AllRanks`, and return what it returned with what every rank says of
+    that.  Collective.
 
-    failure: the error to raise if another rank failed. This rank raises it too, unless its own error is of that kind
-    already; if `failure` is `PeerError`, its own error is always raised.
+    failure: the error to raise if another rank failed. This rank raises it too, unless its own
+    error is of that kind already; if `failure` is `PeerError`, its own error is always raised.
     """
     problem: Exception | None = None
     try:
         done = action()
         answer = {"said": say(done)}
     except Exception as error:  # whatever it is, the other ranks must hear of it
-        problem, answer = error, _told(error)
+        problem = error
+        answer = _told(error)
     said = _hear(comm, what, answer, failure, problem)
     if problem is not None:
         raise problem
@@ -122,9 +151,15 @@ def _told(problem: BaseException) -> dict[str, str]:
 
 
 def _hear(
-    comm: Comm, what: str, answer: dict[str, str], failure: type[DeepSeekZeroError], problem: BaseException | None
+    comm: Comm,
+    what: str,
+    answer: dict[str, str],
+    failure: type[DeepSeekZeroError],
+    problem: BaseException | None,
 ) -> list[str]:
-    """Return what all ranks say; raise where another rank failed, unless this one raises its own.  Collective."""
+    """Return what all ranks say; raise where another rank failed, unless this one raises its own.
+    Collective.
+    """
     heard = [json.loads(text) for text in comm.all_gather_text(json.dumps(answer), what)]
     if problem is None or not (failure is PeerError or isinstance(problem, failure)):
         for rank, each in enumerate(heard):

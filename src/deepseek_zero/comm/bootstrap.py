@@ -1,4 +1,6 @@
-"""Exchanges texts and bytes between ranks that have no lanes: rows over a group of torch's, never pickles."""
+"""Exchanges texts and bytes between ranks that have no lanes: rows over a group of torch's, never
+pickles.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from ..base.device import CPU, default_device
 
 @dataclass(frozen=True)
 class Hosts:
-    """The ranks that share a host. keys: by rank, a text that ranks of one host have in common; "" if a rank cannot
+    """The ranks that share a host. keys: by rank, a text that ranks of one host have in common; ""
+    if a rank cannot
     tell. names: of their hosts, by rank.
     """
 
@@ -25,12 +28,18 @@ class Hosts:
     def near(self) -> list[int]:
         """Return the ranks of this host, this one included."""
         mine = self.keys[self.rank]
-        return [rank for rank, key in enumerate(self.keys) if rank == self.rank or (mine and key == mine)]
+        return [
+            rank
+            for rank, key in enumerate(self.keys)
+            if rank == self.rank or (mine and key == mine)
+        ]
 
     def shared_with(self, rank: int) -> tuple[str, list[int]]:
         """Return the name of a rank's host, and the ranks on it."""
         key = self.keys[rank]
-        return self.names[rank], [at for at, other in enumerate(self.keys) if at == rank or (key and other == key)]
+        return self.names[rank], [
+            at for at, other in enumerate(self.keys) if at == rank or (key and other == key)
+        ]
 
     @property
     def is_one(self) -> bool:
@@ -39,7 +48,9 @@ class Hosts:
 
     @property
     def per_host(self) -> int:
-        """Return how many ranks every host has, where each has the next so many; else, and on one host, 1."""
+        """Return how many ranks every host has, where each has the next so many; else, and on one
+        host, 1.
+        """
         size = self.keys.count(self.keys[0])
         runs = [self.keys[start : start + size] for start in range(0, len(self.keys), size)]
         is_dealt = all(self.keys) and all(len(run) == size and len(set(run)) == 1 for run in runs)
@@ -47,8 +58,8 @@ class Hosts:
 
     @property
     def local_size(self) -> int:
-        """Return the number of ranks on this host: counted if this rank can tell, else as the launcher says, else
-        all.
+        """Return the number of ranks on this host: counted if this rank can tell, else as the
+        launcher says, else all.
         """
         return len(self.near) if self.keys[self.rank] else world.local_size() or len(self.keys)
 
@@ -60,7 +71,9 @@ def all_gather_text(text: str, size: int, group: dist.ProcessGroup | None) -> li
 
 def all_gather_bytes(payload: bytes, size: int, group: dist.ProcessGroup | None) -> list[bytes]:
     """Return every rank's bytes, by rank, of any lengths. Collective in the group."""
-    device = default_device() if dist.get_backend(group) == "nccl" else CPU  # NCCL alone carries nothing of the host's
+    device = (
+        default_device() if dist.get_backend(group) == "nccl" else CPU
+    )  # NCCL alone carries nothing of the host's
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(payload)], device=device), group=group)
     row = torch.zeros(max(1, *(int(length) for length in lengths)), dtype=torch.uint8)
@@ -69,4 +82,7 @@ def all_gather_bytes(payload: bytes, size: int, group: dist.ProcessGroup | None)
     row = row.to(device)
     rows = [torch.empty_like(row) for _ in range(size)]
     dist.all_gather(rows, row, group=group)
-    return [each[: int(length)].cpu().numpy().tobytes() for each, length in zip(rows, lengths, strict=True)]
+    return [
+        each[: int(length)].cpu().numpy().tobytes()
+        for each, length in zip(rows, lengths, strict=True)
+    ]

@@ -1,12 +1,15 @@
-"""Movements among ranks of several hosts in two hops, so that a byte crosses the link between hosts once.
+"""Movements among ranks of several hosts in two hops, so that a byte crosses the link between hosts
+once.
 
-Ranks that share slices are dealt to hosts in runs of one length: rank `host * near.size + place` of them.  A sum is
-formed within a host in the order of ranks, in fp32, then over the hosts in their order: another order than that of the
-ranks, so other bits, and therefore part of the plan (`PlanSettings.ranks_per_host`), whatever hosts there really are.
-A gathered slice is fetched by the rank that has its owner's place, from whom the others of the host take it.
+Ranks that share slices are dealt to hosts in runs of one length: rank `host * near.size + place` of
+them.  A sum is formed within a host in the order of ranks, in fp32, then over the hosts in their
+order: another order than that of the ranks, so other bits, and therefore part of the plan
+(`PlanSettings.ranks_per_host`), whatever hosts there really are. A gathered slice is fetched by the
+rank that has its owner's place, from whom the others of the host take it.
 
-The second hop of a movement can be issued when this rank's part of the first is over.  Each group has its own sequence
-of hops in each lane, in the order of the movements: the same on all ranks, however long a first hop takes.
+The second hop of a movement can be issued when this rank's part of the first is over.  Each group
+has its own sequence of hops in each lane, in the order of the movements: the same on all ranks,
+however long a first hop takes.
 """
 
 from __future__ import annotations
@@ -24,11 +27,15 @@ NEAR = "near_"  # before the kind of what stays inside a host, for the meter
 
 @dataclass(eq=False)
 class ByHost:
-    """The two groups of one rank.  near: the ranks of its host.  across: the ranks with its place on their hosts."""
+    """The two groups of one rank.  near: the ranks of its host.  across: the ranks with its place
+    on their hosts.
+    """
 
     near: Comm
     across: Comm
-    _queues: dict[tuple[str, str], OrderedIssueQueue] = field(default_factory=dict)  # by group and lane
+    _queues: dict[tuple[str, str], OrderedIssueQueue] = field(
+        default_factory=dict
+    )  # by group and lane
 
     @classmethod
     def over(cls, comm: Comm, near: Partition, across: Partition) -> ByHost:
@@ -50,26 +57,35 @@ class ByHost:
                 queue.advance()
 
     def all_gather(self, full: Tensor, lane: str, what: str, kind: str) -> Pending:
-        """Fill `full` as `Comm.all_gather` does; the meter counts what stays inside under a kind of its own.
+        """Fill `full` as `Comm.all_gather` does; the meter counts what stays inside under a kind of
+        its own.
 
         Collective within the lane, of both groups.
         """
-        places, hosts = self.near.size, self.across.size
+        places = self.near.size
+        hosts = self.across.size
         slices = full.chunk(places * hosts)
         mine = [slices[host * places + self.near.rank] for host in range(hosts)]
 
         def fetch() -> Pending:
-            return self.across.exchange([mine[self.across.rank]] * hosts, mine, lane, what, kind=kind)
+            return self.across.exchange(
+                [mine[self.across.rank]] * hosts, mine, lane, what, kind=kind
+            )
 
         def spread() -> Pending:
             kinds = NEAR + kind
-            return all_of([self.near.all_gather(each, lane, what, kind=kinds) for each in full.chunk(hosts)])
+            return all_of(
+                [self.near.all_gather(each, lane, what, kind=kinds) for each in full.chunk(hosts)]
+            )
 
         fetched = self._queue("across", lane).add(DONE, fetch)
         return self._queue("near", lane).add(fetched, spread)
 
-    def in_two_hops(self, near: Callable[[], Sequence[Pending]], across: Callable[[], Pending], lane: str) -> Pending:
-        """Return a sum: first what `near` issues among the ranks of the host, then what `across` issues behind it.
+    def in_two_hops(
+        self, near: Callable[[], Sequence[Pending]], across: Callable[[], Pending], lane: str
+    ) -> Pending:
+        """Return a sum: first what `near` issues among the ranks of the host, then what `across`
+        issues behind it.
 
         Collective within the lane, of both groups.
         """

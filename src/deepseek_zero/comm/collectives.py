@@ -1,9 +1,11 @@
-"""Moves flat tensors between the ranks of one group: all-gather, reduce-scatter, all-reduce, small rows.
+"""Moves flat tensors between the ranks of one group: all-gather, reduce-scatter, all-reduce, small
+rows.
 
-Each call returns a `Pending`; its data may be used after `wait()`. Sums have one order, ranks ascending with partials
-in fp32 (`ordered_sum`), whatever the transport, so that every stage and every transport gives the same bits. A message
-is known by its lane and its place there, and carries a check of its name (comm/ids.py): a rank that strays finds no
-partner, and the flight recorder (comm/flight_recorder.py) turns the silence into a named error.
+Each call returns a `Pending`; its data may be used after `wait()`. Sums have one order, ranks
+ascending with partials in fp32 (`ordered_sum`), whatever the transport, so that every stage and
+every transport gives the same bits. A message is known by its lane and its place there, and carries
+a check of its name (comm/ids.py): a rank that strays finds no partner, and the flight recorder
+(comm/flight_recorder.py) turns the silence into a named error.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ HOP_SECONDS = 1e-3  # how long a wait lasts while a second hop may have to be is
 
 @dataclass(frozen=True)
 class IssuedCollective:
-    """The place of one collective in its lane.  kind: the lane's last name ("gather", "reduce" or "rows")."""
+    """The place of one collective in its lane.  kind: the lane's last name ("gather", "reduce" or
+    "rows").
+    """
 
     lane: Lane
     kind: str
@@ -76,8 +80,8 @@ class IssuedCollective:
 class Pending:
     """A collective under way.  `wait()` returns when its data may be used, or raises `PeerError`.
 
-    is_here: whether its data has come; None: its wait is no wait for other ranks.  _issue: issues what of it has not
-    been; None: all has.
+    is_here: whether its data has come; None: its wait is no wait for other ranks.  _issue: issues
+    what of it has not been; None: all has.
     """
 
     _wait: Wait
@@ -92,12 +96,16 @@ class Pending:
             raise self._error
         if not self._done:
             self._done = True
-            # Each is dropped as it runs: they hold views of lent buffers, and the pool takes no viewed buffer back.
-            wait, self._wait, self._issue = self._wait, no_wait, None
+            # Each is dropped as it runs: they hold views of lent buffers, and the pool takes no
+            # viewed buffer back.
+            wait = self._wait
+            self._wait = no_wait
+            self._issue = None
             try:
                 wait()
                 del wait
-                finish, self._finish = self._finish, None
+                finish = self._finish
+                self._finish = None
                 if finish is not None:
                     finish()
             except Exception as error:
@@ -109,8 +117,8 @@ class Pending:
         return Pending(self.wait, finish, self.is_done, self._issue)
 
     def issue_all(self) -> None:
-        """Issue all of it, waiting for its first messages where there is no room for more.  Collective within its
-        lane.
+        """Issue all of it, waiting for its first messages where there is no room for more.
+        Collective within its lane.
         """
         if self._issue is not None:
             self._issue()
@@ -143,8 +151,8 @@ class Precondition(Protocol):
 
 
 class OrderedIssueQueue:
-    """Collectives that wait for a transfer first, issued in the order they were added, which is the same on all
-    ranks.
+    """Collectives that wait for a transfer first, issued in the order they were added, which is the
+    same on all ranks.
     """
 
     def __init__(self) -> None:
@@ -157,15 +165,17 @@ class OrderedIssueQueue:
         return bool(self._waiting)
 
     def add(self, transfer: Precondition, start: Callable[[], Pending]) -> Pending:
-        """Add a collective, which `start` issues when the transfer is over, at the latest when it is waited for."""
+        """Add a collective, which `start` issues when the transfer is over, at the latest when it
+        is waited for.
+        """
         turn = QueuedCollective(transfer, start)
         self._waiting.append(turn)
         self.advance()
         return Pending(lambda: self._finish(turn), is_here=turn.is_done)
 
     def advance(self) -> None:
-        """Issue the first collectives whose transfers are over.  Returns at once where one is being issued: whoever
-        waits for its transfer comes here.
+        """Issue the first collectives whose transfers are over.  Returns at once where one is being
+        issued: whoever waits for its transfer comes here.
         """
         while not self._is_issuing and self._waiting and self._waiting[0].transfer.is_done():
             self._issue_first()
@@ -207,7 +217,9 @@ class QueuedCollective:
 
 
 class Hops(Protocol):
-    """Movements of two hops, of which the second is issued by whoever waits for anything meanwhile."""
+    """Movements of two hops, of which the second is issued by whoever waits for anything
+    meanwhile.
+    """
 
     @property
     def is_open(self) -> bool:
@@ -221,8 +233,9 @@ class Hops(Protocol):
 
 @dataclass
 class _Engine:
-    """State that all communicators of one engine share. name: the topic of its errors. gave_up: a wait ended in an
-    error of other ranks' making. has_raised: an error of this rank's own was posted. far_rate: as `Comm.far_rate`.
+    """State that all communicators of one engine share. name: the topic of its errors. gave_up: a
+    wait ended in an error of other ranks' making. has_raised: an error of this rank's own was
+    posted. far_rate: as `Comm.far_rate`.
     """
 
     trains: bool
@@ -233,10 +246,14 @@ class _Engine:
     has_raised: bool = False
     far_rate: float | None = None
     lone_call: str = ""  # the call under way that programs may make on some ranks only
-    hops: list[weakref.ref[Hops]] = field(default_factory=list)  # a WeakSet's length costs more than all its use here
+    hops: list[weakref.ref[Hops]] = field(
+        default_factory=list
+    )  # a WeakSet's length costs more than all its use here
 
     def patience(self) -> float:
-        """Return how long a wait may last before second hops are asked for, or a sign of life of other hosts."""
+        """Return how long a wait may last before second hops are asked for, or a sign of life of
+        other hosts.
+        """
         if any((hops := each()) is not None and hops.is_open for each in self.hops):
             return HOP_SECONDS
         return min(base.POLL_SECONDS, LIFE_SECONDS) if self.spans_hosts else base.POLL_SECONDS
@@ -256,12 +273,15 @@ class _Engine:
 class Comm:
     """The collectives of one group of ranks: a view of the world's transport over these ranks.
 
-    Making one is collective in the world, and gives the world's; `split` gives groups of it.  `rank` and `size` are the
-    group's; `ranks` are its members as the world counts them.  Its name keeps two engines' messages apart.
+    Making one is collective in the world, and gives the world's; `split` gives groups of it.
+    `rank` and `size` are the group's; `ranks` are its members as the world counts them.  Its name
+    keeps two engines' messages apart.
 
-    transport: "fastest" and "tcp" take shared memory between CPU ranks of one host, "gloo" never does; between hosts
-    "tcp" takes our own sockets, the others gloo.  trains: False for what only builds or loads a model, and waits for
-    each of its collectives.  world: None: that of torch.distributed, and without one a world of one rank.
+    transport: "fastest" and "tcp" take shared memory between CPU ranks of one host, "gloo" never
+    does; between hosts "tcp" takes our own sockets, the others gloo.  trains: False for what only
+    builds or loads a model, and waits for
+    each of its collectives.  world: None: that of torch.distributed, and without one a world of one
+    rank.
     """
 
     def __init__(
@@ -272,17 +292,24 @@ class Comm:
         trains: bool = True,
         world: WorldContext | None = None,
     ) -> None:
-        self.name, self.meter, self.device = "engine", Meter(), device
+        self.name = "engine"
+        self.meter = Meter()
+        self.device = device
         self.ranks: tuple[int, ...] = (0,)
-        self.rank, self.size = 0, 1
+        self.rank = 0
+        self.size = 1
         self._engine = _Engine(trains, transport)
         self._world: WorldContext | None = None
         self._whole: Comm | None = None  # the groups of a mesh
         self._shard: Comm | None = None
-        self.replicas: Comm | None = None  # the ranks that hold the same slices as this one, where others do
+        self.replicas: Comm | None = (
+            None  # the ranks that hold the same slices as this one, where others do
+        )
         self.along: dict[str, Comm] = {}  # by axis ("tp", "sp", "pp"), where it has several ranks
         self._owners: Partition | None = None
-        self.pieces: tuple[int, ...] = (0,)  # of each piece of the model the first rank of the world that has it
+        self.pieces: tuple[int, ...] = (
+            0,
+        )  # of each piece of the model the first rank of the world that has it
         self._barrier: Pending | None = None  # while a walk is under way, the barrier at its start
         self._last: IssuedCollective | None = None  # the collective issued last
         self._lanes: dict[str, Lane] = {}  # by their last name: "gather", "reduce" or "rows"
@@ -292,19 +319,27 @@ class Comm:
         if world is not None:
             self._world = self._engine.world = world
             self._engine.transport = _encrypted_way(transport, world, device)
-            self.rank, self.size, self.ranks = world.rank, world.size, world.ranks
-            self.name, self._number = WORLD_LANE, 0  # an engine's name and slot are agreed on in the world's own lane
+            self.rank = world.rank
+            self.size = world.size
+            self.ranks = world.ranks
+            # an engine's name and slot are agreed on in the world's own lane
+            self.name = WORLD_LANE
+            self._number = 0
             self._host_transport: Transport = world.gloo
             self._join(world, (world.ranks,), self, "")
 
     @property
     def whole(self) -> Comm:
-        """Return the communicator of the world: this one, unless it is the group of one piece of the model."""
+        """Return the communicator of the world: this one, unless it is the group of one piece of
+        the model.
+        """
         return self if self._whole is None else self._whole
 
     @property
     def shard(self) -> Comm:
-        """Return the communicator of the ranks among which states are cut: this one, unless a mesh says less."""
+        """Return the communicator of the ranks among which states are cut: this one, unless a mesh
+        says less.
+        """
         return self if self._shard is None else self._shard
 
     @property
@@ -324,8 +359,8 @@ class Comm:
 
     @property
     def far_rate(self) -> float | None:
-        """Return the bytes a second that a rank sent to other hosts while all did, if that was measured
-        (measure.py). Local.
+        """Return the bytes a second that a rank sent to other hosts while all did, if that was
+        measured (measure.py). Local.
         """
         return self._engine.far_rate
 
@@ -341,22 +376,25 @@ class Comm:
 
     @property
     def owners(self) -> Partition:
-        """Return, for each slice of a state, the ranks of this group that hold it, ascending; one each without
-        replicas.
+        """Return, for each slice of a state, the ranks of this group that hold it, ascending; one
+        each without replicas.
         """
         return tuple((rank,) for rank in range(self.size)) if self._owners is None else self._owners
 
     def lay_out(self, mesh: Mesh) -> Comm:
-        """Make the groups of a mesh over this world, and return that of the ranks with this one's piece of the model.
+        """Make the groups of a mesh over this world, and return that of the ranks with this one's
+        piece of the model.
 
-        Collective in the world.  Without the axes pp and tp there is one piece, and the group is this communicator.
+        Collective in the world.  Without the axes pp and tp there is one piece, and the group is
+        this communicator.
         """
         if self._world is not None:
             self._world.recorder.meshes[self._engine.name] = mesh
         pieces = mesh.groups_along(*REDUCE_AXES)
         piece = self.split(pieces, "data")
         if piece is not self:
-            piece._whole, piece.pieces = self, tuple(ranks[0] for ranks in pieces)
+            piece._whole = self
+            piece.pieces = tuple(ranks[0] for ranks in pieces)
         if mesh.dp_replicate > 1:
             groups = mesh.groups_along("dp_replicate")
             here = [ranks for ranks in groups if set(ranks) <= set(piece.ranks)]
@@ -369,41 +407,61 @@ class Comm:
         return piece
 
     def _other(self, groups: Partition, axis: str, holder: Comm) -> Comm:
-        """Return `split`'s communicator for `holder` to hold, which is another object, or it would never be freed."""
+        """Return `split`'s communicator for `holder` to hold, which is another object, or it would
+        never be freed.
+        """
         found = self.split(groups, axis)
         return copy(found) if found is holder or found is self else found
 
     def split(self, groups: Partition, axis: str, *, is_new: bool = False) -> Comm:
-        """Return the communicator of the one of these groups that this rank is in. Collective in the world.
+        """Return the communicator of the one of these groups that this rank is in. Collective in
+        the world.
 
-        groups: of ranks of the world, disjoint; every rank is in one. axis: the mesh axis they lie along, which is in
-        the names of their lanes. is_new: lanes of its own even where the group is this one. The new one counts in this
-        one's meter. An error that a rank raises in any group of an engine reaches the ranks that wait in its other
-        groups. A rank never enters calls of a group it is not in.
+        groups: of ranks of the world, disjoint; every rank is in one. axis: the mesh axis they lie
+        along, which is in
+        the names of their lanes. is_new: lanes of its own even where the group is this one. The new
+        one counts in this one's meter. An error that a rank raises in any group of an engine
+        reaches the ranks that wait in its other groups. A rank never enters calls of a group it is
+        not in.
         """
         ranks = next(ranks for ranks in groups if self.ranks[self.rank] in ranks)
         if ranks == self.ranks and not is_new:
             return self
         found = copy(self)
-        found.ranks, found.rank, found.size = ranks, ranks.index(self.ranks[self.rank]), len(ranks)
-        found._whole, found._shard, found.replicas, found._owners, found.along = None, None, None, None, {}
-        found._barrier, found._last = None, None
+        found.ranks = ranks
+        found.rank = ranks.index(self.ranks[self.rank])
+        found.size = len(ranks)
+        found._whole = None
+        found._shard = None
+        found.replicas = None
+        found._owners = None
+        found.along = {}
+        found._barrier = None
+        found._last = None
         found._lanes = {}
         if self._world is not None and any(len(others) > 1 for others in groups):
-            found._join(self._world, groups, self, axis)  # with those that are alone: all agree on names and slots
+            found._join(
+                self._world, groups, self, axis
+            )  # with those that are alone: all agree on names and slots
         if len(ranks) == 1:
-            found._world, found._transport = None, SingleRank(self.device)
+            found._world = None
+            found._transport = SingleRank(self.device)
         return found
 
     def _join(self, world: WorldContext, groups: Partition, whole: Comm, axis: str) -> None:
-        """Take a name, a slot for gloo's tags and transports of its own. Collective in `whole`, the world's."""
-        device, engine, nccl = self.device, self._engine, world.nccl_groups(groups)
+        """Take a name, a slot for gloo's tags and transports of its own. Collective in `whole`, the
+        world's.
+        """
+        device = self.device
+        engine = self._engine
+        nccl = world.nccl_groups(groups)
         slots, free, idle = _agreed(whole, world, nccl, engine.transport)
         if engine.transport == "tcp":
             world.connect_far()
         self._number = next(world.engines)  # made in the same order on every rank of this world
         engine.name = engine.name if axis else f"engine {self._number - 1}"
-        self.name, self._lanes = f"{engine.name} {axis}".strip(), {}
+        self.name = f"{engine.name} {axis}".strip()
+        self._lanes = {}
         world.tags.take(self.name, slots)
         self._host_transport = self._way(world, self.ranks)
         self._transport = self._host_transport
@@ -414,32 +472,48 @@ class Comm:
         if device.type == "cuda" and not shares_gpu(world.hosts.local_size):
             pair = nccl.take(self.name, trains=engine.trains, free=free, idle=idle)
             self._transport = Nccl(self.rank, self.size, pair, device)
-        weakref.finalize(self, _end, world, self.name, self._host_transport, self._transport).atexit = False
+        weakref.finalize(
+            self, _end, world, self.name, self._host_transport, self._transport
+        ).atexit = False
 
     def _way(self, world: WorldContext, ranks: Sequence[int]) -> Transport:
-        """Return the transport between these ranks of the world that the engine was told to use. Local."""
+        """Return the transport between these ranks of the world that the engine was told to use.
+        Local.
+        """
         ways = {"gloo": world.gloo_over, "tcp": world.tcp_over, "fastest": world.fastest_over}
         return ways[self._engine.transport](ranks)
 
     def capabilities(self) -> list[Capability]:
         """Describe how tensors travel from this rank to the others, and why not faster. Local."""
-        name, world, transport = "between ranks", self._world, self._transport
+        name = "between ranks"
+        world = self._world
+        transport = self._transport
         if world is None:
             return []
         if isinstance(transport, HostStaged):
-            why = "ranks share a GPU" if transport.device.type == "cuda" else f"{transport.device.type} has no NCCL"
+            why = (
+                "ranks share a GPU"
+                if transport.device.type == "cuda"
+                else f"{transport.device.type} has no NCCL"
+            )
             return [Capability(name, "through the host, by gloo", why)]
         if isinstance(transport, Gloo):
             if self._engine.transport == "gloo":
                 return [Capability(name, "gloo, as the configuration says")]
             why = (
-                f"ranks of this host cannot share memory: {world.no_sharing_reason}" if world.no_sharing_reason else ""
+                f"ranks of this host cannot share memory: {world.no_sharing_reason}"
+                if world.no_sharing_reason
+                else ""
             )
             return [Capability(name, "gloo", why)]
         if isinstance(transport, Hierarchical):
             far = _FAR_WAYS[type(transport.far)]
             return [Capability(name, f"shared memory within a host, {far} between hosts")]
-        return [Capability(name, {Nccl: "NCCL", SharedMemory: "shared memory", **_FAR_WAYS}[type(transport)])]
+        return [
+            Capability(
+                name, {Nccl: "NCCL", SharedMemory: "shared memory", **_FAR_WAYS}[type(transport)]
+            )
+        ]
 
     # -- buffers
 
@@ -449,7 +523,9 @@ class Comm:
         return self._transport.reads_in_place
 
     def would_read_in_place(self, ranks: Sequence[int]) -> bool:
-        """Return whether `reads_in_place` of a group of these ranks of the world, this one among them. Local."""
+        """Return whether `reads_in_place` of a group of these ranks of the world, this one among
+        them. Local.
+        """
         world = self.whole._world
         if world is None or self.device.type != "cpu":
             return False
@@ -457,16 +533,20 @@ class Comm:
 
     @property
     def ranks_per_host(self) -> int:
-        """Return how many ranks each of several hosts has, in runs of the world's; 1 where that is not so. Local."""
+        """Return how many ranks each of several hosts has, in runs of the world's; 1 where that is
+        not so. Local.
+        """
         return 1 if self.whole._world is None else self.whole._world.hosts.per_host
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a flat buffer in the memory that other ranks reach best; its contents are arbitrary. Local."""
+        """Allocate a flat buffer in the memory that other ranks reach best; its contents are
+        arbitrary. Local.
+        """
         return self._transport.empty(numel, dtype)
 
     def symmetric_memory(self, numel: int, dtype: torch.dtype, what: str) -> SymmetricMemory | None:
-        """Return memory for `numel` elements, a slice for each rank, of which every rank sees all; None if there is
-        none.
+        """Return memory for `numel` elements, a slice for each rank, of which every rank sees all;
+        None if there is none.
 
         Collective within "gather".
         """
@@ -488,19 +568,23 @@ class Comm:
     def barrier_begin(self, what: str) -> None:
         """Announce that this rank has written its slices of symmetric memory.
 
-        Until `barrier_end`, `gather_in_place` waits only until every rank has announced it. Collective within "gather";
-        does not wait.
+        Until `barrier_end`, `gather_in_place` waits only until every rank has announced it.
+        Collective within "gather"; does not wait.
         """
         transport = self._transport
         if isinstance(transport, SharedMemory):
             self._barrier = self._issue("gather", f"begin {what}", transport.barrier)
 
     def barrier_end(self) -> None:
-        """Allow slices to be written again: each `gather_in_place` is a collective of its own from now on."""
+        """Allow slices to be written again: each `gather_in_place` is a collective of its own from
+        now on.
+        """
         self._barrier = None
 
     def is_read(self, tensor: Tensor) -> bool:
-        """Return whether another rank may still read this buffer, as far as this one has heard. Local."""
+        """Return whether another rank may still read this buffer, as far as this one has heard.
+        Local.
+        """
         return self._world is not None and self._transport.is_read(tensor)
 
     def wait_until_read(self, tensor: Tensor) -> None:
@@ -510,8 +594,8 @@ class Comm:
             self._wait(self._world, lambda: self._transport.wait_until_read(tensor), issued)
 
     def progress(self) -> None:
-        """Take in messages that other ranks have sent, without waiting, and issue second hops; called often, so only
-        while something is expected.
+        """Take in messages that other ranks have sent, without waiting, and issue second hops;
+        called often, so only while something is expected.
         """
         self.hear()
         if self._engine.hops:
@@ -523,30 +607,38 @@ class Comm:
             self._transport.progress()
 
     def add_hops(self, hops: Hops) -> None:
-        """Have second hops issued by this engine's waits, in whatever group, for as long as they live. Local."""
+        """Have second hops issued by this engine's waits, in whatever group, for as long as they
+        live. Local.
+        """
         self._engine.hops.append(weakref.ref(hops, self._engine.hops.remove))
 
     # -- movements
 
     def gather_in_place(self, memory: SymmetricMemory, what: str) -> Pending:
-        """Gather what lies in symmetric memory, which moves nothing: the wait is for the ranks that write their slices.
+        """Gather what lies in symmetric memory, which moves nothing: the wait is for the ranks that
+        write their slices.
 
         Counts the bytes that another transport would send. Collective within "gather".
         """
         if self.size == 1:
             return DONE
-        full, transport = memory.whole, self._transport
-        self.meter.count("all_gather", full.numel() // self.size * (self.size - 1) * full.element_size())
+        full = memory.whole
+        transport = self._transport
+        self.meter.count(
+            "all_gather", full.numel() // self.size * (self.size - 1) * full.element_size()
+        )
         if self._barrier is not None:
             return self._barrier
         assert isinstance(transport, SharedMemory)
         return self._issue("gather", f"gather {what}", transport.barrier)
 
     def all_gather(self, full: Tensor, lane: str, what: str, kind: str = "all_gather") -> Pending:
-        """Fill `full` (size * slice,) from every rank's slice; this rank's own slice must be in place already.
+        """Fill `full` (size * slice,) from every rank's slice; this rank's own slice must be in
+        place already.
 
-        Any dtype, the same on every rank. kind: as what the meter counts it. Collective within its lane. The buffer
-        belongs to the transport until `wait()`, which raises `PeerError` if another rank failed or strayed.
+        Any dtype, the same on every rank. kind: as what the meter counts it. Collective within its
+        lane. The buffer belongs to the transport until `wait()`, which raises `PeerError` if
+        another rank failed or strayed.
         """
         nbytes = full.numel() // self.size * full.element_size()
         self.meter.count(kind, nbytes * (self.size - 1), nbytes * len(self._far))
@@ -565,15 +657,22 @@ class Comm:
         use: Use | None = None,
         kind: str = "reduce_scatter",
     ) -> Pending:
-        """Send pieces[s] to rank s and receive rank s's piece into inbox[s]; own entries are ignored.
+        """Send pieces[s] to rank s and receive rank s's piece into inbox[s]; own entries are
+        ignored.
 
-        The first half of a reduce-scatter: pieces and inbox are flat, of one dtype on all ranks. use(received) is the
-        second: it is called once, at the latest by `wait()`, and with `reads_in_place`, entries of the inbox that are
-        None are views of the owners' memory there. The pieces may be written again after `wait_until_read`; without
-        `use`, after `wait()`, which raises `PeerError` if another rank failed or strayed. kind: as what the meter
-        counts it. Collective within its lane.
+        The first half of a reduce-scatter: pieces and inbox are flat, of one dtype on all ranks.
+        use(received) is the
+        second: it is called once, at the latest by `wait()`, and with `reads_in_place`, entries of
+        the inbox that are None are views of the owners' memory there. The pieces may be written
+        again after `wait_until_read`; without `use`, after `wait()`, which raises `PeerError` if
+        another rank failed or strayed. kind: as what the meter counts it. Collective within its
+        lane.
         """
-        sent = sum(piece.numel() * piece.element_size() for rank, piece in enumerate(pieces) if rank != self.rank)
+        sent = sum(
+            piece.numel() * piece.element_size()
+            for rank, piece in enumerate(pieces)
+            if rank != self.rank
+        )
         far = sum(pieces[rank].numel() * pieces[rank].element_size() for rank in self._far)
         self.meter.count(kind, sent, far)
 
@@ -586,26 +685,33 @@ class Comm:
         def start(cid: CollectiveId) -> Wait:
             if use is not None:
                 return self._transport.exchange(pieces, inbox, cid, timed)
-            return self._until_buffers_are_read(self._transport.exchange(pieces, inbox, cid, _do_nothing), pieces)
+            return self._until_buffers_are_read(
+                self._transport.exchange(pieces, inbox, cid, _do_nothing), pieces
+            )
 
         return self._issue(lane, f"reduce {what}", start)
 
     def pass_on(self, piece: Tensor | None, box: Tensor | None, lane: str, what: str) -> Pending:
-        """Send a piece to the other rank of a pair, and fill `box` with what that one sends; one of them may be None.
+        """Send a piece to the other rank of a pair, and fill `box` with what that one sends; one of
+        them may be None.
 
-        Flat, of one dtype on both ranks. After `wait()` the box is filled; the piece may be written again after that
-        and `wait_until_read`. Collective within its lane, in this group of two.
+        Flat, of one dtype on both ranks. After `wait()` the box is filled; the piece may be written
+        again after that and `wait_until_read`. Collective within its lane, in this group of two.
         """
         like = box if piece is None else piece
         assert like is not None and self.size == 2
-        nothing, there = like[:0], 1 - self.rank
-        pieces, inbox = [nothing, nothing], [nothing, nothing]
+        nothing = like[:0]
+        there = 1 - self.rank
+        pieces = [nothing, nothing]
+        inbox = [nothing, nothing]
         if piece is not None:
             pieces[there] = piece
             self.meter.count("send", piece.nbytes, piece.nbytes * len(self._far))
         if box is not None:
             inbox[there] = box
-        return self._issue(lane, what, lambda cid: self._transport.exchange(pieces, inbox, cid, _do_nothing))
+        return self._issue(
+            lane, what, lambda cid: self._transport.exchange(pieces, inbox, cid, _do_nothing)
+        )
 
     def _until_buffers_are_read(self, wait: Wait, buffers: Sequence[Tensor]) -> Wait:
         """Wait until the data is here and the buffers are the caller's again."""
@@ -618,8 +724,8 @@ class Comm:
         return both
 
     def all_gather_rows(self, row: Tensor, what: str) -> Tensor:
-        """Return every rank's row, stacked: (size, len(row)). row: one-dimensional, on the host, same length on every
-        rank.
+        """Return every rank's row, stacked: (size, len(row)). row: one-dimensional, on the host,
+        same length on every rank.
 
         Collective in the lane "rows"; waits.
         """
@@ -627,7 +733,9 @@ class Comm:
         table[self.rank] = row
         self.meter.count("rows", row.nbytes * (self.size - 1), row.nbytes * len(self._far))
         full = table.view(-1)
-        self._issue("rows", f"agree on {what}", lambda cid: self._host_transport.all_gather(full, cid)).wait()
+        self._issue(
+            "rows", f"agree on {what}", lambda cid: self._host_transport.all_gather(full, cid)
+        ).wait()
         return table
 
     def barrier(self, what: str) -> None:
@@ -639,19 +747,25 @@ class Comm:
         payload = text.encode()
         lengths = self.all_gather_rows(torch.tensor([len(payload)]), what)[:, 0]
         padded = torch.zeros(int(lengths.max()) or 1, dtype=torch.uint8)
-        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else padded[:0]
+        padded[: len(payload)] = (
+            torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else padded[:0]
+        )
         table = self.all_gather_rows(padded, what)
-        return [bytes(table[rank, : int(lengths[rank])].tolist()).decode() for rank in range(self.size)]
+        return [
+            bytes(table[rank, : int(lengths[rank])].tolist()).decode() for rank in range(self.size)
+        ]
 
     def post_error(self, error: BaseException) -> None:
-        """Tell the ranks that wait for this one why it will not come; an error that follows from another rank's is
-        not posted.
+        """Tell the ranks that wait for this one why it will not come; an error that follows from
+        another rank's is not posted.
         """
         engine = self._engine
         if engine.world is not None and not engine.gave_up:
             first_line = (str(error).splitlines() or [""])[0]
             engine.has_raised = True
-            engine.world.recorder.post(raised_in(engine.name), f"{type(error).__name__}: {first_line}"[:300])
+            engine.world.recorder.post(
+                raised_in(engine.name), f"{type(error).__name__}: {first_line}"[:300]
+            )
 
     def withdraw_error(self) -> None:
         """Withdraw a posted error: this rank goes on after all."""
@@ -665,39 +779,59 @@ class Comm:
         world = self._world
         if world is None:  # a world of one: every slice is already here
             return DONE
-        if world.recorder.is_waiting:  # a wait that ended in an error left its line for the others to read
+        if (
+            world.recorder.is_waiting
+        ):  # a wait that ended in an error left its line for the others to read
             world.recorder.withdraw("waiting")
         lane = self._lanes.get(lane_name) or self._first_use(world, lane_name)
-        issued = self._last = IssuedCollective(lane, lane_name, lane.issued, what, time.perf_counter())
+        issued = self._last = IssuedCollective(
+            lane, lane_name, lane.issued, what, time.perf_counter()
+        )
         lane.log.append((lane.issued, what))
         lane.issued += 1
         patience = self._engine.patience if self._engine.hops or self._engine.spans_hosts else None
-        cid = CollectiveId(lane.name, lane.number, issued.sequence, zlib.crc32(what.encode()), issued.arrived, patience)
+        cid = CollectiveId(
+            lane.name,
+            lane.number,
+            issued.sequence,
+            zlib.crc32(what.encode()),
+            issued.arrived,
+            patience,
+        )
         wait = self._until_evidence(world, issued, lambda: start(cid))
         is_here = None if isinstance(self._transport, Nccl) else lambda: bool(issued.arrived)
         return Pending(lambda: self._wait(world, wait, issued), is_here=is_here)
 
     def _first_use(self, world: WorldContext, lane_name: str) -> Lane:
-        lane = self._lanes[lane_name] = world.lane(f"{self.name}/{lane_name}", lane_number(self._number, lane_name))
+        lane = self._lanes[lane_name] = world.lane(
+            f"{self.name}/{lane_name}", lane_number(self._number, lane_name)
+        )
         return lane
 
     def _wait(self, world: WorldContext, wait: Wait, issued: IssuedCollective) -> None:
-        began, summed = time.perf_counter(), self.meter.sum_seconds
+        began = time.perf_counter()
+        summed = self.meter.sum_seconds
         self._until_evidence(world, issued, wait)
         ended = time.perf_counter()
         self.meter.waited(issued.kind, ended - began - (self.meter.sum_seconds - summed))
         if self.meter.events is not None and issued.arrived:
-            self.meter.events.append(Event(issued.kind, issued.what, issued.issued, issued.arrived[0], (began, ended)))
+            self.meter.events.append(
+                Event(issued.kind, issued.what, issued.issued, issued.arrived[0], (began, ended))
+            )
         if world.recorder.is_waiting:
             world.recorder.withdraw("waiting")
         if world.recorder.told:  # nobody may wait long enough to look, now that it is heard again
             world.recorder.tell_silences()
 
-    def _until_evidence(self, world: WorldContext, issued: IssuedCollective, action: Callable[[], T]) -> T:
-        """Call what may have to wait for other ranks, until there is evidence that it waits in vain.
+    def _until_evidence(
+        self, world: WorldContext, issued: IssuedCollective, action: Callable[[], T]
+    ) -> T:
+        """Call what may have to wait for other ranks, until there is evidence that it waits in
+        vain.
 
-        Raises `PeerError` if a rank is gone or in another collective. Any other error is this rank's own (no memory, a
-        shape, a dtype): it keeps its type, and is posted to the ranks that wait for this one.
+        Raises `PeerError` if a rank is gone or in another collective. Any other error is this
+        rank's own (no memory, a shape, a dtype): it keeps its type, and is posted to the ranks that
+        wait for this one.
         """
         began = looked = time.perf_counter()
         engine = self._engine
@@ -723,7 +857,8 @@ class Comm:
                 if error is not None:
                     engine.gave_up = True
                     raise error from None
-                self._transport.progress()  # a rank that waits for a far one is still to hear its near ones
+                # A rank that waits for a far one is still to hear its near ones
+                self._transport.progress()
             except ConnectionLost as caught:
                 raise self._connection_lost(world, issued.what, caught) from None
             except Exception as error:
@@ -734,8 +869,8 @@ class Comm:
     def lone_call(self, what: str) -> Iterator[None]:
         """Open a block of collectives that programs may begin on some ranks only, as a mistake.
 
-        A wait in it ends with `UsageError` if another member waits for this rank in a call of torch.distributed's own.
-        The other ranks of the engine raise at their next collective.
+        A wait in it ends with `UsageError` if another member waits for this rank in a call of
+        torch.distributed's own. The other ranks of the engine raise at their next collective.
         """
         before = self._engine.lone_call
         self._engine.lone_call = what
@@ -745,21 +880,26 @@ class Comm:
             self._engine.lone_call = before
 
     def _find_lone_call(self, world: WorldContext) -> UsageError | None:
-        """Return the error for a call that this rank has made and another one has not; None if it may still make it."""
+        """Return the error for a call that this rank has made and another one has not; None if it
+        may still make it.
+        """
         engine = self._engine
         if not engine.lone_call:
             return None
-        calls = [(rank, outside_call(world.recorder, rank)) for rank in self.ranks if rank != world.rank]
+        calls = [
+            (rank, outside_call(world.recorder, rank)) for rank in self.ranks if rank != world.rank
+        ]
         rank, call = next(((rank, call) for rank, call in calls if call), (-1, ""))
         if not call:
             return None
         error = UsageError(
-            f"{engine.lone_call} was called on rank {world.rank}, and rank {rank} waits for it in torch.distributed's "
-            f"{call}().",
+            f"{engine.lone_call} was called on rank {world.rank}, and rank {rank} waits for it in "
+            f"torch.distributed's {call}().",
             f"{engine.lone_call} gathers what is sharded, so every rank must call it.",
             f"call {engine.lone_call} on all ranks, and use the result on one.",
         )
-        # No later forward of this rank withdraws it: its collectives are one ahead of the others' from now on.
+        # No later forward of this rank withdraws it: its collectives are one ahead of the others'
+        # from now on.
         world.recorder.post(raised_in(engine.name), f"{type(error).__name__}: {error.what}"[:300])
         return error
 
@@ -767,13 +907,18 @@ class Comm:
         return world.position(issued.lane.name, issued.sequence, self.ranks)
 
     def _connection_lost(self, world: WorldContext, what: str, caught: ConnectionLost) -> PeerError:
-        """Return the error for a broken connection; the flight recorder may know more than the socket does.
+        """Return the error for a broken connection; the flight recorder may know more than the
+        socket does.
 
-        Ranks that share no group with the one that is gone are told whom this one lost: they wait for this one.
+        Ranks that share no group with the one that is gone are told whom this one lost: they wait
+        for this one.
         """
-        engine, recorder = self._engine, world.recorder
+        engine = self._engine
+        recorder = world.recorder
         engine.gave_up = True
-        if caught.is_silence and caught.rank is not None:  # seen here, whatever others have made of it since
+        if (
+            caught.is_silence and caught.rank is not None
+        ):  # seen here, whatever others have made of it since
             return recorder.find_lost_host(asks=True) or recorder.host_lost([caught.rank])
         if error := recorder.find_failure(f"rank {world.rank} was in '{what}'", engine.name):
             return error
@@ -795,7 +940,8 @@ def propagate_errors(comm: Comm) -> Iterator[None]:
 
 
 def scatter(comm: Comm, pieces: Sequence[Tensor], into: Tensor, what: str, source: int = 0) -> None:
-    """Copy pieces[r] of the rank `source` into rank r's `into`; the source's own stays. Collective within "gather".
+    """Copy pieces[r] of the rank `source` into rank r's `into`; the source's own stays. Collective
+    within "gather".
 
     into: one-dimensional, as long as the piece; pieces of other ranks than the source are ignored.
     """
@@ -806,8 +952,8 @@ def scatter(comm: Comm, pieces: Sequence[Tensor], into: Tensor, what: str, sourc
 
 
 def _encrypted_way(transport: str, world: WorldContext, device: torch.device) -> str:
-    """Return the transport, and where what leaves a host is to be encrypted, the one that does. Raises `UsageError` for
-    another one that was named.
+    """Return the transport, and where what leaves a host is to be encrypted, the one that does.
+    Raises `UsageError` for another one that was named.
     """
     if not uses_tls() or world.hosts.is_one:
         return transport
@@ -815,14 +961,17 @@ def _encrypted_way(transport: str, world: WorldContext, device: torch.device) ->
         raise UsageError(
             f"{'gloo' if device.type == 'cpu' else 'NCCL'} encrypts nothing, and {TLS} is set.",
             "Tensors would travel between hosts for everybody to read.",
-            'leave "transport" out, train on CPUs, or give the job a network of its own and leave --tls out.',
+            'leave "transport" out, train on CPUs, or give the job a network of its own and '
+            "leave --tls out.",
         )
     return "tcp"
 
 
-def _agreed(comm: Comm, world: WorldContext, nccl: NcclGroups, transport: str) -> tuple[int, int, int]:
-    """Agree on the slots that are free on every rank (`Tags`), and the pairs of NCCL groups that are free or idle
-    (`NcclGroups`).
+def _agreed(
+    comm: Comm, world: WorldContext, nccl: NcclGroups, transport: str
+) -> tuple[int, int, int]:
+    """Agree on the slots that are free on every rank (`Tags`), and the pairs of NCCL groups that
+    are free or idle (`NcclGroups`).
 
     Collective. Raises `ModelMismatchError` if ranks were told to use different transports.
     """
@@ -835,7 +984,9 @@ def _agreed(comm: Comm, world: WorldContext, nccl: NcclGroups, transport: str) -
             "Two ranks that talk in different ways never meet.",
             "pass the same configuration on every rank.",
         )
-    slots, free, idle = (functools.reduce(operator.and_, table[:, column].tolist()) for column in (1, 2, 3))
+    slots, free, idle = (
+        functools.reduce(operator.and_, table[:, column].tolist()) for column in (1, 2, 3)
+    )
     return slots, free, idle
 
 
@@ -850,7 +1001,9 @@ def _do_nothing(received: Sequence[Tensor]) -> None:
     """Leave the received pieces in place."""
 
 
-Decode = Callable[[Tensor, int, int, Tensor], None]  # write elements [start, stop) of a piece into an fp32 tensor
+Decode = Callable[
+    [Tensor, int, int, Tensor], None
+]  # write elements [start, stop) of a piece into an fp32 tensor
 
 
 def ordered_sum(
@@ -862,11 +1015,13 @@ def ordered_sum(
     add: bool = False,
     decode: Decode | None = None,
 ) -> None:
-    """out = (pieces[0] + pieces[1] + ...) / divisor, summed in that order in fp32, rounded once; `add`: out += that.
+    """out = (pieces[0] + pieces[1] + ...) / divisor, summed in that order in fp32, rounded once;
+    `add`: out += that.
 
-    pieces: one per rank, one-dimensional, all of out's length, any float dtype; with `decode`, what it makes these of.
-    scratch: fp32; its size is the tile's, and with `decode` twice that.
-    This is the sum order of the truth contract; a native reduce-scatter keeps neither the order nor fp32 partials.
+    pieces: one per rank, one-dimensional, all of out's length, any float dtype; with `decode`, what
+    it makes these of.
+    scratch: fp32; its size is the tile's, and with `decode` twice that. This is the sum order of
+    the truth contract; a native reduce-scatter keeps neither the order nor fp32 partials.
     """
     if decode is None:
         threads = threads_for(ranks_of_this_host())
@@ -875,7 +1030,8 @@ def ordered_sum(
     tile = scratch.numel() // 2
     for start in range(0, out.numel(), tile):
         stop = min(start + tile, out.numel())
-        total, summand = scratch[: stop - start], scratch[tile : tile + stop - start]
+        total = scratch[: stop - start]
+        summand = scratch[tile : tile + stop - start]
         decode(pieces[0], start, stop, total)
         for piece in pieces[1:]:
             decode(piece, start, stop, summand)

@@ -1,9 +1,9 @@
 """The flight recorder: tells a waiting rank when its wait is in vain.
 
-A rank whose wait lasts longer than a second writes the collective it waits for into a small key-value store, and a rank
-that raises or ends writes that; the steady state never touches the store. A wait ends with a `PeerError` on *evidence*
-(a rank raised, a rank ended, a rank is in another collective), never on patience: a rank that loads data for an hour is
-late, not dead.
+A rank whose wait lasts longer than a second writes the collective it waits for into a small
+key-value store, and a rank that raises or ends writes that; the steady state never touches the
+store. A wait ends with a `PeerError` on *evidence* (a rank raised, a rank ended, a rank is in
+another collective), never on patience: a rank that loads data for an hour is late, not dead.
 """
 
 from __future__ import annotations
@@ -30,30 +30,37 @@ STAY_SECONDS = 2.0  # for the others to read what ended this rank, where it keep
 LOOK_SECONDS = 0.02
 UNHEARD = 0.5  # seconds from a host's last sign of life to a cut, on the average
 SILENT = "silent hosts"  # the key of what rank 0 has found: a rank of each
-LOST = "lost"  # the topic of a rank that found another one gone, for ranks that share no group with either
+# The topic of a rank that found another one gone, for ranks that share no group with either
+LOST = "lost"
 KILLED_WHY = "A rank was killed, ran out of memory or lost its network."
-KILLED_FIX = "look at the end of the other ranks' output and at the system's log (dmesg) for the out-of-memory killer."
-CONFIRMED = 3  # looks that must see the same suspicion: lines are posted a moment before or after ranks move
+KILLED_FIX = (
+    "look at the end of the other ranks' output and at the system's log (dmesg) for the "
+    "out-of-memory killer."
+)
+# Looks that must see the same suspicion: lines are posted a moment before or after ranks move
+CONFIRMED = 3
 
 
 def raised_in(engine: str) -> str:
-    """Return the topic of an exception that a rank may still catch: it concerns the ranks that wait for it in that
-    engine.
+    """Return the topic of an exception that a rank may still catch: it concerns the ranks that wait
+    for it in that engine.
     """
     return f"raised in {engine}"
 
 
 @dataclass
 class Position:
-    """The collectives a rank has issued, and the one it waits for. Lanes ("engine 0/gather") are independent
-    sequences of collectives; ranks outside a group never wait in its lanes.
+    """The collectives a rank has issued, and the one it waits for. Lanes ("engine 0/gather") are
+    independent sequences of collectives; ranks outside a group never wait in its lanes.
     """
 
     lane: str
     sequence: int
     ranks: list[int]  # of the group whose collective it is
     issued: dict[str, int] = field(default_factory=dict)  # lane -> collectives issued so far
-    log: dict[str, dict[str, str]] = field(default_factory=dict)  # lane -> sequence -> name, the last few
+    log: dict[str, dict[str, str]] = field(
+        default_factory=dict
+    )  # lane -> sequence -> name, the last few
 
     @property
     def engine(self) -> str:
@@ -69,7 +76,9 @@ class Position:
 
 
 class Store(Protocol):
-    """A table of texts that all ranks see (net/board.py). Raises RuntimeError if its keeper is gone."""
+    """A table of texts that all ranks see (net/board.py). Raises RuntimeError if its keeper is
+    gone.
+    """
 
     def set(self, key: str, value: str) -> bool:
         """Write a text; return whether it stands there."""
@@ -80,7 +89,9 @@ class Store(Protocol):
         ...
 
     def silences(self) -> dict[int, float]:
-        """Return for how many seconds the hosts of some ranks on other hosts have answered nothing, by rank."""
+        """Return for how many seconds the hosts of some ranks on other hosts have answered nothing,
+        by rank.
+        """
         ...
 
     def say_farewell(self) -> None:
@@ -89,28 +100,35 @@ class Store(Protocol):
 
 
 class FlightRecorder:
-    """Lines that ranks write for each other in one small key-value store. All methods are local and never wait for a
-    rank.
+    """Lines that ranks write for each other in one small key-value store. All methods are local and
+    never wait for a rank.
     """
 
     def __init__(self, hosts: Hosts, store: Store, dead_after: float = math.inf) -> None:
         """dead_after: seconds of silence after which another host is lost."""
-        self.rank, self.size, self._hosts, self._store = hosts.rank, len(hosts.keys), hosts, store
+        self.rank = hosts.rank
+        self.size = len(hosts.keys)
+        self._hosts = hosts
+        self._store = store
         self._dead_after = dead_after
         self.told: set[str] = set()  # hosts whose silence is told
         self._tells = self.rank == hosts.near[0] and launch.place_of_store() is None
         self.meshes: dict[str, Mesh] = {}  # by engine, once it has one
         self._said: dict[str, str] = {}
         self.is_waiting = False  # this rank's line under "waiting" stands
-        self._is_gone = False  # with rank 0: asked once more, torch would print another page of C++ frames
+        self._is_gone = (
+            False  # with rank 0: asked once more, torch would print another page of C++ frames
+        )
         self._suspicion: tuple[tuple[int, str, int], ...] = ()
         self._looks = 0  # running, that saw this suspicion
-        self._told_waits: dict[tuple[str, tuple[int, ...]], float] = {}  # seconds, by collective and absent ranks
+        self._told_waits: dict[
+            tuple[str, tuple[int, ...]], float
+        ] = {}  # seconds, by collective and absent ranks
         _post_end_at_exit(self)
 
     def post(self, topic: str, text: str) -> None:
-        """Write this rank's line under a topic ("raised", "raised in engine 0", "ended", "waiting"); ignore a store
-        that is gone.
+        """Write this rank's line under a topic ("raised", "raised in engine 0", "ended",
+        "waiting"); ignore a store that is gone.
         """
         if self._is_gone or self._said.get(topic, "") == text:
             return
@@ -142,7 +160,9 @@ class FlightRecorder:
             return ""
 
     def name(self, rank: int, engine: str) -> str:
-        """Return a rank as an error of an engine names it: with its place where the engine's mesh has several axes."""
+        """Return a rank as an error of an engine names it: with its place where the engine's mesh
+        has several axes.
+        """
         mesh = self.meshes.get(engine)
         place = mesh.place_of(rank) if mesh is not None and mesh.world_size == self.size else ""
         return f"rank {rank} ({place})" if place else f"rank {rank}"
@@ -150,11 +170,13 @@ class FlightRecorder:
     def find_lost_host(self, *, asks: bool) -> HostLost | None:
         """Return an error that names the hosts which have been silent for too long, or None.
 
-        Rank 0's kernel hears all hosts, and every other one's hears rank 0's. asks: also look at the board for what
-        rank 0 has found, which may take a moment; else nothing waits.
+        Rank 0's kernel hears all hosts, and every other one's hears rank 0's. asks: also look at
+        the board for what rank 0 has found, which may take a moment; else nothing waits.
         """
         silences = self.tell_silences()
-        silent = [rank for rank, seconds in silences.items() if seconds > self._dead_after + UNHEARD]
+        silent = [
+            rank for rank, seconds in silences.items() if seconds > self._dead_after + UNHEARD
+        ]
         if silent and self.rank == 0:
             self._store.set(SILENT, json.dumps(silent))
         if not silent and asks and not self._is_gone:
@@ -163,8 +185,8 @@ class FlightRecorder:
         return self.host_lost(silent) if silent else None
 
     def tell_silences(self) -> dict[int, float]:
-        """Return the store's silences.  Say once of a host that it is silent, and once that it is heard again: one rank
-        of each host does, where no launcher of ours watches the hosts.
+        """Return the store's silences.  Say once of a host that it is silent, and once that it is
+        heard again: one rank of each host does, where no launcher of ours watches the hosts.
         """
         silences = self._store.silences()
         if not self._tells:
@@ -173,7 +195,9 @@ class FlightRecorder:
         for rank, seconds in silences.items():
             host = host_and_ranks(*self._hosts.shared_with(rank))
             found[host] = min(seconds, found.get(host, math.inf))
-        for host in {host for host, seconds in found.items() if seconds > launch.TELL_AFTER} - self.told:
+        for host in {
+            host for host, seconds in found.items() if seconds > launch.TELL_AFTER
+        } - self.told:
             logger.warning(f"{host} silent for {launch.TELL_AFTER:g} s")
             self.told.add(host)
         for host in {host for host in self.told if found.get(host, 0.0) < launch.TELL_AFTER}:
@@ -182,27 +206,38 @@ class FlightRecorder:
         return silences
 
     def host_lost(self, silent: Sequence[int]) -> HostLost:
-        """Return the error that names the hosts of these ranks, which have been silent for too long."""
+        """Return the error that names the hosts of these ranks, which have been silent for too
+        long.
+        """
         lost = {tuple(ranks): name for name, ranks in map(self._hosts.shared_with, silent)}
         return HostLost([(name, ranks) for ranks, name in lost.items()], self._dead_after)
 
     def stay_for_others(self) -> None:
-        """Return when every rank of other hosts has ended, or has said why it will; after STAY_SECONDS in any case.
+        """Return when every rank of other hosts has ended, or has said why it will; after
+        STAY_SECONDS in any case.
 
-        For rank 0, which failed and whose process has the board: ranks that look for the cause of the same failure a
-        moment later would find nobody, and name rank 0.
+        For rank 0, which failed and whose process has the board: ranks that look for the cause of
+        the same failure a moment later would find nobody, and name rank 0.
         """
         until = time.monotonic() + STAY_SECONDS
         while time.monotonic() < until:
-            silent = [rank for rank, seconds in self._store.silences().items() if seconds > self._dead_after]
+            silent = [
+                rank
+                for rank, seconds in self._store.silences().items()
+                if seconds > self._dead_after
+            ]
             waited_for = set(range(self.size)).difference(self._hosts.near, silent)
-            if all(any(self.read(topic, rank) for topic in ("raised", "ended", GONE)) for rank in waited_for):
+            if all(
+                any(self.read(topic, rank) for topic in ("raised", "ended", GONE))
+                for rank in waited_for
+            ):
                 return
             time.sleep(LOOK_SECONDS)
 
     def find_failure(self, waits: str, engine: str) -> PeerError | None:
-        """Return an error that names the first rank that raised in this engine or ended, or whose end another rank has
-        found; or that rank 0 is gone, which keeps the store.  Who raised because of another rank is named last.
+        """Return an error that names the first rank that raised in this engine or ended, or whose
+        end another rank has found; or that rank 0 is gone, which keeps the store.  Who raised
+        because of another rank is named last.
 
         waits: what this rank did meanwhile.
         """
@@ -225,8 +260,10 @@ class FlightRecorder:
             if text := self.read("ended", rank):
                 return PeerError(
                     f"{self.name(rank, engine)} has ended ({text}) while {waits}.",
-                    "Ranks made different numbers of calls: unequal numbers of batches, or a collective on some only.",
-                    "give every rank the same number of batches; call state_dict(), save and step on all ranks.",
+                    "Ranks made different numbers of calls: unequal numbers of batches, or a "
+                    "collective on some only.",
+                    "give every rank the same number of batches; call state_dict(), save and step "
+                    "on all ranks.",
                 )
             if text := self.read(LOST, rank):
                 return PeerError(f"{text}, while {waits}.", KILLED_WHY, KILLED_FIX)
@@ -234,12 +271,15 @@ class FlightRecorder:
             return PeerError(
                 f"{self.name(0, engine)}, which keeps the notice board, is gone while {waits}.",
                 "It was killed, ran out of memory, lost its network, or its program ended first.",
-                "look at the end of rank 0's output and at the system's log (dmesg) for the out-of-memory killer.",
+                "look at the end of rank 0's output and at the system's log (dmesg) for the "
+                "out-of-memory killer.",
             )
         return follows
 
     def find_desync(self, mine: Position, engine: str) -> PeerError | None:
-        """Return why waiting is in vain, or None. Posts `mine` for the others; a suspicion counts when it stays."""
+        """Return why waiting is in vain, or None. Posts `mine` for the others; a suspicion counts
+        when it stays.
+        """
         self.post("waiting", json.dumps(asdict(mine)))
         waits = f"rank {self.rank} waits for it in '{mine.name()}'"
         if error := self.find_failure(waits, engine):
@@ -253,13 +293,16 @@ class FlightRecorder:
             return None
         engines = {place.engine for place in suspects.values()}
         names = ", ".join(
-            f"{self.name(rank, engine)} is in '{place.name()}'" + (f" of {place.engine}" if len(engines) > 1 else "")
+            f"{self.name(rank, engine)} is in '{place.name()}'"
+            + (f" of {place.engine}" if len(engines) > 1 else "")
             for rank, place in suspects.items()
         )
         return PeerError(
             f"ranks called different collectives: {names}.",
-            "Every rank must make the same sequence of calls; no data was exchanged under a wrong name.",
-            "look for a branch that depends on the rank: state_dict() on one rank, unequal batches, another model.",
+            "Every rank must make the same sequence of calls; no data was exchanged under a wrong "
+            "name.",
+            "look for a branch that depends on the rank: state_dict() on one rank, unequal "
+            "batches, another model.",
         )
 
     def _positions(self, mine: Position) -> dict[int, Position]:
@@ -271,15 +314,21 @@ class FlightRecorder:
         return found
 
     def tell_absent(self, mine: Position, engine: str, waited: float) -> None:
-        """Log which ranks have not come to a collective for which this rank has waited some seconds.
+        """Log which ranks have not come to a collective for which this rank has waited some
+        seconds.
 
-        The lowest of the ranks that wait there logs: after 5 s, and again whenever the wait has doubled. Such a rank is
-        late, or it waits in a call that no engine knows of, for a rank that waits here. Nothing tells the two apart.
+        The lowest of the ranks that wait there logs: after 5 s, and again whenever the wait has
+        doubled. Such a rank is late, or it waits in a call that no engine knows of, for a rank that
+        waits here. Nothing tells the two apart.
         """
         if waited < launch.TELL_AFTER:
             return
         positions = self._positions(mine)
-        here = [rank for rank, each in positions.items() if (each.lane, each.sequence) == (mine.lane, mine.sequence)]
+        here = [
+            rank
+            for rank, each in positions.items()
+            if (each.lane, each.sequence) == (mine.lane, mine.sequence)
+        ]
         absent = [rank for rank in mine.ranks if rank not in positions]
         case = mine.name(), tuple(absent)
         if not absent or min(here) < self.rank or waited < 2 * self._told_waits.get(case, 0.0):
@@ -287,20 +336,25 @@ class FlightRecorder:
         self._told_waits[case] = waited
         names = ", ".join(self.name(rank, engine) for rank in absent)
         logger.warning(
-            f"{self.name(self.rank, engine)} has waited {waited:.0f} s in '{mine.name()}'.  In no collective of an "
-            f"engine: {names}.  Such a rank computes, loads data, or waits in a call of torch.distributed's own, such "
-            "as barrier().  In the last case no rank goes on: look for a call that only some ranks make."
+            f"{self.name(self.rank, engine)} has waited {waited:.0f} s in '{mine.name()}'.  In no "
+            f"collective of an engine: {names}.  Such a rank computes, loads data, or waits in a "
+            "call of torch.distributed's own, such as barrier().  In the last case no rank goes "
+            "on: look for a call that only some ranks make."
         )
 
 
 def desynced_ranks(positions: dict[int, Position], me: int) -> list[int]:
-    """Return the ranks that wait for each other in different collectives; none as long as one of them can still
-    move.
+    """Return the ranks that wait for each other in different collectives; none as long as one of
+    them can still move.
     """
     chain = [me]
     while True:
         here = positions[chain[-1]]
-        members = {rank: each for rank, each in positions.items() if rank in here.ranks and rank != chain[-1]}
+        members = {
+            rank: each
+            for rank, each in positions.items()
+            if rank in here.ranks and rank != chain[-1]
+        }
         for rank, there in members.items():
             name = there.name(here.lane, here.sequence)
             if name and name != here.name():
@@ -320,7 +374,9 @@ def _post_end_at_exit(recorder: FlightRecorder) -> None:
         alive = reference()
         if alive is None:
             return
-        uncaught = getattr(sys, "last_value", None)  # Python keeps the exception that ended the program
+        uncaught = getattr(
+            sys, "last_value", None
+        )  # Python keeps the exception that ended the program
         if uncaught is not None:
             alive.post("raised", f"{type(uncaught).__name__}: {uncaught}"[:300])
             if alive.rank == 0:

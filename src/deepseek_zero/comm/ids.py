@@ -1,4 +1,6 @@
-"""The identity of a collective: an engine's lane, its place in that lane, and a check of its name."""
+"""The identity of a collective: an engine's lane, its place in that lane, and a check of its
+name.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,26 @@ _LANE_STEP = 4  # lane numbers of one engine
 
 
 class CollectiveId(NamedTuple):
-    """The identity of one collective's messages. lane: "engine 0/gather". number: the lane's, which no other lane of
-    this world ever has. arrived: gets the time of arrival. patience: seconds that a wait for it may last before its
-    caller is asked whether to go on; None: as long as any (transports/base.py).
+    """The identity of one collective's messages. lane: "engine 0/gather". number: the lane's, which
+    no other lane of
+    this world ever has. arrived: gets the time of arrival. patience: seconds that a wait for it may
+    last before its caller is asked whether to go on; None: as long as any (transports/base.py).
     """
 
     lane: str
     lane_number: int
     sequence: int
-    check: int  # 32 bits of the name: a rank that strayed stands in the same place under another name
+    check: (
+        int  # 32 bits of the name: a rank that strayed stands in the same place under another name
+    )
     arrived: list[float]
     patience: Callable[[], float] | None = None
 
 
 def lane_number(engine: int, lane: str) -> int:
-    """Return the number of a lane. engine: 0 for the world, then in the order that all ranks make them in."""
+    """Return the number of a lane. engine: 0 for the world, then in the order that all ranks make
+    them in.
+    """
     return engine * _LANE_STEP + LANES.index(lane)
 
 
@@ -40,7 +47,9 @@ def lane_of(lane: str) -> str:
 
 
 def tag_of(cid: CollectiveId) -> int:
-    """Return the identity of a collective in 96 bits: 24 of the lane, 40 of the place, 32 of the name."""
+    """Return the identity of a collective in 96 bits: 24 of the lane, 40 of the place, 32 of the
+    name.
+    """
     return (cid.lane_number << 40 | cid.sequence) << 32 | cid.check
 
 

@@ -1,7 +1,8 @@
-"""Tells other ranks that this one waits in a collective of torch.distributed's own, such as barrier().
+"""Tells other ranks that this one waits in a collective of torch.distributed's own, such as
+barrier().
 
-A thread looks once a second at what the thread that trains does. A call that it sees twice is posted in the flight
-recorder; a steady state that makes short calls posts nothing.
+A thread looks once a second at what the thread that trains does. A call that it sees twice is
+posted in the flight recorder; a steady state that makes short calls posts nothing.
 """
 
 from __future__ import annotations
@@ -28,11 +29,15 @@ def watch_outside_calls(recorder: FlightRecorder) -> None:
     watched = threading.get_ident()
     reference = weakref.ref(recorder)
     arguments = (reference, watched)
-    threading.Thread(target=_watch, args=arguments, daemon=True, name="deepseek-zero-outside").start()
+    threading.Thread(
+        target=_watch, args=arguments, daemon=True, name="deepseek-zero-outside"
+    ).start()
 
 
 def outside_call(recorder: FlightRecorder, rank: int) -> str:
-    """Return the name of the call in which a rank waits for this one, outside every engine; "" without one."""
+    """Return the name of the call in which a rank waits for this one, outside every engine; ""
+    without one.
+    """
     line = recorder.read(OUTSIDE, rank)
     if not line:
         return ""
@@ -49,10 +54,13 @@ def _watch(reference: weakref.ref[FlightRecorder], watched: int) -> None:
         if recorder is None:
             return
         frame = _outermost_call(watched)
-        # Only the number is kept: a frame that is held after its call keeps all tensors of its callers alive.
+        # Only the number is kept: a frame that is held after its call keeps all tensors of its
+        # callers alive.
         number = None if frame is None else id(frame)
         if frame is not None and number == seen and not is_posted:
-            recorder.post(OUTSIDE, json.dumps({"call": frame.f_code.co_name, "ranks": _ranks_of(frame)}))
+            recorder.post(
+                OUTSIDE, json.dumps({"call": frame.f_code.co_name, "ranks": _ranks_of(frame)})
+            )
             is_posted = True
         elif number != seen and is_posted:
             recorder.withdraw(OUTSIDE)
@@ -62,7 +70,9 @@ def _watch(reference: weakref.ref[FlightRecorder], watched: int) -> None:
 
 
 def _outermost_call(thread: int) -> FrameType | None:
-    """Return the frame of the function of torch.distributed that a thread has called, if it is in one."""
+    """Return the frame of the function of torch.distributed that a thread has called, if it is in
+    one.
+    """
     frame = sys._current_frames().get(thread)
     found = None
     while frame is not None:

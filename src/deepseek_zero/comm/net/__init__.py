@@ -8,9 +8,11 @@
 | `store.py` | a `torch.distributed.Store` over a board: the rendezvous of ranks and launchers |
 | `links.py` | tensors between ranks of different hosts; replaces a connection that breaks |
 
-The decisions are 0102 (sockets and secret) and 0108 (lost hosts, the launcher's store, TLS).  This package knows no
-collective, engine or transport: of `comm` it imports the identity of messages (`ids.py`), the exchange of texts before
-there are connections (`bootstrap.py`), and the two names of a wait that every transport uses (`transports/base.py`).
+The decisions are 0102 (sockets and secret) and 0108 (lost hosts, the launcher's store, TLS).  This
+package knows no
+collective, engine or transport: of `comm` it imports the identity of messages (`ids.py`), the
+exchange of texts before there are connections (`bootstrap.py`), and the two names of a wait that
+every transport uses (`transports/base.py`).
 
 The package is frozen: bugs are repaired here, features are not added.
 """

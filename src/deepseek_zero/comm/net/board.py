@@ -1,7 +1,9 @@
-"""The board on which ranks leave lines for each other: a table in rank 0's process, and the way to it.
+"""The board on which ranks leave lines for each other: a table in rank 0's process, and the way to
+it.
 
-Rank 0 keeps the table behind its door (channel.py), at one address and only for who proves the job's secret.  A request
-is one operation with a key and a value, an answer is a text; both are limited before anything is allocated.
+Rank 0 keeps the table behind its door (channel.py), at one address and only for who proves the
+job's secret.  A request is one operation with a key and a value, an answer is a text; both are
+limited before anything is allocated.
 """
 
 from __future__ import annotations
@@ -45,12 +47,15 @@ from .channel import (
 )
 from .tls import require_cryptography
 
-MOST_KEY, MOST_TEXT = 1 << 10, 1 << 24  # bytes
+# bytes
+MOST_KEY = 1 << 10
+MOST_TEXT = 1 << 24
 GONE = "gone"  # the topic of ranks on other hosts whose process has ended, with or without a word
 ANSWER_SECONDS = 30.0  # for rank 0, which may be busy, to take a line
 HURRIED_SECONDS = 2.0  # for it to answer who waits for others meanwhile
 QUIET_SECONDS = 5.0  # after a silence, until somebody waits for it again
-DOUBT_SECONDS = 2.5  # without a sign of its host, until nobody waits for rank 0; its kernel answers every second
+# Without a sign of its host, until nobody waits for rank 0; its kernel answers every second
+DOUBT_SECONDS = 2.5
 LOOK_SECONDS = 0.25  # between looks for such a sign, while a rank waits for an answer
 SEND_SECONDS = 1.0  # for another rank to take an answer that it asked for
 _REQUEST = struct.Struct("!BII")
@@ -64,7 +69,9 @@ class Operation(IntEnum):
 
     SET = 1
     LOOK = 2
-    ADD = 3  # a number to the one there, once; the value is [who asks, the number of the request, what to add]
+    # A number to the one there, once; the value is [who asks, the number of the request, what to
+    # add]
+    ADD = 3
     SWAP = 4  # the text for another one if it is the one expected; the value is [expected, wanted]
     DELETE = 5
     KEYS = 6  # as a list
@@ -79,15 +86,20 @@ class Answer(NamedTuple):
 class Board:
     """The table itself, in rank 0's process.
 
-    role: of the connections that ask it. When a rank's idle connection has ended, there is a line under "gone/RANK".
+    role: of the connections that ask it. When a rank's idle connection has ended, there is a line
+    under "gone/RANK".
     """
 
     def __init__(self, door: Door, role: Role = Role.BOARD) -> None:
         self._texts: dict[str, str] = {}
-        self._added: dict[str, tuple[int, str]] = {}  # by who asked: the last request and its answer
+        self._added: dict[
+            str, tuple[int, str]
+        ] = {}  # by who asked: the last request and its answer
         self._lock = threading.Lock()
         self._asking: dict[int, socket.socket] = {}  # by descriptor
-        self._idle: dict[int, socket.socket] = {}  # by rank of another host, over which kernels hear each other
+        self._idle: dict[
+            int, socket.socket
+        ] = {}  # by rank of another host, over which kernels hear each other
         self._door = door
         door.admit(role, self._take_asking)
         door.admit(Role.LIFE, self._take_idle)
@@ -111,13 +123,17 @@ class Board:
 
     def _add(self, key: str, value: str) -> str:
         who, number, amount = json.loads(value)
-        if self._added.get(who, (-1, ""))[0] != int(number):  # else it came twice, over two connections
+        if self._added.get(who, (-1, ""))[0] != int(
+            number
+        ):  # else it came twice, over two connections
             self._texts[key] = total = str(int(self._texts.get(key, "0")) + int(amount))
             self._added[who] = int(number), total
         return self._added[who][1]
 
     def _swap(self, key: str, value: str) -> str | None:
-        """As torch's stores do: where there is nothing, expecting "" means it, and else what is wanted is answered."""
+        """As torch's stores do: where there is nothing, expecting "" means it, and else what is
+        wanted is answered.
+        """
         expected, wanted = json.loads(value)
         if self._texts.get(key, "") == expected:
             self._texts[key] = str(wanted)
@@ -130,12 +146,16 @@ class Board:
         return json.dumps(list(self._texts))
 
     def silences(self) -> dict[int, float]:
-        """Return for how many seconds the hosts of ranks on other hosts have answered nothing, by rank."""
+        """Return for how many seconds the hosts of ranks on other hosts have answered nothing, by
+        rank.
+        """
         found = {rank: silence_of(connection) for rank, connection in tuple(self._idle.items())}
         return {rank: seconds for rank, seconds in found.items() if seconds is not None}
 
     def say_farewell(self) -> None:
-        """Send the whole table, before this process ends, to every rank that has requested a line."""
+        """Send the whole table, before this process ends, to every rank that has requested a
+        line.
+        """
 
         def send() -> None:
             payload = json.dumps(self._texts).encode()
@@ -182,11 +202,14 @@ class _Reader:
     """One rank's requests, as they arrive."""
 
     def __init__(self, board: Board, connection: socket.socket) -> None:
-        self._board, self._connection = board, connection
+        self._board = board
+        self._connection = connection
         self._came = bytearray()
 
     def read(self) -> None:
-        """Take in what has come and answer whole requests; close the connection where it makes no sense."""
+        """Take in what has come and answer whole requests; close the connection where it makes no
+        sense.
+        """
         try:
             data = self._connection.recv(1 << 16)
             self._came += data
@@ -237,11 +260,13 @@ _ACTIONS: Mapping[Operation, Callable[[Board, str, str], str | None]] = {
 class FarBoard:
     """The board as another rank sees it.
 
-    RuntimeError if rank 0 is gone: nobody listens there any more, or nothing has been heard of its host for
-    `dead_after`. Where its host answers and it does not (it is stopped, or busy), nothing is known, and nobody waits
-    long to learn that: a question stays under way, and nothing else is asked before it is answered. A new connection
-    each time would fill the queue of those that rank 0 is to take.
-    watches: rank 0 is on another host; the kernels of both ends hear each other, so that a silent host and an ended
+    RuntimeError if rank 0 is gone: nobody listens there any more, or nothing has been heard of its
+    host for `dead_after`. Where its host answers and it does not (it is stopped, or busy), nothing
+    is known, and nobody waits
+    long to learn that: a question stays under way, and nothing else is asked before it is answered.
+    A new connection each time would fill the queue of those that rank 0 is to take.
+    watches: rank 0 is on another host; the kernels of both ends hear each other, so that a silent
+    host and an ended
     process are known. dead_after: seconds. role: as the board's.
     """
 
@@ -255,14 +280,19 @@ class FarBoard:
         dead_after: float = math.inf,
         role: Role = Role.BOARD,
     ) -> None:
-        self._address, self._secret, self._rank, self._role = address, secret, rank, role
+        self._address = address
+        self._secret = secret
+        self._rank = rank
+        self._role = role
         self._dead_after = dead_after
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._is_owed = False  # what was asked over it last has no answer yet
         self._quiet_until = 0.0  # it did not answer lately: until then nobody waits for it
         self._unreachable_since: float | None = None
-        self._farewell: dict[str, str] | None = None  # the table as rank 0 left it when its program ended
+        self._farewell: dict[str, str] | None = (
+            None  # the table as rank 0 left it when its program ended
+        )
         self._idle: socket.socket | None = None
         self._watches = watches
         self._connect(ANSWER_SECONDS)
@@ -293,7 +323,9 @@ class FarBoard:
         """Return whether rank 0's program has ended, and left the table here."""
         with self._lock:
             if self._farewell is None and self._connection is not None and not self._is_owed:
-                with contextlib.suppress(OSError, ValueError):  # it broke: the next question finds that out
+                with contextlib.suppress(
+                    OSError, ValueError
+                ):  # it broke: the next question finds that out
                     self._take_farewell(self._connection)
             return self._farewell is not None
 
@@ -305,7 +337,9 @@ class FarBoard:
         return self._ask(operation, key, value, ANSWER_SECONDS)
 
     def silences(self) -> dict[int, float]:
-        """Return for how many seconds rank 0's host has answered nothing, where that is another host."""
+        """Return for how many seconds rank 0's host has answered nothing, where that is another
+        host.
+        """
         seconds = None if self._idle is None else silence_of(self._idle)
         return {} if seconds is None else {0: seconds}
 
@@ -323,10 +357,13 @@ class FarBoard:
     def _drop(self) -> None:
         if self._connection is not None:
             self._connection.close()
-        self._connection, self._is_owed = None, False
+        self._connection = None
+        self._is_owed = False
 
     def _connect(self, seconds: float) -> socket.socket:
-        """Return a new connection for questions; what broke the last one may have broken the idle one, too."""
+        """Return a new connection for questions; what broke the last one may have broken the idle
+        one, too.
+        """
         connection = self._connection = self._introduced(self._role, seconds)
         if self._watches and (self._idle is None or silence_of(self._idle) is None):
             self._drop_idle()
@@ -340,8 +377,10 @@ class FarBoard:
         return introduce(connection, self._secret, Hello(role, self._rank, 0))
 
     def _reach(self) -> socket.socket:
-        """Return a connection that rank 0's host has taken. TimeoutError if it has not; RuntimeError if it has not for
-        long, while nothing else told of it: a host that is heard, or this one, may have its queue full.
+        """Return a connection that rank 0's host has taken. TimeoutError if it has not;
+        RuntimeError if it has not for
+        long, while nothing else told of it: a host that is heard, or this one, may have its queue
+        full.
         """
         self._raise_if_silent()
         try:
@@ -353,14 +392,19 @@ class FarBoard:
                 raise TimeoutError from None
             self._unreachable_since = since = self._unreachable_since or time.monotonic()
             if time.monotonic() - since > self._dead_after:
-                raise RuntimeError(f"rank 0's host has not answered for {self._dead_after:g} s: {error}") from None
+                raise RuntimeError(
+                    f"rank 0's host has not answered for {self._dead_after:g} s: {error}"
+                ) from None
             raise TimeoutError from None
         self._unreachable_since = None
         return connection
 
     def _ask(self, operation: Operation, key: str, value: str, seconds: float) -> Answer | None:
-        """Ask once, and again over a new connection where the old one broke; None if there is no answer."""
-        name, text = key.encode()[:MOST_KEY], value.encode()[:MOST_TEXT]
+        """Ask once, and again over a new connection where the old one broke; None if there is no
+        answer.
+        """
+        name = key.encode()[:MOST_KEY]
+        text = value.encode()[:MOST_TEXT]
         request = _REQUEST.pack(operation, len(name), len(text)) + name + text
         if time.monotonic() < self._quiet_until:
             seconds = HURRIED_SECONDS
@@ -372,17 +416,23 @@ class FarBoard:
                     break
                 except (ConnectionRefusedError, Refused) as error:
                     self._drop()
-                    raise RuntimeError(f"rank 0, which keeps the board, has ended: {error}") from None
+                    raise RuntimeError(
+                        f"rank 0, which keeps the board, has ended: {error}"
+                    ) from None
                 except TimeoutError:
                     self._drop()
                     break
-                except (OSError, ValueError):  # it broke, or what came is damaged; TLS's own errors are OSErrors
+                except (
+                    OSError,
+                    ValueError,
+                ):  # it broke, or what came is damaged; TLS's own errors are OSErrors
                     self._drop()
             self._quiet_until = time.monotonic() + QUIET_SECONDS
             return None
 
     def _exchange(self, request: bytes, seconds: float) -> Answer | None:
-        """Return the answer to a request; None if rank 0 takes its time with it, or with the last one.
+        """Return the answer to a request; None if rank 0 takes its time with it, or with the last
+        one.
 
         Raises TimeoutError where the connection is of no more use.
         """
@@ -395,7 +445,8 @@ class FarBoard:
         return self._answer(connection, seconds)
 
     def _answer(self, connection: socket.socket, seconds: float) -> Answer | None:
-        poll, until = select.poll(), time.monotonic() + seconds
+        poll = select.poll()
+        until = time.monotonic() + seconds
         poll.register(connection, select.POLLIN)
         while True:
             while not poll.poll(LOOK_SECONDS * 1000):
@@ -429,7 +480,9 @@ class FarBoard:
 
     def _is_heard(self) -> bool:
         """Return whether rank 0's host surely is there: it is this one, or its kernel answers."""
-        return not self._watches or any(seconds <= DOUBT_SECONDS for seconds in self.silences().values())
+        return not self._watches or any(
+            seconds <= DOUBT_SECONDS for seconds in self.silences().values()
+        )
 
     def _raise_if_silent(self) -> None:
         """Raise TimeoutError where nobody answers and rank 0's host has been silent for a while."""
@@ -440,24 +493,31 @@ class FarBoard:
 def open_board(
     rank: int, size: int, hosts: Hosts, group: dist.ProcessGroup | None
 ) -> tuple[Board | FarBoard, bytes, Door | None]:
-    """Open the board of one world and agree on the job's secret; return both, and rank 0's door.  Collective in the
-    group.
+    """Open the board of one world and agree on the job's secret; return both, and rank 0's door.
+    Collective in the group.
 
-    Without a secret of the launcher's or the user's rank 0 draws one, which travels through the group as it is; where
-    it listens beyond loopback it says so.  Raises `UsageError` on every rank if one cannot read its secret or holds
-    another, or if TLS is asked for and one rank has no package for certificates.
+    Without a secret of the launcher's or the user's rank 0 draws one, which travels through the
+    group as it is; where it listens beyond loopback it says so.  Raises `UsageError` on every rank
+    if one cannot read its secret or holds another, or if TLS is asked for and one rank has no
+    package for certificates.
     """
     said: dict[str, object] = {}
-    door, board, secret, dead_after = None, None, None, math.inf
+    door = None
+    board = None
+    secret = None
+    dead_after = math.inf
     try:
         if launch.uses_tls():
             require_cryptography()
-        secret, dead_after = read_secret(), launch.dead_after()
+        secret = read_secret()
+        dead_after = launch.dead_after()
         if secret is None and launch.uses_tls() and not hosts.is_one:
             raise UsageError(
                 f"{launch.TLS} is set, and no secret.",
-                "The job's certificate is made from its secret, and one drawn now would travel as it is.",
-                f"name a file of {launch.SECRET_BYTES} random bytes, the same on every host, in {launch.SECRET_FILE}.",
+                "The job's certificate is made from its secret, and one drawn now would travel as "
+                "it is.",
+                f"name a file of {launch.SECRET_BYTES} random bytes, the same on every host, in "
+                f"{launch.SECRET_FILE}.",
             )
         if rank == 0:
             drawn = secrets.token_bytes(launch.SECRET_BYTES) if secret is None else b""
@@ -467,7 +527,8 @@ def open_board(
         said["mark"] = fingerprint(secret) if secret is not None else ""
     except (UsageError, OSError) as error:
         said["error"] = str(error)
-    # The address travels through the group itself: no private default store, no port the user must know.
+    # The address travels through the group itself: no private default store, no port the user must
+    # know.
     everyone = [json.loads(text) for text in all_gather_text(json.dumps(said), size, group)]
     for other, each in enumerate(everyone):
         if "error" in each:
@@ -497,9 +558,10 @@ def open_board(
             found.close()  # what was reached is of no use
         raise UsageError(
             problem,
-            "Rank 0 keeps the notice board, at the address by which it is known or the one that was named.",
-            f"name an interface that all hosts reach, and ports that are open ({launch.INTERFACE}, {launch.PORTS}; "
-            "the launcher's --interface and --ports).",
+            "Rank 0 keeps the notice board, at the address by which it is known or the one that "
+            "was named.",
+            f"name an interface that all hosts reach, and ports that are open ({launch.INTERFACE}, "
+            f"{launch.PORTS}; the launcher's --interface and --ports).",
         )
     return found, secret, door
 

@@ -1,14 +1,15 @@
-"""Authenticated connections between ranks: both ends prove that they hold the job's secret before a byte of data.
+"""Authenticated connections between ranks: both ends prove that they hold the job's secret before a
+byte of data.
 
     dialer                                  door
     HELLO  magic, role, ranks, nonce   ->
                                        <-   CHALLENGE  magic, rank, nonce, proof of the door
     PROOF  of the dialer               ->
 
-A proof is HMAC-SHA256, with the job's secret, over its own end's name and everything said before; the nonces are fresh,
-so that an old conversation proves nothing.  Every message has a fixed length, so nothing that a stranger sends is
-allocated for.  A connection that has proven nothing within HANDSHAKE_SECONDS is closed.  With DEEPSEEK_ZERO_TLS=1 it is
-all said within TLS (tls.py).
+A proof is HMAC-SHA256, with the job's secret, over its own end's name and everything said before;
+the nonces are fresh, so that an old conversation proves nothing.  Every message has a fixed length,
+so nothing that a stranger sends is allocated for.  A connection that has proven nothing within
+HANDSHAKE_SECONDS is closed.  With DEEPSEEK_ZERO_TLS=1 it is all said within TLS (tls.py).
 """
 
 from __future__ import annotations
@@ -48,11 +49,15 @@ _HELLO = struct.Struct("!8sB3xII32s")
 _CHALLENGE = struct.Struct("!8sI32s32s")
 _PROOF_BYTES = 32
 _TLS_RECORDS = (b"\x15", b"\x16")  # how TLS begins: with an alert, or a handshake
-_NO_COMMON_PROTOCOL = bytes.fromhex("15030300020246")  # such an alert, which both kinds of dialers understand
+_NO_COMMON_PROTOCOL = bytes.fromhex(
+    "15030300020246"
+)  # such an alert, which both kinds of dialers understand
 _BOTH_ENDS = "say --tls on every host, or nowhere"
 BEAT_SECONDS = 1  # of kernels
 NEVER = (1 << 31) - 1  # milliseconds, the most that a kernel takes
-_TCP_INFO = struct.Struct("=B23xI28xI")  # the kernel's tcp_info: state, tcpi_unacked, tcpi_last_ack_recv in ms
+_TCP_INFO = struct.Struct(
+    "=B23xI28xI"
+)  # the kernel's tcp_info: state, tcpi_unacked, tcpi_last_ack_recv in ms
 _ESTABLISHED = 1
 
 Address = tuple[str, int]
@@ -73,21 +78,31 @@ class Refused(ConnectionError):
 
 
 def read_secret() -> bytes | None:
-    """Return the job's secret from the file that DEEPSEEK_ZERO_SECRET_FILE names; None without the variable.
+    """Return the job's secret from the file that DEEPSEEK_ZERO_SECRET_FILE names; None without the
+    variable.
 
-    Raises `UsageError` if the file is missing, is not 32 bytes long, is another user's, or may be read by others.
+    Raises `UsageError` if the file is missing, is not 32 bytes long, is another user's, or may be
+    read by others.
     """
     path = os.environ.get(SECRET_FILE)
     if not path:
         return None
-    fix = f"write {SECRET_BYTES} random bytes into a file of mode 0600, the same on every host, and name it there."
+    fix = (
+        f"write {SECRET_BYTES} random bytes into a file of mode 0600, the same on every host, and "
+        "name it there."
+    )
     try:
         with open(path, "rb") as file:
-            status, secret = os.fstat(file.fileno()), file.read(SECRET_BYTES + 1)
+            status = os.fstat(file.fileno())
+            secret = file.read(SECRET_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"the job's secret cannot be read: {error}.", f"{SECRET_FILE} names that file.", fix) from None
+        raise UsageError(
+            f"the job's secret cannot be read: {error}.", f"{SECRET_FILE} names that file.", fix
+        ) from None
     if len(secret) != SECRET_BYTES:
-        raise UsageError(f"{SECRET_FILE} names a file that does not hold {SECRET_BYTES} bytes.", fix=fix)
+        raise UsageError(
+            f"{SECRET_FILE} names a file that does not hold {SECRET_BYTES} bytes.", fix=fix
+        )
     if status.st_uid not in (os.geteuid(), 0):
         raise UsageError(
             f"{SECRET_FILE} names a file of another user (number {status.st_uid}).",
@@ -96,23 +111,27 @@ def read_secret() -> bytes | None:
         )
     if stat.S_IMODE(status.st_mode) & 0o077:
         raise UsageError(
-            f"{SECRET_FILE} names a file that other users may open (mode {stat.S_IMODE(status.st_mode):04o}).",
+            f"{SECRET_FILE} names a file that other users may open (mode "
+            f"{stat.S_IMODE(status.st_mode):04o}).",
             "Whoever reads it can join the job.",
-            f"chmod 600 that file (of a Kubernetes Secret, say defaultMode: 0400 in its volume); or {fix}",
+            "chmod 600 that file (of a Kubernetes Secret, say defaultMode: 0400 in its volume); or "
+            f"{fix}",
         )
     return secret
 
 
 def warn_without_secret(address: Address, whose: str) -> None:
-    """Say that a job holds no secret, where others than this host reach its door.  whose: who hold none, in the plural.
+    """Say that a job holds no secret, where others than this host reach its door.  whose: who hold
+    none, in the plural.
 
     Say it once for a job and door.
     """
     host, port = address
     if not is_loopback(host):
         logger.warning(
-            f"{whose} hold no secret: whoever reaches {host}:{port} or reads their network can join them. Name a file "
-            f"of {SECRET_BYTES} random bytes, mode 0600, the same on every host, in {SECRET_FILE}."
+            f"{whose} hold no secret: whoever reaches {host}:{port} or reads their network can "
+            f"join them. Name a file of {SECRET_BYTES} random bytes, mode 0600, the same on every "
+            f"host, in {SECRET_FILE}."
         )
 
 
@@ -122,7 +141,9 @@ def fingerprint(secret: bytes) -> str:
 
 
 class Hello(NamedTuple):
-    """What a dialer says of itself. rank, to: of the dialer and of the rank that it wants, as the world counts them."""
+    """What a dialer says of itself. rank, to: of the dialer and of the rank that it wants, as the
+    world counts them.
+    """
 
     role: Role
     rank: int
@@ -136,7 +157,8 @@ class Doorkeeper:
     """
 
     def __init__(self, secret: bytes, rank: int) -> None:
-        self._secret, self._rank = secret, rank
+        self._secret = secret
+        self._rank = rank
         self._said = b""
         self.needs = _HELLO.size
         self.hello: Hello | None = None  # once it is believed
@@ -148,19 +170,23 @@ class Doorkeeper:
         return self._claimed is None
 
     def take(self, data: bytes) -> bytes:
-        """Take `needs` bytes and return what to send back; raise `Refused` if they are not what they should be."""
+        """Take `needs` bytes and return what to send back; raise `Refused` if they are not what
+        they should be.
+        """
         if self._claimed is None:
             magic, role, rank, to, _ = _HELLO.unpack(data)
             if magic != _MAGIC or to != self._rank or role not in tuple(Role):
                 raise Refused("it does not speak this protocol, or means another rank")
-            self._claimed, self.needs = Hello(Role(role), rank, to), _PROOF_BYTES
+            self._claimed = Hello(Role(role), rank, to)
+            self.needs = _PROOF_BYTES
             said = data + _MAGIC + struct.pack("!I", self._rank) + secrets.token_bytes(32)
             answer = said[_HELLO.size :] + _proof(self._secret, b"door", said)
             self._said = data + answer
             return answer
         if not hmac.compare_digest(data, _proof(self._secret, b"dialer", self._said)):
             raise Refused("it did not prove that it holds the job's secret")
-        self.hello, self.needs = self._claimed, 0
+        self.hello = self._claimed
+        self.needs = 0
         return b""
 
 
@@ -169,10 +195,11 @@ def _proof(secret: bytes, end: bytes, said: bytes) -> bytes:
 
 
 def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> socket.socket:
-    """Prove this end to a door, and have the door prove itself; return the connection to use from then on.
+    """Prove this end to a door, and have the door prove itself; return the connection to use from
+    then on.
 
-    Waits as long as the connection's own time limit says. Raises `Refused` if it is another's door, OSError if the
-    connection breaks; then it is closed.
+    Waits as long as the connection's own time limit says. Raises `Refused` if it is another's door,
+    OSError if the connection breaks; then it is closed.
     """
     if uses_tls():
         connection = _encrypted(connection, secret, hello.to)
@@ -195,7 +222,10 @@ def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> socket.
     return connection
 
 
-_NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")  # what OpenSSL calls a first record that is none
+_NO_TLS = (
+    "WRONG_VERSION_NUMBER",
+    "RECORD_LAYER_FAILURE",
+)  # what OpenSSL calls a first record that is none
 
 
 def _encrypted(connection: socket.socket, secret: bytes, to: int) -> socket.socket:
@@ -210,22 +240,25 @@ def _encrypted(connection: socket.socket, secret: bytes, to: int) -> socket.sock
 
 
 def receive_exactly(connection: socket.socket, count: int) -> bytes:
-    """Return so many bytes. Raises `ConnectionError` if the connection ends before. count: small, and never the
-    other's to choose.
+    """Return so many bytes. Raises `ConnectionError` if the connection ends before. count: small,
+    and never the other's to choose.
     """
     found = bytearray(count)
-    view, place = memoryview(found), 0
+    view = memoryview(found)
+    place = 0
     while place < count:
         got = connection.recv_into(view[place:])
         if not got:
-            raise ConnectionResetError(errno.ECONNRESET, "the connection ended in the midst of a message")
+            raise ConnectionResetError(
+                errno.ECONNRESET, "the connection ended in the midst of a message"
+            )
         place += got
     return bytes(found)
 
 
 def dial(address: Address, seconds: float) -> socket.socket:
-    """Return a connection to an address; OSError if there is none within so many seconds. Small messages leave at
-    once.
+    """Return a connection to an address; OSError if there is none within so many seconds. Small
+    messages leave at once.
     """
     connection = socket.socket(_family(address[0]), socket.SOCK_STREAM)
     try:
@@ -243,10 +276,12 @@ def _send_at_once(connection: socket.socket) -> None:
 
 
 def ask_for_life(connection: socket.socket) -> None:
-    """Have the kernel ask the other end's every second whether it is there, over a connection that carries nothing.
+    """Have the kernel ask the other end's every second whether it is there, over a connection that
+    carries nothing.
 
-    The other end's kernel answers, also for a process that is stopped. No silence ends the connection: how long one
-    may last is not the kernel's to say, and one that ends in time leaves a connection that is heard again.
+    The other end's kernel answers, also for a process that is stopped. No silence ends the
+    connection: how long one may last is not the kernel's to say, and one that ends in time leaves a
+    connection that is heard again.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
@@ -256,20 +291,26 @@ def ask_for_life(connection: socket.socket) -> None:
 
 
 def end_with_the_host(connection: socket.socket, seconds: float) -> None:
-    """Have the kernel end a connection whose other host has answered nothing for so long, also where nothing is sent.
+    """Have the kernel end a connection whose other host has answered nothing for so long, also
+    where nothing is sent.
 
     seconds: inf: never.  Systems other than Linux do nothing here.
     """
     if sys.platform != "linux" or not math.isfinite(seconds):
         return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 4)):
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 2),
+        (socket.TCP_KEEPINTVL, 2),
+        (socket.TCP_KEEPCNT, 4),
+    ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
 def silence_of(connection: socket.socket) -> float | None:
-    """Return for how many seconds the other end's host has answered nothing, on a connection that asks for life.
+    """Return for how many seconds the other end's host has answered nothing, on a connection that
+    asks for life.
 
     None if the connection has ended, or if this system does not tell.
     """
@@ -280,15 +321,17 @@ def silence_of(connection: socket.socket) -> float | None:
 def has_unanswered(connection: socket.socket) -> bool:
     """Return whether the other end's kernel has not yet acknowledged all that was sent.
 
-    Between two tries to send it again a kernel waits twice as long each time: after a silence of seconds it waits for
-    seconds more, although the other end may long be heard again.
+    Between two tries to send it again a kernel waits twice as long each time: after a silence of
+    seconds it waits for seconds more, although the other end may long be heard again.
     """
     state, unanswered, _ = _info_of(connection)
     return state == _ESTABLISHED and unanswered > 0
 
 
 def _info_of(connection: socket.socket) -> tuple[int, int, int]:
-    """Return the fields of `_TCP_INFO`; zeros of a connection that is closed, or if this system does not tell."""
+    """Return the fields of `_TCP_INFO`; zeros of a connection that is closed, or if this system
+    does not tell.
+    """
     if sys.platform != "linux":
         return 0, 0, 0
     try:
@@ -305,10 +348,11 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def listening_variables(interface: str | None, ports: str | None) -> dict[str, str]:
-    """Return the variables that tell ranks of this host where to listen, gloo, which carries the start, included.
+    """Return the variables that tell ranks of this host where to listen, gloo, which carries the
+    start, included.
 
-    interface: as `address_of` takes it; ports: as `parse_ports` does; None: nothing is said.  Local.  Raises
-    `UsageError` for what this host has not.
+    interface: as `address_of` takes it; ports: as `parse_ports` does; None: nothing is said.
+    Local.  Raises `UsageError` for what this host has not.
     """
     found = {}
     if interface is not None:
@@ -321,13 +365,19 @@ def listening_variables(interface: str | None, ports: str | None) -> dict[str, s
 
 
 def parse_ports(text: str) -> range:
-    """Return the ports that a text (29600-29700, or one number) names. Raises `UsageError` if it names none."""
+    """Return the ports that a text (29600-29700, or one number) names. Raises `UsageError` if it
+    names none.
+    """
     first, _, last = text.partition("-")
     with contextlib.suppress(ValueError):
         ports = range(int(first), int(last or first) + 1)
         if ports and ports[0] > 0 and ports[-1] <= 65_535:
             return ports
-    raise UsageError(f"{text!r} names no ports.", "Ports are numbers from 1 to 65535.", "write them as 29600-29700.")
+    raise UsageError(
+        f"{text!r} names no ports.",
+        "Ports are numbers from 1 to 65535.",
+        "write them as 29600-29700.",
+    )
 
 
 @dataclass
@@ -340,15 +390,17 @@ class _Pending:
 
 
 class Door:
-    """One listening socket of this rank, at one address, and a thread that lets in who proves the job's secret.
+    """One listening socket of this rank, at one address, and a thread that lets in who proves the
+    job's secret.
 
-    admit, by role: is called on that thread with the connection, which does not block, and the rank that proved
-    itself. A stranger costs a closed connection and, the first time, a line in the log.
+    admit, by role: is called on that thread with the connection, which does not block, and the rank
+    that proved itself. A stranger costs a closed connection and, the first time, a line in the log.
     """
 
     def __init__(self, host: str, secret: bytes, rank: int, ports: Iterable[int] = (0,)) -> None:
         """ports: to choose from; 0 is any free one. Raises `UsageError` if all are taken."""
-        self._secret, self._rank = secret, rank
+        self._secret = secret
+        self._rank = rank
         self._tls = tls.contexts(secret).door if uses_tls() else None
         self._listener = _listen(host, ports)
         self.address: Address = self._listener.getsockname()[:2]
@@ -372,7 +424,8 @@ class Door:
         self._admit[role] = handler
 
     def watch(self, connection: socket.socket, ready: Callable[[], None]) -> None:
-        """Call `ready` on this thread whenever the connection has something to read. Only on this thread.
+        """Call `ready` on this thread whenever the connection has something to read. Only on this
+        thread.
 
         The connection is the door's to close when it closes.
         """
@@ -402,7 +455,9 @@ class Door:
         """Stop listening, and close what is watched; other connections that were admitted stay."""
         self._is_closing = True
         with contextlib.suppress(OSError):  # closed before
-            self._waker.send(b"\0")  # its end alone would not do: a child of this process may hold it, too
+            self._waker.send(
+                b"\0"
+            )  # its end alone would not do: a child of this process may hold it, too
         if threading.current_thread() is not self._thread:
             self._thread.join(1.0)
 
@@ -452,15 +507,20 @@ class Door:
         handshake = None
         if self._tls is not None:
             try:
-                secured = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+                secured = self._tls.wrap_socket(
+                    connection, server_side=True, do_handshake_on_connect=False
+                )
             except OSError:  # it is gone again
                 connection.close()
                 return
-            connection, handshake = secured, secured.do_handshake
+            connection = secured
+            handshake = secured.do_handshake
         if len(self._pending) >= MOST_PENDING:
             self._turn_away(next(iter(self._pending)), Refused("too many at once"))
         keeper = Doorkeeper(self._secret, self._rank)
-        self._pending[connection] = _Pending(origin, keeper, time.monotonic() + HANDSHAKE_SECONDS, handshake)
+        self._pending[connection] = _Pending(
+            origin, keeper, time.monotonic() + HANDSHAKE_SECONDS, handshake
+        )
         self._sockets[connection.fileno()] = connection
         self._poll.register(connection, select.POLLIN)
 
@@ -477,13 +537,18 @@ class Door:
             if self._tls is None and pending.keeper.is_first and pending.came[:1] in _TLS_RECORDS:
                 raise _OtherProtocol("it speaks TLS, and this job does not")
             if len(pending.came) == pending.keeper.needs:
-                answer, pending.came = pending.keeper.take(bytes(pending.came)), bytearray()
+                answer = pending.keeper.take(bytes(pending.came))
+                pending.came = bytearray()
                 if answer and connection.send(answer) != len(answer):
                     raise Refused("it does not listen")
         except BlockingIOError:
             return
         except OSError as error:
-            if pending.handshake is not None and isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
+            if (
+                pending.handshake is not None
+                and isinstance(error, ssl.SSLError)
+                and error.reason in _NO_TLS
+            ):
                 error = _OtherProtocol("it speaks no TLS, and this job does")
             self._turn_away(connection, error)
             return
@@ -502,7 +567,9 @@ class Door:
             connection, pending = next(iter(self._pending.items()))
             if pending.until > now:
                 return
-            self._turn_away(connection, Refused(f"it proved nothing within {HANDSHAKE_SECONDS:g} s"))
+            self._turn_away(
+                connection, Refused(f"it proved nothing within {HANDSHAKE_SECONDS:g} s")
+            )
 
     def _forget(self, connection: socket.socket) -> None:
         del self._pending[connection], self._sockets[connection.fileno()]
@@ -514,9 +581,12 @@ class Door:
         self.strangers += 1
         if self.strangers == 1:
             logger.warning(
-                f"closed a connection from {origin} to this job: {reason} (others will be closed in silence)"
+                f"closed a connection from {origin} to this job: {reason} (others will be closed "
+                "in silence)"
             )
-        if isinstance(reason, _OtherProtocol):  # which the dialer hears after this log, and may end at once
+        if isinstance(
+            reason, _OtherProtocol
+        ):  # which the dialer hears after this log, and may end at once
             _tell_no_common_protocol(connection)
         connection.close()
 
@@ -531,7 +601,9 @@ class _OtherProtocol(Refused):
 def _tell_no_common_protocol(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # past TLS, where the connection is by TLS
         socket.socket.send(connection, _NO_COMMON_PROTOCOL)
-        socket.socket.recv(connection, 1 << 12)  # what stays unread would reset the connection, and the record with it
+        socket.socket.recv(
+            connection, 1 << 12
+        )  # what stays unread would reset the connection, and the record with it
 
 
 def _listen(host: str, ports: Iterable[int]) -> socket.socket:

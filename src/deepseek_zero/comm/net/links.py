@@ -1,14 +1,17 @@
-"""Our own sockets between hosts: one authenticated connection for each pair of ranks, and messages known by their tag.
+"""Our own sockets between hosts: one authenticated connection for each pair of ranks, and messages
+known by their tag.
 
-A message is a header and at most PIECE_BYTES; a longer tensor is several pieces.  Small tensors leave at once and wait
-at the receiver for their box, as long as no more than EAGER_BUDGET bytes of them do.  Every other tensor waits for
-READY, which a receiver says when it has a box for it: its pieces land straight in that box, stored nowhere on the way.
-What is small leaves before the pieces that are queued, and the kernel is given little that it cannot send: a receipt
-behind megabytes would keep a collective waiting whose data has come.
+A message is a header and at most PIECE_BYTES; a longer tensor is several pieces.  Small tensors
+leave at once and wait at the receiver for their box, as long as no more than EAGER_BUDGET bytes of
+them do.  Every other tensor waits for READY, which a receiver says when it has a box for it: its
+pieces land straight in that box, stored nowhere on the way. What is small leaves before the pieces
+that are queued, and the kernel is given little that it cannot send: a receipt behind megabytes
+would keep a collective waiting whose data has come.
 
-Messages are numbered.  A receiver says up to which number it has them, and a sender keeps what has not been received,
-so that a connection that broke, or fell silent, is replaced by a new one and goes on where it was.  A rank is lost when
-nobody listens any more where it did, or when its host does not answer for `dead_after` seconds.  A rank that is stopped
+Messages are numbered.  A receiver says up to which number it has them, and a sender keeps what has
+not been received, so that a connection that broke, or fell silent, is replaced by a new one and
+goes on where it was.  A rank is lost when nobody listens any more where it did, or when its host
+does not answer for `dead_after` seconds.  A rank that is stopped
 or busy is neither: its host still answers.
 """
 
@@ -38,10 +41,22 @@ from ...base.launch import TELL_AFTER, dead_after
 from ...base.log import logger
 from ..ids import CollectiveId, engine_of, lane_of_tag, tag_of
 from ..transports.base import ConnectionLost, Wait, patience_of
-from .channel import Address, Door, Hello, Refused, Role, dial, end_with_the_host, has_unanswered, introduce
+from .channel import (
+    Address,
+    Door,
+    Hello,
+    Refused,
+    Role,
+    dial,
+    end_with_the_host,
+    has_unanswered,
+    introduce,
+)
 
 PIECE_BYTES = 1 << 18  # which a receipt or a question may wait for, if it has begun to leave
-UNSENT_BYTES = 1 << 18  # that the kernel takes of a connection and has not sent yet: they wait for those, too
+UNSENT_BYTES = (
+    1 << 18
+)  # that the kernel takes of a connection and has not sent yet: they wait for those, too
 EAGER_BYTES = 1 << 14  # a tensor up to this size is copied, and leaves without a question
 EAGER_BUDGET = 1 << 20  # of such bytes that one rank keeps for another
 BEAT_SECONDS = 1.0  # a connection with nothing to say says so
@@ -115,15 +130,28 @@ class _Frame:
     def bytes_of_header(self) -> bytes:
         if not self.header:
             self.header = _header(
-                self.kind, self.number, self.tag, len(self.payload), zlib.crc32(self.payload), self.offset, self.total
+                self.kind,
+                self.number,
+                self.tag,
+                len(self.payload),
+                zlib.crc32(self.payload),
+                self.offset,
+                self.total,
             )
         return self.header
 
 
 def _header(
-    kind: Kind, number: int, tag: int = 0, length: int = 0, crc: int = 0, offset: int = 0, total: int = 0
+    kind: Kind,
+    number: int,
+    tag: int = 0,
+    length: int = 0,
+    crc: int = 0,
+    offset: int = 0,
+    total: int = 0,
 ) -> bytes:
-    line, check = tag >> _LINE_BITS, tag & ((1 << _LINE_BITS) - 1)
+    line = tag >> _LINE_BITS
+    check = tag & ((1 << _LINE_BITS) - 1)
     header = _HEADER.pack(kind, length, number, line, check, crc, offset, total)
     return header + _CHECK.pack(zlib.crc32(header))
 
@@ -147,7 +175,9 @@ class _Offer:
 
 @dataclass(eq=False)
 class _Link:
-    """Everything between this rank and one other. host: as messages name it. gone: why it is lost, once it is."""
+    """Everything between this rank and one other. host: as messages name it. gone: why it is lost,
+    once it is.
+    """
 
     rank: int
     address: Address
@@ -162,14 +192,18 @@ class _Link:
     spoke: float = 0.0
     silence_told_at: float | None = None
     # sending
-    urgent: deque[_Frame] = field(default_factory=deque)  # before what is queued: questions, and eager tensors
+    urgent: deque[_Frame] = field(
+        default_factory=deque
+    )  # before what is queued: questions, and eager tensors
     queue: deque[_Frame] = field(default_factory=deque)
     sent: deque[_Frame] = field(default_factory=deque)  # and not received yet, as far as is known
     writing: deque[memoryview | bytes] = field(default_factory=deque)
     is_blocked: bool = False
     last_number: int = 0
     offers: dict[int, _Offer] = field(default_factory=dict)
-    ready: dict[int, bool] = field(default_factory=dict)  # tags for which the other has a box and this rank no tensor
+    ready: dict[int, bool] = field(
+        default_factory=dict
+    )  # tags for which the other has a box and this rank no tensor
     eager: set[int] = field(default_factory=set)  # tags of eager tensors that are not received yet
     eager_sent: int = 0
     eager_used: int = 0  # as the other says
@@ -181,8 +215,12 @@ class _Link:
     boxes: dict[int, _Box] = field(default_factory=dict)
     early: dict[int, bytes] = field(default_factory=dict)  # eager tensors without a box
     header: bytearray = field(default_factory=lambda: bytearray(HEADER_BYTES))
-    into: memoryview = field(default_factory=lambda: memoryview(b""))  # the rest of what is being read
-    reads: tuple[Kind, int, int, int, int, _Box | bytearray | None] | None = None  # a payload's kind, tag, ..., place
+    into: memoryview = field(
+        default_factory=lambda: memoryview(b"")
+    )  # the rest of what is being read
+    reads: tuple[Kind, int, int, int, int, _Box | bytearray | None] | None = (
+        None  # a payload's kind, tag, ..., place
+    )
     crc: int = 0
     wakes_at: int = 1  # bytes that have come before the kernel tells of them
 
@@ -190,7 +228,9 @@ class _Link:
         self.reads, self.into = None, memoryview(self.header)
 
     def received_up_to(self, number: int) -> list[_Exchange]:
-        """Drop what the other has received; return the exchanges that end with it, of which nothing is held here."""
+        """Drop what the other has received; return the exchanges that end with it, of which nothing
+        is held here.
+        """
         found = []
         while self.sent and self.sent[0].number <= number:
             frame = self.sent.popleft()
@@ -200,7 +240,9 @@ class _Link:
         return found
 
     def next_frame(self) -> _Frame | None:
-        """Take the next message to write.  What was sent before, over another connection, keeps its place."""
+        """Take the next message to write.  What was sent before, over another connection, keeps its
+        place.
+        """
         is_sent_again = self.queue and self.queue[0].number
         waiting = self.queue if is_sent_again or not self.urgent else self.urgent
         return waiting.popleft() if waiting else None
@@ -216,17 +258,24 @@ class _Link:
 
 
 class Links:
-    """The connections of one rank to the ranks of other hosts, whatever groups they form, and the thread that serves
-    them.
+    """The connections of one rank to the ranks of other hosts, whatever groups they form, and the
+    thread that serves them.
 
     Ranks are those of the world here; `Tcp` speaks of a group's.
     """
 
     def __init__(
-        self, rank: int, secret: bytes, door: Door, addresses: Mapping[int, Address], names: Sequence[str] = ()
+        self,
+        rank: int,
+        secret: bytes,
+        door: Door,
+        addresses: Mapping[int, Address],
+        names: Sequence[str] = (),
     ) -> None:
         """addresses: of the far ranks' doors.  names: of all ranks' hosts, where they are known."""
-        self.rank, self.door, self._secret = rank, door, secret
+        self.rank = rank
+        self.door = door
+        self._secret = secret
         self.links = {
             peer: _Link(peer, address, f"{names[peer]} ({address[0]})" if names else address[0])
             for peer, address in addresses.items()
@@ -237,14 +286,20 @@ class Links:
         self._poll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll.register(self._wake, select.EPOLLIN)
-        self._scratch = memoryview(bytearray(PIECE_BYTES))  # for pieces that nobody waits for any more
+        self._scratch = memoryview(
+            bytearray(PIECE_BYTES)
+        )  # for pieces that nobody waits for any more
         self._lanes: dict[str, int] = {}  # the number of each lane that was used
         self._is_closing = False
-        self._thread = threading.Thread(target=self._serve, daemon=True, name="deepseek-zero-sockets")
+        self._thread = threading.Thread(
+            target=self._serve, daemon=True, name="deepseek-zero-sockets"
+        )
         _OPEN.add(self)
 
     def connect(self) -> str:
-        """Connect to all far ranks; return why that failed, or "". Every rank calls it, after all doors are open."""
+        """Connect to all far ranks; return why that failed, or "". Every rank calls it, after all
+        doors are open.
+        """
         self.door.admit(Role.DATA, self._admit)
         self._thread.start()
         for link in self.links.values():
@@ -252,18 +307,23 @@ class Links:
                 self._start_recovery(link)
         with self._changed:
             self._changed.wait_for(
-                lambda: all(link.resumed or link.gone for link in self.links.values()), CONNECT_SECONDS
+                lambda: all(link.resumed or link.gone for link in self.links.values()),
+                CONNECT_SECONDS,
             )
             missing = [link for link in self.links.values() if not link.resumed]
         return "; ".join(
-            f"rank {self.rank} has no connection to rank {link.rank} at {link.address[0]}:{link.address[1]}"
-            + (f" ({link.gone})" if link.gone else "")
+            f"rank {self.rank} has no connection to rank {link.rank} at "
+            f"{link.address[0]}:{link.address[1]}" + (f" ({link.gone})" if link.gone else "")
             for link in missing
         )
 
     def start(self, messages: Mapping[int, tuple[Tensor, Tensor]], cid: CollectiveId) -> Wait:
-        """Send a tensor to each of these ranks and receive one; by rank (outgoing, incoming), empty ones not at all."""
-        exchange, tag, lost = _Exchange(cid), tag_of(cid), None
+        """Send a tensor to each of these ranks and receive one; by rank (outgoing, incoming), empty
+        ones not at all.
+        """
+        exchange = _Exchange(cid)
+        tag = tag_of(cid)
+        lost = None
         with self._lock:
             self._lanes[cid.lane] = cid.lane_number
             exchange.left = 1  # until all are begun
@@ -301,12 +361,15 @@ class Links:
         self.door.close()
 
     def hang_up(self) -> None:
-        """Wait until the others have received what was sent, for a second at most, and close all connections."""
+        """Wait until the others have received what was sent, for a second at most, and close all
+        connections.
+        """
         with self._changed:
             if self._is_closing:
                 return
             self._changed.wait_for(
-                lambda: not any(link.has_unreceived for link in self.links.values()), FAREWELL_SECONDS
+                lambda: not any(link.has_unreceived for link in self.links.values()),
+                FAREWELL_SECONDS,
             )
             self._is_closing = True
         self._rouse()
@@ -319,7 +382,8 @@ class Links:
     # -- sending
 
     def _send(self, link: _Link, view: memoryview, tag: int, exchange: _Exchange) -> None:
-        size, is_ready = len(view), link.ready.pop(tag, False)
+        size = len(view)
+        is_ready = link.ready.pop(tag, False)
         if size <= EAGER_BYTES and link.eager_sent + size - link.eager_used <= EAGER_BUDGET:
             link.eager_sent += size
             link.eager.add(tag)
@@ -342,11 +406,16 @@ class Links:
             link.queue.append(_Frame(Kind.PIECE, tag, piece, start, total, ends))
 
     def _push(self, link: _Link) -> None:
-        """Have what is queued be written: small messages by this thread, at once, others by the one that serves."""
+        """Have what is queued be written: small messages by this thread, at once, others by the one
+        that serves.
+        """
         if not (link.unsent and link.resumed) or link.is_blocked:
             return
         is_short = link.unsent <= _GATHERED
-        if is_short and sum(len(frame.payload) for frame in (*link.urgent, *link.queue)) <= EAGER_BYTES:
+        if (
+            is_short
+            and sum(len(frame.payload) for frame in (*link.urgent, *link.queue)) <= EAGER_BYTES
+        ):
             self._write_or_break(link)
         else:
             self._rouse()
@@ -359,7 +428,8 @@ class Links:
 
     def _write(self, link: _Link) -> None:
         """Write until nothing is left or the kernel takes no more."""
-        connection, writing = link.connection, link.writing
+        connection = link.connection
+        writing = link.writing
         if connection is None:
             return
         while writing or self._gather(link):
@@ -418,7 +488,9 @@ class Links:
             view[:] = early
 
     def _read(self, link: _Link) -> None:
-        """Read what has arrived, up to _READ_AT_ONCE bytes. OSError where the connection is of no more use."""
+        """Read what has arrived, up to _READ_AT_ONCE bytes. OSError where the connection is of no
+        more use.
+        """
         left = _READ_AT_ONCE
         while link.connection is not None and (left > 0 or _has_more(link.connection)):
             try:
@@ -433,14 +505,18 @@ class Links:
                 link.crc = zlib.crc32(link.into[:count], link.crc)
             link.into = link.into[count:]
             if not link.into:
-                for exchange in self._take_payload(link) if link.reads is not None else self._take_header(link):
+                for exchange in (
+                    self._take_payload(link) if link.reads is not None else self._take_header(link)
+                ):
                     exchange.end_one()
         self._wake_at(link, min(len(link.into), WAKE_BYTES) if link.reads is not None else 1)
 
     def _wake_at(self, link: _Link, nbytes: int) -> None:
-        """Have the kernel tell of what comes when it is so many bytes, all of which are sure to come.
+        """Have the kernel tell of what comes when it is so many bytes, all of which are sure to
+        come.
 
-        A slow line brings a packet at a time, and a thread that is woken for each takes a core from what computes.
+        A slow line brings a packet at a time, and a thread that is woken for each takes a core from
+        what computes.
         """
         connection = link.connection
         if connection is None or link.wakes_at == nbytes or isinstance(connection, ssl.SSLSocket):
@@ -450,7 +526,8 @@ class Links:
 
     def _take_header(self, link: _Link) -> Sequence[_Exchange]:
         """Act on a whole header; return the exchanges that lose one reason to wait."""
-        plain, (check,) = link.header[: _HEADER.size], _CHECK.unpack_from(link.header, _HEADER.size)
+        plain = link.header[: _HEADER.size]
+        (check,) = _CHECK.unpack_from(link.header, _HEADER.size)
         kind, length, number, line, low, crc, offset, total = _HEADER.unpack(plain)
         if zlib.crc32(plain) != check or length > PIECE_BYTES or not 1 <= kind <= max(Kind):
             raise Refused("a header came damaged")
@@ -466,13 +543,15 @@ class Links:
             return ()
         if offset + length > total or not length:
             raise Refused("a message reaches past its end")
-        box, place = link.boxes.get(tag), None
+        box = link.boxes.get(tag)
+        place = None
         if box is not None and len(box.view) != total:
             del link.boxes[tag]
             box.exchange.fail(_other_size(link, total, len(box.view)))
             box = None
         if box is not None:
-            into, place = box.view[offset : offset + length], box
+            into = box.view[offset : offset + length]
+            place = box
         elif kind == Kind.EAGER:
             if length > EAGER_BYTES or sum(map(len, link.early.values())) + length > EAGER_BUDGET:
                 raise Refused("more came unasked than is kept")
@@ -480,11 +559,15 @@ class Links:
             into = memoryview(place)  # type: ignore[arg-type]
         else:
             into = self._scratch[:length]
-        link.reads, link.into, link.crc = (Kind(kind), tag, length, total, crc, place), into, 0
+        link.reads = (Kind(kind), tag, length, total, crc, place)
+        link.into = into
+        link.crc = 0
         return ()
 
     def _take_payload(self, link: _Link) -> Sequence[_Exchange]:
-        """Act on a whole payload; return the exchange that loses a reason to wait, of which nothing is held here."""
+        """Act on a whole payload; return the exchange that loses a reason to wait, of which nothing
+        is held here.
+        """
         assert link.reads is not None
         kind, tag, length, _, crc, place = link.reads
         link.expect_header()
@@ -505,15 +588,21 @@ class Links:
         return (place.exchange,)
 
     def _take_unasked(self, link: _Link, tag: int, came: bytearray) -> Sequence[_Exchange]:
-        """Keep an eager tensor until there is a box for it, or fill the box that was made while it came."""
+        """Keep an eager tensor until there is a box for it, or fill the box that was made while it
+        came.
+        """
         box = link.boxes.pop(tag, None)
         if box is None:
             link.early[tag] = bytes(came)
             return ()
         link.used += len(came)
-        asked = next((frame for frame in link.urgent if frame.tag == tag and frame.kind is Kind.READY), None)
+        asked = next(
+            (frame for frame in link.urgent if frame.tag == tag and frame.kind is Kind.READY), None
+        )
         if asked is not None:
-            link.urgent.remove(asked)  # the other would keep it for a tensor that it has sent already
+            link.urgent.remove(
+                asked
+            )  # the other would keep it for a tensor that it has sent already
         if len(came) != len(box.view):
             box.exchange.fail(_other_size(link, len(came), len(box.view)))
             return ()
@@ -574,15 +663,21 @@ class Links:
             self._break(link, error)
 
     def _beat(self, now: float) -> None:
-        """Tell the others that this rank is there; try a new connection to those that are silent."""
+        """Tell the others that this rank is there; try a new connection to those that are
+        silent.
+        """
         with self._lock:
             for link in self.links.values():
                 if link.generation and not link.gone:
                     _tell_silence(link, now)
                 if link.connection is None and link.generation:
-                    self._start_recovery(link)  # should the last one have ended at the moment of the break
+                    self._start_recovery(
+                        link
+                    )  # should the last one have ended at the moment of the break
                 if link.wakes_at > 1:
-                    self._look_at(link, select.EPOLLIN)  # what a slow line has brought so far is a sign of life
+                    self._look_at(
+                        link, select.EPOLLIN
+                    )  # what a slow line has brought so far is a sign of life
                 if not link.resumed:
                     continue
                 if now - link.spoke >= BEAT_SECONDS and not link.is_blocked:
@@ -616,7 +711,11 @@ class Links:
                 connection.close()
                 return
             self._disconnect(link)
-            link.connection, link.generation, link.heard = connection, link.generation + 1, time.monotonic()
+            link.connection, link.generation, link.heard = (
+                connection,
+                link.generation + 1,
+                time.monotonic(),
+            )
             link.writing.append(_header(Kind.RESUME, link.received, offset=link.used))
             link.expect_header()
             self._of_descriptor[connection.fileno()] = link
@@ -627,8 +726,12 @@ class Links:
         if link.connection is not None:
             self._of_descriptor.pop(link.connection.fileno(), None)
             link.connection.close()
-        link.connection, link.resumed, link.is_blocked = None, False, False
-        link.owes_receipt, link.is_waited_for, link.wakes_at = False, False, 1
+        link.connection = None
+        link.resumed = False
+        link.is_blocked = False
+        link.owes_receipt = False
+        link.is_waited_for = False
+        link.wakes_at = 1
         link.writing.clear()
         link.expect_header()
 
@@ -647,27 +750,45 @@ class Links:
 
     def _recover(self, link: _Link) -> None:
         """Look for a new connection until there is one, or evidence that the rank is lost."""
-        generation, began = link.generation, time.monotonic()
-        answered = max(link.heard, began - SILENT_SECONDS)  # not before: this rank may have stood still itself
-        limit = dead_after() + BEAT_SECONDS / 2  # a cut begins so long after the last sign, on the average
+        generation = link.generation
+        began = time.monotonic()
+        answered = max(
+            link.heard, began - SILENT_SECONDS
+        )  # not before: this rank may have stood still itself
+        limit = (
+            dead_after() + BEAT_SECONDS / 2
+        )  # a cut begins so long after the last sign, on the average
         try:
             while not (self._is_closing or link.gone):
                 now = time.monotonic()
                 if link.resumed and (link.generation > generation or self._is_back(link, began)):
                     return
-                if link.generation > generation and link.connection is not None and now - link.heard < SILENT_SECONDS:
-                    time.sleep(PAUSE_SECONDS / 10)  # it is new: the other end has not said where to go on yet
+                if (
+                    link.generation > generation
+                    and link.connection is not None
+                    and now - link.heard < SILENT_SECONDS
+                ):
+                    time.sleep(
+                        PAUSE_SECONDS / 10
+                    )  # it is new: the other end has not said where to go on yet
                     continue
                 try:
-                    self._reach(link, min(ATTEMPT_SECONDS, max(PAUSE_SECONDS, answered + limit - now)))
+                    self._reach(
+                        link, min(ATTEMPT_SECONDS, max(PAUSE_SECONDS, answered + limit - now))
+                    )
                     answered = time.monotonic()
-                except (Refused, ConnectionRefusedError):  # nobody listens there any more, or somebody else
+                except (
+                    Refused,
+                    ConnectionRefusedError,
+                ):  # nobody listens there any more, or somebody else
                     self._lose(link, "its process has ended")
                     return
                 except OSError:
                     if time.monotonic() - answered > limit:
                         link.is_silent = True
-                        self._lose(link, f"its host {link.host} has not answered for {dead_after():g} s")
+                        self._lose(
+                            link, f"its host {link.host} has not answered for {dead_after():g} s"
+                        )
                         return
                 time.sleep(PAUSE_SECONDS)
         finally:
@@ -686,8 +807,9 @@ class Links:
     def _reach(self, link: _Link, seconds: float) -> None:
         """Make a new connection, if that is this rank's part, or ask whether the other still lives.
 
-        A process that is stopped takes its time to answer, while its host keeps the connection alive. Raises
-        ConnectionRefusedError or `Refused` if it does not listen any more, OSError if its host does not answer.
+        A process that is stopped takes its time to answer, while its host keeps the connection
+        alive. Raises ConnectionRefusedError or `Refused` if it does not listen any more, OSError if
+        its host does not answer.
         """
         connection = dial(link.address, seconds)
         try:
@@ -711,8 +833,12 @@ class Links:
                 return
             link.gone = reason
             self._disconnect(link)
-            ended = {box.exchange for box in link.boxes.values()} | {offer.exchange for offer in link.offers.values()}
-            ended |= {frame.exchange for frame in (*link.queue, *link.sent) if frame.exchange is not None}
+            ended = {box.exchange for box in link.boxes.values()} | {
+                offer.exchange for offer in link.offers.values()
+            }
+            ended |= {
+                frame.exchange for frame in (*link.queue, *link.sent) if frame.exchange is not None
+            }
             frames = link.urgent, link.queue, link.sent
             for kept in (*frames, link.boxes, link.offers, link.early, link.ready, link.eager):
                 kept.clear()
@@ -721,7 +847,9 @@ class Links:
             self._changed.notify_all()
 
     def _close_in_child(self) -> None:
-        for link in self.links.values():  # or it would look as if this rank still lived when it has ended
+        for (
+            link
+        ) in self.links.values():  # or it would look as if this rank still lived when it has ended
             if link.connection is not None:
                 link.connection.close()
 
@@ -733,7 +861,9 @@ def _keep_little_unsent(connection: socket.socket) -> None:
 
 
 def _has_more(connection: socket.socket) -> bool:
-    """Return whether a connection by TLS has read what nobody has taken yet; of that the kernel says nothing."""
+    """Return whether a connection by TLS has read what nobody has taken yet; of that the kernel
+    says nothing.
+    """
     return isinstance(connection, ssl.SSLSocket) and connection.pending() > 0
 
 
@@ -749,7 +879,9 @@ def _tell_silence(link: _Link, now: float) -> None:
 
 
 def _lost(link: _Link) -> ConnectionLost:
-    return ConnectionLost(f"rank {link.rank} is lost: {link.gone}", link.rank, is_silence=link.is_silent)
+    return ConnectionLost(
+        f"rank {link.rank} is lost: {link.gone}", link.rank, is_silence=link.is_silent
+    )
 
 
 def _other_size(link: _Link, came: int, expected: int) -> ModelMismatchError:

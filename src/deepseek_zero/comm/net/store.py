@@ -1,8 +1,9 @@
-"""torch's store over a board: what the processes of a job look up to meet, behind a door that asks for the secret.
+"""torch's store over a board: what the processes of a job look up to meet, behind a door that asks
+for the secret.
 
-torch's own stores listen at a port for whoever comes.  This one is a `torch.distributed.Store` to torch, and a client
-of a board (board.py) to us: each call is a request or a few, and waiting for a key is asking again and again, at
-longer and longer intervals, which only a start does.
+torch's own stores listen at a port for whoever comes.  This one is a `torch.distributed.Store` to
+torch, and a client of a board (board.py) to us: each call is a request or a few, and waiting for a
+key is asking again and again, at longer and longer intervals, which only a start does.
 """
 
 from __future__ import annotations
@@ -21,9 +22,15 @@ from .board import Answer, Board, FarBoard, Operation
 from .channel import Address, Door, Role, read_secret
 
 START_TIMEOUT = timedelta(minutes=15)  # for what others write when they have started
-NO_SECRET = bytes(launch.SECRET_BYTES)  # of launchers on several hosts that were given none: anybody knows it
-_KEPT: list[BoardStore] = []  # of this rank: torch keeps of a store what is C++, and asks it as long as it runs
-SHORTEST_PAUSE, LONGEST_PAUSE = 1e-3, 0.05  # seconds between two looks for a key
+NO_SECRET = bytes(
+    launch.SECRET_BYTES
+)  # of launchers on several hosts that were given none: anybody knows it
+_KEPT: list[
+    BoardStore
+] = []  # of this rank: torch keeps of a store what is C++, and asks it as long as it runs
+# seconds between two looks for a key
+SHORTEST_PAUSE = 1e-3
+LONGEST_PAUSE = 0.05
 
 
 class BoardStore(Store):
@@ -36,7 +43,8 @@ class BoardStore(Store):
         super().__init__()
         self.set_timeout(timeout)
         self._board = board
-        self._who, self._numbers = secrets.token_hex(8), itertools.count()
+        self._who = secrets.token_hex(8)
+        self._numbers = itertools.count()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Wait no longer than this for a key, or for whoever keeps the store."""
@@ -54,10 +62,15 @@ class BoardStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number under a key, which is 0 at first; return the sum."""
-        return int(self._ask(Operation.ADD, key, json.dumps([self._who, next(self._numbers), amount])).text or 0)
+        return int(
+            self._ask(Operation.ADD, key, json.dumps([self._who, next(self._numbers), amount])).text
+            or 0
+        )
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Write `desired` if the value is `expected`, or if there is none and nothing is expected; return the value."""
+        """Write `desired` if the value is `expected`, or if there is none and nothing is expected;
+        return the value.
+        """
         return _bytes(self._ask(Operation.SWAP, key, json.dumps([_text(expected), _text(desired)])))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -65,7 +78,9 @@ class BoardStore(Store):
         return all(self._ask(Operation.LOOK, key).text is not None for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all of these keys have values; DistStoreError if they do not within the time."""
+        """Wait until all of these keys have values; DistStoreError if they do not within the
+        time.
+        """
         until = time.monotonic() + (timeout or self._timeout).total_seconds()
         pause = SHORTEST_PAUSE
         for key in keys:
@@ -87,7 +102,9 @@ class BoardStore(Store):
         """Return the number of keys."""
         return len(self.list_keys())
 
-    deleteKey, getNumKeys = delete_key, num_keys  # as torch calls these two from C++
+    # as torch calls these two from C++
+    deleteKey = delete_key
+    getNumKeys = num_keys
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of keys as soon as all have one."""
@@ -103,11 +120,15 @@ class BoardStore(Store):
         return False
 
     def clone(self) -> BoardStore:
-        """Return a store of the same values: this one, since what torch holds of another would not keep it alive."""
+        """Return a store of the same values: this one, since what torch holds of another would not
+        keep it alive.
+        """
         return self
 
     def _ask(self, operation: Operation, key: str, value: str = "") -> Answer:
-        """Ask until there is an answer; DistStoreError if there is none within the store's own time."""
+        """Ask until there is an answer; DistStoreError if there is none within the store's own
+        time.
+        """
         until = time.monotonic() + self._timeout.total_seconds()
         while (answer := self._board.ask(operation, key, value)) is None:
             if time.monotonic() > until:
@@ -117,7 +138,8 @@ class BoardStore(Store):
 
 
 def keep_store(host: str, port: int, secret: bytes) -> tuple[BoardStore, Board, Address]:
-    """Open the store of a job in this process; return it, its board, and where it listens. port: 0 is any free one.
+    """Open the store of a job in this process; return it, its board, and where it listens. port: 0
+    is any free one.
 
     Raises `UsageError` if the port is taken, OSError if this host cannot listen at that address.
     """
@@ -127,15 +149,19 @@ def keep_store(host: str, port: int, secret: bytes) -> tuple[BoardStore, Board, 
 
 
 def reach_store(address: Address, secret: bytes, rank: int, *, watches: bool = False) -> BoardStore:
-    """Return the store that listens there. rank: by which this process is known to it. watches: as `FarBoard`.
+    """Return the store that listens there. rank: by which this process is known to it. watches: as
+    `FarBoard`.
 
     Raises OSError or RuntimeError if nobody listens there, `Refused` if it is somebody else.
     """
-    return BoardStore(FarBoard(address, secret, rank, role=Role.STORE, watches=watches), START_TIMEOUT)
+    return BoardStore(
+        FarBoard(address, secret, rank, role=Role.STORE, watches=watches), START_TIMEOUT
+    )
 
 
 def launchers_store() -> BoardStore | None:
-    """Return the store that our launcher keeps for the ranks of this job; None under another launcher.
+    """Return the store that our launcher keeps for the ranks of this job; None under another
+    launcher.
 
     Raises as `reach_store`, and `UsageError` if the secret cannot be read.
     """

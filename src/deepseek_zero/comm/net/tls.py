@@ -1,10 +1,13 @@
-"""TLS 1.3 for a job's own connections, with one certificate that every process of the job makes from its secret.
+"""TLS 1.3 for a job's own connections, with one certificate that every process of the job makes
+from its secret.
 
-The job's secret gives an Ed25519 key, and the key signs its own certificate.  The certificate is the same in every
-process, byte for byte.  Each end shows it and accepts no other, so only a process that holds the secret can finish a
-handshake.  No certificate is handed out or renewed.  The proofs of channel.py are exchanged within TLS, too.
+The job's secret gives an Ed25519 key, and the key signs its own certificate.  The certificate is
+the same in every process, byte for byte.  Each end shows it and accepts no other, so only a process
+that holds the secret can finish a handshake.  No certificate is handed out or renewed.  The proofs
+of channel.py are exchanged within TLS, too.
 
-Python's ssl cannot make certificates.  The package `cryptography` makes this one; it is optional (the extra `tls`).
+Python's ssl cannot make certificates.  The package `cryptography` makes this one; it is optional
+(the extra `tls`).
 """
 
 from __future__ import annotations
@@ -36,10 +39,14 @@ class Contexts(NamedTuple):
 
 
 class TlsSocket(ssl.SSLSocket):
-    """A connection by TLS that raises BlockingIOError where a plain one does, and gathers what it writes."""
+    """A connection by TLS that raises BlockingIOError where a plain one does, and gathers what it
+    writes.
+    """
 
     def recv(self, *args: Any) -> bytes:
-        if self.version() is None:  # ssl asks so of a connection that ended before TLS began, and would leave it open
+        if (
+            self.version() is None
+        ):  # ssl asks so of a connection that ended before TLS began, and would leave it open
             self.close()
             raise ConnectionResetError(errno.ECONNRESET, "the connection ended before TLS began")
         try:
@@ -85,7 +92,8 @@ def require_cryptography() -> None:
         raise UsageError(
             f"this job asks for TLS, and the package cryptography cannot be imported: {error}.",
             f"--tls, or {TLS}=1, encrypts what leaves a host; cryptography makes the certificate.",
-            'install the extra tls on every host: pip install "deepseek-zero[tls]"; or leave --tls out.',
+            'install the extra tls on every host: pip install "deepseek-zero[tls]"; or leave '
+            "--tls out.",
         ) from error
 
 
@@ -138,7 +146,9 @@ def _key_and_certificate(seed: bytes) -> tuple[str, str]:
     signs_itself = x509.BasicConstraints(ca=True, path_length=None)
     certificate = builder.add_extension(signs_itself, critical=True).sign(key, algorithm=None)
     pem = serialization.Encoding.PEM
-    key_pem = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    key_pem = key.private_bytes(
+        pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
     return key_pem.decode(), certificate.public_bytes(pem).decode()
 
 
@@ -146,7 +156,8 @@ def _key_and_certificate(seed: bytes) -> tuple[str, str]:
 def _file_of(text: str) -> Iterator[str]:
     """Yield the path of a file with this text, for OpenSSL, which reads keys from files alone.
 
-    On Linux it is memory that ends with this process, also where that is killed; elsewhere a file of mode 0600.
+    On Linux it is memory that ends with this process, also where that is killed; elsewhere a file
+    of mode 0600.
     """
     if hasattr(os, "memfd_create"):
         with open(os.memfd_create("key"), "w") as file:

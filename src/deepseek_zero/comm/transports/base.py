@@ -1,8 +1,9 @@
-"""The interface of a transport: two movements of flat tensors between ranks, from which every collective is made.
+"""The interface of a transport: two movements of flat tensors between ranks, from which every
+collective is made.
 
-gloo.py sends point to point, nccl.py uses NCCL's own collectives, shared_memory.py lets ranks of one host read each
-other's pages, and composed.py combines two of them. A transport knows nothing of the order of lanes or of errors
-(collectives.py, context.py).
+gloo.py sends point to point, nccl.py uses NCCL's own collectives, shared_memory.py lets ranks of
+one host read each other's pages, and composed.py combines two of them. A transport knows nothing of
+the order of lanes or of errors (collectives.py, context.py).
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ POLL_SECONDS = 1.0  # how long a wait lasts before its caller is asked whether t
 class ConnectionLost(Exception):
     """A transport cannot go on because another rank is gone. Every other error keeps its own type.
 
-    rank: which one, as the world counts them, where the transport knows it. is_silence: its host answers nothing.
+    rank: which one, as the world counts them, where the transport knows it. is_silence: its host
+    answers nothing.
     """
 
     def __init__(self, text: str, rank: int | None = None, *, is_silence: bool = False) -> None:
         super().__init__(text)
-        self.rank, self.is_silence = rank, is_silence
+        self.rank = rank
+        self.is_silence = is_silence
 
 
 def patience_of(cid: CollectiveId) -> float:
@@ -41,17 +44,19 @@ Use = Callable[[Sequence[Tensor]], None]
 
 
 class Transport(Protocol):
-    """The two movements that collectives are made of. `full` is (size * slice,), rank r's slice at [r*slice,
-    (r+1)*slice).
+    """The two movements that collectives are made of. `full` is (size * slice,), rank r's slice at
+    [r*slice, (r+1)*slice).
 
-    Both return a function that waits until the data is here; it raises `ConnectionLost` if it never will be, and
-    TimeoutError after `patience_of` the collective. They raise TimeoutError themselves if there is no room to begin;
-    then nothing has begun.
+    Both return a function that waits until the data is here; it raises `ConnectionLost` if it never
+    will be, and TimeoutError after `patience_of` the collective. They raise TimeoutError themselves
+    if there is no room to begin; then nothing has begun.
     """
 
     @property
     def reads_in_place(self) -> bool:
-        """Return whether other ranks' pieces can be read in their memory, so that `exchange` needs no inbox."""
+        """Return whether other ranks' pieces can be read in their memory, so that `exchange` needs
+        no inbox.
+        """
         ...
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -59,14 +64,19 @@ class Transport(Protocol):
         ...
 
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
-        """Fill every slice of `full` with its owner's; this rank's own slice is already in place."""
+        """Fill every slice of `full` with its owner's; this rank's own slice is already in
+        place.
+        """
         ...
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use) -> Wait:
-        """Send pieces[s] to rank s; receive rank s's piece for us into inbox[s], its own entry ignored.
+    def exchange(
+        self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
+    ) -> Wait:
+        """Send pieces[s] to rank s; receive rank s's piece for us into inbox[s], its own entry
+        ignored.
 
-        use(received) is called once, when everything is here and no later than the wait's end: received[s] is inbox[s],
-        or a view where that is None.
+        use(received) is called once, when everything is here and no later than the wait's end:
+        received[s] is inbox[s], or a view where that is None.
         """
         ...
 
@@ -75,7 +85,9 @@ class Transport(Protocol):
         ...
 
     def wait_until_read(self, tensor: Tensor) -> None:
-        """Wait until no other rank reads this buffer any more; TimeoutError after a while, to be called again."""
+        """Wait until no other rank reads this buffer any more; TimeoutError after a while, to be
+        called again.
+        """
         ...
 
     @property
@@ -96,25 +108,32 @@ class Transport(Protocol):
 class SymmetricMemory:
     """One state cut into a slice for each rank, in memory through which this rank sees every slice.
 
-    own: (slice,), which this rank writes. whole: (ranks * slice,), to be read when every rank has written.
+    own: (slice,), which this rank writes. whole: (ranks * slice,), to be read when every rank has
+    written.
     """
 
     own: Tensor
     whole: Tensor
 
     def release(self) -> None:
-        """End a use of the whole; what was written into it in place, which no other rank sees, is dropped."""
+        """End a use of the whole; what was written into it in place, which no other rank sees, is
+        dropped.
+        """
 
 
 class CopyingTransport:
-    """Base of the transports that copy: a sent buffer is free at once, and nothing needs `progress`."""
+    """Base of the transports that copy: a sent buffer is free at once, and nothing needs
+    `progress`.
+    """
 
     reads_in_place = False
     device = torch.device("cpu")
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         if self.device.type == "cpu" and numel * dtype.itemsize >= HUGE_PAGE:
-            return private_pages(numel, dtype)  # a pool's go back to the system after each step, and come again
+            return private_pages(
+                numel, dtype
+            )  # a pool's go back to the system after each step, and come again
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def is_read(self, tensor: Tensor) -> bool:
@@ -143,14 +162,16 @@ class SingleRank(CopyingTransport):
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
         return no_wait
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use) -> Wait:
+    def exchange(
+        self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
+    ) -> Wait:
         use(pieces)
         return no_wait
 
 
 def filled(inbox: Sequence[Tensor | None], own: Tensor, rank: int) -> list[Tensor]:
-    """Return the inbox of a transport that copies: every entry is there, this rank's own is the piece it would send
-    itself.
+    """Return the inbox of a transport that copies: every entry is there, this rank's own is the
+    piece it would send itself.
     """
     received = []
     for peer, box in enumerate(inbox):
@@ -160,7 +181,9 @@ def filled(inbox: Sequence[Tensor | None], own: Tensor, rank: int) -> list[Tenso
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's own words: without the C++ file before them and the C++ frames behind them."""
+    """Return an error's own words: without the C++ file before them and the C++ frames behind
+    them.
+    """
     line = (str(error).splitlines() or [""])[0]
     return line[line.find("] ") + 2 if line.startswith("[") else 0 :][:200]
 

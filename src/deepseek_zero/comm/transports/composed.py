@@ -1,7 +1,7 @@
 """Transports made of others.
 
-`HostStaged` goes through the host where ranks share a GPU; `Hierarchical` uses shared memory within a host and gloo
-between hosts.
+`HostStaged` goes through the host where ranks share a GPU; `Hierarchical` uses shared memory within
+a host and gloo between hosts.
 """
 
 from __future__ import annotations
@@ -16,17 +16,24 @@ from .base import CopyingTransport, Transport, Use, Wait, filled, once
 
 
 class HostStaged(CopyingTransport):
-    """CUDA tensors through the host and gloo: for ranks that share a GPU, which NCCL refuses.  Not fast."""
+    """CUDA tensors through the host and gloo: for ranks that share a GPU, which NCCL refuses.  Not
+    fast.
+    """
 
     def __init__(self, host: Transport, rank: int, size: int, device: torch.device) -> None:
-        self.host, self.rank, self.size, self.device = host, rank, size, device
+        self.host = host
+        self.rank = rank
+        self.size = size
+        self.device = device
 
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
         host = torch.empty_like(full, device="cpu")
         host.chunk(self.size)[self.rank].copy_(full.chunk(self.size)[self.rank])
         return once(self.host.all_gather(host, cid), lambda: full.copy_(host))
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use) -> Wait:
+    def exchange(
+        self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
+    ) -> Wait:
         received = filled(inbox, pieces[self.rank], self.rank)
         incoming = [torch.empty_like(box, device="cpu") for box in received]
 
@@ -43,7 +50,9 @@ class Hierarchical(CopyingTransport):
     """Ranks of several hosts: near ones through shared memory, far ones through gloo."""
 
     def __init__(self, near: Transport, far: Transport, rank: int) -> None:
-        self.near, self.far, self.rank = near, far, rank
+        self.near = near
+        self.far = far
+        self.rank = rank
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.near.empty(numel, dtype)
@@ -69,7 +78,9 @@ class Hierarchical(CopyingTransport):
         far = self.far.all_gather(full, cid)  # first: it may have no room yet
         return _both(self.near.all_gather(full, cid), far)
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use) -> Wait:
+    def exchange(
+        self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
+    ) -> Wait:
         received = filled(inbox, pieces[self.rank], self.rank)
         far = self.far.exchange(pieces, inbox, cid, _keep_waiting)  # first: it may have no room yet
         near = self.near.exchange(pieces, inbox, cid, _keep_waiting)

@@ -1,10 +1,11 @@
 """Point to point over gloo, and the numbers (tags) that its messages carry.
 
-Messages are matched by tag: 31 bits, in which no two collectives under way are alike.  A collective is its lane and its
-place in that lane.  Sockets between ranks of one host carry both in full (`CollectiveId.tag`).  A tag of torch's gloo
-is one positive int32, so an engine gets one of 63 slots while it lives, and places wrap around: a lane has fewer
-collectives under way than places.  The bits that are left check the name, so that a rank that strayed finds no partner,
-but for one chance in 8192 (docs/decisions/0053).
+Messages are matched by tag: 31 bits, in which no two collectives under way are alike.  A collective
+is its lane and its place in that lane.  Sockets between ranks of one host carry both in full
+(`CollectiveId.tag`).  A tag of torch's gloo is one positive int32, so an engine gets one of 63
+slots while it lives, and places wrap around: a lane has fewer collectives under way than places.
+The bits that are left check the name, so that a rank that strayed finds no partner, but for one
+chance in 8192 (docs/decisions/0053).
 """
 
 from __future__ import annotations
@@ -28,12 +29,19 @@ from ..net.channel import end_with_the_host
 from . import base
 from .base import ConnectionLost, CopyingTransport, Use, Wait, filled, first_line, once
 
-SLOT_BITS, LANE_BITS, PLACE_BITS, CHECK_BITS = 6, 2, 10, 13  # 31 in all
-SLOTS, WINDOW = 1 << SLOT_BITS, 1 << PLACE_BITS
+# 31 in all
+SLOT_BITS = 6
+LANE_BITS = 2
+PLACE_BITS = 10
+CHECK_BITS = 13
+SLOTS = 1 << SLOT_BITS
+WINDOW = 1 << PLACE_BITS
 
 
 class Tags:
-    """The tags of one world; thread-safe, since gloo's waiting threads report the end of collectives."""
+    """The tags of one world; thread-safe, since gloo's waiting threads report the end of
+    collectives.
+    """
 
     def __init__(self) -> None:
         self._slots = {WORLD_LANE: 0}
@@ -42,9 +50,12 @@ class Tags:
         self._changed = threading.Condition()
 
     def free_slots(self) -> int:
-        """Return as bits, slot 1 first, the slots in which this rank has nothing under way, and no engine."""
+        """Return as bits, slot 1 first, the slots in which this rank has nothing under way, and no
+        engine.
+        """
         with self._changed:
-            # A copy: the garbage collector may end another engine of this thread meanwhile, which is released here.
+            # A copy: the garbage collector may end another engine of this thread meanwhile, which
+            # is released here.
             for engine in [engine for engine in tuple(self._left) if not self._is_busy(engine)]:
                 self._left.discard(engine)
                 self._slots.pop(engine, None)
@@ -52,14 +63,16 @@ class Tags:
         return sum(1 << slot - 1 for slot in range(1, SLOTS) if slot not in taken)
 
     def take(self, engine: str, free: int) -> None:
-        """Give an engine the lowest slot that is free on every rank. free: the intersection of all ranks'
-        `free_slots`.
+        """Give an engine the lowest slot that is free on every rank. free: the intersection of all
+        ranks' `free_slots`.
         """
         if not free:
             raise UsageError(
-                f"a world has room for {SLOTS - 1} engines, and they are alive or ended in the midst of a collective.",
+                f"a world has room for {SLOTS - 1} engines, and they are alive or ended in the "
+                "midst of a collective.",
                 "Each needs numbers of its own for its messages.",
-                "drop engines that are no longer used (`del engine`), or start the program again after such failures.",
+                "drop engines that are no longer used (`del engine`), or start the program again "
+                "after such failures.",
             )
         with self._changed:
             self._slots[engine] = (free & -free).bit_length()
@@ -70,9 +83,13 @@ class Tags:
             self._left.add(engine)
 
     def begin(self, cid: CollectiveId) -> int:
-        """Return the tag of a collective that begins; raise TimeoutError if its lane has no room for a while."""
+        """Return the tag of a collective that begins; raise TimeoutError if its lane has no room
+        for a while.
+        """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._under_way[cid.lane] < WINDOW, base.POLL_SECONDS):
+            if not self._changed.wait_for(
+                lambda: self._under_way[cid.lane] < WINDOW, base.POLL_SECONDS
+            ):
                 raise TimeoutError
             self._under_way[cid.lane] += 1
             slot = self._slots[engine_of(cid.lane)]
@@ -81,13 +98,17 @@ class Tags:
         return (lane << PLACE_BITS | place) << CHECK_BITS | cid.check % (1 << CHECK_BITS)
 
     def end(self, lane: str) -> None:
-        """Note that one of a lane's collectives is over on this rank: all its messages are sent and received."""
+        """Note that one of a lane's collectives is over on this rank: all its messages are sent and
+        received.
+        """
         with self._changed:
             self._under_way[lane] -= 1
             self._changed.notify_all()
 
     def is_any_under_way(self) -> bool:
-        """Return whether messages of a collective may still be in flight, including a failed collective."""
+        """Return whether messages of a collective may still be in flight, including a failed
+        collective.
+        """
         with self._changed:
             return any(self._under_way.values())
 
@@ -96,7 +117,9 @@ class Tags:
 
 
 def open_files() -> dict[int, int]:
-    """Return the open files of this process, as the inode by descriptor; {} if the system does not list them."""
+    """Return the open files of this process, as the inode by descriptor; {} if the system does not
+    list them.
+    """
     found = dict[int, int]()
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
@@ -106,16 +129,18 @@ def open_files() -> dict[int, int]:
 
 
 def end_with_their_hosts(files: Mapping[int, int], seconds: float) -> int:
-    """Have the kernel end gloo's connections to a host that has answered nothing for so long; return how many it has.
+    """Have the kernel end gloo's connections to a host that has answered nothing for so long;
+    return how many it has.
 
-    files: those that gloo opened, as of `open_files`.  gloo itself hears of a silent host when its kernel gives up what
-    it sends, after a quarter of an hour, and never while it only waits.
+    files: those that gloo opened, as of `open_files`.  gloo itself hears of a silent host when its
+    kernel gives up what it sends, after a quarter of an hour, and never while it only waits.
     """
     return _for_connections(files, lambda connection: end_with_the_host(connection, seconds))
 
 
 def shut_down(files: Mapping[int, int]) -> int:
-    """End gloo's connections, so that every wait for a message over them fails; return how many they are.
+    """End gloo's connections, so that every wait for a message over them fails; return how many
+    they are.
 
     What has been sent still arrives.  files: as for `end_with_their_hosts`.
     """
@@ -123,14 +148,19 @@ def shut_down(files: Mapping[int, int]) -> int:
 
 
 def _for_connections(files: Mapping[int, int], act: Callable[[socket.socket], None]) -> int:
-    """Act on the connections to other ranks among these files, if they are still the same; return their number."""
+    """Act on the connections to other ranks among these files, if they are still the same; return
+    their number.
+    """
     found = 0
     for descriptor, inode in files.items():
         with contextlib.suppress(OSError):  # closed, not a socket, or a listening socket
             if os.fstat(descriptor).st_ino != inode:
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as connection:
-                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                if (
+                    connection.family in (socket.AF_INET, socket.AF_INET6)
+                    and connection.type == socket.SOCK_STREAM
+                ):
                     connection.getpeername()
                     act(connection)
                     found += 1
@@ -141,22 +171,28 @@ Jobs = queue.SimpleQueue[tuple[list[dist.Work | None], "_Completion", Callable[[
 
 
 class Gloo(CopyingTransport):
-    """Point-to-point over gloo: half the bytes of its reduce-scatter, 2-4 times faster, and matched by tag."""
+    """Point-to-point over gloo: half the bytes of its reduce-scatter, 2-4 times faster, and matched
+    by tag.
+    """
 
     def __init__(
-        self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup | None, peers: Sequence[int], tags: Tags
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        group: dist.ProcessGroup | None,
+        peers: Sequence[int],
+        tags: Tags,
     ) -> None:
         """ranks: the members, as torch's `group` counts them.  rank, peers: indices into them."""
-        self.rank, self.ranks, self.size, self.group, self.peers, self.tags = (
-            rank,
-            ranks,
-            len(ranks),
-            group,
-            peers,
-            tags,
-        )
-        # gloo's wait with a time limit closes the connection when it passes, so waits without one run in threads:
-        # one per lane, since a message of one lane may have to arrive before another lane's can be sent.
+        self.rank = rank
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.group = group
+        self.peers = peers
+        self.tags = tags
+        # gloo's wait with a time limit closes the connection when it passes, so waits without one
+        # run in threads: one per lane, since a message of one lane may have to arrive before
+        # another lane's can be sent.
         self._jobs: dict[str, Jobs] = {}
 
     def end_engine(self, engine: str) -> None:
@@ -168,7 +204,9 @@ class Gloo(CopyingTransport):
         slices = full.chunk(self.size)
         return self._start({peer: (slices[self.rank], slices[peer]) for peer in self.peers}, cid)
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use) -> Wait:
+    def exchange(
+        self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
+    ) -> Wait:
         received = filled(inbox, pieces[self.rank], self.rank)
         wait = self._start({peer: (pieces[peer], received[peer]) for peer in self.peers}, cid)
         return once(wait, lambda: use(received))
@@ -178,14 +216,19 @@ class Gloo(CopyingTransport):
         tag = self.tags.begin(cid)
         completion = _Completion(cid)
         try:
-            # Every receive before any send: gloo tells a sender over the same connection that there is room for its
-            # message, and that notice queues behind what this rank is sending already: one direction at a time.
+            # Every receive before any send: gloo tells a sender over the same connection that there
+            # is room for its message, and that notice queues behind what this rank is sending
+            # already: one direction at a time.
             for peer, (_, incoming) in messages.items():
                 if incoming.numel():
-                    works.append(dist.irecv(incoming, group=self.group, group_src=self.ranks[peer], tag=tag))
+                    works.append(
+                        dist.irecv(incoming, group=self.group, group_src=self.ranks[peer], tag=tag)
+                    )
             for peer, (outgoing, _) in messages.items():
                 if outgoing.numel():
-                    works.append(dist.isend(outgoing, group=self.group, group_dst=self.ranks[peer], tag=tag))
+                    works.append(
+                        dist.isend(outgoing, group=self.group, group_dst=self.ranks[peer], tag=tag)
+                    )
         except RuntimeError as caught:
             raise _gloo_error(caught) from None
         finally:
@@ -201,10 +244,13 @@ class Gloo(CopyingTransport):
 
 
 class _Completion:
-    """Set by the waiting thread; `wait` gives up after a while so that its caller can read the flight recorder."""
+    """Set by the waiting thread; `wait` gives up after a while so that its caller can read the
+    flight recorder.
+    """
 
     def __init__(self, cid: CollectiveId) -> None:
-        self._event, self._cid = threading.Event(), cid
+        self._event = threading.Event()
+        self._cid = cid
         self.error: Exception | None = None
 
     def set(self, error: Exception | None) -> None:
@@ -230,7 +276,9 @@ def _wait_for_each(jobs: Jobs) -> None:
 
 
 def _outcome(works: list[dist.Work | None]) -> Exception | None:
-    """Wait for each message and drop it (it holds its tensor) before any waiter learns that all have arrived."""
+    """Wait for each message and drop it (it holds its tensor) before any waiter learns that all
+    have arrived.
+    """
     error: Exception | None = None
     while works:
         work = works.pop(0)
@@ -243,12 +291,18 @@ def _outcome(works: list[dist.Work | None]) -> Exception | None:
 
 
 def _gloo_error(error: RuntimeError) -> Exception:
-    """Return `ConnectionLost` for an error of gloo's transport about a peer that is gone; any other error as it is.
+    """Return `ConnectionLost` for an error of gloo's transport about a peer that is gone; any other
+    error as it is.
 
-    torch passes gloo's own exceptions on as RuntimeErrors, which begin with the file of gloo's that raised them.
+    torch passes gloo's own exceptions on as RuntimeErrors, which begin with the file of gloo's that
+    raised them.
     """
     is_gloos = re.match(r"\[[^]]*gloo/transport/", str(error))
-    return ConnectionLost(first_line(error)) if is_gloos or isinstance(error, _NETWORK_ERRORS) else error
+    return (
+        ConnectionLost(first_line(error))
+        if is_gloos or isinstance(error, _NETWORK_ERRORS)
+        else error
+    )
 
 
 _NETWORK_ERRORS = (dist.DistNetworkError, dist.DistStoreError)

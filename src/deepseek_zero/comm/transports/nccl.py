@@ -1,8 +1,10 @@
-"""NCCL, and its groups: a pair for each engine that trains at a time, shared with `zero.Init` and loads of its model.
+"""NCCL, and its groups: a pair for each engine that trains at a time, shared with `zero.Init` and
+loads of its model.
 
-A group costs memory on every GPU, and NCCL matches the collectives of a group by the order they are issued in. Two
-engines may interleave differently on different ranks, so each has a pair. A construction or a load waits for each of
-its collectives before the engine begins, and borrows the pair of the engine to come.
+A group costs memory on every GPU, and NCCL matches the collectives of a group by the order they are
+issued in. Two engines may interleave differently on different ranks, so each has a pair. A
+construction or a load waits for each of its collectives before the engine begins, and borrows the
+pair of the engine to come.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ MOST = 63  # bits of a row
 
 @dataclass
 class LanePair:
-    """One pair. engine: the one that trains over it. users: that engine, constructions and loads."""
+    """One pair. engine: the one that trains over it. users: that engine, constructions and
+    loads.
+    """
 
     groups: Mapping[str, dist.ProcessGroup]
     engine: str = ""
@@ -36,8 +40,8 @@ class LanePair:
 class NcclGroups:
     """The pairs for one way to cut the world into groups, under numbers that all ranks share.
 
-    partition: the ranks of each group; every rank makes the groups of all of them, in this order, as torch asks.  None:
-    one group, of the whole world.
+    partition: the ranks of each group; every rank makes the groups of all of them, in this order,
+    as torch asks.  None: one group, of the whole world.
     """
 
     def __init__(self, partition: Sequence[tuple[int, ...]] | None = None) -> None:
@@ -52,11 +56,14 @@ class NcclGroups:
         """Return as bits the pairs without a user on this rank."""
         return sum(1 << n for n, pair in self._made.items() if not pair.users)
 
-    def take(self, user: str, *, trains: bool, free: int, idle: int) -> Mapping[str, dist.ProcessGroup]:
+    def take(
+        self, user: str, *, trains: bool, free: int, idle: int
+    ) -> Mapping[str, dist.ProcessGroup]:
         """The groups of a new user, by lane.  free, idle: what is so on every rank.  Collective.
 
-        Pairs that are idle on every rank and not taken are destroyed: to destroy one is collective too, and ranks drop
-        their last user at different moments, so it waits for the next time they meet.
+        Pairs that are idle on every rank and not taken are destroyed: to destroy one is collective
+        too, and ranks drop their last user at different moments, so it waits for the next time they
+        meet.
         """
         chosen = (free & -free).bit_length() - 1
         for number in sorted(self._made):
@@ -92,29 +99,45 @@ class NcclGroups:
 class Nccl(CopyingTransport):
     """Native collectives between CUDA ranks; `wait` orders streams and does not block the host.
 
-    groups: one for each lane.  NCCL matches the collectives of a group by the order they are issued in, which is
-    promised within a lane only; and a group has one stream, in which a gather would stand behind a reduction.
-    What is issued starts when the caller's stream has come there, so a lent buffer is never written too early; nothing
-    that travels is freed before its wait.
+    groups: one for each lane.  NCCL matches the collectives of a group by the order they are issued
+    in, which is promised within a lane only; and a group has one stream, in which a gather would
+    stand behind a reduction. What is issued starts when the caller's stream has come there, so a
+    lent buffer is never written too early; nothing that travels is freed before its wait.
     """
 
     def __init__(
-        self, rank: int, size: int, groups: Mapping[str, dist.ProcessGroup | None], device: torch.device
+        self,
+        rank: int,
+        size: int,
+        groups: Mapping[str, dist.ProcessGroup | None],
+        device: torch.device,
     ) -> None:
-        self.rank, self.size, self.groups, self.device = rank, size, groups, device
+        self.rank = rank
+        self.size = size
+        self.groups = groups
+        self.device = device
 
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
         group = self.groups[lane_of(cid.lane)]
         with _nccl_errors():
-            work = dist.all_gather_into_tensor(full, full.chunk(self.size)[self.rank], group=group, async_op=True)
+            work = dist.all_gather_into_tensor(
+                full, full.chunk(self.size)[self.rank], group=group, async_op=True
+            )
         return lambda: _nccl_wait(work)
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use) -> Wait:
+    def exchange(
+        self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
+    ) -> Wait:
         received = filled(inbox, pieces[self.rank], self.rank)
-        outgoing, incoming = list(pieces), list(received)
-        outgoing[self.rank] = incoming[self.rank] = pieces[self.rank][:0]  # nothing travels to ourselves
+        outgoing = list(pieces)
+        incoming = list(received)
+        outgoing[self.rank] = incoming[self.rank] = pieces[self.rank][
+            :0
+        ]  # nothing travels to ourselves
         with _nccl_errors():
-            work = dist.all_to_all(incoming, outgoing, group=self.groups[lane_of(cid.lane)], async_op=True)
+            work = dist.all_to_all(
+                incoming, outgoing, group=self.groups[lane_of(cid.lane)], async_op=True
+            )
         return once(lambda: _nccl_wait(work), lambda: use(received))
 
 
@@ -127,8 +150,8 @@ def _nccl_wait(work: dist.Work | None) -> None:
 
 @contextmanager
 def _nccl_errors() -> Iterator[None]:
-    """Open a block in which NCCL's errors about a peer that is gone become `ConnectionLost`; any other error stays
-    as it is.
+    """Open a block in which NCCL's errors about a peer that is gone become `ConnectionLost`; any
+    other error stays as it is.
     """
     try:
         yield

@@ -1,13 +1,15 @@
-"""Ranks of one host exchange through shared memory: a rank that needs a piece reads it in its owner's memory.
+"""Ranks of one host exchange through shared memory: a rank that needs a piece reads it in its
+owner's memory.
 
-Buffers that travel come from `empty`.  An offer is a message that says where in its owner's segment a piece is; its
-reader answers when it has read.  Sharded weights lie in `SharedPages` that every rank maps whole, so that
-gathering them moves nothing.  Other ranks map pages copy-on-write: no in-place edit leaves its process.
+Buffers that travel come from `empty`.  An offer is a message that says where in its owner's segment
+a piece is; its reader answers when it has read.  Sharded weights lie in `SharedPages` that every
+rank maps whole, so that gathering them moves nothing.  Other ranks map pages copy-on-write: no
+in-place edit leaves its process.
 
-`LocalSockets` carries the messages, which bring order, descriptors and the news of a death.  A message passes through
-the kernel, which orders memory on every machine: bytes that a rank wrote into shared pages before it sent are there
-when the other has received.  A process that ends, however it ends, closes its sockets, so its end is known and not
-guessed.
+`LocalSockets` carries the messages, which bring order, descriptors and the news of a death.  A
+message passes through the kernel, which orders memory on every machine: bytes that a rank wrote
+into shared pages before it sent are there when the other has received.  A process that ends,
+however it ends, closes its sockets, so its end is known and not guessed.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 
 @dataclass
 class InFlightReceive:
-    """The pieces this rank is to receive in one collective. boxes: by rank; None: the piece is read in its owner's
-    memory.
+    """The pieces this rank is to receive in one collective. boxes: by rank; None: the piece is read
+    in its owner's memory.
     """
 
     boxes: Mapping[int, Tensor | None]
@@ -82,7 +84,9 @@ class ImportedSegment:
 
 @dataclass(eq=False)
 class SharedPages(SymmetricMemory):
-    """Pages that every rank of the host maps: its own slice shared with all, the whole of them copy-on-write."""
+    """Pages that every rank of the host maps: its own slice shared with all, the whole of them
+    copy-on-write.
+    """
 
     mapping: SegmentView
 
@@ -92,9 +96,13 @@ class SharedPages(SymmetricMemory):
 
 
 def _forget(
-    exported: ExportedSegment, by_address: dict[int, ExportedSegment], forgotten: list[ExportedSegment]
+    exported: ExportedSegment,
+    by_address: dict[int, ExportedSegment],
+    forgotten: list[ExportedSegment],
 ) -> None:
-    """Strike a segment out before its pages are unmapped: the next pages may come to lie at its address."""
+    """Strike a segment out before its pages are unmapped: the next pages may come to lie at its
+    address.
+    """
     del by_address[exported.address]
     forgotten.append(exported)
 
@@ -106,7 +114,8 @@ class HostPages:
     """
 
     def __init__(self, rank: int, sockets: LocalSockets) -> None:
-        self.rank, self.sockets = rank, sockets
+        self.rank = rank
+        self.sockets = sockets
         self.peers = tuple(sockets.ranks)
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
@@ -118,12 +127,16 @@ class HostPages:
         self._in_flight: dict[int, InFlightReceive] = {}  # by tag
         self._failed: dict[int, Exception] = {}  # by tag: the error of its use, for the wait
         self._readers: dict[int, set[int]] = {}  # tag -> ranks that have not read our pieces yet
-        self._staged: dict[int, list[Tensor]] = {}  # tag -> copies of pieces that lay in private memory
+        self._staged: dict[
+            int, list[Tensor]
+        ] = {}  # tag -> copies of pieces that lay in private memory
 
     # -- memory
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a buffer that the other ranks of this host can read in place; arbitrary contents."""
+        """Allocate a buffer that the other ranks of this host can read in place; arbitrary
+        contents.
+        """
         with self._lock:
             self._unmap_forgotten()
             if not numel:
@@ -133,7 +146,9 @@ class HostPages:
             exported = self._exported[tensor.data_ptr()] = ExportedSegment(
                 next(self._numbers), tensor.data_ptr(), segment
             )
-            end = weakref.finalize(tensor.untyped_storage(), _forget, exported, self._exported, self._forgotten)
+            end = weakref.finalize(
+                tensor.untyped_storage(), _forget, exported, self._exported, self._forgotten
+            )
             end.atexit = False
             return tensor
 
@@ -146,21 +161,34 @@ class HostPages:
                 self.sockets.send(peer, Message(Kind.FORGET, segment=exported.number))
 
     def end_engine(self, engine: str) -> None:
-        """Release what one engine mapped of other ranks' memory, and its own segments that are gone."""
+        """Release what one engine mapped of other ranks' memory, and its own segments that are
+        gone.
+        """
         with self._lock:
-            for place in [place for place, imported in self._imported.items() if engine_of(imported.lane) == engine]:
+            for place in [
+                place
+                for place, imported in self._imported.items()
+                if engine_of(imported.lane) == engine
+            ]:
                 del self._imported[place]
             self._unmap_forgotten()
 
-    def share_pages(self, nbytes: int, ranks: Sequence[int], cid: CollectiveId) -> Callable[[], Segment]:
-        """Let the first of these ranks make pages that all of them can map.  Collective among them."""
-        first, tag = min(ranks), tag_of(cid)
+    def share_pages(
+        self, nbytes: int, ranks: Sequence[int], cid: CollectiveId
+    ) -> Callable[[], Segment]:
+        """Let the first of these ranks make pages that all of them can map.  Collective among
+        them.
+        """
+        first = min(ranks)
+        tag = tag_of(cid)
         if self.rank == first:
             with self._lock:
                 segment = self._received_pages[tag] = Segment.create(nbytes)
                 for peer in ranks:
                     if peer != self.rank:
-                        message = Message(Kind.SHARED, tag, nbytes=nbytes, descriptor=segment.descriptor)
+                        message = Message(
+                            Kind.SHARED, tag, nbytes=nbytes, descriptor=segment.descriptor
+                        )
                         self.sockets.send(peer, message)
 
         def wait() -> Segment:
@@ -179,7 +207,9 @@ class HostPages:
         cid: CollectiveId,
         use: Callable[[Mapping[int, Tensor]], None],
     ) -> Wait:
-        """Offer a piece to each of these ranks and take one from each rank that has a box; then use what came."""
+        """Offer a piece to each of these ranks and take one from each rank that has a box; then use
+        what came.
+        """
         tag = tag_of(cid)
         with self._lock:
             for peer, piece in pieces.items():
@@ -191,7 +221,9 @@ class HostPages:
 
         def wait() -> None:
             patience = None if cid.patience is None else cid.patience()
-            self._until(lambda: tag not in self._in_flight, lambda: self._in_flight[tag].awaiting, patience)
+            self._until(
+                lambda: tag not in self._in_flight, lambda: self._in_flight[tag].awaiting, patience
+            )
             if error := self._failed.pop(tag, None):
                 raise error
 
@@ -200,19 +232,25 @@ class HostPages:
     def _offer(self, peer: int, piece: Tensor, tag: int) -> None:
         nbytes = piece.nbytes
         if nbytes <= INLINE_BYTES:
-            self.sockets.send(peer, Message(Kind.INLINE, tag, payload=_bytes(piece).numpy().tobytes()))
+            self.sockets.send(
+                peer, Message(Kind.INLINE, tag, payload=_bytes(piece).numpy().tobytes())
+            )
             return
         exported = self._exported.get(_address(piece))
         if exported is None:
             copy = self.empty(piece.numel(), piece.dtype).copy_(piece)
             self._staged.setdefault(tag, []).append(copy)
-            piece, exported = copy, self._exported[_address(copy)]
+            piece = copy
+            exported = self._exported[_address(copy)]
         else:
             exported.tags.add(tag)
         if peer not in exported.known_by:
             exported.known_by.add(peer)
-            size, descriptor = exported.segment.nbytes, exported.segment.descriptor
-            self.sockets.send(peer, Message(Kind.SEGMENT, 0, exported.number, 0, size, descriptor=descriptor))
+            size = exported.segment.nbytes
+            descriptor = exported.segment.descriptor
+            self.sockets.send(
+                peer, Message(Kind.SEGMENT, 0, exported.number, 0, size, descriptor=descriptor)
+            )
             if len(exported.known_by) == len(self.peers):
                 exported.segment.close()
         self._readers.setdefault(tag, set()).add(peer)
@@ -224,7 +262,9 @@ class HostPages:
         return bool(self._in_flight) or self.sockets.has_unsent
 
     def progress(self) -> None:
-        """Take in what has arrived, send what found no room; sums whose pieces are all here are formed."""
+        """Take in what has arrived, send what found no room; sums whose pieces are all here are
+        formed.
+        """
         with self._lock:
             self._take_messages()
 
@@ -233,7 +273,9 @@ class HostPages:
         return exported is not None and self._still_read(exported)
 
     def wait_until_read(self, tensor: Tensor) -> None:
-        """Wait until no other rank reads this buffer any more; TimeoutError after a while, to be called again."""
+        """Wait until no other rank reads this buffer any more; TimeoutError after a while, to be
+        called again.
+        """
         exported = self._exported.get(_address(tensor))
         if exported is not None and exported.tags:
             self._until(lambda: not self._still_read(exported), set)
@@ -246,12 +288,19 @@ class HostPages:
 
     # -- messages
 
-    def _until(self, done: Callable[[], bool], needed: Callable[[], set[int]], patience: float | None = None) -> None:
-        """Take messages in until `done` and all of this rank's own are sent: it may not come here again for long.
+    def _until(
+        self,
+        done: Callable[[], bool],
+        needed: Callable[[], set[int]],
+        patience: float | None = None,
+    ) -> None:
+        """Take messages in until `done` and all of this rank's own are sent: it may not come here
+        again for long.
 
         ConnectionLost where a rank that is needed has ended; TimeoutError after a while.
         """
-        began, patience = time.perf_counter(), base.POLL_SECONDS if patience is None else patience
+        began = time.perf_counter()
+        patience = base.POLL_SECONDS if patience is None else patience
         while not (is_done := done()) or self.sockets.has_unsent:
             if not is_done and (ended := needed() & self.sockets.gone):
                 raise ConnectionLost(f"the process of rank {min(ended)} has ended", min(ended))
@@ -287,8 +336,8 @@ class HostPages:
                     self._imported.pop((rank, message.segment), None)
 
     def _complete(self, tag: int) -> None:
-        """Complete a receive whose pieces have all arrived: copy or use them, and tell their owners that they were
-        read.
+        """Complete a receive whose pieces have all arrived: copy or use them, and tell their owners
+        that they were read.
         """
         receive = self._in_flight[tag]
         if receive.awaiting:
@@ -298,7 +347,8 @@ class HostPages:
         offers = {peer: self._offers.pop((peer, tag)) for peer in receive.boxes}
         try:
             self._use(receive, offers)
-        except Exception as error:  # another collective's wait may have brought us here: it is not that one's error
+        # Another collective's wait may have brought us here: it is not that one's error
+        except Exception as error:
             self._failed[tag] = error
         for peer, offer in offers.items():
             if offer.kind is Kind.OFFER:
@@ -309,7 +359,9 @@ class HostPages:
         for peer, box in receive.boxes.items():
             found[peer] = self._piece(peer, offers[peer], receive)
             if box is not None:
-                with torch.inference_mode():  # the caller's tensor may be of that kind, whoever lands it for him
+                with (
+                    torch.inference_mode()
+                ):  # the caller's tensor may be of that kind, whoever lands it for him
                     box.copy_(found[peer])
                 found[peer] = box
         with torch.no_grad():
@@ -321,11 +373,16 @@ class HostPages:
             imported = self._imported[peer, offer.segment]
             imported.lane = receive.cid.lane
             return imported.data[offer.start : offer.start + offer.nbytes].view(dtype)
-        return torch.frombuffer(bytearray(offer.payload), dtype=dtype) if offer.payload else receive.like[:0]
+        return (
+            torch.frombuffer(bytearray(offer.payload), dtype=dtype)
+            if offer.payload
+            else receive.like[:0]
+        )
 
 
 class SharedMemory:
-    """The transport between those ranks of a group that share a host.  Others are another transport's business.
+    """The transport between those ranks of a group that share a host.  Others are another
+    transport's business.
 
     ranks: the group's, as the world counts them.  `rank`, `size`, `peers`: as the group does.
     """
@@ -333,15 +390,20 @@ class SharedMemory:
     reads_in_place = True
 
     def __init__(self, ranks: Sequence[int], pages: HostPages) -> None:
-        self.ranks, self.pages = tuple(ranks), pages
+        self.ranks = tuple(ranks)
+        self.pages = pages
         self.rank, self.size = self.ranks.index(pages.rank), len(self.ranks)
         self.peers = tuple(index for index, rank in enumerate(self.ranks) if rank in pages.peers)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.pages.empty(numel, dtype)
 
-    def symmetric_memory(self, numel: int, dtype: torch.dtype, cid: CollectiveId) -> Callable[[], SharedPages]:
-        """Return pages for `numel` elements, a slice for each rank of the group, that all map. Collective."""
+    def symmetric_memory(
+        self, numel: int, dtype: torch.dtype, cid: CollectiveId
+    ) -> Callable[[], SharedPages]:
+        """Return pages for `numel` elements, a slice for each rank of the group, that all map.
+        Collective.
+        """
         nbytes = numel * dtype.itemsize
         pages = self.pages.share_pages(nbytes, self.ranks, cid)
 
@@ -366,7 +428,9 @@ class SharedMemory:
         boxes: dict[int, Tensor | None] = {self.ranks[peer]: slices[peer] for peer in self.peers}
         return self.pages.start(pieces, boxes, own, cid, _ignore)
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use) -> Wait:
+    def exchange(
+        self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
+    ) -> Wait:
         own = pieces[self.rank]
         boxes = {
             self.ranks[peer]: inbox[peer]
@@ -375,7 +439,12 @@ class SharedMemory:
         }
 
         def land(found: Mapping[int, Tensor]) -> None:
-            use([own if rank == self.pages.rank else found.get(rank, own[:0]) for rank in self.ranks])
+            use(
+                [
+                    own if rank == self.pages.rank else found.get(rank, own[:0])
+                    for rank in self.ranks
+                ]
+            )
 
         sent = self._in_world({peer: pieces[peer] for peer in self.peers if pieces[peer].numel()})
         return self.pages.start(sent, boxes, own, cid, land)
@@ -452,24 +521,40 @@ class LocalSockets:
         for connection in sockets.values():
             connection.setblocking(False)
             self._poll.register(connection, select.POLLIN)
-        os.register_at_fork(after_in_child=self.close)  # a data loader's child would keep this rank seemingly alive
+        os.register_at_fork(
+            after_in_child=self.close
+        )  # a data loader's child would keep this rank seemingly alive
 
     def send(self, rank: int, message: Message) -> None:
-        """Send now, or as soon as the other's queue has room; to a rank that is gone, not at all. Never blocks."""
-        check, tag = message.tag & 0xFFFFFFFF, message.tag >> 32
-        header = _HEADER.pack(message.kind, check, tag, message.segment, message.start, message.nbytes)
+        """Send now, or as soon as the other's queue has room; to a rank that is gone, not at all.
+        Never blocks.
+        """
+        check = message.tag & 0xFFFFFFFF
+        tag = message.tag >> 32
+        header = _HEADER.pack(
+            message.kind, check, tag, message.segment, message.start, message.nbytes
+        )
         descriptors = (os.dup(message.descriptor),) if message.descriptor >= 0 else ()
-        if self._unsent or descriptors or rank in self.gone or not self._sent(rank, header + message.payload, ()):
+        if (
+            self._unsent
+            or descriptors
+            or rank in self.gone
+            or not self._sent(rank, header + message.payload, ())
+        ):
             self._unsent.append((rank, header + message.payload, descriptors))
             self._flush()
 
     @property
     def has_unsent(self) -> bool:
-        """Return whether a message still waits for room in another rank's queue; `receive` sends what it can."""
+        """Return whether a message still waits for room in another rank's queue; `receive` sends
+        what it can.
+        """
         return bool(self._unsent)
 
     def _flush(self) -> None:
-        if self._is_flushing:  # called by a finalizer in the midst of it: the loop below comes to its message, too
+        if (
+            self._is_flushing
+        ):  # called by a finalizer in the midst of it: the loop below comes to its message, too
             return
         self._is_flushing = True
         try:
@@ -481,7 +566,9 @@ class LocalSockets:
         blocked: set[int] = set()
         left = []
         for rank, data, descriptors in self._unsent:
-            if rank not in self.gone and (rank in blocked or not self._sent(rank, data, descriptors)):
+            if rank not in self.gone and (
+                rank in blocked or not self._sent(rank, data, descriptors)
+            ):
                 blocked.add(rank)
                 left.append((rank, data, descriptors))
                 continue
@@ -516,10 +603,14 @@ class LocalSockets:
 
     def _next(self, rank: int) -> Message | None:
         try:
-            count, ancillary, _, _ = self._sockets[rank].recvmsg_into([self._buffer], socket.CMSG_SPACE(4))
+            count, ancillary, _, _ = self._sockets[rank].recvmsg_into(
+                [self._buffer], socket.CMSG_SPACE(4)
+            )
         except BlockingIOError:
             return None
-        except ConnectionResetError:  # it ended with messages unread; its own last ones are still to come
+        except (
+            ConnectionResetError
+        ):  # it ended with messages unread; its own last ones are still to come
             return self._next(rank)
         if count == 0:
             self._lose(rank)
@@ -527,7 +618,9 @@ class LocalSockets:
         descriptors = array.array("i")
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                descriptors.frombytes(data[: len(data) // descriptors.itemsize * descriptors.itemsize])
+                descriptors.frombytes(
+                    data[: len(data) // descriptors.itemsize * descriptors.itemsize]
+                )
         kind, check, tag, segment, start, nbytes = _HEADER.unpack_from(self._buffer)
         payload = bytes(self._buffer[_HEADER.size : count])
         descriptor = descriptors[0] if descriptors else -1
@@ -545,25 +638,35 @@ class LocalSockets:
 
 
 def host_key() -> str:
-    """Return a text that only ranks that can share memory have in common: one kernel, one network namespace, one
-    user.
+    """Return a text that only ranks that can share memory have in common: one kernel, one network
+    namespace, one user.
     """
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
         return f"{boot.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
 
 
-def connect_local(rank: int, size: int, group: dist.ProcessGroup | None) -> tuple[Hosts, LocalSockets | None, str]:
-    """Find the ranks that share a host and connect to those of this one; without sockets the text says why.
+def connect_local(
+    rank: int, size: int, group: dist.ProcessGroup | None
+) -> tuple[Hosts, LocalSockets | None, str]:
+    """Find the ranks that share a host and connect to those of this one; without sockets the text
+    says why.
 
-    Collective: every rank of the world calls it, and either all ranks of a host are connected or none is.
+    Collective: every rank of the world calls it, and either all ranks of a host are connected or
+    none is.
     """
-    listener, address, key, refusal, name = None, "", "", "", socket.gethostname()
+    listener = None
+    address = ""
+    key = ""
+    refusal = ""
+    name = socket.gethostname()
     try:
         key = host_key()
         listener, address = _listen()
     except OSError as error:  # forbidden
         refusal = str(error)
-    everyone = [json.loads(text) for text in all_gather_text(json.dumps([key, address, name]), size, group)]
+    everyone = [
+        json.loads(text) for text in all_gather_text(json.dumps([key, address, name]), size, group)
+    ]
     hosts = Hosts(rank, tuple(key for key, *_ in everyone), tuple(name for *_, name in everyone))
     others = [peer for peer in hosts.near if peer != rank]
     found: dict[int, socket.socket] = {}
@@ -611,8 +714,14 @@ def _connect(
     while expected - found.keys() and time.monotonic() < deadline:
         connection, _ = listener.accept()
         connection.settimeout(CONNECT_SECONDS)
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        hello = connection.recv(_HELLO.size) if _CREDENTIALS.unpack(credentials)[1] == os.getuid() else b""
+        credentials = connection.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+        )
+        hello = (
+            connection.recv(_HELLO.size)
+            if _CREDENTIALS.unpack(credentials)[1] == os.getuid()
+            else b""
+        )
         peer = _HELLO.unpack(hello)[0] if len(hello) == _HELLO.size else -1
         if peer in expected:
             found[peer] = connection

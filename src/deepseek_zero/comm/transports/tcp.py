@@ -18,7 +18,11 @@ class Tcp(CopyingTransport):
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], peers: Sequence[int], links: Links) -> None:
-        self.rank, self.ranks, self.size, self.peers, self.links = rank, ranks, len(ranks), peers, links
+        self.rank = rank
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.peers = peers
+        self.links = links
 
     def end_engine(self, engine: str) -> None:
         self.links.end_engine(engine)
@@ -28,7 +32,11 @@ class Tcp(CopyingTransport):
         own = slices[self.rank]
         return self.links.start({self.ranks[peer]: (own, slices[peer]) for peer in self.peers}, cid)
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use) -> Wait:
+    def exchange(
+        self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
+    ) -> Wait:
         received = filled(inbox, pieces[self.rank], self.rank)
-        wait = self.links.start({self.ranks[peer]: (pieces[peer], received[peer]) for peer in self.peers}, cid)
+        wait = self.links.start(
+            {self.ranks[peer]: (pieces[peer], received[peer]) for peer in self.peers}, cid
+        )
         return once(wait, lambda: use(received))
