@@ -1,1 +1,3 @@
-"""Other libraries' words for what this one does, one package for each; nothing below imports from here."""
+"""Other libraries' words for what this one does, one package for each; nothing below imports from
+here.
+"""

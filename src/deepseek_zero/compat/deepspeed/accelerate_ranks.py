@@ -1,8 +1,9 @@
 """Let accelerate count CPU ranks.
 
-`accelerate.PartialState` takes the number of processes from torch.distributed only if it has chosen a backend, and it
-chooses none for CPU ranks that train with DeepSpeed: each counts itself as one process of one. It chooses before it
-calls `deepspeed.comm`, and counts after that call. With DEEPSEEK_ZERO_CPU_RANKS=1 the call fills the gap.
+`accelerate.PartialState` takes the number of processes from torch.distributed only if it has chosen
+a backend, and it chooses none for CPU ranks that train with DeepSpeed: each counts itself as one
+process of one. It chooses before it calls `deepspeed.comm`, and counts after that call. With
+DEEPSEEK_ZERO_CPU_RANKS=1 the call fills the gap.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ CPU_RANKS = "DEEPSEEK_ZERO_CPU_RANKS"
 
 
 def let_accelerate_count() -> None:
-    """Give accelerate's state this group's backend if it has none, and a user asked for it. Local."""
+    """Give accelerate's state this group's backend if it has none, and a user asked for it.
+    Local.
+    """
     if os.environ.get(CPU_RANKS) != "1" or not dist.is_initialized():
         return
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)

@@ -1,7 +1,7 @@
 """DeepSpeed's `get_accelerator()`: what scripts ask of the device this rank trains on.
 
-Two tables: what a GPU answers and what the CPU does; names they lack are an error that lists them.  Reached through the
-drop-in (`deepspeed.accelerator`).
+Two tables: what a GPU answers and what the CPU does; names they lack are an error that lists them.
+Reached through the drop-in (`deepspeed.accelerator`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def _on_accelerator(tensor: torch.Tensor) -> bool:
 # What is asked of either kind.
 SHARED: dict[str, Callable[..., Any]] = {
     "device_name": lambda device_index=None: _device_of(default_device().type, device_index),
-    "device": lambda device_index=None: torch.device(_device_of(default_device().type, device_index)),
+    "device": lambda device_index=None: torch.device(
+        _device_of(default_device().type, device_index)
+    ),
     "is_available": lambda: True,
     "communication_backend_name": lambda: default_backend(default_device()),
     "memory_allocated": lambda device_index=None: allocated_bytes(default_device()),
@@ -120,7 +122,8 @@ class Accelerator:
         if name.startswith("_"):
             raise AttributeError(name)
         raise UnknownNameError(
-            f"get_accelerator().{name} is not here.", fix=f"what there is: {', '.join(sorted({*SHARED, *own}))}."
+            f"get_accelerator().{name} is not here.",
+            fix=f"what there is: {', '.join(sorted({*SHARED, *own}))}.",
         )
 
     def __dir__(self) -> list[str]:
@@ -137,7 +140,9 @@ def get_accelerator() -> Accelerator:
 
 
 def set_accelerator(accel_obj: Any) -> None:
-    """Refuse any accelerator but our own: ranks train on a GPU where there is one, else on the CPU."""
+    """Refuse any accelerator but our own: ranks train on a GPU where there is one, else on the
+    CPU.
+    """
     if accel_obj is not get_accelerator():
         raise NotBuiltError(
             "set_accelerator() with an accelerator of your own is not built.",

@@ -68,22 +68,26 @@ def __getattr__(name: str) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Do what `checkpoint` does, which is never reentrant; a `PipelineModule` tells the two apart."""
+    """Do what `checkpoint` does, which is never reentrant; a `PipelineModule` tells the two
+    apart.
+    """
     return checkpoint(function, *args)
 
 
 def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> None:
     """Say where `checkpoint` keeps its inputs, for the whole process.
 
-    deepspeed_config: a dict, a path, JSON text or an engine's configuration, whose `activation_checkpointing` section
-    is read; without it, what was configured before stays.  words: DeepSpeed's (WORDS); each changes one thing, None
-    leaves it.  mpu_: says where this rank is along "tp", for `model_parallel_cuda_manual_seed`; inputs are cut along an
-    engine's own mesh.
+    deepspeed_config: a dict, a path, JSON text or an engine's configuration, whose
+    `activation_checkpointing` section is read; without it, what was configured before stays.
+    words: DeepSpeed's (WORDS); each changes one thing, None
+    leaves it.  mpu_: says where this rank is along "tp", for `model_parallel_cuda_manual_seed`;
+    inputs are cut along an engine's own mesh.
     """
     unknown = [name for name in words if name not in WORDS]
     if unknown:
         raise UsageError(
-            f"checkpointing.configure has no argument {', '.join(unknown)}.", fix=f"use {', '.join(WORDS)}."
+            f"checkpointing.configure has no argument {', '.join(unknown)}.",
+            fix=f"use {', '.join(WORDS)}.",
         )
     if mpu_ is not None:
         tell_of(mpu_)
@@ -99,14 +103,17 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
     tp = before.tp if before is not None and settings.partitioned else None
     if settings.partitioned and tp is None:
         log_once(
-            "partition_activations: inputs of checkpoints are not cut: there are no tensor-parallel ranks, or the "
-            "engine was not told (activation_checkpointing.partition_activations)."
+            "partition_activations: inputs of checkpoints are not cut: there are no "
+            "tensor-parallel ranks, or the engine was not told "
+            "(activation_checkpointing.partition_activations)."
         )
     recompute.configure(settings, tp)
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Say whether tensor-parallel ranks keep shares of inputs, as `configure(partition_activations=...)` does."""
+    """Say whether tensor-parallel ranks keep shares of inputs, as
+    `configure(partition_activations=...)` does.
+    """
     configure(partition_activations=partition_activation)
 
 
@@ -121,17 +128,22 @@ def _settings(deepspeed_config: Any) -> RecomputeSettings:
 
 
 def _changed(settings: RecomputeSettings, words: dict[str, Any]) -> RecomputeSettings:
-    tier, cpu, contiguous = settings.tier, words.get("checkpoint_in_cpu"), words.get("contiguous_checkpointing")
+    tier = settings.tier
+    cpu = words.get("checkpoint_in_cpu")
+    contiguous = words.get("contiguous_checkpointing")
     if cpu is not None:
         tier = Tier.HOST if cpu else None if tier is Tier.HOST else tier
     if contiguous is not None:
         tier = tier or Tier.DEVICE if contiguous else None if tier is Tier.DEVICE else tier
-    count, profile = words.get("num_checkpoints"), words.get("profile")
+    count = words.get("num_checkpoints")
+    profile = words.get("profile")
     partitioned = words.get("partition_activations")
     return replace(
         settings,
         tier=tier,
-        checkpoints=settings.checkpoints if count is None else whole_number("configure", "num_checkpoints", count, 1),
+        checkpoints=settings.checkpoints
+        if count is None
+        else whole_number("configure", "num_checkpoints", count, 1),
         profile=settings.profile if profile is None else bool(profile),
         partitioned=settings.partitioned if partitioned is None else bool(partitioned),
     )
@@ -143,6 +155,8 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Free the arena of offloaded inputs and learn its size anew.  Graphs that are alive keep theirs."""
+    """Free the arena of offloaded inputs and learn its size anew.  Graphs that are alive keep
+    theirs.
+    """
     if (current := recompute.current()) is not None:
         current.reset()

@@ -1,4 +1,6 @@
-"""Options that DeepSpeed adds to a script's parser: where its configuration is, and how the learning rate is tuned."""
+"""Options that DeepSpeed adds to a script's parser: where its configuration is, and how the
+learning rate is tuned.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,21 @@ from ...optim.lr_schedules import SCHEDULES
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add --deepspeed, --deepspeed_config and their deprecated spellings to a parser."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
-    group.add_argument("--deepspeed", action="store_true", help="use the engine (a flag for the script to read)")
-    group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON configuration")
-    group.add_argument("--deepscale", action="store_true", help="deprecated spelling of --deepspeed")
-    group.add_argument("--deepscale_config", type=str, default=None, help="deprecated spelling of --deepspeed_config")
+    group.add_argument(
+        "--deepspeed", action="store_true", help="use the engine (a flag for the script to read)"
+    )
+    group.add_argument(
+        "--deepspeed_config", type=str, default=None, help="path of the JSON configuration"
+    )
+    group.add_argument(
+        "--deepscale", action="store_true", help="deprecated spelling of --deepspeed"
+    )
+    group.add_argument(
+        "--deepscale_config",
+        type=str,
+        default=None,
+        help="deprecated spelling of --deepspeed_config",
+    )
     return parser
 
 
@@ -35,7 +48,12 @@ _FLAGS: tuple[tuple[str, Any, Any, str], ...] = (
     ("lr_range_test_staircase", _flag, False, "range test: hold the rate within an interval"),
     ("cycle_first_step_size", int, 1000, "1Cycle: iterations of the rise"),
     ("cycle_first_stair_count", int, -1, "1Cycle: stairs of the rise"),
-    ("cycle_second_step_size", int, -1, "1Cycle: iterations of the fall (default: those of the rise)"),
+    (
+        "cycle_second_step_size",
+        int,
+        -1,
+        "1Cycle: iterations of the fall (default: those of the rise)",
+    ),
     ("cycle_second_stair_count", int, -1, "1Cycle: stairs of the fall"),
     ("decay_step_size", int, 1000, "1Cycle: iterations per interval of the decay afterwards"),
     ("cycle_min_lr", float, 0.01, "1Cycle: lowest learning rate"),
@@ -57,8 +75,8 @@ _FLAGS: tuple[tuple[str, Any, Any, str], ...] = (
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add DeepSpeed's schedule flags.
 
-    WarmupDecayLR and WarmupCosineLR also need the script's own --total_num_steps; DeepSpeed has no such flag, and one
-    added here would collide with a script that defines it.
+    WarmupDecayLR and WarmupCosineLR also need the script's own --total_num_steps; DeepSpeed has no
+    such flag, and one added here would collide with a script that defines it.
     """
     group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
     for name, kind, default, text in _FLAGS:
@@ -76,7 +94,14 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
         return None, "--lr_schedule not specified on command line"
     if name not in SCHEDULES:
         return None, f"{name} is not supported LR schedule"
-    given = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(SCHEDULES[name].Settings)}
+    given = {
+        field.name: getattr(args, field.name, None)
+        for field in dataclasses.fields(SCHEDULES[name].Settings)
+    }
     counts = {flag for flag, _, default, _ in _FLAGS if default == -1}
-    params = {key: value for key, value in given.items() if value is not None and not (key in counts and value < 0)}
+    params = {
+        key: value
+        for key, value in given.items()
+        if value is not None and not (key in counts and value < 0)
+    }
     return {"type": name, "params": params}, None

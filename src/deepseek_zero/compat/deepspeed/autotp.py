@@ -1,7 +1,8 @@
-"""DeepSpeed's classes of AutoTP's configuration, its shares of a dimension, and its reading of transformers' plans.
+"""DeepSpeed's classes of AutoTP's configuration, its shares of a dimension, and its reading of
+transformers' plans.
 
-They are for programs that build them.  No engine reads them: `tensor_parallel.partition_config` is the way in
-(config/layer_specs.py), and transformers' own plans are read by parallel/plans.py.
+They are for programs that build them.  No engine reads them: `tensor_parallel.partition_config` is
+the way in (config/layer_specs.py), and transformers' own plans are read by parallel/plans.py.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class _Mode:
 
 
 def set_autotp_mode(training: bool = False) -> None:
-    """Say what layers are split for from now on.  It changes no layer: all of them have gradients."""
+    """Say what layers are split for from now on.  It changes no layer: all of them have
+    gradients.
+    """
     _Mode.now = AUTOTP_MODE.TRAINING if training else AUTOTP_MODE.INFERENCE
 
 
@@ -70,7 +73,13 @@ _COUNTS: dict[str, tuple[str, ...]] = {
         "n_heads",
         "attention_heads",
     ),
-    "num_attention_heads": ("num_attention_heads", "num_heads", "n_heads", "n_head", "attention_heads"),
+    "num_attention_heads": (
+        "num_attention_heads",
+        "num_heads",
+        "n_heads",
+        "n_head",
+        "attention_heads",
+    ),
     "n_embd": ("n_embd", "hidden_size"),
 }
 _OF_NO_HEADS = ("mlp", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")  # in names of layers
@@ -78,7 +87,9 @@ _HEADS_OF_WORDS = ("lm_head", "embed_out")
 
 
 def _first_of(config: Any, names: tuple[str, ...]) -> int | None:
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+    return next(
+        (value for name in names if (value := getattr(config, name, None)) is not None), None
+    )
 
 
 def get_shard_size_list(
@@ -86,14 +97,21 @@ def get_shard_size_list(
 ) -> list[int]:
     """Return how much of a dimension each rank has; the first ranks take more.
 
-    meta: by its key/value heads where they divide the dimension, else by its grain.  name: the layer's; one in an MLP
-    or before the words has no heads.  Older programs pass the name in meta's place.
+    meta: by its key/value heads where they divide the dimension, else by its grain.  name: the
+    layer's; one in an MLP or before the words has no heads.  Older programs pass the name in meta's
+    place.
     """
     if isinstance(meta, str):
         meta, name = None, meta
     counts = meta or AutoTPMeta()
-    told, heads = str(name), counts.num_kv_heads
-    if heads and total_size % heads == 0 and told not in _HEADS_OF_WORDS and not any(s in told for s in _OF_NO_HEADS):
+    told = str(name)
+    heads = counts.num_kv_heads
+    if (
+        heads
+        and total_size % heads == 0
+        and told not in _HEADS_OF_WORDS
+        and not any(s in told for s in _OF_NO_HEADS)
+    ):
         return [total_size // heads * share for share in _even(heads, mp_size)]
     grain = counts.tp_grain_size if total_size >= counts.tp_grain_size else 1
     found = [grain * share for share in _even(total_size // grain, mp_size)]
@@ -113,8 +131,8 @@ def get_shard_size(
     if rank is None:
         if mp_group is None and dist.get_world_size() != mp_size:
             raise ValueError(
-                f"get_shard_size requires a group-local rank or process group when mp_size ({mp_size}) differs from "
-                f"the distributed world size ({dist.get_world_size()})."
+                "get_shard_size requires a group-local rank or process group when mp_size "
+                f"({mp_size}) differs from the distributed world size ({dist.get_world_size()})."
             )
         rank = dist.get_rank(mp_group)
     return get_shard_size_list(total_size, mp_size, meta, name)[rank]
@@ -137,7 +155,8 @@ class PartitionType(Enum):
 class TPLayerSpec:
     """Which parameters, by regular expressions on their names, are split how.
 
-    shape: the logical shape of a fused parameter, -1 inferred, a tuple at partition_dim for unequal parts.
+    shape: the logical shape of a fused parameter, -1 inferred, a tuple at partition_dim for unequal
+    parts.
     """
 
     patterns: list[str]
@@ -156,20 +175,29 @@ class TPLayerSpec:
         self.shape = tuple(tuple(size) if isinstance(size, list) else size for size in self.shape)
         dim = self.get_partition_dim()
         if not 0 <= dim < len(self.shape):
-            raise ValueError(f"AutoTP partition_dim {dim} is out of range for shape length {len(self.shape)}.")
+            raise ValueError(
+                f"AutoTP partition_dim {dim} is out of range for shape length {len(self.shape)}."
+            )
         for place, size in enumerate(self.shape):
             nested = size if isinstance(size, tuple) else ()
             if isinstance(size, tuple) and place != dim:
-                raise ValueError(f"AutoTP shape nested tuple only allowed at partition_dim={dim}, got at {place}.")
+                raise ValueError(
+                    f"AutoTP shape nested tuple only allowed at partition_dim={dim}, got at "
+                    f"{place}."
+                )
             if isinstance(size, tuple) and not nested:
                 raise ValueError("AutoTP shape nested tuple cannot be empty.")
             if not all(isinstance(each, int) and each > 0 for each in nested):
                 raise ValueError("AutoTP nested sub-parameter sizes must be positive integers.")
-            if not isinstance(size, tuple) and (not isinstance(size, int) or size == 0 or size < -1):
+            if not isinstance(size, tuple) and (
+                not isinstance(size, int) or size == 0 or size < -1
+            ):
                 raise ValueError("AutoTP shape dimensions must be positive integers or -1.")
 
     def get_partition_dim(self) -> int:
-        """Return the dimension that is split: 0 of a column layer, 1 of a row layer, unless stated."""
+        """Return the dimension that is split: 0 of a column layer, 1 of a row layer, unless
+        stated.
+        """
         if self.partition_dim is not None:
             return self.partition_dim
         return 0 if self.partition_type is PartitionType.COLUMN else 1
@@ -195,12 +223,23 @@ class AutoTPConfig:
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any]) -> AutoTPConfig:
         """Return the configuration of a dict of its fields; layer_specs: dicts of theirs."""
-        given = {name: value for name, value in config_dict.items() if name in cls.__dataclass_fields__}
-        return cls(**{**given, "layer_specs": [TPLayerSpec(**spec) for spec in config_dict.get("layer_specs", [])]})
+        given = {
+            name: value for name, value in config_dict.items() if name in cls.__dataclass_fields__
+        }
+        return cls(
+            **{
+                **given,
+                "layer_specs": [TPLayerSpec(**spec) for spec in config_dict.get("layer_specs", [])],
+            }
+        )
 
-    def find_matching_spec(self, param_name: str, model_type: str | None = None) -> TPLayerSpec | None:
+    def find_matching_spec(
+        self, param_name: str, model_type: str | None = None
+    ) -> TPLayerSpec | None:
         """Return the first specification of a parameter."""
-        return next((spec for spec in self.layer_specs if spec.matches(param_name, model_type)), None)
+        return next(
+            (spec for spec in self.layer_specs if spec.matches(param_name, model_type)), None
+        )
 
 
 # style of transformers -> what a specification says of it
@@ -210,7 +249,10 @@ STYLES: dict[str, dict[str, Any]] = {
     "colwise_gather_output": {"partition_type": PartitionType.COLUMN, "gather_output": True},
     "rowwise": {"partition_type": PartitionType.ROW},
     "embedding_rowwise": {"partition_type": PartitionType.SKIP},
-    "replicated_with_grad_allreduce": {"partition_type": PartitionType.SKIP, "grad_allreduce": True},
+    "replicated_with_grad_allreduce": {
+        "partition_type": PartitionType.SKIP,
+        "grad_allreduce": True,
+    },
 }
 
 
@@ -219,16 +261,20 @@ class TPPlanConverter:
 
     @staticmethod
     def convert(hf_tp_plan: Mapping[str, str]) -> list[TPLayerSpec] | None:
-        """Return the specifications of a plan, None for an empty one; a ValueError names styles that are not known,
-        because half of a pair of layers must not be split alone.
+        """Return the specifications of a plan, None for an empty one; a ValueError names styles
+        that are not known, because half of a pair of layers must not be split alone.
         """
-        if unknown := sorted({style for style in hf_tp_plan.values() if style.lower() not in STYLES}):
+        if unknown := sorted(
+            {style for style in hf_tp_plan.values() if style.lower() not in STYLES}
+        ):
             raise ValueError(
                 f"HuggingFace tp_plan contains unsupported partition style(s): {unknown}.  State "
                 "tensor_parallel.partition_config for this model instead."
             )
         return [
-            TPLayerSpec([_of_weights(TPPlanConverter._wildcard_to_regex(pattern))], **STYLES[style.lower()])
+            TPLayerSpec(
+                [_of_weights(TPPlanConverter._wildcard_to_regex(pattern))], **STYLES[style.lower()]
+            )
             for pattern, style in hf_tp_plan.items()
         ] or None
 
@@ -238,11 +284,14 @@ class TPPlanConverter:
 
 
 def _get_hf_tp_plan(model: Any) -> dict[str, str] | None:
-    """Return the plan that a transformers model carries: of its base, its class and itself; None without one.
+    """Return the plan that a transformers model carries: of its base, its class and itself; None
+    without one.
 
     A pattern that only repeats another one behind the base model's name is left out.
     """
-    found: dict[str, str] = dict(getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {})
+    found: dict[str, str] = dict(
+        getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    )
     for plan in (getattr(type(model), "_tp_plan", None), getattr(model, "_tp_plan", None)):
         for pattern, style in (plan or {}).items():
             if not any(pattern == known or pattern.endswith(f".{known}") for known in found):

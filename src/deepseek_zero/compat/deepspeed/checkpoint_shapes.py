@@ -1,4 +1,5 @@
-"""DeepSpeed's arithmetic of a checkpoint's shape: which ranks' files a smaller grid of stages and tp ranks joins.
+"""DeepSpeed's arithmetic of a checkpoint's shape: which ranks' files a smaller grid of stages and
+tp ranks joins.
 
 Here every checkpoint loads at any shape; programs that plan with these numbers get them.
 """
@@ -19,12 +20,15 @@ class meg_2d_parallel_map:
     """What stands at each place (pipeline stage, tp rank)."""
 
     def __init__(self, pp_degree: int, tp_degree: int) -> None:
-        self.pp_degree, self.tp_degree = pp_degree, tp_degree
+        self.pp_degree = pp_degree
+        self.tp_degree = tp_degree
         self.map: dict[tuple[int, int], list[Any]] = {}
 
     def simple_init(self) -> None:
         """Put each rank at its place, stage by stage."""
-        self.map = {divmod(rank, self.tp_degree): [rank] for rank in range(self.pp_degree * self.tp_degree)}
+        self.map = {
+            divmod(rank, self.tp_degree): [rank] for rank in range(self.pp_degree * self.tp_degree)
+        }
 
     def add_data(self, pp_index: int, tp_index: int, data: list[Any]) -> None:
         """Put more at a place."""
@@ -40,7 +44,11 @@ class meg_2d_parallel_map:
 
 
 def reshape_meg_2d_parallel(
-    old_pp_degree: int, old_tp_degree: int, new_pp_degree: int, new_tp_degree: int, verbose: bool = False
+    old_pp_degree: int,
+    old_tp_degree: int,
+    new_pp_degree: int,
+    new_tp_degree: int,
+    verbose: bool = False,
 ) -> meg_2d_parallel_map:
     """Return which old ranks each place of a smaller grid joins; tp is joined first."""
     assert new_pp_degree <= old_pp_degree and new_tp_degree <= old_tp_degree
@@ -61,21 +69,33 @@ class model_3d_desc:
     """How many stages, tp ranks and data-parallel ranks a checkpoint was written by."""
 
     def __init__(self, pp_degree: int = 1, tp_degree: int = 1, dp_degree: int = 1) -> None:
-        self.pp_degree, self.tp_degree, self.dp_degree = pp_degree, tp_degree, dp_degree
+        self.pp_degree = pp_degree
+        self.tp_degree = tp_degree
+        self.dp_degree = dp_degree
 
     def _axes(self) -> dict[str, int]:
         return {"PP": self.pp_degree, "TP": self.tp_degree, "DP": self.dp_degree}
 
-    def reshape(self, target_3d_desc: model_3d_desc, verbose: bool = False) -> list[meg_2d_parallel_map]:
+    def reshape(
+        self, target_3d_desc: model_3d_desc, verbose: bool = False
+    ) -> list[meg_2d_parallel_map]:
         """Return, for each data-parallel rank of the target, which ranks' files its places join."""
         valid, errors = self.can_reshape(target_3d_desc)
         assert valid, ",".join(errors)
         sizes = self.pp_degree, self.tp_degree, target_3d_desc.pp_degree, target_3d_desc.tp_degree
-        first, ranks = reshape_meg_2d_parallel(*sizes, verbose), self.pp_degree * self.tp_degree
-        found = [meg_2d_parallel_map(first.pp_degree, first.tp_degree) for _ in range(target_3d_desc.dp_degree)]
+        first = reshape_meg_2d_parallel(*sizes, verbose)
+        ranks = self.pp_degree * self.tp_degree
+        found = [
+            meg_2d_parallel_map(first.pp_degree, first.tp_degree)
+            for _ in range(target_3d_desc.dp_degree)
+        ]
         for (stage, rank), joined in first.map.items():
-            replicas = [each + replica * ranks for each in joined for replica in range(self.dp_degree)]
-            for target, part in zip(found, partition_data(replicas, target_3d_desc.dp_degree), strict=True):
+            replicas = [
+                each + replica * ranks for each in joined for replica in range(self.dp_degree)
+            ]
+            for target, part in zip(
+                found, partition_data(replicas, target_3d_desc.dp_degree), strict=True
+            ):
                 target.add_data(stage, rank, part)
         return found
 
@@ -90,7 +110,11 @@ class model_3d_desc:
     def is_valid(self, pp_index: int, tp_index: int, dp_index: int) -> tuple[bool, list[str]]:
         """Return whether there is such a place, and what is wrong with it."""
         places = zip(self._axes().items(), (pp_index, tp_index, dp_index), strict=True)
-        errors = [f"{axis} indexing error: index {at} >= degree {size}" for (axis, size), at in places if at >= size]
+        errors = [
+            f"{axis} indexing error: index {at} >= degree {size}"
+            for (axis, size), at in places
+            if at >= size
+        ]
         return not errors, errors
 
     def can_reshape(self, target_3d_desc: model_3d_desc) -> tuple[bool, list[str]]:

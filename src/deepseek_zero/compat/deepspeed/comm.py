@@ -1,4 +1,5 @@
-"""DeepSpeed's `deepspeed.comm`: torch.distributed's names, which answer as a world of one where no group is joined.
+"""DeepSpeed's `deepspeed.comm`: torch.distributed's names, which answer as a world of one where no
+group is joined.
 
     init_distributed   DeepSpeed's arguments, in front of base/mesh.py's
     COLLECTIVES        what torch.distributed spells otherwise or not at all
@@ -60,11 +61,14 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the group a launcher describes, or the one that rank, world_size and init_method describe.
+    """Join the group a launcher describes, or the one that rank, world_size and init_method
+    describe.
 
-    Collective under a launcher; without one it starts a group of one, so that a script may ask torch.distributed for
-    its rank.  init_method: "env://", "tcp://host:port", "file:///path".  dist_init_required=False says that a group is
-    there already, and is an error where there is none.  auto_mpi_discovery, verbose and config change nothing.
+    Collective under a launcher; without one it starts a group of one, so that a script may ask
+    torch.distributed for
+    its rank.  init_method: "env://", "tcp://host:port", "file:///path".  dist_init_required=False
+    says that a group is there already, and is an error where there is none.  auto_mpi_discovery,
+    verbose and config change nothing.
     """
     if not join(
         dist_backend,
@@ -77,7 +81,12 @@ def init_distributed(
     ):
         backend = dist_backend or default_backend(default_device())
         store = dist.HashStore()  # type: ignore[attr-defined]
-        place: dict[str, Any] = {"store": store, "rank": 0, "world_size": 1, "device_id": device_of_group(backend)}
+        place: dict[str, Any] = {
+            "store": store,
+            "rank": 0,
+            "world_size": 1,
+            "device_id": device_of_group(backend),
+        }
         dist.init_process_group(backend, timeout=timeout or PATIENCE, **place)
     let_accelerate_count()
 
@@ -98,8 +107,8 @@ def join(
     rank: int = -1,
     world_size: int = -1,
 ) -> bool:
-    """Do as `init_distributed` does, but leave a process alone that nobody described a group to; return whether it has
-    one.
+    """Do as `init_distributed` does, but leave a process alone that nobody described a group to;
+    return whether it has one.
     """
     if not dist.is_initialized():
         if dist_init_required is False:
@@ -109,18 +118,26 @@ def join(
                 "leave dist_init_required out, or call torch.distributed.init_process_group first.",
             )
         whole_number("init_distributed", "world_size", world_size, -1)
-        whole_number("init_distributed", "rank", rank, -1, world_size - 1 if world_size > 0 else None)
+        whole_number(
+            "init_distributed", "rank", rank, -1, world_size - 1 if world_size > 0 else None
+        )
         if urlsplit(init_method or "").scheme == "file":
             backend = dist_backend or default_backend(default_device())
             device_id = device_of_group(backend)
-            dist.init_process_group(backend, init_method, timeout or PATIENCE, world_size, rank, device_id=device_id)
+            dist.init_process_group(
+                backend, init_method, timeout or PATIENCE, world_size, rank, device_id=device_id
+            )
         else:
             _describe(init_method or "env://", rank, world_size)
-    return mesh.init_distributed(dist_backend, timeout or PATIENCE, distributed_port, store_of=launchers_store)
+    return mesh.init_distributed(
+        dist_backend, timeout or PATIENCE, distributed_port, store_of=launchers_store
+    )
 
 
 def _describe(method: str, rank: int, size: int) -> None:
-    """Write the caller's group into the variables that launchers set; a launcher's own value stands."""
+    """Write the caller's group into the variables that launchers set; a launcher's own value
+    stands.
+    """
     address = urlsplit(method)
     if address.scheme not in ("env", "tcp"):
         raise NotBuiltError(
@@ -130,7 +147,11 @@ def _describe(method: str, rank: int, size: int) -> None:
         )
     if address.hostname:
         os.environ.setdefault("MASTER_ADDR", address.hostname)
-    for name, value in {"RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": address.port or -1}.items():
+    for name, value in {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "MASTER_PORT": address.port or -1,
+    }.items():
         if value >= 0:
             os.environ.setdefault(name, str(value))
 
@@ -140,13 +161,19 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _scatter_from = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _allgather_fn(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+def _allgather_fn(
+    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+) -> Any:
     """Gather every rank's tensor into one."""
     return _gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 def _reduce_scatter_fn(
-    output_tensor: Tensor, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    output_tensor: Tensor,
+    tensor: Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
 ) -> Any:
     """Add up every rank's tensor; each rank keeps its slice."""
     return _scatter_from(output_tensor, tensor, op=op, group=group, async_op=async_op)
@@ -158,7 +185,10 @@ def _inference_all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: An
 
 
 def _all_reduce_coalesced(
-    tensors: Sequence[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    tensors: Sequence[Tensor],
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
 ) -> None:
     """Add up several tensors, one after the other."""
     _refuse_async("all_reduce_coalesced", async_op)
@@ -167,7 +197,10 @@ def _all_reduce_coalesced(
 
 
 def _all_gather_coalesced(
-    output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], group: Any = None, async_op: bool = False
+    output_tensors: Sequence[Tensor],
+    input_tensors: Sequence[Tensor],
+    group: Any = None,
+    async_op: bool = False,
 ) -> None:
     """Gather several tensors, one after the other."""
     _refuse_async("all_gather_coalesced", async_op)
@@ -175,14 +208,20 @@ def _all_gather_coalesced(
         _gather_into(output, value, group=group)
 
 
-def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> DeviceMesh:
+def initialize_mesh_device(
+    mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]
+) -> DeviceMesh:
     """Return torch's DeviceMesh over all ranks.  Collective."""
     return init_device_mesh(default_device().type, mesh_shape, mesh_dim_names=mesh_dim_names)
 
 
 def _refuse_async(name: str, async_op: bool) -> None:
     if async_op:
-        raise NotBuiltError(f"{name}(async_op=True) is not built.", "It is several collectives.", "leave async_op out.")
+        raise NotBuiltError(
+            f"{name}(async_op=True) is not built.",
+            "It is several collectives.",
+            "leave async_op out.",
+        )
 
 
 # -- a world of one, without a group
@@ -204,7 +243,9 @@ def _object_into_list(outputs: list[Any], value: Any, *args: Any, **kwargs: Any)
     outputs[0] = value
 
 
-def _into_each(outputs: Sequence[Tensor], values: Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
+def _into_each(
+    outputs: Sequence[Tensor], values: Sequence[Tensor], *args: Any, **kwargs: Any
+) -> None:
     for output, value in zip(outputs, values, strict=True):
         _into(output, value)
 
@@ -219,7 +260,8 @@ COLLECTIVES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 # What DeepSpeed asks of torch's version; all of it is there.
 ASKED = frozenset(
-    "has_all_gather_into_tensor has_reduce_scatter_tensor has_all_reduce_coalesced has_coalescing_manager".split()
+    "has_all_gather_into_tensor has_reduce_scatter_tensor has_all_reduce_coalesced "
+    "has_coalescing_manager".split()
 )
 
 # What a script may call before, or without, joining a group.
@@ -277,9 +319,16 @@ def configure(
 ) -> None:
     """Say which calls of this module are recorded.  Local.
 
-    deepspeed_config: a DeepSpeedConfig, of which `comms_logger` is taken; the other arguments come before it.
+    deepspeed_config: a DeepSpeedConfig, of which `comms_logger` is taken; the other arguments come
+    before it.
     """
-    stated = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    stated = {
+        "enabled": enabled,
+        "prof_all": prof_all,
+        "prof_ops": prof_ops,
+        "verbose": verbose,
+        "debug": debug,
+    }
     section = getattr(deepspeed_config, "comms_config", None)
     if section is not None and section.comms_logger_enabled:
         _comms_logger().configure(section)
@@ -324,12 +373,13 @@ def get_logged_comm_ops() -> list[str]:
     return list(_comms_logger().get_operation_names())
 
 
-# Calls that move bytes: they take DeepSpeed's words for its log (prof, log_name, debug), which torch does not know.
+# Calls that move bytes: they take DeepSpeed's words for its log (prof, log_name, debug), which
+# torch does not know.
 LOGGED = frozenset(
-    "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce all_reduce_coalesced "
-    "all_to_all all_to_all_single allgather_fn barrier batch_isend_irecv broadcast broadcast_object_list gather "
-    "inference_all_reduce irecv isend monitored_barrier recv reduce reduce_scatter reduce_scatter_fn "
-    "reduce_scatter_tensor scatter send".split()
+    "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce "
+    "all_reduce_coalesced all_to_all all_to_all_single allgather_fn barrier batch_isend_irecv "
+    "broadcast broadcast_object_list gather inference_all_reduce irecv isend monitored_barrier "
+    "recv reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor scatter send".split()
 )
 
 
@@ -355,7 +405,9 @@ def __getattr__(name: str) -> Any:
 def _with_or_without_group(name: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         together = COLLECTIVES[name][0] if name in COLLECTIVES else getattr(dist, name)
-        return (together if dist.is_initialized() or name not in ALONE else ALONE[name])(*args, **kwargs)
+        return (together if dist.is_initialized() or name not in ALONE else ALONE[name])(
+            *args, **kwargs
+        )
 
     call.__name__ = name
     return call
@@ -364,7 +416,13 @@ def _with_or_without_group(name: str) -> Callable[..., Any]:
 def _recorded(name: str) -> Callable[..., Any]:
     made = _with_or_without_group(name)
 
-    def call(*args: Any, prof: bool = False, log_name: str | None = None, debug: Any = None, **kwargs: Any) -> Any:
+    def call(
+        *args: Any,
+        prof: bool = False,
+        log_name: str | None = None,
+        debug: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         logger = _Calls.logger
         if logger is None or not logger.wants(log_name or name, prof):
             return made(*args, **kwargs)

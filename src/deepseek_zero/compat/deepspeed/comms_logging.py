@@ -1,7 +1,7 @@
 """DeepSpeed's CommsLogger: how often, how long and how large the calls of `deepspeed.comm` were.
 
-It sees what a program calls by itself.  An engine's own messages are not calls of torch's; `engine.explain()` and the
-records count those.
+It sees what a program calls by itself.  An engine's own messages are not calls of torch's;
+`engine.explain()` and the records count those.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ from ...base.device import default_device, synchronize
 from .runtime_utils import get_tensor_bytes
 from .utils import log_dist
 
-# operation -> (bytes per byte of the message that an algorithm moves, that a link carries), of n ranks
+# operation -> (bytes per byte of the message that an algorithm moves, that a link carries), of n
+# ranks
 FACTORS: dict[str, Callable[[int], tuple[float, float]]] = {
     **dict.fromkeys(("all_to_all_single", "all_to_all"), lambda n: (1, (n - 1) / n)),
     **dict.fromkeys(
-        ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"), lambda n: (n, n - 1)
+        ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"),
+        lambda n: (n, n - 1),
     ),
-    **dict.fromkeys(("all_reduce", "all_reduce_coalesced", "inference_all_reduce"), lambda n: (2, 2 * (n - 1) / n)),
+    **dict.fromkeys(
+        ("all_reduce", "all_reduce_coalesced", "inference_all_reduce"),
+        lambda n: (2, 2 * (n - 1) / n),
+    ),
 }
 LOGGED_CALLS = (
     *FACTORS,
@@ -49,7 +54,10 @@ def convert_size(size_bytes: float) -> str:
     if size_bytes == 0:
         return "0B"
     power = int(math.log(size_bytes, 1024))
-    return f"{round(size_bytes / 1024**power, 2)} {('B', 'KB', 'MB', 'GB', 'TB', 'PB', 'EB', 'ZB', 'YB')[power]}"
+    return (
+        f"{round(size_bytes / 1024**power, 2)} "
+        f"{('B', 'KB', 'MB', 'GB', 'TB', 'PB', 'EB', 'ZB', 'YB')[power]}"
+    )
 
 
 def get_caller_func(frame: int = 3) -> str:
@@ -58,7 +66,9 @@ def get_caller_func(frame: int = 3) -> str:
 
 
 def calc_bw_log(comm_op: str, size: float, duration: float) -> tuple[float, float]:
-    """Return the rates of an operation in Gbit/s: of its algorithm, and of its links.  duration: ms."""
+    """Return the rates of an operation in Gbit/s: of its algorithm, and of its links.  duration:
+    ms.
+    """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     moved, carried = FACTORS[comm_op](ranks) if comm_op in FACTORS else (1, 1)
     gbps = size * 8 / 1e6 / duration if duration else 0.0
@@ -70,7 +80,10 @@ class CommsLogger:
 
     def __init__(self) -> None:
         self.comms_dict: dict[str, dict[int, list[Any]]] = {}
-        self.enabled, self.verbose, self.debug, self.prof_all = False, False, False, True
+        self.enabled = False
+        self.verbose = False
+        self.debug = False
+        self.prof_all = True
         self.prof_ops: list[str] = []
 
     def configure(self, comms_config: Any) -> None:
@@ -99,8 +112,12 @@ class CommsLogger:
         """Return whether a call of this name is to be recorded."""
         return self.enabled and (asked or self.prof_all or name in self.prof_ops)
 
-    def timed(self, call: Callable[..., Any], raw_name: str, log_name: str, args: Any, kwargs: Any) -> Any:
-        """Make a call and record it.  The device is waited for, so that its time is that of the message."""
+    def timed(
+        self, call: Callable[..., Any], raw_name: str, log_name: str, args: Any, kwargs: Any
+    ) -> Any:
+        """Make a call and record it.  The device is waited for, so that its time is that of the
+        message.
+        """
         synchronize(default_device())
         began = time.perf_counter()
         found = call(*args, **kwargs)
@@ -118,7 +135,11 @@ class CommsLogger:
             values.append(value)
         if self.verbose:
             size = convert_size(msg_size)
-            log_dist(f"comm op: {record_name} | time (ms): {latency:.2f} | msg size: {size} | {rates[0]:.2f} Gbps", [0])
+            log_dist(
+                f"comm op: {record_name} | time (ms): {latency:.2f} | msg size: {size} | "
+                f"{rates[0]:.2f} Gbps",
+                [0],
+            )
 
     def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
         """Return the records."""
@@ -141,7 +162,9 @@ class CommsLogger:
         return sum(entry[0] for sizes in self.comms_dict.values() for entry in sizes.values())
 
     def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
-        """Return counts, times (ms) and rates (Gbit/s) of one name by bytes; None for a name without records."""
+        """Return counts, times (ms) and rates (Gbit/s) of one name by bytes; None for a name
+        without records.
+        """
         if operation_name not in self.comms_dict:
             return None
         return {
@@ -154,7 +177,9 @@ class CommsLogger:
                 "msg_size_bytes": size,
                 "msg_size_str": convert_size(size),
             }
-            for size, (count, latencies, algorithm, links) in sorted(self.comms_dict[operation_name].items())
+            for size, (count, latencies, algorithm, links) in sorted(
+                self.comms_dict[operation_name].items()
+            )
         }
 
     def log_all(
@@ -162,16 +187,28 @@ class CommsLogger:
     ) -> dict[str, Any] | None:
         """Print the summaries of all names, and return them where that is asked for.
 
-        show_straggler: beside, how long this rank waited for the last one.  Collective then: every rank needs the same
-        records.
+        show_straggler: beside, how long this rank waited for the last one.  Collective then: every
+        rank needs the same records.
         """
-        summary: dict[str, Any] = {name: self.get_operation_summary(name) for name in self.comms_dict}
-        stragglers = {name: self._stragglers(name) for name in self.comms_dict} if show_straggler else None
-        for title, table in (("Comm. Op", summary), ("Straggler effect", stragglers or {})) if print_log else ():
+        summary: dict[str, Any] = {
+            name: self.get_operation_summary(name) for name in self.comms_dict
+        }
+        stragglers = (
+            {name: self._stragglers(name) for name in self.comms_dict} if show_straggler else None
+        )
+        for title, table in (
+            (("Comm. Op", summary), ("Straggler effect", stragglers or {})) if print_log else ()
+        ):
             for name, sizes in table.items():
                 for row in sizes.values():
-                    shown = "  ".join(f"{key} {value:.2f}" for key, value in row.items() if isinstance(value, float))
-                    log_dist(f"{title}: {name}  {row['msg_size_str']}  count {row['count']}  {shown}")
+                    shown = "  ".join(
+                        f"{key} {value:.2f}"
+                        for key, value in row.items()
+                        if isinstance(value, float)
+                    )
+                    log_dist(
+                        f"{title}: {name}  {row['msg_size_str']}  count {row['count']}  {shown}"
+                    )
         ranks = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         about = {"world_size": ranks[0], "rank": ranks[1], "timestamp": datetime.now().isoformat()}
         found = {"summary": summary, "straggler_analysis": stragglers, "metadata": about}

@@ -1,7 +1,9 @@
-"""DeepSpeed's configuration classes, for programs that build or read them: field names, defaults, pydantic errors.
+"""DeepSpeed's configuration classes, for programs that build or read them: field names, defaults,
+pydantic errors.
 
-No engine reads them: `initialize` reads the configuration itself (config/schema.py).  A program may make a
-DeepSpeedConfig of the same file to ask what is in it; a key that nothing here is built for is a field like any other.
+No engine reads them: `initialize` reads the configuration itself (config/schema.py).  A program may
+make a DeepSpeedConfig of the same file to ask what is in it; a key that nothing here is built for
+is a field like any other.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from ...config.text import read
 from .constants import OffloadDeviceEnum, ZeroStageEnum
 
 ON_THE_HOST: dict[str, Any] = {"device": "cpu"}
-DEFAULT_LEAF_CLASSES = [  # of transformers: mixtures of experts, whose experts are not all used by every rank
+# Of transformers: mixtures of experts, whose experts are not all used by every rank
+DEFAULT_LEAF_CLASSES = [
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
@@ -35,8 +38,8 @@ DEFAULT_LEAF_CLASSES = [  # of transformers: mixtures of experts, whose experts 
 class DeepSpeedConfigModel(BaseModel):
     """A section: unknown keys are errors, "auto" stands for a key that is left out.
 
-    A field whose json_schema_extra says {"deprecated": True, "new_param": name} hands its value to that field, through
-    "new_param_fn" where it has one; giving both is an AssertionError.
+    A field whose json_schema_extra says {"deprecated": True, "new_param": name} hands its value to
+    that field, through "new_param_fn" where it has one; giving both is an AssertionError.
     """
 
     model_config = ConfigDict(
@@ -50,15 +53,23 @@ class DeepSpeedConfigModel(BaseModel):
     )
 
     def __init__(self, strict: bool = False, **data: Any) -> None:
-        super().__init__(**(data if strict else {key: value for key, value in data.items() if value != "auto"}))
+        super().__init__(
+            **(data if strict else {key: value for key, value in data.items() if value != "auto"})
+        )
         for name, field in type(self).model_fields.items():
             about = field.json_schema_extra
-            if isinstance(about, dict) and about.get("deprecated") and name in self.model_fields_set:
+            if (
+                isinstance(about, dict)
+                and about.get("deprecated")
+                and name in self.model_fields_set
+            ):
                 self._hand_over(name, about)
 
     def _hand_over(self, name: str, about: Mapping[str, Any]) -> None:
         target = about.get("new_param", "")
-        logger.warning("Config parameter %s is deprecated%s", name, f" use {target} instead" if target else "")
+        logger.warning(
+            "Config parameter %s is deprecated%s", name, f" use {target} instead" if target else ""
+        )
         if not target or not about.get("set_new_param", True):
             return
         value = about.get("new_param_fn", lambda given: given)(getattr(self, name))
@@ -66,7 +77,8 @@ class DeepSpeedConfigModel(BaseModel):
         *path, last = target.split(".")
         section = reduce(getattr, path, self)
         assert last not in section.model_fields_set, (
-            f"Cannot provide deprecated parameter '{name}' and replacing parameter '{target}' together"
+            f"Cannot provide deprecated parameter '{name}' and replacing parameter '{target}' "
+            "together"
         )
         setattr(section, last, value)
 
@@ -124,7 +136,10 @@ class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
     def _lists(cls, given: Any) -> Any:
         if not isinstance(given, Mapping | None):
             raise TypeError("leaf_module configuration must be a mapping of fields to values")
-        return {key: [value] if isinstance(value, str) else value for key, value in (given or {}).items()}
+        return {
+            key: [value] if isinstance(value, str) else value
+            for key, value in (given or {}).items()
+        }
 
     @field_validator("classes", "names", "name_suffixes")
     @classmethod
@@ -190,20 +205,29 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     cpu_offload_param: bool | None = _replaced(
         "offload_param", lambda on: DeepSpeedZeroOffloadParamConfig(**ON_THE_HOST) if on else None
     )
-    cpu_offload_use_pin_memory: bool | None = _replaced("offload_param or offload_optimizer", sets=False)
+    cpu_offload_use_pin_memory: bool | None = _replaced(
+        "offload_param or offload_optimizer", sets=False
+    )
     cpu_offload: bool | None = _replaced(
-        "offload_optimizer", lambda on: DeepSpeedZeroOffloadOptimizerConfig(**ON_THE_HOST) if on else None
+        "offload_optimizer",
+        lambda on: DeepSpeedZeroOffloadOptimizerConfig(**ON_THE_HOST) if on else None,
     )
     prefetch_bucket_size: int = _elements("stage3_prefetch_bucket_size", 50_000_000)
     param_persistence_threshold: int = _elements("stage3_param_persistence_threshold", 100_000)
     model_persistence_threshold: int = _elements("stage3_model_persistence_threshold", sys.maxsize)
     max_live_parameters: int = _elements("stage3_max_live_parameters", 1_000_000_000)
     max_reuse_distance: int = _elements("stage3_max_reuse_distance", 1_000_000_000)
-    gather_16bit_weights_on_model_save: bool = Field(False, alias="stage3_gather_16bit_weights_on_model_save")
+    gather_16bit_weights_on_model_save: bool = Field(
+        False, alias="stage3_gather_16bit_weights_on_model_save"
+    )
     module_granularity_threshold: int = Field(0, alias="stage3_module_granularity_threshold")
-    use_all_reduce_for_fetch_params: bool = Field(False, alias="stage3_use_all_reduce_for_fetch_params")
+    use_all_reduce_for_fetch_params: bool = Field(
+        False, alias="stage3_use_all_reduce_for_fetch_params"
+    )
     allgather_sequential: bool = Field(False, alias="stage3_allgather_sequential")
-    stage3_gather_fp16_weights_on_model_save: bool | None = _replaced("gather_16bit_weights_on_model_save")
+    stage3_gather_fp16_weights_on_model_save: bool | None = _replaced(
+        "gather_16bit_weights_on_model_save"
+    )
     ignore_unused_parameters: bool = True
     legacy_stage1: bool = False
     round_robin_gradients: bool = False
@@ -218,18 +242,24 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     log_trace_cache_warnings: bool = False
     enable_sanity_checks: bool = False
     save_muon_momentum_buffer_in_memory: bool = False
-    leaf_module: DeepSpeedZeroLeafModuleConfig = Field(default_factory=DeepSpeedZeroLeafModuleConfig)
+    leaf_module: DeepSpeedZeroLeafModuleConfig = Field(
+        default_factory=DeepSpeedZeroLeafModuleConfig
+    )
 
     @model_validator(mode="after")
     def _together(self) -> DeepSpeedZeroConfig:
         if self.overlap_comm is None:
             self.overlap_comm = self.stage == ZeroStageEnum.weights
         if self.elastic_checkpoint and self.stage == ZeroStageEnum.weights:
-            logger.warning("Elastic checkpointing is deprecated: a checkpoint loads at any number of ranks.")
+            logger.warning(
+                "Elastic checkpointing is deprecated: a checkpoint loads at any number of ranks."
+            )
         if not self.compute_grad_norm and self.stage not in (1, 2):
             raise ValueError("compute_grad_norm=false is supported only with ZeRO Stage 1 or 2")
         if self.offload_optimizer is not None and self.offload_optimizer.ratio < 1.0:
-            assert self.stage == ZeroStageEnum.weights, "Partial offloading only supported for ZeRO Stage 3."
+            assert self.stage == ZeroStageEnum.weights, (
+                "Partial offloading only supported for ZeRO Stage 3."
+            )
         return self
 
 
@@ -259,7 +289,8 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
     @field_validator("loss_scale", "loss_scale_window", "min_loss_scale", mode="before")
     @classmethod
     def _numbers(cls, given: Any, info: ValidationInfo) -> Any:
-        name, kind = f"fp16.{info.field_name}", "a number" if info.field_name == "loss_scale" else "an integer"
+        name = f"fp16.{info.field_name}"
+        kind = "a number" if info.field_name == "loss_scale" else "an integer"
         try:
             value = math.nan if isinstance(given, bool) else float(given)
         except (TypeError, ValueError):
@@ -267,14 +298,20 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
         if math.isnan(value):
             raise ValueError(f"{name} must be {kind}")
         if math.isinf(value) or (value < 0 and kind == "a number"):
-            raise ValueError(f"{name} must be finite, and a loss scale at least 0, which means a dynamic one")
+            raise ValueError(
+                f"{name} must be finite, and a loss scale at least 0, which means a dynamic one"
+            )
         return given
 
     @model_validator(mode="after")
     def _dynamic(self) -> DeepSpeedFP16Config:
-        for name in ("loss_scale_window", "min_loss_scale") if self.enabled and self.loss_scale == 0 else ():
+        for name in (
+            ("loss_scale_window", "min_loss_scale") if self.enabled and self.loss_scale == 0 else ()
+        ):
             if getattr(self, name) <= 0:
-                raise ValueError(f"fp16.{name} must be > 0 when dynamic loss scaling is enabled (loss_scale=0)")
+                raise ValueError(
+                    f"fp16.{name} must be > 0 when dynamic loss scaling is enabled (loss_scale=0)"
+                )
         return self
 
     def initial_dynamic_scale(self) -> int:
@@ -441,14 +478,22 @@ class DtypeEnum(Enum):
     @classmethod
     def _missing_(cls, value: object) -> DtypeEnum | None:
         text = str(value).removeprefix("torch.")
-        spellings = {"float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
+        spellings = {
+            "float16": "fp16",
+            "half": "fp16",
+            "float32": "fp32",
+            "float": "fp32",
+            "bfloat16": "bf16",
+        }
         return cls.__members__.get(spellings.get(text, text))
 
 
 # -- one key out of a configuration
 
 
-def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+def get_scalar_param(
+    param_dict: Mapping[str, Any], param_name: str, param_default_value: Any
+) -> Any:
     """Return a key of a section, or the default where it is missing."""
     return param_dict.get(param_name, param_default_value)
 
@@ -468,7 +513,9 @@ def get_config_default(config: type[BaseModel], field_name: str) -> Any:
     """Return the default of a field of a section."""
     assert field_name in config.model_fields, f"'{field_name}' is not a field in {config}"
     field = config.model_fields[field_name]
-    assert not field.is_required(), f"'{field_name}' is a required field and does not have a default value"
+    assert not field.is_required(), (
+        f"'{field_name}' is a required field and does not have a default value"
+    )
     return field.get_default(call_default_factory=True)
 
 
@@ -534,12 +581,16 @@ def get_gradient_allreduce_op(param_dict: Mapping[str, Any]) -> str:
     value = param_dict.get("gradient_allreduce_op", "mean")
     value = value.lower() if isinstance(value, str) else value
     if value not in ("mean", "sum"):
-        raise ValueError(f"Invalid gradient_allreduce_op. Supported operations: ['mean', 'sum']. Got: {value!r}")
+        raise ValueError(
+            f"Invalid gradient_allreduce_op. Supported operations: ['mean', 'sum']. Got: {value!r}"
+        )
     return str(value)
 
 
 def get_communication_data_type(
-    param_dict: Mapping[str, Any], comm_type: str = "communication_data_type", comm_data_type_default: Any = None
+    param_dict: Mapping[str, Any],
+    comm_type: str = "communication_data_type",
+    comm_data_type_default: Any = None,
 ) -> torch.dtype | None:
     """Return the dtype that gradients are reduced in; None leaves it to the engine."""
     value = param_dict.get(comm_type, comm_data_type_default)
@@ -557,7 +608,9 @@ def get_torch_autocast_dtype(param_dict: Mapping[str, Any]) -> torch.dtype | Non
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     """Return `zero_optimization`; a boolean there means stage 1."""
     section = param_dict.get("zero_optimization", {})
-    return DeepSpeedZeroConfig(**({"stage": int(section)} if isinstance(section, bool) else section))
+    return DeepSpeedZeroConfig(
+        **({"stage": int(section)} if isinstance(section, bool) else section)
+    )
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
@@ -572,7 +625,9 @@ def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
     """Return the four monitors' sections."""
-    return DeepSpeedMonitorConfig(**{name: param_dict.get(name, {}) for name in DeepSpeedMonitorConfig.model_fields})
+    return DeepSpeedMonitorConfig(
+        **{name: param_dict.get(name, {}) for name in DeepSpeedMonitorConfig.model_fields}
+    )
 
 
 def get_hybrid_engine_config(param_dict: Mapping[str, Any]) -> HybridEngineConfig:
@@ -597,23 +652,26 @@ def get_checkpoint_tag_validation_mode(checkpoint_params: Mapping[str, Any]) -> 
     """Return WARN, IGNORE or FAIL; anything else is a DeepSpeedConfigError."""
     mode = str(checkpoint_params.get("tag_validation", ValidationMode.WARN)).upper()
     if mode not in (ValidationMode.WARN, ValidationMode.IGNORE, ValidationMode.FAIL):
-        raise DeepSpeedConfigError(f"Checkpoint config contains invalid tag_validation value of {mode}")
+        raise DeepSpeedConfigError(
+            f"Checkpoint config contains invalid tag_validation value of {mode}"
+        )
     return mode
 
 
 # Keys of older DeepSpeeds that 0.19.8 refuses, because it would train without what they ask for.
 REMOVED = (
-    "nebula compression_training amp quantize_training sparse_gradients eigenvalue sparse_attention elasticity "
-    "graph_harvesting curriculum_learning progressive_layer_drop zero_optimization.mics_shard_size "
-    "zero_optimization.mics_hierarchical_params_gather zero_optimization.zeropp_loco_param"
+    "nebula compression_training amp quantize_training sparse_gradients eigenvalue "
+    "sparse_attention elasticity graph_harvesting curriculum_learning progressive_layer_drop "
+    "zero_optimization.mics_shard_size zero_optimization.mics_hierarchical_params_gather "
+    "zero_optimization.zeropp_loco_param"
 ).split()
 
 
 class DeepSpeedConfig:
     """A whole configuration: its batch sizes made whole, its sections as objects.
 
-    config: a dict, a path, or URL-safe base64 of JSON; JSON may hold comments and trailing commas.  mpu, mesh_device:
-    who says how many data-parallel ranks there are; without one it is the world.
+    config: a dict, a path, or URL-safe base64 of JSON; JSON may hold comments and trailing commas.
+    mpu, mesh_device: who says how many data-parallel ranks there are; without one it is the world.
     """
 
     train_batch_size: Any
@@ -625,7 +683,8 @@ class DeepSpeedConfig:
         for path in REMOVED:
             if _key(path, None, self._param_dict) is not None:
                 raise DeepSpeedConfigError(
-                    f"'{path}' has been removed from DeepSpeed.", fix=f"remove {path} from the configuration"
+                    f"'{path}' has been removed from DeepSpeed.",
+                    fix=f"remove {path} from the configuration",
                 )
         self.global_rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self.world_size = _data_ranks(self._param_dict, mpu, mesh_device)
@@ -647,34 +706,43 @@ class DeepSpeedConfig:
         self.activation_checkpointing_config = DeepSpeedActivationCheckpointingConfig(given)
         self.comms_config = DeepSpeedCommsConfig(given)
         self.monitor_config = get_monitor_config(given)
-        self.float16_config, self.bfloat16_config = get_float16_config(given), get_bfloat16_config(given)
+        self.float16_config = get_float16_config(given)
+        self.bfloat16_config = get_bfloat16_config(given)
         self.torch_autocast_dtype = get_torch_autocast_dtype(given)
-        self.torch_autocast_lower_precision_safe_modules = _FUNCTIONS["get_lower_precision_safe_modules"](given)
+        self.torch_autocast_lower_precision_safe_modules = _FUNCTIONS[
+            "get_lower_precision_safe_modules"
+        ](given)
         self.flops_profiler_config = DeepSpeedFlopsProfilerConfig(given)
         self.wall_clock_breakdown = given.get("wall_clock_breakdown", False) or _key(
             "flops_profiler.enabled", False, given
         )
-        self.hybrid_engine, self.pipeline = get_hybrid_engine_config(given), get_pipeline_config(given)
+        self.hybrid_engine = get_hybrid_engine_config(given)
+        self.pipeline = get_pipeline_config(given)
         self.compile_config = CompileConfig(**given.get("compile", {}))
-        checkpoint, types = given.get("checkpoint", {}), given.get("data_types", {})
+        checkpoint = given.get("checkpoint", {})
+        types = given.get("data_types", {})
         mode = get_checkpoint_tag_validation_mode(checkpoint)
         self.checkpoint_tag_validation_enabled = mode != ValidationMode.IGNORE
         self.checkpoint_tag_validation_fail = mode == ValidationMode.FAIL
         self.load_universal_checkpoint = checkpoint.get("load_universal", False)
         self.use_node_local_storage = checkpoint.get("use_node_local_storage", False)
-        self.checkpoint_config, self.checkpoint_parallel_write_pipeline = checkpoint, False
-        self.grad_accum_dtype, self.param_dtype = types.get("grad_accum_dtype"), types.get("param_dtype")
+        self.checkpoint_config = checkpoint
+        self.checkpoint_parallel_write_pipeline = False
+        self.grad_accum_dtype = types.get("grad_accum_dtype")
+        self.param_dtype = types.get("param_dtype")
         self.buffer_dtype = types.get("buffer_dtype")
-        self.use_data_before_expert_parallel_ = given.get("use_data_before_expert_parallelism", False)
+        self.use_data_before_expert_parallel_ = given.get(
+            "use_data_before_expert_parallelism", False
+        )
         self.eigenvalue_enabled = self.eigenvalue_verbose = False
 
     def _configure_train_batch_size(self) -> None:
-        """Find what was not stated of the three batch sizes; an AssertionError where they do not fit the ranks."""
-        batch, micro, steps = (
-            self.train_batch_size,
-            self.train_micro_batch_size_per_gpu,
-            self.gradient_accumulation_steps,
-        )
+        """Find what was not stated of the three batch sizes; an AssertionError where they do not
+        fit the ranks.
+        """
+        batch = self.train_batch_size
+        micro = self.train_micro_batch_size_per_gpu
+        steps = self.gradient_accumulation_steps
         ranks = self.world_size
         assert batch is not None or micro is not None, (
             "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"
@@ -685,13 +753,18 @@ class DeepSpeedConfig:
             micro = batch // ranks // steps
         if batch is None:
             batch = micro * steps * ranks
-        self.train_batch_size, self.train_micro_batch_size_per_gpu = batch, micro
+        self.train_batch_size = batch
+        self.train_micro_batch_size_per_gpu = micro
         self.gradient_accumulation_steps = steps
-        for name, size in (("Train batch size", batch), ("Micro batch size per gpu", micro), ("Accumulation", steps)):
+        for name, size in (
+            ("Train batch size", batch),
+            ("Micro batch size per gpu", micro),
+            ("Accumulation", steps),
+        ):
             assert size > 0, f"{name}: {size} has to be greater than 0"
         assert batch == micro * steps * ranks, (
-            "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * "
-            f"gradient_acc_step * world_size {batch} != {micro} * {steps} * {ranks}"
+            "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu "
+            f"* gradient_acc_step * world_size {batch} != {micro} * {steps} * {ranks}"
         )
 
     def _refuse_contradictions(self) -> None:
@@ -707,11 +780,13 @@ class DeepSpeedConfig:
                 if found:
                     raise ValueError(f"gradient_allreduce_op='sum' is not supported with {what}")
         assert self.zero_enabled or not (
-            self.float16_config.fp16_master_weights_and_grads or self.bfloat16_config.bf16_master_weights_and_grads
+            self.float16_config.fp16_master_weights_and_grads
+            or self.bfloat16_config.bf16_master_weights_and_grads
         ), "16-bit master weights and gradients are only supported with ZeRO Stage 1, 2, or 3."
-        assert self.bfloat16_config.bf16_master_weights_and_grads or not self.bfloat16_config.bf16_optimizer_states, (
-            "bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled."
-        )
+        assert (
+            self.bfloat16_config.bf16_master_weights_and_grads
+            or not self.bfloat16_config.bf16_optimizer_states
+        ), "bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled."
 
     def print_user_config(self) -> None:
         """Log what was given."""
@@ -725,10 +800,17 @@ class DeepSpeedConfig:
 
 
 def _read(config: Any) -> dict[str, Any]:
-    """Return the keys of a configuration; a ConfigError, which is a ValueError, for one that cannot be read."""
-    document = read(dict(config) if isinstance(config, Mapping) else os.fspath(config), lenient=True)
+    """Return the keys of a configuration; a ConfigError, which is a ValueError, for one that cannot
+    be read.
+    """
+    document = read(
+        dict(config) if isinstance(config, Mapping) else os.fspath(config), lenient=True
+    )
     if document.duplicates:
-        raise ConfigError(f"Duplicate keys in the configuration: {list(document.duplicates)}", fix="keep one of each")
+        raise ConfigError(
+            f"Duplicate keys in the configuration: {list(document.duplicates)}",
+            fix="keep one of each",
+        )
     return dict(document.values)
 
 
@@ -740,5 +822,9 @@ def _data_ranks(given: Mapping[str, Any], mpu: Any, mesh_device: Any) -> int:
         return dist.get_world_size(mesh_device.get_group(mesh_dim="data_parallel"))
     if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
         return int(mpu.get_data_parallel_world_size())
-    shared = mpu.get_sequence_parallel_world_size() if mpu is not None else given.get("sequence_parallel_size", 1)
+    shared = (
+        mpu.get_sequence_parallel_world_size()
+        if mpu is not None
+        else given.get("sequence_parallel_size", 1)
+    )
     return dist.get_world_size() // int(shared)

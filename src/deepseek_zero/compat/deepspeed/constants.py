@@ -1,4 +1,6 @@
-"""DeepSpeed's constants, enums and class names that programs ask for by path and that mean nothing else here."""
+"""DeepSpeed's constants, enums and class names that programs ask for by path and that mean nothing
+else here.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from ...optim.sharded import ShardedOptimizer
 # One optimizer serves every stage; clients ask isinstance() of DeepSpeed's two base classes.
 DeepSpeedOptimizer = ZeROOptimizer = ShardedOptimizer
 
-DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"  # where accelerate leaves variables for other hosts; `run` reads none
+DEEPSPEED_ENVIRONMENT_NAME = (
+    ".deepspeed_env"  # where accelerate leaves variables for other hosts; `run` reads none
+)
 
 
 class ZeroStageEnum(IntEnum):
@@ -33,14 +37,20 @@ class OffloadDeviceEnum(StrEnum):
 
 @dataclass
 class FragmentAddress:
-    """Where a piece of a parameter lies in DeepSpeed's flat buffers; pickles of its checkpoints name this class."""
+    """Where a piece of a parameter lies in DeepSpeed's flat buffers; pickles of its checkpoints
+    name this class.
+    """
 
     numel: int
     start: int
 
 
 fragment_address = FragmentAddress
-ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adagrad", "adam", "adamw"
-LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "lamb", "lion", "muon"
+ADAGRAD_OPTIMIZER = "adagrad"
+ADAM_OPTIMIZER = "adam"
+ADAMW_OPTIMIZER = "adamw"
+LAMB_OPTIMIZER = "lamb"
+LION_OPTIMIZER = "lion"
+MUON_OPTIMIZER = "muon"
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 HAS_TRITON = False  # DeepSpeed's switch for kernels that are not here

@@ -1,6 +1,8 @@
-"""DeepSpeed's Adam on a CPU: torch's Adam and AdamW, with moments in fp32, and with steps of one piece and back.
+"""DeepSpeed's Adam on a CPU: torch's Adam and AdamW, with moments in fp32, and with steps of one
+piece and back.
 
-`ops.DeepSpeedCPUAdam` makes them.  Where moments are corrected and have their parameter's dtype, torch's kernel steps.
+`ops.DeepSpeedCPUAdam` makes them.  Where moments are corrected and have their parameter's dtype,
+torch's kernel steps.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class _CpuSteps(optim.Optimizer):
         """Update every parameter that has a gradient; return what the closure returns."""
         params = [(group, param) for group in self.param_groups for param in group["params"]]
         if self.bias_correction and all(self._dtype(param) == param.dtype for _, param in params):
-            return inspect.unwrap(optim.Adam.step)(self, closure)  # without the decorators that import torch's compiler
+            return inspect.unwrap(optim.Adam.step)(
+                self, closure
+            )  # without the decorators that import torch's compiler
         loss = _loss(closure)
         for group, param in params:
             if param.grad is not None:
@@ -41,9 +45,11 @@ class _CpuSteps(optim.Optimizer):
 
     @torch.no_grad()
     def step_subgroup(self, subgroup_id: int, closure: Callable[[], float] | None = None) -> Any:
-        """Update the parameters that the groups hold now, with the moments kept under a number: `state[subgroup_id]`.
+        """Update the parameters that the groups hold now, with the moments kept under a number:
+        `state[subgroup_id]`.
 
-        A program puts one piece of its weights after the other into one group, and the number says which it is.
+        A program puts one piece of its weights after the other into one group, and the number says
+        which it is.
         """
         loss = _loss(closure)
         for group in self.param_groups:
@@ -53,15 +59,19 @@ class _CpuSteps(optim.Optimizer):
         return loss
 
     @torch.no_grad()
-    def rollback_subgroup(self, sub_group_id: int, closure: Callable[[], float] | None = None) -> Any:
-        """Undo the last `step_subgroup` of a piece, whose gradient must be the same still: to the last bits, which
-        rounding has lost.  UsageError, a RuntimeError, where no step of it is left.
+    def rollback_subgroup(
+        self, sub_group_id: int, closure: Callable[[], float] | None = None
+    ) -> Any:
+        """Undo the last `step_subgroup` of a piece, whose gradient must be the same still: to the
+        last bits, which rounding has lost.  UsageError, a RuntimeError, where no step of it is
+        left.
         """
         loss = _loss(closure)
         state: dict[str, Any] = self.state.get(sub_group_id, {})  # type: ignore[call-overload]
         if not state:
             raise UsageError(
-                f"Cannot rollback optimizer state for sub_group_id {sub_group_id} as it has not been initialized.",
+                f"Cannot rollback optimizer state for sub_group_id {sub_group_id} as it has not "
+                "been initialized.",
                 fix="call step_subgroup first.",
             )
         for group in self.param_groups:
@@ -77,19 +87,29 @@ class _CpuSteps(optim.Optimizer):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(param, dtype=self._dtype(param), memory_format=torch.preserve_format)
+                state[name] = torch.zeros_like(
+                    param, dtype=self._dtype(param), memory_format=torch.preserve_format
+                )
         state["step"] += 1
-        weight, (beta1, beta2) = param.float(), group["betas"]
+        weight = param.float()
+        (beta1, beta2) = group["betas"]
         grad = self._direction(group, param, weight)
         state["exp_avg"].lerp_(grad.to(state["exp_avg"].dtype), 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).add_((grad * grad).to(state["exp_avg_sq"].dtype), alpha=1 - beta2)
+        state["exp_avg_sq"].mul_(beta2).add_(
+            (grad * grad).to(state["exp_avg_sq"].dtype), alpha=1 - beta2
+        )
         if self.adam_w_mode:
             weight = weight * (1 - group["lr"] * group["weight_decay"])
         param.copy_(weight - self._change(group, state))
 
-    def _undo(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], number: int) -> None:
+    def _undo(
+        self, group: dict[str, Any], param: Tensor, state: dict[str, Any], number: int
+    ) -> None:
         if state["step"] <= 0:
-            raise UsageError(f"Cannot rollback sub_group_id {number}: step count is 0", fix="call step_subgroup first.")
+            raise UsageError(
+                f"Cannot rollback sub_group_id {number}: step count is 0",
+                fix="call step_subgroup first.",
+            )
         beta1, beta2 = group["betas"]
         weight = param.float() + self._change(group, state)
         if self.adam_w_mode:

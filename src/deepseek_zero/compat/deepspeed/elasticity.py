@@ -1,8 +1,8 @@
 """DeepSpeed's `deepspeed.elasticity`: batch sizes that many numbers of ranks can train with.
 
-DeepSpeed has taken the room out; schedulers of clusters still ask it.  For each micro-batch size, and for their least
-common multiple, `elastic_batch` seeks the largest batch that is that size times a highly composite number; of these,
-the one that the most numbers of ranks divide wins.
+DeepSpeed has taken the room out; schedulers of clusters still ask it.  For each micro-batch size,
+and for their least common multiple, `elastic_batch` seeks the largest batch that is that size times
+a highly composite number; of these, the one that the most numbers of ranks divide wins.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ def compute_elastic_config(
     world_size: int = 0,
     return_microbatch: bool = False,
 ) -> tuple[Any, ...]:
-    """Return (batch, numbers of ranks that can train with it), and the micro-batch where a world size or
-    `return_microbatch` asks for it.
+    """Return (batch, numbers of ranks that can train with it), and the micro-batch where a world
+    size or `return_microbatch` asks for it.
 
-    target_deepspeed_version: ignored; there is one arithmetic here.  Raises ElasticityConfigError for a section that
-    cannot be used, ElasticityIncompatibleWorldSize for a world size that the batch does not fit.
+    target_deepspeed_version: ignored; there is one arithmetic here.  Raises ElasticityConfigError
+    for a section that cannot be used, ElasticityIncompatibleWorldSize for a world size that the
+    batch does not fit.
     """
     section = _section(ds_config)
     request = ElasticRequest(
@@ -88,14 +89,28 @@ def _section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section with its defaults, checked."""
     given = ds_config.get("elasticity")
     if not isinstance(given, Mapping):
-        raise ElasticityConfigError("the configuration has no section `elasticity`.", fix="state one.")
+        raise ElasticityConfigError(
+            "the configuration has no section `elasticity`.", fix="state one."
+        )
     section = {**DEFAULTS, **given}
     problems = [
         (not section["enabled"], "elasticity.enabled is false"),
-        (bool(unknown := sorted(given.keys() - DEFAULTS.keys())), f"elasticity has no key {', '.join(unknown)}"),
-        (not _count(section["max_train_batch_size"]), "elasticity.max_train_batch_size is missing or not a count"),
-        (not _counts(section["micro_batch_sizes"]), "elasticity.micro_batch_sizes is missing or not a list of counts"),
-        (not (_count(section["min_gpus"]) and _count(section["max_gpus"])), "min_gpus and max_gpus count from 1"),
+        (
+            bool(unknown := sorted(given.keys() - DEFAULTS.keys())),
+            f"elasticity has no key {', '.join(unknown)}",
+        ),
+        (
+            not _count(section["max_train_batch_size"]),
+            "elasticity.max_train_batch_size is missing or not a count",
+        ),
+        (
+            not _counts(section["micro_batch_sizes"]),
+            "elasticity.micro_batch_sizes is missing or not a list of counts",
+        ),
+        (
+            not (_count(section["min_gpus"]) and _count(section["max_gpus"])),
+            "min_gpus and max_gpus count from 1",
+        ),
     ]
     wrong = [text for is_wrong, text in problems if is_wrong]
     if wrong:
@@ -138,7 +153,9 @@ MOST_FACTOR = 10**6  # a batch of a million micro-batches: beyond it the search 
 
 @dataclass(frozen=True)
 class ElasticRequest:
-    """max_batch: samples per step at most.  micro_batches: sizes a rank can run.  ranks: how few and how many."""
+    """max_batch: samples per step at most.  micro_batches: sizes a rank can run.  ranks: how few
+    and how many.
+    """
 
     max_batch: int
     micro_batches: tuple[int, ...]
@@ -161,7 +178,9 @@ class ElasticBatch:
 
 
 def elastic_batch(request: ElasticRequest) -> ElasticBatch:
-    """The batch that the most numbers of ranks can train with; `prefer_larger` decides between equals."""
+    """The batch that the most numbers of ranks can train with; `prefer_larger` decides between
+    equals.
+    """
     sizes = {*request.micro_batches, math.lcm(*request.micro_batches)}
     bases = [size for size in sizes if size <= request.max_batch]
     candidates = sorted({_largest_multiple(base, request.max_batch) for base in bases})
@@ -171,7 +190,9 @@ def elastic_batch(request: ElasticRequest) -> ElasticBatch:
 
 
 def _largest_multiple(base: int, limit: int) -> int:
-    """base x the largest highly composite number that keeps it within the limit, which is at least base."""
+    """base x the largest highly composite number that keeps it within the limit, which is at least
+    base.
+    """
     return base * max(each for each in highly_composite() if each <= limit // base)
 
 
@@ -180,7 +201,9 @@ def _ranks_of(batch: int, request: ElasticRequest) -> tuple[int, ...]:
     for size in request.micro_batches:
         if batch % size == 0:
             counts |= _divisors(batch // size)
-    return tuple(sorted(count for count in counts if request.min_ranks <= count <= request.max_ranks))
+    return tuple(
+        sorted(count for count in counts if request.min_ranks <= count <= request.max_ranks)
+    )
 
 
 def _divisors(number: int) -> set[int]:
@@ -192,11 +215,13 @@ def _divisors(number: int) -> set[int]:
 def highly_composite() -> tuple[int, ...]:
     """The numbers up to MOST_FACTOR with more divisors than any smaller one.
 
-    Such a number is a product of the first primes with exponents that never rise, so only those are looked at.
+    Such a number is a product of the first primes with exponents that never rise, so only those are
+    looked at.
     """
     products = {1: 1}  # number: its divisors
     _extend(products, 1, 1, (2, 3, 5, 7, 11, 13, 17), 64)
-    found, most = [], 0
+    found = []
+    most = 0
     for number in sorted(products):
         if products[number] > most:
             most = products[number]
@@ -204,7 +229,9 @@ def highly_composite() -> tuple[int, ...]:
     return tuple(found)
 
 
-def _extend(products: dict[int, int], number: int, divisors: int, primes: tuple[int, ...], most: int) -> None:
+def _extend(
+    products: dict[int, int], number: int, divisors: int, primes: tuple[int, ...], most: int
+) -> None:
     if not primes:
         return
     for exponent in range(1, most + 1):

@@ -1,6 +1,8 @@
-"""DeepSpeed's engine: its words for what is here, each a call of the engine room or a row of a table.
+"""DeepSpeed's engine: its words for what is here, each a call of the engine room or a row of a
+table.
 
-GETTERS are methods in DeepSpeed, ATTRIBUTES are attributes; missing.py says of every other name why it is missing.
+GETTERS are methods in DeepSpeed, ATTRIBUTES are attributes; missing.py says of every other name why
+it is missing.
 """
 
 from __future__ import annotations
@@ -84,13 +86,19 @@ def _scale_arguments(engine: Engine) -> dict[str, Any] | None:
 
 def _data_efficiency(engine: Engine) -> dict[str, Any]:
     asked = engine.config.data_efficiency
-    return get_data_efficiency_config({"data_efficiency": {"seed": asked.seed, "data_sampling": asked.data_sampling}})
+    return get_data_efficiency_config(
+        {"data_efficiency": {"seed": asked.seed, "data_sampling": asked.data_sampling}}
+    )
 
 
 def _flops_profiler(engine: Engine) -> Any:
-    """Return a view of the forward that was profiled; None where the configuration asks for none."""
+    """Return a view of the forward that was profiled; None where the configuration asks for
+    none.
+    """
     asked = engine.config.flops_profiler
-    found = FlopsProfiler(engine.module, engine, asked.recompute_fwd_factor, engine.observer.profile)
+    found = FlopsProfiler(
+        engine.module, engine, asked.recompute_fwd_factor, engine.observer.profile
+    )
     return found if asked.enabled else None
 
 
@@ -118,8 +126,12 @@ GETTERS: dict[str, Callable[[Engine], Any]] = {
     "zero_reduce_bucket_size": lambda e: e._config.zero_optimization.reduce_bucket_size,
     "zero_sub_group_size": lambda e: e._config.zero_optimization.sub_group_size,
     "zero_prefetch_bucket_size": lambda e: e._config.zero_optimization.stage3_prefetch_bucket_size,
-    "zero_param_persistence_threshold": lambda e: e._config.zero_optimization.stage3_param_persistence_threshold,
-    "zero_model_persistence_threshold": lambda e: e._config.zero_optimization.stage3_model_persistence_threshold,
+    "zero_param_persistence_threshold": lambda e: (
+        e._config.zero_optimization.stage3_param_persistence_threshold
+    ),
+    "zero_model_persistence_threshold": lambda e: (
+        e._config.zero_optimization.stage3_model_persistence_threshold
+    ),
     "zero_max_live_parameters": lambda e: e._config.zero_optimization.stage3_max_live_parameters,
     "zero_max_reuse_distance": lambda e: e._config.zero_optimization.stage3_max_reuse_distance,
     "zero_hpz_partition_size": lambda e: e._config.zero_optimization.zero_hpz_partition_size,
@@ -135,14 +147,19 @@ GETTERS: dict[str, Callable[[Engine], Any]] = {
     "bfloat16_enabled": lambda e: e._config.bf16.enabled,
     "torch_autocast_enabled": lambda e: e._config.torch_autocast.enabled,
     "torch_autocast_dtype": lambda e: e.runtime.settings.policy.autocast,
-    "get_data_types": lambda e: (e.runtime.settings.policy.compute, e.runtime.settings.policy.accumulate),
+    "get_data_types": lambda e: (
+        e.runtime.settings.policy.compute,
+        e.runtime.settings.policy.accumulate,
+    ),
     "dynamic_loss_scale": lambda e: e.parts.scaler is not None and e.parts.scaler.dynamic,
     "dynamic_loss_scale_args": _scale_arguments,
     "initial_dynamic_scale": lambda e: 2.0**e._config.fp16.initial_scale_power,
     "loss_scale": lambda e: e._config.fp16.loss_scale,
     # Axes
     "autotp_size": lambda e: (
-        e.mesh.tp if e.mesh.tp > 1 else e._config.tensor_parallel.autotp_size or asked_tp_size(e.module)
+        e.mesh.tp
+        if e.mesh.tp > 1
+        else e._config.tensor_parallel.autotp_size or asked_tp_size(e.module)
     ),
     "get_sequence_parallel_group": lambda e: groups.group_of(*groups.SEQUENCE, over=e.mesh),
     # Optimizer and schedule
@@ -166,8 +183,12 @@ GETTERS: dict[str, Callable[[Engine], Any]] = {
     "data_efficiency_config": _data_efficiency,
     "data_sampling_enabled": lambda e: _data_efficiency(e)["data_sampling"]["enabled"],
     "data_sampling_config": lambda e: _data_efficiency(e)["data_sampling"],
-    "curriculum_learning_enabled": lambda e: _data_efficiency(e)["data_sampling"]["curriculum_learning"]["enabled"],
-    "curriculum_learning_config": lambda e: _data_efficiency(e)["data_sampling"]["curriculum_learning"],
+    "curriculum_learning_enabled": lambda e: _data_efficiency(e)["data_sampling"][
+        "curriculum_learning"
+    ]["enabled"],
+    "curriculum_learning_config": lambda e: _data_efficiency(e)["data_sampling"][
+        "curriculum_learning"
+    ],
     "random_ltd_config": lambda e: _data_efficiency(e)["data_routing"]["random_ltd"],
     # Logging
     "steps_per_print": lambda e: e._config.steps_per_print,
@@ -220,17 +241,19 @@ ATTRIBUTES: dict[str, Callable[[Engine], Any]] = {
     "monitor": lambda e: e.observer.monitor,
     "timers": lambda e: e.observer.timers,
     "basic_optimizer": lambda e: e.optimizer.inner if e.optimizer is not None else None,
-    "communication_data_type": lambda e: e.runtime.settings.policy.reduce or e.runtime.settings.policy.compute,
+    "communication_data_type": lambda e: (
+        e.runtime.settings.policy.reduce or e.runtime.settings.policy.compute
+    ),
     "sparse_tensor_module_names": lambda e: set(),
     "warn_unscaled_loss": lambda e: False,
 }
 
 METHODS = (
     "forward backward step train_batch eval_batch zero_grad scale no_sync coalesce_grad_reduction "
-    "save_checkpoint load_checkpoint save_16bit_model module_state_dict "
-    "export load_weights set_train_batch_size set_gradient_accumulation_boundary deepspeed_io compile explain "
-    "offload_states reload_states memory_report destroy "
-    "set_data_post_process_func set_custom_curriculum_learning_schedule"
+    "save_checkpoint load_checkpoint save_16bit_model module_state_dict export load_weights "
+    "set_train_batch_size set_gradient_accumulation_boundary deepspeed_io compile explain "
+    "offload_states reload_states memory_report destroy set_data_post_process_func "
+    "set_custom_curriculum_learning_schedule"
 ).split()
 
 
@@ -248,8 +271,9 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, config: Config, mesh: Mesh, parts: Parts) -> None:
         super().__init__(config, mesh, parts)
-        # As in DeepSpeed, it is local behind that name. In a world of one, what is sharded is here. Of stages that
-        # DeepSpeed does not know, a program would save a part and take it for the whole.
+        # As in DeepSpeed, it is local behind that name. In a world of one, what is sharded is here.
+        # Of stages that DeepSpeed does not know, a program would save a part and take it for the
+        # whole.
         has_own_stages = "pp" in self.runtime.comm.along and not self.pipeline_parallelism
         is_local = is_dropin_imported() and mesh.world_size > 1 and not has_own_stages
         self.runtime.state_dicts.gathers = not is_local
@@ -270,7 +294,9 @@ class DeepSpeedEngine(Engine):
 
     @cached_property
     def tput_timer(self) -> ThroughputTimer:
-        """A timer for programs that time their steps; `engine.observer.record` has the engine's own figures."""
+        """A timer for programs that time their steps; `engine.observer.record` has the engine's own
+        figures.
+        """
         return ThroughputTimer(None, self.config.train_batch_size)
 
     # -- batch
@@ -285,27 +311,32 @@ class DeepSpeedEngine(Engine):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> ShardedLoader:
-        """Make a loader of this rank's share: shuffled for route "train", in order for "eval" and "predict".
+        """Make a loader of this rank's share: shuffled for route "train", in order for "eval" and
+        "predict".
 
-        As in DeepSpeed's loader, ranks take the samples in turn and the order is filled up to as many for each, so that
-        an epoch's end depends on the number of ranks; with `training_data` of `initialize` it does not.  With a
-        curriculum in the configuration, it deals the samples of route "train".
-        batch_size: samples of one rank; the micro-batch size without it.  pin_memory: ignored; memory is pinned where
-        the device is a GPU.
+        As in DeepSpeed's loader, ranks take the samples in turn and the order is filled up to as
+        many for each, so that an epoch's end depends on the number of ranks; with `training_data`
+        of `initialize` it does not.  With a curriculum in the configuration, it deals the samples
+        of route "train".
+        batch_size: samples of one rank; the micro-batch size without it.  pin_memory: ignored;
+        memory is pinned where the device is a GPU.
         """
         if num_local_io_workers:
             raise NotBuiltError(
                 f"deepspeed_io(num_local_io_workers={num_local_io_workers}) is not built yet.",
                 "Batches are made in this process, one ahead of the step.",
-                "pass your own DataLoader's batches to the engine, with as many workers as you like.",
+                "pass your own DataLoader's batches to the engine, with as many workers as you "
+                "like.",
             )
         refuse_shared_loader(self.config, self.mesh, "deepspeed_io")
-        sampler, drop_last = data_sampler, self.parts.data_settings.drop_last
+        sampler = data_sampler
+        drop_last = self.parts.data_settings.drop_last
         size = batch_size or self.config.train_micro_batch_size_per_gpu
         take = partial(parallel.own_part, self.module) if self.mesh.sp > 1 else None
         if route == "train" and self.curriculum_learning_enabled():
             curriculum = import_module(".data_pipeline.loader", __package__).CurriculumLoader
-            settings, accumulation = self.data_efficiency_config(), self.config.gradient_accumulation_steps
+            settings = self.data_efficiency_config()
+            accumulation = self.config.gradient_accumulation_steps
             made: ShardedLoader = curriculum(
                 dataset, size, self.mesh, settings, accumulation, collate_fn, drop_last, take
             )
@@ -313,24 +344,33 @@ class DeepSpeedEngine(Engine):
         if sampler is None and not isinstance(dataset, IterableDataset):
             shares = self.mesh.data_size, self.mesh.data_index
             is_training = route == "train"
-            sampler = DistributedSampler(dataset, *shares, shuffle=is_training, drop_last=drop_last and is_training)
+            sampler = DistributedSampler(
+                dataset, *shares, shuffle=is_training, drop_last=drop_last and is_training
+            )
         return ShardedLoader(dataset, size, self.mesh, collate_fn, drop_last, sampler, take)
 
-    def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
-        """Have each batch of the curriculum go through a function: (batch, the sampler's state) -> batch.
+    def set_data_post_process_func(
+        self, post_process_func: Callable[[Any, dict[str, Any]], Any]
+    ) -> None:
+        """Have each batch of the curriculum go through a function: (batch, the sampler's state) ->
+        batch.
 
         As in DeepSpeed, nothing happens where no curriculum deals the engine's batches.
         """
         if self.curriculum_learning_enabled() and self.training_dataloader is not None:
             self.training_dataloader.post_process_func = post_process_func
 
-    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], Any]]) -> None:
+    def set_custom_curriculum_learning_schedule(
+        self, schedule_func_dict: Mapping[str, Callable[[int], Any]]
+    ) -> None:
         """Give the schedules of type "custom" their functions: metric -> (step -> difficulty).
 
         Without a curriculum nothing happens, as in DeepSpeed.
         """
         if self.curriculum_learning_enabled() and self.training_dataloader is not None:
-            self.training_dataloader.data_sampler.set_custom_curriculum_learning_schedule(schedule_func_dict)
+            self.training_dataloader.data_sampler.set_custom_curriculum_learning_schedule(
+                schedule_func_dict
+            )
 
     # -- accumulation
 
@@ -338,8 +378,9 @@ class DeepSpeedEngine(Engine):
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Hold several backwards of one step; step() comes behind the block.
 
-        In DeepSpeed one reduction follows the last of them.  Here a unit's gradients travel together in any case: the
-        values are the same, and sharded ones are reduced at each backward.
+        In DeepSpeed one reduction follows the last of them.  Here a unit's gradients travel
+        together in any case: the values are the same, and sharded ones are reduced at each
+        backward.
         """
         if self.runtime.settings.stage == 0 or self.pipeline_parallelism:
             what = "pipeline parallelism" if self.pipeline_parallelism else "stage 0"
@@ -350,17 +391,22 @@ class DeepSpeedEngine(Engine):
             )
         if not self.config.managed_gradient_accumulation:
             raise UsageError(
-                "coalesce_grad_reduction and managed_gradient_accumulation=false both own the accumulation boundary.",
+                "coalesce_grad_reduction and managed_gradient_accumulation=false both own the "
+                "accumulation boundary.",
                 fix="leave one of the two out.",
             )
         with self._inside("coalesce_grad_reduction"):
             yield
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Reduce the gradients of a backward: they are, when it ends.  bucket_size: the configuration's serves."""
+        """Reduce the gradients of a backward: they are, when it ends.  bucket_size: the
+        configuration's serves.
+        """
 
     def _backward_epilogue(self) -> None:
-        """Do nothing: a `backward` of the program's own has ended with the last gradient's reduction."""
+        """Do nothing: a `backward` of the program's own has ended with the last gradient's
+        reduction.
+        """
 
     # -- saving
 
@@ -375,22 +421,35 @@ class DeepSpeedEngine(Engine):
     ) -> bool:
         """Write `save_dir/tag`; True.  Collective; every rank needs the same `save_dir`.
 
-        client_state: plain values, tensors, numpy arrays, of each rank.  wait=False: write while training goes on;
-        the first step after the last byte makes it visible, or raises what went wrong, as `finish_saving` does at
-        once.
+        client_state: plain values, tensors, numpy arrays, of each rank.  wait=False: write while
+        training goes on; the first step after the last byte makes it visible, or raises what went
+        wrong, as `finish_saving` does at once.
         """
         if save_dir is None or save_dir == "":
-            raise NoFolderError(f"save_checkpoint(save_dir={save_dir!r}) names no folder.", fix="pass a folder's path.")
+            raise NoFolderError(
+                f"save_checkpoint(save_dir={save_dir!r}) names no folder.",
+                fix="pass a folder's path.",
+            )
         folder = path_of("save_checkpoint", "save_dir", save_dir)
         if not isinstance(client_state, Mapping | None):
             wanted = "a dict of plain values and tensors"
-            raise refuse("save_checkpoint", "client_state", client_state, wanted, "pass a dict, or leave it out.")
+            raise refuse(
+                "save_checkpoint",
+                "client_state",
+                client_state,
+                wanted,
+                "pass a dict, or leave it out.",
+            )
         told = self.parts.saving_settings
         self._states.refuse()
-        settings = SaveSettings(save_latest, exclude_frozen_parameters, told.tag_validation, wait, told.snapshot_bytes)
+        settings = SaveSettings(
+            save_latest, exclude_frozen_parameters, told.tag_validation, wait, told.snapshot_bytes
+        )
         # Behind DeepSpeed's name stand clients that may look for its files.
         preferred = DEEPSPEED if is_dropin_imported() else None
-        saving.save_checkpoint(self, folder, tag, dict(client_state or {}), settings, preferred=preferred)
+        saving.save_checkpoint(
+            self, folder, tag, dict(client_state or {}), settings, preferred=preferred
+        )
         return True
 
     def load_checkpoint(
@@ -403,20 +462,30 @@ class DeepSpeedEngine(Engine):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, Any]:
-        """Go on from a checkpoint of any world size and stage: (path, client_state), (None, None) without one.
+        """Go on from a checkpoint of any world size and stage: (path, client_state), (None, None)
+        without one.
 
-        tag: None for what `latest` names, "newest" for the newest one of which every byte is right.  Collective.
+        tag: None for what `latest` names, "newest" for the newest one of which every byte is right.
+        Collective.
         """
         _refuse_load_fn("load_checkpoint", custom_load_fn)
         self._states.refuse()
         folder = path_of("load_checkpoint", "load_dir", load_dir)
-        restore = saving.Restore(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        if tag is None and not (folder / LATEST).exists() and (converted := folder / LATEST_UNIVERSAL).exists():
+        restore = saving.Restore(
+            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
+        )
+        if (
+            tag is None
+            and not (folder / LATEST).exists()
+            and (converted := folder / LATEST_UNIVERSAL).exists()
+        ):
             tag = converted.read_text(encoding="utf-8").strip()
         return saving.load_checkpoint(self, folder, tag, restore)
 
     def finish_saving(self) -> None:
-        """Wait for a checkpoint that is written while training goes on.  Collective where there is one."""
+        """Wait for a checkpoint that is written while training goes on.  Collective where there is
+        one.
+        """
         self.parts.saver.finish()
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
@@ -430,8 +499,8 @@ class DeepSpeedEngine(Engine):
         return {name: value for name, value in whole.items() if name not in frozen}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the whole state dict, with "module." before each name.  Collective, also behind DeepSpeed's name,
-        where `engine.module.state_dict()` is local.
+        """Return the whole state dict, with "module." before each name.  Collective, also behind
+        DeepSpeed's name, where `engine.module.state_dict()` is local.
         """
         with self.runtime.state_dicts.gathering():
             return super().state_dict(*args, **kwargs)
@@ -443,28 +512,43 @@ class DeepSpeedEngine(Engine):
         custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False,
     ) -> None:
-        """Load a whole state dict (or {"module": state dict}); every rank passes it and keeps its slices."""
+        """Load a whole state dict (or {"module": state dict}); every rank passes it and keeps its
+        slices.
+        """
         _refuse_load_fn("load_module_state_dict", custom_load_fn)
         if not isinstance(checkpoint, Mapping):
             wanted = 'a whole state dict, or {"module": state dict}'
             raise refuse(
-                "load_module_state_dict", "checkpoint", checkpoint, wanted, "pass module_state_dict()'s result."
+                "load_module_state_dict",
+                "checkpoint",
+                checkpoint,
+                wanted,
+                "pass module_state_dict()'s result.",
             )
         inner = checkpoint.get("module")
-        self.module.load_state_dict(inner if isinstance(inner, Mapping) else dict(checkpoint), strict=strict)
+        self.module.load_state_dict(
+            inner if isinstance(inner, Mapping) else dict(checkpoint), strict=strict
+        )
 
     def save_16bit_model(
-        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the whole weights, in the dtype they compute in, as one file of rank 0.  Collective.
+        """Write the whole weights, in the dtype they compute in, as one file of rank 0.
+        Collective.
 
-        A name that ends in .safetensors is written as such, tied weights once.  False at stage 3 without
-        stage3_gather_16bit_weights_on_model_save, as in DeepSpeed.
+        A name that ends in .safetensors is written as such, tied weights once.  False at stage 3
+        without stage3_gather_16bit_weights_on_model_save, as in DeepSpeed.
         """
         target = path_of("save_16bit_model", "save_dir", save_dir)
         target /= path_of("save_16bit_model", "save_filename", save_filename)
         if self.runtime.settings.stage == 3 and not self.parts.saving_settings.gather_16bit:
-            log_once(f"Did not save the model {target} because stage3_gather_16bit_weights_on_model_save is False.")
+            log_once(
+                f"Did not save the model {target} because "
+                "stage3_gather_16bit_weights_on_model_save is False."
+            )
             return False
         settings = ExportSettings(exclude_frozen=exclude_frozen_parameters)
         export_file(self.runtime, target, settings)
@@ -472,11 +556,17 @@ class DeepSpeedEngine(Engine):
 
     save_fp16_model = save_16bit_model
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """Return the whole state dict on rank 0, None elsewhere.  Collective: every rank must call it."""
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any] | None:
+        """Return the whole state dict on rank 0, None elsewhere.  Collective: every rank must call
+        it.
+        """
         return consolidated(self.runtime, ExportSettings(exclude_frozen=exclude_frozen_parameters))
 
-    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict  # DeepSpeed's name for ranks along tp
+    _consolidated_16bit_state_dict = (
+        _zero3_consolidated_16bit_state_dict  # DeepSpeed's name for ranks along tp
+    )
 
     def export(
         self,
@@ -485,15 +575,18 @@ class DeepSpeedEngine(Engine):
         max_shard_bytes: int = MAX_SHARD_BYTES,
         exclude_frozen: bool = False,
     ) -> Path:
-        """Write the whole weights for others to read: a folder that `from_pretrained` loads, or one file.  Collective.
+        """Write the whole weights for others to read: a folder that `from_pretrained` loads, or one
+        file.  Collective.
 
-        path: a folder of safetensors, or a file that ends in .safetensors, .pth, .pt or .bin.  dtype: "fp32", "bf16", a
-        torch.dtype; None: what the weights compute in.
+        path: a folder of safetensors, or a file that ends in .safetensors, .pth, .pt or .bin.
+        dtype: "fp32", "bf16", a torch.dtype; None: what the weights compute in.
         """
         return exporting.export(self.runtime, path, dtype, max_shard_bytes, exclude_frozen)
 
     def load_weights(self, path: str | Path, strict: bool = True) -> None:
-        """Take weights from safetensors (Hugging Face's folder, or a file), each rank its slices alone.  Collective."""
+        """Take weights from safetensors (Hugging Face's folder, or a file), each rank its slices
+        alone.  Collective.
+        """
         exporting.load_weights(self.runtime, path, strict)
 
     def _change_recovery_script_permissions(self, dst: str | Path) -> None:
@@ -504,13 +597,23 @@ class DeepSpeedEngine(Engine):
             logger.info(f"permissions of {dst} stay as they are ({error}).")
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
-        """Return where DeepSpeed keeps this rank's optimizer states; they are found by name here."""
-        return str(Path(checkpoints_path, str(tag), f"zero_pp_rank_{self.mesh.rank}_mp_rank_00_optim_states.pt"))
+        """Return where DeepSpeed keeps this rank's optimizer states; they are found by name
+        here.
+        """
+        return str(
+            Path(
+                checkpoints_path,
+                str(tag),
+                f"zero_pp_rank_{self.mesh.rank}_mp_rank_00_optim_states.pt",
+            )
+        )
 
     # -- memory and speed
 
     def empty_partition_cache(self) -> None:
-        """Reshard every unit and free the buffers kept for the next gather.  Collective; between steps."""
+        """Reshard every unit and free the buffers kept for the next gather.  Collective; between
+        steps.
+        """
         with torch.no_grad():
             self.runtime.executor.reshard_all()
         for group in self.runtime.groups:
@@ -523,11 +626,12 @@ class DeepSpeedEngine(Engine):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Return the memory of states to the system until `reload_states`.  Collective, between two steps.
+        """Return the memory of states to the system until `reload_states`.  Collective, between two
+        steps.
 
-        States of an accelerator go to host memory.  States of the CPU go to a file, since there is no other memory: in
-        `nvme_path` if an offload section has one, else in the folder for temporary files.  Whoever uses an offloaded
-        state meanwhile gets a UsageError.
+        States of an accelerator go to host memory.  States of the CPU go to a file, since there is
+        no other memory: in `nvme_path` if an offload section has one, else in the folder for
+        temporary files.  Whoever uses an offloaded state meanwhile gets a UsageError.
 
         Args:
             include: Kinds of state, as `OffloadStateTypeEnum` or its values; None: all. `hp_params` are the main
@@ -541,13 +645,23 @@ class DeepSpeedEngine(Engine):
             UsageError: An unknown kind of state or device, or a call inside a forward or backward.
             StorageError: The file cannot be written.
         """
-        asked = KINDS if include is None else [str(getattr(kind, "value", kind)) for kind in include]
+        asked = (
+            KINDS if include is None else [str(getattr(kind, "value", kind)) for kind in include]
+        )
         if unknown := sorted(set(asked) - set(KINDS)):
             wanted = f"kinds of state: {', '.join(KINDS)}"
-            raise refuse("offload_states", "include", unknown[0], wanted, "name some of these, or leave include out.")
+            raise refuse(
+                "offload_states",
+                "include",
+                unknown[0],
+                wanted,
+                "name some of these, or leave include out.",
+            )
         where = str(getattr(device, "value", device) or "none")
         if where not in ("cpu", "nvme", "none"):
-            raise refuse("offload_states", "device", device, '"cpu", "nvme" or "none"', "leave it out.")
+            raise refuse(
+                "offload_states", "device", device, '"cpu", "nvme" or "none"', "leave it out."
+            )
         if where == "none":
             return
         if self.runtime.phase is not Phase.IDLE:
@@ -564,7 +678,8 @@ class DeepSpeedEngine(Engine):
         self._states.offload(asked, pinned=is_pinned, in_file=where == "nvme", folder=folder)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what `offload_states` moved away, with the same bits.  Collective; harmless without an offload.
+        """Bring back what `offload_states` moved away, with the same bits.  Collective; harmless
+        without an offload.
 
         non_blocking: accepted; the states are there when this returns.
         """
@@ -583,8 +698,11 @@ class DeepSpeedEngine(Engine):
             found = self.__dict__["_state_offload"] = StateOffload(self.runtime, self.optimizer)
         return found
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Differentiate the loss as `Engine.backward` does.  Behind the name deepspeed it needs an optimizer.
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        """Differentiate the loss as `Engine.backward` does.  Behind the name deepspeed it needs an
+        optimizer.
 
         Collective.
         """
@@ -608,7 +726,9 @@ class DeepSpeedEngine(Engine):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile each unit's forward by torch.compile; gathering and reduction stay outside the graphs."""
+        """Compile each unit's forward by torch.compile; gathering and reduction stay outside the
+        graphs.
+        """
         if schedule is not None or compiled_autograd_enabled:
             raise NotBuiltError(
                 "engine.compile(schedule=..., compiled_autograd_enabled=True) is not built.",
@@ -627,10 +747,18 @@ class DeepSpeedEngine(Engine):
             )
 
     def refuse_graphless_leaves(self) -> None:
-        """From now on raise, as DeepSpeed does, where a trained leaf module gets no input that requires a gradient."""
-        leaves = [leaf for leaf in get_z3_leaf_modules(self.module) if any(p.requires_grad for p in leaf.parameters())]
+        """From now on raise, as DeepSpeed does, where a trained leaf module gets no input that
+        requires a gradient.
+        """
+        leaves = [
+            leaf
+            for leaf in get_z3_leaf_modules(self.module)
+            if any(p.requires_grad for p in leaf.parameters())
+        ]
         refuse = partial(_refuse_graphless, weakref.ref(self))
-        self.__dict__["_leaf_hooks"] = [leaf.register_forward_pre_hook(refuse, with_kwargs=True) for leaf in leaves]
+        self.__dict__["_leaf_hooks"] = [
+            leaf.register_forward_pre_hook(refuse, with_kwargs=True) for leaf in leaves
+        ]
 
     @property
     def is_compiled(self) -> bool:
@@ -663,19 +791,24 @@ class DeepSpeedEngine(Engine):
             raise
 
 
-# Methods of the class, as in DeepSpeed: a program may call DeepSpeedEngine.gradient_clipping(its_own_engine).
+# Methods of the class, as in DeepSpeed: a program may call
+# DeepSpeedEngine.gradient_clipping(its_own_engine).
 for _name, _getter in GETTERS.items():
     setattr(DeepSpeedEngine, _name, _getter)
 
 
 def _refuse_graphless(engine: Any, leaf: nn.Module, args: Any, kwargs: Any) -> None:
-    if not torch.is_grad_enabled() or engine()._context:  # where reductions are held back, no leaf reduces anything
+    if (
+        not torch.is_grad_enabled() or engine()._context
+    ):  # where reductions are held back, no leaf reduces anything
         return
     if not any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
         raise UsageError(
             f"the leaf module {type(leaf).__name__} got no input that requires a gradient.",
-            "DeepSpeed reduces a leaf's gradients when backward reaches its inputs, and refuses this.",
-            "let an input require a gradient, or take the mark off (unset_z3_leaf_modules): nothing here needs it.",
+            "DeepSpeed reduces a leaf's gradients when backward reaches its inputs, and refuses "
+            "this.",
+            "let an input require a gradient, or take the mark off (unset_z3_leaf_modules): "
+            "nothing here needs it.",
         )
 
 

@@ -1,7 +1,9 @@
-"""DeepSpeed's memory estimators in its words, with the bytes of our own plans: mixed precision with Adam.
+"""DeepSpeed's memory estimators in its words, with the bytes of our own plans: mixed precision with
+Adam.
 
-A row of the table per place of parameters and optimizer states.  DeepSpeed multiplies by guesses (18 bytes, a factor of
-1.5 for buffers); these are what planner/memory.py counts for a plan.  Reached through the drop-in.
+A row of the table per place of parameters and optimizer states.  DeepSpeed multiplies by guesses
+(18 bytes, a factor of 1.5 for buffers); these are what planner/memory.py counts for a plan.
+Reached through the drop-in.
 """
 
 from __future__ import annotations
@@ -31,14 +33,18 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.0,
 ) -> tuple[int, int, int]:
-    """(bytes of a host, bytes of a GPU, bytes of the largest layer gathered in forward and backward).
+    """(bytes of a host, bytes of a GPU, bytes of the largest layer gathered in forward and
+    backward).
 
-    zero_init: whether the model is built shard by shard; otherwise each rank first builds all of it in fp32 on the
+    zero_init: whether the model is built shard by shard; otherwise each rank first builds all of it
+    in fp32 on the
     host.  additional_buffer_factor: on the host's bytes; 1 is what is counted.
     """
     ranks = num_gpus_per_node * num_nodes
     found = _states(3, total_params, ranks, cpu_offload, cpu_offload and cpu_offload_params)
-    largest = 2 * 2 * largest_layer_params  # its weight, and the one gathered ahead or its gradient, in 16 bits
+    largest = (
+        2 * 2 * largest_layer_params
+    )  # its weight, and the one gathered ahead or its gradient, in 16 bits
     building = 4 * (largest_layer_params if zero_init else total_params)
     host = max(found[Tier.HOST], building) * num_gpus_per_node * additional_buffer_factor
     return int(host), found[Tier.DEVICE] + largest, largest
@@ -51,14 +57,19 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.0,
 ) -> tuple[int, int]:
-    """Return (bytes of a host, bytes of a GPU).  Every rank builds the model in fp32 on the host."""
+    """Return (bytes of a host, bytes of a GPU).  Every rank builds the model in fp32 on the
+    host.
+    """
     found = _states(2, total_params, num_gpus_per_node * num_nodes, cpu_offload, False)
     host = max(found[Tier.HOST], 4 * total_params) * num_gpus_per_node * additional_buffer_factor
     return int(host), found[Tier.DEVICE]
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.0,
 ) -> None:
     """Print the table of stage 3 for a model; one on the meta device will do."""
     estimate_zero3_model_states_mem_needs_all_cold(
@@ -93,7 +104,10 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
+    model: nn.Module,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.0,
 ) -> None:
     """Print the table of stage 2 for a model; one on the meta device will do."""
     estimate_zero2_model_states_mem_needs_all_cold(
@@ -102,7 +116,10 @@ def estimate_zero2_model_states_mem_needs_all_live(
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
-    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.0,
 ) -> None:
     """Print the table of stage 2 for a number of parameters."""
     rows = [
@@ -119,11 +136,16 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 
 def model_to_params(model: nn.Module) -> tuple[int, int]:
     """Return the elements of all parameters, and of the largest layer."""
-    layers = (sum(param.numel() for param in module.parameters(recurse=False)) for module in model.modules())
+    layers = (
+        sum(param.numel() for param in module.parameters(recurse=False))
+        for module in model.modules()
+    )
     return sum(param.numel() for param in model.parameters()), max(layers, default=0)
 
 
-def _states(stage: int, params: int, ranks: int, offload_states: bool, offload_weights: bool) -> dict[Tier, int]:
+def _states(
+    stage: int, params: int, ranks: int, offload_states: bool, offload_weights: bool
+) -> dict[Tier, int]:
     """Return the bytes of one rank on the device and on the host, for bf16 with Adam."""
     settings = PlanSettings(
         stage=stage,
@@ -139,7 +161,9 @@ def _states(stage: int, params: int, ranks: int, offload_states: bool, offload_w
 
 
 def _cases() -> Iterator[tuple[bool, bool, bool]]:
-    """Yield (optimizer offloaded, weights offloaded, built by zero.Init); weights never without the optimizer."""
+    """Yield (optimizer offloaded, weights offloaded, built by zero.Init); weights never without the
+    optimizer.
+    """
     for optimizer, weights in ((True, True), (True, False), (False, False)):
         for init in (True, False):
             yield optimizer, weights, init
@@ -149,13 +173,19 @@ def _place(offloaded: bool) -> str:
     return "cpu " if offloaded else "none"
 
 
-def _print(rows: list[tuple[int, int, str]], params: int, layer: str, per_node: int, nodes: int) -> None:
+def _print(
+    rows: list[tuple[int, int, str]], params: int, layer: str, per_node: int, nodes: int
+) -> None:
     """Print DeepSpeed's table to standard output, as DeepSpeed does."""
     lines = [
         "Estimated memory needed for params, optim states and gradients for a:",
-        f"HW: Setup with {nodes} node{'s' * (nodes > 1)}, {per_node} GPU{'s' * (per_node > 1)} per node.",
+        f"HW: Setup with {nodes} node{'s' * (nodes > 1)}, {per_node} GPU{'s' * (per_node > 1)} per "
+        "node.",
         f"SW: Model with {params // 10**6}M total params{layer}.",
         "  per CPU  |  per GPU |   Options",
-        *(f" {host / GIB:7.2f}GB | {device / GIB:6.2f}GB | {options}" for host, device, options in rows),
+        *(
+            f" {host / GIB:7.2f}GB | {device / GIB:6.2f}GB | {options}"
+            for host, device, options in rows
+        ),
     ]
     sys.stdout.write("\n".join(lines) + "\n")

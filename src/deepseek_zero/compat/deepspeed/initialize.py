@@ -1,12 +1,14 @@
 """DeepSpeed's `initialize`: reads a configuration and makes a DeepSpeedEngine.
 
-The engine's class stands in engine.py, because `from deepspeed import DeepSpeedEngine` is asked often (accelerate's
-`unwrap_model`) and pays for no pydantic there.
+The engine's class stands in engine.py, because `from deepspeed import DeepSpeedEngine` is asked
+often (accelerate's `unwrap_model`) and pays for no pydantic there.
 
-Behind the name `deepspeed` (dropin.py) stand programs that were written for DeepSpeed, and `initialize` does more for
-them: it takes unknown keys with a warning, joins a group where a process is alone, ends the engine that a model was in
-(the Trainer evaluates before it trains, Lightning tests after it has fitted, and neither destroys its first engine),
-refuses a world that accelerate counted wrongly, and takes DeepSpeed's defaults where they are others (`defaults_of`).
+Behind the name `deepspeed` (dropin.py) stand programs that were written for DeepSpeed, and
+`initialize` does more for
+them: it takes unknown keys with a warning, joins a group where a process is alone, ends the engine
+that a model was in (the Trainer evaluates before it trains, Lightning tests after it has fitted,
+and neither destroys its first engine), refuses a world that accelerate counted wrongly, and takes
+DeepSpeed's defaults where they are others (`defaults_of`).
 """
 
 from __future__ import annotations
@@ -40,7 +42,13 @@ from ...sharding.sharded_parameter import owner_of
 from . import cpu_adam, groups
 from .accelerate_ranks import CPU_RANKS
 from .autotp import set_autotp_mode
-from .before_initialize import DTYPES, leaf_module_names, low_precision, mark_configured, tensor_parallel_statement
+from .before_initialize import (
+    DTYPES,
+    leaf_module_names,
+    low_precision,
+    mark_configured,
+    tensor_parallel_statement,
+)
 from .comm import init_distributed, join
 from .dropin import is_dropin_imported
 from .engine import DeepSpeedEngine
@@ -79,25 +87,34 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Wrap a model; returns (engine, optimizer, training_dataloader, lr_scheduler).  Collective.
 
-    config: a dict, the path of a JSON file, or base64; also as `config_params` or `args.deepspeed_config`.
-    optimizer: an optimizer, or a callable that makes one from parameters; else the configuration's.  lr_scheduler: a
-    schedule, or a callable that makes one from the optimizer; else the configuration's.  model_parameters: parameters
-    or groups to train.  mesh: axes over the ranks ({"dp_replicate": 2, "dp_shard": 4}, a Mesh, or a DeviceMesh
-    with names); also the configuration's.  mpu: an object that tells sizes and places of groups, which are compared
-    with the mesh (mpu.py).  mesh_param: (data-parallel ranks, sequence-parallel ranks).
+    config: a dict, the path of a JSON file, or base64; also as `config_params` or
+    `args.deepspeed_config`.
+    optimizer: an optimizer, or a callable that makes one from parameters; else the configuration's.
+    lr_scheduler: a schedule, or a callable that makes one from the optimizer; else the
+    configuration's.  model_parameters: parameters
+    or groups to train.  mesh: axes over the ranks ({"dp_replicate": 2, "dp_shard": 4}, a Mesh, or a
+    DeviceMesh with names); also the configuration's.  mpu: an object that tells sizes and places of
+    groups, which are compared with the mesh (mpu.py).  mesh_param: (data-parallel ranks,
+    sequence-parallel ranks).
     """
     if model is None:
         raise UsageError("initialize requires a model.", "", "pass model=your_module.")
     if dist_init_required not in (None, True, False):
-        raise refuse("initialize", "dist_init_required", dist_init_required, "True, False or None", "leave it out.")
+        raise refuse(
+            "initialize",
+            "dist_init_required",
+            dist_init_required,
+            "True, False or None",
+            "leave it out.",
+        )
     whole_number("initialize", "distributed_port", distributed_port, 0, 65_535)
     parameters = None
     if model_parameters is not None:
         parameters = parameters_of("initialize", "model_parameters", model_parameters)
     optimizer = _without_accelerates_wrapper(optimizer)
     source, origin = choose_source(config, config_params, args)
-    # Behind DeepSpeed's name stand programs written for it: they put keys of their own into the configuration, and ask
-    # torch.distributed for their rank even where they are alone.
+    # Behind DeepSpeed's name stand programs written for it: they put keys of their own into the
+    # configuration, and ask torch.distributed for their rank even where they are alone.
     unchanged = is_dropin_imported()
     raw = load(source, origin=origin, unknown="warn" if unchanged else "error")
     prepare_process(raw)
@@ -147,7 +164,9 @@ def initialize(
         round_values(model, raw)
     request.leaf_modules = leaf_module_names(model)
     leaves = lookup(raw.values, "zero_optimization.leaf_module") or {}
-    mark_configured(model, *(leaves.get(name, ()) for name in ("classes", "names", "name_suffixes")))
+    mark_configured(
+        model, *(leaves.get(name, ()) for name in ("classes", "names", "name_suffixes"))
+    )
     engine = start(raw, request, engine_class)
     assert isinstance(engine, DeepSpeedEngine)
     if listed is not None and engine.parts.pipeline is not None:
@@ -164,7 +183,9 @@ def initialize(
         if isinstance(engine.optimizer.inner, Adam):
             vars(engine.optimizer.inner)["adam_w_mode"] = isinstance(engine.optimizer.inner, AdamW)
     if unchanged:
-        engine.runtime.loss_factor.is_strict = engine.parts.pipeline is None  # a pipeline scales its loss by itself
+        engine.runtime.loss_factor.is_strict = (
+            engine.parts.pipeline is None
+        )  # a pipeline scales its loss by itself
         engine.runtime.forward.structure.takes_strangers = True
     if engine.runtime.settings.stage == 3:
         if unchanged:
@@ -173,9 +194,13 @@ def initialize(
         if engine.optimizer is not None:
             vars(engine.optimizer)["parameter_offload"] = ParameterOffload()
     if unchanged and (autocast := engine.runtime.settings.policy.autocast) is not None:
-        init_autocast_params(engine, autocast, raw.not_built.get("torch_autocast.lower_precision_safe_modules"))
+        init_autocast_params(
+            engine, autocast, raw.not_built.get("torch_autocast.lower_precision_safe_modules")
+        )
     _engines[engine.module] = weakref.ref(engine), engine.runtime.hooks
-    engine.client_optimizer, engine.client_lr_scheduler, engine.client_mpu = optimizer, lr_scheduler, mpu
+    engine.client_optimizer = optimizer
+    engine.client_lr_scheduler = lr_scheduler
+    engine.client_mpu = mpu
     groups.tell_of(engine)
     if unchanged:
         groups.make_groups(engine.mesh)
@@ -189,41 +214,62 @@ def initialize(
 
 
 def defaults_of(raw: RawConfig) -> dict[str, Any]:
-    """Return the values of DeepSpeed's where they are other than this library's, for keys that are not stated.
+    """Return the values of DeepSpeed's where they are other than this library's, for keys that are
+    not stated.
 
-    Gradients are clipped at 1.0; those of several micro-batches are summed in the dtype of the weights, where a stage
-    shards anything.
+    Gradients are clipped at 1.0; those of several micro-batches are summed in the dtype of the
+    weights, where a stage shards anything.
     """
-    values, found = raw.values, dict[str, Any]()
+    values = raw.values
+    found = dict[str, Any]()
     # OneBitAdam's ranks have no sum of gradients whose norm could be clipped.
     exchanges = str(lookup(values, "optimizer.type", "")).lower() == "onebitadam"
     if "gradient_clipping" not in values and "gradient_clipping" not in raw.autos and not exchanges:
         found["gradient_clipping"] = DEFAULT_CLIPPING
     types = values.get("data_types") or {}
-    if (name := low_precision(raw.values)) and lookup(values, "zero_optimization.stage") and not types.get(_SUMS):
+    if (
+        (name := low_precision(raw.values))
+        and lookup(values, "zero_optimization.stage")
+        and not types.get(_SUMS)
+    ):
         found["data_types"] = {**types, _SUMS: name}
     return found
 
 
 def round_values(model: nn.Module, raw: RawConfig) -> None:
-    """Round fp32 values to the 16 bits that are computed in, as DeepSpeed casts a model before it copies masters of it.
+    """Round fp32 values to the 16 bits that are computed in, as DeepSpeed casts a model before it
+    copies masters of it.
 
     Local.  Parameters that stay in fp32 are left alone, and those that have no values yet.
     """
     name = low_precision(raw.values)
     if name is None:
         return
-    dtype, whole = DTYPES[name], full_precision_names(model)
+    dtype = DTYPES[name]
+    whole = full_precision_names(model)
     with torch.no_grad():
         for key, param in model.named_parameters():
             owner = owner_of(param)
-            values = owner.slice if isinstance(owner, InitShard) else param.data if owner is None else None
-            if values is not None and values.dtype is torch.float32 and not values.is_meta and key not in whole:
+            values = (
+                owner.slice
+                if isinstance(owner, InitShard)
+                else param.data
+                if owner is None
+                else None
+            )
+            if (
+                values is not None
+                and values.dtype is torch.float32
+                and not values.is_meta
+                and key not in whole
+            ):
                 values.copy_(values.to(dtype))
 
 
 def _in_deepspeeds_words(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run an engine's forward; where ranks were given different batches, programs compare the text of the error."""
+    """Run an engine's forward; where ranks were given different batches, programs compare the text
+    of the error.
+    """
     try:
         return forward(*args, **kwargs)
     except BatchMismatchError as error:
@@ -231,11 +277,15 @@ def _in_deepspeeds_words(forward: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 # Model -> its engine, both weakly, and the engine's hooks, which stay on the model when it is gone.
-_engines: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Engine], list[Any]]] = weakref.WeakKeyDictionary()
+_engines: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Engine], list[Any]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def end_engine_of(model: nn.Module) -> None:
-    """Destroy the engine that the model is in, if there is one, after its last update has been made."""
+    """Destroy the engine that the model is in, if there is one, after its last update has been
+    made.
+    """
     reference, hooks = _engines.pop(model, (None, []))
     engine = reference() if reference is not None else None
     owners = {owner_of(param) for param in model.parameters()}
@@ -244,7 +294,9 @@ def end_engine_of(model: nn.Module) -> None:
         if optimizer is not None:
             optimizer.finish()
         runtime = group.runtime()
-        if engine is None and runtime is not None:  # the engine is gone already; its optimizer is still held
+        if (
+            engine is None and runtime is not None
+        ):  # the engine is gone already; its optimizer is still held
             runtime.remove_hooks()
     if engine is not None:
         engine.destroy()
@@ -253,8 +305,8 @@ def end_engine_of(model: nn.Module) -> None:
 
 
 def refuse_unmanaged(raw: RawConfig, model: nn.Module) -> None:
-    """Raise where DeepSpeed has no accumulation that the program manages: beside stages, and beside overlapped
-    reductions of whole gradients.
+    """Raise where DeepSpeed has no accumulation that the program manages: beside stages, and beside
+    overlapped reductions of whole gradients.
     """
     if raw.values.get("managed_gradient_accumulation", True):
         return
@@ -262,14 +314,18 @@ def refuse_unmanaged(raw: RawConfig, model: nn.Module) -> None:
     if hasattr(model, "mesh_statement"):
         what = "managed_gradient_accumulation=false is not supported with pipeline parallelism."
     elif zero.get("overlap_comm") is True and zero.get("stage", 0) < 2:
-        what = "managed_gradient_accumulation=false supports overlap_comm only with ZeRO stage 2 or 3."
+        what = (
+            "managed_gradient_accumulation=false supports overlap_comm only with ZeRO stage 2 or 3."
+        )
     else:
         return
     raise UsageError(what, fix="leave one of the two keys out.")
 
 
 def refuse_other_sums(raw: RawConfig) -> None:
-    """Raise NotBuiltError where DeepSpeed does: at stage 0 it sums gradients in the dtype of the weights alone."""
+    """Raise NotBuiltError where DeepSpeed does: at stage 0 it sums gradients in the dtype of the
+    weights alone.
+    """
     asked = lookup(raw.values, "data_types.grad_accum_dtype")
     if asked is None or lookup(raw.values, "zero_optimization.stage", 0) != 0:
         return
@@ -283,41 +339,59 @@ def refuse_other_sums(raw: RawConfig) -> None:
 
 
 def refuse_odd_bucket(raw: RawConfig) -> None:
-    """Raise, as DeepSpeed does at stages 1 and 2, where a gathered bucket would not start at an even element."""
+    """Raise, as DeepSpeed does at stages 1 and 2, where a gathered bucket would not start at an
+    even element.
+    """
     zero = raw.values.get("zero_optimization", {})
     size = zero.get("allgather_bucket_size", 0)
     if zero.get("stage") in (1, 2) and size % 2:
         raise UsageError(
-            f"allgather_bucket_size must be a multiple of nccl_start_alignment_factor, 2; it is {size:g}.",
+            "allgather_bucket_size must be a multiple of nccl_start_alignment_factor, 2; it is "
+            f"{size:g}.",
             fix="choose an even number.",
         )
 
 
 def refuse_slow_optimizer(raw: RawConfig, optimizer: Any) -> None:
-    """Raise, as DeepSpeed does, where an offloaded optimizer must be one of its own and another is given."""
-    is_offloaded = lookup(raw.values, "zero_optimization.offload_optimizer.device", "none") != "none"
-    if raw.get("zero_force_ds_cpu_optimizer") is not True or not is_offloaded or not isinstance(optimizer, Optimizer):
+    """Raise, as DeepSpeed does, where an offloaded optimizer must be one of its own and another is
+    given.
+    """
+    is_offloaded = (
+        lookup(raw.values, "zero_optimization.offload_optimizer.device", "none") != "none"
+    )
+    if (
+        raw.get("zero_force_ds_cpu_optimizer") is not True
+        or not is_offloaded
+        or not isinstance(optimizer, Optimizer)
+    ):
         return
     if not isinstance(optimizer, cpu_adam.Adam | cpu_adam.AdamW | Adagrad | Lion):
         raise ZeRORuntimeException(
-            f"zero_force_ds_cpu_optimizer is on, and the offloaded optimizer is a {type(optimizer).__name__}.",
+            "zero_force_ds_cpu_optimizer is on, and the offloaded optimizer is a "
+            f"{type(optimizer).__name__}.",
             "The key asks for an optimizer of DeepSpeed's for CPUs.",
-            "pass deepspeed.ops.adam.DeepSpeedCPUAdam, or leave the key out: any optimizer is fast here.",
+            "pass deepspeed.ops.adam.DeepSpeedCPUAdam, or leave the key out: any optimizer is fast "
+            "here.",
         )
 
 
 def refuse_untested_optimizer(raw: RawConfig, optimizer: Any) -> None:
-    """Raise, as DeepSpeed does, where a configuration that shards says that no optimizer may run that was not tested:
-    here one whose class is neither torch's nor this library's.  Where it says nothing any may, unlike there.
+    """Raise, as DeepSpeed does, where a configuration that shards says that no optimizer may run
+    that was not tested: here one whose class is neither torch's nor this library's.  Where it says
+    nothing any may, unlike there.
     """
-    if raw.get("zero_allow_untested_optimizer") is not False or not lookup(raw.values, "zero_optimization.stage", 0):
+    if raw.get("zero_allow_untested_optimizer") is not False or not lookup(
+        raw.values, "zero_optimization.stage", 0
+    ):
         return
     kind = type(optimizer)
     if isinstance(optimizer, Optimizer) and kind.__module__.partition(".")[0] not in _TESTED:
         raise UsageError(
-            f"zero_allow_untested_optimizer is false, and the optimizer is a {kind.__module__}.{kind.__qualname__}.",
+            "zero_allow_untested_optimizer is false, and the optimizer is a "
+            f"{kind.__module__}.{kind.__qualname__}.",
             f"Sharded states are tested with the optimizers of {' and '.join(_TESTED)}.",
-            "set the key to true, or leave it out: any optimizer that updates element by element is right.",
+            "set the key to true, or leave it out: any optimizer that updates element by element "
+            "is right.",
         )
 
 
@@ -327,34 +401,38 @@ _TESTED = ("torch", __name__.partition(".")[0])
 def refuse_miscount() -> None:
     """Raise where accelerate drives this process as DeepSpeed's launcher and counted another world.
 
-    accelerate counts before DeepSpeed starts the group, and takes CPU ranks for one process each unless it is told how
-    they talk.  Its batch sizes are then those of one process, and its loaders give every rank the same batches: an
-    error, even where the sizes happen to fit.  Local, and the same on every rank.
+    accelerate counts before DeepSpeed starts the group, and takes CPU ranks for one process each
+    unless it is told how they talk.  Its batch sizes are then those of one process, and its loaders
+    give every rank the same batches: an error, even where the sizes happen to fit.  Local, and the
+    same on every rank.
     """
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     counted = _counted_by_accelerate()
     if counted is None or counted == size:
         return
     raise UsageError(
-        f"accelerate counted {counted} {'process' if counted == 1 else 'processes'}, and this world has {size}.",
-        "Its batch sizes would not fit, and every rank would be given the same batches.  On CPUs it counts 1 unless it "
-        "is told how they talk.",
-        f'set {CPU_RANKS}=1, pass kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] to Accelerator, or start '
-        "one process; docs/how-to/accelerate.md and trainer.md have programs that run.",
+        f"accelerate counted {counted} {'process' if counted == 1 else 'processes'}, and this "
+        f"world has {size}.",
+        "Its batch sizes would not fit, and every rank would be given the same batches.  On CPUs "
+        "it counts 1 unless it is told how they talk.",
+        f'set {CPU_RANKS}=1, pass kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] to '
+        "Accelerator, or start one process; docs/how-to/accelerate.md and trainer.md have programs "
+        "that run.",
     )
 
 
 def _without_accelerates_wrapper(optimizer: Any) -> Any:
-    """Return the optimizer in an AcceleratedOptimizer: accelerate wraps it before it calls `initialize` where its
-    ParallelismConfig has tensor-parallel ranks, and wraps what comes back again.  accelerate is not imported for it.
+    """Return the optimizer in an AcceleratedOptimizer: accelerate wraps it before it calls
+    `initialize` where its ParallelismConfig has tensor-parallel ranks, and wraps what comes back
+    again.  accelerate is not imported for it.
     """
     kind: Any = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", ())
     return optimizer.optimizer if isinstance(optimizer, kind) else optimizer
 
 
 def _counted_by_accelerate() -> int | None:
-    """Return accelerate's number of processes where it was started for DeepSpeed, else None; accelerate is not imported
-    for it.
+    """Return accelerate's number of processes where it was started for DeepSpeed, else None;
+    accelerate is not imported for it.
     """
     state: Any = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     shared = getattr(state, "_shared_state", None)

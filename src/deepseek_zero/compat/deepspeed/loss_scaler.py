@@ -1,7 +1,8 @@
 """DeepSpeed's loss scalers as objects of their own, for programs that scale a loss themselves.
 
-An engine has its own scaler; the rule of the dynamic one is precision/loss_scale.py's.  Reached through the drop-in
-(`deepspeed.runtime.fp16.loss_scaler`), which is also where pickles of genuine checkpoints look for these classes.
+An engine has its own scaler; the rule of the dynamic one is precision/loss_scale.py's.  Reached
+through the drop-in (`deepspeed.runtime.fp16.loss_scaler`), which is also where pickles of genuine
+checkpoints look for these classes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ MIN_LOSS_SCALE = "min_scale"
 
 
 class LossScalerBase:
-    """A scale for losses; `update_scale` is told after each step whether its gradients overflowed."""
+    """A scale for losses; `update_scale` is told after each step whether its gradients
+    overflowed.
+    """
 
     dynamic = False
 
@@ -38,7 +41,9 @@ class LossScalerBase:
     def scale_loss(self, loss: Tensor) -> Tensor:
         return loss * self.cur_scale
 
-    def scale_gradient(self, module: Any, grad_in: tuple[Tensor, ...], grad_out: Any) -> tuple[Tensor, ...]:
+    def scale_gradient(
+        self, module: Any, grad_in: tuple[Tensor, ...], grad_out: Any
+    ) -> tuple[Tensor, ...]:
         return tuple(self.cur_scale * grad for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
@@ -74,26 +79,34 @@ class DynamicLossScaler(LossScalerBase):
         dtype: torch.dtype = torch.half,
     ) -> None:
         super().__init__(init_scale)
-        self.scale_window, self.min_scale = scale_window, min_scale
+        self.scale_window = scale_window
+        self.min_scale = min_scale
         self.delayed_shift = self.cur_hysteresis = delayed_shift
         self.consecutive_hysteresis = consecutive_hysteresis
-        self.raise_error_at_min_scale, self.dtype = raise_error_at_min_scale, dtype
-        self.cur_iter, self.last_overflow_iter, self.scale_factor = 0, -1, 2.0
+        self.raise_error_at_min_scale = raise_error_at_min_scale
+        self.dtype = dtype
+        self.cur_iter = 0
+        self.last_overflow_iter = -1
+        self.scale_factor = 2.0
 
     def has_overflow_serial(self, params: Any) -> bool:
         """Return whether a gradient of these parameters is not finite, on this rank."""
-        return any(param.grad is not None and not bool(torch.isfinite(param.grad).all()) for param in params)
+        return any(
+            param.grad is not None and not bool(torch.isfinite(param.grad).all())
+            for param in params
+        )
 
     has_overflow = has_overflow_serial
 
     def update_scale(self, overflow: bool) -> None:
-        """Follow the rule; at the smallest scale an overflow is a LossScaleError unless raise_error_at_min_scale is
-        false.
+        """Follow the rule; at the smallest scale an overflow is a LossScaleError unless
+        raise_error_at_min_scale is false.
         """
         rule = self._rule()
         with suppress(*(() if self.raise_error_at_min_scale else (LossScaleError,))):
             rule.update(overflow)
-        self.cur_scale, self.cur_hysteresis = rule.scale, rule.cur_hysteresis
+        self.cur_scale = rule.scale
+        self.cur_hysteresis = rule.cur_hysteresis
         self.last_overflow_iter = self.cur_iter if overflow else self.last_overflow_iter
         self.cur_iter += 1
 
@@ -107,13 +120,18 @@ class DynamicLossScaler(LossScalerBase):
             min_loss_scale=self.min_scale,
         )
         rule = Rule(settings)
-        rule.scale, rule.cur_hysteresis = self.cur_scale, self.cur_hysteresis
-        rule.cur_iter, rule.last_overflow_iter = self.cur_iter, self.last_overflow_iter
+        rule.scale = self.cur_scale
+        rule.cur_hysteresis = self.cur_hysteresis
+        rule.cur_iter = self.cur_iter
+        rule.last_overflow_iter = self.last_overflow_iter
         return rule
 
 
 def CreateLossScaler(
-    dtype: torch.dtype, static_loss_scale: float, dynamic_scaling: bool, dynamic_loss_args: Mapping[str, Any] | None
+    dtype: torch.dtype,
+    static_loss_scale: float,
+    dynamic_scaling: bool,
+    dynamic_loss_args: Mapping[str, Any] | None,
 ) -> LossScalerBase:
     """Return the scaler of a dtype; other than fp16 needs none, and gets a scale of 1."""
     if dtype is torch.half and dynamic_scaling:

@@ -1,8 +1,10 @@
-"""DeepSpeed's public names that are not here: which, whether they come, and why not or what serves instead.
+"""DeepSpeed's public names that are not here: which, whether they come, and why not or what serves
+instead.
 
-The one table of it.  The package (`deepseek_zero.X`) and the engine (`engine.x`) raise from it where a name is asked
-for, the drop-in (`deepspeed.y.X`) where it is called, and docs/reference/deepspeed-names.md shows it.  Names of which
-there is nothing to say (DeepSpeed's inner functions) are left out; inventory.json has them.
+The one table of it.  The package (`deepseek_zero.X`) and the engine (`engine.x`) raise from it
+where a name is asked for, the drop-in (`deepspeed.y.X`) where it is called, and
+docs/reference/deepspeed-names.md shows it.  Names of which there is nothing to say (DeepSpeed's
+inner functions) are left out; inventory.json has them.
 """
 
 from __future__ import annotations
@@ -41,21 +43,28 @@ KERNELS = "compiled kernels are not planned: nothing here needs a compiler"
 GATHERS = "gathering is the engine's business; zero.GatheredParameters is the way in"
 COMPRESSED = "zero_quantized_weights and zero_quantized_gradients are the way in"
 ONE_BIT = "`optimizer.type` OneBitAdam is the way in; DeepSpeed has removed the other two"
-UNIVERSAL = "every checkpoint loads at any number of ranks and any stage, so there is nothing to convert"
+UNIVERSAL = (
+    "every checkpoint loads at any number of ranks and any stage, so there is nothing to convert"
+)
 BY_CONFIG = "the configuration decides; see docs/reference/config.md"
 OLD_DATA = "DeepSpeed has removed the key; data_efficiency has its curricula"
 ANALYSIS = "MMapIndexedDatasetBuilder writes the index files that a curriculum reads"
 ROUTING = "dropping tokens at random is not planned: every layer computes all of them"
-DYNAMIC = "batches by tokens are not planned; DeepSpeed's engine leaves the key to this function, too"
+DYNAMIC = (
+    "batches by tokens are not planned; DeepSpeed's engine leaves the key to this function, too"
+)
 OLD_DATASETS = "MMapIndexedDataset is the one that a curriculum reads"
-TIERS = "engine.offload_states and reload_states serve; the functions below them are DeepSpeed's own"
+TIERS = (
+    "engine.offload_states and reload_states serve; the functions below them are DeepSpeed's own"
+)
 REPORT = "`ds_report` and `deepseek-zero doctor` look at the machine"
 LOGGED = "engine.explain() and the records say what was sent"
 LAUNCH = "`deepseek-zero run` launches"
 SHED = "`offload_*` and `vertical_micro_batches` serve"
 LOW_LEVEL = "it links DeepSpeed's inner tensors; safe_get_* and safe_set_* serve"
 
-L, N = When.LATER, When.NEVER
+L = When.LATER
+N = When.NEVER
 Rows = tuple[tuple[When, str, str], ...]
 
 # module: (whether it comes, why, names)
@@ -71,8 +80,9 @@ MISSING: dict[str, Rows] = {
         (
             N,
             INFERENCE,
-            "init_inference default_inference_config InferenceEngine DeepSpeedInferenceConfig inference "
-            "DeepSpeedHybridEngine module_inject replace_transformer_layer revert_transformer_layer",
+            "init_inference default_inference_config InferenceEngine DeepSpeedInferenceConfig "
+            "inference DeepSpeedHybridEngine module_inject replace_transformer_layer "
+            "revert_transformer_layer",
         ),
         (N, KERNELS, "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"),
         (N, "Domino is not planned", "domino"),
@@ -83,24 +93,42 @@ MISSING: dict[str, Rows] = {
         (N, "DeepCompile is not planned; engine.compile() compiles unit by unit", "compile"),
         (N, REPORT, "env_report"),
     ),
-    "deepspeed.accelerator": ((N, "CUDA GPUs and CPUs are what is served", "cuda_accelerator cpu_accelerator"),),
-    "deepspeed.checkpoint": (
-        (N, UNIVERSAL, "universal_checkpoint enable_universal_checkpoint SubparamShape merge_state"),
+    "deepspeed.accelerator": (
+        (N, "CUDA GPUs and CPUs are what is served", "cuda_accelerator cpu_accelerator"),
     ),
-    "deepspeed.checkpointing": ((N, "torch's own checkpoint does the work", "CheckpointFunction set_num_layers"),),
+    "deepspeed.checkpoint": (
+        (
+            N,
+            UNIVERSAL,
+            "universal_checkpoint enable_universal_checkpoint SubparamShape merge_state",
+        ),
+    ),
+    "deepspeed.checkpointing": (
+        (N, "torch's own checkpoint does the work", "CheckpointFunction set_num_layers"),
+    ),
     "deepspeed.comm": (
         (N, "ranks are found in the variables that every launcher sets", "mpi_discovery"),
         (N, "torch.distributed's backends serve", "init_deepspeed_backend set_backend"),
         (N, "same-host ranks share memory already", "enable_symm_mem_for_group"),
     ),
     "deepspeed.elasticity": (
-        (N, "`deepseek-zero run --max-restarts` starts ranks again", "DSElasticAgent elastic_agent"),
+        (
+            N,
+            "`deepseek-zero run --max-restarts` starts ranks again",
+            "DSElasticAgent elastic_agent",
+        ),
         (N, "the batch is computed from the section alone", "ensure_immutable_elastic_config"),
     ),
-    "deepspeed.ops": ((N, KERNELS, "transformer fp_quantizer quantizer random_ltd deepspeed4science compile gds"),),
+    "deepspeed.ops": (
+        (N, KERNELS, "transformer fp_quantizer quantizer random_ltd deepspeed4science compile gds"),
+    ),
     "deepspeed.ops.sparse_attention": ((N, TILES, "Softmax MatMul matmul softmax trsrc"),),
     "deepspeed.ops.adam": (
-        (N, "ZenFlow is not planned; " + SHED, "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3"),
+        (
+            N,
+            "ZenFlow is not planned; " + SHED,
+            "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3",
+        ),
     ),
     "deepspeed.runtime": (
         (N, COMPRESSED, "comm compression"),
@@ -110,13 +138,19 @@ MISSING: dict[str, Rows] = {
         (N, "super_offload in the configuration serves", "superoffload"),
         (N, "ZenFlow is not planned; " + SHED, "zenflow"),
         (N, "Domino is not planned", "domino"),
-        (N, "on-policy rollouts are not planned; zero.unwrap_model_for_generation gathers once", "rollout"),
+        (
+            N,
+            "on-policy rollouts are not planned; zero.unwrap_model_for_generation gathers once",
+            "rollout",
+        ),
         (N, "quantised training is not planned", "quantize weight_quantizer eigenvalue"),
     ),
     "deepspeed.runtime.activation_checkpointing": (
         (N, "activation_checkpointing.device parks them", "offload_activations"),
     ),
-    "deepspeed.runtime.dataloader": ((N, "engine.deepspeed_io makes loaders", "DeepSpeedDataLoader"),),
+    "deepspeed.runtime.dataloader": (
+        (N, "engine.deepspeed_io makes loaders", "DeepSpeedDataLoader"),
+    ),
     "deepspeed.runtime.data_pipeline": ((N, ROUTING, "data_routing"),),
     "deepspeed.runtime.data_pipeline.data_sampling": (
         (N, ANALYSIS, "data_analyzer"),
@@ -132,20 +166,41 @@ MISSING: dict[str, Rows] = {
         (N, "offloaded activations and checkpointing serve", "fpdt_layer"),
     ),
     "deepspeed.sequence.layer": (
-        (N, "DistributedAttention exchanges; deepseek_zero.parallel.sequence has its parts", "single_all_to_all"),
+        (
+            N,
+            "DistributedAttention exchanges; deepseek_zero.parallel.sequence has its parts",
+            "single_all_to_all",
+        ),
     ),
     "deepspeed.runtime.zero": (
-        (N, "the key zero_optimization.mics_shard_size serves, and zero.Init builds", "mics MiCS_Init"),
+        (
+            N,
+            "the key zero_optimization.mics_shard_size serves, and zero.Init builds",
+            "mics MiCS_Init",
+        ),
         (N, GATHERS, "DeepSpeedZeRoOffload DeepSpeedTensorOverride parameter_offload"),
-        (N, "a layer that returns its bias beside its output is not tiled", "TiledLinearReturnBias"),
+        (
+            N,
+            "a layer that returns its bias beside its output is not tiled",
+            "TiledLinearReturnBias",
+        ),
         (N, TIERS, "offload_states"),
     ),
     "deepspeed.runtime.zero.partition_parameters": (
-        (N, GATHERS, "AllGatherHandle AllGatherCoalescedHandle free_param shutdown_init_context restore_init_context"),
+        (
+            N,
+            GATHERS,
+            "AllGatherHandle AllGatherCoalescedHandle free_param shutdown_init_context "
+            "restore_init_context",
+        ),
         (N, GATHERS, "InsertPostInitMethodToModuleSubClasses DeepSpeedTensorOverride"),
     ),
     "deepspeed.utils": (
-        (N, LOW_LEVEL, "get_full_hp_param get_full_hp_grad set_full_hp_param set_full_hp_grad link_hp_params"),
+        (
+            N,
+            LOW_LEVEL,
+            "get_full_hp_param get_full_hp_grad set_full_hp_param set_full_hp_grad link_hp_params",
+        ),
         (N, LOW_LEVEL, "get_hp_fragment_mapping map_to_flat_opt_states"),
         (N, "DeepSpeed's debugging prints are not planned", "debug print_rank print_rank0"),
         (N, "ranks are bound to cores by their affinity", "get_numactl_cmd"),
@@ -153,8 +208,18 @@ MISSING: dict[str, Rows] = {
     "deepspeed.utils.groups": (
         (N, "the mesh is stated to initialize()", "set_tensor_model_parallel_world_size"),
         (N, "the mesh is stated to initialize()", "set_tensor_model_parallel_rank"),
-        (N, MOE, "_get_expert_parallel_group _get_expert_data_parallel_group _get_expert_parallel_world_size"),
-        (N, MOE, "_get_expert_parallel_rank _get_expert_data_parallel_rank _get_expert_data_parallel_world_size"),
+        (
+            N,
+            MOE,
+            "_get_expert_parallel_group _get_expert_data_parallel_group "
+            "_get_expert_parallel_world_size",
+        ),
+        (
+            N,
+            MOE,
+            "_get_expert_parallel_rank _get_expert_data_parallel_rank "
+            "_get_expert_data_parallel_world_size",
+        ),
     ),
     "deepspeed.utils.tensor_fragment": (
         (N, LOW_LEVEL, "get_full_hp_param get_full_hp_grad set_full_hp_param set_full_hp_grad"),
@@ -163,9 +228,17 @@ MISSING: dict[str, Rows] = {
         (L, PIPELINE, "set_dataiterator set_dataloader is_first_stage is_last_stage"),
         (L, PIPELINE, "is_pipe_partitioned"),
         (N, OLD_DATA, "curriculum_params_legacy pld_params pld_theta"),
-        (N, "DeepCompile's passes are not planned; compile() compiles unit by unit", "register_compile_pass"),
+        (
+            N,
+            "DeepCompile's passes are not planned; compile() compiles unit by unit",
+            "register_compile_pass",
+        ),
         (N, "quantised training is not planned", "quantize_training eigenvalue_params"),
-        (N, "the configuration's flops_profiler, or deepspeed.profiling's FlopsProfiler", "start_profile"),
+        (
+            N,
+            "the configuration's flops_profiler, or deepspeed.profiling's FlopsProfiler",
+            "start_profile",
+        ),
         (N, "compute_elastic_config does the arithmetic", "elasticity_config"),
         (N, "checkpoints have one writer; see save_checkpoint", "checkpoint_engine"),
         (N, "use save_checkpoint, which works at any number of ranks", "optimizer_state_dict"),
@@ -183,11 +256,15 @@ SAME = {  # two paths to one module
 def missing_names(module: str) -> dict[str, MissingName]:
     """Return the names of one module of DeepSpeed's that are not here."""
     rows = MISSING.get(SAME.get(module, module), ())
-    return {name: MissingName(when, reason) for when, reason, names in rows for name in names.split()}
+    return {
+        name: MissingName(when, reason) for when, reason, names in rows for name in names.split()
+    }
 
 
 def why_missing(module: str, name: str) -> str:
-    """Return the reason why a name is not here, or why one of the packages that hold it is not; "" without one."""
+    """Return the reason why a name is not here, or why one of the packages that hold it is not; ""
+    without one.
+    """
     while True:
         found = missing_names(module).get(name)
         if found is not None:
@@ -198,7 +275,9 @@ def why_missing(module: str, name: str) -> str:
 
 
 def module_name_missing(module: str, name: str, public: list[str]) -> UnknownNameError:
-    """Return the error for a name that a module of the drop-in does not have.  public: the names it has."""
+    """Return the error for a name that a module of the drop-in does not have.  public: the names it
+    has.
+    """
     near = difflib.get_close_matches(name, public, n=8, cutoff=0.5) or public[:40]
     return UnknownNameError(
         f"{module}.{name} is not provided by deepseek_zero, which stands in for DeepSpeed here.",
@@ -209,12 +288,15 @@ def module_name_missing(module: str, name: str, public: list[str]) -> UnknownNam
 
 # What the drop-in gives at its top and this package does not.
 IN_THE_DROPIN = frozenset(
-    "accelerator constants elasticity get_accelerator launcher moe monitor OnDevice ops pipe PipelineEngine "
-    "PipelineModule profiling runtime sequence ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER "
-    "LION_OPTIMIZER MUON_OPTIMIZER HAS_TRITON add_tuning_arguments tp_model_init DeepSpeedOptimizer ZeROOptimizer "
-    "TORCH_DISTRIBUTED_DEFAULT_PORT".split()
+    "accelerator constants elasticity get_accelerator launcher moe monitor OnDevice ops pipe "
+    "PipelineEngine PipelineModule profiling runtime sequence ADAGRAD_OPTIMIZER ADAM_OPTIMIZER "
+    "ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER HAS_TRITON add_tuning_arguments "
+    "tp_model_init DeepSpeedOptimizer ZeROOptimizer TORCH_DISTRIBUTED_DEFAULT_PORT".split()
 )
-CLIENTS = "it is there in the package `deepspeed` that install_as_deepspeed() puts on the path (docs/how-to/clients.md)"
+CLIENTS = (
+    "it is there in the package `deepspeed` that install_as_deepspeed() puts on the path "
+    "(docs/how-to/clients.md)"
+)
 
 
 def package_name_missing(name: str) -> UnknownNameError | None:
@@ -230,7 +312,9 @@ def package_name_missing(name: str) -> UnknownNameError | None:
 
 
 def engine_name_missing(name: str, there: list[str]) -> UnknownNameError:
-    """Return the error for an attribute that the engine does not have.  there: names to look for near ones in."""
+    """Return the error for an attribute that the engine does not have.  there: names to look for
+    near ones in.
+    """
     near = difflib.get_close_matches(name, there, n=4, cutoff=0.5)
     return UnknownNameError(
         f"engine.{name} is DeepSpeed's and is not built: {missing_names(ENGINE)[name].reason}.",

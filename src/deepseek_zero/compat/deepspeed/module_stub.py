@@ -1,8 +1,11 @@
-"""The modules of the drop-in, made on import from two tables: what is provided, and every name that DeepSpeed has.
+"""The modules of the drop-in, made on import from two tables: what is provided, and every name that
+DeepSpeed has.
 
-A name of DeepSpeed's that nothing here stands behind can be imported all the same, because a program that never uses
-it must not fail at its imports: constants have DeepSpeed's values, classes can be named and asked about (isinstance),
-and whoever calls one gets an error that says why it is not built, from missing.py.
+A name of DeepSpeed's that nothing here stands behind can be imported all the same, because a
+program that never uses
+it must not fail at its imports: constants have DeepSpeed's values, classes can be named and asked
+about (isinstance), and whoever calls one gets an error that says why it is not built, from
+missing.py.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from .dropin import is_dropin_imported
 from .missing import module_name_missing, why_missing
 from .provided import PROVIDED
 
-# DeepSpeed's version whose names these are, and that it is not DeepSpeed; the drop-in's metadata says the same.
+# DeepSpeed's version whose names these are, and that it is not DeepSpeed; the drop-in's metadata
+# says the same.
 VERSION = "0.19.8+dz1"
 
 _INVENTORY = Path(__file__).with_name("inventory.json")
@@ -32,7 +36,8 @@ _INVENTORY = Path(__file__).with_name("inventory.json")
 
 @cache
 def inventory() -> dict[str, dict[str, Any]]:
-    """Return DeepSpeed's modules: {"class": names, "other": names, "from": {module: names}, "values": {name: value}}.
+    """Return DeepSpeed's modules: {"class": names, "other": names, "from": {module: names},
+    "values": {name: value}}.
 
     A module's "from" says "*" where it takes every name of another.
     """
@@ -51,7 +56,9 @@ def homes(module: str) -> dict[str, str]:
 def submodules(module: str) -> frozenset[str]:
     """Return the last parts of the names of the modules right below one."""
     below = f"{module}."
-    return frozenset(name[len(below) :].partition(".")[0] for name in _modules() if name.startswith(below))
+    return frozenset(
+        name[len(below) :].partition(".")[0] for name in _modules() if name.startswith(below)
+    )
 
 
 @cache
@@ -68,7 +75,9 @@ def kinds(module: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for home, names in entry.get("from", {}).items():
         for name in names.split():
-            found |= dict.fromkeys([*kinds(home), *homes(home)], home) if name == "*" else {name: home}
+            found |= (
+                dict.fromkeys([*kinds(home), *homes(home)], home) if name == "*" else {name: home}
+            )
     for kind in ("class", "other"):
         found |= dict.fromkeys(entry.get(kind, "").split(), kind)
     found |= dict.fromkeys(entry.get("values", {}), "values")
@@ -95,7 +104,9 @@ def names_of(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]
 
 
 def look_up(module: str, name: str) -> Any:
-    """Return one name of a module of the drop-in: provided, a submodule, or one that can be imported and not used."""
+    """Return one name of a module of the drop-in: provided, a submodule, or one that can be
+    imported and not used.
+    """
     home = homes(module).get(name)
     if home is not None:
         return getattr(import_module(home), name)
@@ -116,11 +127,14 @@ def look_up(module: str, name: str) -> Any:
 
 @cache
 def placeholder(module: str, name: str) -> Any:
-    """Return what stands for a class or a function of DeepSpeed's that is not built: calling it is a NotBuiltError."""
+    """Return what stands for a class or a function of DeepSpeed's that is not built: calling it is
+    a NotBuiltError.
+    """
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotBuiltError(
-            f"{module}.{name} is not provided by deepseek_zero, which stands in for DeepSpeed here.",
+            f"{module}.{name} is not provided by deepseek_zero, which stands in for DeepSpeed "
+            "here.",
             why_missing(module, name),
             "see docs/reference/deepspeed-names.md for what serves instead.",
         )
@@ -138,7 +152,11 @@ class _Modules(MetaPathFinder, InspectLoader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not fullname.startswith("deepspeed.") or not is_dropin_imported() or fullname not in _modules():
+        if (
+            not fullname.startswith("deepspeed.")
+            or not is_dropin_imported()
+            or fullname not in _modules()
+        ):
             return None
         # `python -m` runs no package, and gives the origin to the program as its own name.
         return ModuleSpec(fullname, self, origin=fullname, is_package=bool(submodules(fullname)))
@@ -147,30 +165,39 @@ class _Modules(MetaPathFinder, InspectLoader):
         names: Any = module
         names.__getattr__, names.__dir__ = names_of(module.__name__)
         names.__doc__ = f"`{module.__name__}`, under DeepSpeed's path."
-        # A name that is a submodule's, too, means the function, as in DeepSpeed; importing the submodule would set it.
+        # A name that is a submodule's, too, means the function, as in DeepSpeed; importing the
+        # submodule would set it.
         for name in submodules(module.__name__) & kinds(module.__name__).keys():
             import_module(f"{module.__name__}.{name}")
             setattr(module, name, look_up(module.__name__, name))
 
     def get_source(self, fullname: str) -> str:
-        """Return what `python -m` runs: the module's `main`, which raises an error if it is not built."""
+        """Return what `python -m` runs: the module's `main`, which raises an error if it is not
+        built.
+        """
         if "main" in public_names(fullname):
             return f"from {fullname} import main\nraise SystemExit(main())\n"
-        return f"raise SystemExit('{fullname} is no program in deepseek_zero, which stands in for DeepSpeed here.')\n"
+        return (
+            f"raise SystemExit('{fullname} is no program in deepseek_zero, which stands in for "
+            "DeepSpeed here.')\n"
+        )
 
     def get_code(self, fullname: str) -> CodeType:
         return compile(self.get_source(fullname), f"<{fullname}>", "exec")
 
 
 def begin() -> None:
-    """Set up this process for a program that imports `deepspeed`: its modules, and DeepSpeed's first log level."""
+    """Set up this process for a program that imports `deepspeed`: its modules, and DeepSpeed's
+    first log level.
+    """
     find_below()
     set_first_level("WARNING")
 
 
 def find_below() -> None:
-    """Let `import deepspeed.x` find the modules of the drop-in.  Python asks them first, once for all: folders that an
-    older version left behind, with nothing in them but compiled files, are packages to Python's own finders.
+    """Let `import deepspeed.x` find the modules of the drop-in.  Python asks them first, once for
+    all: folders that an older version left behind, with nothing in them but compiled files, are
+    packages to Python's own finders.
     """
     if not any(isinstance(finder, _Modules) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Modules())

@@ -1,7 +1,7 @@
 """DeepSpeed's `deepspeed.moe.utils`: parameters that are marked as experts', apart from the others.
 
-A parameter with `allreduce = False` is an expert's, and its `group_name` says which ranks share it: all of them here
-(moe_layers.py).  Programs call these functions for every model.
+A parameter with `allreduce = False` is an expert's, and its `group_name` says which ranks share it:
+all of them here (moe_layers.py).  Programs call these functions for every model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def is_moe_param_group(param_group: Mapping[str, Any]) -> bool:
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Return whether a model has DeepSpeed's expert layers, and how many experts the last of them has."""
+    """Return whether a model has DeepSpeed's expert layers, and how many experts the last of them
+    has.
+    """
     counts = [each.num_experts for each in m.modules() if isinstance(each, MoE)]
     return bool(counts), counts[-1] if counts else 0
 
@@ -35,23 +37,29 @@ def split_params_into_shared_and_expert_params(
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return (shared parameters, experts' parameters)."""
     given = list(params)
-    return [each for each in given if not is_moe_param(each)], [each for each in given if is_moe_param(each)]
+    return [each for each in given if not is_moe_param(each)], [
+        each for each in given if is_moe_param(each)
+    ]
 
 
 def split_params_grads_into_shared_and_expert_params(
     group: Iterable[nn.Parameter],
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return (shared parameters' gradients, experts' gradients), of those that have one."""
-    shared, experts = split_params_into_shared_and_expert_params(param for param in group if param.grad is not None)
+    shared, experts = split_params_into_shared_and_expert_params(
+        param for param in group if param.grad is not None
+    )
     return [param.grad for param in shared if param.grad is not None], [
         param.grad for param in experts if param.grad is not None
     ]
 
 
 def split_params_into_different_moe_groups_for_optimizer(
-    param_groups: Mapping[str, Any] | Sequence[dict[str, Any]], max_group_size: float | None = 178_956_971
+    param_groups: Mapping[str, Any] | Sequence[dict[str, Any]],
+    max_group_size: float | None = 178_956_971,
 ) -> list[dict[str, Any]]:
-    """Return the groups without experts' parameters, and behind them groups of those by `group_name`.
+    """Return the groups without experts' parameters, and behind them groups of those by
+    `group_name`.
 
     max_group_size: elements of such a group, at most; None: no bound.
     """
@@ -64,7 +72,10 @@ def split_params_into_different_moe_groups_for_optimizer(
         group["params"] = shared
         for name in dict.fromkeys(getattr(param, "group_name", "") for param in experts):
             mine = [param for param in experts if getattr(param, "group_name", "") == name]
-            apart += [{**group, "name": name, "moe": True, "params": part} for part in _bounded(mine, max_group_size)]
+            apart += [
+                {**group, "name": name, "moe": True, "params": part}
+                for part in _bounded(mine, max_group_size)
+            ]
     return groups + apart
 
 

@@ -1,11 +1,13 @@
-"""DeepSpeed's expert layers: a gate that sends each token to k of several experts, and what stands around it.
+"""DeepSpeed's expert layers: a gate that sends each token to k of several experts, and what stands
+around it.
 
-Every rank has all experts, whatever `ep_size` says: their states are sharded as those of any other layer, so nothing is
-to be gained by leaving experts to some ranks, and no token travels.  A gate looks at the tokens of its own rank alone,
-as in DeepSpeed, where ranks exchange what gates have chosen; so outputs and gradients are the same.
+Every rank has all experts, whatever `ep_size` says: their states are sharded as those of any other
+layer, so nothing is to be gained by leaving experts to some ranks, and no token travels.  A gate
+looks at the tokens of its own rank alone, as in DeepSpeed, where ranks exchange what gates have
+chosen; so outputs and gradients are the same.
 
-Each expert takes a fixed number of tokens, its capacity.  A token's place in an expert is a slot; a route is (expert,
-slot, weight).  Tokens beyond the capacity are dropped: that route's expert is -1.
+Each expert takes a fixed number of tokens, its capacity.  A token's place in an expert is a slot; a
+route is (expert, slot, weight).  Tokens beyond the capacity are dropped: that route's expert is -1.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ Gated = tuple[Any, ...]
 class Routes:
     """Where the tokens of one batch go.
 
-    l_aux: the loss of uneven loads.  Of each of the k choices, one tensor [tokens]: experts (-1: dropped), slots and
-    weights (0 where dropped).  counts: tokens that chose each expert.
+    l_aux: the loss of uneven loads.  Of each of the k choices, one tensor [tokens]: experts (-1:
+    dropped), slots and weights (0 where dropped).  counts: tokens that chose each expert.
     """
 
     l_aux: Tensor
@@ -44,7 +46,15 @@ class Routes:
 
     def sparse(self) -> Gated:
         """Return them as DeepSpeed's gates do with `sparse_routes`."""
-        return self.l_aux, self.capacity, len(self.counts), self.experts, self.slots, self.weights, self.counts
+        return (
+            self.l_aux,
+            self.capacity,
+            len(self.counts),
+            self.experts,
+            self.slots,
+            self.weights,
+            self.counts,
+        )
 
     def dense(self) -> Gated:
         """Return (l_aux, weights [tokens, experts, slots], where they are not zero, counts)."""
@@ -52,7 +62,9 @@ class Routes:
         whole = torch.zeros(shape, dtype=self.weights[0].dtype, device=self.weights[0].device)
         for experts, slots, weights in zip(self.experts, self.slots, self.weights, strict=True):
             kept = torch.nonzero(experts >= 0).squeeze(1)
-            whole = whole.index_put((kept, experts[kept], slots[kept]), weights[kept], accumulate=True)
+            whole = whole.index_put(
+                (kept, experts[kept], slots[kept]), weights[kept], accumulate=True
+            )
         return self.l_aux, whole, whole.bool(), self.counts
 
 
@@ -63,7 +75,9 @@ def _capacity(gates: Tensor, capacity_factor: float, min_capacity: int) -> int:
 
 
 def _largest(counts: Tensor, ep_group: Any) -> int:
-    """Return the capacity that drops no token: of the fullest expert, on any rank of the group.  Collective there."""
+    """Return the capacity that drops no token: of the fullest expert, on any rank of the group.
+    Collective there.
+    """
     most = counts.max().reshape(1)
     if ep_group is not None and dist.get_world_size(group=ep_group) > 1:
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=ep_group)
@@ -71,12 +85,16 @@ def _largest(counts: Tensor, ep_group: Any) -> int:
 
 
 def _unevenness(gates: Tensor, mask: Tensor) -> Tensor:
-    """Return the loss that is 1 where tokens, and the gates' weights, are spread evenly over the experts."""
+    """Return the loss that is 1 where tokens, and the gates' weights, are spread evenly over the
+    experts.
+    """
     return (gates.mean(0) * mask.float().mean(0)).sum() * gates.shape[1]
 
 
 def _queued(mask: Tensor) -> Tensor:
-    """Return each token's place among those that chose the same expert, in order.  [tokens, experts], ints."""
+    """Return each token's place among those that chose the same expert, in order.  [tokens,
+    experts], ints.
+    """
     return mask.cumsum(0) - 1
 
 
@@ -118,7 +136,9 @@ def multiplicative_jitter(x: Tensor, device: Any = None, epsilon: float = 1e-2) 
 
 
 def gumbel_rsample(shape: tuple[int, ...], device: Any) -> Tensor:
-    """Return noise of the standard Gumbel distribution: the largest of logits with it added is drawn by softmax."""
+    """Return noise of the standard Gumbel distribution: the largest of logits with it added is
+    drawn by softmax.
+    """
     return -torch.empty(shape, device=device).exponential_().log()
 
 
@@ -135,19 +155,27 @@ def top1gating(
 ) -> Gated:
     """Send each token to the expert of its largest logit.  logits: [tokens, experts].
 
-    used_token: [tokens], 0 for those that go nowhere.  noisy_gate_policy: "RSample": drawn by softmax.  drop_tokens:
-    else every expert takes as many as chose the fullest one on any rank of `ep_group`.  use_rts: which of too many
-    tokens stay is drawn; else the first ones stay.
+    used_token: [tokens], 0 for those that go nowhere.  noisy_gate_policy: "RSample": drawn by
+    softmax.  drop_tokens: else every expert takes as many as chose the fullest one on any rank of
+    `ep_group`.  use_rts: which of too many tokens stay is drawn; else the first ones stay.
     """
     gates = F.softmax(logits, dim=1)
-    noisy = logits + gumbel_rsample(tuple(logits.shape), logits.device) if noisy_gate_policy == "RSample" else gates
+    noisy = (
+        logits + gumbel_rsample(tuple(logits.shape), logits.device)
+        if noisy_gate_policy == "RSample"
+        else gates
+    )
     chosen = noisy.argmax(1)
     mask = F.one_hot(chosen, logits.shape[1])
     if used_token is not None:
         mask = mask * used_token.reshape(-1, 1).to(mask.dtype)
     counts = mask.sum(0)
     l_aux = _unevenness(gates, mask)
-    capacity = _capacity(gates, capacity_factor, min_capacity) if drop_tokens else _largest(counts, ep_group)
+    capacity = (
+        _capacity(gates, capacity_factor, min_capacity)
+        if drop_tokens
+        else _largest(counts, ep_group)
+    )
     if drop_tokens and use_rts:
         drawn = mask * torch.rand(mask.shape, device=mask.device).clamp(min=1e-6)
         first = drawn.topk(min(capacity, len(mask)), dim=0).indices
@@ -169,20 +197,28 @@ def top2gating(
 ) -> Gated:
     """Send each token to the experts of its two largest logits.  Arguments as for `top1gating`.
 
-    First choices have the first slots.  top2_2nd_expert_sampling: the second expert is drawn by softmax.
+    First choices have the first slots.  top2_2nd_expert_sampling: the second expert is drawn by
+    softmax.
     """
-    gates, experts = F.softmax(logits, dim=1), logits.shape[1]
+    gates = F.softmax(logits, dim=1)
+    experts = logits.shape[1]
     first = gates.argmax(1)
     noise = gumbel_rsample(tuple(logits.shape), logits.device) if top2_2nd_expert_sampling else 0.0
     mask = F.one_hot(first, experts)
     second = (logits + noise).masked_fill(mask.bool(), -torch.inf).argmax(1)
     other = F.one_hot(second, experts)
     counts = (mask + other).sum(0)
-    capacity = _capacity(gates, capacity_factor * 2, min_capacity) if drop_tokens else _largest(counts, ep_group)
+    capacity = (
+        _capacity(gates, capacity_factor * 2, min_capacity)
+        if drop_tokens
+        else _largest(counts, ep_group)
+    )
     slots = [_of_chosen(_queued(mask), first), _of_chosen(_queued(other) + mask.sum(0), second)]
     kept = [each < capacity for each in slots]
     weights = _shared_out([_of_chosen(gates, first), _of_chosen(gates, second)], kept)
-    found = _routes(_unevenness(gates, mask), capacity, [first, second], slots, weights, kept, counts)
+    found = _routes(
+        _unevenness(gates, mask), capacity, [first, second], slots, weights, kept, counts
+    )
     return found.sparse() if sparse_routes else found.dense()
 
 
@@ -198,7 +234,8 @@ def topkgating(
 ) -> Gated:
     """Send each token to the experts of its k largest logits.  Arguments as for `top1gating`.
 
-    drop_policy: which of too many tokens stay in an expert: "probs": those of the largest gates; "position": the first.
+    drop_policy: which of too many tokens stay in an expert: "probs": those of the largest gates;
+    "position": the first.
     """
     gates = F.softmax(logits, dim=1)
     places = logits.topk(k, dim=1).indices
@@ -217,21 +254,32 @@ def topkgating(
     queued = _queued(mask)
     chosen = list(places.unbind(1))
     slots = [_of_chosen(queued, each) for each in chosen]
-    kept = [_of_chosen(mask, each).bool() & (slot < capacity) for each, slot in zip(chosen, slots, strict=True)]
+    kept = [
+        _of_chosen(mask, each).bool() & (slot < capacity)
+        for each, slot in zip(chosen, slots, strict=True)
+    ]
     weights = _shared_out([_of_chosen(gates, each) for each in chosen], kept)
     found = _routes(l_aux, capacity, chosen, slots, weights, kept, counts)
     return found.sparse() if sparse_routes else found.dense()
 
 
-def _route_slots(experts: list[Tensor], slots: list[Tensor], num_experts: int, capacity: int) -> Tensor:
-    """Return [k, tokens]: each route's row among the slots of all experts; one row past them where it was dropped."""
+def _route_slots(
+    experts: list[Tensor], slots: list[Tensor], num_experts: int, capacity: int
+) -> Tensor:
+    """Return [k, tokens]: each route's row among the slots of all experts; one row past them where
+    it was dropped.
+    """
     rows = [each * capacity + slot for each, slot in zip(experts, slots, strict=True)]
     dropped = num_experts * capacity
-    return torch.stack([row.where(each >= 0, dropped) for row, each in zip(rows, experts, strict=True)])
+    return torch.stack(
+        [row.where(each >= 0, dropped) for row, each in zip(rows, experts, strict=True)]
+    )
 
 
 def _sparse_encode(hidden: Tensor, slots: Tensor, num_experts: int, capacity: int) -> Tensor:
-    """Return [experts, slots, width]: each token, [tokens, width], in the slots of its routes; zeros elsewhere."""
+    """Return [experts, slots, width]: each token, [tokens, width], in the slots of its routes;
+    zeros elsewhere.
+    """
     width = hidden.shape[-1]
     rows = hidden.new_zeros(num_experts * capacity + 1, width)
     rows = rows.index_copy(0, slots.reshape(-1), hidden.repeat(len(slots), 1))
@@ -239,14 +287,18 @@ def _sparse_encode(hidden: Tensor, slots: Tensor, num_experts: int, capacity: in
 
 
 def _sparse_decode(rows: Tensor, slots: Tensor, weights: list[Tensor], num_tokens: int) -> Tensor:
-    """Return [tokens, width]: of each token the weighted sum of its rows, of [experts x slots, width]."""
+    """Return [tokens, width]: of each token the weighted sum of its rows, of [experts x slots,
+    width].
+    """
     rows = torch.cat([rows, rows.new_zeros(1, rows.shape[-1])])
     taken = rows[slots.reshape(-1)].reshape(len(slots), num_tokens, -1)
     return (taken * torch.stack(weights).unsqueeze(-1).to(taken.dtype)).sum(0)
 
 
 class _AllToAll(torch.autograd.Function):
-    """Exchange equal parts of a tensor's first dimension between ranks: for expert layers of a program's own."""
+    """Exchange equal parts of a tensor's first dimension between ranks: for expert layers of a
+    program's own.
+    """
 
     @staticmethod
     def forward(ctx: Any, group: Any, input: Tensor) -> Tensor:
@@ -283,12 +335,19 @@ class TopKGate(nn.Module):
     ) -> None:
         super().__init__()
         self.wg = nn.Linear(model_dim, num_experts, bias=False)
-        self.k, self.ep_group, self.min_capacity = k, ep_group, min_capacity
-        self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
-        self.noisy_gate_policy, self.drop_tokens, self.use_rts = noisy_gate_policy, drop_tokens, use_rts
+        self.k = k
+        self.ep_group = ep_group
+        self.min_capacity = min_capacity
+        self.capacity_factor = capacity_factor
+        self.eval_capacity_factor = eval_capacity_factor
+        self.noisy_gate_policy = noisy_gate_policy
+        self.drop_tokens = drop_tokens
+        self.use_rts = use_rts
         self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
 
-    def forward(self, input: Tensor, used_token: Tensor | None = None, sparse_routes: bool = False) -> Gated:
+    def forward(
+        self, input: Tensor, used_token: Tensor | None = None, sparse_routes: bool = False
+    ) -> Gated:
         """Return what the gating function of k does for tokens [tokens, width]."""
         given = input.float()
         if self.noisy_gate_policy == "Jitter" and self.training:
@@ -303,7 +362,15 @@ class TopKGate(nn.Module):
         }
         if self.k == 1:
             policy = self.noisy_gate_policy if self.training else None
-            return top1gating(logits, factor, self.min_capacity, used_token, policy, use_rts=self.use_rts, **common)
+            return top1gating(
+                logits,
+                factor,
+                self.min_capacity,
+                used_token,
+                policy,
+                use_rts=self.use_rts,
+                **common,
+            )
         if self.k == 2:
             common["top2_2nd_expert_sampling"] = self.top2_2nd_expert_sampling
             return top2gating(logits, factor, self.min_capacity, **common)
@@ -330,10 +397,13 @@ class Experts(nn.Module):
         self.num_local_experts = num_local_experts
         for param in self.deepspeed_experts.parameters():
             marked: Any = param
-            marked.allreduce, marked.group_name = False, expert_group_name
+            marked.allreduce = False
+            marked.group_name = expert_group_name
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """Refuse one rank's experts of a DeepSpeed model: they would be taken for the first ones on every rank."""
+        """Refuse one rank's experts of a DeepSpeed model: they would be taken for the first ones on
+        every rank.
+        """
         super()._load_from_state_dict(state_dict, prefix, *rest)
         errors: list[str] = rest[-1]
         start = f"{prefix}deepspeed_experts."
@@ -342,12 +412,14 @@ class Experts(nn.Module):
         if self.ep_size > 1 and given == {str(place) for place in range(number // self.ep_size)}:
             errors.append(
                 f"{start}* has {len(given)} of {number} experts, as one rank of DeepSpeed has with "
-                f"ep_size={self.ep_size}; here every rank has all of them. Join the state dicts of the ranks: expert i "
-                f"of rank r gets the number r * {len(given)} + i."
+                f"ep_size={self.ep_size}; here every rank has all of them. Join the state dicts of "
+                f"the ranks: expert i of rank r gets the number r * {len(given)} + i."
             )
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return what the experts make of [experts, slots, width]; of several outputs the first counts."""
+        """Return what the experts make of [experts, slots, width]; of several outputs the first
+        counts.
+        """
         made = [expert(each) for expert, each in zip(self.deepspeed_experts, inputs, strict=True)]
         return torch.stack([each[0] if isinstance(each, tuple) else each for each in made])
 
@@ -365,24 +437,33 @@ class MOELayer(nn.Module):
         use_tutel: bool = False,
     ) -> None:
         super().__init__()
-        self.gate, self.experts = gate, experts
-        self.ep_group_name, self.ep_size, self.num_local_experts = ep_group_name, ep_size, num_local_experts
-        self.l_aux, self.exp_counts = torch.zeros(()), torch.zeros(0)
+        self.gate = gate
+        self.experts = experts
+        self.ep_group_name = ep_group_name
+        self.ep_size = ep_size
+        self.num_local_experts = num_local_experts
+        self.l_aux = torch.zeros(())
+        self.exp_counts = torch.zeros(0)
 
     def forward(self, hidden: Tensor, used_token: Tensor | None = None) -> Tensor:
         """Return [..., width] of [..., width], and keep `l_aux` and `exp_counts`."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
-        self.l_aux, capacity, count, experts, slots, weights, self.exp_counts = self.gate(tokens, used_token, True)
+        self.l_aux, capacity, count, experts, slots, weights, self.exp_counts = self.gate(
+            tokens, used_token, True
+        )
         rows = _route_slots(experts, slots, count, capacity)
         made = self.experts(_sparse_encode(tokens, rows, count, capacity))
-        return _sparse_decode(made.reshape(count * capacity, -1), rows, weights, len(tokens)).reshape(hidden.shape)
+        return _sparse_decode(
+            made.reshape(count * capacity, -1), rows, weights, len(tokens)
+        ).reshape(hidden.shape)
 
 
 class MoE(nn.Module):
-    """A mixture of experts, which `forward` makes (output, loss of uneven loads, tokens of each expert) of.
+    """A mixture of experts, which `forward` makes (output, loss of uneven loads, tokens of each
+    expert) of.
 
-    expert: the module that experts are copies of.  use_residual: each token also passes through a module that all
-    share, and a learned coefficient says how much of both it gets.
+    expert: the module that experts are copies of.  use_residual: each token also passes through a
+    module that all share, and a learned coefficient says how much of both it gets.
     """
 
     def __init__(
@@ -406,22 +487,22 @@ class MoE(nn.Module):
         super().__init__()
         if num_experts % ep_size:
             raise ConfigError(
-                f"Number of experts ({num_experts}) should be divisible by expert parallel size ({ep_size})"
+                f"Number of experts ({num_experts}) should be divisible by expert parallel size "
+                f"({ep_size})"
             )
         if noisy_gate_policy not in (None, "None", "Jitter", "RSample"):
             raise ConfigError(f"Unsupported noisy_gate_policy: {noisy_gate_policy}")
         if ep_size > 1:
             log_once(
-                f"MoE(ep_size={ep_size}): every rank keeps all {num_experts} experts, and their states are sharded as "
-                "those of other layers are.  Training is the same; checkpoints name all experts.",
+                f"MoE(ep_size={ep_size}): every rank keeps all {num_experts} experts, and their "
+                "states are sharded as those of other layers are.  Training is the same; "
+                "checkpoints name all experts.",
                 logging.WARNING,
             )
-        self.use_residual, self.num_experts, self.ep_size, self.num_local_experts = (
-            use_residual,
-            num_experts,
-            ep_size,
-            num_experts,
-        )
+        self.use_residual = use_residual
+        self.num_experts = num_experts
+        self.ep_size = ep_size
+        self.num_local_experts = num_experts
         self.expert_group_name = f"ep_size_{ep_size}"
         gate = TopKGate(
             hidden_size,
@@ -445,7 +526,9 @@ class MoE(nn.Module):
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Do nothing: no group of ranks is needed."""
 
-    def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, hidden_states: Tensor, used_token: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (output, loss of uneven loads, tokens that chose each expert) for [..., width]."""
         output = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:

@@ -1,6 +1,7 @@
 """DeepSpeed's monitor classes, for programs that make one of a section of the configuration.
 
-Each is one of report/monitor.py's writers on rank 0, and its section's fields as attributes on every rank.
+Each is one of report/monitor.py's writers on rank 0, and its section's fields as attributes on
+every rank.
 """
 
 from __future__ import annotations
@@ -10,7 +11,15 @@ from typing import Any, ClassVar
 
 from ...base.world import is_rank_zero
 from ...report import monitor
-from ...report.monitor import CometWriter, CsvWriter, Event, FileSettings, TensorBoardWriter, WandbSettings, WandbWriter
+from ...report.monitor import (
+    CometWriter,
+    CsvWriter,
+    Event,
+    FileSettings,
+    TensorBoardWriter,
+    WandbSettings,
+    WandbWriter,
+)
 
 
 class Monitor:
@@ -24,7 +33,9 @@ class Monitor:
         given = {name: getattr(config, name) for name in self.settings_class.__dataclass_fields__}
         vars(self).update(given)
         self.writer: Any = (
-            self.writer_class(self.settings_class(**given)) if config.enabled and is_rank_zero() else None
+            self.writer_class(self.settings_class(**given))
+            if config.enabled and is_rank_zero()
+            else None
         )
 
     def write_events(self, event_list: Sequence[Event]) -> None:
@@ -51,13 +62,15 @@ class csvMonitor(Monitor):
 class WandbMonitor(Monitor):
     """One Weights & Biases run."""
 
-    writer_class, settings_class = WandbWriter, WandbSettings
+    writer_class = WandbWriter
+    settings_class = WandbSettings
 
 
 class CometMonitor(Monitor):
     """One Comet experiment."""
 
-    writer_class, settings_class = CometWriter, monitor.CometSettings
+    writer_class = CometWriter
+    settings_class = monitor.CometSettings
 
     @property
     def experiment(self) -> Any:
@@ -79,7 +92,11 @@ class MonitorMaster(Monitor):
 
     def __init__(self, config: Any) -> None:
         self.monitor_config = config
-        self.monitors = [kind(getattr(config, name)) for name, kind in KINDS.items() if getattr(config, name).enabled]
+        self.monitors = [
+            kind(getattr(config, name))
+            for name, kind in KINDS.items()
+            if getattr(config, name).enabled
+        ]
         self.enabled = bool(self.monitors)
 
     def write_events(self, event_list: Sequence[Event]) -> None:

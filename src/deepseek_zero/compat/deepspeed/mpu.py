@@ -1,7 +1,9 @@
-"""Others' words for where ranks stand, each a MeshStatement: an `mpu`, `mesh_param`, accelerate's state.
+"""Others' words for where ranks stand, each a MeshStatement: an `mpu`, `mesh_param`, accelerate's
+state.
 
-An mpu ("model parallel unit": Megatron's, DeepSpeed's grid, a client's own) is any object or module with getters; READ
-has their names.  Its sizes and this rank's places are read once, on every rank, and compared with the mesh.
+An mpu ("model parallel unit": Megatron's, DeepSpeed's grid, a client's own) is any object or module
+with getters; READ has their names.  Its sizes and this rank's places are read once, on every rank,
+and compared with the mesh.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ READ: dict[str, tuple[str, ...]] = {
 
 
 def mpu_statement(mpu: Any) -> MeshStatement:
-    """Read an mpu's sizes and places.  Collective where there is a process group: every rank tells all.
+    """Read an mpu's sizes and places.  Collective where there is a process group: every rank tells
+    all.
 
     UsageError on every rank where it is no mpu, or where ranks have mpus of different sizes.
     """
@@ -37,10 +40,15 @@ def mpu_statement(mpu: Any) -> MeshStatement:
     told = [own]
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         rows = all_gather_text(json.dumps(own), dist.get_world_size(), None)
-        told = [{name: (size, place) for name, (size, place) in json.loads(row).items()} for row in rows]
+        told = [
+            {name: (size, place) for name, (size, place) in json.loads(row).items()} for row in rows
+        ]
     sizes = [{name: size for name, (size, _) in each.items()} for each in told]
     if empty := [rank for rank, each in enumerate(sizes) if not each]:
-        fix = "pass an object with get_model_parallel_world_size(), get_model_parallel_rank(), and so on."
+        fix = (
+            "pass an object with get_model_parallel_world_size(), get_model_parallel_rank(), and "
+            "so on."
+        )
         raise refuse(
             "initialize",
             "mpu",
@@ -56,7 +64,9 @@ def mpu_statement(mpu: Any) -> MeshStatement:
                 "make it of the same sizes on every rank.",
             )
     axes = {name: size for name, size in sizes[0].items() if name != "data"}
-    places = [{name: place for name, (_, place) in each.items() if place is not None} for each in told]
+    places = [
+        {name: place for name, (_, place) in each.items() if place is not None} for each in told
+    ]
     return MeshStatement("mpu=", axes, data_size=sizes[0].get("data"), places=tuple(places))
 
 
@@ -70,9 +80,12 @@ def _read(mpu: Any) -> dict[str, tuple[int, int | None]]:
             if size is not None:
                 found[name], words[name] = (size, _ask(mpu, f"get_{middle}_rank")), middle
                 break
-    tensor, sequence = found.get("tp", (1, 0))[0], found.get("sp", (1, 0))[0]
+    tensor = found.get("tp", (1, 0))[0]
+    sequence = found.get("sp", (1, 0))[0]
     if words.get("tp") == "model_parallel" and tensor == sequence > 1:
-        del found["tp"]  # a sequence-parallel unit that shows its group under this name, too, for Megatron's sake
+        del found[
+            "tp"
+        ]  # a sequence-parallel unit that shows its group under this name, too, for Megatron's sake
     return found
 
 
@@ -82,7 +95,9 @@ def _ask(mpu: Any, name: str) -> int | None:
         return None
     answer = ask()
     if isinstance(answer, bool) or not isinstance(answer, int) or answer < 0:
-        raise UsageError(f"mpu.{name}() is {shown(answer)}.", "It counts ranks.", "let it return a whole number.")
+        raise UsageError(
+            f"mpu.{name}() is {shown(answer)}.", "It counts ranks.", "let it return a whole number."
+        )
     return answer
 
 
@@ -92,15 +107,26 @@ def _told(sizes: Mapping[str, int]) -> str:
 
 def mesh_param_statement(mesh_param: Any) -> MeshStatement:
     """Read DeepSpeed's `mesh_param`: (data-parallel ranks, sequence-parallel ranks)."""
-    is_pair = isinstance(mesh_param, Sequence) and not isinstance(mesh_param, str) and len(mesh_param) == 2
+    is_pair = (
+        isinstance(mesh_param, Sequence)
+        and not isinstance(mesh_param, str)
+        and len(mesh_param) == 2
+    )
     if not is_pair or not all(type(size) is int and size > 0 for size in mesh_param):
         wanted = "a pair (data-parallel ranks, sequence-parallel ranks)"
-        raise refuse("initialize", "mesh_param", mesh_param, wanted, "pass for example mesh_param=(2, 2), or mesh=.")
+        raise refuse(
+            "initialize",
+            "mesh_param",
+            mesh_param,
+            wanted,
+            "pass for example mesh_param=(2, 2), or mesh=.",
+        )
     return MeshStatement("mesh_param=", {"sp": mesh_param[1]}, data_size=mesh_param[0])
 
 
 def accelerate_statements() -> tuple[MeshStatement, ...]:
-    """What accelerate's ParallelismConfig says, where accelerate runs in this process.  It is not imported for it.
+    """What accelerate's ParallelismConfig says, where accelerate runs in this process.  It is not
+    imported for it.
 
     Its data axes are left out: accelerate fills them in by itself.
     """

@@ -1,7 +1,8 @@
-"""DeepSpeed's `deepspeed.launcher.multinode_runner` and what its `runner` module answers to programs.
+"""DeepSpeed's `deepspeed.launcher.multinode_runner` and what its `runner` module answers to
+programs.
 
-`deepseek-zero run` launches, on every host by itself.  A program that builds its own command for pdsh, MPI or Slurm
-gets that command from these classes; nothing here starts anything.
+`deepseek-zero run` launches, on every host by itself.  A program that builds its own command for
+pdsh, MPI or Slurm gets that command from these classes; nothing here starts anything.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def encode_world_info(world_info: Mapping[str, Any]) -> str:
 
 
 def _parse_hostfile(hostfile_lines: Iterable[str]) -> dict[str, int]:
-    """Return host -> number of slots; a ValueError for a hostfile that is empty, twofold or not understood."""
+    """Return host -> number of slots; a ValueError for a hostfile that is empty, twofold or not
+    understood.
+    """
     try:
         return {host: len(slots) for host, slots in parse_hostfile(hostfile_lines).items()}
     except UsageError as error:
@@ -46,7 +49,9 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> dict[str, list[int]]:
-    """Return the hosts and slots that --include or --exclude leave; an empty dict where nothing is left."""
+    """Return the hosts and slots that --include or --exclude leave; an empty dict where nothing is
+    left.
+    """
     if include_str and exclude_str:
         raise ValueError("include_str and exclude_str are mutually exclusive.")
     try:
@@ -65,14 +70,20 @@ def parse_resource_filter(
     return {host: slots for host, slots in left.items() if slots}
 
 
-def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
+def parse_inclusion_exclusion(
+    resource_pool: Mapping[str, int], inclusion: str, exclusion: str
+) -> dict[str, list[int]]:
     """Return `parse_resource_filter` of hosts with numbers of slots."""
-    return parse_resource_filter({host: list(range(n)) for host, n in resource_pool.items()}, inclusion, exclusion)
+    return parse_resource_filter(
+        {host: list(range(n)) for host, n in resource_pool.items()}, inclusion, exclusion
+    )
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options of the `deepspeed` command, with DeepSpeed's names and defaults."""
-    parser = argparse.ArgumentParser(prog="deepspeed", description="DeepSpeed's options; see `deepseek-zero run`.")
+    parser = argparse.ArgumentParser(
+        prog="deepspeed", description="DeepSpeed's options; see `deepseek-zero run`."
+    )
     add = parser.add_argument
     add("-H", "--hostfile", default="/job/hostfile")
     add("-i", "--include", default="")
@@ -91,7 +102,10 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--ssh_port", type=int, default=None)
     add("--venv_script", default=None)
     add("--bind_core_list", default=None)
-    flags = "module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid enable_each_rank_log quiet"
+    flags = (
+        "module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid "
+        "enable_each_rank_log quiet"
+    )
     for flag in (*flags.split(), "elastic_training", "bind_cores_to_rank"):
         add(f"--{flag}", action="store_true")
     add("user_script")
@@ -100,27 +114,36 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Refuse options that exclude each other with a ValueError, then launch as the `deepspeed` command does."""
+    """Refuse options that exclude each other with a ValueError, then launch as the `deepspeed`
+    command does.
+    """
     given = parse_args(args)
     if (given.num_nodes > 0 or given.num_gpus > 0) and (given.include or given.exclude):
         raise ValueError("Cannot specify num_nodes/gpus with include/exclude")
     words = list(sys.argv[1:] if args is None else args)
-    os.execv(sys.executable, [sys.executable, "-m", "deepseek_zero.cli", "run", "--as-deepspeed", *words])
+    os.execv(
+        sys.executable, [sys.executable, "-m", "deepseek_zero.cli", "run", "--as-deepspeed", *words]
+    )
 
 
 class MultiNodeRunner:
     """Makes the command that starts one process per host or per rank.
 
-    args: what `parse_args` returned.  world_info_base64: `encode_world_info` of the hosts.  resource_pool: host ->
-    slots.
+    args: what `parse_args` returned.  world_info_base64: `encode_world_info` of the hosts.
+    resource_pool: host -> slots.
     """
 
     name: ClassVar[str]
     program: ClassVar[str]
 
-    def __init__(self, args: argparse.Namespace, world_info_base64: str, resource_pool: Any = None) -> None:
-        self.args, self.world_info_base64, self.resource_pool = args, world_info_base64, resource_pool
-        self.user_arguments, self.user_script = list(args.user_args), args.user_script
+    def __init__(
+        self, args: argparse.Namespace, world_info_base64: str, resource_pool: Any = None
+    ) -> None:
+        self.args = args
+        self.world_info_base64 = world_info_base64
+        self.resource_pool = resource_pool
+        self.user_arguments = list(args.user_args)
+        self.user_script = args.user_script
         self.exports: dict[str, str] = {}
 
     def backend_exists(self) -> bool:
@@ -147,7 +170,11 @@ class MultiNodeRunner:
 
     def _script(self) -> list[str]:
         """Return the words that run the user's program in each process."""
-        python = [] if self.args.no_python else [sys.executable, "-u", *(["-m"] if self.args.module else [])]
+        python = (
+            []
+            if self.args.no_python
+            else [sys.executable, "-u", *(["-m"] if self.args.module else [])]
+        )
         return [*python, self.user_script, *self.user_arguments]
 
     def _options(self) -> list[str]:
@@ -157,7 +184,8 @@ class MultiNodeRunner:
 class PDSHRunner(MultiNodeRunner):
     """pdsh: one launcher per host, over ssh."""
 
-    name, program = "pdsh", "pdsh"
+    name = "pdsh"
+    program = "pdsh"
 
     def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Any]) -> Any:
         environment = {**environment, "PDSH_RCMD_TYPE": "ssh"}
@@ -165,24 +193,56 @@ class PDSHRunner(MultiNodeRunner):
             environment["PDSH_SSH_ARGS_APPEND"] = f"-p {self.args.ssh_port}"
         hosts = ",".join(active_resources)
         exports = [f"export {key}={shlex.quote(value)};" for key, value in self.exports.items()]
-        run = [sys.executable, "-u", "-m", "deepseek_zero.cli", "run", "--as-deepspeed", "--node_rank=%n"]
+        run = [
+            sys.executable,
+            "-u",
+            "-m",
+            "deepseek_zero.cli",
+            "run",
+            "--as-deepspeed",
+            "--node_rank=%n",
+        ]
         run += [f"--num_nodes={len(active_resources)}", f"--master_addr={self.args.master_addr}"]
         run += [f"--master_port={self.args.master_port}", self.user_script, *self.user_arguments]
-        command = ["pdsh", "-S", "-f", str(PDSH_MAX_FAN_OUT), "-w", hosts, *self._options(), *exports]
-        return [*command, f"cd {os.path.abspath('.')};", *run], ["pdsh", "-w", hosts, "true"], environment
+        command = [
+            "pdsh",
+            "-S",
+            "-f",
+            str(PDSH_MAX_FAN_OUT),
+            "-w",
+            hosts,
+            *self._options(),
+            *exports,
+        ]
+        return (
+            [*command, f"cd {os.path.abspath('.')};", *run],
+            ["pdsh", "-w", hosts, "true"],
+            environment,
+        )
 
 
 class OpenMPIRunner(MultiNodeRunner):
     """Open MPI's mpirun: one process per rank."""
 
-    name, program = "openmpi", "mpirun"
+    name = "openmpi"
+    program = "mpirun"
 
-    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Any]) -> list[str]:
+    def get_cmd(
+        self, environment: dict[str, str], active_resources: Mapping[str, Any]
+    ) -> list[str]:
         options = self._options()
         # Without a choice of its own, MPI may take an interface that the other hosts cannot reach.
         chosen = any("btl_tcp_if_include" in option for option in options)
         interface = [] if chosen else ["--mca", "btl_tcp_if_include", "eth0"]
-        hosts = ["-n", str(self._total(active_resources)), "-hostfile", self.args.hostfile, "--mca", "btl", "^openib"]
+        hosts = [
+            "-n",
+            str(self._total(active_resources)),
+            "-hostfile",
+            self.args.hostfile,
+            "--mca",
+            "btl",
+            "^openib",
+        ]
         exports = [word for key, value in self.exports.items() for word in ("-x", f"{key}={value}")]
         return ["mpirun", *hosts, *interface, *options, *exports, *self._script()]
 
@@ -190,12 +250,17 @@ class OpenMPIRunner(MultiNodeRunner):
 class MPICHRunner(MultiNodeRunner):
     """MPICH's mpirun: one process per rank."""
 
-    name, program = "mpich", "mpirun"
+    name = "mpich"
+    program = "mpirun"
     export = "-genv"
 
-    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Any]) -> list[str]:
+    def get_cmd(
+        self, environment: dict[str, str], active_resources: Mapping[str, Any]
+    ) -> list[str]:
         total = self._total(active_resources)
-        exports = [word for key, value in self.exports.items() for word in (self.export, key, value)]
+        exports = [
+            word for key, value in self.exports.items() for word in (self.export, key, value)
+        ]
         each = ["-n", str(total), "-ppn", str(max(1, total // max(1, len(active_resources))))]
         return ["mpirun", *each, *self._options(), *exports, *self._script()]
 
@@ -209,19 +274,30 @@ class IMPIRunner(MPICHRunner):
 class MVAPICHRunner(MPICHRunner):
     """MVAPICH's mpirun."""
 
-    name, export = "mvapich", "-env"
+    name = "mvapich"
+    export = "-env"
 
 
 class SlurmRunner(MultiNodeRunner):
     """Slurm's srun: one process per rank."""
 
-    name, program = "slurm", "srun"
+    name = "slurm"
+    program = "srun"
 
-    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Any]) -> list[str]:
+    def get_cmd(
+        self, environment: dict[str, str], active_resources: Mapping[str, Any]
+    ) -> list[str]:
         options = self._options()
         for word, value in (("--nodelist", self.args.include), ("--exclude", self.args.exclude)):
             options += [word, value] if value else []
         for word, number in (("--nodes", self.args.num_nodes), ("--gpus", self.args.num_gpus)):
             options += [word, str(number)] if number > 0 else []
         exports = ",".join(["ALL", *(f"{key}={value}" for key, value in self.exports.items())])
-        return ["srun", "-n", str(self._total(active_resources)), *options, f"--export={exports}", *self._script()]
+        return [
+            "srun",
+            "-n",
+            str(self._total(active_resources)),
+            *options,
+            f"--export={exports}",
+            *self._script(),
+        ]

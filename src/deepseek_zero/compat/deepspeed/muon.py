@@ -29,8 +29,8 @@ MuonWithAuxAdam = SingleDeviceMuon = SingleDeviceMuonWithAuxAdam = Muon
 
 
 def mark_parameters(model: nn.Module) -> None:
-    """Say on each parameter whether Muon takes it (`use_muon`), as DeepSpeed does: matrices but embeddings and
-    `lm_head`.  `Muon.divide_groups` follows the marks.
+    """Say on each parameter whether Muon takes it (`use_muon`), as DeepSpeed does: matrices but
+    embeddings and `lm_head`.  `Muon.divide_groups` follows the marks.
     """
     for name, param in model.named_parameters():
         is_outer = any(word in name.lower() for word in ("embed", "lm_head"))
@@ -59,8 +59,9 @@ def muon_update(
 ) -> Tensor:
     """Return the direction of a step, in the gradient's dtype; `grad` and `momentum` are changed.
 
-    num_heads: the rows are so many heads, orthogonalised one by one.  is_expert_group: the first of three dims counts
-    matrices, as three dims always do here.  A gradient that is not finite is returned, and `momentum` stays.
+    num_heads: the rows are so many heads, orthogonalised one by one.  is_expert_group: the first of
+    three dims counts matrices, as three dims always do here.  A gradient that is not finite is
+    returned, and `momentum` stays.
     """
     if not bool(torch.isfinite(grad).all()):
         return grad
@@ -70,7 +71,8 @@ def muon_update(
     if num_heads is not None:
         if matrices.ndim != 2 or num_heads < 1 or len(matrices) % num_heads:
             raise ConfigError(
-                f"Per-head Muon cannot divide a weight of shape {tuple(update.shape)} into {num_heads} heads.",
+                f"Per-head Muon cannot divide a weight of shape {tuple(update.shape)} into "
+                f"{num_heads} heads.",
                 fix="give a matrix whose rows are a multiple of num_heads.",
             )
         matrices = matrices.reshape(num_heads, -1, matrices.shape[-1])
@@ -78,9 +80,13 @@ def muon_update(
     return direction.reshape(whole.shape).to(grad.dtype)
 
 
-def adam_update(grad: Tensor, buf1: Tensor, buf2: Tensor, step: int, betas: tuple[float, float], eps: float) -> Tensor:
+def adam_update(
+    grad: Tensor, buf1: Tensor, buf2: Tensor, step: int, betas: tuple[float, float], eps: float
+) -> Tensor:
     """Return Adam's direction after so many steps; the two moments are changed."""
     buf1.lerp_(grad, 1 - betas[0])
     buf2.lerp_(grad.square(), 1 - betas[1])
-    direction: Tensor = (buf1 / (1 - betas[0] ** step)) / ((buf2 / (1 - betas[1] ** step)).sqrt() + eps)
+    direction: Tensor = (buf1 / (1 - betas[0] ** step)) / (
+        (buf2 / (1 - betas[1] ** step)).sqrt() + eps
+    )
     return direction

@@ -16,7 +16,8 @@ from .module_stub import homes, inventory, kinds, submodules
 from .parameters import VIEWS
 from .provided import PROVIDED as TABLE
 
-PROVIDED, IMPORTABLE = "provided", "importable"
+PROVIDED = "provided"
+IMPORTABLE = "importable"
 Row = tuple[str, str, str]  # name, today, where it lives or why not
 
 _HEAD = """\
@@ -41,17 +42,28 @@ DeepSpeed does not have is an `AttributeError`.
 
 def render() -> str:
     """Return the whole page.  The drop-in must be on the path (`install_as_deepspeed`)."""
-    sections = {name: list(_rows(name)) for name in sorted({*TABLE, *_with_missing()} - {"deepspeed.comm"})}
+    sections = {
+        name: list(_rows(name)) for name in sorted({*TABLE, *_with_missing()} - {"deepspeed.comm"})
+    }
     sections["deepspeed.comm"] = list(_comm())
     sections |= {"The engine": list(_engine()), "A parameter at stage 3": list(_parameter())}
     count = Counter(today for rows in sections.values() for _, today, _ in rows)
     importable = {module: names for module in sorted(inventory()) if (names := _importable(module))}
     count[IMPORTABLE] = sum(map(len, importable.values()))
-    parts = [_HEAD, ", ".join(f"{number} {today}" for today, number in sorted(count.items(), reverse=True)) + "."]
+    parts = [
+        _HEAD,
+        ", ".join(f"{number} {today}" for today, number in sorted(count.items(), reverse=True))
+        + ".",
+    ]
     for name, rows in sections.items():
         title = f"`{name}`" if name.startswith("deepspeed") else name
-        parts.append("\n".join([f"## {title}", "", "| name | today | |", "|---|---|---|", *map(_line, rows)]))
-    lines = [f"| `{module}` | {' '.join(f'`{name}`' for name in names)} |" for module, names in importable.items()]
+        parts.append(
+            "\n".join([f"## {title}", "", "| name | today | |", "|---|---|---|", *map(_line, rows)])
+        )
+    lines = [
+        f"| `{module}` | {' '.join(f'`{name}`' for name in names)} |"
+        for module, names in importable.items()
+    ]
     parts.append("\n".join(["## Importable", "", "| module | names |", "|---|---|", *lines]))
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
@@ -62,8 +74,11 @@ def _with_missing() -> list[str]:
 
 
 def _rows(module: str) -> Iterator[Row]:
-    missing, here = missing_names(module), homes(module)
-    inside = {name for name in submodules(module) if f"{module}.{name}" in TABLE and name not in missing}
+    missing = missing_names(module)
+    here = homes(module)
+    inside = {
+        name for name in submodules(module) if f"{module}.{name}" in TABLE and name not in missing
+    }
     for name in sorted({*here, *missing, *inside}, key=lambda name: (name.lower(), name)):
         if name in here or name in inside:
             yield name, PROVIDED, _home(module, name, here.get(name, ""))
@@ -88,14 +103,24 @@ def _missing_row(module: str, name: str) -> Row:
 
 
 def _comm() -> Iterator[Row]:
-    yield "every name of `torch.distributed`", PROVIDED, "torch's own; a world of one answers without a group"
+    yield (
+        "every name of `torch.distributed`",
+        PROVIDED,
+        "torch's own; a world of one answers without a group",
+    )
     missing = missing_names("deepspeed.comm")
     for name in sorted({*COMM, *ALONE, *ASKED, *missing}):
-        yield _missing_row("deepspeed.comm", name) if name in missing else (name, PROVIDED, "`deepseek_zero.comm`")
+        yield (
+            _missing_row("deepspeed.comm", name)
+            if name in missing
+            else (name, PROVIDED, "`deepseek_zero.comm`")
+        )
 
 
 def _engine() -> Iterator[Row]:
-    kinds = dict.fromkeys(METHODS, "a method") | dict.fromkeys(GETTERS, "a method, DeepSpeed's getter")
+    kinds = dict.fromkeys(METHODS, "a method") | dict.fromkeys(
+        GETTERS, "a method, DeepSpeed's getter"
+    )
     kinds |= dict.fromkeys(ATTRIBUTES, "an attribute")
     missing = missing_names(ENGINE)
     for name in sorted({*kinds, *missing}):

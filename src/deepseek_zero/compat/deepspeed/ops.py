@@ -1,8 +1,10 @@
-"""DeepSpeed's `deepspeed.ops`: its optimizer classes, and the op builders that say whether a kernel can be had.
+"""DeepSpeed's `deepspeed.ops`: its optimizer classes, and the op builders that say whether a kernel
+can be had.
 
-There is one class per optimizer rule, on CPU and GPU alike; the registry (optim/registry.py) turns DeepSpeed's
-arguments into it.  Nothing here is compiled, so nothing is built: a builder says whether its use is served, by torch or
-by a tier (OPS).  A builder's `load()` would hand out a C++ module, and says why there is none.
+There is one class per optimizer rule, on CPU and GPU alike; the registry (optim/registry.py) turns
+DeepSpeed's arguments into it.  Nothing here is compiled, so nothing is built: a builder says
+whether its use is served, by torch or by a tier (OPS).  A builder's `load()` would hand out a C++
+module, and says why there is none.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from . import cpu_adam
 
 
 class _Made(type):
-    """A class of DeepSpeed's that makes one of torch's optimizers, or ours, and knows what it makes."""
+    """A class of DeepSpeed's that makes one of torch's optimizers, or ours, and knows what it
+    makes.
+    """
 
     rule: str
     lr: float
@@ -44,12 +48,19 @@ class _MadeOnCpu(_Made):
 
     def made(cls, params: Any, options: dict[str, Any]) -> Any:
         if options.pop("amsgrad", False):
-            raise UsageError("DeepSpeedCPUAdam does not support the AMSGrad variant.", fix="use torch.optim.AdamW.")
+            raise UsageError(
+                "DeepSpeedCPUAdam does not support the AMSGrad variant.",
+                fix="use torch.optim.AdamW.",
+            )
         own: dict[str, Any] = {
-            name: options.pop(name) for name in ("fp32_optimizer_states", "bias_correction") if name in options
+            name: options.pop(name)
+            for name in ("fp32_optimizer_states", "bias_correction")
+            if name in options
         }
         spec = resolve_optimizer(cls.rule, options)
-        made = replace(spec, cls=cpu_adam.AdamW if issubclass(spec.cls, AdamW) else cpu_adam.Adam).build(params)
+        made = replace(
+            spec, cls=cpu_adam.AdamW if issubclass(spec.cls, AdamW) else cpu_adam.Adam
+        ).build(params)
         vars(made).update(own)
         return made
 
@@ -57,43 +68,52 @@ class _MadeOnCpu(_Made):
 class DeepSpeedCPUAdam(metaclass=_MadeOnCpu):
     """Makes an Adam or, unless `adamw_mode` is false, AdamW, without decay unless asked for."""
 
-    rule, lr = "Adam", 1e-3
+    rule = "Adam"
+    lr = 1e-3
     order = "lr bias_correction betas eps weight_decay amsgrad adamw_mode fp32_optimizer_states"
 
 
 class FusedAdam(metaclass=_Made):
     """Makes an Adam or, unless `adam_w_mode` is false, AdamW, without decay unless asked for."""
 
-    rule, lr = "Adam", 1e-3
+    rule = "Adam"
+    lr = 1e-3
     order = "lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none"
 
 
 class DeepSpeedCPUAdagrad(metaclass=_Made):
     """Makes an Adagrad."""
 
-    rule, lr = "Adagrad", 1e-2
+    rule = "Adagrad"
+    lr = 1e-2
     order = "lr eps weight_decay amsgrad fp32_optimizer_states"
 
 
 class DeepSpeedCPULion(metaclass=_Made):
     """Makes a Lion."""
 
-    rule, lr = "Lion", 1e-3
+    rule = "Lion"
+    lr = 1e-3
     order = "lr betas weight_decay fp32_optimizer_states"
 
 
 class FusedLion(metaclass=_Made):
     """Makes a Lion."""
 
-    rule, lr = "Lion", 1e-4
+    rule = "Lion"
+    lr = 1e-4
     order = "lr betas weight_decay set_grad_none"
 
 
 class FusedLamb(metaclass=_Made):
     """Makes a LAMB."""
 
-    rule, lr = "Lamb", 1e-3
-    order = "lr bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm max_coeff min_coeff amsgrad"
+    rule = "Lamb"
+    lr = 1e-3
+    order = (
+        "lr bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm max_coeff "
+        "min_coeff amsgrad"
+    )
 
 
 # Builder: (DeepSpeed's name of the op, what serves here or "")
@@ -134,16 +154,21 @@ class OpBuilder:
 
     def load(self, verbose: bool = True) -> NoReturn:
         """Raise a NotBuiltError: there is no compiled module to hand out."""
-        served = f"its use is served by {self.SERVED_BY}" if self.SERVED_BY else "its use is not built"
+        served = (
+            f"its use is served by {self.SERVED_BY}" if self.SERVED_BY else "its use is not built"
+        )
         raise NotBuiltError(
             f"{type(self).__name__}.load() has no compiled module to return.",
             f"Nothing here needs a compiler; {served}.",
-            "use the optimizer or tier itself; docs/reference/deepspeed-names.md lists what there is.",
+            "use the optimizer or tier itself; docs/reference/deepspeed-names.md lists what there "
+            "is.",
         )
 
 
 BUILDERS: dict[str, Any] = {
-    builder: type(builder, (OpBuilder,), {"NAME": name, "SERVED_BY": served, "__module__": __name__})
+    builder: type(
+        builder, (OpBuilder,), {"NAME": name, "SERVED_BY": served, "__module__": __name__}
+    )
     for builder, (name, served) in OPS.items()
 }
 ALL_OPS = {builder.NAME: builder for builder in BUILDERS.values()}

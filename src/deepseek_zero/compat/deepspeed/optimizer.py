@@ -1,7 +1,8 @@
-"""What programs read of an engine's optimizer in DeepSpeed's words: its loss scale, and what stands behind it.
+"""What programs read of an engine's optimizer in DeepSpeed's words: its loss scale, and what stands
+behind it.
 
-`initialize` makes its engine's optimizer one of these.  It is the sharded optimizer of every other door; only names are
-added.
+`initialize` makes its engine's optimizer one of these.  It is the sharded optimizer of every other
+door; only names are added.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class LossScaleView:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in SCALE_WORDS:
-            raise AttributeError(f"{name} of a loss scale is not to be set; what is: {', '.join(SCALE_WORDS)}")
+            raise AttributeError(
+                f"{name} of a loss scale is not to be set; what is: {', '.join(SCALE_WORDS)}"
+            )
         setattr(self.scaler, SCALE_WORDS[name], value)
 
     @property
@@ -79,11 +82,15 @@ class _NoScale:
     """The loss scale of an engine that has none: 1, for ever."""
 
     cur_scale = loss_scale = 1.0
-    cur_iter, dynamic, dynamic_loss_scale, use_grad_scaling = 0, False, False, False
+    cur_iter = 0
+    dynamic = False
+    dynamic_loss_scale = False
+    use_grad_scaling = False
     last_overflow_iter = scale_factor = scale_window = min_loss_scale = None
 
 
-# What the inner optimizer takes for a parameter, where it begins in its group's flat tensors, and its elements.
+# What the inner optimizer takes for a parameter, where it begins in its group's flat tensors, and
+# its elements.
 _Span = tuple[torch.nn.Parameter, int, int]
 
 
@@ -117,7 +124,9 @@ class NamedOptimizer(ShardedOptimizer):
         return self.scaler is not None
 
     def scale_if_loss(self, value: Any) -> Any:
-        """Return a loss times the loss scale; anything but a scalar that requires a gradient as it is."""
+        """Return a loss times the loss scale; anything but a scalar that requires a gradient as it
+        is.
+        """
         is_loss = isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
         return value * self.loss_scale if is_loss else value
 
@@ -162,17 +171,24 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
-        """This rank's parts of the reduced gradients, flat, by number of group; {} where there is none.  Local."""
+        """This rank's parts of the reduced gradients, flat, by number of group; {} where there is
+        none.  Local.
+        """
         parts = [[local_grad(param) for param in params] for params in self.params_by_group]
-        found = {number: [part for part in each if part is not None] for number, each in enumerate(parts)}
+        found = {
+            number: [part for part in each if part is not None] for number, each in enumerate(parts)
+        }
         return {number: each for number, each in found.items() if each}
 
     @property
     def fp32_groups_gradients_flat(self) -> list[torch.Tensor]:
-        """The whole reduced gradients of each group, flat, in fp32; those that there are.  Collective."""
+        """The whole reduced gradients of each group, flat, in fp32; those that there are.
+        Collective.
+        """
         found = [[full_grad(param) for param in params] for params in self.params_by_group]
         return [
-            torch.cat([torch.zeros(0), *(each.reshape(-1) for each in grads if each is not None)]) for grads in found
+            torch.cat([torch.zeros(0), *(each.reshape(-1) for each in grads if each is not None)])
+            for grads in found
         ]
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
@@ -185,23 +201,35 @@ class NamedOptimizer(ShardedOptimizer):
     @property
     def accumulated_grads_in_cpu(self) -> dict[int, torch.Tensor]:
         """`averaged_gradients` by number of parameter."""
-        return dict(enumerate(part.cpu() for each in self.averaged_gradients.values() for part in each))
+        return dict(
+            enumerate(part.cpu() for each in self.averaged_gradients.values() for part in each)
+        )
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
-        """Return the norm of each group's reduced gradients over all ranks, as they are held.  Collective."""
+        """Return the norm of each group's reduced gradients over all ranks, as they are held.
+        Collective.
+        """
         own = [
-            sum(float(part.double().square().sum()) for part in self.averaged_gradients.get(number, ()))
+            sum(
+                float(part.double().square().sum())
+                for part in self.averaged_gradients.get(number, ())
+            )
             for number in range(len(self.params_by_group))
         ]
         comm = self.runtime.comm_ctx.comm
         rows = comm.all_gather_rows(torch.tensor(own, dtype=torch.float64), "norms of groups")
-        is_cut = any(group.plan.grad is not None and group.plan.grad.placement is S for group in self.runtime.groups)
+        is_cut = any(
+            group.plan.grad is not None and group.plan.grad.placement is S
+            for group in self.runtime.groups
+        )
         return list((rows.sum(0) if is_cut else rows[comm.rank]).sqrt().float())
 
     @property
     def leaf_parameters(self) -> dict[torch.nn.Module, list[torch.nn.Parameter]]:
         """The parameters of each module that is marked as a leaf."""
-        return {module: list(module.parameters()) for module in get_z3_leaf_modules(self.runtime.model)}
+        return {
+            module: list(module.parameters()) for module in get_z3_leaf_modules(self.runtime.model)
+        }
 
     # -- flat weights
 
@@ -209,14 +237,22 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def bit16_groups_flat(self) -> list[torch.Tensor]:
-        """Copies of the weights that this rank has whole, one flat tensor per group; stages 0 to 2."""
-        found = [[param.detach().reshape(-1) for param in params] for params in self.params_by_group]
+        """Copies of the weights that this rank has whole, one flat tensor per group; stages 0 to
+        2.
+        """
+        found = [
+            [param.detach().reshape(-1) for param in params] for params in self.params_by_group
+        ]
         return [torch.cat(each) if each else torch.zeros(0) for each in found]
 
     @property
     def parallel_partitioned_bit16_groups(self) -> list[list[torch.Tensor]]:
-        """`bit16_groups_flat` cut among the ranks as evenly as it goes; masters may be cut elsewhere."""
-        return [list(flat.chunk(self.runtime.comm_ctx.comm.size)) for flat in self.bit16_groups_flat]
+        """`bit16_groups_flat` cut among the ranks as evenly as it goes; masters may be cut
+        elsewhere.
+        """
+        return [
+            list(flat.chunk(self.runtime.comm_ctx.comm.size)) for flat in self.bit16_groups_flat
+        ]
 
     def get_param_id(self, param: torch.nn.Parameter) -> int:
         """Return the number of a parameter among those that are updated, over all groups."""
@@ -225,8 +261,11 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def param_to_partition_ids(self) -> list[dict[int, list[int]]]:
-        """Of each group, by `get_param_id`: the parts of `parallel_partitioned_bit16_groups` a parameter lies in."""
-        found, number = list[dict[int, list[int]]](), 0
+        """Of each group, by `get_param_id`: the parts of `parallel_partitioned_bit16_groups` a
+        parameter lies in.
+        """
+        found = list[dict[int, list[int]]]()
+        number = 0
         for params in self.params_by_group:
             numels = [param.numel() for param in params]
             size = max(1, -(-sum(numels) // self.runtime.comm_ctx.comm.size))
@@ -244,11 +283,13 @@ class NamedOptimizer(ShardedOptimizer):
 
 
 def show_flat_states(optimizer: ShardedOptimizer) -> None:
-    """Let `optimizer.optimizer.state_dict()` return DeepSpeed's form, and `load_state_dict` take it: in each group one
-    flat tensor of each kind, of one length on all ranks, also on those that have no element of the group.
+    """Let `optimizer.optimizer.state_dict()` return DeepSpeed's form, and `load_state_dict` take
+    it: in each group one flat tensor of each kind, of one length on all ranks, also on those that
+    have no element of the group.
 
-    It is this rank's slices of the units that the group has parameters in, one behind the other, and zero where they
-    are of none.  States that are not as large as their parameters (of Adafactor) come as torch has them.  Local.
+    It is this rank's slices of the units that the group has parameters in, one behind the other,
+    and zero where they are of none.  States that are not as large as their parameters (of
+    Adafactor) come as torch has them.  Local.
     """
     own = weakref.ref(optimizer)
     vars(optimizer.inner)["state_dict"] = lambda: _flat_states(_alive(own))
@@ -262,23 +303,36 @@ def _alive(optimizer: weakref.ref[ShardedOptimizer]) -> ShardedOptimizer:
 
 
 def _flat_states(optimizer: ShardedOptimizer) -> dict[str, Any]:
-    states, inner = optimizer.load_states(), optimizer.inner
-    tensors = ((param, value) for param, state in states.items() for value in state.values() if _is_moment(value))
+    states = optimizer.load_states()
+    inner = optimizer.inner
+    tensors = (
+        (param, value)
+        for param, state in states.items()
+        for value in state.values()
+        if _is_moment(value)
+    )
     if any(value.numel() != param.numel() for param, value in tensors):
         return dict(type(inner).state_dict(inner))
     found: dict[int, dict[str, Any]] = {}
     groups = []
     for number, group in enumerate(inner.param_groups):
-        groups.append({key: value for key, value in group.items() if key != "params"} | {"params": [number]})
+        groups.append(
+            {key: value for key, value in group.items() if key != "params"} | {"params": [number]}
+        )
         spans, length = _spans(optimizer, number)
         if optimizer.updater.updates and length:
             like = next((states[param] for param, *_ in spans if param in states), None)
-            found[number] = _flat_state(states, spans, length, like or _state_of_nothing(optimizer, group))
+            found[number] = _flat_state(
+                states, spans, length, like or _state_of_nothing(optimizer, group)
+            )
     return {"state": found, "param_groups": groups}
 
 
 def _flat_state(
-    states: Mapping[Any, dict[str, Any]], spans: Sequence[_Span], length: int, like: Mapping[str, Any]
+    states: Mapping[Any, dict[str, Any]],
+    spans: Sequence[_Span],
+    length: int,
+    like: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return one state with flat tensors.  like: that of any parameter of the group, by kind."""
     found: dict[str, Any] = {}
@@ -296,8 +350,12 @@ def _flat_state(
 def _load_flat_states(optimizer: ShardedOptimizer, state: dict[str, Any]) -> None:
     flat = {number: _spans(optimizer, number) for number in range(len(optimizer.shards_by_group))}
     lengths = {number: (length,) for number, (_, length) in flat.items()}
-    moments = [(number, value) for number, each in state["state"].items() for value in each.values()]
-    if any(_is_moment(value) and tuple(value.shape) != lengths.get(number) for number, value in moments):
+    moments = [
+        (number, value) for number, each in state["state"].items() for value in each.values()
+    ]
+    if any(
+        _is_moment(value) and tuple(value.shape) != lengths.get(number) for number, value in moments
+    ):
         optimizer.load_inner(state)
         return
     found: dict[int, dict[str, Any]] = {}
@@ -307,10 +365,14 @@ def _load_flat_states(optimizer: ShardedOptimizer, state: dict[str, Any]) -> Non
         groups.append({**group, "params": list(range(len(found), len(found) + len(spans)))})
         for param, start, numel in spans:
             found[len(found)] = {
-                kind: value[start : start + numel].reshape(param.shape) if _is_moment(value) else value
+                kind: value[start : start + numel].reshape(param.shape)
+                if _is_moment(value)
+                else value
                 for kind, value in state["state"].get(number, {}).items()
             }
-    optimizer.load_inner({"state": {key: each for key, each in found.items() if each}, "param_groups": groups})
+    optimizer.load_inner(
+        {"state": {key: each for key, each in found.items() if each}, "param_groups": groups}
+    )
 
 
 def _is_moment(value: Any) -> bool:
@@ -319,18 +381,26 @@ def _is_moment(value: Any) -> bool:
 
 
 def _spans(optimizer: ShardedOptimizer, number: int) -> tuple[list[_Span], int]:
-    """Return the spans of a parameter group on this rank, and how long its flat tensors are on every rank."""
-    names, starts, length = set(optimizer.names_by_group[number]), dict[int, int](), 0
+    """Return the spans of a parameter group on this rank, and how long its flat tensors are on
+    every rank.
+    """
+    names = set(optimizer.names_by_group[number])
+    starts = dict[int, int]()
+    length = 0
     for group in optimizer.runtime.trained_groups:
         if group.plan.master is not None and names & {slot.name for slot in group.layout.slots}:
             starts[id(group)] = length
             length += group.plan.master.numel(group.layout.padded_numel, group.layout.ranks)
     shards = optimizer.shards_by_group[number]
-    return [(shard.param, starts[id(shard.group)] + shard.start, shard.numel) for shard in shards], length
+    return [
+        (shard.param, starts[id(shard.group)] + shard.start, shard.numel) for shard in shards
+    ], length
 
 
 def _state_of_nothing(optimizer: ShardedOptimizer, group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state that a rank without an element of a group would have of one: seen in a step of a copy."""
+    """Return the state that a rank without an element of a group would have of one: seen in a step
+    of a copy.
+    """
     one = torch.nn.Parameter(torch.zeros(1))
     one.grad = torch.zeros(1)
     kind: Any = type(optimizer.inner)
@@ -341,21 +411,25 @@ def _state_of_nothing(optimizer: ShardedOptimizer, group: Mapping[str, Any]) -> 
     copy.step()
     state = dict(copy.state[one])
     if "step" in state:
-        updates, step = optimizer.updater.updates, state["step"]
-        state["step"] = torch.full_like(step, updates) if isinstance(step, torch.Tensor) else updates
+        updates = optimizer.updater.updates
+        step = state["step"]
+        state["step"] = (
+            torch.full_like(step, updates) if isinstance(step, torch.Tensor) else updates
+        )
     return state
 
 
 def scale_at_stage_0(scaler: LossScaler) -> None:
-    """Let the loss scale fall at each overflow, and stay at its minimum: DeepSpeed's optimizer of stage 0 knows no
-    hysteresis and never gives up.
+    """Let the loss scale fall at each overflow, and stay at its minimum: DeepSpeed's optimizer of
+    stage 0 knows no hysteresis and never gives up.
     """
-    scaler.settings, scaler.cur_hysteresis = replace(scaler.settings, hysteresis=1, gives_up=False), 1
+    scaler.settings = replace(scaler.settings, hysteresis=1, gives_up=False)
+    scaler.cur_hysteresis = 1
 
 
 def class_of(optimizer: ShardedOptimizer) -> type[NamedOptimizer]:
-    """Return the class under DeepSpeed's names.  Where DeepSpeed has no optimizer of its own, at stage 0 in fp32, it is
-    also a class of the optimizer's that computes, and equal to that.
+    """Return the class under DeepSpeed's names.  Where DeepSpeed has no optimizer of its own, at
+    stage 0 in fp32, it is also a class of the optimizer's that computes, and equal to that.
     """
     settings = optimizer.runtime.settings
     inner: Any = type(optimizer.inner)
@@ -376,10 +450,14 @@ def _plain_class(inner: Any) -> type[NamedOptimizer]:
 
 
 class _Kind(type):
-    """A class of DeepSpeed's optimizers, by what an engine was asked for: there is one optimizer."""
+    """A class of DeepSpeed's optimizers, by what an engine was asked for: there is one
+    optimizer.
+    """
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, NamedOptimizer) and bool(cls.fits(instance, instance.runtime.settings.stage))  # type: ignore[attr-defined]
+        return isinstance(instance, NamedOptimizer) and bool(
+            cls.fits(instance, instance.runtime.settings.stage)
+        )  # type: ignore[attr-defined]
 
 
 class DeepSpeedZeroOptimizer(metaclass=_Kind):
@@ -410,18 +488,26 @@ class FP16_Optimizer(metaclass=_Kind):
 
 
 class BF16_Optimizer(metaclass=_Kind):
-    """An optimizer in bf16 of stage 0, or of stage 1 that sums gradients in fp32 and offloads nothing."""
+    """An optimizer in bf16 of stage 0, or of stage 1 that sums gradients in fp32 and offloads
+    nothing.
+    """
 
     @staticmethod
     def fits(optimizer: NamedOptimizer, stage: int) -> bool:
         """Return whether it is one."""
         settings = optimizer.runtime.settings
-        sums_wide = settings.policy.accumulate is torch.float32 and settings.state_tier is Tier.DEVICE
-        return settings.policy.compute is torch.bfloat16 and (stage == 0 or (stage == 1 and sums_wide))
+        sums_wide = (
+            settings.policy.accumulate is torch.float32 and settings.state_tier is Tier.DEVICE
+        )
+        return settings.policy.compute is torch.bfloat16 and (
+            stage == 0 or (stage == 1 and sums_wide)
+        )
 
 
 class FP16_UnfusedOptimizer(metaclass=_Kind):
-    """An optimizer of stage 0 in 16 bits, whose rule is not one of DeepSpeed's kernels; here no rule is."""
+    """An optimizer of stage 0 in 16 bits, whose rule is not one of DeepSpeed's kernels; here no
+    rule is.
+    """
 
     @staticmethod
     def fits(optimizer: NamedOptimizer, stage: int) -> bool:

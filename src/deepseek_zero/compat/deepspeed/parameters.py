@@ -1,11 +1,12 @@
-"""What programs read and write of a sharded parameter in DeepSpeed's words: `ds_*`, `safe_get_*` and `safe_set_*`.
+"""What programs read and write of a sharded parameter in DeepSpeed's words: `ds_*`, `safe_get_*`
+and `safe_set_*`.
 
-`ds_*` (VIEWS) ask the engine at each read.  They stand on `torch.nn.Parameter`, because that is what a gathered
-parameter is; one that no stage 3 engine and no zero.Init has sharded does not have them.  Nothing of ours reads them.
-They go with the last engine and zero.Init.
+`ds_*` (VIEWS) ask the engine at each read.  They stand on `torch.nn.Parameter`, because that is
+what a gathered parameter is; one that no stage 3 engine and no zero.Init has sharded does not have
+them.  Nothing of ours reads them. They go with the last engine and zero.Init.
 
-`safe_*_full_*` reads or writes a whole value: every rank calls it with the same parameter.  `safe_*_local_*` reads or
-writes this rank's part, flat.  `deepseek_zero.utils` re-exports them.
+`safe_*_full_*` reads or writes a whole value: every rank calls it with the same parameter.
+`safe_*_local_*` reads or writes this rank's part, flat.  `deepseek_zero.utils` re-exports them.
 """
 
 from __future__ import annotations
@@ -60,24 +61,34 @@ def _number(owner: Owner, param: nn.Parameter) -> int:
     """Return the parameter's place in the model's parameters(), which every rank has alike."""
     if isinstance(owner, InitShard):
         return owner.number
-    return next(number for number, each in enumerate(owner.runtime().units[0].module.parameters()) if each is param)
+    return next(
+        number
+        for number, each in enumerate(owner.runtime().units[0].module.parameters())
+        if each is param
+    )
 
 
 def _slice(owner: Owner, param: nn.Parameter) -> Tensor:
-    """Return the elements of the weight whose masters this rank has, flat: a view of the very bytes."""
+    """Return the elements of the weight whose masters this rank has, flat: a view of the very
+    bytes.
+    """
     if isinstance(owner, InitShard):
         return owner.slice
     if owner.plan.weight.tier is not Tier.DEVICE:
         raise UnknownNameError(
-            f"ds_tensor of '{owner.name_of(param)}' is not here: the weights rest on {owner.plan.weight.tier.value}.",
+            f"ds_tensor of '{owner.name_of(param)}' is not here: the weights rest on "
+            f"{owner.plan.weight.tier.value}.",
             fix="read this rank's part by deepseek_zero.utils.safe_get_local_fp32_param(param).",
         )
     if owner.plan.weight.rests_as is not None:
         raise UnknownNameError(
-            f"ds_tensor of '{owner.name_of(param)}' is not here: the weights rest as {owner.plan.weight.rests_as}.",
+            f"ds_tensor of '{owner.name_of(param)}' is not here: the weights rest as "
+            f"{owner.plan.weight.rests_as}.",
             fix="gather the parameter (deepseek_zero.zero.GatheredParameters), which decodes it.",
         )
-    return owner.weight.write(*owner.weight.owned_range(_slot(owner, param), owner.comm_ctx.comm.rank))
+    return owner.weight.write(
+        *owner.weight.owned_range(_slot(owner, param), owner.comm_ctx.comm.rank)
+    )
 
 
 def _numel_here(owner: Owner, param: nn.Parameter) -> int:
@@ -88,7 +99,11 @@ def _numel_here(owner: Owner, param: nn.Parameter) -> int:
 
 
 def _status(owner: Owner, param: nn.Parameter) -> ZeroParamStatus:
-    return ZeroParamStatus.NOT_AVAILABLE if isinstance(param, ShardedParameter) else ZeroParamStatus.AVAILABLE
+    return (
+        ZeroParamStatus.NOT_AVAILABLE
+        if isinstance(param, ShardedParameter)
+        else ZeroParamStatus.AVAILABLE
+    )
 
 
 def _summary(owner: Owner, param: nn.Parameter) -> dict[str, Any]:
@@ -104,10 +119,13 @@ def _summary(owner: Owner, param: nn.Parameter) -> dict[str, Any]:
 
 
 class _Whole:
-    """Parameters of one group that `all_gather` has made whole, until `partition` has had them all."""
+    """Parameters of one group that `all_gather` has made whole, until `partition` has had them
+    all.
+    """
 
     def __init__(self, param: nn.Parameter) -> None:
-        self.block, self.held = GatheredParameters(param, modifier_rank=0), set[int]()
+        self.block = GatheredParameters(param, modifier_rank=0)
+        self.held = set[int]()
         self.block.__enter__()
 
 
@@ -134,13 +152,17 @@ class MultipleAllGatherHandles:
 
 
 def _those(given: Any, param: nn.Parameter) -> list[tuple[Any, nn.Parameter]]:
-    params: list[Any] = [param] if given is None else [given] if isinstance(given, Tensor) else list(given)
+    params: list[Any] = (
+        [param] if given is None else [given] if isinstance(given, Tensor) else list(given)
+    )
     found = [(owner_of(each), each) for each in params]
     return [(owner, each) for owner, each in found if isinstance(owner, InitShard | ParamGroup)]
 
 
 def _all_gather(owner: Owner, param: nn.Parameter) -> Callable[..., GatherHandle | None]:
-    def all_gather(param_list: Any = None, async_op: bool = False, **words: Any) -> GatherHandle | None:
+    def all_gather(
+        param_list: Any = None, async_op: bool = False, **words: Any
+    ) -> GatherHandle | None:
         """Make parameters whole until `partition`.  Collective."""
         for holder, each in _those(param_list, param):
             if holder not in _whole:
@@ -161,7 +183,9 @@ def _all_gather_coalesced(owner: Owner, param: nn.Parameter) -> Callable[..., Ga
 
 
 def _partition(owner: Owner, param: nn.Parameter) -> Callable[..., None]:
-    def partition(param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, **words: Any) -> None:
+    def partition(
+        param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, **words: Any
+    ) -> None:
         """Put parameters that `all_gather` has made whole back to rest.  Collective.
 
         has_been_updated: with the values that rank 0 has now; else with those from before.
@@ -172,7 +196,9 @@ def _partition(owner: Owner, param: nn.Parameter) -> Callable[..., None]:
             whole.held.discard(id(each))
             if not whole.held:
                 del _whole[holder]
-                whole.block.__exit__(None, None, None) if has_been_updated else whole.block.discard()
+                whole.block.__exit__(
+                    None, None, None
+                ) if has_been_updated else whole.block.discard()
 
     return partition
 
@@ -185,10 +211,16 @@ VIEWS: dict[str, Callable[[Any, nn.Parameter], Any]] = {
     "ds_tensor": _slice,
     "ds_persist": lambda owner, param: isinstance(owner, ParamGroup) and not owner.is_sharded,
     "ds_process_group": lambda owner, param: dist.group.WORLD if dist.is_initialized() else None,
-    "ds_active_sub_modules": lambda owner, param: set(),  # who uses it now is the schedule's business
+    "ds_active_sub_modules": lambda owner, param: (
+        set()
+    ),  # who uses it now is the schedule's business
     "partition_numel": lambda owner, param: lambda: _numel_here(owner, param),
-    "is_external_param": lambda owner, param: False,  # what is used outside its module is found, and not marked
-    "ds_secondary_tensor": lambda owner, param: None,  # a second copy is a unit's, not a parameter's
+    "is_external_param": lambda owner, param: (
+        False
+    ),  # what is used outside its module is found, and not marked
+    "ds_secondary_tensor": lambda owner, param: (
+        None
+    ),  # a second copy is a unit's, not a parameter's
     "ds_zero_param_process_group": lambda owner, param: None,
     "all_gather": _all_gather,
     "all_gather_coalesced": _all_gather_coalesced,
@@ -198,14 +230,19 @@ VIEWS: dict[str, Callable[[Any, nn.Parameter], Any]] = {
 
 
 class _View:
-    """Compute a name from the parameter's owner; an attribute of that name which somebody set comes first."""
+    """Compute a name from the parameter's owner; an attribute of that name which somebody set comes
+    first.
+    """
 
     def __init__(self, name: str) -> None:
-        self.name, self.read = name, VIEWS[name]
+        self.name = name
+        self.read = VIEWS[name]
 
     def __get__(self, param: nn.Parameter | None, kind: type) -> Any:
         owner = owner_of(param) if param is not None else None
-        sharded = isinstance(owner, InitShard) or (isinstance(owner, ParamGroup) and _stage(owner) == 3)
+        sharded = isinstance(owner, InitShard) or (
+            isinstance(owner, ParamGroup) and _stage(owner) == 3
+        )
         if param is None or not sharded:
             raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}")
         return self.read(owner, param)
@@ -220,7 +257,9 @@ _needed_by: set[int] = set()
 
 
 def show_ds_names(user: object) -> None:
-    """Let parameters answer to DeepSpeed's names while `user` lives: an engine of stage 3, or a zero.Init."""
+    """Let parameters answer to DeepSpeed's names while `user` lives: an engine of stage 3, or a
+    zero.Init.
+    """
     if not _needed_by:
         for name in VIEWS:
             setattr(nn.Parameter, name, _View(name))
@@ -242,11 +281,14 @@ class ZeROOrderedDict(OrderedDict[str, Any]):
 
     def __init__(self, parent_module: Any, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._parent_module, self._in_forward = parent_module, False
+        self._parent_module = parent_module
+        self._in_forward = False
 
 
 def ensure_zero_ordered_dict(module: Any) -> None:
-    """Let a module keep its own parameters in a `ZeROOrderedDict`; what it had stays as `_original_parameters`."""
+    """Let a module keep its own parameters in a `ZeROOrderedDict`; what it had stays as
+    `_original_parameters`.
+    """
     params = parameters_dict(module)
     if params is None or isinstance(params, ZeROOrderedDict):
         return
@@ -263,10 +305,11 @@ class NoHook:
 
 
 class ParameterOffload:
-    """Stand for what TRL takes off a stage 3 optimizer while a gathered model generates, and puts back: nothing.
+    """Stand for what TRL takes off a stage 3 optimizer while a gathered model generates, and puts
+    back: nothing.
 
-    A forward gathers by itself and leaves alone what is gathered already.  `module` is where TRL looks for parameters
-    to tidy up.  `forward_hooks` tells whether they are thought to be there.
+    A forward gathers by itself and leaves alone what is gathered already.  `module` is where TRL
+    looks for parameters to tidy up.  `forward_hooks` tells whether they are thought to be there.
     """
 
     def __init__(self) -> None:
@@ -286,19 +329,22 @@ class ParameterOffload:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Return a parameter's whole master in fp32, in the parameter's shape; None for a frozen one.  Collective."""
+    """Return a parameter's whole master in fp32, in the parameter's shape; None for a frozen one.
+    Collective.
+    """
     found = full_master(param)
     return found.float() if found is not None else None
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """Return a parameter's whole reduced gradient, in its shape, between backward and step; None at any other
-    time.  Collective.
+    """Return a parameter's whole reduced gradient, in its shape, between backward and step; None at
+    any other time.  Collective.
 
-    Under fp16 it is still multiplied by the loss scale, as it is held.  Inside no_sync, where nothing is reduced yet,
-    it is this rank's own.
+    Under fp16 it is still multiplied by the loss scale, as it is held.  Inside no_sync, where
+    nothing is reduced yet, it is this rank's own.
     """
-    found, owner = full_grad(param), owner_of(param)
+    found = full_grad(param)
+    owner = owner_of(param)
     if found is not None or not isinstance(owner, ParamGroup) or owner.plan.grad is None:
         return found
     own = owner.gradient.own_summand(owner.index[id(param)])
@@ -306,14 +352,16 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Return a whole element-wise optimizer state ("exp_avg"), in the parameter's shape; None before the first
-    step.  Collective.
+    """Return a whole element-wise optimizer state ("exp_avg"), in the parameter's shape; None
+    before the first step.  Collective.
     """
     return access.full_state(param, optim_state_key)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Replace a parameter's master and weight by a whole value, which every rank passes alike.  Collective."""
+    """Replace a parameter's master and weight by a whole value, which every rank passes alike.
+    Collective.
+    """
     access.set_full_master(param, value)
 
 
@@ -334,7 +382,9 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """Return this rank's part of the reduced gradient, flat, between backward and step; None at any other time."""
+    """Return this rank's part of the reduced gradient, flat, between backward and step; None at any
+    other time.
+    """
     return access.local_grad(param)
 
 
@@ -344,7 +394,9 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Replace this rank's part of master and weight, flat.  Collective: other ranks' copies follow."""
+    """Replace this rank's part of master and weight, flat.  Collective: other ranks' copies
+    follow.
+    """
     access.set_local_master(param, value)
 
 
@@ -353,7 +405,9 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     access.set_grad(param, value, local=True)
 
 
-def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+def safe_set_local_optimizer_state(
+    param: nn.Parameter, value: Tensor, optim_state_key: str
+) -> None:
     """Replace this rank's part of an optimizer state, flat."""
     access.set_local_state(param, value, optim_state_key)
 
@@ -361,7 +415,9 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
 def safe_update_full_grad_vectorized(
     param_list: Sequence[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Replace whole gradients by a function of (gradient, parameter), the same on every rank.  Collective."""
+    """Replace whole gradients by a function of (gradient, parameter), the same on every rank.
+    Collective.
+    """
     with torch.no_grad():
         for param in param_list:
             grad = full_grad(param)

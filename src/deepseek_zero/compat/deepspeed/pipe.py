@@ -1,4 +1,6 @@
-"""DeepSpeed's `PipelineModule`: a model written as a list of layers, of which this rank builds its stage's."""
+"""DeepSpeed's `PipelineModule`: a model written as a list of layers, of which this rank builds its
+stage's.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ __all__ = [
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Return the boundaries of parts with equal numbers of items; parts behind the last item are empty."""
+    """Return the boundaries of parts with equal numbers of items; parts behind the last item are
+    empty.
+    """
     if num_items <= num_parts:
         return [min(part, num_items) for part in range(num_parts + 1)]
     return list(uniform(num_items, num_parts))
@@ -45,11 +49,12 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 class PipelineModule(LayerStages):
     """A model as a list of layers, cut into stages over the ranks.
 
-    layers: modules, functions, `LayerSpec`s and `TiedLayerSpec`s; each takes what the one before returns, one argument,
-    of which a tuple is one.  num_stages: must divide the world; the ranks of a stage are neighbours.  topology: axes
-    over the ranks, instead.  partition_method: "parameters", "uniform", "type:REGEX".  The other arguments are
-    DeepSpeed's.  All ZeRO stages take it.  Only this rank's layers are built; names hold a layer's place in the whole
-    list.
+    layers: modules, functions, `LayerSpec`s and `TiedLayerSpec`s; each takes what the one before
+    returns, one argument,
+    of which a tuple is one.  num_stages: must divide the world; the ranks of a stage are
+    neighbours.  topology: axes over the ranks, instead.  partition_method: "parameters", "uniform",
+    "type:REGEX".  The other arguments are DeepSpeed's.  All ZeRO stages take it.  Only this rank's
+    layers are built; names hold a layer's place in the whole list.
     """
 
     engine_class = PipelineEngine  # that `initialize` makes of it
@@ -71,10 +76,14 @@ class PipelineModule(LayerStages):
     ) -> None:
         if num_stages is None and topology is None:
             raise UsageError(
-                "must provide num_stages or topology", "", "pass num_stages=2, or a topology with an axis pipe."
+                "must provide num_stages or topology",
+                "",
+                "pass num_stages=2, or a topology with an axis pipe.",
             )
         if checkpointable_layers is not None:
-            assert isinstance(checkpointable_layers, list), "param `checkpointable_layers` must be type of list."
+            assert isinstance(checkpointable_layers, list), (
+                "param `checkpointable_layers` must be type of list."
+            )
         is_distributed = dist.is_available() and dist.is_initialized()
         world_size = dist.get_world_size() if is_distributed else 1
         stages = topology.get_dim("pipe") if topology is not None else num_stages
@@ -101,20 +110,28 @@ class PipelineModule(LayerStages):
             checkpoint_func=activation_checkpoint_func,
             checkpointable=checkpointable_layers,
         )
-        self._topo, self._grid = topology, grid
-        self.global_rank, self.world_size = grid.global_rank, world_size
-        self.stage_id, self.dynamic_shape = grid.stage_id, dynamic_shape
+        self._topo = topology
+        self._grid = grid
+        self.global_rank = grid.global_rank
+        self.world_size = world_size
+        self.stage_id = grid.stage_id
+        self.dynamic_shape = dynamic_shape
         self.to(default_device())
 
     # -- recomputation
 
     def set_checkpoint_interval(self, interval: int) -> None:
         """Recompute so many layers at a time in backward from the next forward on; 0: none."""
-        self.activation_checkpoint_interval = whole_number("set_checkpoint_interval", "interval", interval, 0)
+        self.activation_checkpoint_interval = whole_number(
+            "set_checkpoint_interval", "interval", interval, 0
+        )
 
     def take_configured(self, pipeline: Mapping[str, Any]) -> None:
         """Recompute as the section `pipeline` of a configuration says, where it says it."""
-        if isinstance(interval := pipeline.get("activation_checkpoint_interval"), int) and interval > 0:
+        if (
+            isinstance(interval := pipeline.get("activation_checkpoint_interval"), int)
+            and interval > 0
+        ):
             self.activation_checkpoint_interval = interval
         if pipeline.get("use_reentrant") is False:
             self.activation_checkpoint_func = activation_checkpointing.non_reentrant_checkpoint
@@ -122,7 +139,8 @@ class PipelineModule(LayerStages):
     @property
     def is_checkpointable_results(self) -> list[bool]:
         """Of each run of layers that would be recomputed at once, whether it is."""
-        count, interval = len(self.forward_funcs), self.activation_checkpoint_interval
+        count = len(self.forward_funcs)
+        interval = self.activation_checkpoint_interval
         starts = range(0, count, interval) if interval else ()
         return [self.recomputes(self.forward_funcs[start : start + interval]) for start in starts]
 
@@ -135,8 +153,11 @@ class PipelineModule(LayerStages):
     # -- who stands where
 
     def mesh_statement(self) -> MeshStatement:
-        """What the topology says: stages, tensor-parallel ranks where it has that axis, who is where."""
-        topology, words = self.topology(), {"pp": "pipe", "tp": "model"}
+        """What the topology says: stages, tensor-parallel ranks where it has that axis, who is
+        where.
+        """
+        topology = self.topology()
+        words = {"pp": "pipe", "tp": "model"}
         axes = {axis: size for axis, word in words.items() if (size := topology.get_dim(word))}
         ranks = map(topology.get_coord, range(topology.world_size()))
         places = tuple({axis: int(getattr(here, words[axis])) for axis in axes} for here in ranks)
@@ -146,7 +167,9 @@ class PipelineModule(LayerStages):
     def mesh(self) -> Mesh:
         """The axes that the topology says."""
         grid = self._grid
-        return Mesh(pp=self.num_stages, dp_shard=grid.data_parallel_size, tp=grid.slice_parallel_size)
+        return Mesh(
+            pp=self.num_stages, dp_shard=grid.data_parallel_size, tp=grid.slice_parallel_size
+        )
 
     def topology(self) -> ProcessTopology:
         """Return the axes over the ranks."""

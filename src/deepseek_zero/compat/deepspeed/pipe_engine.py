@@ -24,7 +24,8 @@ def _refused() -> PipelineError:
     return PipelineError(
         "Only train_batch() is accessible in pipeline mode.",
         "A step's micro-batches go through the stages one behind the other.",
-        "call engine.train_batch(data_iter) for each step, engine.eval_batch(data_iter) to evaluate.",
+        "call engine.train_batch(data_iter) for each step, engine.eval_batch(data_iter) to "
+        "evaluate.",
     )
 
 
@@ -48,9 +49,11 @@ class PipelineEngine(DeepSpeedEngine):
     # -- batches
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Take a whole step; return the mean loss over micro-batches and data-parallel ranks.  Collective.
+        """Take a whole step; return the mean loss over micro-batches and data-parallel ranks.
+        Collective.
 
-        data_iter: yields (inputs, labels); None: what `set_dataiterator` or `set_dataloader` gave, or the loader.
+        data_iter: yields (inputs, labels); None: what `set_dataiterator` or `set_dataloader` gave,
+        or the loader.
         """
         return Engine.train_batch(self, self._read(data_iter))
 
@@ -63,19 +66,24 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Return the mean loss of a batch without a backward, or with `return_logits` that and the last stage's
-        outputs.  Collective.  reduce_output, bcast_loss: every rank gets the mean, whatever they say.
+        """Return the mean loss of a batch without a backward, or with `return_logits` that and the
+        last stage's outputs.  Collective.  reduce_output, bcast_loss: every rank gets the mean,
+        whatever they say.
         """
         found = self._read(data_iter)
         assert found is not None
-        outputs = self._evaluated(found, num_micro_batches, keeps_outputs=return_logits, has_loss=compute_loss)
+        outputs = self._evaluated(
+            found, num_micro_batches, keeps_outputs=return_logits, has_loss=compute_loss
+        )
         return outputs if return_logits else outputs[0]
 
     def _read(self, given: Iterator[Any] | None) -> Iterator[Any] | None:
         data = given if given is not None else self._data
         if data is None and self._batch_fn is not None:
             data = self._own_batches()
-        return map(self._batch_fn, data) if data is not None and self._batch_fn is not None else data
+        return (
+            map(self._batch_fn, data) if data is not None and self._batch_fn is not None else data
+        )
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Take training batches from an iterator."""
@@ -95,13 +103,20 @@ class PipelineEngine(DeepSpeedEngine):
         self._batch_fn = fn
 
     def _reentrant_activation_checkpointing(self) -> bool:
-        """Return whether layers are recomputed by the function that is reentrant in DeepSpeed; here none is."""
+        """Return whether layers are recomputed by the function that is reentrant in DeepSpeed; here
+        none is.
+        """
         layers = self._layers
-        is_named = layers.activation_checkpoint_func is not activation_checkpointing.non_reentrant_checkpoint
+        is_named = (
+            layers.activation_checkpoint_func
+            is not activation_checkpointing.non_reentrant_checkpoint
+        )
         return layers.activation_checkpoint_interval > 0 and is_named
 
     def reset_activation_shape(self) -> None:
-        """Forget the shapes of what travels between stages: the next batch has others.  On every rank."""
+        """Forget the shapes of what travels between stages: the next batch has others.  On every
+        rank.
+        """
         if self.parts.pipeline is not None:
             self.parts.pipeline.reset_shapes()
 

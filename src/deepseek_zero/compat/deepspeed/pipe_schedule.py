@@ -14,7 +14,8 @@ class PipeInstruction:
     """One instruction; its arguments are its attributes."""
 
     def __init__(self, **kwargs: Any) -> None:
-        self.name, self.kwargs = type(self).__name__, kwargs
+        self.name = type(self).__name__
+        self.kwargs = kwargs
         for key, value in kwargs.items():
             setattr(self, key, value)
 
@@ -76,8 +77,11 @@ class PipeSchedule(ABC):
     """The instructions of one stage; iterating gives those of each tick."""
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
-        self.micro_batches, self.stages, self.stage_id = micro_batches, stages, stage_id
-        self.prev_stage, self.next_stage = stage_id - 1, stage_id + 1
+        self.micro_batches = micro_batches
+        self.stages = stages
+        self.stage_id = stage_id
+        self.prev_stage = stage_id - 1
+        self.next_stage = stage_id + 1
         self._ticks: Iterator[Tick] | None = None
 
     @abstractmethod
@@ -133,7 +137,8 @@ class InferenceSchedule(PipeSchedule):
 
     def steps(self) -> Iterator[Tick]:
         for tick in range(self.micro_batches + self.stages - 1):
-            micro, is_even = tick - self.stage_id, self.stage_id % 2 == 0
+            micro = tick - self.stage_id
+            is_even = self.stage_id % 2 == 0
             here, other = (tick % 2, (tick + 1) % 2) if is_even else ((tick + 1) % 2, tick % 2)
             found: Tick = []
             if (self.is_first_stage or self.is_last_stage) and self._valid_micro_batch(micro):
@@ -155,7 +160,8 @@ class InferenceSchedule(PipeSchedule):
 class TrainSchedule(PipeSchedule):
     """1F1B in 2(m + P - 1) ticks, forwards and backwards in turn.
 
-    In tick t stage s computes forward (t - s) / 2, or where that is no whole number backward (t - 2P + 1 + s) / 2.
+    In tick t stage s computes forward (t - s) / 2, or where that is no whole number backward (t -
+    2P + 1 + s) / 2.
     """
 
     def steps(self) -> Iterator[Tick]:
@@ -165,7 +171,8 @@ class TrainSchedule(PipeSchedule):
             is_forward = (tick - self.stage_id) % 2 == 0
             late = self.stage_id if is_forward else 2 * self.stages - 1 - self.stage_id
             micro = (tick - late) // 2
-            is_here, was_before = self._valid_micro_batch(micro), self._valid_micro_batch(before)
+            is_here = self._valid_micro_batch(micro)
+            was_before = self._valid_micro_batch(before)
             found: Tick = []
             if is_forward and self._valid_stage(self.prev_stage):
                 found += [RecvActivation(self._buffer_idx(micro))] if is_here else []
@@ -193,8 +200,16 @@ class DataParallelSchedule(PipeSchedule):
 
     def steps(self) -> Iterator[Tick]:
         for micro in range(self.micro_batches):
-            found: Tick = [LoadMicroBatch(buffer_id=0), ForwardPass(buffer_id=0), BackwardPass(buffer_id=0)]
-            yield [*found, ReduceGrads(), OptimizerStep()] if micro == self.micro_batches - 1 else found
+            found: Tick = [
+                LoadMicroBatch(buffer_id=0),
+                ForwardPass(buffer_id=0),
+                BackwardPass(buffer_id=0),
+            ]
+            yield (
+                [*found, ReduceGrads(), OptimizerStep()]
+                if micro == self.micro_batches - 1
+                else found
+            )
 
     def num_pipe_buffers(self) -> int:
         return 1

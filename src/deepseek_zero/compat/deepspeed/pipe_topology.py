@@ -17,7 +17,8 @@ class ProcessTopology:
     """Maps coordinates on named axes to ranks, row-major: the last axis is the fastest."""
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
-        self.axes, self.dims = list(axes), list(dims)
+        self.axes = list(axes)
+        self.dims = list(dims)
         coord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
         self.ProcessCoord = coord
         places = product(*(range(size) for size in self.dims))
@@ -37,10 +38,15 @@ class ProcessTopology:
         return self.axes
 
     def get_rank_repr(
-        self, rank: int, omit_axes: Iterable[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+        self,
+        rank: int,
+        omit_axes: Iterable[str] = ("data", "pipe"),
+        inner_sep: str = "_",
+        outer_sep: str = "-",
     ) -> str:
         """Return a rank's coordinates as a name: "model_01"."""
-        omitted, coord = set(omit_axes), self.get_coord(rank)
+        omitted = set(omit_axes)
+        coord = self.get_coord(rank)
         shown = [axis for axis in self.axes if axis not in omitted]
         return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in shown)
 
@@ -103,7 +109,8 @@ def _prime_factors(N: int) -> list[int]:
     """Return the prime factors of a positive number, rising."""
     if N <= 0:
         raise ValueError("Values must be strictly positive.")
-    found, factor = [], 2
+    found = []
+    factor = 2
     while N > 1:
         if N % factor:
             factor += 1
@@ -116,8 +123,8 @@ def _prime_factors(N: int) -> list[int]:
 class PipelineParallelGrid:
     """Where this rank stands in a topology, and with whom; an `mpu` for programs written for one.
 
-    "Model parallel" is pipe and tensor together, "slice parallel" is tensor alone.  A process group is made when it is
-    first asked for; asking is collective in the world then.
+    "Model parallel" is pipe and tensor together, "slice parallel" is tensor alone.  A process group
+    is made when it is first asked for; asking is collective in the world then.
     """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
@@ -131,13 +138,21 @@ class PipelineParallelGrid:
         self.slice_parallel_size = self.model_parallel_size
         assert self._topo.world_size() == self.world_size, "Invalid Grid"
         self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
-        self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == self.pipe_parallel_size - 1
+        self.is_first_stage, self.is_last_stage = (
+            self.stage_id == 0,
+            self.stage_id == self.pipe_parallel_size - 1,
+        )
         self.dp_groups = self._lists("data")
         self.pipe_groups = self._lists("pipe")
         self.model_groups = self._lists("model")
-        self.ds_model_groups = [self._topo.get_axis_list("data", place) for place in range(self.data_parallel_size)]
+        self.ds_model_groups = [
+            self._topo.get_axis_list("data", place) for place in range(self.data_parallel_size)
+        ]
         self.dp_group, self.pp_group = self._own(self.dp_groups), self._own(self.pipe_groups)
-        self.slice_group, self.ds_model_group = self._own(self.model_groups), self._own(self.ds_model_groups)
+        self.slice_group, self.ds_model_group = (
+            self._own(self.model_groups),
+            self._own(self.ds_model_groups),
+        )
         self.p2p_groups = self._pairs()
         self._made: dict[str, Any] = {}
 
@@ -177,7 +192,9 @@ class PipelineParallelGrid:
         return int(self._topo.get_coord(self.global_rank).data) if self._topo.get_dim("data") else 0
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """Return the rank of a stage whose other coordinates are this rank's, but for those given."""
+        """Return the rank of a stage whose other coordinates are this rank's, but for those
+        given.
+        """
         here = self._topo.get_coord(self.global_rank)
         return self._topo.get_rank(**here._replace(pipe=stage_id, **kwargs)._asdict())
 

@@ -26,7 +26,8 @@ from .utils import log_dist
 class FlopsProfiler:
     """Counts the forwards of a model between start_profile and stop_profile.
 
-    recompute_fwd_factor: forwards that backward repeats (1 with activation checkpointing), for the printed step.
+    recompute_fwd_factor: forwards that backward repeats (1 with activation checkpointing), for the
+    printed step.
     """
 
     def __init__(
@@ -37,12 +38,16 @@ class FlopsProfiler:
         counted: ForwardCost | None = None,
     ) -> None:
         """counted: forwards that were watched already."""
-        self.model, self.ds_engine, self.recompute_fwd_factor = model, ds_engine, recompute_fwd_factor
+        self.model = model
+        self.ds_engine = ds_engine
+        self.recompute_fwd_factor = recompute_fwd_factor
         self.started = False
         self._cost = counted or ForwardCost(model)
 
     def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
-        """Watch the model from now on.  ignore_list: accepted; modules cost nothing where they compute nothing."""
+        """Watch the model from now on.  ignore_list: accepted; modules cost nothing where they
+        compute nothing.
+        """
         self.started = True
         self._cost.reset()
         self._cost.start()
@@ -58,7 +63,8 @@ class FlopsProfiler:
     def end_profile(self) -> None:
         """Stop, and forget everything."""
         self._cost.stop()
-        self._cost, self.started = ForwardCost(self.model), False
+        self._cost = ForwardCost(self.model)
+        self.started = False
 
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Return the floating-point operations of the watched forwards on this rank."""
@@ -95,7 +101,9 @@ class FlopsProfiler:
     @property
     def _total(self) -> ModuleCost:
         if "" not in self._cost.rows:
-            raise UsageError("the flops profiler has not watched anything.", fix="call start_profile() first.")
+            raise UsageError(
+                "the flops profiler has not watched anything.", fix="call start_profile() first."
+            )
         return self._cost.rows[""]
 
     def print_model_profile(
@@ -106,14 +114,17 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print the totals and, if `detailed`, each module down to `module_depth` (-1: all); or write them to a file.
+        """Print the totals and, if `detailed`, each module down to `module_depth` (-1: all); or
+        write them to a file.
 
         top_modules: accepted; every module is listed, in the model's order.
         """
         _ = self._total  # or the error that nothing was watched
         settings = FlopsSettings(profile_step, self.recompute_fwd_factor, module_depth, detailed)
         text = _ranks_of(self.ds_engine) + flops_table(self._cost, settings) + "\n"
-        Path(output_file).write_text(text, encoding="utf-8") if output_file else sys.stdout.write(text)
+        Path(output_file).write_text(text, encoding="utf-8") if output_file else sys.stdout.write(
+            text
+        )
 
 
 def _ranks_of(engine: Any) -> str:
@@ -121,7 +132,11 @@ def _ranks_of(engine: Any) -> str:
     if engine is None:
         return ""
     data = engine.dp_world_size if engine.dp_world_size is not None else engine.seq_dp_world_size
-    sizes = {"world size": engine.world_size, "data parallel size": data, "model parallel size": engine.mp_world_size}
+    sizes = {
+        "world size": engine.world_size,
+        "data parallel size": data,
+        "model parallel size": engine.mp_world_size,
+    }
     sizes["batch size per GPU"] = engine.train_micro_batch_size_per_gpu()
     return "".join(f"{name + ':':<60}  {size}\n" for name, size in sizes.items())
 
@@ -141,9 +156,11 @@ def get_model_profile(
     ignore_modules: Sequence[type[nn.Module]] | None = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """Return (flops, macs, parameters) of one forward (mode "generate": of model.generate) without gradients.
+    """Return (flops, macs, parameters) of one forward (mode "generate": of model.generate) without
+    gradients.
 
-    input_shape: the model is given zeros of this shape, in its own dtype; else args and kwargs are passed.
+    input_shape: the model is given zeros of this shape, in its own dtype; else args and kwargs are
+    passed.
     """
     if input_shape is not None:
         like = next(model.parameters(), torch.empty(()))
@@ -153,7 +170,8 @@ def get_model_profile(
             "args and/or kwargs must be specified if input_shape is None",
             fix="pass input_shape=(2, 3), or what the model is called with.",
         )
-    profiler, was_training = FlopsProfiler(model), model.training
+    profiler = FlopsProfiler(model)
+    was_training = model.training
     call = model.generate if mode == "generate" else model
     model.eval()
     with torch.no_grad():
@@ -198,7 +216,9 @@ class Timer:
     """One name of SynchronizedWallClockTimer."""
 
     def __init__(self, name: str, watch: Watch) -> None:
-        self.name_, self._watch, self.started_ = name, watch, False
+        self.name_ = name
+        self._watch = watch
+        self.started_ = False
 
     def start(self) -> None:
         self._watch.start()
@@ -207,7 +227,8 @@ class Timer:
     def stop(self, reset: bool = False, record: bool = False) -> None:
         """End a call.  reset: forget the calls before it."""
         if reset:
-            self._watch.seconds, self._watch.calls = 0.0, 0
+            self._watch.seconds = 0.0
+            self._watch.calls = 0
         self._watch.stop()
         self.started_ = False
 
@@ -258,14 +279,20 @@ class SynchronizedWallClockTimer:
     ) -> None:
         """Log milliseconds by name, on rank 0 unless `ranks` says otherwise."""
         spans = [
-            f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in names if name in self.timers
+            f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}"
+            for name in names
+            if name in self.timers
         ]
         memory = f" | {self.memory_usage()}" if memory_breakdown else ""
         log_dist(f"time (ms) | {' | '.join(spans)}{memory}", ranks=list(ranks or [0]))
 
-    def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
+    def get_mean(
+        self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True
+    ) -> dict[str, float]:
         """Return mean milliseconds by name."""
-        found = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
+        found = {
+            name: self.timers[name].mean() / normalizer for name in names if name in self.timers
+        }
         for name in found if reset else ():
             self.timers[name].reset()
         return found
@@ -308,8 +335,10 @@ class ThroughputTimer:
         logging_fn: Callable[[str], None] | None = None,
     ) -> None:
         self.enabled = bool(getattr(config, "enabled", True))
-        self.batch_size, self.start_step = max(1, batch_size or 1), start_step
-        self.steps_per_output, self.logging = steps_per_output, logging_fn or (lambda text: log_dist(text, ranks=[0]))
+        self.batch_size = max(1, batch_size or 1)
+        self.start_step = start_step
+        self.steps_per_output = steps_per_output
+        self.logging = logging_fn or (lambda text: log_dist(text, ranks=[0]))
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.total_elapsed_time = self.step_elapsed_time = self.start_time = self.end_time = 0.0
         self.initialized = self.started = False
@@ -345,7 +374,9 @@ class ThroughputTimer:
             return
         every = self.steps_per_output
         if report_speed and every and self.global_step_count % every == 0:
-            self.logging(f"step {self.global_step_count}: {self.avg_samples_per_sec():.3g} samples/s")
+            self.logging(
+                f"step {self.global_step_count}: {self.avg_samples_per_sec():.3g} samples/s"
+            )
         self.step_elapsed_time = 0.0
 
     def avg_samples_per_sec(self) -> float:

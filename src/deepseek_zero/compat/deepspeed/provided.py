@@ -1,6 +1,7 @@
 """What the drop-in provides: each module of DeepSpeed's, and where in this library its names live.
 
-The one table of it (module_stub.py makes modules of it).  A name that another module of DeepSpeed's only imports from
+The one table of it (module_stub.py makes modules of it).  A name that another module of DeepSpeed's
+only imports from
 one of these is not repeated: inventory.json says where DeepSpeed takes it from.
 """
 

@@ -1,8 +1,9 @@
-"""DeepSpeed's named streams of random numbers, of `deepspeed.checkpointing`: for layers that a program splits itself.
+"""DeepSpeed's named streams of random numbers, of `deepspeed.checkpointing`: for layers that a
+program splits itself.
 
-A stream is a state of the device's default generator. `fork` draws from it, and puts the default one back. What a
-checkpoint computes again draws from every stream what it drew before. Layers that this library splits need none of it
-(parallel/streams.py).
+A stream is a state of the device's default generator. `fork` draws from it, and puts the default
+one back. What a checkpoint computes again draws from every stream what it drew before. Layers that
+this library splits need none of it (parallel/streams.py).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class RandomStreams:
 
     def reset(self) -> None:
         """Forget every stream."""
-        self._states, self._seeds = {}, set()
+        self._states = {}
+        self._seeds = set()
 
     def get_states(self) -> dict[str, Tensor]:
         """Return the state of each stream."""
@@ -46,7 +48,9 @@ class RandomStreams:
         if seed in self._seeds or name in self._states:
             taken = f"the name '{name}'" if name in self._states else f"the seed {seed}"
             raise UsageError(
-                f"another stream has {taken}.", "Two streams would draw alike.", "take another, or reset()."
+                f"another stream has {taken}.",
+                "Two streams would draw alike.",
+                "take another, or reset().",
             )
         before = _state()
         _seed(seed)
@@ -98,7 +102,9 @@ def get_cuda_rng_tracker() -> RandomStreams:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the default stream, alike on every rank, and the one of split layers, by this rank's place along "tp"."""
+    """Seed the default stream, alike on every rank, and the one of split layers, by this rank's
+    place along "tp".
+    """
     _Process.streams.reset()
     _seed(seed)
     _Process.streams.add(MODEL_PARALLEL, seed + OFFSET + _tensor_rank())
@@ -123,7 +129,9 @@ def _seed(seed: int) -> None:
 
 
 def _state() -> Tensor:
-    found: Tensor = torch.get_rng_state() if default_device().type == "cpu" else _device().get_rng_state()
+    found: Tensor = (
+        torch.get_rng_state() if default_device().type == "cpu" else _device().get_rng_state()
+    )
     return found
 
 

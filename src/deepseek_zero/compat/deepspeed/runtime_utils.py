@@ -1,6 +1,8 @@
-"""DeepSpeed's `deepspeed.runtime.utils`: arithmetic over gradients and partitions that scripts borrow.
+"""DeepSpeed's `deepspeed.runtime.utils`: arithmetic over gradients and partitions that scripts
+borrow.
 
-No engine uses it: norms, clipping and overflow of sharded gradients are the optimizer's (optim/sharded.py).
+No engine uses it: norms, clipping and overflow of sharded gradients are the optimizer's
+(optim/sharded.py).
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from .moe import is_moe_param
 from .pipe import partition_uniform
 from .utils import see_memory_usage
 
-ZeRORuntimeException = CheckpointError  # DeepSpeed's word for a checkpoint that does not fit the ranks
+ZeRORuntimeException = (
+    CheckpointError  # DeepSpeed's word for a checkpoint that does not fit the ranks
+)
 
 
 class DummyOptim:
@@ -40,12 +44,15 @@ class noop_context:
 
 
 def count_used_parameters_in_backward(parameters: Iterable[Tensor]) -> int:
-    """Return how many of these parameters the backward that is under way reaches; a RuntimeError outside of one.
+    """Return how many of these parameters the backward that is under way reaches; a RuntimeError
+    outside of one.
 
     Asked of autograd itself, which nothing here does: units count the gradients that they expect.
     """
     if backward_id() == -1:
-        raise RuntimeError("count_used_parameters_in_backward must be called during backward execution")
+        raise RuntimeError(
+            "count_used_parameters_in_backward must be called during backward execution"
+        )
     return count_reached(parameters)
 
 
@@ -72,7 +79,9 @@ def filter_empty_parameters(params: Any) -> Any:
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         return params
     return [
-        {**each, "params": [param for param in each["params"] if param.numel()]} if isinstance(each, dict) else each
+        {**each, "params": [param for param in each["params"] if param.numel()]}
+        if isinstance(each, dict)
+        else each
         for each in params
         if isinstance(each, dict) or not isinstance(each, Tensor) or each.numel()
     ]
@@ -80,16 +89,24 @@ def filter_empty_parameters(params: Any) -> Any:
 
 def get_inactive_params(param_list: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Return the parameters that are at rest: sharded at stage 3 and not gathered now."""
-    return [param for param in param_list if getattr(getattr(param, "ds_status", None), "name", "") == "NOT_AVAILABLE"]
+    return [
+        param
+        for param in param_list
+        if getattr(getattr(param, "ds_status", None), "name", "") == "NOT_AVAILABLE"
+    ]
 
 
 def is_model_parallel_parameter(p: Any) -> bool:
-    """Return whether a parameter is marked as a piece of a larger one: `model_parallel`, `tensor_model_parallel`."""
+    """Return whether a parameter is marked as a piece of a larger one: `model_parallel`,
+    `tensor_model_parallel`.
+    """
     return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: Any) -> Any:
-    """Return nested lists, tuples and dicts with copies on a device of the tensors that meet the criterion."""
+    """Return nested lists, tuples and dicts with copies on a device of the tensors that meet the
+    criterion.
+    """
     if criterion_func(item):
         return item.detach().to(device, copy=True)
     if isinstance(item, list | tuple):
@@ -103,7 +120,9 @@ def get_tensor_bytes(item: Any) -> int:
     """Return the bytes of the tensors in nested lists, tuples and dicts."""
     if isinstance(item, Tensor):
         return item.numel() * item.element_size()
-    inside = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else ()
+    inside = (
+        item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else ()
+    )
     return sum(map(get_tensor_bytes, inside))
 
 
@@ -116,7 +135,9 @@ def has_inf_or_nan(x: Tensor) -> Tensor:
 
 
 def is_invalid_grad_norm(norm: Any) -> bool:
-    """Return whether a norm cannot be one: -1 (DeepSpeed's word for it), infinite or not a number."""
+    """Return whether a norm cannot be one: -1 (DeepSpeed's word for it), infinite or not a
+    number.
+    """
     return float(norm) == -1 or not math.isfinite(float(norm))
 
 
@@ -128,7 +149,11 @@ def mask_nan_or_inf_with_val_inplace(input: Tensor, device: Any = None, val: flo
 def get_global_norm(norm_list: Iterable[Any]) -> float:
     """Return the 2-norm of parts with these norms; infinity where one cannot be a norm."""
     norms = [float(norm) for norm in norm_list]
-    return math.inf if any(map(is_invalid_grad_norm, norms)) else math.sqrt(sum(norm**2 for norm in norms))
+    return (
+        math.inf
+        if any(map(is_invalid_grad_norm, norms))
+        else math.sqrt(sum(norm**2 for norm in norms))
+    )
 
 
 def _sum_over(value: Tensor, group: Any, largest: bool = False) -> Tensor:
@@ -143,19 +168,24 @@ def _norm_of(tensors: Sequence[Tensor], norm_type: float, mpu: Any = None) -> Te
     device = tensors[0].device if tensors else default_device()
     if norm_type == math.inf:
         largest = [tensor.detach().abs().max().float() for tensor in tensors]
-        return _sum_over(torch.stack(largest).max() if largest else torch.zeros((), device=device), group, True)
+        return _sum_over(
+            torch.stack(largest).max() if largest else torch.zeros((), device=device), group, True
+        )
     parts = [tensor.detach().float().norm(norm_type).pow(norm_type) for tensor in tensors]
     total = torch.stack(parts).sum() if parts else torch.zeros((), device=device)
     return _sum_over(total, group).pow(1.0 / norm_type)
 
 
 def _own(tensors: Iterable[Any], mpu: Any) -> list[Any]:
-    """Leave out what another model-parallel rank counts: what is not split counts on the first alone."""
+    """Leave out what another model-parallel rank counts: what is not split counts on the first
+    alone.
+    """
     first = mpu is None or mpu.get_model_parallel_rank() == 0
     return [
         tensor
         for tensor in tensors
-        if not getattr(tensor, "ds_pipe_replicated", False) and (first or is_model_parallel_parameter(tensor))
+        if not getattr(tensor, "ds_pipe_replicated", False)
+        and (first or is_model_parallel_parameter(tensor))
     ]
 
 
@@ -168,7 +198,9 @@ def _valid(norm: Tensor) -> float:
 
 
 def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
-    """Return the norm of tensors; -1 where it is not finite.  Collective over an mpu's model-parallel ranks."""
+    """Return the norm of tensors; -1 where it is not finite.  Collective over an mpu's
+    model-parallel ranks.
+    """
     return _valid(_norm_of(_own(_each(parameters), mpu), float(norm_type), mpu))
 
 
@@ -193,7 +225,9 @@ def get_flattened_grad_norm(
 def get_grad_zeros(parameters: Any, mpu: Any = None) -> float:
     """Return how many elements of the gradients are zero."""
     grads = [param.grad for param in _own(_each(parameters), mpu) if param.grad is not None]
-    zeros = torch.tensor(float(sum(grad.numel() - int(torch.count_nonzero(grad)) for grad in grads)))
+    zeros = torch.tensor(
+        float(sum(grad.numel() - int(torch.count_nonzero(grad)) for grad in grads))
+    )
     return float(_sum_over(zeros, mpu.get_model_parallel_group() if mpu is not None else None))
 
 
@@ -215,8 +249,12 @@ def clip_tensors_by_global_norm(
     mpu: Any = None,
     eps: float = 1e-6,
 ) -> Any:
-    """Multiply tensors in place so that their norm together is at most `max_norm`; returns the norm before."""
-    norm = get_global_norm_of_tensors(input_tensors, mpu=mpu) if global_norm is None else global_norm
+    """Multiply tensors in place so that their norm together is at most `max_norm`; returns the norm
+    before.
+    """
+    norm = (
+        get_global_norm_of_tensors(input_tensors, mpu=mpu) if global_norm is None else global_norm
+    )
     factor = float(max_norm) / (float(norm) + eps)
     if factor < 1:
         for tensor in input_tensors:
@@ -224,15 +262,21 @@ def clip_tensors_by_global_norm(
     return norm
 
 
-def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> Tensor:
-    """Clip gradients that every data-parallel rank has whole; returns their norm, averaged over those ranks.
+def clip_grad_norm_(
+    parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> Tensor:
+    """Clip gradients that every data-parallel rank has whole; returns their norm, averaged over
+    those ranks.
 
-    Collective over the data-parallel ranks.  Sharded gradients are clipped by the key `gradient_clipping`.
+    Collective over the data-parallel ranks.  Sharded gradients are clipped by the key
+    `gradient_clipping`.
     """
     given = [param for param in _each(parameters) if param.grad is not None]
     grads = [param.grad for param in (given if mpu is None else _own(given, mpu))]
     norm = _norm_of(grads, float(norm_type), mpu)
-    norm = _sum_over(norm / max(1, groups.get_data_parallel_world_size()), groups.get_data_parallel_group())
+    norm = _sum_over(
+        norm / max(1, groups.get_data_parallel_world_size()), groups.get_data_parallel_group()
+    )
     factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
     for param in given:
         param.grad.detach().mul_(factor.to(param.grad.device))
@@ -242,7 +286,8 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
 class CheckOverflow:
     """Ask whether gradients are not finite, on any rank that shares the model.
 
-    param_groups: lists of parameters.  zero_reduce_scatter: gradients are sharded, so every rank is asked.
+    param_groups: lists of parameters.  zero_reduce_scatter: gradients are sharded, so every rank is
+    asked.
     """
 
     def __init__(
@@ -252,20 +297,30 @@ class CheckOverflow:
         zero_reduce_scatter: bool = False,
         deepspeed: Any = None,
     ) -> None:
-        self.mpu, self.zero_reduce_scatter, self.deepspeed = mpu, zero_reduce_scatter, deepspeed
+        self.mpu = mpu
+        self.zero_reduce_scatter = zero_reduce_scatter
+        self.deepspeed = deepspeed
         self.params = [param for group in param_groups or () for param in group]
         self.has_moe_params = any(map(is_moe_param, self.params))
 
     def check(self, param_groups: Iterable[Iterable[nn.Parameter]] | None = None) -> bool:
-        """Return whether a gradient of these parameters (or those of the constructor) is not finite."""
-        params = self.params if param_groups is None else [param for group in param_groups for param in group]
+        """Return whether a gradient of these parameters (or those of the constructor) is not
+        finite.
+        """
+        params = (
+            self.params
+            if param_groups is None
+            else [param for group in param_groups for param in group]
+        )
         return self.has_overflow(params)
 
     def has_overflow_serial(self, params: Iterable[nn.Parameter]) -> bool:
         """Return it for this rank alone."""
         return any(param.grad is not None and bool(has_inf_or_nan(param.grad)) for param in params)
 
-    def has_overflow(self, params: Iterable[nn.Parameter], has_moe_params: bool | None = None) -> bool:
+    def has_overflow(
+        self, params: Iterable[nn.Parameter], has_moe_params: bool | None = None
+    ) -> bool:
         """Return it for all ranks that hold pieces or experts of the model."""
         params = list(params)
         experts = any(map(is_moe_param, params)) if has_moe_params is None else has_moe_params
@@ -273,7 +328,9 @@ class CheckOverflow:
 
     def check_using_norm(self, norm_group: Iterable[Any], reduce_overflow: bool = True) -> bool:
         """Return whether a norm is not one, on any rank where that is asked for."""
-        return self._agreed(any(map(is_invalid_grad_norm, norm_group)), reduce_overflow or self.has_moe_params)
+        return self._agreed(
+            any(map(is_invalid_grad_norm, norm_group)), reduce_overflow or self.has_moe_params
+        )
 
     def _agreed(self, found: bool, everywhere: bool) -> bool:
         flag = torch.tensor([float(found)], device=default_device())
@@ -288,23 +345,33 @@ class CheckOverflow:
 
 
 class PartitionedTensor:
-    """A tensor of which each rank of a group keeps a run of elements.  Collective: all pass the same values."""
+    """A tensor of which each rank of a group keeps a run of elements.  Collective: all pass the
+    same values.
+    """
 
     def __init__(self, tensor: Tensor, group: Any, partition_meta: Any = None) -> None:
         self.group = group
-        self.num_parts, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.orig_size, self.orig_device = list(tensor.size()), tensor.device
+        self.num_parts = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.orig_size = list(tensor.size())
+        self.orig_device = tensor.device
         self.partition = partition_uniform(tensor.numel(), self.num_parts)
         start, stop = self.partition[self.rank : self.rank + 2]
         self.local_data = tensor.detach().reshape(-1)[start:stop].clone()
 
     @classmethod
-    def from_meta(cls, meta: Tensor, local_part: Tensor, group: Any, device: Any = None) -> PartitionedTensor:
-        """Return the partitioned tensor that `to_meta` described and `local_part` is this rank's part of."""
+    def from_meta(
+        cls, meta: Tensor, local_part: Tensor, group: Any, device: Any = None
+    ) -> PartitionedTensor:
+        """Return the partitioned tensor that `to_meta` described and `local_part` is this rank's
+        part of.
+        """
         assert meta.dtype == torch.long
-        found, numbers = cls.__new__(cls), meta.tolist()
+        found = cls.__new__(cls)
+        numbers = meta.tolist()
         dims = numbers[0]
-        found.group, found.orig_size = group, numbers[1 : 1 + dims]
+        found.group = group
+        found.orig_size = numbers[1 : 1 + dims]
         found.num_parts, found.rank, *found.partition = numbers[1 + dims :]
         assert (found.num_parts, found.rank) == (dist.get_world_size(group), dist.get_rank(group))
         found.orig_device = torch.device(device) if device is not None else local_part.device
@@ -323,7 +390,9 @@ class PartitionedTensor:
         own[: self.local_data.numel()] = self.local_data
         parts = [torch.empty_like(own) for _ in range(self.num_parts)]
         dist.all_gather(parts, own, group=self.group)
-        kept = [part[: stop - start] for part, (start, stop) in zip(parts, self._bounds(), strict=True)]
+        kept = [
+            part[: stop - start] for part, (start, stop) in zip(parts, self._bounds(), strict=True)
+        ]
         return torch.cat(kept).view(self.orig_size).to(device or self.orig_device)
 
     def _bounds(self) -> Iterator[tuple[int, int]]:
@@ -343,11 +412,13 @@ class PartitionedTensor:
 
 
 def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> list[Tensor]:
-    """Return this rank's part of the mean of each tensor over the ranks, flat; the last ranks' parts may be shorter.
+    """Return this rank's part of the mean of each tensor over the ranks, flat; the last ranks'
+    parts may be shorter.
 
     Collective in the group; one message for all tensors.
     """
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    ranks = dist.get_world_size(group)
+    rank = dist.get_rank(group)
     lengths = [-(-tensor.numel() // ranks) for tensor in tensors]
     boxes = torch.zeros(ranks, sum(lengths), dtype=tensors[0].dtype, device=tensors[0].device)
     for box in range(ranks):
@@ -357,11 +428,16 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> li
             into[: part.numel()].copy_(part).div_(ranks)
     dist.all_reduce(boxes, group=group)
     found = zip(boxes[rank].split(lengths), tensors, lengths, strict=True)
-    return [part[: max(0, min(length, tensor.numel() - rank * length))] for part, tensor, length in found]
+    return [
+        part[: max(0, min(length, tensor.numel() - rank * length))]
+        for part, tensor, length in found
+    ]
 
 
 def align_dense_tensors(tensor_list: Sequence[Tensor], alignment: int) -> list[Tensor]:
-    """Return the tensors, and behind them zeros that make their elements a multiple of `alignment`."""
+    """Return the tensors, and behind them zeros that make their elements a multiple of
+    `alignment`.
+    """
     missing = -sum(tensor.numel() for tensor in tensor_list) % alignment
     return [*tensor_list, *([tensor_list[0].new_zeros(missing)] if missing else [])]
 

@@ -1,4 +1,6 @@
-"""DeepSpeed's `deepspeed.sequence.layer`: attention over sequences that ranks of a process group share."""
+"""DeepSpeed's `deepspeed.sequence.layer`: attention over sequences that ranks of a process group
+share.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from ...parallel.sequence import SequenceAttention, exchange, spread
 
 
 class GroupRanks:
-    """The ranks of torch's process group, as `parallel.sequence` takes them; without a group one rank alone."""
+    """The ranks of torch's process group, as `parallel.sequence` takes them; without a group one
+    rank alone.
+    """
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -34,10 +38,12 @@ class GroupRanks:
 class DistributedAttention(SequenceAttention):
     """Attention of whole sequences, of which each rank of a group holds its own tokens (Ulysses).
 
-    local_attention: is called with (query, key, value, *args, **kwargs) of all tokens and this rank's heads.
-    sequence_process_group: torch's group.  scatter_idx: below 2 where tokens are whole and heads are cut outside, else
-    heads are.  gather_idx: accepted; which dimension holds the tokens follows from the batch's.  sp_stream: accepted;
-    exchanges are waited for.
+    local_attention: is called with (query, key, value, *args, **kwargs) of all tokens and this
+    rank's heads.
+    sequence_process_group: torch's group.  scatter_idx: below 2 where tokens are whole and heads
+    are cut outside, else
+    heads are.  gather_idx: accepted; which dimension holds the tokens follows from the batch's.
+    sp_stream: accepted; exchanges are waited for.
     """
 
     def __init__(
@@ -49,9 +55,14 @@ class DistributedAttention(SequenceAttention):
         sp_stream: Any = None,
     ) -> None:
         super().__init__(local_attention, GroupRanks(sequence_process_group))
-        self.spg, self.scatter_idx, self.gather_idx = sequence_process_group, scatter_idx, gather_idx
+        self.spg = sequence_process_group
+        self.scatter_idx = scatter_idx
+        self.gather_idx = gather_idx
         if sp_stream is not None:
-            log_once("DistributedAttention(sp_stream=...): exchanges are waited for, and the stream is not used.")
+            log_once(
+                "DistributedAttention(sp_stream=...): exchanges are waited for, and the stream is "
+                "not used."
+            )
 
     def forward(
         self,
@@ -65,23 +76,32 @@ class DistributedAttention(SequenceAttention):
     ) -> Any:
         """Return the output for this rank's tokens. Collective in the group; waits.
 
-        query, key, value: (batch, tokens, heads, width) where batch_dim_idx is 0, (tokens, batch, heads, width) where
-        it is 1. rotary_pos_emb: a pair (cos, sin) over all tokens, (batch, tokens, heads, width) or broadcast to it.
+        query, key, value: (batch, tokens, heads, width) where batch_dim_idx is 0, (tokens, batch,
+        heads, width) where
+        it is 1. rotary_pos_emb: a pair (cos, sin) over all tokens, (batch, tokens, heads, width) or
+        broadcast to it.
         """
         outer, inner = (2, 1 - batch_dim_idx) if self.scatter_idx >= 2 else (1 - batch_dim_idx, 2)
         if self.scatter_idx >= 2:
-            key, value = spread(key, self.ranks.size, outer), spread(value, self.ranks.size, outer)
-        query, key, value = exchange(self.ranks, outer, inner, "query, key and value", query, key, value)
+            key = spread(key, self.ranks.size, outer)
+            value = spread(value, self.ranks.size, outer)
+        query, key, value = exchange(
+            self.ranks, outer, inner, "query, key and value", query, key, value
+        )
         if rotary_pos_emb is not None:
             cos, sin = (each.permute(1, 0, 2, 3) for each in rotary_pos_emb)
-            query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
+            query = _rotated(query, cos, sin)
+            key = _rotated(key, cos, sin)
         context = self.local_attn(query, key, value, *args, **kwargs)
         return exchange(self.ranks, inner, outer, "the output of attention", context)[0]
 
 
 def _rotated(tensor: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return a tensor turned by rotary positions, in the first cos.shape[-1] of its last dimension."""
-    turned, rest = tensor[..., : cos.shape[-1]], tensor[..., cos.shape[-1] :]
+    """Return a tensor turned by rotary positions, in the first cos.shape[-1] of its last
+    dimension.
+    """
+    turned = tensor[..., : cos.shape[-1]]
+    rest = tensor[..., cos.shape[-1] :]
     first, second = turned.chunk(2, -1)
     turned = turned * cos + torch.cat((-second, first), -1) * sin
     return torch.cat((turned, rest), -1) if rest.shape[-1] else turned

@@ -1,11 +1,13 @@
-"""DeepSpeed's tiled computations of `deepspeed.runtime.sequence_parallel.ulysses_sp`, over activations/tiles.py.
+"""DeepSpeed's tiled computations of `deepspeed.runtime.sequence_parallel.ulysses_sp`, over
+activations/tiles.py.
 
-They are called as there, `TiledMLP.apply(...)`, and every gradient arrives once. So nothing waits for a parameter's
-`ds_grad_is_ready`, and `compute_params` are not needed: whatever weights a function uses get their gradients. Those of
-16 bits are added up over tiles in fp32: of TiledMLP the module's, of TiledFusedLogitsLoss the `compute_params`.
-TiledFusedLogitsLoss differentiates tiles in forward where it is told what its function reads (`sum_at_once`), as
-DeepSpeed does, and in backward elsewhere; its weights get the factor that the loss is multiplied by afterwards
-(accumulation, loss scale), which theirs miss there.
+They are called as there, `TiledMLP.apply(...)`, and every gradient arrives once. So nothing waits
+for a parameter's `ds_grad_is_ready`, and `compute_params` are not needed: whatever weights a
+function uses get their gradients. Those of 16 bits are added up over tiles in fp32: of TiledMLP the
+module's, of TiledFusedLogitsLoss the `compute_params`. TiledFusedLogitsLoss differentiates tiles in
+forward where it is told what its function reads (`sum_at_once`), as DeepSpeed does, and in backward
+elsewhere; its weights get the factor that the loss is multiplied by afterwards (accumulation, loss
+scale), which theirs miss there.
 """
 
 from __future__ import annotations
@@ -38,10 +40,13 @@ def sequence_tiled_compute(
     output_unshard_dimension: int = 1,
     output_reduction: str | None = "mean",
 ) -> Tensor:
-    """Return fn(**kwargs_to_shard, **kwargs_to_pass), computed in tiles of the sequence and again in backward.
+    """Return fn(**kwargs_to_shard, **kwargs_to_pass), computed in tiles of the sequence and again
+    in backward.
 
-    kwargs_to_shard: of (samples, seqlen, ...). output_unshard_dimension: where tiles are joined; 0: each returns one
-    number, a loss. output_reduction: "mean", "sum" or None, of what is joined. seqlen, grad_requiring_tensor_key,
+    kwargs_to_shard: of (samples, seqlen, ...). output_unshard_dimension: where tiles are joined; 0:
+    each returns one
+    number, a loss. output_reduction: "mean", "sum" or None, of what is joined. seqlen,
+    grad_requiring_tensor_key,
     compute_params: accepted; they follow from the tensors. ValueError for another reduction.
     """
     if output_reduction not in _REDUCTIONS:
@@ -52,7 +57,11 @@ def sequence_tiled_compute(
         return fn(**dict(zip(names, tensors, strict=True)), **kwargs_to_pass)
 
     found = each_tile(one, shards, *kwargs_to_shard.values())
-    joined = torch.stack(found) if output_unshard_dimension == 0 else torch.cat(found, output_unshard_dimension)
+    joined = (
+        torch.stack(found)
+        if output_unshard_dimension == 0
+        else torch.cat(found, output_unshard_dimension)
+    )
     return _REDUCTIONS[output_reduction](joined)
 
 
@@ -72,8 +81,11 @@ class SequenceTiledCompute:
         output_reduction: str | None,
         *args: Any,
     ) -> Tensor:
-        """Return what `sequence_tiled_compute` does.  args: the values of keys_to_shard, then those of keys_to_pass."""
-        cut, passed = args[: len(keys_to_shard)], args[len(keys_to_shard) :]
+        """Return what `sequence_tiled_compute` does.  args: the values of keys_to_shard, then those
+        of keys_to_pass.
+        """
+        cut = args[: len(keys_to_shard)]
+        passed = args[len(keys_to_shard) :]
         return sequence_tiled_compute(
             fn,
             seqlen,
@@ -100,8 +112,8 @@ class TiledMLP:
     ) -> Tensor:
         """Return fn(self, x), computed tile by tile and again in backward.
 
-        x: (samples, tokens, width), or (tokens, width).  compute_params: those whose gradients of 16 bits are added up
-        in fp32; None or none: all of the module's.
+        x: (samples, tokens, width), or (tokens, width).  compute_params: those whose gradients of
+        16 bits are added up in fp32; None or none: all of the module's.
         """
         with fp32_sums(_module(self), compute_params or None) as reading:
             return in_tiles(reading(partial(fn, self)), shards, x, dim=-2)
@@ -123,13 +135,16 @@ class TiledFusedLogitsLoss:
     ) -> Tensor:
         """Return the mean or the sum of what fn(self, x, y) is for each tile.
 
-        x, y: (samples, tokens, ...); fn gets tiles of (some tokens of all samples in turn, ...).  mask: (samples,
-        tokens), cut beside them and passed where it is not None.  output_reduction: "mean" or "sum"; tiles of unequal
-        numbers of valid tokens ask for "sum".  compute_params: the weights that fn reads, whose gradients are computed
-        in forward then (`sum_at_once`), and added up in fp32.  ValueError as DeepSpeed raises.
+        x, y: (samples, tokens, ...); fn gets tiles of (some tokens of all samples in turn, ...).
+        mask: (samples, tokens), cut beside them and passed where it is not None.  output_reduction:
+        "mean" or "sum"; tiles of unequal numbers of valid tokens ask for "sum".  compute_params:
+        the weights that fn reads, whose gradients are computed in forward then (`sum_at_once`), and
+        added up in fp32.  ValueError as DeepSpeed raises.
         """
         if output_reduction not in ("mean", "sum"):
-            raise ValueError(f'unknown reduction {output_reduction}: valid values are: "mean"/"sum"')
+            raise ValueError(
+                f'unknown reduction {output_reduction}: valid values are: "mean"/"sum"'
+            )
         if x.dim() < 2:
             raise ValueError("x must be at least 2D [batch_size, seq_len, ...]")
         if y.dim() < 2:

@@ -1,7 +1,9 @@
-"""DeepSpeed's `deepspeed.runtime.sequence_parallel.ulysses_sp`: what programs ask before `initialize(mpu=...)`.
+"""DeepSpeed's `deepspeed.runtime.sequence_parallel.ulysses_sp`: what programs ask before
+`initialize(mpu=...)`.
 
-Registering looks at the model and returns an mpu that says how many ranks share sequences; `initialize` with it does
-the rest (parallel/sequence_model.py). The loss stays each rank's own: DeepSpeed's recipe weighs it by tokens outside.
+Registering looks at the model and returns an mpu that says how many ranks share sequences;
+`initialize` with it does the rest (parallel/sequence_model.py). The loss stays each rank's own:
+DeepSpeed's recipe weighs it by tokens outside.
 """
 
 from __future__ import annotations
@@ -29,15 +31,20 @@ from . import groups
 
 
 class SequenceMpu:
-    """An mpu of ranks that share sequences. sequence_settings: what `initialize` is told of them."""
+    """An mpu of ranks that share sequences. sequence_settings: what `initialize` is told of
+    them.
+    """
 
     def __init__(self, ranks: int, settings: SequenceSettings) -> None:
         is_alone = not (dist.is_available() and dist.is_initialized())
         world, rank = (1, 0) if is_alone else (dist.get_world_size(), dist.get_rank())
-        self.mesh, self.sequence_settings = Mesh(sp=ranks).on_world(world, rank), settings
+        self.mesh = Mesh(sp=ranks).on_world(world, rank)
+        self.sequence_settings = settings
 
     def get_sequence_parallel_group(self) -> Any:
-        """Return torch's group of the ranks that share this one's sequences. Collective in the world the first time."""
+        """Return torch's group of the ranks that share this one's sequences. Collective in the
+        world the first time.
+        """
         return groups.group_of(*groups.SEQUENCE, over=self.mesh)
 
     def get_sequence_parallel_world_size(self) -> int:
@@ -47,7 +54,9 @@ class SequenceMpu:
         return self.mesh.coordinates["sp"]
 
     def get_data_parallel_group(self) -> Any:
-        """Return torch's group of the ranks that see different batches. Collective in the world the first time."""
+        """Return torch's group of the ranks that see different batches. Collective in the world the
+        first time.
+        """
         return groups.group_of(*groups.DATA, over=self.mesh)
 
     def get_data_parallel_world_size(self) -> int:
@@ -81,16 +90,21 @@ class UlyssesSPAttentionHF:
         """Return the mpu for `initialize` of this model, or None for one rank. Local.
 
         model_name_or_path: the model, or where its configuration is. micro_batch_size, seq_length,
-        seq_length_is_variable: compared; any batch may follow. disable_in_eval: ranks compute alone in evaluation.
-        ValueError in DeepSpeed's words where the ranks cannot share its sequences.
+        seq_length_is_variable: compared; any batch may follow. disable_in_eval: ranks compute alone
+        in evaluation. ValueError in DeepSpeed's words where the ranks cannot share its sequences.
         """
         if sequence_parallel_size == 1:
             return None
         length = seq_length if seq_length is not None else max_length
         if not seq_length_is_variable and length is None:
-            raise ValueError("Either `seq_length_is_variable` needs to be `True` or `seq_length` needs to be set.")
+            raise ValueError(
+                "Either `seq_length_is_variable` needs to be `True` or `seq_length` needs to be "
+                "set."
+            )
         if not seq_length_is_variable and length is not None and length % sequence_parallel_size:
-            raise ValueError(f"Sequence length {length} is not divisible by SP size {sequence_parallel_size}")
+            raise ValueError(
+                f"Sequence length {length} is not divisible by SP size {sequence_parallel_size}"
+            )
         config = getattr(model_name_or_path, "config", None)
         if config is None:
             config = import_module("transformers").AutoConfig.from_pretrained(model_name_or_path)
@@ -100,32 +114,41 @@ class UlyssesSPAttentionHF:
 
 
 def _refuse(config: Any, core: str, ranks: int) -> None:
-    """Raise what DeepSpeed raises of a configuration that these ranks cannot share sequences with."""
+    """Raise what DeepSpeed raises of a configuration that these ranks cannot share sequences
+    with.
+    """
     named = getattr(config, "_attn_implementation", None)
     if named is not None and named != core:
         raise ValueError(
-            f"core_attn_implementation='{core}' does not match model config attn_implementation='{named}'."
+            f"core_attn_implementation='{core}' does not match model config "
+            f"attn_implementation='{named}'."
         )
     if "eager" in core:
         raise ValueError(
-            f"{core} attn_implementation isn't currently supported by Ulysses sequence parallelism because it requires "
-            "a 4D attention_mask."
+            f"{core} attn_implementation isn't currently supported by Ulysses sequence parallelism "
+            "because it requires a 4D attention_mask."
         )
     known = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     if core not in known:
-        raise ValueError(f"{core} is not a valid attn_implementation. The choices are {known.valid_keys()}")
+        raise ValueError(
+            f"{core} is not a valid attn_implementation. The choices are {known.valid_keys()}"
+        )
     heads, held = heads_of(config.get_text_config())
     if heads % ranks:
         raise ValueError(f"Attention head count {heads} is not divisible by SP size {ranks}")
     if held % ranks and ranks % held:
-        raise ValueError(f"KV attention head count {held} and SP size {ranks} must divide one another")
+        raise ValueError(
+            f"KV attention head count {held} and SP size {ranks} must divide one another"
+        )
 
 
 class UlyssesSPDataLoaderAdapter:
-    """Iterates over the batches of all ranks that share sequences, one after the other, each rank over its own tokens.
+    """Iterates over the batches of all ranks that share sequences, one after the other, each rank
+    over its own tokens.
 
-    dl: this rank's loader, of (samples, tokens) batches with `input_ids` and `labels`; as long as the other ranks'.
-    Batches are padded to a multiple of the ranks, unless pad_to_sp_multiple is False: then ValueError.
+    dl: this rank's loader, of (samples, tokens) batches with `input_ids` and `labels`; as long as
+    the other ranks'. Batches are padded to a multiple of the ranks, unless pad_to_sp_multiple is
+    False: then ValueError.
     """
 
     def __init__(
@@ -138,8 +161,13 @@ class UlyssesSPDataLoaderAdapter:
         pad_to_sp_multiple: bool = True,
         pad_token_id: int = 0,
     ) -> None:
-        self.dl, self.sp_rank, self.sp_group, self.sp_world_size = dl, sp_rank, sp_group, sp_world_size
-        self.device, self.pad_to_sp_multiple, self.pad_token_id = device, pad_to_sp_multiple, pad_token_id
+        self.dl = dl
+        self.sp_rank = sp_rank
+        self.sp_group = sp_group
+        self.sp_world_size = sp_world_size
+        self.device = device
+        self.pad_to_sp_multiple = pad_to_sp_multiple
+        self.pad_token_id = pad_token_id
         self.iter = iter(dl)
         self.micro_batches: deque[dict[str, Any]] = deque()
 
@@ -150,14 +178,18 @@ class UlyssesSPDataLoaderAdapter:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        """Return this rank's tokens of the next batch. Collective in the group every `sp_world_size` batches."""
+        """Return this rank's tokens of the next batch. Collective in the group every
+        `sp_world_size` batches.
+        """
         if not self.micro_batches:
             self.refill()
         found: dict[str, Any] = to_device(self.micro_batches.popleft(), torch.device(self.device))
         return found
 
     def refill(self) -> None:
-        """Take one batch of each rank's loader. Collective in the group; StopIteration where the loaders end."""
+        """Take one batch of each rank's loader. Collective in the group; StopIteration where the
+        loaders end.
+        """
         try:
             batch = next(self.iter)
         except StopIteration:
@@ -165,9 +197,14 @@ class UlyssesSPDataLoaderAdapter:
             raise
         for name in ("input_ids", "labels"):
             if not isinstance(batch.get(name), Tensor) or batch[name].dim() != 2:
-                raise ValueError(f"Ulysses SP dataloader batches must contain tensor {name} of [batch, sequence].")
+                raise ValueError(
+                    f"Ulysses SP dataloader batches must contain tensor {name} of [batch, "
+                    "sequence]."
+                )
         for row in all_gather_bytes(_as_bytes(dict(batch)), self.sp_world_size, self.sp_group):
-            self.micro_batches.append(own_tokens(self._padded(_from_bytes(row)), self.sp_rank, self.sp_world_size))
+            self.micro_batches.append(
+                own_tokens(self._padded(_from_bytes(row)), self.sp_rank, self.sp_world_size)
+            )
 
     def _padded(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch of as many tokens as the ranks divide."""
@@ -176,7 +213,9 @@ class UlyssesSPDataLoaderAdapter:
         if not missing:
             return batch
         if not self.pad_to_sp_multiple:
-            raise ValueError(f"batch's seqlen={length} isn't divisible by sp-size={self.sp_world_size}")
+            raise ValueError(
+                f"batch's seqlen={length} isn't divisible by sp-size={self.sp_world_size}"
+            )
         fills = {"input_ids": self.pad_token_id, "labels": IGNORED, "shift_labels": IGNORED}
         found = dict(batch)
         for name, value in batch.items():
@@ -185,24 +224,33 @@ class UlyssesSPDataLoaderAdapter:
             if name == "position_ids":
                 found[name] = torch.cat((value, value[:, -1:] + torch.arange(1, missing + 1)), 1)
             else:
-                found[name] = pad(value, (0, 0) * (value.dim() - 2) + (0, missing), value=fills.get(name, 0))
+                found[name] = pad(
+                    value, (0, 0) * (value.dim() - 2) + (0, missing), value=fills.get(name, 0)
+                )
         return found
 
 
 def _as_bytes(batch: dict[str, Any]) -> bytes:
-    """Return a batch of tensors and plain values as a header of JSON, its length before it, and the elements."""
+    """Return a batch of tensors and plain values as a header of JSON, its length before it, and the
+    elements.
+    """
     tensors: dict[str, Tensor] = {}
     try:
         values = encode(batch, "batch", tensors)
     except CheckpointError as error:
         raise UsageError(
-            f"a batch cannot go to the ranks that share its sequences: {str(error).splitlines()[0]}",
+            "a batch cannot go to the ranks that share its sequences: "
+            f"{str(error).splitlines()[0]}",
             "Batches travel between ranks as tensors and plain values, never as pickles.",
             "leave it out of the batch, or make it numbers, texts, lists, dicts or tensors.",
         ) from None
-    shapes = {name: [dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
+    shapes = {
+        name: [dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()
+    }
     header = json.dumps([values, shapes]).encode()
-    elements = [tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors.values()]
+    elements = [
+        tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors.values()
+    ]
     return b"".join([len(header).to_bytes(8, "little"), header, *elements])
 
 

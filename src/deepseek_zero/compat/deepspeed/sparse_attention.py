@@ -1,8 +1,9 @@
-"""DeepSpeed's `deepspeed.ops.sparse_attention`: its configurations, its two modules and its utilities.
+"""DeepSpeed's `deepspeed.ops.sparse_attention`: its configurations, its two modules and its
+utilities.
 
-They are words for `deepseek_zero.attention`: a configuration makes a layout, a module calls the kernel. Sequences have
-any length, on any device and in any dtype. A layout is made for the sequence at hand, not cut out of one of the longest
-length, and "unidirectional" is causal by token.
+They are words for `deepseek_zero.attention`: a configuration makes a layout, a module calls the
+kernel. Sequences have any length, on any device and in any dtype. A layout is made for the sequence
+at hand, not cut out of one of the longest length, and "unidirectional" is causal by token.
 """
 
 from __future__ import annotations
@@ -38,8 +39,12 @@ class SparsityConfig:
 
     KIND: ClassVar[type[Layout] | None] = None
 
-    def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False) -> None:
-        self.num_heads, self.block, self.different_layout_per_head = num_heads, block, different_layout_per_head
+    def __init__(
+        self, num_heads: int, block: int = 16, different_layout_per_head: bool = False
+    ) -> None:
+        self.num_heads = num_heads
+        self.block = block
+        self.different_layout_per_head = different_layout_per_head
         self.num_layout_heads = num_heads if different_layout_per_head else 1
 
     def setup_layout(self, seq_len: int) -> Tensor:
@@ -54,7 +59,9 @@ class SparsityConfig:
         return layout
 
     def make_layout(self, seq_len: int) -> Tensor:
-        """Return the layout of a sequence, 0 or 1 for each pair of blocks, (heads, blocks, blocks)."""
+        """Return the layout of a sequence, 0 or 1 for each pair of blocks, (heads, blocks,
+        blocks).
+        """
         if self.KIND is None:
             raise NotBuiltError(
                 f"{type(self).__name__} makes no layout.",
@@ -68,9 +75,18 @@ class SparsityConfig:
         kind: Any = self.KIND
         if kind is None or type(self).make_layout is not SparsityConfig.make_layout:
             seen = self.make_layout(seq_len).bool()
-            return Listed(self.block, attention=getattr(self, "attention", "bidirectional"), seen=seen)
-        values = {name: getattr(self, name) for name in kind.__dataclass_fields__ if hasattr(self, name)}
-        made: Layout = kind(**{name: tuple(each) if isinstance(each, list) else each for name, each in values.items()})
+            return Listed(
+                self.block, attention=getattr(self, "attention", "bidirectional"), seen=seen
+            )
+        values = {
+            name: getattr(self, name) for name in kind.__dataclass_fields__ if hasattr(self, name)
+        }
+        made: Layout = kind(
+            **{
+                name: tuple(each) if isinstance(each, list) else each
+                for name, each in values.items()
+            }
+        )
         return made
 
 
@@ -81,7 +97,9 @@ class DenseSparsityConfig(SparsityConfig):
 
 
 class FixedSparsityConfig(SparsityConfig):
-    """Windows, and blocks in each of them that are seen by all: `deepseek_zero.attention.layouts.Fixed`."""
+    """Windows, and blocks in each of them that are seen by all:
+    `deepseek_zero.attention.layouts.Fixed`.
+    """
 
     KIND = Fixed
 
@@ -97,14 +115,18 @@ class FixedSparsityConfig(SparsityConfig):
         num_different_global_patterns: int = 1,
     ) -> None:
         super().__init__(num_heads, block, different_layout_per_head)
-        self.num_local_blocks, self.num_global_blocks, self.attention = num_local_blocks, num_global_blocks, attention
+        self.num_local_blocks = num_local_blocks
+        self.num_global_blocks = num_global_blocks
+        self.attention = attention
         self.horizontal_global_attention = horizontal_global_attention
         self.num_different_global_patterns = num_different_global_patterns
         self.layout_for(block)  # refuses what cannot be
 
 
 class VariableSparsityConfig(SparsityConfig):
-    """Windows of stated sizes, global and random blocks: `deepseek_zero.attention.layouts.Variable`."""
+    """Windows of stated sizes, global and random blocks:
+    `deepseek_zero.attention.layouts.Variable`.
+    """
 
     KIND = Variable
 
@@ -121,15 +143,21 @@ class VariableSparsityConfig(SparsityConfig):
         horizontal_global_attention: bool = False,
     ) -> None:
         super().__init__(num_heads, block, different_layout_per_head)
-        self.num_random_blocks, self.local_window_blocks = num_random_blocks, list(local_window_blocks)
+        self.num_random_blocks = num_random_blocks
+        self.local_window_blocks = list(local_window_blocks)
         self.global_block_indices = list(global_block_indices)
-        self.global_block_end_indices = None if global_block_end_indices is None else list(global_block_end_indices)
-        self.attention, self.horizontal_global_attention = attention, horizontal_global_attention
+        self.global_block_end_indices = (
+            None if global_block_end_indices is None else list(global_block_end_indices)
+        )
+        self.attention = attention
+        self.horizontal_global_attention = horizontal_global_attention
         self.layout_for(block)
 
 
 class BigBirdSparsityConfig(SparsityConfig):
-    """A sliding window, first blocks seen by all, and random blocks: `deepseek_zero.attention.layouts.BigBird`."""
+    """A sliding window, first blocks seen by all, and random blocks:
+    `deepseek_zero.attention.layouts.BigBird`.
+    """
 
     KIND = BigBird
 
@@ -144,8 +172,10 @@ class BigBirdSparsityConfig(SparsityConfig):
         attention: Direction = "bidirectional",
     ) -> None:
         super().__init__(num_heads, block, different_layout_per_head)
-        self.num_random_blocks, self.num_sliding_window_blocks = num_random_blocks, num_sliding_window_blocks
-        self.num_global_blocks, self.attention = num_global_blocks, attention
+        self.num_random_blocks = num_random_blocks
+        self.num_sliding_window_blocks = num_sliding_window_blocks
+        self.num_global_blocks = num_global_blocks
+        self.attention = attention
         self.layout_for(block)
 
 
@@ -165,9 +195,12 @@ class BSLongformerSparsityConfig(SparsityConfig):
         attention: Direction = "bidirectional",
     ) -> None:
         super().__init__(num_heads, block, different_layout_per_head)
-        self.num_sliding_window_blocks, self.attention = num_sliding_window_blocks, attention
+        self.num_sliding_window_blocks = num_sliding_window_blocks
+        self.attention = attention
         self.global_block_indices = list(global_block_indices)
-        self.global_block_end_indices = None if global_block_end_indices is None else list(global_block_end_indices)
+        self.global_block_end_indices = (
+            None if global_block_end_indices is None else list(global_block_end_indices)
+        )
         self.layout_for(block)
 
 
@@ -184,7 +217,8 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
         attention: Direction = "unidirectional",
     ) -> None:
         super().__init__(num_heads, block)
-        self.num_sliding_window_blocks, self.attention = num_sliding_window_blocks, attention
+        self.num_sliding_window_blocks = num_sliding_window_blocks
+        self.attention = attention
         self.layout_for(block)
 
 
@@ -192,7 +226,8 @@ _MODES = ("add", "mul")
 
 
 class SparseSelfAttention(nn.Module):
-    """Attention by a layout, with masks in DeepSpeed's two ways: "add" is added to scores, "mul" hides where it is 0.
+    """Attention by a layout, with masks in DeepSpeed's two ways: "add" is added to scores, "mul"
+    hides where it is 0.
 
     max_seq_length is not needed: layouts are made for the sequence at hand.
     """
@@ -205,11 +240,17 @@ class SparseSelfAttention(nn.Module):
         max_seq_length: int = 2048,
     ) -> None:
         super().__init__()
-        for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
+        for name, mode in (
+            ("key_padding_mask_mode", key_padding_mask_mode),
+            ("attn_mask_mode", attn_mask_mode),
+        ):
             if mode not in _MODES:
-                raise ConfigError(f"{name} = {shown(mode)}.", "", f"choose one of {', '.join(_MODES)}.")
+                raise ConfigError(
+                    f"{name} = {shown(mode)}.", "", f"choose one of {', '.join(_MODES)}."
+                )
         self.sparsity_config = sparsity_config or FixedSparsityConfig(4)
-        self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
+        self.key_padding_mask_mode = key_padding_mask_mode
+        self.attn_mask_mode = attn_mask_mode
         self._known: dict[int, Layout] = {}
 
     def get_layout(self, seq_len: int) -> Tensor:
@@ -227,8 +268,9 @@ class SparseSelfAttention(nn.Module):
     ) -> Tensor:
         """Return attention, (samples, heads, tokens, width). Local.
 
-        query, key, value: (samples, heads, tokens, width); key may have its last two dimensions turned.  rpe: added to
-        scores, of (tokens, tokens), or with heads, or with samples and heads before; it may have a gradient.
+        query, key, value: (samples, heads, tokens, width); key may have its last two dimensions
+        turned.  rpe: added to scores, of (tokens, tokens), or with heads, or with samples and heads
+        before; it may have a gradient.
         key_padding_mask: (samples, tokens).  attn_mask: (tokens, tokens).
         """
         tokens = query.shape[2]
@@ -246,27 +288,38 @@ class SparseSelfAttention(nn.Module):
         return SparseAttention(self._layout(tokens))(query, key, value, biases=biases)
 
     def _layout(self, tokens: int) -> Layout:
-        layout = self.sparsity_config.layout_for(tokens) if tokens not in self._known else self._known[tokens]
-        if isinstance(layout, Listed):  # equal to itself alone: a plan is found again by the same object
+        layout = (
+            self.sparsity_config.layout_for(tokens)
+            if tokens not in self._known
+            else self._known[tokens]
+        )
+        if isinstance(
+            layout, Listed
+        ):  # equal to itself alone: a plan is found again by the same object
             self._known[tokens] = layout
         return layout
 
 
 class BertSparseSelfAttention(nn.Module):
-    """BERT's self-attention by a layout: hidden states and a mask of padding (added to scores) to hidden states."""
+    """BERT's self-attention by a layout: hidden states and a mask of padding (added to scores) to
+    hidden states.
+    """
 
     def __init__(self, config: Any, sparsity_config: SparsityConfig | None = None) -> None:
         super().__init__()
         if config.hidden_size % config.num_attention_heads:
             raise UsageError(
-                f"hidden size {config.hidden_size} over {config.num_attention_heads} attention heads.",
+                f"hidden size {config.hidden_size} over {config.num_attention_heads} attention "
+                "heads.",
                 "Heads have equal widths.",
                 "choose a number of heads that divides it.",
             )
         self.num_attention_heads = config.num_attention_heads
         self.attention_head_size = config.hidden_size // config.num_attention_heads
         self.all_head_size = config.hidden_size
-        self.query, self.key, self.value = (nn.Linear(config.hidden_size, self.all_head_size) for _ in range(3))
+        self.query, self.key, self.value = (
+            nn.Linear(config.hidden_size, self.all_head_size) for _ in range(3)
+        )
         self.sparse_self_attention = SparseSelfAttention(sparsity_config)
 
     def transpose_for_scores(self, x: Tensor) -> Tensor:
@@ -275,11 +328,16 @@ class BertSparseSelfAttention(nn.Module):
         return heads.transpose(1, 2)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return hidden states, (samples, tokens, hidden size).  attention_mask: as many numbers as tokens."""
+        """Return hidden states, (samples, tokens, hidden size).  attention_mask: as many numbers as
+        tokens.
+        """
         query, key, value = (
-            self.transpose_for_scores(layer(hidden_states)) for layer in (self.query, self.key, self.value)
+            self.transpose_for_scores(layer(hidden_states))
+            for layer in (self.query, self.key, self.value)
         )
-        found: Tensor = self.sparse_self_attention(query, key, value, key_padding_mask=attention_mask)
+        found: Tensor = self.sparse_self_attention(
+            query, key, value, key_padding_mask=attention_mask
+        )
         return found.transpose(1, 2).flatten(2)
 
 
@@ -288,17 +346,20 @@ class SparseAttentionUtils:
 
     @staticmethod
     def extend_position_embedding(model: Module, max_position: int) -> Module:
-        """Give BERT or RoBERTa a table of `max_position` positions, its rows over and over; return the model.
+        """Give BERT or RoBERTa a table of `max_position` positions, its rows over and over; return
+        the model.
 
-        Its buffers by position and its configuration follow. RoBERTa keeps the rows it reserves beside them.
-        NotBuiltError for a model without such a table; UsageError where the table is no shorter.
+        Its buffers by position and its configuration follow. RoBERTa keeps the rows it reserves
+        beside them. NotBuiltError for a model without such a table; UsageError where the table is
+        no shorter.
         """
         own: Any = getattr(model, "bert", None) or getattr(model, "roberta", None) or model
         embeddings: Any = getattr(own, "embeddings", None)
         table = getattr(embeddings, "position_embeddings", None)
         if not isinstance(table, nn.Embedding):
             raise NotBuiltError(
-                f"{type(model).__name__} has no table of positions where BERT and RoBERTa have one.",
+                f"{type(model).__name__} has no table of positions where BERT and RoBERTa have "
+                "one.",
                 "Models with rotary positions need none.",
                 "set their max_position_embeddings instead.",
             )
@@ -306,13 +367,20 @@ class SparseAttentionUtils:
         rows = table.weight.detach()
         known = len(rows) - reserved
         if max_position <= known:
-            raise UsageError(f"{max_position} positions, and the table has {known}.", "", "ask for more.")
+            raise UsageError(
+                f"{max_position} positions, and the table has {known}.", "", "ask for more."
+            )
         places = torch.arange(max_position, device=rows.device) % known + reserved
-        extended = nn.Parameter(torch.cat((rows[:reserved], rows[places])), requires_grad=table.weight.requires_grad)
-        table.weight, table.num_embeddings = extended, len(extended)
+        extended = nn.Parameter(
+            torch.cat((rows[:reserved], rows[places])), requires_grad=table.weight.requires_grad
+        )
+        table.weight = extended
+        table.num_embeddings = len(extended)
         for name, buffer in list(embeddings.named_buffers(recurse=False)):
             if name == "position_ids":
-                embeddings.position_ids = torch.arange(len(extended), device=buffer.device, dtype=buffer.dtype)[None]
+                embeddings.position_ids = torch.arange(
+                    len(extended), device=buffer.device, dtype=buffer.dtype
+                )[None]
             elif name == "token_type_ids":
                 embeddings.token_type_ids = buffer.new_zeros(1, len(extended))
         if getattr(model, "config", None) is not None:
@@ -331,9 +399,11 @@ class SparseAttentionUtils:
     def replace_model_self_attention_with_sparse_self_attention(
         model: Module, max_position: int, sparsity_config: SparsityConfig | None = None
     ) -> Module:
-        """Let a model of transformers attend by a layout, in place; return it. Its modules and their names stay.
+        """Let a model of transformers attend by a layout, in place; return it. Its modules and
+        their names stay.
 
-        max_position: tokens of the longest sequence. NotBuiltError where the model's attention cannot.
+        max_position: tokens of the longest sequence. NotBuiltError where the model's attention
+        cannot.
         """
         if not is_of_transformers(model):
             raise NotBuiltError(
@@ -341,18 +411,24 @@ class SparseAttentionUtils:
                 "Its attention is looked up there by name.",
                 "call SparseSelfAttention in the model's own attention.",
             )
-        attend_sparsely(model, SparseAttention((sparsity_config or FixedSparsityConfig(4)).layout_for(max_position)))
+        attend_sparsely(
+            model,
+            SparseAttention((sparsity_config or FixedSparsityConfig(4)).layout_for(max_position)),
+        )
         return model
 
     @staticmethod
     def replace_self_attention_layer_with_sparse_self_attention_layer(
         config: Any, layers: Iterable[nn.Module], sparsity_config: SparsityConfig | None = None
     ) -> Iterable[nn.Module]:
-        """Let layers of one model of transformers attend by a layout, in place; return them.  config: the model's.
+        """Let layers of one model of transformers attend by a layout, in place; return them.
+        config: the model's.
 
         The layers must be all that attend in the model, since its masks are made for one way.
         """
-        layout = (sparsity_config or FixedSparsityConfig(4)).layout_for(config.max_position_embeddings)
+        layout = (sparsity_config or FixedSparsityConfig(4)).layout_for(
+            config.max_position_embeddings
+        )
         switch(layers, config, SparseAttention(layout))
         return layers
 
@@ -367,14 +443,17 @@ class SparseAttentionUtils:
         pad_token_id: int,
         model_embeddings: Any,
     ) -> tuple[int, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Return how many tokens were added, and the inputs with them, on the right, hidden by the mask.
+        """Return how many tokens were added, and the inputs with them, on the right, hidden by the
+        mask.
 
-        The kernel does not need it; programs that count on full blocks do. model_embeddings: embeds padding where
-        there are inputs_embeds.
+        The kernel does not need it; programs that count on full blocks do. model_embeddings: embeds
+        padding where there are inputs_embeds.
         """
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None:
-            raise UsageError("neither input_ids nor inputs_embeds were given.", "", "pass one of them.")
+            raise UsageError(
+                "neither input_ids nor inputs_embeds were given.", "", "pass one of them."
+            )
         added = -given.shape[1] % block_size
         if not added:
             return 0, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds

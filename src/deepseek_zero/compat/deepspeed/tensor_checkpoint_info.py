@@ -1,7 +1,9 @@
-"""What DeepSpeed's converter of checkpoints asks of a model that is split along tp: where each parameter was cut.
+"""What DeepSpeed's converter of checkpoints asks of a model that is split along tp: where each
+parameter was cut.
 
-A parameter carries how it lies over the ranks (`ds_autotp_universal_checkpoint_meta`), a model a summary by patterns of
-names (`universal_checkpoint_info`).  Checkpoints of this library need neither: they load at any number of ranks.
+A parameter carries how it lies over the ranks (`ds_autotp_universal_checkpoint_meta`), a model a
+summary by patterns of names (`universal_checkpoint_info`).  Checkpoints of this library need
+neither: they load at any number of ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ _SHAPES = (
     "target_partition_shape",
     "original_shape",
 )
-_CONVERSION = ("partition_type", "partition_dim", "sub_param_shape", "sub_param_shard_widths", "original_shape")
+_CONVERSION = (
+    "partition_type",
+    "partition_dim",
+    "sub_param_shape",
+    "sub_param_shard_widths",
+    "original_shape",
+)
 
 
 def _build_param_uc_restore_meta(
@@ -37,7 +45,9 @@ def _build_param_uc_restore_meta(
     unsupported_reason: str | None = None,
     **shapes: Sequence[Any] | None,
 ) -> dict[str, Any]:
-    """Return what is said of one parameter; "conversion" repeats what a model's summary is made of."""
+    """Return what is said of one parameter; "conversion" repeats what a model's summary is made
+    of.
+    """
     found: dict[str, Any] = {"partition_type": partition_type, "partition_dim": partition_dim}
     for name in _SHAPES:
         given = shapes.pop(name, None)
@@ -48,7 +58,11 @@ def _build_param_uc_restore_meta(
         None if sub_param_shard_widths is None else [list(each) for each in sub_param_shard_widths]
     )
     told = {"is_bias": is_bias, "replicated": replicated}
-    conversion = {name: found[name] for name in _CONVERSION} | told | {"unsupported_reason": unsupported_reason}
+    conversion = (
+        {name: found[name] for name in _CONVERSION}
+        | told
+        | {"unsupported_reason": unsupported_reason}
+    )
     return found | told | {"conversion": conversion}
 
 
@@ -69,10 +83,16 @@ def mark(
 ) -> None:
     """Say on a parameter how it was cut.
 
-    kind: "column" or "row".  whole: its shape in the whole model.  dim: that was cut, None for one that every rank has.
-    parts: the widths, by rank, of each part in that dimension.  spec: of a fused projection, the shape that names them.
+    kind: "column" or "row".  whole: its shape in the whole model.  dim: that was cut, None for one
+    that every rank has.
+    parts: the widths, by rank, of each part in that dimension.  spec: of a fused projection, the
+    shape that names them.
     """
-    told: dict[str, Any] = {"logical_shape": whole, "output_shape": (outputs,), "original_shape": whole}
+    told: dict[str, Any] = {
+        "logical_shape": whole,
+        "output_shape": (outputs,),
+        "original_shape": whole,
+    }
     if dim is None:
         told |= {"replicated": True, "output_shape": whole}
     elif spec is None:
@@ -81,20 +101,28 @@ def mark(
         sizes = tuple(map(sum, parts))
         told |= {"sub_param_shape": spec, "sub_param_sizes": sizes, "sub_param_shard_widths": parts}
         told |= {"target_partition_shape": param.shape}
-    meta = _build_param_uc_restore_meta(partition_type=kind, partition_dim=dim, is_bias=len(whole) == 1, **told)
+    meta = _build_param_uc_restore_meta(
+        partition_type=kind, partition_dim=dim, is_bias=len(whole) == 1, **told
+    )
     setattr(param, META, meta)
 
 
 def collect_autotp_universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
-    """Return a model's summary: patterns of the names of its parameters, by how they were cut.  Local.
+    """Return a model's summary: patterns of the names of its parameters, by how they were cut.
+    Local.
 
     What was not cut is replicated; of tied parameters the first name counts.
     """
-    rows, replicated, words = list[str](), list[str](), list[str]()
-    fused, widths, unsupported = list[dict[str, Any]](), dict[str, Any](), dict[str, str]()
+    rows = list[str]()
+    replicated = list[str]()
+    words = list[str]()
+    fused = list[dict[str, Any]]()
+    widths = dict[str, Any]()
+    unsupported = dict[str, str]()
     vocabulary = None
     for name, param in model.named_parameters():
-        pattern, told = f"^{re.escape(name)}$", _get_param_uc_conversion_meta(param)
+        pattern = f"^{re.escape(name)}$"
+        told = _get_param_uc_conversion_meta(param)
         if told is None:
             replicated.append(pattern)
             continue
@@ -105,7 +133,8 @@ def collect_autotp_universal_checkpoint_info(model: nn.Module) -> dict[str, Any]
             replicated.append(pattern)
         if told["partition_type"] == "row" and not told["is_bias"]:
             rows.append(pattern)
-        shape, dim = told["original_shape"], told["partition_dim"]
+        shape = told["original_shape"]
+        dim = told["partition_dim"]
         if dim == 0 and len(shape) == 2 and ("embed" in name or "lm_head" in name):
             words.append(pattern)
             vocabulary = vocabulary or shape[0]

@@ -1,4 +1,5 @@
-"""DeepSpeed's `AutoTP`: puts its split layers into a model by rules of names, for programs that call it themselves.
+"""DeepSpeed's `AutoTP`: puts its split layers into a model by rules of names, for programs that
+call it themselves.
 
 `initialize` splits a model by the planner (parallel/plans.py) and needs none of this.
 """
@@ -12,7 +13,12 @@ from torch import nn
 
 from ...base.errors import NotBuiltError
 from .autotp import AutoTPConfig, AutoTPMeta, PartitionType, TPLayerSpec
-from .tensor_layers import LinearAllreduce, LinearLayer, SubParamLinearAllreduce, SubParamLinearLayer
+from .tensor_layers import (
+    LinearAllreduce,
+    LinearLayer,
+    SubParamLinearAllreduce,
+    SubParamLinearLayer,
+)
 
 
 class AutoTP:
@@ -38,23 +44,34 @@ class AutoTP:
                 "Its own reading of a model is for init_inference.",
                 "pass partition_config=AutoTPConfig(...), or let initialize split the model.",
             )
-        self.module, self.partition_config = module, partition_config
-        self.mp_size, self.mp_group = 1, None
+        self.module = module
+        self.partition_config = partition_config
+        self.mp_size = 1
+        self.mp_group = None
         self.tp_meta = AutoTPMeta.from_model_config(getattr(module, "config", None))
 
     def set_tensor_parallel_config(self, mp_size: int, mp_group: Any) -> None:
         """Say over how many ranks, and which, layers are split."""
-        self.mp_size, self.mp_group = mp_size, mp_group
+        self.mp_size = mp_size
+        self.mp_group = mp_group
 
     def update_linear_policies(self) -> None:
         """Nothing to do: the rules are read as layers are met."""
 
-    def _replace_module(self, r_module: nn.Module, prev_name: str = "", prev_class_name: str = "") -> nn.Module:
-        """Put split layers into a model in the places of those that a rule names; returns the model.  Local."""
+    def _replace_module(
+        self, r_module: nn.Module, prev_name: str = "", prev_class_name: str = ""
+    ) -> nn.Module:
+        """Put split layers into a model in the places of those that a rule names; returns the
+        model.  Local.
+        """
         for name, child in r_module.named_children():
             full_name = f"{prev_class_name}.{name}" if prev_class_name else name
             weight = getattr(child, "weight", None)
-            if isinstance(weight, nn.Parameter) and weight.dim() == 2 and not isinstance(child, nn.Embedding):
+            if (
+                isinstance(weight, nn.Parameter)
+                and weight.dim() == 2
+                and not isinstance(child, nn.Embedding)
+            ):
                 found = self._replace_with_config(child, full_name)
                 if found is not None:
                     setattr(r_module, name, found)
@@ -64,7 +81,9 @@ class AutoTP:
 
     def _replace_with_config(self, child: nn.Module, full_name: str) -> nn.Module | None:
         """Return what stands for a layer; None where it stays."""
-        spec = self.partition_config.find_matching_spec(f"{full_name}.weight", self._get_model_type())
+        spec = self.partition_config.find_matching_spec(
+            f"{full_name}.weight", self._get_model_type()
+        )
         if spec is None or spec.partition_type is PartitionType.SKIP or self._is_tied(child):
             return None
         return self._layer(child, spec, full_name)
@@ -80,7 +99,9 @@ class AutoTP:
         return kind(child, self.mp_group, spec.shape, spec.get_partition_dim(), **shared)
 
     def _is_tied(self, child: nn.Module) -> bool:
-        """Whether another module has the layer's weight, too: a table of words that it would cut unasked."""
+        """Whether another module has the layer's weight, too: a table of words that it would cut
+        unasked.
+        """
         return any(
             param is child.weight
             for module in self.module.modules()
@@ -91,4 +112,8 @@ class AutoTP:
     def _get_model_type(self) -> str | None:
         """Return what the model calls its family, or the name of its class in small letters."""
         told = getattr(getattr(self.module, "config", None), "model_type", None)
-        return str(told).lower() if told else re.sub(r"(model|forcausallm)$", "", type(self.module).__name__.lower())
+        return (
+            str(told).lower()
+            if told
+            else re.sub(r"(model|forcausallm)$", "", type(self.module).__name__.lower())
+        )

@@ -3,10 +3,10 @@
     LinearLayer       y_i = x W_i^T + b_i        each rank its own outputs, or all of them with gather_output
     LinearAllreduce   y = sum_i x_i W_i^T + b    each rank its own inputs
 
-A layer takes the parameters of the one it is made of, leaves its own part in each, and communicates by torch's group.
-What it cut is a `Split` of the parameter (planner/split.py), so an engine knows norms, checkpoints and whole state
-dicts of a model with such layers.  An engine's own split layers (parallel/layers.py) count as these classes, too:
-`show_names` gives them DeepSpeed's attributes.
+A layer takes the parameters of the one it is made of, leaves its own part in each, and communicates
+by torch's group. What it cut is a `Split` of the parameter (planner/split.py), so an engine knows
+norms, checkpoints and whole state dicts of a model with such layers.  An engine's own split layers
+(parallel/layers.py) count as these classes, too: `show_names` gives them DeepSpeed's attributes.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class RowParallel(torch.autograd.Function):
 
 
 class GatherFromTensorParallelRegion(torch.autograd.Function):
-    """Every rank's last dimension, side by side; the gradient must be equal on every rank.  Collective.
+    """Every rank's last dimension, side by side; the gradient must be equal on every rank.
+    Collective.
 
     partition_sizes: of that dimension, by rank.
     """
@@ -94,12 +95,19 @@ class GatherFromTensorParallelRegion(torch.autograd.Function):
 
 
 class ScatterToTensorParallelRegion(torch.autograd.Function):
-    """A rank's part of the last dimension of a tensor that every rank has.  Backward gathers: collective there."""
+    """A rank's part of the last dimension of a tensor that every rank has.  Backward gathers:
+    collective there.
+    """
 
     @staticmethod
-    def forward(ctx: Any, group: Any, input: Tensor, partition_sizes: Sequence[int], tp_index: int) -> Tensor:
-        ctx.group, ctx.sizes = group, partition_sizes
-        return input.narrow(-1, sum(partition_sizes[:tp_index]), partition_sizes[tp_index]).contiguous()
+    def forward(
+        ctx: Any, group: Any, input: Tensor, partition_sizes: Sequence[int], tp_index: int
+    ) -> Tensor:
+        ctx.group = group
+        ctx.sizes = partition_sizes
+        return input.narrow(
+            -1, sum(partition_sizes[:tp_index]), partition_sizes[tp_index]
+        ).contiguous()
 
     @staticmethod
     @once_differentiable
@@ -108,14 +116,18 @@ class ScatterToTensorParallelRegion(torch.autograd.Function):
 
 
 def _side_by_side(own: Tensor, widths: Sequence[int], group: Any) -> Tensor:
-    """Return every rank's last dimension, one behind the other.  widths: of it, by rank.  Collective."""
+    """Return every rank's last dimension, one behind the other.  widths: of it, by rank.
+    Collective.
+    """
     rows = own.reshape(-1, own.shape[-1])
     parts = _gathered(rows, [(rows.shape[0], width) for width in widths], group)
     return torch.cat(parts, 1).view(*own.shape[:-1], -1)
 
 
 def _gathered(own: Tensor, shapes: Sequence[tuple[int, ...]], group: Any) -> list[Tensor]:
-    """Return every rank's tensor, by rank.  Collective.  torch's groups gather equal sizes, so they are padded."""
+    """Return every rank's tensor, by rank.  Collective.  torch's groups gather equal sizes, so they
+    are padded.
+    """
     if group is None:
         return [own]
     sent = own.new_zeros(max(map(prod, shapes)))
@@ -137,7 +149,9 @@ def gather_part(param: Tensor, split: Split, group: Any) -> None:
 
 
 def cut_part(param: Tensor, split: Split, index: int) -> None:
-    """Leave a rank's part in a whole parameter, in the memory where it was before `gather_part`.  Local."""
+    """Leave a rank's part in a whole parameter, in the memory where it was before `gather_part`.
+    Local.
+    """
     own = taken(param.data, split.dim, split.ranges[index])
     kept: Tensor | None = param.__dict__.pop(_KEPT, None)
     if kept is not None and kept.shape == own.shape:
@@ -146,7 +160,9 @@ def cut_part(param: Tensor, split: Split, index: int) -> None:
 
 
 def split_by(shape: Sequence[int], dim: int, parts: Sequence[Sequence[int]]) -> Split:
-    """Return the split of a dimension in which parts lie one behind the other.  parts: the widths of each, by rank."""
+    """Return the split of a dimension in which parts lie one behind the other.  parts: the widths
+    of each, by rank.
+    """
     return Split("split", tuple(shape), dim, laid_out(parts))
 
 
@@ -156,9 +172,9 @@ def split_by(shape: Sequence[int], dim: int, parts: Sequence[Sequence[int]]) -> 
 class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
     """A layer of which each rank of a group has a part.
 
-    module: with a weight (out, in) and a bias, or None; its parameters become this layer's.  mp_group: torch's group;
-    None for a layer that is whole.  skip_partition: the parameters are this rank's parts already.  tp_meta: how the
-    heads of its model are counted.  Local.
+    module: with a weight (out, in) and a bias, or None; its parameters become this layer's.
+    mp_group: torch's group; None for a layer that is whole.  skip_partition: the parameters are
+    this rank's parts already.  tp_meta: how the heads of its model are counted.  Local.
     """
 
     keep_module_on_host: ClassVar[bool] = False  # layers are cut where they are
@@ -180,13 +196,19 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
         **others: Any,
     ) -> None:
         super().__init__()
-        self.mp_group, self.name, self.tp_meta = mp_group, name, tp_meta or AutoTPMeta()
-        self.tp_world_size = self.world_size = dist.get_world_size(mp_group) if mp_group is not None else 1
+        self.mp_group = mp_group
+        self.name = name
+        self.tp_meta = tp_meta or AutoTPMeta()
+        self.tp_world_size = self.world_size = (
+            dist.get_world_size(mp_group) if mp_group is not None else 1
+        )
         self.tp_index = self.rank = dist.get_rank(mp_group) if mp_group is not None else 0
         self.support_training = True
-        weight, bias = module.weight, getattr(module, "bias", None)
+        weight = module.weight
+        bias = getattr(module, "bias", None)
         assert isinstance(weight, nn.Parameter)
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias = bias
         self._orig_weight_shape = _whole_shape(weight)
         self._orig_bias_shape = _whole_shape(bias) if bias is not None else None
         self._freeze_partition_sizes(self._orig_weight_shape[self.partition_dim])
@@ -209,7 +231,8 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
     def _split_of(self, param: Tensor) -> Split | None:
         """How one of this layer's parameters lies over the ranks; None where each has all of it."""
         if param is self.bias or param.dim() == 1:
-            shape, dim = (sum(map(sum, self._parts)),), 0
+            shape = (sum(map(sum, self._parts)),)
+            dim = 0
             return split_by(shape, dim, self._parts) if self.cuts_bias else None
         return split_by(self._orig_weight_shape, self.partition_dim, self._parts)
 
@@ -224,8 +247,12 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
 
     def _mark_uc_metadata(self) -> None:
         """Say on the parameters how they were cut, for DeepSpeed's converter of checkpoints."""
-        kind, outputs = "row" if isinstance(self, LinearAllreduce) else "column", self._orig_weight_shape[0]
-        for param, whole in ((self.weight, self._orig_weight_shape), (self.bias, self._orig_bias_shape)):
+        kind = "row" if isinstance(self, LinearAllreduce) else "column"
+        outputs = self._orig_weight_shape[0]
+        for param, whole in (
+            (self.weight, self._orig_weight_shape),
+            (self.bias, self._orig_bias_shape),
+        ):
             if param is not None and whole is not None:
                 split = self._split_of(param)
                 dim = split.dim if split is not None else None
@@ -237,7 +264,9 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
 
     @torch.no_grad()
     def gather_params(self, params_list: Iterable[Tensor | None]) -> None:
-        """Make these of the layer's parameters whole, until `_tp_partition`.  Collective in the group."""
+        """Make these of the layer's parameters whole, until `_tp_partition`.  Collective in the
+        group.
+        """
         for param in params_list:
             split = self._split_of(param) if param is not None else None
             if param is not None and split is not None and self.mp_group is not None:
@@ -262,13 +291,17 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
 
     def extra_repr(self) -> str:
         out, inputs = self.weight.shape
-        return f"in_features={inputs}, out_features={out}, bias={self.bias is not None}, dtype={self.weight.dtype}"
+        return (
+            f"in_features={inputs}, out_features={out}, bias={self.bias is not None}, "
+            f"dtype={self.weight.dtype}"
+        )
 
 
 def _name(param: Any, gather_params: Any, tp_partition: Any) -> None:
     """Give a parameter of a split layer DeepSpeed's names."""
     param.tensor_model_parallel = param.ds_is_replaced_module = True
-    param.gather_params, param._tp_partition = gather_params, tp_partition
+    param.gather_params = gather_params
+    param._tp_partition = tp_partition
 
 
 def _whole_shape(param: Tensor) -> tuple[int, ...]:
@@ -277,7 +310,9 @@ def _whole_shape(param: Tensor) -> tuple[int, ...]:
 
 
 class LinearLayer(TensorParallel_Layer):
-    """A column layer: each rank has some of the outputs.  gather_output: each is given all of them."""
+    """A column layer: each rank has some of the outputs.  gather_output: each is given all of
+    them.
+    """
 
     def __init__(
         self,
@@ -291,7 +326,9 @@ class LinearLayer(TensorParallel_Layer):
         self.gather_output = gather_output
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return this rank's outputs.  Backward sums the gradient of the input: collective there."""
+        """Return this rank's outputs.  Backward sums the gradient of the input: collective
+        there.
+        """
         read: Tensor = ColumnParallel.apply(self.mp_group, input)  # type: ignore[no-untyped-call]
         found = nn.functional.linear(read, self.weight, self.bias)
         if not self.gather_output:
@@ -309,11 +346,17 @@ class LinearLayer(TensorParallel_Layer):
         bias: Tensor | None = None,
         gather_output: bool = False,
     ) -> LinearLayer:
-        """Return a layer with parameters that are this rank's parts, or with random ones of a shape (out, in)."""
+        """Return a layer with parameters that are this rank's parts, or with random ones of a shape
+        (out, in).
+        """
         if weight is None and weight_shape is None:
-            raise UsageError("from_weights was given no weight and no shape.", fix="pass one of the two.")
+            raise UsageError(
+                "from_weights was given no weight and no shape.", fix="pass one of the two."
+            )
         out, inputs = weight.shape if weight is not None else weight_shape  # type: ignore[misc]
-        linear = nn.Linear(inputs, out, bias=bias is not None, dtype=dtype if weight is None else weight.dtype)
+        linear = nn.Linear(
+            inputs, out, bias=bias is not None, dtype=dtype if weight is None else weight.dtype
+        )
         if weight is not None:
             linear.weight.data = weight
         if bias is not None:
@@ -328,8 +371,9 @@ class VocabParallelLinear(LinearLayer):
         super().__init__(module, mp_group, gather_output=False, **others)
         if min(self._partition_sizes) == 0:
             raise ValueError(
-                f"vocab_parallel_lm_head requires a vocabulary of at least tp_size={self.tp_world_size} rows, but "
-                f"'{self.name}' has {self._orig_weight_shape[0]}"
+                "vocab_parallel_lm_head requires a vocabulary of at least "
+                f"tp_size={self.tp_world_size} rows, but '{self.name}' has "
+                f"{self._orig_weight_shape[0]}"
             )
         self.is_vocab_parallel_lm_head, self.vocab_size = True, self._orig_weight_shape[0]
         self.vocab_start_index = sum(self._partition_sizes[: self.tp_index])
@@ -337,9 +381,12 @@ class VocabParallelLinear(LinearLayer):
 
 
 class LinearAllreduce(TensorParallel_Layer):
-    """A row layer: each rank has some of the inputs, and is given the sum of all products and the bias."""
+    """A row layer: each rank has some of the inputs, and is given the sum of all products and the
+    bias.
+    """
 
-    partition_dim, cuts_bias = 1, False
+    partition_dim = 1
+    cuts_bias = False
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the sum over the ranks.  Collective."""
@@ -356,7 +403,8 @@ class LinearAllreduceWithReplicatedInput(LinearAllreduce):
         """Return the sum over the ranks.  Collective."""
         if sum(self._partition_sizes) != input.shape[-1]:
             raise UsageError(
-                f"layer '{self.name}' of {sum(self._partition_sizes)} input features was given {input.shape[-1]}.",
+                f"layer '{self.name}' of {sum(self._partition_sizes)} input features was given "
+                f"{input.shape[-1]}.",
                 "It takes its own part of them.",
                 "give it the whole input.",
             )
@@ -368,7 +416,9 @@ class LinearAllreduceWithReplicatedInput(LinearAllreduce):
 
 
 class LmHeadLinearAllreduce(LinearAllreduceWithReplicatedInput):
-    """A row layer that makes logits.  Its parameters are its own, although a table of words may have had them."""
+    """A row layer that makes logits.  Its parameters are its own, although a table of words may
+    have had them.
+    """
 
     def __init__(self, module: nn.Module, mp_group: Any, **others: Any) -> None:
         for name in ("weight", "bias"):
@@ -381,20 +431,30 @@ class LmHeadLinearAllreduce(LinearAllreduceWithReplicatedInput):
 class _OfParts(TensorParallel_Layer):
     """A layer of a fused projection: each of the parts in the cut dimension is cut by itself.
 
-    shape: of the whole weight: in the cut dimension how many equal parts there are, or the width of each; -1 elsewhere.
+    shape: of the whole weight: in the cut dimension how many equal parts there are, or the width of
+    each; -1 elsewhere.
     """
 
     shape: tuple[Any, ...]
     _subparam_sizes: tuple[int, ...]
-    counts_as: ClassVar[str | None] = None  # the name by which widths are shared out, where it is not the layer's own
+    counts_as: ClassVar[str | None] = (
+        None  # the name by which widths are shared out, where it is not the layer's own
+    )
 
     def __init__(
-        self, module: nn.Module, mp_group: Any, shape: Sequence[Any], partition_dim: int = 0, **others: Any
+        self,
+        module: nn.Module,
+        mp_group: Any,
+        shape: Sequence[Any],
+        partition_dim: int = 0,
+        **others: Any,
     ) -> None:
         weight = module.weight
         assert isinstance(weight, Tensor)
         self.__dict__["partition_dim"], self.__dict__["shape"] = partition_dim, tuple(shape)
-        self.__dict__["_subparam_sizes"] = subparam_sizes(_whole_shape(weight), tuple(shape), partition_dim)
+        self.__dict__["_subparam_sizes"] = subparam_sizes(
+            _whole_shape(weight), tuple(shape), partition_dim
+        )
         super().__init__(module, mp_group, **others)
 
     def _freeze_partition_sizes(self, total_size: int) -> tuple[int, ...]:
@@ -413,14 +473,19 @@ class _OfParts(TensorParallel_Layer):
 
 
 def _subparam_shard_widths(
-    subparam_sizes: Sequence[int], tp_world_size: int, tp_meta: AutoTPMeta | None = None, name: str | None = None
+    subparam_sizes: Sequence[int],
+    tp_world_size: int,
+    tp_meta: AutoTPMeta | None = None,
+    name: str | None = None,
 ) -> list[list[int]]:
     """Return how much of each part every rank has."""
     return [get_shard_size_list(size, tp_world_size, tp_meta, name) for size in subparam_sizes]
 
 
 def subparam_sizes(whole: Sequence[int], shape: tuple[Any, ...], dim: int) -> tuple[int, ...]:
-    """Return the widths of the parts of a dimension that a `shape` says; UsageError where they do not add up."""
+    """Return the widths of the parts of a dimension that a `shape` says; UsageError where they do
+    not add up.
+    """
     if len(shape) != len(whole):
         raise NotBuiltError(
             f"a fused weight of shape {tuple(whole)} is described by {shape}.",
@@ -431,7 +496,8 @@ def subparam_sizes(whole: Sequence[int], shape: tuple[Any, ...], dim: int) -> tu
     sizes = tuple(stated) if isinstance(stated, list | tuple) else (whole[dim] // stated,) * stated
     if sum(sizes) != whole[dim]:
         raise UsageError(
-            f"parts {stated} of a fused weight do not make up its {whole[dim]} rows of dimension {dim}.",
+            f"parts {stated} of a fused weight do not make up its {whole[dim]} rows of dimension "
+            f"{dim}.",
             fix="let them add up to the dimension.",
         )
     return sizes
@@ -446,7 +512,9 @@ class SubParamLinearLayer(_OfParts, LinearLayer):
         return super()._split_of(param)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return this rank's outputs of each part.  Backward sums the gradient of the input: collective there."""
+        """Return this rank's outputs of each part.  Backward sums the gradient of the input:
+        collective there.
+        """
         found = super().forward(input)
         if not self.gather_output or self.tp_world_size == 1:
             return found
@@ -458,7 +526,12 @@ class SubParamLinearAllreduce(_OfParts, LinearAllreduce):
     """A row layer whose inputs lie in parts."""
 
     def __init__(
-        self, module: nn.Module, mp_group: Any, shape: Sequence[Any], partition_dim: int = 1, **others: Any
+        self,
+        module: nn.Module,
+        mp_group: Any,
+        shape: Sequence[Any],
+        partition_dim: int = 1,
+        **others: Any,
     ) -> None:
         super().__init__(module, mp_group, shape, partition_dim, **others)
 
@@ -476,15 +549,22 @@ class GateUpPack_LinearLayer(SubParamLinearLayer):
 class GatherReplacedLayerParams:
     """Whole parameters of split layers inside the `with` block.  Collective at entry.
 
-    params: a parameter, or parameters of one layer; what is not split is passed over.  enabled: False changes nothing.
+    params: a parameter, or parameters of one layer; what is not split is passed over.  enabled:
+    False changes nothing.
     """
 
     def __init__(
-        self, params: Iterable[Tensor] | Tensor, module: nn.Module | None = None, enabled: bool = True
+        self,
+        params: Iterable[Tensor] | Tensor,
+        module: nn.Module | None = None,
+        enabled: bool = True,
     ) -> None:
         given = [params] if isinstance(params, Tensor) else list(params)
-        self.params: list[Any] = [each for each in given if getattr(each, DS_IS_REPLACED_MODULE, False)]
-        self.enabled, self.module = enabled and bool(self.params), module
+        self.params: list[Any] = [
+            each for each in given if getattr(each, DS_IS_REPLACED_MODULE, False)
+        ]
+        self.enabled = enabled and bool(self.params)
+        self.module = module
 
     def __enter__(self) -> None:
         for param in self.params if self.enabled else ():
@@ -499,10 +579,18 @@ class GatherReplacedLayerParams:
 
 
 def show_names(engine: Engine) -> None:
-    """Give the layers that an engine has split DeepSpeed's attributes: they count as its classes.  Local."""
+    """Give the layers that an engine has split DeepSpeed's attributes: they count as its classes.
+    Local.
+    """
     is_split = False
     for name, module in engine.module.named_modules():
-        kind = LinearLayer if isinstance(module, Column) else LinearAllreduce if isinstance(module, Row) else None
+        kind = (
+            LinearLayer
+            if isinstance(module, Column)
+            else LinearAllreduce
+            if isinstance(module, Row)
+            else None
+        )
         if kind is None or not isinstance(module, Layer):
             continue
         kind.register(type(module))
@@ -532,10 +620,15 @@ def show_names(engine: Engine) -> None:
 
 
 def _parts_of(split: Split | None) -> tuple[list[list[int]], tuple[Any, ...] | None]:
-    """Return the widths of the parts of a cut dimension, by rank, and of several the shape that names them."""
+    """Return the widths of the parts of a cut dimension, by rank, and of several the shape that
+    names them.
+    """
     if split is None or not split.ranges:
         return [], None
-    widths = [list(each) for each in zip(*([high - low for low, high in own] for own in split.ranges), strict=True)]
+    widths = [
+        list(each)
+        for each in zip(*([high - low for low, high in own] for own in split.ranges), strict=True)
+    ]
     sizes: list[Any] = [-1] * len(split.shape)
     sizes[split.dim] = tuple(map(sum, widths))
     return widths, tuple(sizes) if len(widths) > 1 else None

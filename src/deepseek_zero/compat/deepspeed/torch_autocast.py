@@ -1,7 +1,9 @@
-"""DeepSpeed's `deepspeed.runtime.torch_autocast`: which parameters belong to layers that autocast computes in 16 bits.
+"""DeepSpeed's `deepspeed.runtime.torch_autocast`: which parameters belong to layers that autocast
+computes in 16 bits.
 
-There, such a parameter's `comm_dtype` is the dtype in which its gradient travels.  Here gradients travel in their own
-dtype, and the mark says what a program asks: whether autocast computes with the parameter in fewer bits.
+There, such a parameter's `comm_dtype` is the dtype in which its gradient travels.  Here gradients
+travel in their own dtype, and the mark says what a program asks: whether autocast computes with the
+parameter in fewer bits.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def init_autocast_params(engine: Any, dtype: torch.dtype, modules: Iterable[str]
 
 
 def _full_names(kind: type) -> set[str]:
-    """Return a class's full name; for a layer of torch's also the one that users write ("torch.nn.Linear")."""
+    """Return a class's full name; for a layer of torch's also the one that users write
+    ("torch.nn.Linear").
+    """
     short = {f"torch.nn.{kind.__name__}"} if getattr(nn, kind.__name__, None) is kind else set()
     return {f"{kind.__module__}.{kind.__qualname__}", *short}
 
@@ -76,7 +80,11 @@ def sort_dtypes(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
 
 @contextmanager
 def autocast_if_enabled(engine: Any) -> Iterator[None]:
-    """Open a block under the autocast that an engine was configured with; without one the block runs as it is."""
+    """Open a block under the autocast that an engine was configured with; without one the block
+    runs as it is.
+    """
     dtype = engine.torch_autocast_dtype()
-    with torch.autocast(engine.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+    with torch.autocast(
+        engine.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None
+    ):
         yield

@@ -1,4 +1,5 @@
-"""DeepSpeed's `deepspeed.utils`: logging, memory in the log, RepeatingLoader, OnDevice and what scripts borrow.
+"""DeepSpeed's `deepspeed.utils`: logging, memory in the log, RepeatingLoader, OnDevice and what
+scripts borrow.
 
 `deepseek_zero.utils` and its submodules re-export what users know.
 """
@@ -37,7 +38,9 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, message)
 
 
-def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+def log_dist_once(
+    message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO
+) -> None:
     """Log as `log_dist` does, unless the message was logged already."""
     if message not in _SAID:
         _SAID.add(message)
@@ -61,7 +64,9 @@ class UnknownLevelError(UsageError, ValueError):
 def get_log_level_from_string(log_level_str: str) -> int:
     """Return the number of a level: "debug", "info", "warning", "error" or "critical"."""
     if log_level_str.lower() not in LEVELS:
-        raise UnknownLevelError(f"{log_level_str!r} is no level of the log.", fix=f"name one of {', '.join(LEVELS)}.")
+        raise UnknownLevelError(
+            f"{log_level_str!r} is no level of the log.", fix=f"name one of {', '.join(LEVELS)}."
+        )
     return int(LEVELS[log_level_str.lower()])
 
 
@@ -91,7 +96,9 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 class RepeatingLoader:
-    """Start a loader again when it ends; `next()` never raises StopIteration unless the loader is empty."""
+    """Start a loader again when it ends; `next()` never raises StopIteration unless the loader is
+    empty.
+    """
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -111,12 +118,16 @@ class RepeatingLoader:
 class OnDevice:
     """Make what is built inside on `device`, and its floating values in `dtype`.
 
-    "meta": shapes without values.  To train a model larger than memory, build it under zero.Init, which gives each rank
-    its slices.
+    "meta": shapes without values.  To train a model larger than memory, build it under zero.Init,
+    which gives each rank its slices.
     """
 
-    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
-        self.dtype, self.device, self.enabled = dtype, device, enabled
+    def __init__(
+        self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True
+    ) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.enabled = enabled
         self._inside = ExitStack()
 
     def __enter__(self) -> OnDevice:
@@ -127,27 +138,36 @@ class OnDevice:
             self._inside.enter_context(torch.device(self.device))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._inside.close()
 
 
-def zero_wrapper_for_fp_tensor_constructor(constructor: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
+def zero_wrapper_for_fp_tensor_constructor(
+    constructor: Callable[..., Any], *_: Any, **__: Any
+) -> Callable[..., Any]:
     """Return the constructor itself.
 
-    DeepSpeed's zero.Init wraps torch's constructors, and transformers replaces the wrapper for a while.  Ours wraps
-    none.
+    DeepSpeed's zero.Init wraps torch's constructors, and transformers replaces the wrapper for a
+    while.  Ours wraps none.
     """
     return constructor
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """Copy nested dicts, lists and tuples so that each tensor has bytes of its own, and no buffer around a view is
-    saved with it.
+    """Copy nested dicts, lists and tuples so that each tensor has bytes of its own, and no buffer
+    around a view is saved with it.
     """
     if isinstance(item, Tensor):
         return item.detach().to(device, copy=True)
     if isinstance(item, Mapping):
-        return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())  # type: ignore[call-arg]
+        return type(item)(
+            (key, clone_tensors_for_torch_save(value, device)) for key, value in item.items()
+        )  # type: ignore[call-arg]
     if isinstance(item, (list, tuple)):
         return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
     return item
@@ -155,8 +175,8 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the engine with all its weights gathered once, for many forwards.  Collective; the weights may be read
-    only.
+    """Yield the engine with all its weights gathered once, for many forwards.  Collective; the
+    weights may be read only.
     """
     offload = getattr(getattr(model, "optimizer", None), "parameter_offload", None)
     if offload is not None:
@@ -172,11 +192,15 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
 def move_to_device(
     item: Any, device: torch.device | str, criterion_func: Callable[[Tensor], bool] | None = None
 ) -> Any:
-    """Return nested dicts, lists and tuples with their tensors (those that meet the criterion) on a device."""
+    """Return nested dicts, lists and tuples with their tensors (those that meet the criterion) on a
+    device.
+    """
     if isinstance(item, Tensor):
         return item.to(device) if criterion_func is None or criterion_func(item) else item
     if isinstance(item, Mapping):
-        return type(item)((key, move_to_device(value, device, criterion_func)) for key, value in item.items())  # type: ignore[call-arg]
+        return type(item)(
+            (key, move_to_device(value, device, criterion_func)) for key, value in item.items()
+        )  # type: ignore[call-arg]
     if isinstance(item, (list, tuple)):
         return type(item)(move_to_device(value, device, criterion_func) for value in item)
     return item
@@ -187,7 +211,8 @@ def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
     return func
 
 
-instrument_w_nvtx = noop_decorator  # DeepSpeed marks a function in NVIDIA's profiler; torch.profiler sees ours without
+# DeepSpeed marks a function in NVIDIA's profiler; torch.profiler sees ours without
+instrument_w_nvtx = noop_decorator
 
 
 def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
@@ -214,7 +239,9 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
     setattr(reduce(getattr, path, model), last, module)
 
 
-def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
+def required_torch_version(
+    min_version: float | None = None, max_version: float | None = None
+) -> bool:
     """Return whether torch's version lies within these bounds; 2.1 is below 2.13."""
     found = _version(torch.__version__)
     above = min_version is None or found >= _version(str(min_version))

@@ -1,4 +1,5 @@
-"""DeepSpeed's `zero_to_fp32` in its words: whole fp32 weights out of a checkpoint folder, ours or a genuine one.
+"""DeepSpeed's `zero_to_fp32` in its words: whole fp32 weights out of a checkpoint folder, ours or a
+genuine one.
 
 One process, no process group, no GPU.  Re-exported by `deepseek_zero.utils.zero_to_fp32`.
 """
@@ -31,15 +32,28 @@ from .checkpoint.reader import MODEL, MODEL_OF_RANK
 
 M = TypeVar("M", bound=nn.Module)
 BIN_INDEX = "pytorch_model.bin.index.json"
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+    checkpoint_dir: str | Path,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
 ) -> dict[str, Any]:
     """Return the whole state dict in fp32, tied weights under each name.
 
-    lazy_mode: its values have `.shape`, `.dtype` and `.contiguous()`, which reads the one tensor into memory.
+    lazy_mode: its values have `.shape`, `.dtype` and `.contiguous()`, which reads the one tensor
+    into memory.
     """
     lazy = _lazy_state(checkpoint_dir, tag, torch.float32, exclude_frozen_parameters)
     if lazy_mode:
@@ -48,10 +62,16 @@ def get_fp32_state_dict_from_zero_checkpoint(
     return {name: whole[each.name] for name, each in lazy.items()}
 
 
-def load_state_dict_from_zero_checkpoint(model: M, checkpoint_dir: str | Path, tag: str | None = None) -> M:
-    """Move a plain model to the CPU and give it the checkpoint's weights; names it lacks are passed over."""
+def load_state_dict_from_zero_checkpoint(
+    model: M, checkpoint_dir: str | Path, tag: str | None = None
+) -> M:
+    """Move a plain model to the CPU and give it the checkpoint's weights; names it lacks are passed
+    over.
+    """
     model = model.cpu()
-    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    model.load_state_dict(
+        get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False
+    )
     return model
 
 
@@ -64,9 +84,16 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,
 ) -> None:
     """Write fp32 weights into `output_dir`, as safetensors or as `pytorch_model.bin`."""
-    settings: dict[str, Any] = {"max_shard_size": max_shard_size, "safe_serialization": safe_serialization}
+    settings: dict[str, Any] = {
+        "max_shard_size": max_shard_size,
+        "safe_serialization": safe_serialization,
+    }
     convert_zero_checkpoint_to_state_dict(
-        checkpoint_dir, output_dir, tag=tag, exclude_frozen_parameters=exclude_frozen_parameters, **settings
+        checkpoint_dir,
+        output_dir,
+        tag=tag,
+        exclude_frozen_parameters=exclude_frozen_parameters,
+        **settings,
     )
 
 
@@ -77,23 +104,33 @@ def convert_zero_checkpoint_to_state_dict(
     **settings: Any,
 ) -> None:
     """As `convert_zero_checkpoint_to_fp32_state_dict`, in another dtype."""
-    size, safe = settings.pop("max_shard_size", "5GB"), settings.pop("safe_serialization", False)
-    tag, skip = settings.pop("tag", None), settings.pop("exclude_frozen_parameters", False)
+    size = settings.pop("max_shard_size", "5GB")
+    safe = settings.pop("safe_serialization", False)
+    tag = settings.pop("tag", None)
+    skip = settings.pop("exclude_frozen_parameters", False)
     if settings:
         raise TypeError(f"unexpected arguments: {', '.join(settings)}")
-    most, source, out = _bytes_of(size), Path(checkpoint_dir), Path(output_dir)
+    most = _bytes_of(size)
+    source = Path(checkpoint_dir)
+    out = Path(output_dir)
     with in_turn(out):  # every rank of a program may convert into one folder, as in DeepSpeed
         if safe:
-            convert_to_safetensors(source, out, dtype, tag=tag, max_shard_bytes=most, exclude_frozen=skip)
+            convert_to_safetensors(
+                source, out, dtype, tag=tag, max_shard_bytes=most, exclude_frozen=skip
+            )
         else:
             _write_torch_shards(_lazy_state(source, tag, dtype, skip), out, most)
 
 
 def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
-    """Return the path of rank 0's model file; for a checkpoint in our layout, of a file with what stands beside the
-    tensors.
+    """Return the path of rank 0's model file; for a checkpoint in our layout, of a file with what
+    stands beside the tensors.
     """
-    names = "mp_rank_00_model_states.pt" if zero_stage <= 2 else "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    names = (
+        "mp_rank_00_model_states.pt"
+        if zero_stage <= 2
+        else "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    )
     path = _in_deepspeeds_layout(Path(checkpoint_dir)) / names
     if not path.exists():
         raise FileNotFoundError(f"can't find model states file at '{path}'")
@@ -101,19 +138,30 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
 
 
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
-    """Return the paths of every rank's optimizer file, in the order of ranks; for a checkpoint in our layout, of one
-    that names the stage.
+    """Return the paths of every rank's optimizer file, in the order of ranks; for a checkpoint in
+    our layout, of one that names the stage.
     """
-    found = [str(path) for path in _in_deepspeeds_layout(Path(checkpoint_dir)).glob("*_optim_states.pt")]
+    found = [
+        str(path) for path in _in_deepspeeds_layout(Path(checkpoint_dir)).glob("*_optim_states.pt")
+    ]
     if not found:
-        raise FileNotFoundError(f"can't find *_optim_states.pt files in directory '{checkpoint_dir}'")
-    return sorted(found, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
+        raise FileNotFoundError(
+            f"can't find *_optim_states.pt files in directory '{checkpoint_dir}'"
+        )
+    return sorted(
+        found,
+        key=lambda name: [
+            int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)
+        ],
+    )
 
 
 def _in_deepspeeds_layout(folder: Path) -> Path:
-    """Return the folder itself, or for one in our layout a folder with DeepSpeed's two files and no tensors in them.
+    """Return the folder itself, or for one in our layout a folder with DeepSpeed's two files and no
+    tensors in them.
 
-    Lightning's conversion asks them for the stage and for its own state.  The folder goes with the process.
+    Lightning's conversion asks them for the stage and for its own state.  The folder goes with the
+    process.
     """
     if not (folder / MANIFEST).exists():
         return folder
@@ -131,7 +179,9 @@ def _in_deepspeeds_layout(folder: Path) -> Path:
 def _lazy_state(
     path: str | Path, tag: str | None, dtype: torch.dtype | str, exclude_frozen: bool
 ) -> dict[str, LazyTensor]:
-    source = open_checkpoint(Path(path), tag, ExitStack())  # its files stay open for as long as somebody may read them
+    source = open_checkpoint(
+        Path(path), tag, ExitStack()
+    )  # its files stay open for as long as somebody may read them
     found = tensors_of(source, dtype_of(dtype), exclude_frozen=exclude_frozen)
     return found | {name: found[first] for name, first in source.tied.items() if first in found}
 
@@ -142,7 +192,9 @@ def _write_torch_shards(lazy: dict[str, LazyTensor], out: Path, most: int) -> No
     draft.open()
     try:
         _write_torch_files(lazy, draft.path, most)
-        draft.publish_folder(("pytorch_model.bin", "pytorch_model-*-of-*.bin", BIN_INDEX), BIN_INDEX)
+        draft.publish_folder(
+            ("pytorch_model.bin", "pytorch_model-*-of-*.bin", BIN_INDEX), BIN_INDEX
+        )
     finally:
         draft.discard()  # nothing, once it is in place
 
@@ -158,7 +210,9 @@ def _write_torch_files(lazy: dict[str, LazyTensor], out: Path, most: int) -> Non
         where |= dict.fromkeys(state, file)
     if len(names) > 1:
         total = sum(entry.nbytes for entries in shards for entry in entries)
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
+        text = json.dumps(
+            {"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True
+        )
         files.write_text(out / BIN_INDEX, text + "\n")
 
 
@@ -173,15 +227,31 @@ def _bytes_of(size: str | int | None) -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """`zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR`: the script that DeepSpeed leaves beside checkpoints."""
+    """`zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR`: the script that DeepSpeed leaves beside
+    checkpoints.
+    """
     parser = argparse.ArgumentParser(description="Write the whole fp32 weights of a checkpoint.")
-    parser.add_argument("checkpoint_dir", help="the folder that save_checkpoint was given, or one checkpoint in it")
+    parser.add_argument(
+        "checkpoint_dir", help="the folder that save_checkpoint was given, or one checkpoint in it"
+    )
     parser.add_argument("output_dir", help="where to write the weights")
-    parser.add_argument("--max_shard_size", default="5GB", help=f"of one file (default 5GB, {MAX_SHARD_BYTES} bytes)")
-    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors, not torch files")
-    parser.add_argument("-t", "--tag", default=None, help="which checkpoint; what `latest` names if left out")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
-    parser.add_argument("-d", "--debug", action="store_true", help="accepted; errors say what is wrong without it")
+    parser.add_argument(
+        "--max_shard_size",
+        default="5GB",
+        help=f"of one file (default 5GB, {MAX_SHARD_BYTES} bytes)",
+    )
+    parser.add_argument(
+        "--safe_serialization", action="store_true", help="write safetensors, not torch files"
+    )
+    parser.add_argument(
+        "-t", "--tag", default=None, help="which checkpoint; what `latest` names if left out"
+    )
+    parser.add_argument(
+        "--exclude_frozen_parameters", action="store_true", help="leave out what was not trained"
+    )
+    parser.add_argument(
+        "-d", "--debug", action="store_true", help="accepted; errors say what is wrong without it"
+    )
     given = parser.parse_args(arguments)
     convert_zero_checkpoint_to_fp32_state_dict(
         given.checkpoint_dir,

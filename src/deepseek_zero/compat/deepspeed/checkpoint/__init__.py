@@ -1,4 +1,6 @@
-"""Checkpoints in DeepSpeed's layout: read, written, and made known to the core by `register_layout`."""
+"""Checkpoints in DeepSpeed's layout: read, written, and made known to the core by
+`register_layout`.
+"""
 
 from __future__ import annotations
 

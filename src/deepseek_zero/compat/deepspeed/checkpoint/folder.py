@@ -1,6 +1,8 @@
-"""What DeepSpeed's tools ask of a folder of its checkpoint: its files, its shape, and what stands beside the tensors.
+"""What DeepSpeed's tools ask of a folder of its checkpoint: its files, its shape, and what stands
+beside the tensors.
 
-reader.py reads the states; here files are only listed, and each model file is read once, for what is in it beside them.
+reader.py reads the states; here files are only listed, and each model file is read once, for what
+is in it beside them.
 """
 
 from __future__ import annotations
@@ -15,19 +17,28 @@ from ....base.given import whole_number
 from ..checkpoint_shapes import meg_2d_parallel_map, model_3d_desc, reshape_meg_2d_parallel
 from .reader import open_file
 
-PREFIXES = ("zero_", "fp16_zero_", "bf16_zero_")  # of optimizer files, of which a folder has one kind
+PREFIXES = (
+    "zero_",
+    "fp16_zero_",
+    "bf16_zero_",
+)  # of optimizer files, of which a folder has one kind
 LAYER = re.compile(r"layer_(\d+)-model_.*")
-DIMENSIONS, PP, TP = "checkpoint_parallel_dimensions", "pp_degree", "tp_degree"
+DIMENSIONS = "checkpoint_parallel_dimensions"
+PP = "pp_degree"
+TP = "tp_degree"
 
 
 class ZeROCheckpoint:
     """The optimizer files of a folder, and which of them each rank of another shape joins."""
 
     def __init__(self, dir: str, source_3d: model_3d_desc | None = None) -> None:
-        self.dir, self.file_list = dir, _optimizer_files(dir)
+        self.dir = dir
+        self.file_list = _optimizer_files(dir)
         self.num_files = len(self.file_list)
         if not self.num_files:
-            raise CheckpointError(f"No ZeRO files found in {dir}", fix="name the folder of one checkpoint.")
+            raise CheckpointError(
+                f"No ZeRO files found in {dir}", fix="name the folder of one checkpoint."
+            )
         self.src_3d = source_3d or get_model_3d_descriptor(dir)
         self.reshape(self.src_3d)
 
@@ -57,17 +68,29 @@ class ZeROCheckpoint:
 
     def get_files_for_rank(self, pp_index: int, tp_index: int, dp_index: int) -> list[str]:
         """Return these files."""
-        return [self.file_list[number] for number in self.get_file_indices_for_rank(pp_index, tp_index, dp_index)]
+        return [
+            self.file_list[number]
+            for number in self.get_file_indices_for_rank(pp_index, tp_index, dp_index)
+        ]
 
 
 class DeepSpeedCheckpoint:
-    """The files of a checkpoint's folder, as tools that plan a conversion ask for them.  Tensors are not read."""
+    """The files of a checkpoint's folder, as tools that plan a conversion ask for them.  Tensors
+    are not read.
+    """
 
     def __init__(
-        self, dir: str, tp_degree: int | None = None, pp_degree: int | None = None, dp_degree: int | None = None
+        self,
+        dir: str,
+        tp_degree: int | None = None,
+        pp_degree: int | None = None,
+        dp_degree: int | None = None,
     ) -> None:
-        self.dir, self.file_list = dir, _files(dir)
-        self.layer_files = sorted(path for path in self.file_list if LAYER.fullmatch(Path(path).name))
+        self.dir = dir
+        self.file_list = _files(dir)
+        self.layer_files = sorted(
+            path for path in self.file_list if LAYER.fullmatch(Path(path).name)
+        )
         self.layer_keys = sorted({Path(path).name.split("-model_")[0] for path in self.layer_files})
         self.layer_count = len(self.layer_keys)
         self.mp_rank_files = _named(self.file_list, "mp_rank_")
@@ -76,11 +99,16 @@ class DeepSpeedCheckpoint:
             (path, {DIMENSIONS: state.get(DIMENSIONS), "ds_config": state.get("ds_config", {})})
             for path, state in zip(self.mp_rank_files, states, strict=True)
         ]
-        plain = {name: value for name, value in (states[0] if states else {}).items() if name != "module"}
+        plain = {
+            name: value for name, value in (states[0] if states else {}).items() if name != "module"
+        }
         self.global_state = {"iteration": 0, **plain}
-        self.zero_checkpoint = ZeROCheckpoint(dir, _shape(self.file_list, dir, self.model_state_metadata))
+        self.zero_checkpoint = ZeROCheckpoint(
+            dir, _shape(self.file_list, dir, self.model_state_metadata)
+        )
         source = self.zero_checkpoint.src_3d
-        self.tp_degree, self.pp_degree = tp_degree or source.tp_degree, pp_degree or source.pp_degree
+        self.tp_degree = tp_degree or source.tp_degree
+        self.pp_degree = pp_degree or source.pp_degree
         self.dp_degree = dp_degree or source.dp_degree
         self.original_world_size = source.world_size()
         self.world_size = self.tp_degree * self.pp_degree * self.dp_degree
@@ -108,7 +136,9 @@ class DeepSpeedCheckpoint:
 
     def get_2d_parallel_files(self, tp_index: int, pp_index: int) -> list[str]:
         """Return the model files that a place of the asked shape joins."""
-        return [self.mp_rank_files[number] for number in self.new_2d_map.get_data(pp_index, tp_index)]
+        return [
+            self.mp_rank_files[number] for number in self.new_2d_map.get_data(pp_index, tp_index)
+        ]
 
     def get_iteration(self) -> Any:
         """Return the program's count of steps, 0 where it kept none."""
@@ -126,11 +156,16 @@ class DeepSpeedCheckpoint:
 def get_model_3d_descriptor(dir: str) -> model_3d_desc:
     """Return how many stages, tensor-parallel and data-parallel ranks wrote a checkpoint."""
     files = _files(dir)
-    found = [(path, {DIMENSIONS: open_file(Path(path)).get(DIMENSIONS)}) for path in _named(files, "mp_rank_")]
+    found = [
+        (path, {DIMENSIONS: open_file(Path(path)).get(DIMENSIONS)})
+        for path in _named(files, "mp_rank_")
+    ]
     return _shape(files, dir, found)
 
 
-def _shape(files: Sequence[str], dir: str, models: Sequence[tuple[str, dict[str, Any]]]) -> model_3d_desc:
+def _shape(
+    files: Sequence[str], dir: str, models: Sequence[tuple[str, dict[str, Any]]]
+) -> model_3d_desc:
     """Read the shape from what the model files say; from their number, where none says it."""
     optimizers = len(_optimizer_files(dir))
     said: dict[str, Any] = {path: facts.get(DIMENSIONS) for path, facts in models}
@@ -140,14 +175,22 @@ def _shape(files: Sequence[str], dir: str, models: Sequence[tuple[str, dict[str,
         return model_3d_desc(pp, tp, max(1, optimizers // (pp * tp)))
     silent = [path for path, dimensions in said.items() if dimensions is None]
     if silent:
-        raise CheckpointError(f"Checkpoint {DIMENSIONS} is missing from model-state files: {silent}")
-    shapes = {tuple(whole_number(path, name, shape.get(name), 1) for name in (PP, TP)) for path, shape in said.items()}
+        raise CheckpointError(
+            f"Checkpoint {DIMENSIONS} is missing from model-state files: {silent}"
+        )
+    shapes = {
+        tuple(whole_number(path, name, shape.get(name), 1) for name in (PP, TP))
+        for path, shape in said.items()
+    }
     if len(shapes) > 1:
-        raise CheckpointError(f"Checkpoint {DIMENSIONS} disagrees across model-state files: {sorted(shapes)}")
+        raise CheckpointError(
+            f"Checkpoint {DIMENSIONS} disagrees across model-state files: {sorted(shapes)}"
+        )
     pp, tp = next(iter(shapes))
     if len(models) != pp * tp or optimizers % (pp * tp):
         raise CheckpointError(
-            f"{dir} has {len(models)} model files and {optimizers} ZeRO files, which is not {pp} stages of {tp} ranks.",
+            f"{dir} has {len(models)} model files and {optimizers} ZeRO files, which is not {pp} "
+            f"stages of {tp} ranks.",
             fix="copy the whole folder.",
         )
     return model_3d_desc(pp, tp, max(1, optimizers // (pp * tp)))
@@ -166,4 +209,7 @@ def _named(files: Sequence[str], prefix: str) -> list[str]:
 def _optimizer_files(dir: str) -> list[str]:
     """Return the optimizer files by data-parallel and model-parallel rank."""
     files = next((found for prefix in PREFIXES if (found := _named(_files(dir), prefix))), [])
-    return sorted(files, key=lambda path: [int(number) for number in re.findall(r"_rank_(\d+)", Path(path).name)])
+    return sorted(
+        files,
+        key=lambda path: [int(number) for number in re.findall(r"_rank_(\d+)", Path(path).name)],
+    )

@@ -1,8 +1,10 @@
-"""DeepSpeed's layout as an object: how the core recognises, checks and opens it, and how an engine saves and loads it.
+"""DeepSpeed's layout as an object: how the core recognises, checks and opens it, and how an engine
+saves and loads it.
 
-A save writes our own slices first; then each rank turns them into its DeepSpeed files, reading the slices back by
-range, so that no rank gathers anything but what its own files hold.  The slices are removed when the checkpoint has
-its name.  A load is the same reshape as a load of ours: by name and flat range, at any world size and stage.
+A save writes our own slices first; then each rank turns them into its DeepSpeed files, reading the
+slices back by range, so that no rank gathers anything but what its own files hold.  The slices are
+removed when the checkpoint has its name.  A load is the same reshape as a load of ours: by name and
+flat range, at any world size and stage.
 """
 
 from __future__ import annotations
@@ -47,8 +49,9 @@ from ....sharding.regroup import follow_requires_grad
 from .reader import RESERVED_KEYS, DeepSpeedCheckpoint, deepspeed_files, read_deepspeed
 from .writer import SCRIPT, DeepSpeedTarget, write_rank
 
-# The states with elements of torch's and this library's classes: a file does not name the optimizer's class.
-# Another library's class may have the same name and other states (bitsandbytes' AdamW).
+# The states with elements of torch's and this library's classes: a file does not name the
+# optimizer's class. Another library's class may have the same name and other states (bitsandbytes'
+# AdamW).
 STATES: dict[type[Optimizer], set[str]] = {
     torch.optim.Adam: {"exp_avg", "exp_avg_sq"},
     torch.optim.AdamW: {"exp_avg", "exp_avg_sq"},
@@ -62,7 +65,8 @@ STATES: dict[type[Optimizer], set[str]] = {
 class DeepSpeedLayout(EngineLayout):
     """The layout of DeepSpeed's own checkpoints, stages 0 to 3, as the core asks for it."""
 
-    name, title = "deepspeed", "DeepSpeed's layout"
+    name = "deepspeed"
+    title = "DeepSpeed's layout"
 
     def is_at(self, path: Path) -> bool:
         return bool(deepspeed_files(path))
@@ -82,7 +86,10 @@ class DeepSpeedLayout(EngineLayout):
         with suppress(CheckpointError):
             if read_deepspeed(path).manifest.run:
                 return ""
-        return "torch's CRC-32 of each record is all these files have: one of another rank or save is not told apart"
+        return (
+            "torch's CRC-32 of each record is all these files have: one of another rank or save is "
+            "not told apart"
+        )
 
     def open_at(self, path: Path, stack: ExitStack) -> OpenCheckpoint:
         found = read_deepspeed(path)
@@ -105,26 +112,32 @@ DEEPSPEED = DeepSpeedLayout()
 
 
 def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
-    """Fill weights, masters and moments from DeepSpeed's files in `directory/tag`, at any world size and stage.
-    Collective.
+    """Fill weights, masters and moments from DeepSpeed's files in `directory/tag`, at any world
+    size and stage. Collective.
 
-    settings.verify: first compare the records of the files with the CRC-32s in them, the only checksums they have; each
-    rank reads its part of the files.  CheckpointError on every rank, and an unchanged engine, where the files are
-    damaged or do not fit.
+    settings.verify: first compare the records of the files with the CRC-32s in them, the only
+    checksums they have; each rank reads its part of the files.  CheckpointError on every rank, and
+    an unchanged engine, where the files are damaged or do not fit.
     """
-    runtime, folder = contents.runtime, directory / tag
+    runtime = contents.runtime
+    folder = directory / tag
     opened: list[DeepSpeedCheckpoint] = []
     follow_requires_grad(runtime)
     piece = Piece.of(runtime)
-    trained = frozenset(piece.name(member) for group in runtime.trained_groups for member in group.members)
-    names, comm = names_of_all(runtime), runtime.comm.whole
+    trained = frozenset(
+        piece.name(member) for group in runtime.trained_groups for member in group.members
+    )
+    names = names_of_all(runtime)
+    comm = runtime.comm.whole
 
     def read_files() -> str:
         found = read_deepspeed(folder, trained)
         check(found.manifest, contents, replace(settings, moments=False), names)
         if settings.moments and contents.optimizer is not None:
             _check_states(found, contents.optimizer)
-            split_as_saved(found.manifest, lambda name: found.keys(MOMENT, name), contents.optimizer)
+            split_as_saved(
+                found.manifest, lambda name: found.keys(MOMENT, name), contents.optimizer
+            )
         opened.append(found)
         return ""
 
@@ -155,9 +168,13 @@ def _check_states(found: DeepSpeedCheckpoint, optimizer: ShardedOptimizer) -> No
     """Raise CheckpointError if the files' moments are another optimizer's."""
     fix = "load with load_optimizer_states=False, or use the optimizer that was saved."
     if found.moments_problem:
-        raise CheckpointError(f"the moments in {found.folder} cannot be used: {found.moments_problem}.", fix=fix)
+        raise CheckpointError(
+            f"the moments in {found.folder} cannot be used: {found.moments_problem}.", fix=fix
+        )
     mine = type(optimizer.inner)
-    there = {key for (kind, _), states in found.segments.items() if kind == MOMENT for key in states}
+    there = {
+        key for (kind, _), states in found.segments.items() if kind == MOMENT for key in states
+    }
     wanted = STATES.get(mine)
     if wanted is not None and there and there != wanted:
         raise CheckpointError(
@@ -168,12 +185,16 @@ def _check_states(found: DeepSpeedCheckpoint, optimizer: ShardedOptimizer) -> No
     groups = len(found.plain["groups"])
     if groups != len(optimizer.param_groups):
         raise CheckpointError(
-            f"the checkpoint has {groups} parameter groups, the optimizer has {len(optimizer.param_groups)}.", fix=fix
+            f"the checkpoint has {groups} parameter groups, the optimizer has "
+            f"{len(optimizer.param_groups)}.",
+            fix=fix,
         )
 
 
 def _known(groups: list[dict[str, Any]], optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
-    """Keep those of the saved hyper-parameters that the optimizer has too; DeepSpeed's kernels have more."""
+    """Keep those of the saved hyper-parameters that the optimizer has too; DeepSpeed's kernels have
+    more.
+    """
     return [
         {key: value for key, value in saved.items() if key in mine}
         for saved, mine in zip(groups, optimizer.param_groups, strict=True)
@@ -184,10 +205,15 @@ def _known(groups: list[dict[str, Any]], optimizer: ShardedOptimizer) -> list[di
 
 
 def unsupported_reason(contents: Contents) -> str:
-    """Say which of this rank's states DeepSpeed's layout has no place for; empty where it holds all."""
+    """Say which of this rank's states DeepSpeed's layout has no place for; empty where it holds
+    all.
+    """
     mesh = contents.runtime.plan.mesh
     if mesh.tp > 1 or mesh.pp > 1:
-        return f"the mesh is {mesh}, and its layout is written without tp and pp (save slices, and convert them)"
+        return (
+            f"the mesh is {mesh}, and its layout is written without tp and pp (save slices, and "
+            "convert them)"
+        )
     taken = sorted(RESERVED_KEYS & dict(contents.client or {}).keys())
     if taken:
         return f"client_state has the key '{taken[0]}', which is DeepSpeed's own in its layout"
@@ -198,7 +224,10 @@ def unsupported_reason(contents: Contents) -> str:
     for shard in optimizer.shards() if optimizer is not None else ():
         for key, value in states.get(shard.param, {}).items():
             if is_subclass(value):
-                return f"the optimizer's state '{key}' of '{shard.names[0]}' is a {type(value).__name__}"
+                return (
+                    f"the optimizer's state '{key}' of '{shard.names[0]}' is a "
+                    f"{type(value).__name__}"
+                )
             if (
                 isinstance(value, Tensor)
                 and not is_scalar_state(value, shard.param)
@@ -209,25 +238,32 @@ def unsupported_reason(contents: Contents) -> str:
 
 
 def save_deepspeed(directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
-    """Write `directory/tag` in DeepSpeed's layout and return it.  Collective; needs room for two checkpoints.
+    """Write `directory/tag` in DeepSpeed's layout and return it.  Collective; needs room for two
+    checkpoints.
 
-    CheckpointError on every rank where one cannot write, or has a state that the layout has no place for; the
-    checkpoint before stays.
+    CheckpointError on every rank where one cannot write, or has a state that the layout has no
+    place for; the checkpoint before stays.
     """
-    comm, slices_folder = contents.runtime.comm.whole, directory / ".slices.saving"
+    comm = contents.runtime.comm.whole
+    slices_folder = directory / ".slices.saving"
     run_and_gather(
-        comm, "saving: what DeepSpeed's layout holds", lambda: _refuse(unsupported_reason(contents), directory / tag)
+        comm,
+        "saving: what DeepSpeed's layout holds",
+        lambda: _refuse(unsupported_reason(contents), directory / tag),
     )
     written: list[Path] = []
     output: StagedOutput | None = None
     try:
         folder = save(slices_folder, tag, contents, replace(settings, latest=False, wait=True))
         final = directory / folder.name
-        written, opened = [folder], StagedOutput(final)
+        written = [folder]
+        opened = StagedOutput(final)
         output = opened
         _rewrite(folder, output, contents)
         run_and_gather(
-            comm, "saving: the name", lambda: _finish(opened, slices_folder, settings) if comm.rank == 0 else ""
+            comm,
+            "saving: the name",
+            lambda: _finish(opened, slices_folder, settings) if comm.rank == 0 else "",
         )
     except CheckpointError:
         if comm.rank == 0:
@@ -248,11 +284,15 @@ def _remove_written(written: list[Path], slices_folder: Path) -> None:
 
 
 def _refuse(problem: str, final: Path) -> str:
-    """Raise CheckpointError if `final` is something else than a checkpoint, or `problem` says what would be lost."""
+    """Raise CheckpointError if `final` is something else than a checkpoint, or `problem` says what
+    would be lost.
+    """
     refuse_foreign_files(final)
     if problem:
         raise CheckpointError(
-            f"{problem}.", "It would be lost.", 'give the key another name, or set checkpoint.layout to "slices".'
+            f"{problem}.",
+            "It would be lost.",
+            'give the key another name, or set checkpoint.layout to "slices".',
         )
     return ""
 
@@ -272,7 +312,9 @@ def _rewrite(folder: Path, output: StagedOutput, contents: Contents) -> None:
                     write_rank(source, output.path, layout, comm.rank)
         return ""
 
-    run_and_gather(comm, "saving: DeepSpeed's folder", lambda: _open(output) if comm.rank == 0 else "")
+    run_and_gather(
+        comm, "saving: DeepSpeed's folder", lambda: _open(output) if comm.rank == 0 else ""
+    )
     run_and_gather(comm, "saving: DeepSpeed's files", write)
 
 
@@ -282,7 +324,9 @@ def _open(output: StagedOutput) -> str:
 
 
 def _finish(output: StagedOutput, slices_folder: Path, settings: SaveSettings) -> str:
-    """Complete the folder, give it its name, and remove the slices it was made of.  Rank 0 alone calls it."""
+    """Complete the folder, give it its name, and remove the slices it was made of.  Rank 0 alone
+    calls it.
+    """
     final = output.final
     with files.describing_errors(f"completing '{final}'"):
         output.finish()

@@ -5,9 +5,9 @@
     [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt    stages 1 to 3: rank R's part of masters and moments
     layer_LL[-model_00]-model_states.pt                 a pipeline: the weights of layer LL; mp_rank_PP then is a stage
 
-The files are pickles.  They are read with weights_only=True, which builds tensors and plain values, and with stand-ins
-for the four classes of DeepSpeed's own that they hold; anything else in them is an error.  Tensors are mapped: a rank
-reads from the disk only what it copies.
+The files are pickles.  They are read with weights_only=True, which builds tensors and plain values,
+and with stand-ins for the four classes of DeepSpeed's own that they hold; anything else in them is
+an error.  Tensors are mapped: a rank reads from the disk only what it copies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from ....checkpoint.numpy_values import all_from_plain
 from ....checkpoint.safetensors_file import dtype_name
 from ....checkpoint.torch_file import MappedCheckpoint, load_mapped, parameter_facts
 
-MODEL, MODEL_OF_RANK = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+MODEL = "mp_rank_00_model_states.pt"
+MODEL_OF_RANK = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
@@ -38,12 +39,14 @@ BATCH_KEYS = {  # of ds_config, by our names
     "micro": "train_micro_batch_size_per_gpu",
     "accumulation": "gradient_accumulation_steps",
 }
-IDENTITY_KEY = "deepseek_zero"  # what this library says in ds_config of a file: {"run": which save, "rank": whose}
+# What this library says in ds_config of a file: {"run": which save, "rank": whose}
+IDENTITY_KEY = "deepseek_zero"
 # What DeepSpeed itself puts beside the caller's client_state.
 RESERVED_KEYS = frozenset(
-    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler "
-    "data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size "
-    "mp_world_size ds_config ds_version checkpoint_parallel_dimensions universal_checkpoint_info".split()
+    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params "
+    "frozen_param_fragments lr_scheduler data_sampler random_ltd sparse_tensor_module_names "
+    "skipped_steps global_steps global_samples dp_world_size mp_world_size ds_config ds_version "
+    "checkpoint_parallel_dimensions universal_checkpoint_info".split()
 )
 
 
@@ -75,16 +78,22 @@ def deepspeed_files(folder: Path) -> list[Path]:
     """Return the files in DeepSpeed's layout that lie in a folder."""
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
     return [
-        path for path in paths if any(kind.fullmatch(path.name) for kind in (MODEL_FILE, OPTIMIZER_FILE, LAYER_FILE))
+        path
+        for path in paths
+        if any(kind.fullmatch(path.name) for kind in (MODEL_FILE, OPTIMIZER_FILE, LAYER_FILE))
     ]
 
 
 @dataclass
 class DeepSpeedCheckpoint(MappedCheckpoint):
-    """A folder in DeepSpeed's layout.  moments_problem: why there are no moments although the files hold some."""
+    """A folder in DeepSpeed's layout.  moments_problem: why there are no moments although the files
+    hold some.
+    """
 
     moments_problem: str = ""
-    clients: dict[int, dict[str, Any]] = field(default_factory=dict)  # client_state of ranks that passed their own
+    clients: dict[int, dict[str, Any]] = field(
+        default_factory=dict
+    )  # client_state of ranks that passed their own
 
 
 def open_file(path: Path) -> dict[str, Any]:
@@ -98,15 +107,16 @@ def open_file(path: Path) -> dict[str, Any]:
 def read_deepspeed(folder: Path, trained: frozenset[str] = frozenset()) -> DeepSpeedCheckpoint:
     """Open the checkpoint in a folder; only names, shapes and places are read.
 
-    trained: names that the reader's model trains, which stage 0's files do not say.  CheckpointError where it is
-    incomplete, damaged, or of a kind that is not read.
+    trained: names that the reader's model trains, which stage 0's files do not say.
+    CheckpointError where it is incomplete, damaged, or of a kind that is not read.
     """
     try:
         return _read(folder, trained)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, OSError) as error:
         raise CheckpointError(
             f"{folder} is not laid out as expected: {brief(error)}.",
-            "Checkpoints of DeepSpeed's stages 0 to 3 and of its pipelines are read, others (experts) are not.",
+            "Checkpoints of DeepSpeed's stages 0 to 3 and of its pipelines are read, others "
+            "(experts) are not.",
             "convert it with DeepSpeed's own tools first.",
         ) from error
 
@@ -130,11 +140,19 @@ def _read(folder: Path, trained: frozenset[str]) -> DeepSpeedCheckpoint:
     if is_third:
         found.clients = {rank: _client(each) for rank, each in enumerate(models)}
     else:
-        own = {rank: each[CLIENT] for rank, each in enumerate(files) if isinstance(each.get(CLIENT), Mapping)}
+        own = {
+            rank: each[CLIENT]
+            for rank, each in enumerate(files)
+            if isinstance(each.get(CLIENT), Mapping)
+        }
         found.clients = {rank: all_from_plain(dict(each)) for rank, each in own.items()}
-    found.buffers = [{name: each["module"][name] for name in buffers if name in each["module"]} for each in models]
+    found.buffers = [
+        {name: each["module"][name] for name in buffers if name in each["module"]}
+        for each in models
+    ]
     found.manifest.buffers = {
-        name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)} for name, value in found.buffers[0].items()
+        name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
+        for name, value in found.buffers[0].items()
     }
     if is_third:
         _add_partitioned(found, models, optimizers)
@@ -150,12 +168,18 @@ def _read(folder: Path, trained: frozenset[str]) -> DeepSpeedCheckpoint:
 def _completed(
     found: DeepSpeedCheckpoint, first: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]
 ) -> DeepSpeedCheckpoint:
-    """Add the plain values, and return the checkpoint.  CheckpointError where elements of it are missing."""
+    """Add the plain values, and return the checkpoint.  CheckpointError where elements of it are
+    missing.
+    """
     groups = _groups(optimizers[0] if optimizers else first.get("optimizer") or {})
     trainer: dict[str, Any] = {
-        name: int(first.get(name) or 0) for name in ("global_steps", "global_samples", "skipped_steps")
+        name: int(first.get(name) or 0)
+        for name in ("global_steps", "global_samples", "skipped_steps")
     }
-    trainer |= {"scaler": _scaler(first, optimizers), "lr_scheduler": all_from_plain(first.get("lr_scheduler"))}
+    trainer |= {
+        "scaler": _scaler(first, optimizers),
+        "lr_scheduler": all_from_plain(first.get("lr_scheduler")),
+    }
     trainer["batch"] = _batch(first)
     if (curriculum := first.get("data_sampler")) is not None:
         given = int(curriculum.get("consumed_samples", 0))
@@ -167,7 +191,9 @@ def _completed(
 
 
 def _batch(first: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return the batch sizes of the run that saved a checkpoint; None if its configuration does not say them."""
+    """Return the batch sizes of the run that saved a checkpoint; None if its configuration does not
+    say them.
+    """
     config = first.get("ds_config") or {}
     train, micro, accumulation = (_size(config.get(key)) for key in BATCH_KEYS.values())
     ranks = _size(first.get("dp_world_size"))
@@ -190,7 +216,9 @@ def _size(value: Any) -> int:
 
 def _client(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the caller's values in a model file."""
-    return {name: all_from_plain(value) for name, value in model.items() if name not in RESERVED_KEYS}
+    return {
+        name: all_from_plain(value) for name, value in model.items() if name not in RESERVED_KEYS
+    }
 
 
 def _tensor_parallel(folder: Path, ranks: int) -> CheckpointError:
@@ -202,43 +230,56 @@ def _tensor_parallel(folder: Path, ranks: int) -> CheckpointError:
 
 
 def _refuse_gaps(found: DeepSpeedCheckpoint) -> None:
-    """Raise CheckpointError unless every weight, and every moment in the files, is there from its first element to its
-    last.
+    """Raise CheckpointError unless every weight, and every moment in the files, is there from its
+    first element to its last.
     """
     wanted = {(WEIGHT, name, "") for name in found.manifest.parameters}
     wanted |= {(*state, key) for state, keys in found.segments.items() for key in keys}
     for kind, name, key in sorted(wanted):
-        reached, numel = 0, prod(found.manifest.parameters[name]["shape"])
-        for segment in sorted(found.segments.get((kind, name), {}).get(key, ()), key=lambda each: each.start):
-            reached = max(reached, segment.start + segment.values.numel()) if segment.start <= reached else reached
+        reached = 0
+        numel = prod(found.manifest.parameters[name]["shape"])
+        for segment in sorted(
+            found.segments.get((kind, name), {}).get(key, ()), key=lambda each: each.start
+        ):
+            reached = (
+                max(reached, segment.start + segment.values.numel())
+                if segment.start <= reached
+                else reached
+            )
         if reached != numel:
             raise missing_elements(
-                found.folder, f"elements {reached} to {numel} of '{name}' ({f'{kind} {key}'.strip()})"
+                found.folder,
+                f"elements {reached} to {numel} of '{name}' ({f'{kind} {key}'.strip()})",
             )
 
 
 def _refuse_others(folder: Path, files: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-    """Raise CheckpointError if files that this library wrote are of different saves, or of other ranks than their names
-    say.
+    """Raise CheckpointError if files that this library wrote are of different saves, or of other
+    ranks than their names say.
     """
     identities = [(rank, (each.get("ds_config") or {}).get(IDENTITY_KEY)) for rank, each in files]
     own = next((each["run"] for _, each in identities if each is not None), None)
     for rank, each in identities:
         if own is not None and (each is None or (each["run"], each["rank"]) != (own, rank)):
             raise CheckpointError(
-                f"{folder} holds a file of rank {rank} that is of another rank or another save: {each}, not {own}.",
+                f"{folder} holds a file of rank {rank} that is of another rank or another save: "
+                f"{each}, not {own}.",
                 "Files were exchanged, or copied from another checkpoint.",
                 "copy the whole folder, or load another tag.",
             )
 
 
-def _optimizer_files(folder: Path, ranks: int, first: Mapping[str, Any], stage: int = 0) -> list[dict[str, Any]]:
+def _optimizer_files(
+    folder: Path, ranks: int, first: Mapping[str, Any], stage: int = 0
+) -> list[dict[str, Any]]:
     """Open the optimizer files of all ranks of a pipeline's stage; [] where there are none.
 
     CheckpointError where some are missing.
     """
     named = {path: OPTIMIZER_FILE.fullmatch(path.name) for path in folder.iterdir()}
-    numbered = {int(found[1]): path for path, found in named.items() if found and int(found[2]) == stage}
+    numbered = {
+        int(found[1]): path for path, found in named.items() if found and int(found[2]) == stage
+    }
     if not numbered and first.get("param_shapes") is None:
         return []
     missing = sorted(set(range(ranks)) - set(numbered))
@@ -252,15 +293,41 @@ def _optimizer_files(folder: Path, ranks: int, first: Mapping[str, Any], stage: 
 
 
 def _manifest(first: Mapping[str, Any], ranks: int, is_third: bool) -> Manifest:
-    """Say what the model file of the first rank holds in the words of our manifest, but for parameters and buffers."""
-    stage = 3 if is_third else int(((first.get("ds_config") or {}).get("zero_optimization") or {}).get("stage") or 0)
-    tied, module = first.get("shared_params") or {}, first["module"] or {}
+    """Say what the model file of the first rank holds in the words of our manifest, but for
+    parameters and buffers.
+    """
+    stage = (
+        3
+        if is_third
+        else int(((first.get("ds_config") or {}).get("zero_optimization") or {}).get("stage") or 0)
+    )
+    tied = first.get("shared_params") or {}
+    module = first["module"] or {}
     names = {name: tied.get(name, name) for name in module}
-    dtypes = [dtype_name(value.dtype) for name, value in module.items() if name not in first["buffer_names"]]
+    dtypes = [
+        dtype_name(value.dtype)
+        for name, value in module.items()
+        if name not in first["buffer_names"]
+    ]
     plan = {"module": {"weight": next(iter(dtypes), "float32")}}
     identity = (first.get("ds_config") or {}).get(IDENTITY_KEY) or {}
-    run, extra = str(identity.get("run", "")), {"names": names, "groups": []}
-    return Manifest(ranks, stage, plan, {}, {}, [], None, {}, [], run=run, format="DeepSpeed", version=0, extra=extra)
+    run = str(identity.get("run", ""))
+    extra = {"names": names, "groups": []}
+    return Manifest(
+        ranks,
+        stage,
+        plan,
+        {},
+        {},
+        [],
+        None,
+        {},
+        [],
+        run=run,
+        format="DeepSpeed",
+        version=0,
+        extra=extra,
+    )
 
 
 def _groups(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -271,7 +338,9 @@ def _groups(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _base(optimizer: Mapping[str, Any]) -> Any:
-    """Return the inner optimizer's own state dict, which each of DeepSpeed's optimizers keeps under another name."""
+    """Return the inner optimizer's own state dict, which each of DeepSpeed's optimizers keeps under
+    another name.
+    """
     for name in ("base_optimizer_state", "optimizer_state_dict"):
         if name in optimizer:
             return optimizer[name]
@@ -281,7 +350,9 @@ def _base(optimizer: Mapping[str, Any]) -> Any:
 # -- stages 0 to 2: the whole weights are there
 
 
-def _master(found: DeepSpeedCheckpoint, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+def _master(
+    found: DeepSpeedCheckpoint, name: str, shape: Sequence[int], dtype: torch.dtype
+) -> None:
     """Record that the files have a parameter's master, which is then read as the weight."""
     found.segments.pop((WEIGHT, name), None)
     found.manifest.parameters[name] = parameter_facts(shape, dtype, trained=True)
@@ -296,23 +367,33 @@ def _add_flat(
     optimizers: Sequence[Mapping[str, Any]],
     elsewhere: Collection[str] = (),
 ) -> None:
-    """Add masters and states of stages 1 and 2: rank r has the r-th part of each group's flat tensor.
+    """Add masters and states of stages 1 and 2: rank r has the r-th part of each group's flat
+    tensor.
 
     elsewhere: names that another stage of a pipeline has said already.
     """
     for number, of_group in enumerate(shapes):
         gaps = optimizers[0].get("param_alignment_paddings")
-        ends, reached = {}, 0
+        ends = {}
+        reached = 0
         for index, (name, shape) in enumerate(of_group.items()):
             ends[name] = (reached, reached + prod(shape))
             reached = ends[name][1] + (gaps[number][index] if gaps is not None else 0)
             if name not in elsewhere:
-                _master(found, name, shape, optimizers[0]["single_partition_of_fp32_groups"][number].dtype)
+                _master(
+                    found,
+                    name,
+                    shape,
+                    optimizers[0]["single_partition_of_fp32_groups"][number].dtype,
+                )
         found.manifest.extra["groups"].append(list(ends))
         for rank, optimizer in enumerate(optimizers):
             part = optimizer["single_partition_of_fp32_groups"][number]
-            # ZeRO's own optimizer cuts the padding off before it saves, the bf16 optimizer does not.
-            size = part.numel() + (int(optimizer["group_paddings"][number]) if "zero_stage" in optimizer else 0)
+            # ZeRO's own optimizer cuts the padding off before it saves, the bf16 optimizer does
+            # not.
+            size = part.numel() + (
+                int(optimizer["group_paddings"][number]) if "zero_stage" in optimizer else 0
+            )
             low = rank * size
             states = _states(optimizer, number)
             for name, (start, stop) in ends.items():
@@ -331,14 +412,19 @@ def _states(optimizer: Mapping[str, Any], number: int) -> dict[str, Any]:
     else:
         params = [(param, group) for group in base["param_groups"] for param in group["params"]]
         param, group = params[number]
-        states, step = dict(base["state"].get(param, {})), group.get("step")
+        states = dict(base["state"].get(param, {}))
+        step = group.get("step")
     if states and step is not None:
         states.setdefault("step", step)
     return states
 
 
-def _add_states(found: DeepSpeedCheckpoint, name: str, states: Mapping[str, Any], start: int, cut: slice) -> None:
-    """Add a parameter's optimizer states: of tensors the elements `cut`, as those from `start` on; all numbers."""
+def _add_states(
+    found: DeepSpeedCheckpoint, name: str, states: Mapping[str, Any], start: int, cut: slice
+) -> None:
+    """Add a parameter's optimizer states: of tensors the elements `cut`, as those from `start` on;
+    all numbers.
+    """
     for key, value in states.items():
         if isinstance(value, Tensor) and value.dim():
             found.add(MOMENT, name, key, start, value.reshape(-1)[cut])
@@ -352,11 +438,14 @@ def _add_states(found: DeepSpeedCheckpoint, name: str, states: Mapping[str, Any]
 # -- pipelines: a file for each layer, and for each stage what a data-parallel run has
 
 
-def _read_pipeline(folder: Path, first: Mapping[str, Any], ranks: int, trained: frozenset[str]) -> DeepSpeedCheckpoint:
-    """Read what a PipelineModule saved.  Its parameters are called "LAYER.weight" and "tied_modules.KEY.weight".
+def _read_pipeline(
+    folder: Path, first: Mapping[str, Any], ranks: int, trained: frozenset[str]
+) -> DeepSpeedCheckpoint:
+    """Read what a PipelineModule saved.  Its parameters are called "LAYER.weight" and
+    "tied_modules.KEY.weight".
 
-    Stages with ZeRO say the names of what they train; of others `trained` tells tied layers by their names.  What two
-    stages have under one name is the first one's.
+    Stages with ZeRO say the names of what they train; of others `trained` tells tied layers by
+    their names.  What two stages have under one name is the first one's.
     """
     layers: dict[int, list[Path]] = {}
     for path in sorted(folder.iterdir()):
@@ -365,8 +454,16 @@ def _read_pipeline(folder: Path, first: Mapping[str, Any], ranks: int, trained: 
     if most := max((len(paths) for paths in layers.values() if len(paths) > 1), default=0):
         raise _tensor_parallel(folder, most)
     stages = range(int(first.get("mp_world_size") or 1))
-    models = [first, *(open_file(folder / f"mp_rank_{stage:02d}_model_states.pt") for stage in stages[1:])]
-    shapes = {name: shape for each in models for group in each["param_shapes"] or () for name, shape in group.items()}
+    models = [
+        first,
+        *(open_file(folder / f"mp_rank_{stage:02d}_model_states.pt") for stage in stages[1:]),
+    ]
+    shapes = {
+        name: shape
+        for each in models
+        for group in each["param_shapes"] or ()
+        for name, shape in group.items()
+    }
     found = DeepSpeedCheckpoint(folder, _manifest(first, ranks, is_third=False))
     found.buffers = [{}]
     for layer, (path,) in sorted(layers.items()):
@@ -374,34 +471,56 @@ def _read_pipeline(folder: Path, first: Mapping[str, Any], ranks: int, trained: 
     by_stage: list[list[dict[str, Any]]] = []
     groups: list[list[str]] = []
     for stage in stages:
-        of_stage = [each["optimizer_state_dict"] for each in _optimizer_files(folder, ranks, models[stage], stage)]
+        of_stage = [
+            each["optimizer_state_dict"]
+            for each in _optimizer_files(folder, ranks, models[stage], stage)
+        ]
         by_stage.append(of_stage)
         if of_stage:
             found.manifest.extra["groups"] = []
-            _add_flat(found, models[stage]["param_shapes"], of_stage, {name for names in groups for name in names})
+            _add_flat(
+                found,
+                models[stage]["param_shapes"],
+                of_stage,
+                {name for names in groups for name in names},
+            )
             of_groups = found.manifest.extra["groups"]
             groups += [[] for _ in of_groups[len(groups) :]]
             for names, more in zip(groups, of_groups, strict=True):
                 names += [name for name in more if name not in names]
         elif models[stage].get("optimizer"):
-            found.moments_problem = "the optimizer's parameters are numbered within a stage, and have no names"
-    found.manifest.extra |= {"groups": groups, "names": {name: name for name in found.manifest.parameters}}
+            found.moments_problem = (
+                "the optimizer's parameters are numbered within a stage, and have no names"
+            )
+    found.manifest.extra |= {
+        "groups": groups,
+        "names": {name: name for name in found.manifest.parameters},
+    }
     dtypes = [facts["dtype"] for facts in found.manifest.parameters.values()]
     found.manifest.plan = {"module": {"weight": next(iter(dtypes), "float32")}}
     return _completed(found, first, by_stage[0])
 
 
-def _add_layer(found: DeepSpeedCheckpoint, layer: int, state: Mapping[str, Tensor], known: Mapping[str, Any]) -> None:
-    """Add the weights of a layer's file under the names that they have in the module.  known: names, with shapes where
-    the files say them.
+def _add_layer(
+    found: DeepSpeedCheckpoint, layer: int, state: Mapping[str, Tensor], known: Mapping[str, Any]
+) -> None:
+    """Add the weights of a layer's file under the names that they have in the module.  known:
+    names, with shapes where the files say them.
     """
     prefix = f"{layer}."
     if known and not any(prefix + leaf in known for leaf in state):
-        keys = dict.fromkeys(name.split(".")[1] for name in known if name.startswith("tied_modules."))
-        fitting = [key for key in keys if all(_is_tied(known, key, leaf, value) for leaf, value in state.items())]
+        keys = dict.fromkeys(
+            name.split(".")[1] for name in known if name.startswith("tied_modules.")
+        )
+        fitting = [
+            key
+            for key in keys
+            if all(_is_tied(known, key, leaf, value) for leaf, value in state.items())
+        ]
         if len(fitting) > 1:
             raise CheckpointError(
-                f"layer {layer} of {found.folder} may be each of the tied modules {', '.join(fitting)}.",
+                f"layer {layer} of {found.folder} may be each of the tied modules "
+                f"{', '.join(fitting)}.",
                 "A layer's file does not say its name, and their weights have the same shapes.",
                 "convert it with DeepSpeed's own tools first.",
             )
@@ -409,7 +528,9 @@ def _add_layer(found: DeepSpeedCheckpoint, layer: int, state: Mapping[str, Tenso
     for leaf, value in state.items():
         if prefix + leaf not in found.manifest.parameters:
             trained = not known or prefix + leaf in known
-            found.manifest.parameters[prefix + leaf] = parameter_facts(value.shape, value.dtype, trained=trained)
+            found.manifest.parameters[prefix + leaf] = parameter_facts(
+                value.shape, value.dtype, trained=trained
+            )
             found.add(WEIGHT, prefix + leaf, "", 0, value)
 
 
@@ -423,10 +544,15 @@ def _is_tied(known: Mapping[str, Any], key: str, leaf: str, value: Tensor) -> bo
 
 
 def _add_partitioned(
-    found: DeepSpeedCheckpoint, models: Sequence[Mapping[str, Any]], optimizers: Sequence[Mapping[str, Any]]
+    found: DeepSpeedCheckpoint,
+    models: Sequence[Mapping[str, Any]],
+    optimizers: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Add masters, states and frozen weights of stage 3: rank r has the r-th part of each parameter."""
-    ranks, groups = len(models), _base(optimizers[0])["param_groups"]
+    """Add masters, states and frozen weights of stage 3: rank r has the r-th part of each
+    parameter.
+    """
+    ranks = len(models)
+    groups = _base(optimizers[0])["param_groups"]
     owner = [number for number, group in enumerate(groups) for _ in group["params"]]
     found.manifest.extra["groups"] = [[] for _ in groups]
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
@@ -437,7 +563,9 @@ def _add_partitioned(
             found.add(WEIGHT, name, "", cut.start, part.reshape(-1)[: cut.stop - cut.start])
     for rank, optimizer in enumerate(optimizers):
         for number, of_group in enumerate(models[0]["param_shapes"]):
-            flat, states, offset = optimizer["fp32_flat_groups"][number], _states(optimizer, number), 0
+            flat = optimizer["fp32_flat_groups"][number]
+            states = _states(optimizer, number)
+            offset = 0
             for name, shape in of_group.items():
                 _fits(found, flat, offset, shape, ranks)
                 if not rank:
@@ -452,17 +580,24 @@ def _add_partitioned(
 
 
 def partition_slice(numel: int, rank: int, ranks: int) -> slice:
-    """Return the elements of a parameter that stage 3 gives a rank; the last ranks' may be fewer, or none."""
+    """Return the elements of a parameter that stage 3 gives a rank; the last ranks' may be fewer,
+    or none.
+    """
     size = -(-numel // ranks)
     return slice(min(rank * size, numel), min((rank + 1) * size, numel))
 
 
-def _fits(found: DeepSpeedCheckpoint, flat: Tensor, offset: int, shape: Sequence[int], ranks: int) -> None:
-    """Raise CheckpointError if a flat tensor ends before the part of a parameter that it should hold."""
+def _fits(
+    found: DeepSpeedCheckpoint, flat: Tensor, offset: int, shape: Sequence[int], ranks: int
+) -> None:
+    """Raise CheckpointError if a flat tensor ends before the part of a parameter that it should
+    hold.
+    """
     if offset + -(-prod(shape) // ranks) > flat.numel():
         raise CheckpointError(
             f"{found.folder} holds masters of {flat.numel()} elements where more belong.",
-            "DeepSpeed leaves what it offloads to NVMe out of these files, in a folder offloaded_tensors.",
+            "DeepSpeed leaves what it offloads to NVMe out of these files, in a folder "
+            "offloaded_tensors.",
             "save without NVMe offload, or convert it with DeepSpeed's own tools first.",
         )
 
@@ -470,17 +605,21 @@ def _fits(found: DeepSpeedCheckpoint, flat: Tensor, offset: int, shape: Sequence
 # -- stage 0: an optimizer that says no names
 
 
-def _add_replicated(found: DeepSpeedCheckpoint, optimizer: Mapping[str, Any], trained: frozenset[str]) -> None:
-    """Add an optimizer's states that are numbered in the model's order: of all parameters or of the trained ones,
-    whichever fits.
+def _add_replicated(
+    found: DeepSpeedCheckpoint, optimizer: Mapping[str, Any], trained: frozenset[str]
+) -> None:
+    """Add an optimizer's states that are numbered in the model's order: of all parameters or of the
+    trained ones, whichever fits.
     """
-    base, everything = _base(optimizer), list(found.manifest.parameters)
+    base = _base(optimizer)
+    everything = list(found.manifest.parameters)
     flats: list[Tensor] | None = optimizer.get("fp32_groups_flat")
     masters: list[Tensor] = [each for group in optimizer.get("fp32_groups", []) for each in group]
     numbers = [param for group in base["param_groups"] for param in group["params"]]
     states = [dict(base["state"].get(number, {})) for number in numbers]
     like: list[Tensor | None] = [*masters] or [
-        next((v for v in each.values() if isinstance(v, Tensor) and v.dim()), None) for each in states
+        next((v for v in each.values() if isinstance(v, Tensor) and v.dim()), None)
+        for each in states
     ]
     for names in (everything, [name for name in everything if name in trained]):
         shapes = [tuple(found.manifest.parameters[name]["shape"]) for name in names]
@@ -488,7 +627,10 @@ def _add_replicated(found: DeepSpeedCheckpoint, optimizer: Mapping[str, Any], tr
         if flats is not None and sum(flat.numel() for flat in flats) == sum(map(prod, shapes)):
             found.manifest.extra["groups"] = _add_flat_masters(found, optimizer, flats, names)
             return
-        fit = [value is None or tuple(value.shape) == shape for value, shape in zip(like, shapes, strict=False)]
+        fit = [
+            value is None or tuple(value.shape) == shape
+            for value, shape in zip(like, shapes, strict=False)
+        ]
         if flats is None and len(numbers) == len(names) and all(fit):
             for index, (name, shape) in enumerate(zip(names, shapes, strict=True)):
                 if masters:
@@ -498,24 +640,33 @@ def _add_replicated(found: DeepSpeedCheckpoint, optimizer: Mapping[str, Any], tr
                 _add_states(found, name, states[index], 0, slice(0, prod(shape)))
             named = iter(zip(names, is_used, strict=True))
             found.manifest.extra["groups"] = [
-                [name for name, used in islice(named, len(group["params"])) if used] for group in base["param_groups"]
+                [name for name, used in islice(named, len(group["params"])) if used]
+                for group in base["param_groups"]
             ]
             return
     found.moments_problem = (
-        "the optimizer's parameters are numbered, and are neither all of the model's nor the trained ones"
+        "the optimizer's parameters are numbered, and are neither all of the model's nor the "
+        "trained ones"
     )
 
 
 def _add_flat_masters(
-    found: DeepSpeedCheckpoint, optimizer: Mapping[str, Any], flats: Sequence[Tensor], names: Sequence[str]
+    found: DeepSpeedCheckpoint,
+    optimizer: Mapping[str, Any],
+    flats: Sequence[Tensor],
+    names: Sequence[str],
 ) -> list[list[str]]:
-    """Add fp16 masters of stage 0: each group's end to end, without padding.  Returns names by group."""
-    number, offset = 0, 0
+    """Add fp16 masters of stage 0: each group's end to end, without padding.  Returns names by
+    group.
+    """
+    number = 0
+    offset = 0
     groups: list[list[str]] = [[] for _ in flats]
     for name in names:
         shape = found.manifest.parameters[name]["shape"]
         while offset == flats[number].numel() and number + 1 < len(flats):
-            number, offset = number + 1, 0
+            number = number + 1
+            offset = 0
         here = slice(offset, offset + prod(shape))
         _master(found, name, shape, flats[number].dtype)
         found.add(WEIGHT, name, "", 0, flats[number][here])
@@ -525,7 +676,9 @@ def _add_flat_masters(
     return groups
 
 
-def _scaler(first: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def _scaler(
+    first: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
     """Return our loss scaler's state dict out of DeepSpeed's; None where there is no scaler."""
     saved: Any = optimizers[0].get("loss_scaler") if optimizers else None
     saved_scaler = vars(saved) if isinstance(saved, StandIn) else first.get("optimizer") or {}

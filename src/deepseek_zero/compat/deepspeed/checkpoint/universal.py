@@ -1,8 +1,8 @@
 """DeepSpeed's `ds_to_universal`: a checkpoint under another name, for any number of ranks.
 
-Every checkpoint loads at any number of ranks here, DeepSpeed's own included, so what is written is a copy, and
-`latest_universal` names it.  Programs that convert before they load at another size go on to work; DeepSpeed itself
-cannot load the copy at another size.
+Every checkpoint loads at any number of ranks here, DeepSpeed's own included, so what is written is
+a copy, and `latest_universal` names it.  Programs that convert before they load at another size go
+on to work; DeepSpeed itself cannot load the copy at another size.
 """
 
 from __future__ import annotations
@@ -34,13 +34,18 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main(args: Any = None) -> None:
-    """Copy the checkpoint `args.input_folder` to `args.output_folder`.  CheckpointError where it is none.  Local."""
+    """Copy the checkpoint `args.input_folder` to `args.output_folder`.  CheckpointError where it is
+    none.  Local.
+    """
     given = args if args is not None else parse_arguments()
-    source, out = Path(given.input_folder), Path(given.output_folder)
+    source = Path(given.input_folder)
+    out = Path(given.output_folder)
     with ExitStack() as stack:
         open_checkpoint(source, None, stack)  # or an error that says what is wrong
     if out.exists():
-        raise CheckpointError(f"'{out}' exists already.", fix="name another output_folder, or remove that one.")
+        raise CheckpointError(
+            f"'{out}' exists already.", fix="name another output_folder, or remove that one."
+        )
     with staged_output(out) as draft:
         for path in sorted(source.iterdir()):
             with open(path, "rb") as given_file, files.new_file(draft.path / path.name) as written:

@@ -1,7 +1,9 @@
-"""Writes a checkpoint in DeepSpeed's layout from any checkpoint folder, file by file: ranks may share the work.
+"""Writes a checkpoint in DeepSpeed's layout from any checkpoint folder, file by file: ranks may
+share the work.
 
-The files are what DeepSpeed itself would have written for so many ranks at that stage, so that DeepSpeed loads them and
-its tools work on them.  They hold tensors and plain values, and objects of two of DeepSpeed's classes, by name alone.
+The files are what DeepSpeed itself would have written for so many ranks at that stage, so that
+DeepSpeed loads them and its tools work on them.  They hold tensors and plain values, and objects of
+two of DeepSpeed's classes, by name alone.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ from .reader import (
 )
 
 LAYOUT = "0.19.8"  # the version of DeepSpeed whose layout this is
-SUB_GROUP_NUMEL = 1_000_000_000  # elements of a rank's part after which stage 3 starts another flat tensor: its default
+# Elements of a rank's part after which stage 3 starts another flat tensor: its default
+SUB_GROUP_NUMEL = 1_000_000_000
 SCRIPT = '''"""Writes the whole fp32 weights of the checkpoints beside it: python zero_to_fp32.py . OUTPUT_FOLDER"""
 
 from deepseek_zero.utils.zero_to_fp32 import main
@@ -58,8 +61,8 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class DeepSpeedTarget:
-    """The checkpoint to write: its stage, its number of ranks, the dtype that its weights compute in, its identity, and
-    how its loss is scaled.
+    """The checkpoint to write: its stage, its number of ranks, the dtype that its weights compute
+    in, its identity, and how its loss is scaled.
     """
 
     stage: int
@@ -69,13 +72,22 @@ class DeepSpeedTarget:
     scaling: LossScaleSettings = field(default_factory=LossScaleSettings)
 
     @classmethod
-    def of(cls, source: OpenCheckpoint, stage: int | None = None, ranks: int | None = None) -> DeepSpeedTarget:
-        """Return the target that a checkpoint itself describes, but for the stage and the ranks that are asked for."""
+    def of(
+        cls, source: OpenCheckpoint, stage: int | None = None, ranks: int | None = None
+    ) -> DeepSpeedTarget:
+        """Return the target that a checkpoint itself describes, but for the stage and the ranks
+        that are asked for.
+        """
         manifest = source.manifest
         rows = " ".join(row["weight"] for row in manifest.plan.values())
-        low = next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype_name(dtype) in rows), torch.float32)
+        low = next(
+            (dtype for dtype in (torch.bfloat16, torch.float16) if dtype_name(dtype) in rows),
+            torch.float32,
+        )
         run = manifest.run or secrets.token_hex(8)
-        return cls(manifest.stage if stage is None else stage, ranks or manifest.world_size, low, run)
+        return cls(
+            manifest.stage if stage is None else stage, ranks or manifest.world_size, low, run
+        )
 
     @property
     def files(self) -> list[int]:
@@ -84,8 +96,8 @@ class DeepSpeedTarget:
 
 
 def write_rank(source: OpenCheckpoint, folder: Path, layout: DeepSpeedTarget, rank: int) -> None:
-    """Write the files of one rank.  Holds its part of masters and moments in memory, and for rank 0 at stages 0 to 2
-    all weights.  CheckpointError where the disk refuses.
+    """Write the files of one rank.  Holds its part of masters and moments in memory, and for rank 0
+    at stages 0 to 2 all weights.  CheckpointError where the disk refuses.
     """
     groups = _groups(source)
     if layout.stage == 3 or rank == 0:
@@ -93,26 +105,41 @@ def write_rank(source: OpenCheckpoint, folder: Path, layout: DeepSpeedTarget, ra
         _save(_model_state(source, layout, rank, groups), folder / name)
     if layout.stage:
         prefix = "bf16_" if layout.dtype == torch.bfloat16 else ""
-        state = _partitioned(source, layout, rank, groups) if layout.stage == 3 else _flat(source, layout, rank, groups)
-        param_groups = {"optimizer_state_dict": state, "ds_config": _config(source, layout, rank), "ds_version": LAYOUT}
+        state = (
+            _partitioned(source, layout, rank, groups)
+            if layout.stage == 3
+            else _flat(source, layout, rank, groups)
+        )
+        param_groups = {
+            "optimizer_state_dict": state,
+            "ds_config": _config(source, layout, rank),
+            "ds_version": LAYOUT,
+        }
         if layout.stage < 3 and str(rank) in source.manifest.extra.get("clients", {}):
             param_groups[CLIENT] = _client(source, layout, rank)
         _save(param_groups, folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
 
 
 def _config(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> dict[str, Any]:
-    """Return the ds_config entry: it says which save and rank a file belongs to.  DeepSpeed reads nothing back."""
+    """Return the ds_config entry: it says which save and rank a file belongs to.  DeepSpeed reads
+    nothing back.
+    """
     return {
         IDENTITY_KEY: {"run": layout.run, "rank": rank},
         "zero_optimization": {"stage": layout.stage},
         "bf16": {"enabled": layout.dtype == torch.bfloat16},
         "fp16": {"enabled": layout.dtype == torch.float16},
-        **{BATCH_KEYS[name]: value for name, value in (source.plain["trainer"].get("batch") or {}).items()},
+        **{
+            BATCH_KEYS[name]: value
+            for name, value in (source.plain["trainer"].get("batch") or {}).items()
+        },
     }
 
 
 def _groups(source: OpenCheckpoint) -> list[list[str]]:
-    """Return the trained names by parameter group, in the optimizer's order; CheckpointError if nothing says them."""
+    """Return the trained names by parameter group, in the optimizer's order; CheckpointError if
+    nothing says them.
+    """
     groups: list[list[str]] = source.manifest.extra.get("groups") or []
     if not groups and not source.plain["groups"]:
         groups = [[name for name, facts in source.manifest.parameters.items() if facts["trained"]]]
@@ -133,13 +160,18 @@ def _groups(source: OpenCheckpoint) -> list[list[str]]:
 
 
 def convert_to_deepspeed(
-    path: Path, out: Path, *, tag: str | None = None, stage: int | None = None, ranks: int | None = None
+    path: Path,
+    out: Path,
+    *,
+    tag: str | None = None,
+    stage: int | None = None,
+    ranks: int | None = None,
 ) -> None:
     """Write a checkpoint in DeepSpeed's layout into the folder `out`.
 
-    stage, ranks: those that DeepSpeed will run with, which must match; by default the checkpoint's own.  Holds one
-    rank's part of masters and moments in memory, and at stages 0 to 2 all weights.  CheckpointError where the source is
-    damaged or has no optimizer states; then nothing is written.
+    stage, ranks: those that DeepSpeed will run with, which must match; by default the checkpoint's
+    own.  Holds one rank's part of masters and moments in memory, and at stages 0 to 2 all weights.
+    CheckpointError where the source is damaged or has no optimizer states; then nothing is written.
     """
     with ExitStack() as stack:
         source = open_checkpoint(path, tag, stack)
@@ -147,8 +179,10 @@ def convert_to_deepspeed(
         if found is not None and not found.has_states:
             raise CheckpointError(
                 f"{source.folder} holds weights alone.",
-                "DeepSpeed's layout is of masters and moments, and DeepSpeed does not load it without them.",
-                "convert the checkpoint that these weights are of, or load them with engine.load_weights and save.",
+                "DeepSpeed's layout is of masters and moments, and DeepSpeed does not load it "
+                "without them.",
+                "convert the checkpoint that these weights are of, or load them with "
+                "engine.load_weights and save.",
             )
         layout = DeepSpeedTarget.of(source, stage, ranks)
         output = stack.enter_context(staged_output(out))
@@ -164,15 +198,29 @@ def _model_state(
     source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
     """Make one rank's model file, with the keys that DeepSpeed looks for."""
-    manifest, trainer = source.manifest, source.plain["trainer"]
+    manifest = source.manifest
+    trainer = source.plain["trainer"]
     trained = {name for group in groups for name in group}
-    frozen = [name for name in manifest.parameters if name not in trained and source.values.has(WEIGHT, name)]
-    is_sharded, has_zero = layout.stage == 3, layout.stage > 0
+    frozen = [
+        name
+        for name in manifest.parameters
+        if name not in trained and source.values.has(WEIGHT, name)
+    ]
+    is_sharded = layout.stage == 3
+    has_zero = layout.stage > 0
     shapes = OrderedDict((name, torch.Size(manifest.parameters[name]["shape"])) for name in frozen)
-    parts = OrderedDict((name, _frozen(source, layout, name, rank)) for name in frozen) if layout.stage > 1 else None
+    parts = (
+        OrderedDict((name, _frozen(source, layout, name, rank)) for name in frozen)
+        if layout.stage > 1
+        else None
+    )
     tied = {name: first for name, first in source.tied.items() if first in manifest.parameters}
     client = _client(source, layout, rank)
-    subs = [sub for group in groups for sub in _sub_groups(source, group, layout)] if is_sharded else groups
+    subs = (
+        [sub for group in groups for sub in _sub_groups(source, group, layout)]
+        if is_sharded
+        else groups
+    )
     return {
         "module": _module(source, layout, rank),
         "buffer_names": list(manifest.buffers),
@@ -199,7 +247,9 @@ def _curriculum(position: Any) -> Any:
 
 
 def _client(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> dict[str, Any]:
-    """Return the caller's values, which lie among DeepSpeed's own.  CheckpointError where a key is taken."""
+    """Return the caller's values, which lie among DeepSpeed's own.  CheckpointError where a key is
+    taken.
+    """
     client = dict(source.plain["client"] or {})
     if layout.ranks == source.manifest.world_size and source.manifest.extra.get("clients"):
         client = dict(client_of_rank(source.folder, source.manifest, rank, client))
@@ -214,7 +264,9 @@ def _client(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> dict[
 
 
 def _module(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> OrderedDict[str, Tensor]:
-    """Read weights as they compute, empty at stage 3, and buffers: this rank's at stage 3, else rank 0's."""
+    """Read weights as they compute, empty at stage 3, and buffers: this rank's at stage 3, else
+    rank 0's.
+    """
     found: dict[str, Tensor] = {}
     for name, lazy in tensors_of(source).items():
         if name in source.manifest.buffers:
@@ -222,7 +274,9 @@ def _module(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> Order
         elif layout.stage == 3:
             found[name] = torch.empty(0, dtype=_computes_in(lazy.dtype, layout))
         else:
-            found[name] = cast(lazy.contiguous().view(-1), _computes_in(lazy.dtype, layout)).view(lazy.shape)
+            found[name] = cast(lazy.contiguous().view(-1), _computes_in(lazy.dtype, layout)).view(
+                lazy.shape
+            )
     names = source.manifest.extra.get("names") or {name: name for name in found}
     return OrderedDict((name, found[first]) for name, first in names.items() if first in found)
 
@@ -234,9 +288,12 @@ def _computes_in(own: torch.dtype, layout: DeepSpeedTarget) -> torch.dtype:
 def _frozen(source: OpenCheckpoint, layout: DeepSpeedTarget, name: str, rank: int) -> Tensor:
     """Read one rank's part of a frozen weight: padded and cut at stage 3, else whole."""
     facts = source.manifest.parameters[name]
-    numel, own = prod(facts["shape"]), dtype_named(facts["dtype"])
+    numel = prod(facts["shape"])
+    own = dtype_named(facts["dtype"])
     cut = partition_slice(numel, rank, layout.ranks) if layout.stage == 3 else slice(0, numel)
-    values = torch.zeros(-(-numel // layout.ranks) if layout.stage == 3 else numel, dtype=_computes_in(own, layout))
+    values = torch.zeros(
+        -(-numel // layout.ranks) if layout.stage == 3 else numel, dtype=_computes_in(own, layout)
+    )
     for low, part in source.values.read(WEIGHT, name, "", cut.start, cut.stop):
         at = low - cut.start
         values[at : at + part.numel()] = cast(part.reshape(-1), values.dtype)
@@ -244,14 +301,18 @@ def _frozen(source: OpenCheckpoint, layout: DeepSpeedTarget, name: str, rank: in
 
 
 def _shapes(source: OpenCheckpoint, names: Sequence[str]) -> OrderedDict[str, torch.Size]:
-    return OrderedDict((name, torch.Size(source.manifest.parameters[name]["shape"])) for name in names)
+    return OrderedDict(
+        (name, torch.Size(source.manifest.parameters[name]["shape"])) for name in names
+    )
 
 
 # -- optimizer states
 
 
 def _fill(source: OpenCheckpoint, what: tuple[str, str, str], cut: slice, into: Tensor) -> None:
-    """Read elements of a state into a tensor, which keeps its zeros where a parameter never had the state."""
+    """Read elements of a state into a tensor, which keeps its zeros where a parameter never had the
+    state.
+    """
     if source.values.has(*what):
         for low, part in source.values.read(*what, cut.start, cut.stop):
             into[low - cut.start : low - cut.start + part.numel()] = part.reshape(-1)
@@ -262,17 +323,26 @@ def _keys(source: OpenCheckpoint, names: Sequence[str]) -> list[str]:
 
 
 def _numbers(source: OpenCheckpoint, names: Sequence[str]) -> dict[str, Any]:
-    """Return the counters that a group's parameters share in these files: those of the one updated most often."""
+    """Return the counters that a group's parameters share in these files: those of the one updated
+    most often.
+    """
     each_one = {name: source.manifest.scalars.get(name, {}) for name in names}
-    found = max(each_one.values(), key=lambda each: float(each.get("step", {}).get("value") or 0), default={})
+    found = max(
+        each_one.values(),
+        key=lambda each: float(each.get("step", {}).get("value") or 0),
+        default={},
+    )
     if other := [name for name, each in each_one.items() if each != found]:
         log_once(
-            f"DeepSpeed's files have one step count for a group of parameters; '{other[0]}' and {len(other) - 1} more "
-            "were updated less often (frozen for a time, or their gradients dropped) and get the count of the others.",
+            f"DeepSpeed's files have one step count for a group of parameters; '{other[0]}' and "
+            f"{len(other) - 1} more were updated less often (frozen for a time, or their gradients "
+            "dropped) and get the count of the others.",
             logging.WARNING,
         )
     return {
-        key: each["value"] if each["dtype"] is None else torch.tensor(each["value"], dtype=dtype_named(each["dtype"]))
+        key: each["value"]
+        if each["dtype"] is None
+        else torch.tensor(each["value"], dtype=dtype_named(each["dtype"]))
         for key, each in found.items()
     }
 
@@ -288,10 +358,16 @@ def _group(source: OpenCheckpoint, number: int, params: list[int]) -> dict[str, 
 def _flat(
     source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """Make the optimizer file of stages 1 and 2: each group end to end, padded at the end, cut into equal parts."""
-    masters, states, paddings, addresses = [], {}, [], []
+    """Make the optimizer file of stages 1 and 2: each group end to end, padded at the end, cut into
+    equal parts.
+    """
+    masters = []
+    states = {}
+    paddings = []
+    addresses = []
     for number, names in enumerate(groups):
-        places, total = {}, 0
+        places = {}
+        total = 0
         for name in names:
             places[name] = total
             total += prod(source.manifest.parameters[name]["shape"])
@@ -310,7 +386,10 @@ def _flat(
         if keys:
             states[number] = _numbers(source, names) | {key: vector.of(MOMENT, key) for key in keys}
         paddings.append(size - held)
-        spans = {name: FragmentAddress(numel=cut.stop - cut.start, start=at) for name, (cut, at) in here.items()}
+        spans = {
+            name: FragmentAddress(numel=cut.stop - cut.start, start=at)
+            for name, (cut, at) in here.items()
+        }
         addresses.append(OrderedDict(spans))
     return {
         **_scaler(source, layout),
@@ -337,15 +416,21 @@ class _Vector:
     numel: int
 
     def of(self, kind: str, key: str) -> Tensor:
-        """Read one state of the parameters into a new fp32 tensor, with zeros where nothing belongs."""
+        """Read one state of the parameters into a new fp32 tensor, with zeros where nothing
+        belongs.
+        """
         values = torch.zeros(self.numel)
         for name, (cut, at) in self.here.items():
             _fill(self.source, (kind, name, key), cut, values[at:])
         return values
 
 
-def _sub_groups(source: OpenCheckpoint, names: Sequence[str], layout: DeepSpeedTarget) -> list[list[str]]:
-    """Cut a group's parameters into stage 3's flat tensors: a new one begins when a rank's part is large enough."""
+def _sub_groups(
+    source: OpenCheckpoint, names: Sequence[str], layout: DeepSpeedTarget
+) -> list[list[str]]:
+    """Cut a group's parameters into stage 3's flat tensors: a new one begins when a rank's part is
+    large enough.
+    """
     found: list[list[str]] = [[]]
     filled = 0
     for name in names:
@@ -360,13 +445,17 @@ def _sub_groups(source: OpenCheckpoint, names: Sequence[str], layout: DeepSpeedT
 def _partitioned(
     source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """Make the optimizer file of stage 3: each parameter padded and cut by itself, a rank's parts end to end."""
+    """Make the optimizer file of stage 3: each parameter padded and cut by itself, a rank's parts
+    end to end.
+    """
     masters: list[Tensor] = []
-    states, param_groups = {}, []
+    states = {}
+    param_groups = []
     for number, group in enumerate(groups):
         first = len(masters)
         for names in _sub_groups(source, group, layout):
-            here, place = {}, 0
+            here = {}
+            place = 0
             for name in names:
                 numel = prod(source.manifest.parameters[name]["shape"])
                 here[name] = (partition_slice(numel, rank, layout.ranks), place)
@@ -374,7 +463,9 @@ def _partitioned(
             vector = _Vector(source, here, place)
             keys = _keys(source, names)
             if keys:
-                states[len(masters)] = _numbers(source, names) | {key: vector.of(MOMENT, key) for key in keys}
+                states[len(masters)] = _numbers(source, names) | {
+                    key: vector.of(MOMENT, key) for key in keys
+                }
             masters.append(vector.of(WEIGHT, ""))
         param_groups.append(_group(source, number, list(range(first, len(masters)))))
     return {
@@ -387,13 +478,23 @@ def _partitioned(
     }
 
 
-def _replicated(source: OpenCheckpoint, layout: DeepSpeedTarget, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Make the optimizer entry of stage 0: the inner optimizer's own state; below fp32 with masters of the trained
-    parameters.
+def _replicated(
+    source: OpenCheckpoint, layout: DeepSpeedTarget, groups: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+    """Make the optimizer entry of stage 0: the inner optimizer's own state; below fp32 with masters
+    of the trained parameters.
     """
-    if layout.dtype == torch.float32 and len(groups) == 1:  # then DeepSpeed numbers frozen parameters too
+    if (
+        layout.dtype == torch.float32 and len(groups) == 1
+    ):  # then DeepSpeed numbers frozen parameters too
         names = source.manifest.extra.get("names") or {}
-        groups = [[name for name, first in names.items() if name == first and name in source.manifest.parameters]]
+        groups = [
+            [
+                name
+                for name, first in names.items()
+                if name == first and name in source.manifest.parameters
+            ]
+        ]
     states: dict[int, dict[str, Any]] = {}
     param_groups: list[dict[str, Any]] = []
     masters: list[list[Tensor]] = []
@@ -470,6 +571,8 @@ _PICKLE: Any = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
 
 
 def _save(state: dict[str, Any], path: Path) -> None:
-    """Write a file with torch.save, stand-ins named as DeepSpeed's classes.  CheckpointError where the disk refuses."""
+    """Write a file with torch.save, stand-ins named as DeepSpeed's classes.  CheckpointError where
+    the disk refuses.
+    """
     with files.describing_errors(f"writing '{path}'"), files.new_file(path) as stream:
         torch.save(state, stream, pickle_module=_PICKLE)

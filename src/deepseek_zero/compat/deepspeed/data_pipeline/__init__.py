@@ -1,1 +1,3 @@
-"""DeepSpeed's data efficiency: samples by difficulty (curricula).  Imported where a configuration asks for it."""
+"""DeepSpeed's data efficiency: samples by difficulty (curricula).  Imported where a configuration
+asks for it.
+"""

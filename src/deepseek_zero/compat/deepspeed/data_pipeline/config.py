@@ -80,11 +80,17 @@ def get_curriculum_learning_enabled(param_dict: Given) -> bool:
 
 
 def get_curriculum_learning_params(param_dict: Given) -> dict[str, Any]:
-    return {name: value for name, value in _part(param_dict, "curriculum_learning").items() if name != "enabled"}
+    return {
+        name: value
+        for name, value in _part(param_dict, "curriculum_learning").items()
+        if name != "enabled"
+    }
 
 
 def get_dynamic_batching(param_dict: Given) -> dict[str, Any]:
-    """Return what is said of batches by tokens; raises UsageError where they are on and max_tokens is missing."""
+    """Return what is said of batches by tokens; raises UsageError where they are on and max_tokens
+    is missing.
+    """
     given = _part(param_dict, "dynamic_batching")
     most = given.get("max_batch_size")
     found = {
@@ -97,7 +103,9 @@ def get_dynamic_batching(param_dict: Given) -> dict[str, Any]:
         "verbose": bool(given.get("verbose", False)),
     }
     if found["enabled"] and "max_tokens" not in found:
-        raise UsageError("Dynamic batching is enabled, so max_tokens must be specified.", fix="state max_tokens.")
+        raise UsageError(
+            "Dynamic batching is enabled, so max_tokens must be specified.", fix="state max_tokens."
+        )
     return found
 
 
@@ -122,11 +130,15 @@ def get_random_ltd_enabled(param_dict: Given) -> bool:
 
 
 def get_random_ltd_params(param_dict: Given) -> dict[str, Any]:
-    return {name: value for name, value in _part(param_dict, "random_ltd").items() if name != "enabled"}
+    return {
+        name: value for name, value in _part(param_dict, "random_ltd").items() if name != "enabled"
+    }
 
 
 def _part(given: Given, name: str) -> Given:
     part = given.get(name, {})
     if not isinstance(part, Mapping):
-        raise UsageError(f"{name} is {part!r}, which is no section.", fix=f'write an object: "{name}": {{...}}.')
+        raise UsageError(
+            f"{name} is {part!r}, which is no section.", fix=f'write an object: "{name}": {{...}}.'
+        )
     return part

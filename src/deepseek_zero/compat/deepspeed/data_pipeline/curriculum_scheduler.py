@@ -17,10 +17,13 @@ SCHEDULES = {
 }
 
 
-def by_root(step: int, total: float, degree: float, least: float, most: float, multiple: int) -> float:
+def by_root(
+    step: int, total: float, degree: float, least: float, most: float, multiple: int
+) -> float:
     """Return a value that goes from `least` to `most` in `total` steps as the degree-th root does.
 
-    Values are rounded down to multiples of `multiple`, and never below the first multiple at or above `least`.
+    Values are rounded down to multiples of `multiple`, and never below the first multiple at or
+    above `least`.
     """
     value: int = math.floor((float(step) / total) ** (1.0 / degree) * (most - least) + least)
     value -= value % multiple
@@ -30,8 +33,8 @@ def by_root(step: int, total: float, degree: float, least: float, most: float, m
 class CurriculumScheduler:
     """The difficulty of one metric over steps.
 
-    config: min_difficulty, max_difficulty, schedule_type (a key of SCHEDULES) and schedule_config.  Raises UsageError
-    where one is missing.
+    config: min_difficulty, max_difficulty, schedule_type (a key of SCHEDULES) and schedule_config.
+    Raises UsageError where one is missing.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -39,9 +42,12 @@ class CurriculumScheduler:
         kind = config["schedule_type"]
         if kind not in SCHEDULES:
             raise UsageError(
-                f"Unsupported curriculum schedule type {kind!r}.", fix=f"choose one of {', '.join(SCHEDULES)}."
+                f"Unsupported curriculum schedule type {kind!r}.",
+                fix=f"choose one of {', '.join(SCHEDULES)}.",
             )
-        self.state: dict[str, Any] = {name: config[name] for name in ("min_difficulty", "max_difficulty")}
+        self.state: dict[str, Any] = {
+            name: config[name] for name in ("min_difficulty", "max_difficulty")
+        }
         self.state |= {"current_difficulty": config["min_difficulty"], "schedule_type": kind}
         self.first_step = True
         self.custom_get_difficulty: Callable[[int], Any] | None = None
@@ -75,13 +81,16 @@ class CurriculumScheduler:
         if kind == "custom":
             if self.custom_get_difficulty is None:
                 raise UsageError(
-                    "the schedule custom has no function.", fix="call engine.set_custom_curriculum_learning_schedule."
+                    "the schedule custom has no function.",
+                    fix="call engine.set_custom_curriculum_learning_schedule.",
                 )
             return self.custom_get_difficulty(global_steps)
         schedule = self.state["schedule_config"]
         if kind == "fixed_discrete":
             ends = zip(schedule["difficulty"], schedule["max_step"], strict=False)
-            return next((level for level, end in ends if global_steps <= end), schedule["difficulty"][-1])
+            return next(
+                (level for level, end in ends if global_steps <= end), schedule["difficulty"][-1]
+            )
         return by_root(
             global_steps,
             schedule["total_curriculum_step"],
@@ -101,11 +110,14 @@ class CurriculumScheduler:
 def _refuse_missing(names: tuple[str, ...], given: Mapping[str, Any], where: str) -> None:
     for name in names:
         if name not in given:
-            raise UsageError(f"Curriculum learning requires '{name}' in {where}.", fix=f"state {name} there.")
+            raise UsageError(
+                f"Curriculum learning requires '{name}' in {where}.", fix=f"state {name} there."
+            )
 
 
 def _refuse_odd_lists(schedule: Mapping[str, Any]) -> None:
-    levels, ends = schedule["difficulty"], schedule["max_step"]
+    levels = schedule["difficulty"]
+    ends = schedule["max_step"]
     if not ends or len(levels) != len(ends) + 1:
         raise UsageError(
             f"fixed_discrete has {len(levels)} difficulties and {len(ends)} values of max_step.",

@@ -1,10 +1,12 @@
 """Samples by difficulty: which ones a step may take, in DeepSpeed's order for the same seed.
 
-A *cluster* is what joined when difficulties rose: samples in a shuffled order, and how many of them are given.  A step
-takes of each cluster a share that is drawn by the clusters' sizes; a cluster that is used up is shuffled again.
+A *cluster* is what joined when difficulties rose: samples in a shuffled order, and how many of them
+are given.  A step takes of each cluster a share that is drawn by the clusters' sizes; a cluster
+that is used up is shuffled again.
 
-Every rank draws all of it by itself, from the seed and the same index files, and takes its rows; nothing is sent, and
-nothing is written.  A state holds the generator's state before each shuffle, by which clusters are made again.
+Every rank draws all of it by itself, from the seed and the same index files, and takes its rows;
+nothing is sent, and nothing is written.  A state holds the generator's state before each shuffle,
+by which clusters are made again.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ WHERE = "data_efficiency.data_sampling.curriculum_learning"
 class Cluster:
     """Samples that joined when difficulties rose from `previous` to `current`.
 
-    shuffles: the generator's state before each shuffle that made this order of those of the members.
+    shuffles: the generator's state before each shuffle that made this order of those of the
+    members.
     """
 
     name: str
@@ -50,9 +53,10 @@ class Cluster:
 class DeepSpeedDataSampler:
     """Yields the samples of this rank's micro-batches, by a curriculum.  Local.
 
-    data_efficiency_config: as `get_data_efficiency_config` returns it.  one_epoch_total_samples: in the dataset.
-    data_parallel_group, global_rank: ignored; every rank draws the same samples.  drop_last: leave out a micro-batch
-    that clusters cannot fill.
+    data_efficiency_config: as `get_data_efficiency_config` returns it.  one_epoch_total_samples: in
+    the dataset.
+    data_parallel_group, global_rank: ignored; every rank draws the same samples.  drop_last: leave
+    out a micro-batch that clusters cannot fill.
     """
 
     def __init__(
@@ -68,27 +72,38 @@ class DeepSpeedDataSampler:
         drop_last: bool = True,
     ) -> None:
         sampling = data_efficiency_config["data_sampling"]
-        self.data_efficiency_config, self.drop_last = data_efficiency_config, drop_last
+        self.data_efficiency_config = data_efficiency_config
+        self.drop_last = drop_last
         self.one_epoch_total_samples = one_epoch_total_samples
         self.total_samples = one_epoch_total_samples * sampling["num_epochs"]
-        self.micro_batch_size, self.data_parallel_rank = micro_batch_size, data_parallel_rank
+        self.micro_batch_size = micro_batch_size
+        self.data_parallel_rank = data_parallel_rank
         self.data_parallel_size = data_parallel_size
         self.micro_batch_times_data_parallel_size = micro_batch_size * data_parallel_size
-        self.global_batch_size = self.micro_batch_times_data_parallel_size * gradient_accumulation_steps
+        self.global_batch_size = (
+            self.micro_batch_times_data_parallel_size * gradient_accumulation_steps
+        )
         self.index_dtype = find_fit_int_dtype(0, one_epoch_total_samples)
         self.np_rng = np.random.default_rng(data_efficiency_config["seed"])
         self.consumed_samples = self.curriculum_step = 0
-        self.batch: list[int] = []  # of the step that is being given, all ranks' samples that are left
+        self.batch: list[
+            int
+        ] = []  # of the step that is being given, all ranks' samples that are left
         self._given: deque[list[int]] = deque(maxlen=gradient_accumulation_steps)
         self.current_difficulties: Difficulties = {}
         self.data_clusters: list[Cluster] = []
         if not sampling["curriculum_learning"]["enabled"] or self.total_samples <= 0:
             raise UsageError(
-                f"a sampler by difficulty without a curriculum, or of {self.total_samples} samples.",
+                f"a sampler by difficulty without a curriculum, or of {self.total_samples} "
+                "samples.",
                 fix=f"state {WHERE}, and a dataset that is not empty.",
             )
-        self._metrics: Mapping[str, Mapping[str, Any]] = sampling["curriculum_learning"]["curriculum_metrics"]
-        self.curriculum_schedulers = {name: CurriculumScheduler(metric) for name, metric in self._metrics.items()}
+        self._metrics: Mapping[str, Mapping[str, Any]] = sampling["curriculum_learning"][
+            "curriculum_metrics"
+        ]
+        self.curriculum_schedulers = {
+            name: CurriculumScheduler(metric) for name, metric in self._metrics.items()
+        }
         self.curriculum_index_to_sample: dict[str, MMapIndexedDataset] = {}
         self._values: dict[str, Array] = {}  # metric by value -> the value of each row
         for name, metric in self._metrics.items():
@@ -119,7 +134,9 @@ class DeepSpeedDataSampler:
         """Return how many micro-batches each rank is given in all, if every one is full."""
         return len(self) // self.micro_batch_times_data_parallel_size + 1
 
-    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], Any]]) -> None:
+    def set_custom_curriculum_learning_schedule(
+        self, schedule_func_dict: Mapping[str, Callable[[int], Any]]
+    ) -> None:
         """Take functions for metrics whose schedule is "custom": metric -> (step -> difficulty)."""
         for metric, scheduler in self.curriculum_schedulers.items():
             if metric in schedule_func_dict:
@@ -136,14 +153,27 @@ class DeepSpeedDataSampler:
 
     # -- clusters
 
-    def get_sample_based_on_metric_value(self, metric: str, value_start: float, value_end: float) -> Array:
+    def get_sample_based_on_metric_value(
+        self, metric: str, value_start: float, value_end: float
+    ) -> Array:
         """Return the samples with value_start < value <= value_end."""
-        values, rows = self._values[metric], self.curriculum_index_to_sample[metric]
-        return self._joined([rows[int(row)] for row in np.flatnonzero((values > value_start) & (values <= value_end))])
+        values = self._values[metric]
+        rows = self.curriculum_index_to_sample[metric]
+        return self._joined(
+            [
+                rows[int(row)]
+                for row in np.flatnonzero((values > value_start) & (values <= value_end))
+            ]
+        )
 
-    def get_sample_based_on_metric_percentile(self, metric: str, percentile_start: int, percentile_end: int) -> Array:
-        """Return the samples between two percentiles of a metric's order; max_difficulty percentiles are all."""
-        rows, most = self.curriculum_index_to_sample[metric], self._metrics[metric]["max_difficulty"]
+    def get_sample_based_on_metric_percentile(
+        self, metric: str, percentile_start: int, percentile_end: int
+    ) -> Array:
+        """Return the samples between two percentiles of a metric's order; max_difficulty
+        percentiles are all.
+        """
+        rows = self.curriculum_index_to_sample[metric]
+        most = self._metrics[metric]["max_difficulty"]
         ends = rows.sizes.cumsum(dtype=np.int64)
         many = int(ends[-1]) if len(ends) else 0
         start = many // most * percentile_start
@@ -169,10 +199,16 @@ class DeepSpeedDataSampler:
         """Return what joins when difficulties rise, in the order of the index files."""
         everything = np.arange(self.one_epoch_total_samples, dtype=self.index_dtype)
         clustered = list(self.curriculum_index_to_sample)
-        if len(clustered) > 1:  # a sample is let in by all of them, so that what is new is what no cluster has
+        if (
+            len(clustered) > 1
+        ):  # a sample is let in by all of them, so that what is new is what no cluster has
             found: Array | None = None
             for metric in self._metrics:
-                part = self._between(metric, None, current[metric]) if metric in clustered else everything
+                part = (
+                    self._between(metric, None, current[metric])
+                    if metric in clustered
+                    else everything
+                )
                 found = part if found is None else np.intersect1d(found, part, assume_unique=True)
             assert found is not None
             for cluster in self.data_clusters:
@@ -224,7 +260,9 @@ class DeepSpeedDataSampler:
     def get_next_global_batch(self) -> None:
         """Draw the samples of one step of all ranks into `batch`."""
         self.curriculum_step += 1
-        previous = {metric: self.current_difficulties.get(metric) for metric in self.curriculum_schedulers}
+        previous = {
+            metric: self.current_difficulties.get(metric) for metric in self.curriculum_schedulers
+        }
         for metric, scheduler in self.curriculum_schedulers.items():
             self.current_difficulties[metric] = scheduler.update_difficulty(self.curriculum_step)
         if self.current_difficulties != previous or not self.data_clusters:
@@ -237,12 +275,15 @@ class DeepSpeedDataSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         many = self.micro_batch_times_data_parallel_size
-        least = many if self.drop_last else self.data_parallel_size  # with fewer, a rank would have no row
+        least = (
+            many if self.drop_last else self.data_parallel_size
+        )  # with fewer, a rank would have no row
         while self.consumed_samples <= self.total_samples:
             if not self.batch:
                 self.get_next_global_batch()
                 self._refuse_too_few(least)
-            current, self.batch = self.batch[:many], self.batch[many:]
+            current = self.batch[:many]
+            self.batch = self.batch[many:]
             if len(current) < least:
                 continue
             self.consumed_samples += len(current)
@@ -251,25 +292,34 @@ class DeepSpeedDataSampler:
             yield current[first:last]
 
     def _refuse_too_few(self, least: int) -> None:
-        """Raise where no step to come can have a micro-batch: the clusters are too small, and all there will be."""
+        """Raise where no step to come can have a micro-batch: the clusters are too small, and all
+        there will be.
+        """
         levels = self.current_difficulties.items()
         is_last = all(level >= self._metrics[metric]["max_difficulty"] for metric, level in levels)
         if is_last and len(self.batch) < least:
             raise UsageError(
-                f"the curriculum finds {len(self.batch)} samples for a step, and a micro-batch takes {least}.",
+                f"the curriculum finds {len(self.batch)} samples for a step, and a micro-batch "
+                f"takes {least}.",
                 fix=f"raise max_difficulty in {WHERE}, or lower the micro-batch size.",
             )
 
     def deal_steps_of(self, samples: int) -> None:
         """Have the steps from the next one on take so many samples of all ranks."""
         self.global_batch_size = samples
-        self._given = deque(self._given, maxlen=samples // self.micro_batch_times_data_parallel_size)
+        self._given = deque(
+            self._given, maxlen=samples // self.micro_batch_times_data_parallel_size
+        )
 
     # -- states
 
     def state_dict(self, again: int = 0) -> dict[str, Any]:
-        """Return where it is, as plain values.  again: so many micro-batches, the last ones, count as not given."""
-        back = [sample for given in list(self._given)[len(self._given) - again :] for sample in given]
+        """Return where it is, as plain values.  again: so many micro-batches, the last ones, count
+        as not given.
+        """
+        back = [
+            sample for given in list(self._given)[len(self._given) - again :] for sample in given
+        ]
         clusters = [
             {
                 "previous": cluster.previous,
@@ -293,8 +343,8 @@ class DeepSpeedDataSampler:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state, at any number of ranks.
 
-        DeepSpeed's own states name files of clusters instead of shuffles: from such a one the curriculum goes on, over
-        samples in a new order, with a warning.
+        DeepSpeed's own states name files of clusters instead of shuffles: from such a one the
+        curriculum goes on, over samples in a new order, with a warning.
         """
         self.consumed_samples = int(state_dict["consumed_samples"])
         self.curriculum_step = int(state_dict["curriculum_step"])
@@ -303,18 +353,25 @@ class DeepSpeedDataSampler:
             if metric in self.curriculum_schedulers:
                 self.curriculum_schedulers[metric].set_current_difficulty(level)
         self._given.clear()
-        self.data_clusters, self.batch = [], []
+        self.data_clusters = []
+        self.batch = []
         if "clusters" not in state_dict:
             log_once(
-                "DeepSpeed's own checkpoint does not hold the order of samples: the curriculum goes on in a new one.",
+                "DeepSpeed's own checkpoint does not hold the order of samples: the curriculum "
+                "goes on in a new one.",
                 logging.WARNING,
             )
             self.current_difficulties = {}
             return
         self.batch = list(state_dict["batch"])
-        for saved, name in zip(state_dict["clusters"], state_dict["data_cluster_paths"], strict=True):
-            previous, current = dict(saved["previous"]), dict(saved["current"])
-            cluster = Cluster(name, previous, current, self._members(previous, current), int(saved["position"]))
+        for saved, name in zip(
+            state_dict["clusters"], state_dict["data_cluster_paths"], strict=True
+        ):
+            previous = dict(saved["previous"])
+            current = dict(saved["current"])
+            cluster = Cluster(
+                name, previous, current, self._members(previous, current), int(saved["position"])
+            )
             for state in saved["shuffles"]:
                 self.np_rng.bit_generator.state = state
                 cluster.shuffle(self.np_rng)

@@ -1,8 +1,10 @@
-"""Lists of numbers in two files, read through the page cache: DeepSpeed's (Megatron's) memory-mapped dataset.
+"""Lists of numbers in two files, read through the page cache: DeepSpeed's (Megatron's)
+memory-mapped dataset.
 
-`NAME.bin` holds the rows one behind the other.  `NAME.idx` holds, little-endian: 9 bytes of magic, the version as
-uint64, the dtype's code as uint8, the number of rows and of document bounds as uint64; then sizes of rows in elements
-(int32), their offsets in bytes (int64), and the bounds (int64).
+`NAME.bin` holds the rows one behind the other.  `NAME.idx` holds, little-endian: 9 bytes of magic,
+the version as uint64, the dtype's code as uint8, the number of rows and of document bounds as
+uint64; then sizes of rows in elements (int32), their offsets in bytes (int64), and the bounds
+(int64).
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ def index_file_path(prefix_path: str) -> str:
 class MMapIndexedDataset:
     """Rows of numbers, read only: `dataset[i]` is a 1-D array over the file's pages.
 
-    path: without .idx and .bin.  skip_warmup: ignored; pages are read when they are needed.  Raises UsageError where a
-    file is missing, is of another kind or is too short.
+    path: without .idx and .bin.  skip_warmup: ignored; pages are read when they are needed.  Raises
+    UsageError where a file is missing, is of another kind or is too short.
     """
 
     def __init__(self, path: str | os.PathLike[str], skip_warmup: bool = False) -> None:
@@ -65,7 +67,9 @@ class MMapIndexedDataset:
         if os.path.getsize(data) < many * self.dtype.itemsize:
             raise self._damaged(data)
         # an empty file cannot be mapped
-        self._data: Array = np.memmap(data, self.dtype, "r", shape=(many,)) if many else np.empty(0, self.dtype)
+        self._data: Array = (
+            np.memmap(data, self.dtype, "r", shape=(many,)) if many else np.empty(0, self.dtype)
+        )
 
     @staticmethod
     def exists(path: str | os.PathLike[str]) -> bool:
@@ -137,9 +141,12 @@ class MMapIndexedDatasetBuilder:
 
     def merge_file_(self, another_file: str | os.PathLike[str]) -> None:
         """Write the rows of another such dataset behind those that are there."""
-        other, before = MMapIndexedDataset(another_file), len(self._sizes)
+        other = MMapIndexedDataset(another_file)
+        before = len(self._sizes)
         if other.dtype != self._dtype:
-            raise UsageError(f"{another_file} holds {other.dtype}, this one {self._dtype}.", fix="use one dtype.")
+            raise UsageError(
+                f"{another_file} holds {other.dtype}, this one {self._dtype}.", fix="use one dtype."
+            )
         self.add_items(other[:])
         self._doc_idx += [before + int(bound) for bound in other.doc_idx[1:]]
 
@@ -151,7 +158,9 @@ class MMapIndexedDatasetBuilder:
         code = next(code for code, each in CODES.items() if self._dtype == each)
         head = _HEAD.pack(MAGIC, 1, code, len(sizes), len(self._doc_idx))
         bounds = np.array(self._doc_idx, np.int64)
-        Path(index_file).write_bytes(head + sizes.astype(np.int32).tobytes() + offsets.tobytes() + bounds.tobytes())
+        Path(index_file).write_bytes(
+            head + sizes.astype(np.int32).tobytes() + offsets.tobytes() + bounds.tobytes()
+        )
 
 
 def find_fit_int_dtype(min_value: int, max_value: int) -> Any:
@@ -163,11 +172,15 @@ def find_fit_int_dtype(min_value: int, max_value: int) -> Any:
     return np.uint64 if min_value >= 0 else np.int64
 
 
-def create_mmap_dataset_builder(fname: str | os.PathLike[str], dtype: Any) -> MMapIndexedDatasetBuilder:
+def create_mmap_dataset_builder(
+    fname: str | os.PathLike[str], dtype: Any
+) -> MMapIndexedDatasetBuilder:
     return MMapIndexedDatasetBuilder(data_file_path(os.fspath(fname)), dtype)
 
 
-def close_mmap_dataset_builder(builder: MMapIndexedDatasetBuilder, fname: str | os.PathLike[str]) -> None:
+def close_mmap_dataset_builder(
+    builder: MMapIndexedDatasetBuilder, fname: str | os.PathLike[str]
+) -> None:
     builder.end_document()
     builder.finalize(index_file_path(os.fspath(fname)))
 

@@ -16,10 +16,12 @@ from .data_sampler import WHERE, DeepSpeedDataSampler
 
 
 class CurriculumLoader(ShardedLoader):
-    """Iterates over this rank's micro-batches as a curriculum deals them, `num_epochs` of the data in all.
+    """Iterates over this rank's micro-batches as a curriculum deals them, `num_epochs` of the data
+    in all.
 
     A loop that is left goes on where it was when the loader is iterated again.  settings: what
-    `get_data_efficiency_config` returns.  accumulation: micro-batches of a step.  The rest: as `ShardedLoader` has it.
+    `get_data_efficiency_config` returns.  accumulation: micro-batches of a step.  The rest: as
+    `ShardedLoader` has it.
     """
 
     post_process_func: Callable[[Any, dict[str, Any]], Any] | None = None
@@ -42,7 +44,9 @@ class CurriculumLoader(ShardedLoader):
                 "pass a dataset with __len__ and __getitem__.",
             )
         if settings["data_sampling"]["num_workers"]:
-            log_once("data_sampling.num_workers: batches are made in this process.", logging.WARNING)
+            log_once(
+                "data_sampling.num_workers: batches are made in this process.", logging.WARNING
+            )
         self.data_sampler = DeepSpeedDataSampler(
             settings,
             len(dataset),
@@ -68,7 +72,8 @@ class CurriculumLoader(ShardedLoader):
     def __iter__(self) -> Iterator[Any]:
         if self.data_sampler.consumed_samples > len(self.data_sampler):
             raise UsageError(
-                "the curriculum has given all its epochs.", fix=f"raise num_epochs beside {WHERE.rsplit('.', 1)[1]}."
+                "the curriculum has given all its epochs.",
+                fix=f"raise num_epochs beside {WHERE.rsplit('.', 1)[1]}.",
             )
         for batch in self.loader:
             if self.post_process_func is not None:
@@ -80,15 +85,23 @@ class CurriculumLoader(ShardedLoader):
         self.data_sampler.deal_steps_of(samples)
 
     def state_dict(self, again: int = 0) -> dict[str, Any]:
-        """Return the curriculum's state.  again: so many batches, the last ones, count as not given."""
+        """Return the curriculum's state.  again: so many batches, the last ones, count as not
+        given.
+        """
         state = self.data_sampler.state_dict(again)
         # Epoch and samples are for a run that goes on without a curriculum.
-        epoch, samples = divmod(state["consumed_samples"], self.data_sampler.one_epoch_total_samples)
+        epoch, samples = divmod(
+            state["consumed_samples"], self.data_sampler.one_epoch_total_samples
+        )
         return {"epoch": epoch, "samples": samples, "curriculum": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on there, at any number of ranks; a run that was saved without a curriculum begins it, with a warning."""
+        """Go on there, at any number of ranks; a run that was saved without a curriculum begins it,
+        with a warning.
+        """
         if "curriculum" in state:
             self.data_sampler.load_state_dict(state["curriculum"])
         else:
-            log_once("the checkpoint was saved without a curriculum: it begins here.", logging.WARNING)
+            log_once(
+                "the checkpoint was saved without a curriculum: it begins here.", logging.WARNING
+            )
