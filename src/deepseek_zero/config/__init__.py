@@ -1,8 +1,9 @@
 """Typed settings: the DeepSpeed JSON grammar, read, checked and resolved.
 
-Only the doors and the engine import this room; lower layers get small frozen dataclasses.  The names
-below load on first use, because pydantic costs as much as all the rest of our import.  `load` is imported from its
-module (`from deepseek_zero.config.load import load`): a package attribute of that name is the module itself.
+Only the doors and the engine import this room; lower layers get small frozen dataclasses.  The
+names below load on first use, because pydantic costs as much as all the rest of our import.  `load`
+is imported from its module (`from deepseek_zero.config.load import load`): a package attribute of
+that name is the module itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""`resolve`: a `RawConfig` and the facts of this run -> `Config`, every "auto" replaced and the reason recorded.
+"""`resolve`: a `RawConfig` and the facts of this run -> `Config`, every "auto" replaced and the
+reason recorded.
 
-The rules are Hugging Face's where it has some (bucket sizes from the hidden size), DeepSpeed's and torch's defaults
-elsewhere.
+The rules are Hugging Face's where it has some (bucket sizes from the hidden size), DeepSpeed's and
+torch's defaults elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from .schema import Config
 
 _ZERO = "zero_optimization."
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-# What torch (and, for Lion and LAMB, their papers) take when nothing is said; "" is every other optimizer.
+# What torch (and, for Lion and LAMB, their papers) take when nothing is said; "" is every other
+# optimizer.
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "": {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.0, "betas": [0.9, 0.999], "momentum": 0.0},
     "adamw": {"weight_decay": 1e-2},
@@ -34,12 +36,15 @@ SCHEDULER_DEFAULTS = {"warmup_min_lr": 0.0, "warmup_num_steps": 1000}
 class Facts:
     """What the resolver may know of a run; None where it does not.
 
-    data_size: ranks that see different batches; None: all of them.  stages, tensor_size: of the mesh.
-    counts_model_ranks: who wrote the configuration may have counted ranks of one copy of the model as data-parallel
-    ones.  launched: a launcher started these ranks (else one process runs alone).  loader_micro_batch: batch size of
-    the program's data loader.  client_optimizer: defaults of an optimizer the program passes (lr, betas, ...).
-    total_steps: planned optimizer steps.  require_batch_key: refuse a configuration without any batch size, as
-    DeepSpeed does.
+    data_size: ranks that see different batches; None: all of them.  stages, tensor_size: of the
+    mesh.
+    counts_model_ranks: who wrote the configuration may have counted ranks of one copy of the model
+    as data-parallel
+    ones.  launched: a launcher started these ranks (else one process runs alone).
+    loader_micro_batch: batch size of the program's data loader.  client_optimizer: defaults of an
+    optimizer the program passes (lr, betas, ...).
+    total_steps: planned optimizer steps.  require_batch_key: refuse a configuration without any
+    batch size, as DeepSpeed does.
     """
 
     world_size: int = 1
@@ -60,7 +65,8 @@ class Facts:
 def resolve(raw: RawConfig, facts: Facts) -> Config:
     """Return the configuration of this run; `Config.decisions` holds what was decided and why.
 
-    Raises one ConfigError that lists every problem.  Pure: every rank with equal facts gets an equal configuration.
+    Raises one ConfigError that lists every problem.  Pure: every rank with equal facts gets an
+    equal configuration.
     """
     resolver = _Resolver(raw, facts)
     for rule in _RULES:
@@ -75,9 +81,11 @@ class _Resolver:
     """The values so far, what is still "auto", and the record."""
 
     def __init__(self, raw: RawConfig, facts: Facts) -> None:
-        self.facts, self.problems = facts, Problems(raw.source)
+        self.facts = facts
+        self.problems = Problems(raw.source)
         self.values: dict[str, Any] = copied(raw.values)
-        self.asked, self.open = raw.autos, set(raw.autos)
+        self.asked = raw.autos
+        self.open = set(raw.autos)
         self.decisions: list[AutoDecision] = []
         self.news: list[str] = []
 
@@ -102,7 +110,9 @@ class _Resolver:
             if key in table:
                 self.decisions.append(AutoDecision(key, table[key], "the default of the key", True))
             else:
-                self.decisions.append(AutoDecision(key, None, "left out: its owner's default holds", True))
+                self.decisions.append(
+                    AutoDecision(key, None, "left out: its owner's default holds", True)
+                )
         config = validate(self.values, self.problems)
         self.problems.raise_if_any()
         if config is None:
@@ -120,7 +130,11 @@ def _precision(run: _Resolver) -> None:
     wanted = run.get("precision")
     if wanted == "auto":
         if not any(run.get(f"{name}.enabled") for name in ("bf16", "fp16")):
-            run.decide(f"{'bf16' if has_bf16 else 'fp16'}.enabled", True, f'precision is "auto": {hardware}')
+            run.decide(
+                f"{'bf16' if has_bf16 else 'fp16'}.enabled",
+                True,
+                f'precision is "auto": {hardware}',
+            )
     elif wanted in ("bf16", "fp16"):
         run.decide(f"{wanted}.enabled", True, f"precision is {wanted}")
     _auto_sections(run, hardware)
@@ -138,7 +152,12 @@ def _auto_sections(run: _Resolver, hardware: str) -> None:
         run.decide("bf16.enabled", on, hardware if taken is None else f"{taken} is on")
     if "fp16.enabled" in run.open:
         bf16 = run.get("bf16.enabled", False)
-        on = run.facts.device_type == "cuda" and not run.facts.has_bf16 and taken is None and not fixed
+        on = (
+            run.facts.device_type == "cuda"
+            and not run.facts.has_bf16
+            and taken is None
+            and not fixed
+        )
         run.decide("fp16.enabled", on, "bf16.enabled is on" if bf16 else hardware)
 
 
@@ -146,9 +165,12 @@ _SWITCHES = ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled")
 
 
 def _ranks(run: _Resolver) -> None:
-    """Decide the degrees.  Data-parallel ranks that are stated must be there, except in a lone process, which warns."""
+    """Decide the degrees.  Data-parallel ranks that are stated must be there, except in a lone
+    process, which warns.
+    """
     facts = run.facts
-    data_size, world = _data_size(facts), facts.world_size
+    data_size = _data_size(facts)
+    world = facts.world_size
     for key in ("dp_degree", "data_parallel_size"):
         stated = run.get(key)
         if stated is None or stated == data_size:
@@ -163,12 +185,16 @@ def _ranks(run: _Resolver) -> None:
             )
             continue
         run.news.append(
-            f"{key} is {stated} and this is one process without a launcher: running as one rank; for {stated} use "
-            f"`deepseek-zero run --nproc {ranks} script.py`"
+            f"{key} is {stated} and this is one process without a launcher: running as one rank; "
+            f"for {stated} use `deepseek-zero run --nproc {ranks} script.py`"
         )
         run.decide(key, data_size, "one process without a launcher")
     if run.silent("dp_degree"):
-        why = "every rank of the run" if data_size == world else "what the other axes leave of the world"
+        why = (
+            "every rank of the run"
+            if data_size == world
+            else "what the other axes leave of the world"
+        )
         run.decide("dp_degree", data_size, why)
     for key, size in (("pp_degree", facts.stages), ("mp_degree", facts.tensor_size)):
         if size > 1 and run.silent(key):
@@ -185,7 +211,9 @@ def _sample_ranks(run: _Resolver) -> int:
 
 
 def _batch(run: _Resolver) -> None:
-    """Solve the batch triangle; say in one line what it is where the configuration has no batch key at all."""
+    """Solve the batch triangle; say in one line what it is where the configuration has no batch key
+    at all.
+    """
     train_key, micro_key, steps_key = _BATCH_KEYS
     if run.facts.counts_model_ranks:
         _recount(run)
@@ -196,7 +224,8 @@ def _batch(run: _Resolver) -> None:
         accumulation=run.get(steps_key),
         loader=run.facts.loader_micro_batch,
         micro_auto=micro_key in run.asked,
-        require_key=run.facts.require_batch_key and not run.asked.intersection((train_key, micro_key)),
+        require_key=run.facts.require_batch_key
+        and not run.asked.intersection((train_key, micro_key)),
     )
     answer = attempt(request)
     if isinstance(answer, Problem):
@@ -204,36 +233,50 @@ def _batch(run: _Resolver) -> None:
         return
     if all(run.silent(key) for key in _BATCH_KEYS):
         run.news.append(_batch_line(answer))
-    for key, value in zip(_BATCH_KEYS, (answer.train, answer.micro, answer.accumulation), strict=True):
+    for key, value in zip(
+        _BATCH_KEYS, (answer.train, answer.micro, answer.accumulation), strict=True
+    ):
         if run.silent(key):
             run.decide(key, value, answer.why)
 
 
 def _recount(run: _Resolver) -> None:
-    """Correct a train batch that counts every rank of a copy of the model, as accelerate and the Trainer count."""
+    """Correct a train batch that counts every rank of a copy of the model, as accelerate and the
+    Trainer count.
+    """
     stated = [run.get(key) for key in _BATCH_KEYS]
     if all(isinstance(size, int) and size > 0 for size in stated):
         train, micro, steps = stated
         ranks = _sample_ranks(run)
-        right, copy = micro * steps * ranks, _data_size(run.facts) * run.facts.stages * run.facts.tensor_size // ranks
+        right = micro * steps * ranks
+        copy = _data_size(run.facts) * run.facts.stages * run.facts.tensor_size // ranks
         if train != right and train == right * copy:
-            run.decide(_BATCH_KEYS[0], right, f"{train} counts the {copy} ranks of each copy of the model")
+            run.decide(
+                _BATCH_KEYS[0], right, f"{train} counts the {copy} ranks of each copy of the model"
+            )
 
 
 def _batch_line(batch: Batch) -> str:
     return (
-        f"no batch size is stated: micro-batch {batch.micro} x accumulation {batch.accumulation} x {batch.data_size} "
-        f"{'rank' if batch.data_size == 1 else 'ranks'} = train batch {batch.train} ({batch.why})"
+        f"no batch size is stated: micro-batch {batch.micro} x accumulation {batch.accumulation} x "
+        f"{batch.data_size} {'rank' if batch.data_size == 1 else 'ranks'} = train batch "
+        f"{batch.train} ({batch.why})"
     )
 
 
 def _sizes(run: _Resolver) -> None:
-    """Decide bucket sizes that said "auto", from the hidden size; without one the defaults stand."""
+    """Decide bucket sizes that said "auto", from the hidden size; without one the defaults
+    stand.
+    """
     hidden = run.facts.hidden_size
     if hidden is not None:
         for name, size, why in (
             ("reduce_bucket_size", hidden * hidden, "hidden size squared"),
-            ("stage3_prefetch_bucket_size", int(0.9 * hidden * hidden), "0.9 x hidden size squared"),
+            (
+                "stage3_prefetch_bucket_size",
+                int(0.9 * hidden * hidden),
+                "0.9 x hidden size squared",
+            ),
             ("stage3_param_persistence_threshold", 10 * hidden, "10 x hidden size"),
         ):
             if _ZERO + name in run.open:
@@ -241,7 +284,9 @@ def _sizes(run: _Resolver) -> None:
 
 
 def _optimizer(run: _Resolver) -> None:
-    """Decide optimizer keys that said "auto": the program's own optimizer, else AdamW and the usual values."""
+    """Decide optimizer keys that said "auto": the program's own optimizer, else AdamW and the usual
+    values.
+    """
     if "optimizer.type" in run.open and not run.facts.client_optimizer:
         run.decide("optimizer.type", "AdamW", "the program passes no optimizer")
     kind = str(run.get("optimizer.type", "")).lower()
@@ -270,7 +315,10 @@ def _scheduler(run: _Resolver) -> None:
             run.decide(key, *found[name])
         elif key == "scheduler.params.total_num_steps":
             run.problems.add(
-                key, "the number of steps is not known here", "write the planned number of optimizer steps", "auto"
+                key,
+                "the number of steps is not known here",
+                "write the planned number of optimizer steps",
+                "auto",
             )
 
 

@@ -1,7 +1,8 @@
-"""The batch-size triangle: train_batch = micro_batch x accumulation x data-parallel ranks, solved for what is missing.
+"""The batch-size triangle: train_batch = micro_batch x accumulation x data-parallel ranks, solved
+for what is missing.
 
-Follows DeepSpeed's rules and words; adds the data loader's batch size and the case where nothing is stated.  Pure
-arithmetic.
+Follows DeepSpeed's rules and words; adds the data loader's batch size and the case where nothing is
+stated.  Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class Batch:
 class BatchRequest:
     """What is known: None where a key is missing or "auto".
 
-    loader: the batch size of the program's own data loader.  micro_auto: the micro-batch key said "auto", so the
-    loader's size is preferred to a division.  require_key: refuse a configuration without any batch size, as
-    DeepSpeed does.
+    loader: the batch size of the program's own data loader.  micro_auto: the micro-batch key said
+    "auto", so the loader's size is preferred to a division.  require_key: refuse a configuration
+    without any batch size, as DeepSpeed does.
     """
 
     data_size: int
@@ -55,7 +56,9 @@ def attempt(request: BatchRequest) -> Batch | Problem:
     stated = (request.train, request.micro, request.accumulation)
     for value, key, label in zip(stated, _KEYS, _LABELS, strict=True):
         if value is not None and value <= 0:
-            return Problem(key, f"{label}: {value} has to be greater than 0", f"set {key} to 1 or more", value)
+            return Problem(
+                key, f"{label}: {value} has to be greater than 0", f"set {key} to 1 or more", value
+            )
     if request.require_key and request.train is None and request.micro is None:
         return Problem(_KEYS[0], NOTHING_STATED, f"state one of {_KEYS[0]} and {_KEYS[1]}")
     return _check(_fill(_with_loader(request)))
@@ -77,18 +80,32 @@ def _with_loader(request: BatchRequest) -> BatchRequest:
 
 
 def _fill(request: BatchRequest) -> Batch:
-    """Fill in what is missing: DeepSpeed's seven cases (`DeepSpeedConfig._set_batch_related_parameters`), and an eighth
-    for nothing stated.
+    """Fill in what is missing: DeepSpeed's seven cases
+    (`DeepSpeedConfig._set_batch_related_parameters`), and an eighth for nothing stated.
     """
-    train, micro, steps, ranks = request.train, request.micro, request.accumulation, request.data_size
+    train = request.train
+    micro = request.micro
+    steps = request.accumulation
+    ranks = request.data_size
     if train is None:
-        micro, steps = micro or 1, steps or 1
+        micro = micro or 1
+        steps = steps or 1
         return Batch(micro * steps * ranks, micro, steps, ranks, _why_micro(request))
     if micro is None:
-        why = "micro-batch = train batch / ranks / accumulation" if steps else "micro-batch = train batch / ranks"
+        why = (
+            "micro-batch = train batch / ranks / accumulation"
+            if steps
+            else "micro-batch = train batch / ranks"
+        )
         return Batch(train, train // ranks // (steps or 1), steps or 1, ranks, why)
     if steps is None:
-        return Batch(train, micro, train // micro // ranks, ranks, "accumulation = train batch / micro-batch / ranks")
+        return Batch(
+            train,
+            micro,
+            train // micro // ranks,
+            ranks,
+            "accumulation = train batch / micro-batch / ranks",
+        )
     return Batch(train, micro, steps, ranks, "as stated")
 
 
@@ -105,7 +122,10 @@ def _check(batch: Batch) -> Batch | Problem:
     least = batch.data_size * max(1, batch.accumulation)
     for value, key, label in zip(solved, _KEYS, _LABELS, strict=True):
         if value <= 0:
-            fix = f"with {batch.data_size} data-parallel ranks, {_KEYS[0]} must be a multiple of {least}"
+            fix = (
+                f"with {batch.data_size} data-parallel ranks, {_KEYS[0]} must be a multiple of "
+                f"{least}"
+            )
             return Problem(key, f"{label}: {value} has to be greater than 0", fix, value)
     ranks = batch.data_size
     if batch.train == batch.micro * batch.accumulation * ranks:
@@ -113,8 +133,9 @@ def _check(batch: Batch) -> Batch | Problem:
     product = batch.micro * batch.accumulation * ranks
     return Problem(
         _KEYS[0],
-        "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * "
-        f"world_size {batch.train} != {batch.micro} * {batch.accumulation} * {ranks}",
+        "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * "
+        f"gradient_acc_step * world_size {batch.train} != {batch.micro} * {batch.accumulation} * "
+        f"{ranks}",
         f'set {_KEYS[0]} to {product}, or write "auto" for one of the three keys',
         batch.train,
     )

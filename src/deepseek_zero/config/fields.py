@@ -1,7 +1,9 @@
-"""How a configuration key is declared (type, default, unit, one sentence, what it does today), and read back as a row.
+"""How a configuration key is declared (type, default, unit, one sentence, what it does today), and
+read back as a row.
 
-A key is *effective* (it changes the run) or *accepted* (read and ignored, for a stated reason).  `rows` lists every key
-of a model.  Keys that are known and not built are rows of the table in not_built.py.
+A key is *effective* (it changes the run) or *accepted* (read and ignored, for a stated reason).
+`rows` lists every key of a model.  Keys that are known and not built are rows of the table in
+not_built.py.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ class Status(StrEnum):
 class About(TypedDict, total=False):
     """The optional facts of a key.
 
-    example: a valid value off the default.  needs: other keys that must be set for it to matter.  requires: an
-    optional package.  auto: how the value is found when the key is missing, null or "auto".  means_auto: numbers that
-    say "auto".  effect: "check" when the key verifies the run instead of changing its parts.  inf: what an infinite
-    number means.
+    example: a valid value off the default.  needs: other keys that must be set for it to matter.
+    requires: an
+    optional package.  auto: how the value is found when the key is missing, null or "auto".
+    means_auto: numbers that say "auto".  effect: "check" when the key verifies the run instead of
+    changing its parts.  inf: what an infinite number means.
     """
 
     example: Any
@@ -53,16 +56,23 @@ _BOUNDS = ("gt", "ge", "le")
 
 
 class Section(BaseModel):
-    """A group of keys; frozen, strict (values are coerced before they arrive) and built on first use."""
+    """A group of keys; frozen, strict (values are coerced before they arrive) and built on first
+    use.
+    """
 
     # defer_build: building the validator of some 350 keys would be paid at import otherwise.
     model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", defer_build=True, allow_inf_nan=False, protected_namespaces=()
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        defer_build=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
     )
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a key as a dict would: clients of DeepSpeed read `engine.config.get("zero_optimization",
-        {}).get("stage")`.
+        """Return a key as a dict would: clients of DeepSpeed read
+        `engine.config.get("zero_optimization", {}).get("stage")`.
         """
         return getattr(self, key) if key in type(self).model_fields else default
 
@@ -85,20 +95,30 @@ def accepted(default: Any, sentence: str, reason: str, **about: Unpack[About]) -
 
 
 def section(model: type[Section], sentence: str) -> Any:
-    """Declare a group of keys that is always there, filled with defaults where the configuration is silent."""
+    """Declare a group of keys that is always there, filled with defaults where the configuration is
+    silent.
+    """
     # One for all: a section is frozen, and most of the thirty rest at their defaults.
     return Field(default_factory=cache(model), description=sentence)
 
 
-_WORDS = {int: "int", float: "float", bool: "bool", str: "text", dict: "object", types.NoneType: "null", Any: "any"}
+_WORDS = {
+    int: "int",
+    float: "float",
+    bool: "bool",
+    str: "text",
+    dict: "object",
+    types.NoneType: "null",
+    Any: "any",
+}
 
 
 @dataclass(frozen=True)
 class FieldRow:
     """One key of the grammar.
 
-    default: as documented ("auto: ..." where it is found).  needs: keys an effective key needs beside it.  effect:
-    "parts", or "check" where the key only verifies the run.
+    default: as documented ("auto: ..." where it is found).  needs: keys an effective key needs
+    beside it.  effect: "parts", or "check" where the key only verifies the run.
     """
 
     path: str
@@ -133,7 +153,9 @@ def advice(model: type[Section], path: str) -> str:
 def subsection(info: FieldInfo) -> type[Section] | None:
     """Return the model of a field that is a section (or an optional one), else None."""
     options = get_args(info.annotation) or (info.annotation,)
-    return next((kind for kind in options if isinstance(kind, type) and issubclass(kind, Section)), None)
+    return next(
+        (kind for kind in options if isinstance(kind, type) and issubclass(kind, Section)), None
+    )
 
 
 def declared(info: FieldInfo) -> dict[str, Any]:
@@ -171,7 +193,8 @@ def _row(path: str, info: FieldInfo, about: dict[str, Any]) -> FieldRow:
 
 def spelled(kind: Any) -> str:
     """Return the name of a type as the reference page has it."""
-    origin, inner = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    inner = get_args(kind)
     if origin is Literal:
         return " / ".join(str(option) for option in inner)
     if origin in (Union, types.UnionType):

@@ -1,6 +1,7 @@
 """Types of a configuration for type checkers and editors, which read them from keywords.pyi.
 
-`scripts/config_keywords` generates keywords.pyi from the schema. At run time the types have no keys.
+`scripts/config_keywords` generates keywords.pyi from the schema. At run time the types have no
+keys.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """DeepSpeed's rules by parameter name: which layers tensor parallelism cuts, and how.
 
-    "partition_config": {
-        "use_default_specs": true, "strict_mode": false,
-        "layer_specs": [{"patterns": [".*qkv.weight$"], "partition_type": "column", "shape": [3, -1]}]}
+    "partition_config": { "use_default_specs": true, "strict_mode": false, "layer_specs":
+        [{"patterns": [".*qkv.weight$"], "partition_type": "column", "shape": [3, -1]}]}
 
-column cuts the outputs of a layer (dimension 0 of its weight), row its inputs (dimension 1), skip leaves it whole.
-shape: of a fused projection: how many equal parts lie in the cut dimension, or the width of each. gather_output: a
-column layer's outputs are whole on every rank. grad_allreduce: of a layer that is skipped and reads a rank's own heads,
-every rank's gradient is a summand.
+column cuts the outputs of a layer (dimension 0 of its weight), row its inputs (dimension 1), skip
+leaves it whole.
+shape: of a fused projection: how many equal parts lie in the cut dimension, or the width of each.
+gather_output: a column layer's outputs are whole on every rank. grad_allreduce: of a layer that is
+skipped and reads a rank's own heads, every rank's gradient is a summand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from typing import Any
 
 from .raw_config import Problem, Problems
 
-_SPEC_KEYS = ("patterns", "partition_type", "shape", "partition_dim", "model_types", "gather_output", "grad_allreduce")
+_SPEC_KEYS = (
+    "patterns",
+    "partition_type",
+    "shape",
+    "partition_dim",
+    "model_types",
+    "gather_output",
+    "grad_allreduce",
+)
 _PARTITION_KEYS = ("use_default_specs", "strict_mode", "layer_specs")
 _DIMS = {"column": 0, "row": 1}
 
@@ -27,10 +35,17 @@ def check_layer_specs(found: Mapping[str, Any], problems: Problems) -> None:
     """Check a `partition_config`: its keys, and that it says what is built."""
     key = "tensor_parallel.partition_config"
     for name in found.keys() - set(_PARTITION_KEYS):
-        problems.add(f"{key}.{name}", "no such key", f"use {', '.join(_PARTITION_KEYS)}", found[name])
+        problems.add(
+            f"{key}.{name}", "no such key", f"use {', '.join(_PARTITION_KEYS)}", found[name]
+        )
     specs = found.get("layer_specs", [])
     if not isinstance(specs, list | tuple) or not all(isinstance(spec, Mapping) for spec in specs):
-        problems.add(f"{key}.layer_specs", "must be a list of objects", 'write [{"patterns": [...], ...}]', specs)
+        problems.add(
+            f"{key}.layer_specs",
+            "must be a list of objects",
+            'write [{"patterns": [...], ...}]',
+            specs,
+        )
         return
     for number, spec in enumerate(specs):
         _layer_spec(f"{key}.layer_specs[{number}]", spec, problems)
@@ -39,23 +54,40 @@ def check_layer_specs(found: Mapping[str, Any], problems: Problems) -> None:
 def _layer_spec(key: str, spec: Mapping[str, Any], problems: Problems) -> None:
     for name in spec.keys() - set(_SPEC_KEYS):
         problems.add(f"{key}.{name}", "no such key", f"use {', '.join(_SPEC_KEYS)}", spec[name])
-    patterns, kind = spec.get("patterns"), str(spec.get("partition_type", "column")).lower()
+    patterns = spec.get("patterns")
+    kind = str(spec.get("partition_type", "column")).lower()
     if not isinstance(patterns, list | tuple) or not all(map(_is_pattern, patterns)):
         fix = 'write for example [".*o_proj.weight$"]'
         problems.add(f"{key}.patterns", "must be a list of regular expressions", fix, patterns)
     if kind not in (*_DIMS, "skip"):
-        problems.add(f"{key}.partition_type", "must be row, column or skip", "write one of them", kind)
+        problems.add(
+            f"{key}.partition_type", "must be row, column or skip", "write one of them", kind
+        )
         return
     dim = spec.get("partition_dim")
     if dim not in (None, _DIMS.get(kind)):
-        fix = f"remove it: {kind} cuts dimension {_DIMS.get(kind)}" if kind in _DIMS else "remove it: skip cuts nothing"
-        problems.found.append(Problem(f"{key}.partition_dim", "is not built", fix, dim, not_built=True))
+        fix = (
+            f"remove it: {kind} cuts dimension {_DIMS.get(kind)}"
+            if kind in _DIMS
+            else "remove it: skip cuts nothing"
+        )
+        problems.found.append(
+            Problem(f"{key}.partition_dim", "is not built", fix, dim, not_built=True)
+        )
     if kind in _DIMS and (shape := spec.get("shape")) is not None and _parts(shape, kind) is None:
-        fix = "write the number of equal parts or the width of each, and -1: [3, -1] or [[8, 2, 2], -1] for q, k and v"
+        fix = (
+            "write the number of equal parts or the width of each, and -1: [3, -1] or [[8, 2, 2], "
+            "-1] for q, k and v"
+        )
         problems.found.append(Problem(f"{key}.shape", "is not built", fix, shape, not_built=True))
     if spec.get("grad_allreduce") and kind != "skip":
         fix = "remove it: the gradient of a layer that is cut is a rank's own"
-        problems.add(f"{key}.grad_allreduce", f"is for layers that are skipped, and this is {kind}", fix, True)
+        problems.add(
+            f"{key}.grad_allreduce",
+            f"is for layers that are skipped, and this is {kind}",
+            fix,
+            True,
+        )
 
 
 def _is_pattern(text: Any) -> bool:
@@ -66,13 +98,15 @@ def _is_pattern(text: Any) -> bool:
 
 
 def _parts(shape: Any, kind: str) -> int | tuple[int, ...] | None:
-    """Return how many equal parts lie side by side in the cut dimension of a fused projection, or the width of each;
+    """Return how many equal parts lie side by side in the cut dimension of a fused projection, or
+    the width of each;
     None: another shape.
     """
     dim = _DIMS.get(kind)
     if dim is None or not isinstance(shape, list | tuple) or len(shape) != 2:
         return None
-    parts, rest = shape[dim], shape[1 - dim]
+    parts = shape[dim]
+    rest = shape[1 - dim]
     if not isinstance(rest, int) or rest == 0 or rest < -1:
         return None
     widths = parts if isinstance(parts, list | tuple) and parts else (parts,)
@@ -85,12 +119,13 @@ Rule = tuple[str, str, int | tuple[int, ...], tuple[str, ...]]
 
 
 def layer_rules(found: Mapping[str, Any] | None) -> tuple[Rule, ...]:
-    """Return the rules of a `partition_config` that was checked: pattern, what becomes of the layer, parts, and the
-    `model_type` of each model that it is for (none: of all).
+    """Return the rules of a `partition_config` that was checked: pattern, what becomes of the
+    layer, parts, and the `model_type` of each model that it is for (none: of all).
     """
     rules = []
     for spec in (found or {}).get("layer_specs", []):
-        kinds, kind = spec.get("model_types"), str(spec.get("partition_type", "column")).lower()
+        kinds = spec.get("model_types")
+        kind = str(spec.get("partition_type", "column")).lower()
         types = (kinds,) if isinstance(kinds, str) else tuple(kinds or ())
         parts = _parts(spec["shape"], kind) if spec.get("shape") is not None else 1
         if kind == "column" and spec.get("gather_output"):

@@ -1,8 +1,9 @@
-"""`load`: a dict, JSON file, JSON text or base64 -> `RawConfig`, or one error that lists every problem.
+"""`load`: a dict, JSON file, JSON text or base64 -> `RawConfig`, or one error that lists every
+problem.
 
-Each key is normalised, the model checks its bounds, and `check` finds what cannot be right although every key is: keys
-that are not built, contradictions, missing packages.  Nothing is resolved here: "auto" stays open until the model and
-the ranks are known (`auto.resolve`).
+Each key is normalised, the model checks its bounds, and `check` finds what cannot be right although
+every key is: keys that are not built, contradictions, missing packages.  Nothing is resolved here:
+"auto" stays open until the model and the ranks are known (`auto.resolve`).
 """
 
 from __future__ import annotations
@@ -27,24 +28,30 @@ from .raw_config import Problem, Problems, RawConfig, lookup
 from .schema import Config
 from .text import Source, read
 
-BOTH_GIVEN = "two configurations were given: one to initialize, and one by the flag --deepspeed_config"
+BOTH_GIVEN = (
+    "two configurations were given: one to initialize, and one by the flag --deepspeed_config"
+)
 BOTH_ARGUMENTS = "two configurations were given: by --deepscale_config and by --deepspeed_config"
 NONE_GIVEN = "no configuration was given"
 
 
-def load(source: Source, *, origin: str | None = None, unknown: Literal["error", "warn"] = "error") -> RawConfig:
+def load(
+    source: Source, *, origin: str | None = None, unknown: Literal["error", "warn"] = "error"
+) -> RawConfig:
     """Read and check a configuration; return it with "auto" left open.
 
-    origin: its name in messages.  unknown: whether unknown keys raise or warn, and those that are known, not built and
-    not needed for a right result.  Raises one ConfigError (NotBuiltError
-    where nothing else is wrong) that lists every problem.
+    origin: its name in messages.  unknown: whether unknown keys raise or warn, and those that are
+    known, not built and not needed for a right result.  Raises one ConfigError (NotBuiltError where
+    nothing else is wrong) that lists every problem.
     """
     speak()  # every door but `init_distributed` begins by reading a configuration
     document = read(source, origin, lenient=unknown == "warn")
     problems = Problems(document.source, goes_on=unknown == "warn")
     if document.duplicates:
         names = list(document.duplicates)
-        problems.add("", f"Duplicate keys in the configuration: {shown(names)}", "keep one of each", names)
+        problems.add(
+            "", f"Duplicate keys in the configuration: {shown(names)}", "keep one of each", names
+        )
     normaliser = Normaliser(problems, unknown_is_error=unknown == "error")
     values = normaliser.walk(document.values)
     validate(values, problems)
@@ -66,8 +73,8 @@ def load(source: Source, *, origin: str | None = None, unknown: Literal["error",
 
 
 def choose_source(config: Source, config_params: Source, args: object) -> tuple[Source, str | None]:
-    """Return the one configuration among the arguments of `initialize`, and its name for messages, as DeepSpeed
-    chooses.
+    """Return the one configuration among the arguments of `initialize`, and its name for messages,
+    as DeepSpeed chooses.
     """
     flag = getattr(args, "deepspeed_config", None)
     old_flag = getattr(args, "deepscale_config", None)
@@ -78,9 +85,14 @@ def choose_source(config: Source, config_params: Source, args: object) -> tuple[
             raise ConfigError(BOTH_ARGUMENTS, fix="pass --deepspeed_config alone")
         flag = old_flag
     if flag is not None and given is not None:
-        raise ConfigError(BOTH_GIVEN, fix="pass the configuration in one place: the config argument or the flag")
+        raise ConfigError(
+            BOTH_GIVEN, fix="pass the configuration in one place: the config argument or the flag"
+        )
     if flag is None and given is None:
-        raise ConfigError(NONE_GIVEN, fix="pass config= (a dict or a path) to initialize, or the flag to the script")
+        raise ConfigError(
+            NONE_GIVEN,
+            fix="pass config= (a dict or a path) to initialize, or the flag to the script",
+        )
     is_flag_dict = isinstance(flag, Mapping)
     return (flag, "args" if is_flag_dict else None) if flag is not None else (given, None)
 
@@ -104,8 +116,8 @@ def _warn(note: str) -> None:
 
 
 MAX_GRAD_NORM = (
-    "'max_grad_norm' is not supported as an optimizer parameter, please switch to using the deepspeed parameter "
-    "'gradient_clipping'"
+    "'max_grad_norm' is not supported as an optimizer parameter, please switch to using the "
+    "deepspeed parameter 'gradient_clipping'"
 )
 # section -> (module to import, how to install it)
 PACKAGES = {
@@ -136,7 +148,9 @@ def check(values: Mapping[str, Any], autos: Set[str], problems: Problems) -> Non
 def _paths(values: Mapping[str, Any], problems: Problems) -> None:
     for row in rows(Config):
         value = lookup(values, row.path)
-        is_path = row.path.endswith(("path", "output_file", "_dir")) and row.status is Status.EFFECTIVE
+        is_path = (
+            row.path.endswith(("path", "output_file", "_dir")) and row.status is Status.EFFECTIVE
+        )
         if is_path and isinstance(value, str) and is_url(value):
             problems.add(row.path, f"{shown(value)} is a URL: {URL_REASON}", URL_FIX, value)
 
@@ -145,7 +159,10 @@ def _precision(values: Mapping[str, Any], problems: Problems) -> None:
     on = [name for name, key in _PRECISION_SECTIONS.items() if lookup(values, key)]
     if len(on) == 2:
         problems.add(
-            "fp16.enabled", "bfloat16 and fp16 modes cannot be simultaneously enabled", "switch one of them off", True
+            "fp16.enabled",
+            "bfloat16 and fp16 modes cannot be simultaneously enabled",
+            "switch one of them off",
+            True,
         )
     if on and lookup(values, "torch_autocast.enabled") and not problems.goes_on:
         problems.add(
@@ -155,15 +172,21 @@ def _precision(values: Mapping[str, Any], problems: Problems) -> None:
             True,
         )
     if values.get("precision") == "auto" and (
-        lookup(values, "bf16.master") == "none" or lookup(values, "bf16.bf16_master_weights_and_grads")
+        lookup(values, "bf16.master") == "none"
+        or lookup(values, "bf16.bf16_master_weights_and_grads")
     ):
         fix = 'keep a master ("split" or "fp32"), or name the precision'
-        problems.add("bf16.master", "leaves nothing to lift a unit from where precision is auto", fix, "none")
+        problems.add(
+            "bf16.master", "leaves nothing to lift a unit from where precision is auto", fix, "none"
+        )
     wanted = values.get("precision")
     for name in on:
         if wanted not in (None, "auto", name):
             problems.add(
-                "precision", f"contradicts {name}.enabled = true", f"remove precision, or set it to {name!r}", wanted
+                "precision",
+                f"contradicts {name}.enabled = true",
+                f"remove precision, or set it to {name!r}",
+                wanted,
             )
 
 
@@ -174,7 +197,10 @@ def _loss_scale(values: Mapping[str, Any], problems: Problems) -> None:
         value = lookup(values, key, 1)
         if value <= 0:
             problems.add(
-                key, "must be greater than 0 while the loss scale is dynamic", "remove it or set it to 1", value
+                key,
+                "must be greater than 0 while the loss scale is dynamic",
+                "remove it or set it to 1",
+                value,
             )
 
 
@@ -191,7 +217,9 @@ def _optimizer(values: Mapping[str, Any], problems: Problems) -> None:
     name = str(lookup(values, "optimizer.type", "")).lower()
     if name in OTHER_OPTIMIZERS:
         other = OTHER_OPTIMIZERS[name]
-        problems.found.append(Problem("optimizer.type", f"is not built: {other.why}", other.use, name, not_built=True))
+        problems.found.append(
+            Problem("optimizer.type", f"is not built: {other.why}", other.use, name, not_built=True)
+        )
 
 
 def _tiers(values: Mapping[str, Any], problems: Problems) -> None:
@@ -208,7 +236,10 @@ def _tiers(values: Mapping[str, Any], problems: Problems) -> None:
                 paths[name] = path
             continue
         if stage < least and problems.goes_on:
-            problems.warn(f"{key}.device", f"{device} is left out, as DeepSpeed does: it needs stage {least} or more")
+            problems.warn(
+                f"{key}.device",
+                f"{device} is left out, as DeepSpeed does: it needs stage {least} or more",
+            )
             values["zero_optimization"][name]["device"] = "none"
             continue
         if stage < least:
@@ -221,7 +252,12 @@ def _tiers(values: Mapping[str, Any], problems: Problems) -> None:
         if device == "nvme":
             paths[name] = lookup(values, f"{key}.nvme_path")
             if not paths[name]:
-                problems.add(f"{key}.nvme_path", "is missing", "name a directory on a fast local disk", paths[name])
+                problems.add(
+                    f"{key}.nvme_path",
+                    "is missing",
+                    "name a directory on a fast local disk",
+                    paths[name],
+                )
     _open_places(values, problems)
     if len(set(paths.values())) > 1:
         problems.add(
@@ -236,17 +272,29 @@ def _open_places(values: Mapping[str, Any], problems: Problems) -> None:
     """Check keys that only matter where a place is open, or only where it is not."""
     states = lookup(values, "zero_optimization.offload_optimizer.device")
     is_open = "auto" in (states, lookup(values, "zero_optimization.offload_param.device"))
-    paths = [lookup(values, f"zero_optimization.{name}.nvme_path") for name in ("offload_optimizer", "offload_param")]
+    paths = [
+        lookup(values, f"zero_optimization.{name}.nvme_path")
+        for name in ("offload_optimizer", "offload_param")
+    ]
     if is_open and not any(paths) and (value := lookup(values, "memory_budget.disk")) is not None:
-        problems.add("memory_budget.disk", "names no disk", "name a directory on it as nvme_path, or remove it", value)
+        problems.add(
+            "memory_budget.disk",
+            "names no disk",
+            "name a directory on it as nvme_path, or remove it",
+            value,
+        )
     for name in ("host", "disk"):
         if not is_open and (value := lookup(values, f"memory_budget.{name}")) is not None:
             fix = 'write "device": "auto" in offload_optimizer or offload_param, or remove it'
-            problems.add(f"memory_budget.{name}", "has nothing to decide: every place is stated", fix, value)
+            problems.add(
+                f"memory_budget.{name}", "has nothing to decide: every place is stated", fix, value
+            )
     ratio = lookup(values, "zero_optimization.offload_optimizer.ratio", 1.0)
     if ratio != 1.0 and states not in ("cpu", "nvme"):
         fix = 'write "device": "cpu" or "nvme" beside it, or remove it'
-        problems.add("zero_optimization.offload_optimizer.ratio", "is a share of nothing", fix, ratio)
+        problems.add(
+            "zero_optimization.offload_optimizer.ratio", "is a share of nothing", fix, ratio
+        )
 
 
 def _vertical(values: Mapping[str, Any], problems: Problems) -> None:
@@ -255,7 +303,10 @@ def _vertical(values: Mapping[str, Any], problems: Problems) -> None:
     count = lookup(values, key, 1)
     stage = lookup(values, "zero_optimization.stage", 0) or 0
     if count > 1 and stage < 3:
-        what = f"needs stage 3: at stage {stage} weights are whole on every rank, so there is no load to share"
+        what = (
+            f"needs stage 3: at stage {stage} weights are whole on every rank, so there is no load "
+            "to share"
+        )
         problems.add(key, what, 'write "stage": 3, or gradient_accumulation_steps instead', count)
     samples = lookup(values, "train_micro_batch_size_per_gpu")
     if isinstance(samples, int) and count > 0 and samples % count:
@@ -264,14 +315,22 @@ def _vertical(values: Mapping[str, Any], problems: Problems) -> None:
 
 
 def _schedules(values: Mapping[str, Any], problems: Problems) -> None:
-    """Check that updates ahead of their step, or a step late, have states that rest elsewhere and plans that stay."""
-    zero, section = "zero_optimization", "zero_optimization.offload_optimizer"
+    """Check that updates ahead of their step, or a step late, have states that rest elsewhere and
+    plans that stay.
+    """
+    zero = "zero_optimization"
+    section = "zero_optimization.offload_optimizer"
     places = {
-        name: lookup(values, f"{zero}.{name}.device") or "none" for name in ("offload_optimizer", "offload_param")
+        name: lookup(values, f"{zero}.{name}.device") or "none"
+        for name in ("offload_optimizer", "offload_param")
     }
-    needs = {"super_offload": ("offload_optimizer", "offload_param"), "delayed_update_after": ("offload_optimizer",)}
+    needs = {
+        "super_offload": ("offload_optimizer", "offload_param"),
+        "delayed_update_after": ("offload_optimizer",),
+    }
     for name, needed in needs.items():
-        key, value = f"{section}.{name}", lookup(values, f"{section}.{name}")
+        key = f"{section}.{name}"
+        value = lookup(values, f"{section}.{name}")
         if value is None or value is False:
             continue
         if any(places[place] == "none" for place in needed):
@@ -279,9 +338,19 @@ def _schedules(values: Mapping[str, Any], problems: Problems) -> None:
             problems.add(key, "is for states that rest in another memory", fix, value)
         if values.get("precision") == "auto":
             fix = "name the precision, or remove it"
-            problems.add(key, "contradicts precision auto, which may change a unit's plan at a step's end", fix, value)
+            problems.add(
+                key,
+                "contradicts precision auto, which may change a unit's plan at a step's end",
+                fix,
+                value,
+            )
         if name == "super_offload" and lookup(values, f"{section}.pipeline") is False:
-            problems.add(key, "contradicts pipeline = false, which updates in the step", "remove one of the two", value)
+            problems.add(
+                key,
+                "contradicts pipeline = false, which updates in the step",
+                "remove one of the two",
+                value,
+            )
 
 
 def _parking(values: Mapping[str, Any], problems: Problems) -> None:
@@ -291,10 +360,14 @@ def _parking(values: Mapping[str, Any], problems: Problems) -> None:
         return
     if not section.get("nvme_path"):
         key = "activation_checkpointing.nvme_path"
-        problems.add(key, "is missing", "name a directory on a fast local disk", section.get("nvme_path"))
+        problems.add(
+            key, "is missing", "name a directory on a fast local disk", section.get("nvme_path")
+        )
     if section.get("cpu_checkpointing"):
         key = "activation_checkpointing.cpu_checkpointing"
-        problems.add(key, "contradicts device 'nvme': it means device 'cpu'", "keep one of the two", True)
+        problems.add(
+            key, "contradicts device 'nvme': it means device 'cpu'", "keep one of the two", True
+        )
 
 
 def _pipeline(values: Mapping[str, Any], problems: Problems) -> None:
@@ -303,10 +376,17 @@ def _pipeline(values: Mapping[str, Any], problems: Problems) -> None:
     schedule = section.get("schedule", "1f1b")
     if section.get("virtual", 1) > 1 and schedule == "1f1b":
         fix = 'write "schedule": "interleaved" or "breadth_first", or remove it'
-        problems.add("pipeline.virtual", "is more than schedule 1f1b has: one stage on a rank", fix, section["virtual"])
+        problems.add(
+            "pipeline.virtual",
+            "is more than schedule 1f1b has: one stage on a rank",
+            fix,
+            section["virtual"],
+        )
     if section.get("group") is not None and schedule != "breadth_first":
         fix = 'write "schedule": "breadth_first", or remove it'
-        problems.add("pipeline.group", f"is no matter of schedule {schedule}", fix, section["group"])
+        problems.add(
+            "pipeline.group", f"is no matter of schedule {schedule}", fix, section["group"]
+        )
 
 
 def _types(values: Mapping[str, Any], autos: Set[str], problems: Problems) -> None:
@@ -331,7 +411,9 @@ def _feedback(values: Mapping[str, Any], problems: Problems) -> None:
     if zero.get("zero_quantized_gradients") or lookup(zero, "compression.gradients.bits"):
         return
     stated = {
-        "compression.gradients.error_feedback": lookup(zero, "compression.gradients.error_feedback", "off"),
+        "compression.gradients.error_feedback": lookup(
+            zero, "compression.gradients.error_feedback", "off"
+        ),
         "zeropp_loco_param": zero.get("zeropp_loco_param"),
     }
     for key, value in stated.items():

@@ -1,10 +1,13 @@
-"""From a plain dict to known keys in their types: aliases, unknown keys, forgiving spellings, "auto" set aside.
+"""From a plain dict to known keys in their types: aliases, unknown keys, forgiving spellings,
+"auto" set aside.
 
-ALIASES is the one table of DeepSpeed's old spellings of keys; `coerce` reads the spellings of values (`5e8` for an int,
-"8" for a number, "none" for null, "Warn" for "warn").  Every problem goes into `Problems`; nothing is raised here.
+ALIASES is the one table of DeepSpeed's old spellings of keys; `coerce` reads the spellings of
+values (`5e8` for an int, "8" for a number, "none" for null, "Warn" for "warn").  Every problem goes
+into `Problems`; nothing is raised here.
 
-pydantic does not read these spellings: a warning about one names its key, and a validator does not know the path of the
-value that it validates. `validate` (load.py) then has pydantic check the bounds of values.
+pydantic does not read these spellings: a warning about one names its key, and a validator does not
+know the path of the value that it validates. `validate` (load.py) then has pydantic check the
+bounds of values.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ _LONGEST_NAME = 100  # beyond it nobody looks for names that are spelled alike
 
 @dataclass(frozen=True)
 class Alias:
-    """A deprecated key: `new` replaces it; a true boolean becomes `when_true` (a false one is dropped)."""
+    """A deprecated key: `new` replaces it; a true boolean becomes `when_true` (a false one is
+    dropped).
+    """
 
     old: str
     new: str
@@ -48,9 +53,16 @@ class Alias:
 ALIASES = (
     Alias("bfloat16", "bf16"),
     Alias("allgather_size", "zero_optimization.allgather_bucket_size"),
-    Alias("zero_optimization.cpu_offload", "zero_optimization.offload_optimizer", {"device": "cpu"}),
-    Alias("zero_optimization.cpu_offload_param", "zero_optimization.offload_param", {"device": "cpu"}),
-    Alias("zero_optimization.cpu_offload_use_pin_memory", "zero_optimization.offload_optimizer.pin_memory"),
+    Alias(
+        "zero_optimization.cpu_offload", "zero_optimization.offload_optimizer", {"device": "cpu"}
+    ),
+    Alias(
+        "zero_optimization.cpu_offload_param", "zero_optimization.offload_param", {"device": "cpu"}
+    ),
+    Alias(
+        "zero_optimization.cpu_offload_use_pin_memory",
+        "zero_optimization.offload_optimizer.pin_memory",
+    ),
     Alias(
         "zero_optimization.stage3_gather_fp16_weights_on_model_save",
         "zero_optimization.stage3_gather_16bit_weights_on_model_save",
@@ -75,11 +87,13 @@ ALIASES = (
 class Normaliser:
     """Walks a dict along the schema.
 
-    The "auto" keys are collected in `autos`, and what is stated of keys that are not built in `not_built`.
+    The "auto" keys are collected in `autos`, and what is stated of keys that are not built in
+    `not_built`.
     """
 
     def __init__(self, problems: Problems, unknown_is_error: bool) -> None:
-        self.problems, self.unknown_is_error = problems, unknown_is_error
+        self.problems = problems
+        self.unknown_is_error = unknown_is_error
         self.autos: set[str] = set()
         self.not_built: dict[str, Any] = {}
 
@@ -91,8 +105,8 @@ class Normaliser:
         return self._section(Config, config, "")
 
     def _copied(self, given: Mapping[Any, Any], prefix: str, depth: int) -> dict[str, Any]:
-        """Copy objects and lists into dicts and lists of our own, so that the caller's stay as they are; keys are
-        texts.
+        """Copy objects and lists into dicts and lists of our own, so that the caller's stay as they
+        are; keys are texts.
         """
         values: dict[str, Any] = {}
         for name, value in given.items():
@@ -106,7 +120,9 @@ class Normaliser:
         if not isinstance(value, Mapping | list):
             return value
         if not depth:
-            self.problems.add(path, f"is nested deeper than {_DEEPEST} levels", "does it hold itself?", value)
+            self.problems.add(
+                path, f"is nested deeper than {_DEEPEST} levels", "does it hold itself?", value
+            )
             return None
         if isinstance(value, Mapping):
             return self._copied(value, path + ".", depth - 1)
@@ -115,11 +131,15 @@ class Normaliser:
     def _unknown_kind(self, name: Any, value: Any, prefix: str) -> None:
         told = f"{prefix}{shown(name)}"
         if self.unknown_is_error or prefix:
-            self.problems.add(told, f"a key must be a text, not {article(name)}", "write it in quotes", value)
+            self.problems.add(
+                told, f"a key must be a text, not {article(name)}", "write it in quotes", value
+            )
         else:
             self.problems.warn(told, f"a key that is {article(name)} and no text, ignored")
 
-    def _section(self, model: type[Section], given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    def _section(
+        self, model: type[Section], given: Mapping[str, Any], prefix: str
+    ) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for name, value in given.items():
             info = model.model_fields.get(name)
@@ -130,7 +150,11 @@ class Normaliser:
                 self._unknown((*model.model_fields, *names_below(prefix)), name, value, prefix)
                 continue
             inner = subsection(info)
-            found = self._enter(inner, value, prefix + name) if inner else self._leaf(info, value, prefix + name)
+            found = (
+                self._enter(inner, value, prefix + name)
+                if inner
+                else self._leaf(info, value, prefix + name)
+            )
             if found is not _SILENT:
                 values[name] = found
         return values
@@ -140,12 +164,16 @@ class Normaliser:
         return _SILENT if inner is None else self._section(model, inner, path + ".")
 
     def _object(self, value: Any, path: str, *, has_switch: bool) -> Mapping[str, Any] | None:
-        """Return the object of a section; None if it is null or "auto", which state nothing, or is no object."""
+        """Return the object of a section; None if it is null or "auto", which state nothing, or is
+        no object.
+        """
         if isinstance(value, Mapping):
             return value
         if not (value is None or (isinstance(value, str) and value.lower() in (*_NULLS, AUTO))):
             example = '{"enabled": true}' if has_switch else "{...}"
-            self.problems.add(path, "must be an object", f"write {example}, or null for its defaults", value)
+            self.problems.add(
+                path, "must be an object", f"write {example}, or null for its defaults", value
+            )
         return None
 
     def _not_built(self, row: NotBuilt, value: Any) -> None:
@@ -178,7 +206,11 @@ class Normaliser:
 
     def _leaf(self, info: FieldInfo, value: Any, path: str) -> Any:
         about = declared(info)
-        said = isinstance(value, str) and value.strip().lower() == AUTO and not about.get("auto_is_value")
+        said = (
+            isinstance(value, str)
+            and value.strip().lower() == AUTO
+            and not about.get("auto_is_value")
+        )
         if said or (type(value) is int and value in about.get("means_auto", ())):
             self.autos.add(path)
             return _SILENT
@@ -187,7 +219,9 @@ class Normaliser:
         found = self._coerced(value, info.annotation, about.get("inf", NO_INF), path)
         if found is _SILENT:
             return found
-        is_same = type(found) is type(info.default) and found == info.default  # arrays have no truth value
+        is_same = (
+            type(found) is type(info.default) and found == info.default
+        )  # arrays have no truth value
         if about.get("status") == Status.ACCEPTED and not is_same:
             self.problems.without_effect(path, found, about["reason"])
         return self._open_object(found, path) if isinstance(found, dict) else found
@@ -211,7 +245,9 @@ class Normaliser:
             if isinstance(value, str) and value.strip().lower() == AUTO:
                 self.autos.add(f"{path}.{name}")
             elif number is not None:
-                self.problems.warn(f"{path}.{name}", f"read the text {shown(value)} as a number; remove the quotes")
+                self.problems.warn(
+                    f"{path}.{name}", f"read the text {shown(value)} as a number; remove the quotes"
+                )
                 values[name] = number
             else:
                 values[name] = value
@@ -241,12 +277,15 @@ class Normaliser:
         if lookup(config, alias.new, _SILENT) is not _SILENT:
             self.problems.add(
                 alias.old,
-                f"Cannot provide deprecated parameter '{alias.old}' and replacing parameter '{alias.new}' together",
+                f"Cannot provide deprecated parameter '{alias.old}' and replacing parameter "
+                f"'{alias.new}' together",
                 f"keep {alias.new} only",
                 value,
             )
             return
-        self.problems.warn(alias.old, f"Config parameter {alias.old} is deprecated use {alias.new} instead")
+        self.problems.warn(
+            alias.old, f"Config parameter {alias.old} is deprecated use {alias.new} instead"
+        )
         if alias.when_true is not None and isinstance(value, bool):
             value = dict(alias.when_true) if value else None
         section, _, new = alias.new.rpartition(".")
@@ -261,12 +300,17 @@ _SILENT = object()  # of a key that states nothing: null for the default, or "au
 
 
 def nearest(name: str, siblings: Sequence[str], prefix: str) -> str:
-    """Advise on an unknown key: a sibling that is spelled alike, or the section where the key belongs."""
+    """Advise on an unknown key: a sibling that is spelled alike, or the section where the key
+    belongs.
+    """
     if len(name) > _LONGEST_NAME:
         return "remove it; docs/reference/config.md lists every key"
     homes = _homes().get(name.rsplit(".", 1)[-1], ())
     if "." in name and name in homes:
-        return f"a dot does not nest: put {name.rsplit('.', 1)[1]} inside the object {name.rsplit('.', 1)[0]}"
+        return (
+            f"a dot does not nest: put {name.rsplit('.', 1)[1]} inside the object "
+            f"{name.rsplit('.', 1)[0]}"
+        )
     close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.75)
     if close:
         return f"did you mean {prefix}{close[0]}?"
@@ -281,7 +325,9 @@ def nearest(name: str, siblings: Sequence[str], prefix: str) -> str:
 @cache
 def _homes() -> dict[str, tuple[str, ...]]:
     homes: dict[str, tuple[str, ...]] = {}
-    for path in dict.fromkeys((*(row.path for row in rows(Config)), *NOT_BUILT, *paths_not_built())):
+    for path in dict.fromkeys(
+        (*(row.path for row in rows(Config)), *NOT_BUILT, *paths_not_built())
+    ):
         last = path.rsplit(".", 1)[-1]
         homes[last] = (*homes.get(last, ()), path)
     return homes
@@ -304,7 +350,8 @@ class Mismatch(Exception):
 
 
 def coerce(value: Any, kind: Any, inf: Any = NO_INF) -> tuple[Any, str]:
-    """Return the value in the key's type, and a note when its spelling deserves one.  Raises Mismatch.
+    """Return the value in the key's type, and a note when its spelling deserves one.  Raises
+    Mismatch.
 
     inf: what infinity stands for in this key; without it infinity is refused.
     """
@@ -344,7 +391,8 @@ def _number(value: Any, kind: type, inf: Any) -> tuple[Any, str]:
         number = math.inf if value.strip().lower() in ("inf", "infinity") else quoted_number(value)
         if number is None:
             raise Mismatch(f"must be {article}, not the text {shown(value)}")
-        note, value = f"read the text {shown(value)} as a number; remove the quotes", number
+        note = f"read the text {shown(value)} as a number; remove the quotes"
+        value = number
     if isinstance(value, bool) or not isinstance(value, Real):
         raise Mismatch(f"must be {article}, not {_called(value)}")
     value = int(value) if isinstance(value, Integral) else float(value)
@@ -367,7 +415,9 @@ def _bool(value: Any) -> tuple[bool, str]:
     if isinstance(value, bool):
         return value, ""
     if isinstance(value, str) and value.strip().lower() in _BOOLS:
-        return _BOOLS[value.strip().lower()], f"read the text {shown(value)} as a word; remove the quotes"
+        return _BOOLS[
+            value.strip().lower()
+        ], f"read the text {shown(value)} as a word; remove the quotes"
     if isinstance(value, int) and value in (0, 1):
         return bool(value), f"read {value} as {str(bool(value)).lower()}"
     raise Mismatch(f"must be true or false, not {_called(value)}")
@@ -379,7 +429,9 @@ def _text(value: Any) -> tuple[str, str]:
     if not isinstance(value, str):
         raise Mismatch(f"must be a text, not {_called(value)}")
     if "\0" in value or (not value.isascii() and _SURROGATE.search(value)):
-        raise Mismatch("must be a text that can be written: no null character, no half of a character")
+        raise Mismatch(
+            "must be a text that can be written: no null character, no half of a character"
+        )
     return value, ""
 
 
@@ -418,5 +470,11 @@ def _mapping(value: Any) -> tuple[dict[str, Any], str]:
 
 
 def _called(value: Any) -> str:
-    words = {bool: "true or false", str: "a text", dict: "an object", list: "a list", NoneType: "null"}
+    words = {
+        bool: "true or false",
+        str: "a text",
+        dict: "an object",
+        list: "a list",
+        NoneType: "null",
+    }
     return words.get(type(value), article(value))

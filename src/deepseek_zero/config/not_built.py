@@ -1,7 +1,9 @@
-"""Keys of DeepSpeed's grammar that this library knows and does not build: one table, and how they are refused.
+"""Keys of DeepSpeed's grammar that this library knows and does not build: one table, and how they
+are refused.
 
-A key at its default asks for nothing and is accepted. Any other value raises `NotBuiltError`. If the row names an
-alternative, programs that import `deepspeed` get a warning instead, and the run goes on.
+A key at its default asks for nothing and is accepted. Any other value raises `NotBuiltError`. If
+the row names an alternative, programs that import `deepspeed` get a warning instead, and the run
+goes on.
 """
 
 from __future__ import annotations
@@ -115,14 +117,19 @@ _ROWS = (
         default=False,
         alternative="embeddings are reduced like other matrices, with the same result",
         removed="pull request 8504: it had no users",
-        fix="leave it out: embeddings are reduced like other matrices, with zero_quantized_gradients in 4 bits",
+        fix=(
+            "leave it out: embeddings are reduced like other matrices, with "
+            "zero_quantized_gradients in 4 bits"
+        ),
     ),
     NotBuilt(
         "seq_parallel_communication_data_type",
         "Dtype in which gradients are reduced across sequence-parallel ranks.",
         default="fp32",
         kind=_Dtype,
-        alternative="they are reduced with those of the data-parallel ranks, in communication_data_type",
+        alternative=(
+            "they are reduced with those of the data-parallel ranks, in communication_data_type"
+        ),
     ),
     NotBuilt(
         "fp16.fp16_master_weights_and_grads",
@@ -193,7 +200,10 @@ _ROWS = (
             "route_scale": 1.0,
         },
         part=Milestone.EXPERTS,
-        alternative="every rank has all experts, sharded by ZeRO like other weights: the model's own function",
+        alternative=(
+            "every rank has all experts, sharded by ZeRO like other weights: the model's own "
+            "function"
+        ),
     ),
     NotBuilt(
         "use_data_before_expert_parallelism",
@@ -221,7 +231,10 @@ _ROWS = (
     NotBuilt(
         "checkpoint.writer",
         "DeepSpeed's own file writer.",
-        keys=("type decoupled io_buffer_size io_buffer_double io_multiplier show_statistics data_parallel"),
+        keys=(
+            "type decoupled io_buffer_size io_buffer_double io_multiplier show_statistics "
+            "data_parallel"
+        ),
         part=Milestone.CHECKPOINTS,
         alternative="files are written by the library's own writer",
     ),
@@ -308,7 +321,9 @@ _ROWS = (
         "curriculum_learning",
         "Begin with easy (short) samples: the old key.",
         switch="enabled",
-        keys=("enabled curriculum_type min_difficulty max_difficulty schedule_type schedule_config"),
+        keys=(
+            "enabled curriculum_type min_difficulty max_difficulty schedule_type schedule_config"
+        ),
     ),
     NotBuilt(
         "data_efficiency.data_routing",
@@ -321,7 +336,10 @@ _ROWS = (
         "Quantise and prune during training.",
         default={},
         removed="pull request 8489: it had no users",
-        fix="remove the section; torch.ao and torchao quantise and prune models, before or after training",
+        fix=(
+            "remove the section; torch.ao and torchao quantise and prune models, before or after "
+            "training"
+        ),
     ),
     NotBuilt("weight_quantization", "Quantised weights for inference."),
     NotBuilt("quantize_training", "Quantise during training, by a schedule.", default={}),
@@ -332,7 +350,11 @@ NOT_BUILT = {row.path: row for row in _ROWS}
 
 def names_below(prefix: str) -> tuple[str, ...]:
     """Return the keys and sections of the table directly below a section; "" is the top level."""
-    return tuple(row.path.removeprefix(prefix) for row in _ROWS if row.path.rpartition(".")[0] == prefix.rstrip("."))
+    return tuple(
+        row.path.removeprefix(prefix)
+        for row in _ROWS
+        if row.path.rpartition(".")[0] == prefix.rstrip(".")
+    )
 
 
 def paths_not_built() -> list[str]:

@@ -1,7 +1,8 @@
-"""What a configuration says before anything is resolved: its values, its problems, and what resolving decided.
+"""What a configuration says before anything is resolved: its values, its problems, and what
+resolving decided.
 
-`load` writes a RawConfig and `auto.resolve` reads it.  Both collect problems (the key, its value, where it came from,
-what is wrong, what to write instead) and raise one error that lists them all.
+`load` writes a RawConfig and `auto.resolve` reads it.  Both collect problems (the key, its value,
+where it came from, what is wrong, what to write instead) and raise one error that lists them all.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ class AutoDecision:
 class RawConfig:
     """A validated configuration whose "auto" keys are still open.
 
-    values: nested, known keys only, concrete values as stated.  autos: dotted keys that said "auto".  source: file
-    name, "dict", "args", "base64".  given: the object the caller passed, untouched.  notes: the warnings, already
-    logged.  not_built: stated keys that are not built and that the run goes on without, by dotted key.
+    values: nested, known keys only, concrete values as stated.  autos: dotted keys that said
+    "auto".  source: file name, "dict", "args", "base64".  given: the object the caller passed,
+    untouched.  notes: the warnings, already
+    logged.  not_built: stated keys that are not built and that the run goes on without, by dotted
+    key.
     """
 
     values: Mapping[str, Any]
@@ -88,12 +91,15 @@ class Problem:
     def describe(self, source: str) -> str:
         """Return two lines: the fact with its origin, and the fix."""
         stated = f"{_cut(self.key)} = {shown(self.value)}" if self.key else shown(self.value)
-        return f"{stated} (from {source}): {self.what}" + (f"\n     fix: {self.fix}" if self.fix else "")
+        return f"{stated} (from {source}): {self.what}" + (
+            f"\n     fix: {self.fix}" if self.fix else ""
+        )
 
 
 @dataclass
 class Problems:
-    """The problems and warnings met while one configuration is read; ignored: keys that change nothing, and why.
+    """The problems and warnings met while one configuration is read; ignored: keys that change
+    nothing, and why.
 
     goes_on: what DeepSpeed accepts is no problem where the run is right without it.
     """

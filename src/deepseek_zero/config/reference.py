@@ -38,7 +38,9 @@ def render() -> str:
     groups = groupby(sorted(rows(Config), key=_order), key=lambda row: row.path.rpartition(".")[0])
     parts = [_HEAD, _counts(rows(Config))]
     for name, group in groups:
-        parts.append("\n".join([f"## {'`' + name + '`' if name else 'Top level'}", "", *_lines(list(group))]))
+        parts.append(
+            "\n".join([f"## {'`' + name + '`' if name else 'Top level'}", "", *_lines(list(group))])
+        )
     parts.append("\n".join(_not_built()))
     parts.append("\n".join(_aliases()))
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
@@ -67,7 +69,14 @@ def _lines(group: list[FieldRow]) -> Iterator[str]:
     yield "| key | type | default | unit | today | meaning |"
     yield "|---|---|---|---|---|---|"
     for row in group:
-        cells = (f"`{row.path}`", row.type, _default(row), row.unit, row.status.value, _meaning(row))
+        cells = (
+            f"`{row.path}`",
+            row.type,
+            _default(row),
+            row.unit,
+            row.status.value,
+            _meaning(row),
+        )
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

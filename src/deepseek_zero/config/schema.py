@@ -1,8 +1,10 @@
-"""`Config`: the keys of DeepSpeed's JSON grammar that are built, and our additions, as one typed, frozen model.
+"""`Config`: the keys of DeepSpeed's JSON grammar that are built, and our additions, as one typed,
+frozen model.
 
-`auto.resolve` builds it from a `RawConfig`. Each key carries its unit, its sentence and its status (fields.py).
-docs/reference/config.md and keywords.pyi are generated from here. ZeRO's section comes first, then those of an
-ordinary run, then the others, and `Config` with the top-level keys at the end.
+`auto.resolve` builds it from a `RawConfig`. Each key carries its unit, its sentence and its status
+(fields.py). docs/reference/config.md and keywords.pyi are generated from here. ZeRO's section comes
+first, then those of an ordinary run, then the others, and `Config` with the top-level keys at the
+end.
 """
 
 from __future__ import annotations
@@ -40,27 +42,35 @@ MOE_BLOCKS = (
 class OffloadParam(Section):
     device: Device = effective(
         "none",
-        "Where sharded weights rest between uses (stage 3); auto: where memory_budget has room, fastest first.",
+        "Where sharded weights rest between uses (stage 3); auto: where memory_budget has room, "
+        "fastest first.",
         example="cpu",
         auto_is_value=True,
         needs={"zero_optimization.stage": 3},
     )
     nvme_path: str | None = effective(
         None,
-        "Directory of the weights with device nvme, for each rank's unnamed file; made, for its owner alone (0700), "
-        "where it is missing.",
+        "Directory of the weights with device nvme, for each rank's unnamed file; made, for its "
+        "owner alone (0700), where it is missing.",
         example="states",
         needs={"zero_optimization.stage": 3, "zero_optimization.offload_param.device": "nvme"},
     )
     buffer_count: int = accepted(5, "Buffers between disk and host memory.", _WINDOW, ge=1)
-    buffer_size: int = accepted(100_000_000, "Size of one such buffer.", _WINDOW, unit="elements", ge=1)
+    buffer_size: int = accepted(
+        100_000_000, "Size of one such buffer.", _WINDOW, unit="elements", ge=1
+    )
     max_in_cpu: int = accepted(
-        1_000_000_000, "Weights kept in host memory beside the disk.", _WINDOW, unit="elements", ge=0, inf=sys.maxsize
+        1_000_000_000,
+        "Weights kept in host memory beside the disk.",
+        _WINDOW,
+        unit="elements",
+        ge=0,
+        inf=sys.maxsize,
     )
     pin_memory: bool = effective(
         True,
-        "Beside a GPU, page-lock the host memory of offloaded weights; both sections share it, either may ask "
-        "(DeepSpeed's default: false).",
+        "Beside a GPU, page-lock the host memory of offloaded weights; both sections share it, "
+        "either may ask (DeepSpeed's default: false).",
         example=False,
         needs={"zero_optimization.stage": 3, "zero_optimization.offload_param.device": "cpu"},
     )
@@ -69,49 +79,56 @@ class OffloadParam(Section):
 class OffloadOptimizer(Section):
     device: Device = effective(
         "none",
-        "Where moments, masters of their own and gradient shards rest (stage 1 and above); auto: where memory_budget "
-        "has room, fastest first.",
+        "Where moments, masters of their own and gradient shards rest (stage 1 and above); auto: "
+        "where memory_budget has room, fastest first.",
         example="cpu",
         auto_is_value=True,
         needs={"zero_optimization.stage": 3},
     )
     nvme_path: str | None = effective(
         None,
-        "Directory of the optimizer states with device nvme, for each rank's unnamed file; made, for its owner alone "
-        "(0700), where it is missing.",
+        "Directory of the optimizer states with device nvme, for each rank's unnamed file; made, "
+        "for its owner alone (0700), where it is missing.",
         example="states",
         needs={"zero_optimization.stage": 3, "zero_optimization.offload_optimizer.device": "nvme"},
     )
     buffer_count: int = effective(
         4,
-        "Tiles of optimizer state that may be on their way from the disk, and as many to it, besides the one that is "
-        "updated.",
+        "Tiles of optimizer state that may be on their way from the disk, and as many to it, "
+        "besides the one that is updated.",
         ge=1,
         example=2,
     )
     pin_memory: bool = effective(
         True,
-        "Beside a GPU, page-lock the host memory of offloaded states; both sections share it, either may ask "
-        "(DeepSpeed's default: false).",
+        "Beside a GPU, page-lock the host memory of offloaded states; both sections share it, "
+        "either may ask (DeepSpeed's default: false).",
         example=False,
         needs={"zero_optimization.stage": 3, "zero_optimization.offload_optimizer.device": "cpu"},
     )
     pipeline: bool = effective(
         True,
-        "Update weights that are offloaded too when the next forward comes to them, and between hosts sharded ones "
-        "that are not; the same bits.",
+        "Update weights that are offloaded too when the next forward comes to them, and between "
+        "hosts sharded ones that are not; the same bits.",
         example=False,
     )
     pipeline_read: bool = effective(
-        True, "Read the next tiles while one is updated (DeepSpeed's default: false).", example=False
+        True,
+        "Read the next tiles while one is updated (DeepSpeed's default: false).",
+        example=False,
     )
     pipeline_write: bool = effective(
-        True, "Write the last tiles while one is updated (DeepSpeed's default: false).", example=False
+        True,
+        "Write the last tiles while one is updated (DeepSpeed's default: false).",
+        example=False,
     )
-    fast_init: bool = accepted(False, "Write the first states to disk in large pieces.", "they always are")
+    fast_init: bool = accepted(
+        False, "Write the first states to disk in large pieces.", "they always are"
+    )
     ratio: float = effective(
         1.0,
-        "Share of the states that is offloaded (Twin-Flow); those of the first units stay on the device.",
+        "Share of the states that is offloaded (Twin-Flow); those of the first units stay on the "
+        "device.",
         example=0.5,
         needs={"zero_optimization.offload_optimizer.device": "cpu", "zero_optimization.stage": 3},
         ge=0,
@@ -119,13 +136,15 @@ class OffloadOptimizer(Section):
     )
     super_offload: bool = effective(
         False,
-        "Update units in backward, before the norm is known, and undo that where it was wrong; the same bits.",
+        "Update units in backward, before the norm is known, and undo that where it was wrong; the "
+        "same bits.",
         example=True,
         needs=_AHEAD,
     )
     undo_bytes: int = effective(
         1 << 30,
-        "Ours. Memory of a rank for what such updates have overwritten; units beyond it wait for the next forward.",
+        "Ours. Memory of a rank for what such updates have overwritten; units beyond it wait for "
+        "the next forward.",
         unit="bytes",
         example=1_000_000,
         needs={**_AHEAD, "zero_optimization.offload_optimizer.super_offload": True},
@@ -133,14 +152,19 @@ class OffloadOptimizer(Section):
     )
     delayed_update_after: int | None = effective(
         None,
-        "Ours. From this step on apply each gradient one step late (ZeRO-Offload's delayed update); other bits.",
+        "Ours. From this step on apply each gradient one step late (ZeRO-Offload's delayed "
+        "update); other bits.",
         unit="steps",
         example=2,
         needs={"zero_optimization.offload_optimizer.device": "cpu", "zero_optimization.stage": 3},
         ge=0,
     )
     cpuadam_cores_perc: float = accepted(
-        0.8, "Share of the cores that update on the host.", "torch's own number of threads holds", gt=0, le=1
+        0.8,
+        "Share of the cores that update on the host.",
+        "torch's own number of threads holds",
+        gt=0,
+        le=1,
     )
 
 
@@ -152,7 +176,10 @@ class LeafModule(Section):
         needs=_STAGE_3,
     )
     names: tuple[str, ...] = effective(
-        (), "Module names gathered whole, as in named_modules().", example=["blocks.0"], needs=_STAGE_3
+        (),
+        "Module names gathered whole, as in named_modules().",
+        example=["blocks.0"],
+        needs=_STAGE_3,
     )
     name_suffixes: tuple[str, ...] = effective(
         (), "Endings of module names gathered whole.", example=[".mlp"], needs=_STAGE_3
@@ -161,10 +188,20 @@ class LeafModule(Section):
 
 class LocoParam(Section):
     err_beta: float = effective(
-        0.8, "Weight of the old error in the running mean of errors.", example=0.5, needs=_LOCO, ge=0, le=1
+        0.8,
+        "Weight of the old error in the running mean of errors.",
+        example=0.5,
+        needs=_LOCO,
+        ge=0,
+        le=1,
     )
     reset_T: int = effective(
-        1024, "Optimizer steps after which errors are forgotten.", unit="steps", example=16, needs=_LOCO, ge=1
+        1024,
+        "Optimizer steps after which errors are forgotten.",
+        unit="steps",
+        example=16,
+        needs=_LOCO,
+        ge=1,
     )
 
 
@@ -174,24 +211,29 @@ Block = Literal[32, 64, 128, 256, 512]
 class WeightCodes(Section):
     bits: Literal[8, 4] | None = effective(
         None,
-        "Send matrices as blocks of integers of so many bits; zero_quantized_weights says 8. Stages 1 and 2 send what "
-        "an update changed, stage 3 weights themselves, for which 4 bits are too few.",
+        "Send matrices as blocks of integers of so many bits; zero_quantized_weights says 8. "
+        "Stages 1 and 2 send what an update changed, stage 3 weights themselves, for which 4 bits "
+        "are too few.",
         unit="bits",
         example=8,
         needs=_STAGE_3,
     )
-    block: Block = effective(256, "Weights that share a scale.", unit="elements", example=128, needs=_CODED_WEIGHTS)
+    block: Block = effective(
+        256, "Weights that share a scale.", unit="elements", example=128, needs=_CODED_WEIGHTS
+    )
     difference: bool | None = accepted(
         None,
         "Send what weights differ from those that all ranks have.",
-        "stages 1 and 2 always do; at stage 3 ranks keep none, or a second copy (hpZ) that each update drops",
+        "stages 1 and 2 always do; at stage 3 ranks keep none, or a second copy (hpZ) that each "
+        "update drops",
     )
 
 
 class GradientCodes(Section):
     bits: Literal[8, 4] | None = effective(
         None,
-        "Reduce gradients of matrices as blocks of integers of so many bits; zero_quantized_gradients says 4.",
+        "Reduce gradients of matrices as blocks of integers of so many bits; "
+        "zero_quantized_gradients says 4.",
         unit="bits",
         example=8,
     )
@@ -204,8 +246,8 @@ class GradientCodes(Section):
     )
     inside_bits: Literal[16, 8] = effective(
         16,
-        "Where sums are formed by host: 8 sends the gradients of matrices as int8 blocks inside a host too; 16 as they "
-        "are collected.",
+        "Where sums are formed by host: 8 sends the gradients of matrices as int8 blocks inside a "
+        "host too; 16 as they are collected.",
         unit="bits",
         example=8,
         needs=_CODED_GRADS,
@@ -231,8 +273,9 @@ class Compression(Section):
     )
     auto: bool = effective(
         False,
-        "On several hosts choose the bits that nobody stated by what the link between them and the codecs are measured "
-        "to take: of gradients, and at stage 3 of weights; checkpoints have the choice, and a resume repeats it.",
+        "On several hosts choose the bits that nobody stated by what the link between them and the "
+        "codecs are measured to take: of gradients, and at stage 3 of weights; checkpoints have "
+        "the choice, and a resume repeats it.",
         example=True,
         needs=_STAGE_3,
     )
@@ -240,15 +283,20 @@ class Compression(Section):
 
 class ZeroOptimization(Section):
     stage: Literal[0, 1, 2, 3] = effective(
-        0, "What is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too.", example=3
+        0,
+        "What is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too.",
+        example=3,
     )
     contiguous_gradients: bool = accepted(
-        True, "Copy gradients into one buffer as they arrive.", "always on: a unit has one flat gradient buffer"
+        True,
+        "Copy gradients into one buffer as they arrive.",
+        "always on: a unit has one flat gradient buffer",
     )
     reduce_scatter: bool = accepted(
         True,
         "Reduce by reduce-scatter instead of all-reduce.",
-        "stages 1 to 3 need only their slice, and stage 0's all-reduce is the same sum in the same order",
+        "stages 1 to 3 need only their slice, and stage 0's all-reduce is the same sum in the same "
+        "order",
     )
     reduce_bucket_size: int = effective(
         500_000_000,
@@ -260,22 +308,28 @@ class ZeroOptimization(Section):
         inf=sys.maxsize,
     )
     use_multi_rank_bucket_allreduce: bool = accepted(
-        True, "Merge the buckets of several ranks.", "the slices of all ranks already travel in one reduce-scatter"
+        True,
+        "Merge the buckets of several ranks.",
+        "the slices of all ranks already travel in one reduce-scatter",
     )
     allgather_partitions: bool = accepted(
-        True, "Refresh updated weights by all-gather instead of broadcasts.", "always on: one all-gather per unit"
+        True,
+        "Refresh updated weights by all-gather instead of broadcasts.",
+        "always on: one all-gather per unit",
     )
     allgather_bucket_size: int = accepted(
         500_000_000,
         "Weights refreshed in one collective, at most.",
-        "one all-gather carries one unit, straight into its buffer; there is no other buffer to bound",
+        "one all-gather carries one unit, straight into its buffer; there is no other buffer to "
+        "bound",
         unit="elements",
         gt=0,
         inf=sys.maxsize,
     )
     overlap_comm: bool = effective(
         True,
-        "Gather and reduce beside the computation, at every stage; costs one more unit's gradients.",
+        "Gather and reduce beside the computation, at every stage; costs one more unit's "
+        "gradients.",
         example=False,
     )
     elastic_checkpoint: bool = accepted(
@@ -284,11 +338,13 @@ class ZeroOptimization(Section):
         "a legacy key; the checkpoint's format alone decides who can load it",
     )
     offload_param: OffloadParam = section(OffloadParam, "The tier of weights (stage 3).")
-    offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "The tier of master weights and moments.")
+    offload_optimizer: OffloadOptimizer = section(
+        OffloadOptimizer, "The tier of master weights and moments."
+    )
     vertical_micro_batches: int = effective(
         1,
-        "Ours. Micro-batches that one forward's batch is cut into; each unit takes all of them in turn, on one load of "
-        "its weights (stage 3).",
+        "Ours. Micro-batches that one forward's batch is cut into; each unit takes all of them in "
+        "turn, on one load of its weights (stage 3).",
         unit="micro-batches",
         example=2,
         needs=_STAGE_3,
@@ -296,8 +352,8 @@ class ZeroOptimization(Section):
     )
     sub_group_size: int = effective(
         1_000_000_000,
-        "Elements the optimizer updates in one tile: whole 4,096s, at least one and at most 2^20 where a CPU updates; "
-        "0: auto.",
+        "Elements the optimizer updates in one tile: whole 4,096s, at least one and at most 2^20 "
+        "where a CPU updates; 0: auto.",
         unit="elements",
         means_auto=(0,),
         example=1000,
@@ -351,17 +407,23 @@ class ZeroOptimization(Section):
         inf=sys.maxsize,
     )
     stage3_gather_16bit_weights_on_model_save: bool = effective(
-        False, "Let save_16bit_model and clients gather full 16-bit weights.", example=True, needs=_STAGE_3
+        False,
+        "Let save_16bit_model and clients gather full 16-bit weights.",
+        example=True,
+        needs=_STAGE_3,
     )
     stage3_module_granularity_threshold: int = effective(
         0,
-        "A module whose modules have at most this many elements each, on average, is one unit: one message for all.",
+        "A module whose modules have at most this many elements each, on average, is one unit: one "
+        "message for all.",
         unit="elements",
         example=100,
         ge=0,
     )
     stage3_use_all_reduce_for_fetch_params: bool = accepted(
-        False, "Fetch weights by all-reduce of zero-padded buffers.", "one all-gather fills the unit in place"
+        False,
+        "Fetch weights by all-reduce of zero-padded buffers.",
+        "one all-gather fills the unit in place",
     )
     stage3_allgather_sequential: bool = accepted(
         False,
@@ -371,14 +433,18 @@ class ZeroOptimization(Section):
     ignore_unused_parameters: bool = effective(
         True, "Give parameters without a gradient zeros; false makes one an error.", example=False
     )
-    legacy_stage1: bool = accepted(False, "Use DeepSpeed's first stage 1.", "there is one mechanism for every stage")
+    legacy_stage1: bool = accepted(
+        False, "Use DeepSpeed's first stage 1.", "there is one mechanism for every stage"
+    )
     round_robin_gradients: bool = accepted(
-        False, "Spread gradient copies over ranks in turn.", "every unit is split evenly over all ranks"
+        False,
+        "Spread gradient copies over ranks in turn.",
+        "every unit is split evenly over all ranks",
     )
     zero_hpz_partition_size: int = effective(
         1,
-        "Neighbours, as a rule of one host, that share a second copy of the weights (hpZ): only the first gather "
-        "behind an update goes over all ranks.",
+        "Neighbours, as a rule of one host, that share a second copy of the weights (hpZ): only "
+        "the first gather behind an update goes over all ranks.",
         example=2,
         unit="ranks",
         needs=_STAGE_3,
@@ -386,59 +452,81 @@ class ZeroOptimization(Section):
     )
     zero_quantized_weights: bool = effective(
         False,
-        "Send matrices as int8 blocks (qwZ): weights that are gathered at stage 3, changes of weights at stages 1 and "
-        "2; `compression.weights` says more.",
+        "Send matrices as int8 blocks (qwZ): weights that are gathered at stage 3, changes of "
+        "weights at stages 1 and 2; `compression.weights` says more.",
         example=True,
         needs=_STAGE_3,
     )
     zero_quantized_nontrainable_weights: bool = effective(
         False,
-        "Keep sharded frozen matrices as int8 blocks, and gather them so; they are decoded for each use.",
+        "Keep sharded frozen matrices as int8 blocks, and gather them so; they are decoded for "
+        "each use.",
         example=True,
         needs=_STAGE_3,
     )
     zero_quantized_gradients: bool = effective(
-        False, "Reduce gradients of matrices as int4 blocks (qgZ); `compression.gradients` says more.", example=True
+        False,
+        "Reduce gradients of matrices as int4 blocks (qgZ); `compression.gradients` says more.",
+        example=True,
     )
-    compression: Compression = section(Compression, "Matrices in fewer bits on their way between ranks.")
+    compression: Compression = section(
+        Compression, "Matrices in fewer bits on their way between ranks."
+    )
     zeropp_loco_param: LocoParam | None = effective(
         None,
-        "Error feedback for coded gradients that keeps a running mean of errors (LoCo); in bf16 unless "
-        "`compression.gradients.error_feedback` says int8.",
+        "Error feedback for coded gradients that keeps a running mean of errors (LoCo); in bf16 "
+        "unless `compression.gradients.error_feedback` says int8.",
         example={"err_beta": 0.5, "reset_T": 1024},
         needs=_CODED_GRADS,
     )
     mics_shard_size: int = effective(
         -1,
-        "Shard within groups of this many ranks, replicate across them (MiCS): as `mesh` with that dp_shard.",
+        "Shard within groups of this many ranks, replicate across them (MiCS): as `mesh` with that "
+        "dp_shard.",
         unit="ranks",
         example=2,
         effect="check",
     )
     mics_hierarchical_params_gather: bool = accepted(
-        False, "Gather across MiCS groups in two steps.", "ranks of one host read each other's slices where they lie"
+        False,
+        "Gather across MiCS groups in two steps.",
+        "ranks of one host read each other's slices where they lie",
     )
     memory_efficient_linear: bool = accepted(
-        True, "Replace torch's linear by one that keeps no gathered weight.", "gathered storage is released by the unit"
+        True,
+        "Replace torch's linear by one that keeps no gathered weight.",
+        "gathered storage is released by the unit",
     )
     override_module_apply: bool = accepted(
-        True, "Gather parameters inside Module.apply.", "apply on a parameter at rest raises with advice instead"
+        True,
+        "Gather parameters inside Module.apply.",
+        "apply on a parameter at rest raises with advice instead",
     )
     pipeline_loading_checkpoint: bool = accepted(
-        False, "Overlap reading and copying of a checkpoint.", "speed of a load only; no value depends on it"
+        False,
+        "Overlap reading and copying of a checkpoint.",
+        "speed of a load only; no value depends on it",
     )
     log_trace_cache_warnings: bool = accepted(
-        False, "Warn when the recorded order is discarded.", "the order is a hint and is never discarded"
+        False,
+        "Warn when the recorded order is discarded.",
+        "the order is a hint and is never discarded",
     )
-    enable_sanity_checks: bool = accepted(False, "Check invariants at run time.", "our checks are always on")
+    enable_sanity_checks: bool = accepted(
+        False, "Check invariants at run time.", "our checks are always on"
+    )
     save_muon_momentum_buffer_in_memory: bool = accepted(
-        False, "Keep Muon's momentum in memory instead of on disk.", "without a disk tier it is in memory"
+        False,
+        "Keep Muon's momentum in memory instead of on disk.",
+        "without a disk tier it is in memory",
     )
-    leaf_module: LeafModule = section(LeafModule, "Modules that are never split into smaller units.")
+    leaf_module: LeafModule = section(
+        LeafModule, "Modules that are never split into smaller units."
+    )
     tile_above: int | None = effective(
         None,
-        "Ours. Linear layers and embeddings whose weight is larger, in the dtype that it computes in, become tiles of "
-        "rows of at most that size, each a unit of its own.",
+        "Ours. Linear layers and embeddings whose weight is larger, in the dtype that it computes "
+        "in, become tiles of rows of at most that size, each a unit of its own.",
         unit="bytes",
         example=200,
         ge=1,
@@ -457,34 +545,42 @@ _AUTOCAST = {"torch_autocast.enabled": True}
 class Optimizer(Section):
     type: str | None = effective(
         None,
-        "Name of the optimizer: ours, or any class of torch.optim; none where the program passes one.",
+        "Name of the optimizer: ours, or any class of torch.optim; none where the program passes "
+        "one.",
         example="SGD",
     )
     params: dict[str, Any] = effective(
-        {}, "Arguments of the optimizer, for example lr, betas, eps, weight_decay.", example={"lr": 5e-4}, needs=_ADAMW
+        {},
+        "Arguments of the optimizer, for example lr, betas, eps, weight_decay.",
+        example={"lr": 5e-4},
+        needs=_ADAMW,
     )
     moments: Literal["fp32", "bf16", "8bit"] = effective(
         "fp32",
-        "Ours. Bits that fp32 moments are kept in between steps; bf16 and 8bit are rounded up or down by chance, not "
-        "exact.",
+        "Ours. Bits that fp32 moments are kept in between steps; bf16 and 8bit are rounded up or "
+        "down by chance, not exact.",
         example="bf16",
     )
     kernels: Literal["auto", "numba", "torch"] = effective(
         "auto",
-        "Ours. What computes updates. On a CPU, numba: one pass over memory, if the optimizer has a kernel; torch: "
-        "PyTorch's operations, with the same bits; auto: numba, if a rank updates a million elements or more. NVIDIA "
-        "GPUs compile such kernels by NVRTC, unless it is torch.",
+        "Ours. What computes updates. On a CPU, numba: one pass over memory, if the optimizer has "
+        "a kernel; torch: PyTorch's operations, with the same bits; auto: numba, if a rank updates "
+        "a million elements or more. NVIDIA GPUs compile such kernels by NVRTC, unless it is "
+        "torch.",
         example="torch",
     )
     legacy_fusion: bool = accepted(
-        False, "Use the old fusion of DeepSpeed's LAMB.", "there is one implementation of each optimizer"
+        False,
+        "Use the old fusion of DeepSpeed's LAMB.",
+        "there is one implementation of each optimizer",
     )
 
 
 class Scheduler(Section):
     type: str | None = effective(
         None,
-        "Name of the learning-rate schedule: DeepSpeed's five, or any class of torch.optim.lr_scheduler.",
+        "Name of the learning-rate schedule: DeepSpeed's five, or any class of "
+        "torch.optim.lr_scheduler.",
         example="WarmupLR",
         needs=_ADAMW,
     )
@@ -498,47 +594,77 @@ class Scheduler(Section):
 
 class Fp16(Section):
     enabled: bool = effective(
-        False, 'Compute in fp16 with fp32 master weights and loss scaling; "auto": on a GPU without bf16.', example=True
+        False,
+        'Compute in fp16 with fp32 master weights and loss scaling; "auto": on a GPU without bf16.',
+        example=True,
     )
     auto_cast: bool = effective(
-        True, "Cast floating inputs to fp16.", auto="the top-level auto_cast", example=False, needs=_FP16
+        True,
+        "Cast floating inputs to fp16.",
+        auto="the top-level auto_cast",
+        example=False,
+        needs=_FP16,
     )
-    loss_scale: float = effective(0.0, "Fixed loss scale; 0 scales dynamically.", example=128.0, needs=_FP16, ge=0)
+    loss_scale: float = effective(
+        0.0, "Fixed loss scale; 0 scales dynamically.", example=128.0, needs=_FP16, ge=0
+    )
     initial_scale_power: int = effective(
-        16, "The dynamic loss scale starts at 2 to this power.", example=8, needs=_FP16, ge=0, le=127
+        16,
+        "The dynamic loss scale starts at 2 to this power.",
+        example=8,
+        needs=_FP16,
+        ge=0,
+        le=127,
     )
     loss_scale_window: int = effective(
-        1000, "Good steps after which the dynamic scale doubles.", unit="steps", example=50, needs=_FP16
+        1000,
+        "Good steps after which the dynamic scale doubles.",
+        unit="steps",
+        example=50,
+        needs=_FP16,
     )
     hysteresis: int = effective(
-        2, "Overflows endured before the dynamic scale halves.", unit="steps", example=4, needs=_FP16, ge=1
+        2,
+        "Overflows endured before the dynamic scale halves.",
+        unit="steps",
+        example=4,
+        needs=_FP16,
+        ge=1,
     )
     consecutive_hysteresis: bool = effective(
         False, "Refill the hysteresis after every good step.", example=True, needs=_FP16
     )
-    min_loss_scale: float = effective(1.0, "The dynamic scale never falls below this.", example=4.0, needs=_FP16)
+    min_loss_scale: float = effective(
+        1.0, "The dynamic scale never falls below this.", example=4.0, needs=_FP16
+    )
 
 
 class Bf16(Section):
     enabled: bool = effective(
-        False, 'Compute in bf16 with fp32 master weights; "auto": where the hardware has it.', example=True
+        False,
+        'Compute in bf16 with fp32 master weights; "auto": where the hardware has it.',
+        example=True,
     )
     check_grad_overflow: bool = effective(
         True, "Skip a step whose gradients are not finite.", example=False, needs=_BF16
     )
     master: Literal["split", "fp32", "none"] = effective(
         "split",
-        "How an fp32 master is kept: split = as the bf16 weight and 16 more bits, exact; fp32 = whole, 2 bytes more; "
-        "none = not at all: weights are rounded up or down by chance, 2 bytes less, not exact.",
+        "How an fp32 master is kept: split = as the bf16 weight and 16 more bits, exact; fp32 = "
+        "whole, 2 bytes more; none = not at all: weights are rounded up or down by chance, 2 bytes "
+        "less, not exact.",
         example="fp32",
         needs=_BF16,
     )
     immediate_grad_update: bool = accepted(
-        False, "Add gradients to the fp32 buffer from the hook.", "always so: gradients are accumulated as they arrive"
+        False,
+        "Add gradients to the fp32 buffer from the hook.",
+        "always so: gradients are accumulated as they arrive",
     )
     bf16_master_weights_and_grads: bool = effective(
         False,
-        'DeepSpeed\'s word for master = "none" (gradients are bf16 at one micro-batch per step anyway).',
+        'DeepSpeed\'s word for master = "none" (gradients are bf16 at one micro-batch per step '
+        "anyway).",
         example=True,
         needs=_BF16,
     )
@@ -550,13 +676,14 @@ class Bf16(Section):
 class Integrity(Section):
     mode: Literal["off", "warn", "end"] = effective(
         "off",
-        "Ours. Compare memory with what it should be: what ranks hold alike between them, and what rests with itself; "
-        "warn says what differs, and on which rank, end ends the run with it.",
+        "Ours. Compare memory with what it should be: what ranks hold alike between them, and what "
+        "rests with itself; warn says what differs, and on which rank, end ends the run with it.",
         example="end",
     )
     every: int = effective(
         100,
-        "Ours. So many steps apart. What is trained and one rank alone holds is watched for one of them.",
+        "Ours. So many steps apart. What is trained and one rank alone holds is watched for one of "
+        "them.",
         unit="steps",
         example=1,
         needs={"integrity.mode": "warn"},
@@ -567,7 +694,8 @@ class Integrity(Section):
 class MemoryBudget(Section):
     device: int | None = effective(
         None,
-        'Of the training device; more is an error. null: no limit, and with device "auto" what is free.',
+        'Of the training device; more is an error. null: no limit, and with device "auto" what '
+        "is free.",
         unit="bytes",
         example=1_000_000_000,
         inf=None,
@@ -596,13 +724,14 @@ class MemoryBudget(Section):
 class Network(Section):
     interface: str | None = effective(
         None,
-        "Ours. Where ranks listen: a network interface, or an address of the host, as the launcher's --interface; a "
-        "variable that says it stands.",
+        "Ours. Where ranks listen: a network interface, or an address of the host, as the "
+        "launcher's --interface; a variable that says it stands.",
         example="lo",
     )
     ports: str | None = effective(
         None,
-        "Ours. The ports that ranks listen at, as the launcher's --ports; a variable that says it stands.",
+        "Ours. The ports that ranks listen at, as the launcher's --ports; a variable that says it "
+        "stands.",
         example="29600-29700",
     )
 
@@ -611,7 +740,8 @@ class MeshSizes(Section):
     pp: int = effective(1, "Ours. Pipeline stages.", unit="ranks", example=2, effect="check", ge=1)
     dp_replicate: int = effective(
         1,
-        "Ours. Ranks that hold the same slices (hybrid sharding): gradients are summed over them once a step.",
+        "Ours. Ranks that hold the same slices (hybrid sharding): gradients are summed over them "
+        "once a step.",
         unit="ranks",
         example=2,
         effect="check",
@@ -625,14 +755,22 @@ class MeshSizes(Section):
         effect="check",
         ge=-1,
     )
-    sp: int = effective(1, "Ours. Ranks that share one sequence.", unit="ranks", example=2, effect="check", ge=1)
-    tp: int = effective(1, "Ours. Ranks that share one layer.", unit="ranks", example=2, effect="check", ge=1)
+    sp: int = effective(
+        1, "Ours. Ranks that share one sequence.", unit="ranks", example=2, effect="check", ge=1
+    )
+    tp: int = effective(
+        1, "Ours. Ranks that share one layer.", unit="ranks", example=2, effect="check", ge=1
+    )
 
 
 class TorchAutocast(Section):
     enabled: bool = effective(False, "Run the forward under torch.autocast.", example=True)
     dtype: Literal["fp16", "bf16"] = effective(
-        "bf16", "The autocast dtype.", auto="bf16 where the hardware has it, else fp16", example="fp16", needs=_AUTOCAST
+        "bf16",
+        "The autocast dtype.",
+        auto="bf16 where the hardware has it, else fp16",
+        example="fp16",
+        needs=_AUTOCAST,
     )
 
 
@@ -646,9 +784,15 @@ class DataTypes(Section):
 
 
 class TensorBoard(Section):
-    enabled: bool = effective(False, "Write TensorBoard files on rank 0.", example=True, requires="tensorboard")
+    enabled: bool = effective(
+        False, "Write TensorBoard files on rank 0.", example=True, requires="tensorboard"
+    )
     output_path: str = effective(
-        "", "Directory of the files.", example="tb", needs={"tensorboard.enabled": True}, requires="tensorboard"
+        "",
+        "Directory of the files.",
+        example="tb",
+        needs={"tensorboard.enabled": True},
+        requires="tensorboard",
     )
     job_name: str = effective(
         "DeepSpeedJobName",
@@ -661,9 +805,14 @@ class TensorBoard(Section):
 
 class CsvMonitor(Section):
     enabled: bool = effective(False, "Write one CSV file per quantity on rank 0.", example=True)
-    output_path: str = effective("", "Directory of the files.", example="csv", needs={"csv_monitor.enabled": True})
+    output_path: str = effective(
+        "", "Directory of the files.", example="csv", needs={"csv_monitor.enabled": True}
+    )
     job_name: str = effective(
-        "DeepSpeedJobName", "Sub-directory of the run.", example="trial", needs={"csv_monitor.enabled": True}
+        "DeepSpeedJobName",
+        "Sub-directory of the run.",
+        example="trial",
+        needs={"csv_monitor.enabled": True},
     )
 
 
@@ -672,31 +821,45 @@ _COMET: dict[str, Any] = {"needs": {"comet.enabled": True}, "requires": "comet_m
 
 
 class Wandb(Section):
-    enabled: bool = effective(False, "Send records to Weights & Biases from rank 0.", example=True, requires="wandb")
+    enabled: bool = effective(
+        False, "Send records to Weights & Biases from rank 0.", example=True, requires="wandb"
+    )
     group: str | None = effective(None, "Group of the run.", example="trials", **_WANDB)
     team: str | None = effective(None, "Team (entity) that owns the run.", example="us", **_WANDB)
     project: str = effective("deepspeed", "Project of the run.", example="zero", **_WANDB)
 
 
 class Comet(Section):
-    enabled: bool = effective(False, "Send records to Comet from rank 0.", example=True, requires="comet_ml")
+    enabled: bool = effective(
+        False, "Send records to Comet from rank 0.", example=True, requires="comet_ml"
+    )
     samples_log_interval: int = effective(
         100, "Send a record every so many samples.", unit="samples", example=10, ge=1, **_COMET
     )
     project: str | None = effective(None, "Project of the run.", example="zero", **_COMET)
     workspace: str | None = effective(None, "Workspace of the project.", example="us", **_COMET)
-    api_key: str | None = effective(None, "Key of the account; better given by environment.", example="key", **_COMET)
-    experiment_name: str | None = effective(None, "Name shown for the run.", example="trial", **_COMET)
-    experiment_key: str | None = effective(None, "Key of an experiment to continue.", example="a" * 32, **_COMET)
-    online: bool | None = effective(None, "Send at once, or keep an offline archive.", example=False, **_COMET)
-    mode: str | None = effective(None, "Get, create, or get_or_create the experiment.", example="create", **_COMET)
+    api_key: str | None = effective(
+        None, "Key of the account; better given by environment.", example="key", **_COMET
+    )
+    experiment_name: str | None = effective(
+        None, "Name shown for the run.", example="trial", **_COMET
+    )
+    experiment_key: str | None = effective(
+        None, "Key of an experiment to continue.", example="a" * 32, **_COMET
+    )
+    online: bool | None = effective(
+        None, "Send at once, or keep an offline archive.", example=False, **_COMET
+    )
+    mode: str | None = effective(
+        None, "Get, create, or get_or_create the experiment.", example="create", **_COMET
+    )
 
 
 class SaveOnSignal(Section):
     path: str | None = effective(
         None,
-        "Ours. Directory to save to at the next step boundary when a rank gets one of the signals; the job then ends "
-        "with exit code 85. null: signals are left alone.",
+        "Ours. Directory to save to at the next step boundary when a rank gets one of the signals; "
+        "the job then ends with exit code 85. null: signals are left alone.",
         example="checkpoints",
     )
     signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"], ...] = effective(
@@ -713,21 +876,23 @@ class Checkpoint(Section):
     )
     layout: Literal["auto", "slices", "deepspeed"] = effective(
         "auto",
-        "Ours. The files of save_checkpoint: our own slices, which any number of ranks loads, or DeepSpeed's. auto: "
-        "DeepSpeed's in a program that imports deepspeed and gets this library, above stage 0, where they hold what is "
-        "saved and neither wait=False, keep_last nor save_on_signal asks for slices; else slices.",
+        "Ours. The files of save_checkpoint: our own slices, which any number of ranks loads, or "
+        "DeepSpeed's. auto: DeepSpeed's in a program that imports deepspeed and gets this library, "
+        "above stage 0, where they hold what is saved and neither wait=False, keep_last nor "
+        "save_on_signal asks for slices; else slices.",
         example="deepspeed",
     )
     snapshot_bytes: int = effective(
         1 << 30,
-        "Bytes each rank may copy, of states that a step is about to change, while a checkpoint is written behind.",
+        "Bytes each rank may copy, of states that a step is about to change, while a checkpoint is "
+        "written behind.",
         example=1 << 20,
         ge=0,
     )
     keep_last: int | None = effective(
         None,
-        "Ours. After a save, remove checkpoints of the same directory but so many of the newest complete ones; null "
-        "keeps all.",
+        "Ours. After a save, remove checkpoints of the same directory but so many of the newest "
+        "complete ones; null keeps all.",
         example=3,
         ge=1,
     )
@@ -739,19 +904,29 @@ class Checkpoint(Section):
         ge=1,
         needs={"checkpoint.keep_last": 3},
     )
-    save_on_signal: SaveOnSignal = section(SaveOnSignal, "Saving when somebody asks the job to end.")
+    save_on_signal: SaveOnSignal = section(
+        SaveOnSignal, "Saving when somebody asks the job to end."
+    )
     load_universal: bool = accepted(
-        False, "Load from DeepSpeed's universal format.", "every checkpoint loads at any number of ranks"
+        False,
+        "Load from DeepSpeed's universal format.",
+        "every checkpoint loads at any number of ranks",
     )
     checkpoint_serialization: bool = accepted(
-        True, "Serialise through torch.save's zip format.", "our shards are written without pickle in either case"
+        True,
+        "Serialise through torch.save's zip format.",
+        "our shards are written without pickle in either case",
     )
 
 
 class Throughput(Section):
-    enabled: bool = accepted(True, "Measure samples per second.", "always measured; it costs one clock reading")
+    enabled: bool = accepted(
+        True, "Measure samples per second.", "always measured; it costs one clock reading"
+    )
     synchronized: bool = accepted(
-        True, "Wait for the device before reading the clock.", "the device is waited for once per printed line only"
+        True,
+        "Wait for the device before reading the clock.",
+        "the device is waited for once per printed line only",
     )
 
 
@@ -763,40 +938,64 @@ _FLOPS: dict[str, Any] = {"needs": {"flops_profiler.enabled": True}}
 
 
 class FlopsProfiler(Section):
-    enabled: bool = effective(False, "Count a forward's operations by module, once, on rank 0.", example=True)
+    enabled: bool = effective(
+        False, "Count a forward's operations by module, once, on rank 0.", example=True
+    )
     profile_step: int = effective(
-        1, "Steps taken before the forward that is counted.", unit="steps", example=3, ge=0, **_FLOPS
+        1,
+        "Steps taken before the forward that is counted.",
+        unit="steps",
+        example=3,
+        ge=0,
+        **_FLOPS,
     )
     recompute_fwd_factor: float = effective(
-        0.0, "Share of the forward that backward repeats, for the printed step.", example=1.0, ge=0, **_FLOPS
+        0.0,
+        "Share of the forward that backward repeats, for the printed step.",
+        example=1.0,
+        ge=0,
+        **_FLOPS,
     )
     module_depth: int = effective(-1, "Depth of the table; -1 is the deepest.", example=2, **_FLOPS)
     top_modules: int = accepted(1, "Modules listed per level.", "every module is listed", ge=1)
     detailed: bool = effective(True, "Print every module.", example=False, **_FLOPS)
-    output_file: str | None = effective(None, "File for the table; null logs it.", example="flops.txt", **_FLOPS)
+    output_file: str | None = effective(
+        None, "File for the table; null logs it.", example="flops.txt", **_FLOPS
+    )
 
 
 class Records(Section):
     path: str | None = effective(
-        None, "Directory for metrics.jsonl, metrics.csv and plan.txt; null writes none.", example="runs/demo"
+        None,
+        "Directory for metrics.jsonl, metrics.csv and plan.txt; null writes none.",
+        example="runs/demo",
     )
     every: int = effective(
-        1, "Write a record every so many steps.", unit="steps", example=5, needs={"records.path": "runs/demo"}, ge=1
+        1,
+        "Write a record every so many steps.",
+        unit="steps",
+        example=5,
+        needs={"records.path": "runs/demo"},
+        ge=1,
     )
 
 
 class ActivationCheckpointing(Section):
     partition_activations: bool = effective(
         False,
-        "Of each checkpoint's inputs a tensor-parallel rank keeps its share; backward gathers them. Without such ranks "
-        "there is nothing to cut.",
+        "Of each checkpoint's inputs a tensor-parallel rank keeps its share; backward gathers "
+        "them. Without such ranks there is nothing to cut.",
         example=True,
     )
     cpu_checkpointing: bool = effective(
-        False, 'Park inputs of checkpoints in host memory: DeepSpeed\'s word for device "cpu".', example=True
+        False,
+        'Park inputs of checkpoints in host memory: DeepSpeed\'s word for device "cpu".',
+        example=True,
     )
     contiguous_memory_optimization: bool = effective(
-        False, "Park inputs of checkpoints in one preallocated arena of the device's own memory.", example=True
+        False,
+        "Park inputs of checkpoints in one preallocated arena of the device's own memory.",
+        example=True,
     )
     number_checkpoints: int | None = effective(
         None,
@@ -806,38 +1005,47 @@ class ActivationCheckpointing(Section):
         needs={"activation_checkpointing.contiguous_memory_optimization": True},
     )
     synchronize_checkpoint_boundary: bool = accepted(
-        False, "Wait for the device at every checkpoint.", "it orders nothing that events do not order already"
+        False,
+        "Wait for the device at every checkpoint.",
+        "it orders nothing that events do not order already",
     )
     profile: bool = effective(
-        False, "Time forward and backward of each checkpoint of the first step, and log them once.", example=True
+        False,
+        "Time forward and backward of each checkpoint of the first step, and log them once.",
+        example=True,
     )
     device: Literal["none", "cpu", "nvme"] = effective(
-        "none", "Ours. Where inputs of checkpoints wait between forward and backward, in one arena.", example="cpu"
+        "none",
+        "Ours. Where inputs of checkpoints wait between forward and backward, in one arena.",
+        example="cpu",
     )
     nvme_path: str | None = effective(
         None,
-        "Ours. Directory that holds them with device nvme; made, for its owner alone (0700), where it is missing.",
+        "Ours. Directory that holds them with device nvme; made, for its owner alone (0700), where "
+        "it is missing.",
         example="parked",
         needs={"activation_checkpointing.device": "nvme"},
     )
     policy: tuple[str, ...] | None = effective(
         None,
-        "Ours. What checkpoints keep beside their inputs instead of computing it again: full (nothing), attention, "
-        "matmul (attention and products), or names of operators. Models of transformers recompute each layer then.",
+        "Ours. What checkpoints keep beside their inputs instead of computing it again: full "
+        "(nothing), attention, matmul (attention and products), or names of operators. Models of "
+        "transformers recompute each layer then.",
         example=["attention"],
     )
     tiled_loss: int | None = effective(
         None,
-        "Ours. Causal models of transformers compute logits, loss and their gradients for so many tokens at a time in "
-        "training; their outputs have no logits then. Null: for all tokens at once.",
+        "Ours. Causal models of transformers compute logits, loss and their gradients for so many "
+        "tokens at a time in training; their outputs have no logits then. Null: for all tokens at "
+        "once.",
         unit="tokens",
         example=512,
         ge=1,
     )
     tiled_mlp: int | None = effective(
         None,
-        "Ours. Feed-forward layers of models of transformers compute so many tokens at a time, and again in backward. "
-        "Null: all tokens at once.",
+        "Ours. Feed-forward layers of models of transformers compute so many tokens at a time, and "
+        "again in backward. Null: all tokens at once.",
         unit="tokens",
         example=512,
         ge=1,
@@ -853,13 +1061,26 @@ _ON_DISK: dict[str, Any] = {
 
 class Aio(Section):
     block_size: int = effective(
-        1_048_576, "Largest single request to a disk.", unit="bytes", example=65536, needs=_ON_DISK, ge=4096
+        1_048_576,
+        "Largest single request to a disk.",
+        unit="bytes",
+        example=65536,
+        needs=_ON_DISK,
+        ge=4096,
     )
     queue_depth: int = effective(
-        8, "Transfers under way at once, each in a thread of its own.", example=2, needs=_ON_DISK, ge=1
+        8,
+        "Transfers under way at once, each in a thread of its own.",
+        example=2,
+        needs=_ON_DISK,
+        ge=1,
     )
-    intra_op_parallelism: int = accepted(1, "Threads per transfer.", "a transfer has one; queue_depth says how many")
-    thread_count: int = accepted(1, "Older name of intra_op_parallelism.", "a transfer has one thread")
+    intra_op_parallelism: int = accepted(
+        1, "Threads per transfer.", "a transfer has one; queue_depth says how many"
+    )
+    thread_count: int = accepted(
+        1, "Older name of intra_op_parallelism.", "a transfer has one thread"
+    )
     single_submit: bool = accepted(False, "One request at a time.", "each thread has one request")
     overlap_events: bool = accepted(True, "Submit while waiting.", "it always does")
 
@@ -869,11 +1090,17 @@ _TENSOR = {"tensor_parallel.autotp_size": 2}
 
 class TpSize(Section):
     tp_size: int = effective(
-        1, "Ranks that share one layer: as `mesh.tp`.", unit="ranks", example=2, effect="check", ge=1
+        1,
+        "Ranks that share one layer: as `mesh.tp`.",
+        unit="ranks",
+        example=2,
+        effect="check",
+        ge=1,
     )
     tp_grain_size: int = effective(
         1,
-        "Feed-forward layers and vocabularies are cut at multiples of it, where every rank gets one.",
+        "Feed-forward layers and vocabularies are cut at multiples of it, where every rank gets "
+        "one.",
         unit="elements",
         example=64,
         ge=1,
@@ -890,47 +1117,57 @@ class TensorParallel(Section):
         effect="check",
         ge=0,
     )
-    dtype: Any = accepted("fp16", "Dtype of the sharded layers.", "the run's precision decides it, for every layer")
+    dtype: Any = accepted(
+        "fp16", "Dtype of the sharded layers.", "the run's precision decides it, for every layer"
+    )
     tp_overlap_comm: bool = accepted(
-        False, "Overlap its sums with computation.", "always on: a sum runs while the weight's gradient is computed"
+        False,
+        "Overlap its sums with computation.",
+        "always on: a sum runs while the weight's gradient is computed",
     )
     tp: TpSize = section(TpSize, "Sizes of the tensor-parallel group.")
     tensor_parallel: TpSize = section(TpSize, "The same under its longer name.")
     injection_policy_tuple: tuple[str, ...] | None = effective(
         None,
-        "Endings of names of layers whose products are summed over the ranks (row), before every other rule.",
+        "Endings of names of layers whose products are summed over the ranks (row), before every "
+        "other rule.",
         example=["out_proj"],
         needs=_TENSOR,
     )
     partition_config: dict[str, Any] | None = effective(
         None,
-        "Rules by parameter name, before every other: layer_specs of patterns (re.match), partition_type row, column "
-        "or skip, shape of a fused projection, model_types; use_default_specs: whether other rules follow; "
-        "strict_mode: a layer that no rule splits is an error.",
+        "Rules by parameter name, before every other: layer_specs of patterns (re.match), "
+        "partition_type row, column or skip, shape of a fused projection, model_types; "
+        "use_default_specs: whether other rules follow; strict_mode: a layer that no rule splits "
+        "is an error.",
         example={"layer_specs": [{"patterns": [".*o_proj.weight$"], "partition_type": "row"}]},
         needs=_TENSOR,
     )
     preset_model: str | None = effective(
-        None, "Rules of a known model family, whatever the model calls itself.", example="llama", needs=_TENSOR
+        None,
+        "Rules of a known model family, whatever the model calls itself.",
+        example="llama",
+        needs=_TENSOR,
     )
     keep_module_on_host: bool = accepted(
         False,
         "Leave layers in host memory until they are cut.",
-        "always so: layers are cut where they are, and a rank's parts alone go to the training device",
+        "always so: layers are cut where they are, and a rank's parts alone go to the training "
+        "device",
     )
     sequence: bool | Literal["auto"] | None = effective(
         None,
-        "Ours. Shard activations over tokens between the split layers of a block, in training (Megatron's sequence "
-        "parallelism); the ranks must divide the tokens. auto: where the model is known to allow it, else the log says "
-        "which layer does not. null: false.",
+        "Ours. Shard activations over tokens between the split layers of a block, in training "
+        "(Megatron's sequence parallelism); the ranks must divide the tokens. auto: where the "
+        "model is known to allow it, else the log says which layer does not. null: false.",
         example=True,
         auto_is_value=True,
         needs=_TENSOR,
     )
     loss: Literal["split", "gathered"] = effective(
         "split",
-        "Ours. Where the loss of a split head is computed: split: from split logits, which training then does not "
-        "return; gathered: from whole ones.",
+        "Ours. Where the loss of a split head is computed: split: from split logits, which "
+        "training then does not return; gathered: from whole ones.",
         example="gathered",
         needs=_TENSOR,
     )
@@ -939,9 +1176,9 @@ class TensorParallel(Section):
 class SequenceParallel(Section):
     attention: Literal["auto", "ulysses", "all_gather"] = effective(
         "auto",
-        "Ours. How attention sees the tokens of other ranks along `mesh.sp`: ulysses exchanges tokens for heads, "
-        "all_gather brings keys and values (and a rank's tokens are in zig-zag order); auto: ulysses where the ranks "
-        "divide the heads, else all_gather.",
+        "Ours. How attention sees the tokens of other ranks along `mesh.sp`: ulysses exchanges "
+        "tokens for heads, all_gather brings keys and values (and a rank's tokens are in zig-zag "
+        "order); auto: ulysses where the ranks divide the heads, else all_gather.",
         example="all_gather",
     )
 
@@ -955,13 +1192,16 @@ class Pipeline(Section):
     )
     partition: str = effective(
         "best",
-        "How layers are divided over stages: best (work, then memory), uniform, parameters (trained ones), type:REGEX "
-        "(of class names).",
+        "How layers are divided over stages: best (work, then memory), uniform, parameters "
+        "(trained ones), type:REGEX (of class names).",
         example="uniform",
         needs=_STAGES,
     )
     schedule: Literal["1f1b", "interleaved", "breadth_first"] = effective(
-        "1f1b", "Ours. The order of forwards and backwards; the same bits.", example="breadth_first", needs=_STAGES
+        "1f1b",
+        "Ours. The order of forwards and backwards; the same bits.",
+        example="breadth_first",
+        needs=_STAGES,
     )
     virtual: int = effective(
         1,
@@ -973,7 +1213,8 @@ class Pipeline(Section):
     )
     group: int | None = effective(
         None,
-        "Ours. Micro-batches that a stage takes in turn on one gather of its weights (breadth_first); null: all.",
+        "Ours. Micro-batches that a stage takes in turn on one gather of its weights "
+        "(breadth_first); null: all.",
         unit="micro-batches",
         example=4,
         ge=1,
@@ -981,8 +1222,9 @@ class Pipeline(Section):
     )
     micro_batches: int | None = effective(
         None,
-        "Ours. Equal parts that engine(batch) cuts a batch into by rows, so that they fill the pipeline; null: one. "
-        "train_batch fills it with the gradient_accumulation_steps micro-batches of its step.",
+        "Ours. Equal parts that engine(batch) cuts a batch into by rows, so that they fill the "
+        "pipeline; null: one. train_batch fills it with the gradient_accumulation_steps "
+        "micro-batches of its step.",
         unit="micro-batches",
         example=8,
         ge=1,
@@ -990,31 +1232,41 @@ class Pipeline(Section):
     )
     rows: Literal["shared", "own"] = effective(
         "shared",
-        "Ours. What engine(batch) is given on the ranks of a pipeline: shared, the same rows on all; own, rows of each "
-        "rank, as the Trainer and accelerate deal them. Own rows are handed to all, computed one rank's behind the "
-        "other's, and count as those of data-parallel ranks.",
+        "Ours. What engine(batch) is given on the ranks of a pipeline: shared, the same rows on "
+        "all; own, rows of each rank, as the Trainer and accelerate deal them. Own rows are handed "
+        "to all, computed one rank's behind the other's, and count as those of data-parallel "
+        "ranks.",
         example="own",
         needs=_STAGES,
     )
     seed_layers: bool = accepted(
-        False, "Seed every layer on its own.", "PipelineModule's argument of this name decides, as in DeepSpeed"
+        False,
+        "Seed every layer on its own.",
+        "PipelineModule's argument of this name decides, as in DeepSpeed",
     )
     activation_checkpoint_interval: int = effective(
         0,
-        "So many layers of a PipelineModule at a time are recomputed in backward; 0: as its argument says.",
+        "So many layers of a PipelineModule at a time are recomputed in backward; 0: as its "
+        "argument says.",
         unit="layers",
         example=1,
         ge=0,
         needs=_STAGES,
     )
     use_reentrant: bool | None = accepted(
-        None, "Recompute layers reentrantly.", "recomputation is never reentrant, and gives the same bits"
+        None,
+        "Recompute layers reentrantly.",
+        "recomputation is never reentrant, and gives the same bits",
     )
     pipe_partitioned: bool = accepted(
-        True, "Send activations partitioned over tensor-parallel ranks.", "the same bits travel either way"
+        True,
+        "Send activations partitioned over tensor-parallel ranks.",
+        "the same bits travel either way",
     )
     grad_partitioned: bool = accepted(
-        True, "Send gradients partitioned over tensor-parallel ranks.", "the same bits travel either way"
+        True,
+        "Send gradients partitioned over tensor-parallel ranks.",
+        "the same bits travel either way",
     )
 
 
@@ -1022,21 +1274,27 @@ _LAYOUT = "sparse_attention.mode"
 
 
 class SparseAttention(Section):
-    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "localslidingwindow"] = effective(
-        "fixed",
-        "The layout of blocks; dense: all, so that a model's own window is computed without a mask of all pairs.",
-        example="bigbird",
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "localslidingwindow"] = (
+        effective(
+            "fixed",
+            "The layout of blocks; dense: all, so that a model's own window is computed without a "
+            "mask of all pairs.",
+            example="bigbird",
+        )
     )
     block: int = effective(16, "Side of a block.", unit="tokens", example=32, ge=1)
     different_layout_per_head: bool = effective(
-        False, "Heads may differ: in random blocks, or by num_different_global_patterns.", example=True
+        False,
+        "Heads may differ: in random blocks, or by num_different_global_patterns.",
+        example=True,
     )
     num_local_blocks: int = effective(
         4, "Blocks of a window.", unit="blocks", example=2, ge=1, needs={_LAYOUT: "fixed"}
     )
     num_global_blocks: int = effective(
         1,
-        "Blocks that are seen from everywhere: of each window (fixed), or the first ones (bigbird).",
+        "Blocks that are seen from everywhere: of each window (fixed), or the first ones "
+        "(bigbird).",
         unit="blocks",
         example=2,
         ge=1,
@@ -1044,7 +1302,8 @@ class SparseAttention(Section):
     )
     attention: Literal["unidirectional", "bidirectional"] = effective(
         "bidirectional",
-        "Which way tokens see; unidirectional: none sees a later one. A model that is causal is so with both.",
+        "Which way tokens see; unidirectional: none sees a later one. A model that is causal is so "
+        "with both.",
         example="unidirectional",
     )
     horizontal_global_attention: bool = effective(
@@ -1058,13 +1317,24 @@ class SparseAttention(Section):
         needs={_LAYOUT: "fixed", "sparse_attention.different_layout_per_head": True},
     )
     num_random_blocks: int = effective(
-        0, "Random blocks that each row of blocks sees.", unit="blocks", example=1, ge=0, needs={_LAYOUT: "bigbird"}
+        0,
+        "Random blocks that each row of blocks sees.",
+        unit="blocks",
+        example=1,
+        ge=0,
+        needs={_LAYOUT: "bigbird"},
     )
     local_window_blocks: tuple[int, ...] = effective(
-        (4,), "Sizes of the windows, one after another; the last repeats.", example=[2], needs={_LAYOUT: "variable"}
+        (4,),
+        "Sizes of the windows, one after another; the last repeats.",
+        example=[2],
+        needs={_LAYOUT: "variable"},
     )
     global_block_indices: tuple[int, ...] = effective(
-        (0,), "Where blocks that are seen from everywhere begin.", example=[1], needs={_LAYOUT: "bslongformer"}
+        (0,),
+        "Where blocks that are seen from everywhere begin.",
+        example=[1],
+        needs={_LAYOUT: "bslongformer"},
     )
     global_block_end_indices: tuple[int, ...] | None = effective(
         None, "Where they end; null: one block each.", example=[2], needs={_LAYOUT: "bslongformer"}
@@ -1099,7 +1369,9 @@ _CURRICULUM = {"curriculum_learning": {"enabled": True, "curriculum_metrics": {"
 
 class DataEfficiency(Section):
     enabled: bool = accepted(
-        False, "Sample and route data by difficulty.", "the switches inside of it decide, as in DeepSpeed"
+        False,
+        "Sample and route data by difficulty.",
+        "the switches inside of it decide, as in DeepSpeed",
     )
     seed: int = effective(
         1234,
@@ -1108,7 +1380,9 @@ class DataEfficiency(Section):
         needs={"data_efficiency.data_sampling": _CURRICULUM},
     )
     data_sampling: dict[str, Any] = effective(
-        {}, "Curricula (curriculum_learning), and how many epochs they deal (num_epochs).", example=_CURRICULUM
+        {},
+        "Curricula (curriculum_learning), and how many epochs they deal (num_epochs).",
+        example=_CURRICULUM,
     )
 
 
@@ -1131,62 +1405,89 @@ class Config(Section):
         example=2,
     )
     gradient_accumulation_steps: int = effective(
-        1, "Micro-batches per optimizer step.", unit="micro-batches", auto="from the other two, else 1", example=2
+        1,
+        "Micro-batches per optimizer step.",
+        unit="micro-batches",
+        auto="from the other two, else 1",
+        example=2,
     )
     managed_gradient_accumulation: bool = effective(
         True,
-        "False leaves the boundary to the caller: every step() updates, after as many backwards as it likes.",
+        "False leaves the boundary to the caller: every step() updates, after as many backwards as "
+        "it likes.",
         example=False,
     )
     sequence_parallel_size: int = effective(
-        1, "Ranks that share one sequence (Ulysses): as `mesh.sp`.", unit="ranks", example=2, effect="check", ge=1
+        1,
+        "Ranks that share one sequence (Ulysses): as `mesh.sp`.",
+        unit="ranks",
+        example=2,
+        effect="check",
+        ge=1,
     )
     data_parallel_size: int | None = effective(
-        None, "Data-parallel ranks the run must have: as `dp_degree`.", unit="ranks", example=2, effect="check", ge=1
+        None,
+        "Data-parallel ranks the run must have: as `dp_degree`.",
+        unit="ranks",
+        example=2,
+        effect="check",
+        ge=1,
     )
     # Optimizer and schedule
     optimizer: Optimizer = section(Optimizer, "The optimizer, where the program passes none.")
-    scheduler: Scheduler = section(Scheduler, "The learning-rate schedule, where the program passes none.")
+    scheduler: Scheduler = section(
+        Scheduler, "The learning-rate schedule, where the program passes none."
+    )
     zero_allow_untested_optimizer: bool = accepted(
         False,
         "Allow any optimizer class with ZeRO.",
-        "any torch optimizer runs over slices; behind DeepSpeed's name a stated false refuses classes of others",
+        "any torch optimizer runs over slices; behind DeepSpeed's name a stated false refuses "
+        "classes of others",
     )
     zero_force_ds_cpu_optimizer: bool = accepted(
-        True, "Insist on DeepSpeedCPUAdam with offload.", "torch's fused CPU Adam is used; there is no other"
+        True,
+        "Insist on DeepSpeedCPUAdam with offload.",
+        "torch's fused CPU Adam is used; there is no other",
     )
     gradient_clipping: float = effective(
         0.0,
-        "Largest norm of the gradients of all parameters that the optimizer updates; 0 is off (DeepSpeed's default "
-        "changed to 1.0 in 2026).",
+        "Largest norm of the gradients of all parameters that the optimizer updates; 0 is off "
+        "(DeepSpeed's default changed to 1.0 in 2026).",
         example=1.0,
         ge=0,
     )
     check_grad_overflow: bool = effective(
         True,
-        "Skip a step whose gradients are not finite, in fp32; bf16.check_grad_overflow is its like, fp16 always does.",
+        "Skip a step whose gradients are not finite, in fp32; bf16.check_grad_overflow is its "
+        "like, fp16 always does.",
         example=False,
     )
     # Communication
     communication_data_type: Dtype | None = effective(
         None,
-        "Dtype gradients are reduced in; null: the plan's choice. It does not hold for coded matrices, between "
-        "hosts where sums are formed by host (fp32), nor for sums over replicas (the gradient's own dtype).",
+        "Dtype gradients are reduced in; null: the plan's choice. It does not hold for coded "
+        "matrices, between hosts where sums are formed by host (fp32), nor for sums over replicas "
+        "(the gradient's own dtype).",
         example="bf16",
     )
     gradient_allreduce_op: Literal["mean", "sum"] = effective(
         "mean", "Average or add the gradients of the ranks.", example="sum"
     )
     prescale_gradients: bool = effective(
-        False, "Divide gradients by the number of ranks before the reduction instead of after.", example=True
+        False,
+        "Divide gradients by the number of ranks before the reduction instead of after.",
+        example=True,
     )
     gradient_predivide_factor: float = effective(
         1.0,
-        "Divide gradients by this before the reduction and by the rest after; not read with prescale_gradients.",
+        "Divide gradients by this before the reduction and by the rest after; not read with "
+        "prescale_gradients.",
         example=2.0,
         gt=0,
     )
-    disable_allgather: bool = accepted(False, "Refresh weights by broadcasts.", "a legacy key; it has no reader")
+    disable_allgather: bool = accepted(
+        False, "Refresh weights by broadcasts.", "a legacy key; it has no reader"
+    )
     # Precision
     fp16: Fp16 = section(Fp16, "fp16 with loss scaling.")
     bf16: Bf16 = section(Bf16, "bf16 with fp32 master weights (also spelled bfloat16).")
@@ -1194,8 +1495,8 @@ class Config(Section):
     data_types: DataTypes = section(DataTypes, "Single dtypes.")
     precision: Literal["auto", "fp32", "fp16", "bf16"] | None = effective(
         None,
-        "Ours. auto: bf16 where the hardware has it, else fp16, units lifted to fp32 while 16 bits do not hold them; a "
-        "dtype: switches that section on; null: the sections decide.",
+        "Ours. auto: bf16 where the hardware has it, else fp16, units lifted to fp32 while 16 bits "
+        "do not hold them; a dtype: switches that section on; null: the sections decide.",
         example="auto",
         auto_is_value=True,
     )
@@ -1207,7 +1508,9 @@ class Config(Section):
         needs={"precision": "auto"},
         ge=1,
     )
-    auto_cast: bool = effective(True, "Ours. Cast floating inputs to the compute dtype.", example=False)
+    auto_cast: bool = effective(
+        True, "Ours. Cast floating inputs to the compute dtype.", example=False
+    )
     # ZeRO
     zero_optimization: ZeroOptimization = section(ZeroOptimization, "ZeRO itself.")
     memory_budget: MemoryBudget = section(
@@ -1221,30 +1524,35 @@ class Config(Section):
     )
     deterministic: bool = effective(
         False,
-        "Ours. The same bits on every run, also on CUDA: torch's deterministic algorithms while the engine lives; an "
-        "operation that has none raises.",
+        "Ours. The same bits on every run, also on CUDA: torch's deterministic algorithms while "
+        "the engine lives; an operation that has none raises.",
         example=True,
     )
     transport: Literal["fastest", "gloo", "tcp", "measured"] = effective(
         "measured",
-        "Ours. How CPU ranks exchange: through shared memory on one host and gloo between hosts; gloo only; shared "
-        "memory on one host and our own sockets between hosts; or as the first or the third, whichever carries more "
-        "between hosts when it is tried at the start. The same bits.",
+        "Ours. How CPU ranks exchange: through shared memory on one host and gloo between hosts; "
+        "gloo only; shared memory on one host and our own sockets between hosts; or as the first "
+        "or the third, whichever carries more between hosts when it is tried at the start. The "
+        "same bits.",
         example="gloo",
     )
-    integrity: Integrity = section(Integrity, "Ours. Finding bits that changed in memory or on their way.")
+    integrity: Integrity = section(
+        Integrity, "Ours. Finding bits that changed in memory or on their way."
+    )
     network: Network = section(Network, "Ours. Where the ranks of a host listen.")
     ranks_per_host: int | None = effective(
         None,
-        "Ours. Gradients are added up within runs of so many ranks first, then over the runs: other bits, and between "
-        "hosts each byte crosses once instead of once per rank. 1: in the order of ranks; null: as many as each of "
-        "several hosts has, 1 on one.",
+        "Ours. Gradients are added up within runs of so many ranks first, then over the runs: "
+        "other bits, and between hosts each byte crosses once instead of once per rank. 1: in the "
+        "order of ranks; null: as many as each of several hosts has, 1 on one.",
         unit="ranks",
         example=2,
         ge=1,
     )
     # Parallel degrees
-    mesh: MeshSizes = section(MeshSizes, "Ours. Named axes over the ranks; also `initialize(mesh=...)`.")
+    mesh: MeshSizes = section(
+        MeshSizes, "Ours. Named axes over the ranks; also `initialize(mesh=...)`."
+    )
     dp_degree: int = effective(
         1,
         "Ours. Data-parallel ranks the run must have: those that see different batches.",
@@ -1255,7 +1563,13 @@ class Config(Section):
         ge=1,
     )
     pp_degree: int = effective(
-        1, "Ours. Pipeline stages: as `mesh.pp`.", unit="ranks", auto="of the mesh", example=2, effect="check", ge=1
+        1,
+        "Ours. Pipeline stages: as `mesh.pp`.",
+        unit="ranks",
+        auto="of the mesh",
+        example=2,
+        effect="check",
+        ge=1,
     )
     mp_degree: int = effective(
         1,
@@ -1271,19 +1585,32 @@ class Config(Section):
     sequence_parallel: SequenceParallel = section(SequenceParallel, "Sequence parallelism.")
     # Logging and records
     steps_per_print: int | None = effective(
-        10, "Steps between two summary lines; null or inf prints none.", unit="steps", example=5, inf=None, ge=1
+        10,
+        "Steps between two summary lines; null or inf prints none.",
+        unit="steps",
+        example=5,
+        inf=None,
+        ge=1,
     )
-    wall_clock_breakdown: bool = effective(False, "Time forward, backward and step, each on its own.", example=True)
-    memory_breakdown: bool = effective(False, "Log the memory in use beside each summary line.", example=True)
+    wall_clock_breakdown: bool = effective(
+        False, "Time forward, backward and step, each on its own.", example=True
+    )
+    memory_breakdown: bool = effective(
+        False, "Log the memory in use beside each summary line.", example=True
+    )
     dump_state: bool = effective(False, "Log the assembled parts once at the start.", example=True)
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = effective(
         None, "Level of the deepseek_zero logger; null leaves it.", example="debug"
     )
     timers: Timers = section(Timers, "Timers.")
     dataloader_drop_last: bool = effective(
-        False, "Leave out an epoch's last samples, which fill no step; else its first ones fill it up.", example=True
+        False,
+        "Leave out an epoch's last samples, which fill no step; else its first ones fill it up.",
+        example=True,
     )
-    vocabulary_size: int | None = accepted(None, "Size of the vocabulary.", "DeepSpeed only warns about its alignment")
+    vocabulary_size: int | None = accepted(
+        None, "Size of the vocabulary.", "DeepSpeed only warns about its alignment"
+    )
     records: Records = section(Records, "Ours. The run's own records.")
     tensorboard: TensorBoard = section(TensorBoard, "TensorBoard.")
     csv_monitor: CsvMonitor = section(CsvMonitor, "CSV files.")
@@ -1299,11 +1626,14 @@ class Config(Section):
     )
     sparse_attention: SparseAttention | None = effective(
         None,
-        "Attention over blocks of keys: in models of transformers by itself, in others as `engine.sparse_attention`.",
+        "Attention over blocks of keys: in models of transformers by itself, in others as "
+        "`engine.sparse_attention`.",
         example={"mode": "fixed"},
     )
     data_efficiency: DataEfficiency = section(DataEfficiency, "Curricula and token dropping.")
-    graph_harvesting: bool = accepted(False, "Replay steps as a CUDA graph.", "speed only; no value depends on it")
+    graph_harvesting: bool = accepted(
+        False, "Replay steps as a CUDA graph.", "speed only; no value depends on it"
+    )
 
     _decisions: tuple[AutoDecision, ...] = PrivateAttr(default=())
 

@@ -1,7 +1,8 @@
-"""From what a caller passes (dict, path, JSON text, base64) to a plain dict; nothing here knows any key.
+"""From what a caller passes (dict, path, JSON text, base64) to a plain dict; nothing here knows any
+key.
 
-JSON may hold comments (// # /* */) and trailing commas.  A lenient reader takes Hjson, too, as DeepSpeed does: keys and
-words without quotes, lines without commas.
+JSON may hold comments (// # /* */) and trailing commas.  A lenient reader takes Hjson, too, as
+DeepSpeed does: keys and words without quotes, lines without commas.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Document:
 
 
 def read(source: Source, origin: str | None = None, lenient: bool = False) -> Document:
-    """Read a configuration; `origin` replaces the name used in messages.  lenient: take Hjson where it is no JSON."""
+    """Read a configuration; `origin` replaces the name used in messages.  lenient: take Hjson where
+    it is no JSON.
+    """
     if source is None:
         return Document({}, origin or "defaults")
     if isinstance(source, Mapping):
@@ -58,7 +61,9 @@ def parse(text: str, source: str, lenient: bool = False) -> Document:
     duplicates: list[str] = []
 
     def keep_last(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        duplicates.extend(sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1))
+        duplicates.extend(
+            sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        )
         return dict(pairs)
 
     try:
@@ -68,16 +73,25 @@ def parse(text: str, source: str, lenient: bool = False) -> Document:
             return Document(found, source, tuple(duplicates))
         line = _told(text.split("\n")[error.lineno - 1].strip())
         raise ConfigError(
-            f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}: {line}",
-            fix="comments and trailing commas are allowed; words are true, false, null; names stand in double quotes",
+            f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}: "
+            f"{line}",
+            fix=(
+                "comments and trailing commas are allowed; words are true, false, null; names "
+                "stand in double quotes"
+            ),
         ) from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets without end
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a number of thousands of digits; brackets without end
         raise ConfigError(
-            f"{source} cannot be read as JSON: {error}.", fix="look for numbers and nesting that nobody means."
+            f"{source} cannot be read as JSON: {error}.",
+            fix="look for numbers and nesting that nobody means.",
         ) from None
     if not isinstance(values, dict):
         raise ConfigError(
-            f"{source} holds a JSON {type(values).__name__}, not an object", fix="write { ... } around it"
+            f"{source} holds a JSON {type(values).__name__}, not an object",
+            fix="write { ... } around it",
         )
     return Document(values, source, tuple(duplicates))
 
@@ -85,7 +99,12 @@ def parse(text: str, source: str, lenient: bool = False) -> Document:
 def _hjson(text: str, keep_last: Any) -> dict[str, Any] | None:
     try:
         found = import_module("hjson").loads(text, object_pairs_hook=keep_last)
-    except (ValueError, LookupError, RecursionError, ImportError):  # it reads beyond the end of "{/*"
+    except (
+        ValueError,
+        LookupError,
+        RecursionError,
+        ImportError,
+    ):  # it reads beyond the end of "{/*"
         return None
     return found if isinstance(found, dict) else None
 
@@ -100,7 +119,9 @@ def strip_comments(text: str) -> str:
     return _TRAILING_COMMAS.sub(blank, _COMMENTS.sub(blank, text))
 
 
-def _read_file_or_base64(source: str | os.PathLike[str], origin: str | None, lenient: bool) -> Document:
+def _read_file_or_base64(
+    source: str | os.PathLike[str], origin: str | None, lenient: bool
+) -> Document:
     path = Path(source)
     if _is_file(path):
         try:
@@ -112,8 +133,8 @@ def _read_file_or_base64(source: str | os.PathLike[str], origin: str | None, len
     if decoded is not None:
         return parse(decoded, origin or "base64", lenient)
     raise ConfigError(
-        "Expected a string path to an existing deepspeed config, or a dictionary or a valid base64. "
-        f"Received: {_told(str(source))}",
+        "Expected a string path to an existing deepspeed config, or a dictionary or a valid "
+        f"base64. Received: {_told(str(source))}",
         why=_why_not(path),
         fix="check the path; relative paths start at the current directory",
     )
@@ -128,7 +149,11 @@ def _why_not(path: Path) -> str:
         is_folder = path.is_dir()
     except OSError:
         is_folder = False
-    return "that is a directory" if is_folder else "no such file, and the text is not base64 of a JSON object"
+    return (
+        "that is a directory"
+        if is_folder
+        else "no such file, and the text is not base64 of a JSON object"
+    )
 
 
 def _is_file(path: Path) -> bool:

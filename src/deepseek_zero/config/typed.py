@@ -1,4 +1,5 @@
-"""Generates config/keywords.pyi from the schema: what editors and type checkers know of a configuration.
+"""Generates config/keywords.pyi from the schema: what editors and type checkers know of a
+configuration.
 
 `scripts/config_keywords` writes the file, and a contract test compares it with the schema.
 """
@@ -132,19 +133,26 @@ def _options(info: FieldInfo) -> list[str]:
 
 def _parts(kind: Any) -> list[str]:
     """Return the parts of a union, in the spellings that `coerce` reads without a word."""
-    origin, inner = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    inner = get_args(kind)
     if origin in (Union, UnionType):
         return [part for option in inner for part in _parts(option)]
     if kind is NoneType:
         return ["None"]
     if origin is Literal:
-        return ["str"] if "fp16" in inner else [f"Literal[{', '.join(_quoted(option) for option in inner)}]"]
+        return (
+            ["str"]
+            if "fp16" in inner
+            else [f"Literal[{', '.join(_quoted(option) for option in inner)}]"]
+        )
     if origin is tuple:
         (item,) = _parts(inner[0])
         return [f"Sequence[{item}]", item]
     if origin is dict:
         return ["Mapping[str, Any]"]
-    return [{int: "float", float: "float", bool: "bool", str: "str"}.get(kind, "Any")]  # 5e8 is an integer here
+    return [
+        {int: "float", float: "float", bool: "bool", str: "str"}.get(kind, "Any")
+    ]  # 5e8 is an integer here
 
 
 def _quoted(option: Any) -> str:
