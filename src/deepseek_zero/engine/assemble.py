@@ -1,4 +1,6 @@
-"""From a configuration to a running engine's parts: look at the model, plan, then build what the plan says."""
+"""From a configuration to a running engine's parts: look at the model, plan, then build what the
+plan says.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ from ..planner.split import refuse_other_cuts
 from ..precision.policy import Policy
 from ..sharding.ties import refuse_owned, tie_shared
 from ..sharding.wrap import check_room, commit, open_tiers, wrap_model
-from .changes import changes_of_piece, changes_of_whole, refuse_changes_on, refuse_split_states, refuse_whole_states
+from .changes import (
+    changes_of_piece,
+    changes_of_whole,
+    refuse_changes_on,
+    refuse_split_states,
+    refuse_whole_states,
+)
 from .determinism import Determinism
 from .engine import Parts
 from .integrity import Integrity
@@ -71,18 +79,26 @@ def assemble(
 ) -> Parts:
     """Shard the model and build its optimizer.  Collective.
 
-    client: an optimizer, a callable that makes one from parameters, or None (then the configuration's, if it names
-    one). params: parameters or parameter groups to train; None = all that require gradients.
-    leaf_modules: full names of modules that travel as one piece, beside those that the configuration names.
-    example: returns a micro-batch, by whose shapes a pipeline finds the model's blocks.  sequence: what is said of
-    ranks along "sp".
+    client: an optimizer, a callable that makes one from parameters, or None (then the
+    configuration's, if it names one). params: parameters or parameter groups to train; None = all
+    that require gradients.
+    leaf_modules: full names of modules that travel as one piece, beside those that the
+    configuration names.
+    example: returns a micro-batch, by whose shapes a pipeline finds the model's blocks.  sequence:
+    what is said of ranks along "sp".
     """
     way = TriedTransport(config.transport)
     if config.transport == "measured":
         way = try_transports(mesh.device)
     world = Comm(mesh.device, transport=way.name)
     world.far_rate = way.rate
-    agree(world, [f"{mesh}"], "the mesh", "It says which ranks meet where.", "state the same mesh on every rank.")
+    agree(
+        world,
+        [f"{mesh}"],
+        "the mesh",
+        "It says which ranks meet where.",
+        "state the same mesh on every rank.",
+    )
     agree_on(
         world,
         shared_values(config),
@@ -97,7 +113,8 @@ def assemble(
         tie_shared(model)
         layers = plan_layers(config, model, mesh)
     comm = world.lay_out(mesh)
-    recomputing, sparse = recompute_settings_of(config), sparse_attention_of(config, mesh)
+    recomputing = recompute_settings_of(config)
+    sparse = sparse_attention_of(config, mesh)
     for change in changes_of_whole(recomputing, sparse):
         with AllRanks(comm, change.what):
             change.make(model)
@@ -105,18 +122,25 @@ def assemble(
     for change in changes_of_piece(config):
         with AllRanks(comm, change.what):
             change.make(model)
-    stages, settings = pieces.stages, plan_settings_of(config, leaf_modules)
+    stages = pieces.stages
+    settings = plan_settings_of(config, leaf_modules)
     if stages is not None:
-        settings = replace(settings, reduces_once=True, row_parts=stages.settings.row_parts(mesh.pp))
+        settings = replace(
+            settings, reduces_once=True, row_parts=stages.settings.row_parts(mesh.pp)
+        )
     with AllRanks(comm, "reading the model and its optimizer"):
         tp_rank = mesh.coordinates["tp"]
-        shape, chosen = look_at(config, settings, model, client, params, is_part=stages is not None, coordinate=tp_rank)
+        shape, chosen = look_at(
+            config, settings, model, client, params, is_part=stages is not None, coordinate=tp_rank
+        )
         refuse_whole_states(chosen, shape.wholes)
         refuse_split_states(chosen, model)
         refuse_other_cuts(shape.cuts, mesh.tp)
     step_settings = step_settings_of(config, chosen.granularity, mesh.device)
     plan = pieces.plans.added_to(plan_run(config, settings, shape, chosen, comm, mesh))
-    capabilities = comm.capabilities() + way.capabilities() + number_formats(plan.settings.policy, mesh.device)
+    capabilities = (
+        comm.capabilities() + way.capabilities() + number_formats(plan.settings.policy, mesh.device)
+    )
     if mesh.device.type == "cpu":
         capabilities += memory.capabilities(keeps_freed=memory.keep_freed_memory())
     batch = config.batch.micro, config.batch.accumulation
@@ -130,11 +154,18 @@ def assemble(
         _tell_what_stays_whole(plan)
         if chosen.make is not None:
             optimizer = ShardedOptimizer(
-                runtime, chosen.groups, chosen.make, step_settings, scaler, plan.update, chosen.states
+                runtime,
+                chosen.groups,
+                chosen.make,
+                step_settings,
+                scaler,
+                plan.update,
+                chosen.states,
             )
         commit(tiers, comm)
     runtime.loss_factor.scaler = scaler
-    saving, integrity = saving_settings_of(config), integrity_settings_of(config)
+    saving = saving_settings_of(config)
+    integrity = integrity_settings_of(config)
     parts = Parts(
         runtime,
         optimizer,
@@ -146,28 +177,40 @@ def assemble(
         saving,
         placement_settings_of(config),
         advice,
-        (config.scheduler.type, config.scheduler.params) if config.scheduler.type is not None else None,
+        (config.scheduler.type, config.scheduler.params)
+        if config.scheduler.type is not None
+        else None,
         preemption=Preemption(saving.on_signal) if saving.on_signal is not None else None,
-        integrity=Integrity(runtime, optimizer, mesh, integrity) if integrity is not None and optimizer else None,
+        integrity=Integrity(runtime, optimizer, mesh, integrity)
+        if integrity is not None and optimizer
+        else None,
         saver=Saver(saving.retention),
         sparse_attention=sparse,
     )
     if stages is not None:
         parts.loop = stages.connect(comm, mesh, runtime)
         parts.pipeline = parts.loop.pipeline
-    parts.recompute = _recompute_for(recomputing, comm, shards_tokens=bool(config.tensor_parallel.sequence))
+    parts.recompute = _recompute_for(
+        recomputing, comm, shards_tokens=bool(config.tensor_parallel.sequence)
+    )
     if parts.recompute is not None:
         release_with(runtime, parts.recompute)
-    parts.vertical = LayerwiseAccumulation(runtime) if plan.settings.layerwise_micro_batches > 1 else None
+    parts.vertical = (
+        LayerwiseAccumulation(runtime) if plan.settings.layerwise_micro_batches > 1 else None
+    )
     if config.deterministic:
         with AllRanks(comm, "deterministic algorithms"):
             parts.determinism = Determinism(mesh.device)
-    capabilities += tiers.capabilities() + (parts.recompute.capabilities() if parts.recompute is not None else [])
+    capabilities += tiers.capabilities() + (
+        parts.recompute.capabilities() if parts.recompute is not None else []
+    )
     parts.capabilities = Capabilities.of_ranks(
         comm.all_gather_text(as_text(capabilities), "what each rank's machine grants")
     )
     if parts.capabilities.fallbacks:
-        log_first("\n  ".join(["this run makes do with slower ways:", *parts.capabilities.fallbacks]))
+        log_first(
+            "\n  ".join(["this run makes do with slower ways:", *parts.capabilities.fallbacks])
+        )
     return parts
 
 
@@ -183,10 +226,13 @@ def look_at(
 ) -> tuple[ModelShape, OptimizerParts]:
     """Return what a plan needs of a model and of its optimizer.
 
-    client, params: as `assemble` takes them.  is_part, coordinate: as `optimizer_parts` takes them.  Local.  UsageError
-    if the optimizer holds a parameter that the model does not have, or if `settings` name modules that it lacks.
+    client, params: as `assemble` takes them.  is_part, coordinate: as `optimizer_parts` takes them.
+    Local.  UsageError if the optimizer holds a parameter that the model does not have, or if
+    `settings` name modules that it lacks.
     """
-    optimizer = optimizer_parts(config, model, client, params, is_part=is_part, coordinate=coordinate)
+    optimizer = optimizer_parts(
+        config, model, client, params, is_part=is_part, coordinate=coordinate
+    )
     return read_model(model, settings), optimizer
 
 
@@ -196,24 +242,34 @@ def number_formats(policy: Policy, device: torch.device) -> list[Capability]:
         return []
     if has_fast_bf16(device):
         return [Capability("bf16 arithmetic", "in hardware")]
-    return [Capability("bf16 arithmetic", "by conversion", f"this {device.type.upper()} has no units for it")]
+    return [
+        Capability(
+            "bf16 arithmetic", "by conversion", f"this {device.type.upper()} has no units for it"
+        )
+    ]
 
 
 def _tell_what_stays_whole(plan: Plan) -> None:
-    """One line where stage 3 shards next to nothing: the threshold's default is made for large models."""
+    """One line where stage 3 shards next to nothing: the threshold's default is made for large
+    models.
+    """
     groups = [group for unit in plan.units for group in unit.groups]
-    total, whole = plan.numel, sum(group.layout.numel for group in groups if group.plan.weight.placement is not S)
+    total = plan.numel
+    whole = sum(group.layout.numel for group in groups if group.plan.weight.placement is not S)
     if plan.settings.stage == 3 and whole > (1 - NEXT_TO_NOTHING) * total:
         told = f"all {total}" if whole == total else f"{whole} of {total}"
         log_once(
-            f"stage 3 shards next to nothing: {told} parameters stay whole on every rank, in tensors of at most "
-            f"zero_optimization.stage3_param_persistence_threshold = {plan.settings.persistence_numel}; 0 shards them "
-            "all."
+            f"stage 3 shards next to nothing: {told} parameters stay whole on every rank, in "
+            "tensors of at most zero_optimization.stage3_param_persistence_threshold = "
+            f"{plan.settings.persistence_numel}; 0 shards them all."
         )
 
 
-def _recompute_for(settings: RecomputeSettings, comm: Comm, *, shards_tokens: bool) -> Recompute | None:
-    """What this configuration makes of `checkpointing.checkpoint`; one that says nothing of it changes nothing.
+def _recompute_for(
+    settings: RecomputeSettings, comm: Comm, *, shards_tokens: bool
+) -> Recompute | None:
+    """What this configuration makes of `checkpointing.checkpoint`; one that says nothing of it
+    changes nothing.
 
     shards_tokens: activations between layers are sharded over tokens along "tp".
     """
@@ -221,7 +277,11 @@ def _recompute_for(settings: RecomputeSettings, comm: Comm, *, shards_tokens: bo
         return None
     tp = comm.along.get("tp") if settings.partitioned else None
     if settings.partitioned and (tp is None or shards_tokens):
-        why = "they are sharded over tokens already" if tp is not None else "there are no tensor-parallel ranks"
+        why = (
+            "they are sharded over tokens already"
+            if tp is not None
+            else "there are no tensor-parallel ranks"
+        )
         log_once(f"partition_activations: inputs of checkpoints are not cut: {why}.")
         tp = None
     with AllRanks(comm, "opening the nvme_path of activations"):

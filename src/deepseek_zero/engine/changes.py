@@ -1,4 +1,6 @@
-"""What a configuration changes of a model in place, before it is planned: a row for each change, in their order."""
+"""What a configuration changes of a model in place, before it is planned: a row for each change, in
+their order.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ if TYPE_CHECKING:  # as in engine.py
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a model.  what: named to ranks that wait, where it fails on one.  make: does it, in place; Local.
+    """One change of a model.  what: named to ranks that wait, where it fails on one.  make: does
+    it, in place; Local.
 
     A change refuses a model before it has touched it.
     """
@@ -40,7 +43,9 @@ class Change:
     make: Callable[[nn.Module], None]
 
 
-def changes_of_whole(recomputing: RecomputeSettings, sparse: SparseAttention | None) -> list[Change]:
+def changes_of_whole(
+    recomputing: RecomputeSettings, sparse: SparseAttention | None
+) -> list[Change]:
     """Return the changes that a whole model needs, before axes cut it."""
     found = []
     if recomputing != RecomputeSettings():
@@ -54,10 +59,13 @@ def changes_of_whole(recomputing: RecomputeSettings, sparse: SparseAttention | N
 
 def changes_of_piece(config: Config) -> list[Change]:
     """Return the changes of what axes have left of a model."""
-    tiles, limit = tile_settings_of(config), config.zero_optimization.tile_above
+    tiles = tile_settings_of(config)
+    limit = config.zero_optimization.tile_above
     found = []
     if tiles.mlp is not None:
-        found.append(Change("tiles of feed-forward layers", partial(activations.tile_mlps, rows=tiles.mlp)))
+        found.append(
+            Change("tiles of feed-forward layers", partial(activations.tile_mlps, rows=tiles.mlp))
+        )
     if tiles.loss is not None:
         found.append(Change("tiles of the loss", partial(activations.tile_loss, rows=tiles.loss)))
     if limit is not None:
@@ -66,13 +74,15 @@ def changes_of_piece(config: Config) -> list[Change]:
 
 
 def _attend(model: nn.Module, sparse: SparseAttention) -> None:
-    """Let a model of transformers attend by a layout; another one calls `engine.sparse_attention` itself."""
+    """Let a model of transformers attend by a layout; another one calls `engine.sparse_attention`
+    itself.
+    """
     if is_of_transformers(model):
         attend_sparsely(model, sparse)
         return
     log_once(
-        f"sparse_attention: the attention of {type(model).__name__} is its own; engine.sparse_attention(query, key, "
-        "value) is the configuration's."
+        f"sparse_attention: the attention of {type(model).__name__} is its own; "
+        "engine.sparse_attention(query, key, value) is the configuration's."
     )
 
 
@@ -82,8 +92,8 @@ def _cut_large_layers(model: nn.Module, config: Config) -> None:
     _refuse_meta(choice)
     if choice.left:
         log_once(
-            f"{len(choice.left)} parameters above zero_optimization.tile_above stay whole, among them "
-            f"'{choice.left[0]}': only torch's own Linear and Embedding are cut.",
+            f"{len(choice.left)} parameters above zero_optimization.tile_above stay whole, among "
+            f"them '{choice.left[0]}': only torch's own Linear and Embedding are cut.",
             logging.WARNING,
         )
     if choice.cuts:
@@ -92,14 +102,19 @@ def _cut_large_layers(model: nn.Module, config: Config) -> None:
 
 
 def plan_large_layers(config: Config, model: nn.Module, parts: OptimizerParts) -> OptimizerParts:
-    """Cut a copy of a model on the meta device, and return an optimizer's parts with the names that it has then."""
+    """Cut a copy of a model on the meta device, and return an optimizer's parts with the names that
+    it has then.
+    """
     choice = _choose_tiles(config, model)
-    wholes, tiles = cut_layers(choice.cuts), dict[str, set[str]]()
+    wholes = cut_layers(choice.cuts)
+    tiles = dict[str, set[str]]()
     for name in (name for name, _ in model.named_parameters() if name in wholes):
         tiles.setdefault(wholes[name], set()).add(name)
 
     def renamed(group: ParamGroupPlan) -> ParamGroupPlan:
-        return replace(group, names=frozenset(each for name in group.names for each in tiles.get(name, {name})))
+        return replace(
+            group, names=frozenset(each for name in group.names for each in tiles.get(name, {name}))
+        )
 
     found = replace(parts, planned=tuple(map(renamed, parts.planned)))
     refuse_whole_states(found, wholes)
@@ -116,48 +131,56 @@ def refuse_whole_states(parts: OptimizerParts, tiles: Mapping[str, str]) -> None
         cut = sorted(group.names & tiles.keys())
         if group.is_uncut and cut:
             raise NotBuiltError(
-                f"zero_optimization.tile_above cuts '{tiles[cut[0]]}', and {getattr(parts.cls, '__name__', '')} looks "
-                "at a whole parameter at a time.",
+                f"zero_optimization.tile_above cuts '{tiles[cut[0]]}', and "
+                f"{getattr(parts.cls, '__name__', '')} looks at a whole parameter at a time.",
                 "Its update of a tile would be another one.",
-                "leave tile_above out, or train that parameter with an optimizer that works element by element.",
+                "leave tile_above out, or train that parameter with an optimizer that works "
+                "element by element.",
             )
 
 
 def refuse_split_states(parts: OptimizerParts, model: nn.Module) -> None:
-    """Raise NotBuiltError if an optimizer needs a whole tensor that is split over the ranks along "tp".
+    """Raise NotBuiltError if an optimizer needs a whole tensor that is split over the ranks along
+    "tp".
 
-    Args:
-        parts: The optimizer.
-        model: The model, or the piece of it that one rank has, with the split noted on its parameters.
+    Args: parts: The optimizer. model: The model, or the piece of it that one rank has, with the
+        split noted on its parameters.
     """
     assert parts.cls is not None or not parts.planned
     for group in parts.planned:
         if group.is_uncut:
-            trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+            trained = [
+                (name, param) for name, param in model.named_parameters() if param.requires_grad
+            ]
             named = [(name, param) for name, param in trained if name in group.names]
             refuse_parts(getattr(parts.cls, "__name__", ""), named)
 
 
 def refuse_changes_on(config: Config, mesh: Mesh) -> None:
-    """Raise NotBuiltError where two changes would be made of one layer, or a change beside an axis that cuts it."""
+    """Raise NotBuiltError where two changes would be made of one layer, or a change beside an axis
+    that cuts it.
+    """
     tiles = tile_settings_of(config)
     if tiles != TileSettings() and mesh.pp > 1:
         raise NotBuiltError(
-            "activation_checkpointing.tiled_loss and tiled_mlp on a mesh with stages (pp) are not built.",
+            "activation_checkpointing.tiled_loss and tiled_mlp on a mesh with stages (pp) are not "
+            "built.",
             "A stage runs the model's own forward with stand-ins for the blocks of others.",
             "leave them out, or pp.",
         )
     if config.zero_optimization.tile_above is not None and tiles != TileSettings():
         raise NotBuiltError(
             "zero_optimization.tile_above beside activation_checkpointing.tiled_loss or tiled_mlp.",
-            "These read a layer's weight themselves, or call the layer for a part of the tokens at a time.",
+            "These read a layer's weight themselves, or call the layer for a part of the tokens at "
+            "a time.",
             "leave out one of them.",
         )
     for axis, size in (("tp", mesh.tp), ("pp", mesh.pp)):
         if size > 1 and config.zero_optimization.tile_above is not None:
             raise NotBuiltError(
                 f"zero_optimization.tile_above on a mesh with {axis} = {size}.",
-                "Layers that are split over tp are tiles already, and stages of a pipeline share whole weights.",
+                "Layers that are split over tp are tiles already, and stages of a pipeline share "
+                "whole weights.",
                 f"leave out tile_above, or {axis}.",
             )
 
@@ -172,7 +195,9 @@ def _refuse_meta(choice: CutChoice) -> None:
     for cut in choice.cuts:
         if cut.weight.is_meta:
             raise NotBuiltError(
-                f"zero_optimization.tile_above would cut '{cut.name}', which has no values yet (meta device).",
+                f"zero_optimization.tile_above would cut '{cut.name}', which has no values yet "
+                "(meta device).",
                 "Drawn tile by tile its values would be others than those of the whole layer.",
-                "build the model under `with deepseek_zero.zero.Init():`, or load its weights (zero.load_weights).",
+                "build the model under `with deepseek_zero.zero.Init():`, or load its weights "
+                "(zero.load_weights).",
             )

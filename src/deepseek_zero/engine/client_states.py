@@ -1,8 +1,9 @@
-"""State that a client's optimizer has when it is handed over, by whole parameter, and cut for each shard.
+"""State that a client's optimizer has when it is handed over, by whole parameter, and cut for each
+shard.
 
-A class may make its state in `__init__` (`torch.optim.Adagrad`), for whole parameters. `ClientStates` keeps it until
-the shards are there that hold the parameters' elements, which may be later than the start of the run if parameters are
-frozen then.
+A class may make its state in `__init__` (`torch.optim.Adagrad`), for whole parameters.
+`ClientStates` keeps it until the shards are there that hold the parameters' elements, which may be
+later than the start of the run if parameters are frozen then.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class ClientStates:
     """
 
     def __init__(self, client: Optimizer, coordinate: int = 0) -> None:
-        self._optimizer, self._coordinate = type(client).__name__, coordinate
+        self._optimizer = type(client).__name__
+        self._coordinate = coordinate
         self._by_param: dict[int, WholeState] = {}
         for param, values in client.state.items():
             if isinstance(param, Tensor) and values:  # schedulefree's `train` leaves empty entries
@@ -66,8 +68,12 @@ class ClientStates:
             self._by_param.setdefault(id(each), state)
 
     def release_trained(self) -> None:
-        """Drop the state of parameters that require a gradient, after it was cut for their shards."""
-        self._by_param = {key: state for key, state in self._by_param.items() if not state.param.requires_grad}
+        """Drop the state of parameters that require a gradient, after it was cut for their
+        shards.
+        """
+        self._by_param = {
+            key: state for key, state in self._by_param.items() if not state.param.requires_grad
+        }
 
     @property
     def are_empty(self) -> bool:
@@ -80,7 +86,9 @@ class ClientStates:
         found = [0.0]
         for state in self._by_param.values():
             steps = state.values.get(STEP)
-            if isinstance(steps, (int, float)) or (isinstance(steps, Tensor) and steps.numel() == 1):
+            if isinstance(steps, (int, float)) or (
+                isinstance(steps, Tensor) and steps.numel() == 1
+            ):
                 found.append(float(steps))
         return max(found)
 
@@ -93,7 +101,9 @@ class ClientStates:
         return found
 
     def counters(self, overlap: ParamOverlap) -> Hashable:
-        """Return what parameters must have in common to share a shard: kinds of state, and numbers of them."""
+        """Return what parameters must have in common to share a shard: kinds of state, and numbers
+        of them.
+        """
         state = self._state_of(overlap)
         if state is None:
             return None
@@ -111,8 +121,8 @@ class ClientStates:
     def cut_for(self, shard: MasterShard) -> dict[str, Any]:
         """Return the state of a shard whose parameters agree in `counters`.
 
-        Raises:
-            UsageError: A state has neither the parameter's shape nor is it a number, and the shard is a part of it.
+        Raises: UsageError: A state has neither the parameter's shape nor is it a number, and the
+            shard is a part of it.
         """
         overlaps = list(shard.overlaps())
         states = [state for overlap in overlaps if (state := self._state_of(overlap)) is not None]
@@ -120,27 +130,36 @@ class ClientStates:
             return {}
         return {key: self._value(shard, overlaps, states, key) for key in states[0].values}
 
-    def _value(self, shard: MasterShard, overlaps: list[ParamOverlap], states: list[WholeState], key: str) -> Any:
+    def _value(
+        self, shard: MasterShard, overlaps: list[ParamOverlap], states: list[WholeState], key: str
+    ) -> Any:
         first = states[0].values[key]
         if self._number(states[0], key, first) is not _NO_NUMBER:
             return first.clone() if isinstance(first, Tensor) else first
-        is_whole = len(overlaps) == 1 and overlaps[0].stop - overlaps[0].start == overlaps[0].slot.numel
+        is_whole = (
+            len(overlaps) == 1 and overlaps[0].stop - overlaps[0].start == overlaps[0].slot.numel
+        )
         is_plain = type(first) in (Tensor, nn.Parameter)
-        if is_plain and all(_is_elementwise(state, key, each) for state, each in zip(states, overlaps, strict=True)):
+        if is_plain and all(
+            _is_elementwise(state, key, each) for state, each in zip(states, overlaps, strict=True)
+        ):
             return self._joined(shard, overlaps, states, key)
         member = _param_of(overlaps[0])
         if is_whole and self._part(member) is None and rows_of(member) is None:
             return first.clone() if is_plain else first
         shape = f" has shape {tuple(first.shape)}" if isinstance(first, Tensor) else ""
         raise UsageError(
-            f"state '{key}' ({type(first).__name__}){shape} that {self._optimizer} has for '{overlaps[0].slot.name}', "
-            f"of shape {overlaps[0].slot.shape}, cannot be cut into slices.",
+            f"state '{key}' ({type(first).__name__}){shape} that {self._optimizer} has for "
+            f"'{overlaps[0].slot.name}', of shape {overlaps[0].slot.shape}, cannot be cut into "
+            "slices.",
             "Only state with the parameter's own shape, and numbers, can be cut.",
-            'give the optimizer\'s class the attribute granularity = "tensor", so that it gets whole parameters, or '
-            "let it make that state in its first step.",
+            'give the optimizer\'s class the attribute granularity = "tensor", so that it gets '
+            "whole parameters, or let it make that state in its first step.",
         )
 
-    def _joined(self, shard: MasterShard, overlaps: list[ParamOverlap], states: list[WholeState], key: str) -> Tensor:
+    def _joined(
+        self, shard: MasterShard, overlaps: list[ParamOverlap], states: list[WholeState], key: str
+    ) -> Tensor:
         """Return an element-wise state of a shard, put together from those of its parameters."""
         first = states[0].values[key]
         dtype = shard.param.dtype if first.dtype == states[0].dtype else first.dtype
@@ -153,9 +172,13 @@ class ClientStates:
         return found.view(shard.param.shape)
 
     def _flat_of(self, overlap: ParamOverlap, value: Tensor) -> Tensor:
-        """Return what this rank's model holds of a state, flat, of a state of the whole parameter or of this part."""
-        param, flat = _param_of(overlap), value.detach().reshape(-1)
-        rows, part = rows_of(param), self._part(param)
+        """Return what this rank's model holds of a state, flat, of a state of the whole parameter
+        or of this part.
+        """
+        param = _param_of(overlap)
+        flat = value.detach().reshape(-1)
+        rows = rows_of(param)
+        part = self._part(param)
         if value.shape == overlap.slot.shape:
             return flat
         if rows is not None:
@@ -171,7 +194,9 @@ class ClientStates:
         return self._by_param.get(id(_param_of(overlap)))
 
     def _number(self, state: WholeState, key: str, value: Any) -> Any:
-        """Return a state that counts something, as a number; `_NO_NUMBER` for one with elements or of another kind."""
+        """Return a state that counts something, as a number; `_NO_NUMBER` for one with elements or
+        of another kind.
+        """
         if isinstance(value, PLAIN):
             return value
         if not isinstance(value, Tensor) or value.dim() > 0:
@@ -188,9 +213,12 @@ def _param_of(overlap: ParamOverlap) -> nn.Parameter:
 
 
 def _is_elementwise(state: WholeState, key: str, overlap: ParamOverlap) -> bool:
-    """Return whether a state has the shape of the parameter: the whole one's, or of the part that is here."""
+    """Return whether a state has the shape of the parameter: the whole one's, or of the part that
+    is here.
+    """
     param = _param_of(overlap)
-    rows, split = rows_of(param), split_of(param)
+    rows = rows_of(param)
+    split = split_of(param)
     shapes: set[Shape] = {tuple(overlap.slot.shape)}
     if rows is not None:
         shapes.add(tuple(rows.shape))

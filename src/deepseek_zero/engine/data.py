@@ -1,5 +1,5 @@
-"""Batches for one rank: an order of samples that every number of ranks shares, and the move to the device while the
-step before still runs.
+"""Batches for one rank: an order of samples that every number of ranks shares, and the move to the
+device while the step before still runs.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 class StepOrder:
-    """Yields the samples of this rank's micro-batches, dealt so that a step has the same ones at any number of ranks.
+    """Yields the samples of this rank's micro-batches, dealt so that a step has the same ones at
+    any number of ranks.
 
-    An epoch's order is a permutation of the `length` samples by its number, or their own (shuffles=False).  Step s
-    takes places [s * step_samples, (s + 1) * step_samples) of it; blocks of `batch_size` places go to the shares in
-    turn.  The last step is filled up from the beginning of the order, or left out (drop_last).
+    An epoch's order is a permutation of the `length` samples by its number, or their own
+    (shuffles=False).  Step s takes places [s * step_samples, (s + 1) * step_samples) of it; blocks
+    of `batch_size` places go to the shares in turn.  The last step is filled up from the beginning
+    of the order, or left out (drop_last).
 
     step_samples: a multiple of batch_size * shares.
     """
@@ -51,22 +53,35 @@ class StepOrder:
         drop_last: bool = False,
         shuffles: bool = True,
     ) -> None:
-        self.length, self.step_samples, self.drop_last = length, step_samples, drop_last
-        self.batch_size, self.share, self.shares, self.shuffles = batch_size, share, shares, shuffles
-        self.first = 0  # samples of the epoch that are over: those that a resumed epoch skips are not loaded, either
-        self._epoch, self._order = 0, torch.empty(0, dtype=torch.int64)
+        self.length = length
+        self.step_samples = step_samples
+        self.drop_last = drop_last
+        self.batch_size = batch_size
+        self.share = share
+        self.shares = shares
+        self.shuffles = shuffles
+        # Samples of the epoch that are over: those that a resumed epoch skips are not loaded,
+        # either
+        self.first = 0
+        self._epoch = 0
+        self._order = torch.empty(0, dtype=torch.int64)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order it is."""
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, torch.empty(0, dtype=torch.int64)
+            self._epoch = epoch
+            self._order = torch.empty(0, dtype=torch.int64)
 
     @property
     def order(self) -> Tensor:
         """Return the epoch's order, int64 [length]: torch's DistributedSampler has the same one."""
         if len(self._order) != self.length:
             seed = torch.Generator().manual_seed(self._epoch)
-            self._order = torch.randperm(self.length, generator=seed) if self.shuffles else torch.arange(self.length)
+            self._order = (
+                torch.randperm(self.length, generator=seed)
+                if self.shuffles
+                else torch.arange(self.length)
+            )
         return self._order
 
     def fingerprint(self) -> int:
@@ -80,7 +95,8 @@ class StepOrder:
         return first + steps * self.step_samples
 
     def __iter__(self) -> Iterator[list[int]]:
-        order, dealt = self.order, self.batch_size * self.shares
+        order = self.order
+        dealt = self.batch_size * self.shares
         own = range(self.first + self.share * self.batch_size, self._stop(self.first), dealt)
         for place in own:
             yield order[torch.arange(place, place + self.batch_size) % self.length].tolist()
@@ -90,10 +106,13 @@ class StepOrder:
 
 
 class _From:
-    """A sampler's indices from `first` on: samples that a resumed epoch skips are not loaded, either."""
+    """A sampler's indices from `first` on: samples that a resumed epoch skips are not loaded,
+    either.
+    """
 
     def __init__(self, sampler: Iterable[Any]) -> None:
-        self.sampler, self.first = sampler, 0
+        self.sampler = sampler
+        self.first = 0
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self.sampler), self.first, None)
@@ -105,9 +124,10 @@ class _From:
 class ShardedLoader:
     """Iterates over this rank's share of a dataset, one micro-batch ahead of the step.
 
-    Every rank sees the same number of batches; the order is shuffled anew each epoch with a seed all ranks share
-    (shuffles).  Without a sampler, samples are dealt by steps (`StepOrder`); a sampler's are cut into batches as they
-    come.  `state_dict` says how far it is; iteration after a `load_state_dict` begins there.
+    Every rank sees the same number of batches; the order is shuffled anew each epoch with a seed
+    all ranks share (shuffles).  Without a sampler, samples are dealt by steps (`StepOrder`); a
+    sampler's are cut into batches as they come.  `state_dict` says how far it is; iteration after a
+    `load_state_dict` begins there.
     step_samples: those of one step of all ranks; None: one micro-batch of each.
     take: what of a batch this rank is given; None: all of it.
     """
@@ -125,17 +145,33 @@ class ShardedLoader:
         shuffles: bool = True,
     ) -> None:
         self._take = take or _all
-        self.device, self.epoch, self.batch_size = mesh.device, 0, batch_size
-        self.dealt = batch_size * mesh.data_size  # samples that all ranks together are given at a time
-        self.samples = self._resume_at = 0  # of this epoch that all ranks were given, before a restart too
+        self.device = mesh.device
+        self.epoch = 0
+        self.batch_size = batch_size
+        self.dealt = (
+            batch_size * mesh.data_size
+        )  # samples that all ranks together are given at a time
+        self.samples = self._resume_at = (
+            0  # of this epoch that all ranks were given, before a restart too
+        )
         self._samples_before = 0  # those of the epoch before
         self.sampler = sampler
         if sampler is None and not isinstance(dataset, IterableDataset):
             many: int = len(dataset)  # type: ignore[arg-type]  # map-style data have a length
             shares = mesh.data_index, mesh.data_size
-            self.sampler = StepOrder(many, step_samples or self.dealt, batch_size, *shares, drop_last, shuffles)
-        self._indices = None if isinstance(self.sampler, StepOrder) or self.sampler is None else _From(self.sampler)
-        cut: dict[str, Any] = {"batch_size": batch_size, "sampler": self._indices, "drop_last": drop_last}
+            self.sampler = StepOrder(
+                many, step_samples or self.dealt, batch_size, *shares, drop_last, shuffles
+            )
+        self._indices = (
+            None
+            if isinstance(self.sampler, StepOrder) or self.sampler is None
+            else _From(self.sampler)
+        )
+        cut: dict[str, Any] = {
+            "batch_size": batch_size,
+            "sampler": self._indices,
+            "drop_last": drop_last,
+        }
         self.loader: DataLoader[Any] = DataLoader(
             dataset,
             collate_fn=collate_fn,
@@ -146,34 +182,44 @@ class ShardedLoader:
         )
 
     def state_dict(self, again: int = 0) -> dict[str, int]:
-        """The epoch, how many samples of it all ranks together have been given, and what order they are of.
+        """The epoch, how many samples of it all ranks together have been given, and what order they
+        are of.
 
-        again: so many batches, the last ones, count as not given: the step they were for is not over.
+        again: so many batches, the last ones, count as not given: the step they were for is not
+        over.
         """
-        epoch, samples = self.epoch, self.samples - again * self.dealt
+        epoch = self.epoch
+        samples = self.samples - again * self.dealt
         if samples < 0 and epoch > 0:  # the step began in the epoch before
-            epoch, samples = epoch - 1, samples + self._samples_before
+            epoch = epoch - 1
+            samples = samples + self._samples_before
         return {"epoch": epoch, "samples": max(samples, 0), **self._described(epoch)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on there, at any number of ranks; a sampler's batch that this number of ranks would cut is given again.
+        """Go on there, at any number of ranks; a sampler's batch that this number of ranks would
+        cut is given again.
 
         A warning says so where the order is another one than the saved run's.
         """
-        self.epoch, samples = int(state["epoch"]), int(state["samples"])
+        self.epoch = int(state["epoch"])
+        samples = int(state["samples"])
         is_by_steps = isinstance(self.sampler, StepOrder)
-        self.samples = self._resume_at = samples if is_by_steps else samples // self.dealt * self.dealt
+        self.samples = self._resume_at = (
+            samples if is_by_steps else samples // self.dealt * self.dealt
+        )
         here = self._described(self.epoch)
         if any(state.get(name, value) != value for name, value in here.items()):
             log_once(
-                f"the data are in another order than those of the saved run ({here['length']:,} samples; it had "
-                f"{int(state['length']):,}): its epoch goes on at sample {samples:,} of this one, which may repeat "
-                "some and leave others out.",
+                f"the data are in another order than those of the saved run ({here['length']:,} "
+                f"samples; it had {int(state['length']):,}): its epoch goes on at sample "
+                f"{samples:,} of this one, which may repeat some and leave others out.",
                 logging.WARNING,
             )
 
     def deal_steps_of(self, samples: int) -> None:
-        """Have the epochs from the next one on filled up to steps of so many samples of all ranks."""
+        """Have the epochs from the next one on filled up to steps of so many samples of all
+        ranks.
+        """
         if isinstance(self.sampler, StepOrder):
             self.sampler.step_samples = samples
 
@@ -192,12 +238,15 @@ class ShardedLoader:
     def set_epoch(self, epoch: int) -> None:
         """Choose the shuffle; counted on by itself at the end of each epoch."""
         if epoch != self.epoch:
-            self.epoch, self.samples, self._resume_at = epoch, 0, 0
+            self.epoch = epoch
+            self.samples = 0
+            self._resume_at = 0
 
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self.sampler, StepOrder | DistributedSampler):
             self.sampler.set_epoch(self.epoch)
-        self.samples, self._resume_at = self._resume_at, 0
+        self.samples = self._resume_at
+        self._resume_at = 0
         batches = iter(self._rest_of_epoch())
         ahead = [to_device(self._take(batch), self.device) for batch in islice(batches, 1)]
         while ahead:
@@ -208,7 +257,9 @@ class ShardedLoader:
         self.epoch, self.samples, self._samples_before = self.epoch + 1, 0, self.samples
 
     def _rest_of_epoch(self) -> Iterable[Any]:
-        """Return the batches of the epoch that were not given yet; those of a sampler or an order are not loaded."""
+        """Return the batches of the epoch that were not given yet; those of a sampler or an order
+        are not loaded.
+        """
         over = self.samples // self.dealt
         if isinstance(self.sampler, StepOrder):
             self.sampler.first = self.samples

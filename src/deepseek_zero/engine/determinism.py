@@ -1,7 +1,9 @@
-"""The same bits on every run: torch computes by deterministic algorithms while an engine that asks for it lives.
+"""The same bits on every run: torch computes by deterministic algorithms while an engine that asks
+for it lives.
 
-Our own sums have one order anyway (`ordered_sum`); what is left to chance is torch's kernels, which add with atomics or
-choose by the clock.  The switch is the process's, so engines share it: the last to go puts it back.
+Our own sums have one order anyway (`ordered_sum`); what is left to chance is torch's kernels, which
+add with atomics or choose by the clock.  The switch is the process's, so engines share it: the last
+to go puts it back.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import torch
 
 from ..base.errors import UsageError
 
-WORKSPACE, WORKSPACE_SIZE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+WORKSPACE_SIZE = ":4096:8"
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,9 @@ class _Switches:
 
     deterministic: bool = True
     warns_only: bool = False
-    tries_cudnn: bool = False  # cuDNN's fastest algorithm, by the clock: not the same one in every run
+    tries_cudnn: bool = (
+        False  # cuDNN's fastest algorithm, by the clock: not the same one in every run
+    )
 
     @staticmethod
     def now() -> _Switches:
@@ -66,9 +71,11 @@ class Determinism:
 
 
 def fix_workspace(device: torch.device) -> None:
-    """Give cuBLAS a workspace of fixed size if CUDA has not started: it reads the variable once, when it starts.
+    """Give cuBLAS a workspace of fixed size if CUDA has not started: it reads the variable once,
+    when it starts.
 
-    Only then does it add in one order. The engine moves the model to the device, so this comes before it is built.
+    Only then does it add in one order. The engine moves the model to the device, so this comes
+    before it is built.
     """
     if device.type == "cuda" and not torch.cuda.is_initialized():
         os.environ.setdefault(WORKSPACE, WORKSPACE_SIZE)
@@ -78,7 +85,8 @@ def _check_workspace(device: torch.device) -> None:
     if device.type == "cuda" and WORKSPACE not in os.environ:
         raise UsageError(
             f"deterministic is true, but CUDA has started without {WORKSPACE}.",
-            "cuBLAS reads it once, when it starts; without it matrix products may differ from run to run.",
-            f"set {WORKSPACE}={WORKSPACE_SIZE} before the program starts, or build the model on the CPU and the engine "
-            "before anything touches the GPU.",
+            "cuBLAS reads it once, when it starts; without it matrix products may differ from run "
+            "to run.",
+            f"set {WORKSPACE}={WORKSPACE_SIZE} before the program starts, or build the model on "
+            "the CPU and the engine before anything touches the GPU.",
         )

@@ -1,6 +1,7 @@
 """The engine: forward, backward, step, and what it tells of them. Coordinates, computes nothing.
 
-`initialize` returns an `Engine`, made of `Parts`; compat/deepspeed/engine.py adds DeepSpeed's getters.  Its `Observer`
+`initialize` returns an `Engine`, made of `Parts`; compat/deepspeed/engine.py adds DeepSpeed's
+getters.  Its `Observer`
 reports the training: timers, records, monitor events, one line per N steps.
 """
 
@@ -62,7 +63,9 @@ from .saving import Saver
 from .settings import DataSettings, ObserverSettings, SavingSettings
 from .stragglers import Stragglers
 
-if TYPE_CHECKING:  # pydantic is imported by those who read a configuration, not by who names this class
+if (
+    TYPE_CHECKING
+):  # pydantic is imported by those who read a configuration, not by who names this class
     from ..config import Config
     from ..pipeline import Pipeline, PlainLoop
 
@@ -70,7 +73,9 @@ PLAN_NAME = "plan.txt"
 
 
 class StandsForModule(nn.Module):
-    """Base of objects that wrap a model as `module`: attributes that they do not have are the model's."""
+    """Base of objects that wrap a model as `module`: attributes that they do not have are the
+    model's.
+    """
 
     module: nn.Module
 
@@ -80,7 +85,9 @@ class StandsForModule(nn.Module):
         except AttributeError:
             own = getattr(type(self), name, None)
             if isinstance(own, property) and own.fget is not None:
-                return own.fget(self)  # an AttributeError inside it led here: that one is to be seen, not ours
+                return own.fget(
+                    self
+                )  # an AttributeError inside it led here: that one is to be seen, not ours
             if name == "module":  # not there yet
                 raise
             try:
@@ -126,11 +133,17 @@ class Parts:
     pipeline: Pipeline | None = None
     loop: PlainLoop | None = None  # over the pipeline's stages
     sparse_attention: SparseAttention | None = None
-    told: dict[str, Any] = field(default_factory=dict)  # what DeepSeekZeRO3 heard of its optimizer, to compare with it
+    told: dict[str, Any] = field(
+        default_factory=dict
+    )  # what DeepSeekZeRO3 heard of its optimizer, to compare with it
 
     def describe(self) -> list[str]:
-        """One line per part: what `dump_state` logs, and what the contract compares to find keys without effect."""
-        units = [f"{unit.name}: {[group.plan for group in unit.groups]}" for unit in self.runtime.units]
+        """One line per part: what `dump_state` logs, and what the contract compares to find keys
+        without effect.
+        """
+        units = [
+            f"{unit.name}: {[group.plan for group in unit.groups]}" for unit in self.runtime.units
+        ]
         inner = self.optimizer.inner if self.optimizer is not None else None
         return [
             str(self.plan_settings),
@@ -152,13 +165,17 @@ class Parts:
 
 
 def summary(record: StepRecord) -> str:
-    """Return a step in one line, without tokens if the model was given none, and without a loss if none was seen."""
+    """Return a step in one line, without tokens if the model was given none, and without a loss if
+    none was seen.
+    """
     loss = "" if record.loss is None else f"loss {record.loss:.4f}, "
-    pace = f", {format_count(record.tokens_per_second)} tokens/s" if record.tokens_per_second else ""
+    pace = (
+        f", {format_count(record.tokens_per_second)} tokens/s" if record.tokens_per_second else ""
+    )
     return (
         f"step {record.step}: {loss}lr {record.lr:.3g}, grad norm {record.grad_norm:.3f}, "
-        f"{format_seconds(record.step_seconds)}{pace}, {format_bytes(record.memory_bytes)} in memory, "
-        f"{format_bytes(record.comm_bytes)} sent"
+        f"{format_seconds(record.step_seconds)}{pace}, {format_bytes(record.memory_bytes)} in "
+        f"memory, {format_bytes(record.comm_bytes)} sent"
     )
 
 
@@ -166,7 +183,8 @@ class Observer:
     """Reports of rank 0; the other ranks keep only timers."""
 
     def __init__(self, settings: ObserverSettings, device: torch.device) -> None:
-        self.settings, self.device = settings, device
+        self.settings = settings
+        self.device = device
         self.timers = Timers(device) if settings.wall_clock_breakdown else None
         path = settings.records_path
         try:
@@ -175,13 +193,16 @@ class Observer:
         except OSError as error:
             raise StorageError(
                 f"the run's records cannot be written: {str(error)[:300]}.",
-                "records.path, or the output_path of a monitor, names a directory that cannot be made or written.",
+                "records.path, or the output_path of a monitor, names a directory that cannot be "
+                "made or written.",
                 "name another directory, or switch it off.",
             ) from error
         self._record: StepRecord | None = None
         self._unread: list[Tensor] = []  # losses of the last step, which its record lacks
         self._losses: list[Tensor] = []
-        self.profile: ForwardCost | None = None  # of the forward that flops_profiler asks for, once it has run
+        self.profile: ForwardCost | None = (
+            None  # of the forward that flops_profiler asks for, once it has run
+        )
         self._began = time.perf_counter()
         self._sent = self._tokens = 0
         self.micro_tokens: int | None = None  # of the last micro-batch
@@ -190,8 +211,8 @@ class Observer:
 
     @property
     def record(self) -> StepRecord | None:
-        """Return the record of the last step. On a GPU its loss is read here, not before: until then the host has
-        not waited for it.
+        """Return the record of the last step. On a GPU its loss is read here, not before: until
+        then the host has not waited for it.
         """
         self._read_loss()
         return self._record
@@ -199,7 +220,8 @@ class Observer:
     def _read_loss(self) -> None:
         if self._record is not None and self._unread:
             loss = float(torch.stack([each.float().reshape(()) for each in self._unread]).mean())
-            self._record, self._unread = replace(self._record, loss=loss), []
+            self._record = replace(self._record, loss=loss)
+            self._unread = []
 
     def planned(self, plan: str) -> None:
         """Write the plan as text beside the records, again after a unit was promoted."""
@@ -211,9 +233,16 @@ class Observer:
         return self.timers.timed(name) if self.timers is not None else nullcontext()
 
     def profiled(self, engine: Engine) -> AbstractContextManager[Any]:
-        """Count the operations of one forward on rank 0: the first one after as many steps as flops_profiler says."""
+        """Count the operations of one forward on rank 0: the first one after as many steps as
+        flops_profiler says.
+        """
         wanted = self.settings.flops
-        due = wanted is not None and self.profile is None and engine.global_steps >= wanted.step and is_rank_zero()
+        due = (
+            wanted is not None
+            and self.profile is None
+            and engine.global_steps >= wanted.step
+            and is_rank_zero()
+        )
         return self._profile(engine, wanted) if due and wanted is not None else nullcontext()
 
     @contextmanager
@@ -231,10 +260,14 @@ class Observer:
             try:
                 Path(wanted.output_file).write_text(table + "\n", encoding="utf-8")
             except OSError as error:  # no reason to lose a run in its forward
-                logger.warning(f"flops_profiler.output_file cannot be written ({str(error)[:300]}):\n{table}")
+                logger.warning(
+                    f"flops_profiler.output_file cannot be written ({str(error)[:300]}):\n{table}"
+                )
 
     def saw(self, args: tuple[Any, ...]) -> None:
-        """Count the tokens of a micro-batch: the elements of the first integer tensor the model is given."""
+        """Count the tokens of a micro-batch: the elements of the first integer tensor the model is
+        given.
+        """
         for value in args:
             if isinstance(value, Tensor) and not value.is_floating_point():
                 self._tokens += value.numel()
@@ -251,11 +284,15 @@ class Observer:
         optimizer = engine.optimizer
         assert optimizer is not None and optimizer.last is not None
         now = time.perf_counter()
-        seconds, self._began = now - self._began, now
+        seconds = now - self._began
+        self._began = now
         total = engine.runtime.comm.meter.total_bytes()
-        sent, self._sent = total - self._sent, total
-        self._unread, self._losses = self._losses, []
-        tokens, self._tokens = self._tokens, 0
+        sent = total - self._sent
+        self._sent = total
+        self._unread = self._losses
+        self._losses = []
+        tokens = self._tokens
+        self._tokens = 0
         self._record = StepRecord(
             step=engine.global_steps,
             loss=None,
@@ -276,7 +313,8 @@ class Observer:
             self.planned(engine.plan())
 
     def _tell(self, engine: Engine) -> None:
-        step, every = engine.global_steps, self.settings.steps_per_print
+        step = engine.global_steps
+        every = self.settings.steps_per_print
         writes = self.writer is not None and step % self.settings.records_every == 0
         prints = bool(every) and step % (every or 1) == 0
         if not (writes or prints or self.monitor.enabled):
@@ -310,17 +348,20 @@ class Observer:
 class Engine(StandsForModule):
     """One model, its optimizer and its schedule.
 
-    The wrapped model stays `engine.module`; other attributes fall through to it.  `loss.backward()` and
-    `engine.backward(loss)` are equally good.
+    The wrapped model stays `engine.module`; other attributes fall through to it.  `loss.backward()`
+    and `engine.backward(loss)` are equally good.
     """
 
-    # A function that returns the client_state of saves that the program does not call (checkpoint.save_on_signal).
+    # A function that returns the client_state of saves that the program does not call
+    # (checkpoint.save_on_signal).
     client_state: Callable[[], Mapping[str, Any]] | None = None
 
     def __init__(self, config: Config, mesh: Mesh, parts: Parts) -> None:
         super().__init__()
         self.module = parts.runtime.model
-        self.config, self.mesh, self.parts = config, mesh, parts
+        self.config = config
+        self.mesh = mesh
+        self.parts = parts
         self.optimizer: ShardedOptimizer | None = parts.optimizer
         if self.optimizer is not None:
             self.optimizer.take_step = weakref.WeakMethod(self.step_now)
@@ -337,10 +378,13 @@ class Engine(StandsForModule):
         self._batches: Iterator[Any] | None = None  # of the own loader, for `train_batch`
         self._stepped = self._told_of_graphless = self._told_of_direct_steps = False
         self._batch = config.batch  # changed by `_resize`
-        # Ranks with all layers and tokens of their own compute alike; a GPU's host runs ahead of it.
+        # Ranks with all layers and tokens of their own compute alike; a GPU's host runs ahead of
+        # it.
         are_alike = mesh.device.type == "cpu" and mesh.pp == mesh.tp == mesh.sp == 1
         comm = parts.runtime.comm
-        self._stragglers = Stragglers(comm.meter, comm.host_names) if are_alike and comm.spans_hosts else None
+        self._stragglers = (
+            Stragglers(comm.meter, comm.host_names) if are_alike and comm.spans_hosts else None
+        )
         self.observer.planned(self.plan())
         self._losses = Losses(partial(_backwards_of, parts.runtime, parts.loop), self.observer.loss)
 
@@ -364,7 +408,9 @@ class Engine(StandsForModule):
     # -- the step by step flow
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward on this rank's micro-batch; over stages, in training, its backward too."""
+        """Run the model's forward on this rank's micro-batch; over stages, in training, its
+        backward too.
+        """
         self.runtime.is_boundary = self.is_gradient_accumulation_boundary()
         self.observer.saw((*args, *kwargs.values()))
         if self.parts.loop is not None:
@@ -376,15 +422,17 @@ class Engine(StandsForModule):
             self._explains("forward"),
             self.runtime.loss_factor.entered(),
         ):
-            # The first child is `self.module`, which __getattr__ would look up behind every name of DeepSpeed's.
+            # The first child is `self.module`, which __getattr__ would look up behind every name of
+            # DeepSpeed's.
             return next(self.children())(*args, **kwargs)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Take a whole step: `gradient_accumulation_steps` micro-batches forward and backward, then the update.
+        """Take a whole step: `gradient_accumulation_steps` micro-batches forward and backward, then
+        the update.
 
-        Return the mean loss of all ranks' micro-batches, the same on every rank.  Collective in the world.  data_iter:
-        yields micro-batches, the same on every stage and, whole or cut, on ranks that share sequences; None: of the
-        engine's own loader, over and over.
+        Return the mean loss of all ranks' micro-batches, the same on every rank.  Collective in the
+        world.  data_iter: yields micro-batches, the same on every stage and, whole or cut, on ranks
+        that share sequences; None: of the engine's own loader, over and over.
         """
         batches = self._taken(data_iter or self._own_batches(), self._batch.accumulation)
         stages = self.parts.pipeline
@@ -404,12 +452,15 @@ class Engine(StandsForModule):
 
     def _end_pipelined(self) -> None:
         """Step behind a pipeline's program: all micro-batches of the step have been taken."""
-        self.global_samples += (self._batch.accumulation - 1) * self._batch.micro * self.mesh.data_size
+        self.global_samples += (
+            (self._batch.accumulation - 1) * self._batch.micro * self.mesh.data_size
+        )
         self.micro_steps += self._batch.accumulation - 1
         Engine.step(self)  # a door may refuse its own
 
     def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> Tensor:
-        """Return the mean loss of so many micro-batches of all ranks, without a backward.  Collective in the world.
+        """Return the mean loss of so many micro-batches of all ranks, without a backward.
+        Collective in the world.
 
         num_micro_batches: None: as many as a step has.
         """
@@ -418,28 +469,48 @@ class Engine(StandsForModule):
         return found
 
     def _evaluated(
-        self, data_iter: Iterator[Any], many: int | None, *, keeps_outputs: bool = False, has_loss: bool = True
+        self,
+        data_iter: Iterator[Any],
+        many: int | None,
+        *,
+        keeps_outputs: bool = False,
+        has_loss: bool = True,
     ) -> tuple[Tensor | None, list[Any] | None]:
-        """Run forwards alone; return the mean loss, if it is asked for, and the outputs where they are."""
+        """Run forwards alone; return the mean loss, if it is asked for, and the outputs where they
+        are.
+        """
         if self.parts.loop is not None:
             self.parts.loop.refuse_own_rows("eval_batch")
         batches = self._taken(data_iter, many or self._batch.accumulation)
-        stages, was_training = self.parts.pipeline, self.training
+        stages = self.parts.pipeline
+        was_training = self.training
         self.eval()
         try:
             if stages is not None:
-                return stages.evaluate(stages.read(batches), keeps_outputs=keeps_outputs, has_loss=has_loss)
+                return stages.evaluate(
+                    stages.read(batches), keeps_outputs=keeps_outputs, has_loss=has_loss
+                )
             with torch.no_grad():
                 outputs = [self._forward_of(batch) for batch in batches]
-                losses = [self._loss_of(*pair) for pair in zip(outputs, batches, strict=True)] if has_loss else []
-            return self._mean_of_ranks(losses) if has_loss else None, outputs if keeps_outputs else None
+                losses = (
+                    [self._loss_of(*pair) for pair in zip(outputs, batches, strict=True)]
+                    if has_loss
+                    else []
+                )
+            return self._mean_of_ranks(
+                losses
+            ) if has_loss else None, outputs if keeps_outputs else None
         finally:
             self.train(was_training)
 
     def _taken(self, batches: Iterator[Any], many: int) -> list[Any]:
         """Take so many micro-batches; of whole sequences that ranks share, this rank's part."""
         found = [next(batches) for _ in range(many)]
-        return found if self.mesh.sp == 1 else [parallel.own_part(self.module, batch) for batch in found]
+        return (
+            found
+            if self.mesh.sp == 1
+            else [parallel.own_part(self.module, batch) for batch in found]
+        )
 
     def _forward_of(self, batch: Any) -> Any:
         """Run the model on what a loader yields: a list of layers takes the first of a pair."""
@@ -463,7 +534,9 @@ class Engine(StandsForModule):
         return self._mean_of_ranks(losses)
 
     def _mean_of_ranks(self, losses: Sequence[Tensor]) -> Tensor:
-        mean = torch.tensor([sum(float(loss) for loss in losses) / len(losses)], dtype=torch.float64)
+        mean = torch.tensor(
+            [sum(float(loss) for loss in losses) / len(losses)], dtype=torch.float64
+        )
         table = self.runtime.comm.whole.all_gather_rows(mean, "the losses of all ranks")
         return table.mean().float().to(self.mesh.device)
 
@@ -480,21 +553,26 @@ class Engine(StandsForModule):
         return self._batches
 
     def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
-        """The loss times the loss scale, divided by the accumulation steps: `engine.scale(loss).backward()` is
-        `engine.backward(loss)`.  A tensor of any shape; the model's outputs alone need no scaling.
+        """The loss times the loss scale, divided by the accumulation steps:
+        `engine.scale(loss).backward()` is `engine.backward(loss)`.  A tensor of any shape; the
+        model's outputs alone need no scaling.
         """
         scaled = self.runtime.loss_factor.apply(loss, by_accumulation=scale_wrt_gas)
         self._losses.scaled(scaled, loss)
         return scaled
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Differentiate the loss; gradients are reduced as they appear.  Returns the loss divided by the accumulation
-        steps.
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        """Differentiate the loss; gradients are reduced as they appear.  Returns the loss divided
+        by the accumulation steps.
 
-        Collective: every rank calls it once per micro-batch, also one whose loss does not depend on the model: it
-        counts as zeros there.  Where no rank's loss requires a gradient, this or the step raises UsageError on all.
+        Collective: every rank calls it once per micro-batch, also one whose loss does not depend on
+        the model: it counts as zeros there.  Where no rank's loss requires a gradient, this or the
+        step raises UsageError on all.
         """
-        runtime, loop = self.runtime, self.parts.loop
+        runtime = self.runtime
+        loop = self.parts.loop
         runtime.is_boundary = self.is_gradient_accumulation_boundary()
         done = runtime.backwards
         try:
@@ -513,10 +591,16 @@ class Engine(StandsForModule):
             raise
         self._losses.differentiated(loss)
         self._backwards += 1
-        return loss / self._batch.accumulation if scale_wrt_gas and self._batch.accumulation > 1 else loss
+        return (
+            loss / self._batch.accumulation
+            if scale_wrt_gas and self._batch.accumulation > 1
+            else loss
+        )
 
     def _has_graph(self, loss: Tensor) -> bool:
-        """Return whether a loss can be differentiated.  UsageError where it cannot and no other rank's may."""
+        """Return whether a loss can be differentiated.  UsageError where it cannot and no other
+        rank's may.
+        """
         if not isinstance(loss, Tensor):
             raise UsageError(
                 f"engine.backward got a {type(loss).__name__} where a tensor is needed.",
@@ -528,26 +612,31 @@ class Engine(StandsForModule):
         if self.mesh.world_size == 1:
             raise UsageError(
                 "engine.backward got a loss that does not require a gradient.",
-                "It was computed under torch.no_grad(), detached, or made of parameters that are frozen.",
+                "It was computed under torch.no_grad(), detached, or made of parameters that are "
+                "frozen.",
                 "compute it from the model's outputs with gradients on.",
             )
         if not self._told_of_graphless:
             self._told_of_graphless = True
             logger.warning(
-                f"step {self.global_steps + 1}: this rank's loss does not require a gradient, so it counts as zeros "
-                "beside the other ranks'.  If that is so on all of them, the step is an error; this is said once."
+                f"step {self.global_steps + 1}: this rank's loss does not require a gradient, so "
+                "it counts as zeros beside the other ranks'.  If that is so on all of them, the "
+                "step is an error; this is said once."
             )
         return False
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Count a micro-batch; at the accumulation boundary update the weights and the learning rate.  Collective.
+        """Count a micro-batch; at the accumulation boundary update the weights and the learning
+        rate.  Collective.
 
-        With checkpoint.save_on_signal it ends in SystemExit(85) where a rank was asked to end, behind a save.
+        With checkpoint.save_on_signal it ends in SystemExit(85) where a rank was asked to end,
+        behind a save.
         """
         if self.optimizer is None:
             raise UsageError(
                 "the engine has no optimizer.",
-                "initialize got neither `optimizer` nor a configuration with an `optimizer` section.",
+                "initialize got neither `optimizer` nor a configuration with an `optimizer` "
+                "section.",
                 "add one of the two; without an optimizer the engine serves inference only.",
             )
         if self._context:
@@ -564,9 +653,11 @@ class Engine(StandsForModule):
             self._end_step(self.optimizer.step, lr_kwargs or {})
 
     def step_now(self) -> None:
-        """Take a step with all gradients since the last one, at any point of the accumulation.  Collective.
+        """Take a step with all gradients since the last one, at any point of the accumulation.
+        Collective.
 
-        This is what `engine.optimizer.step()` does: counters and the learning rate move as in `step`.
+        This is what `engine.optimizer.step()` does: counters and the learning rate move as in
+        `step`.
         """
         assert self.optimizer is not None
         if self._context:
@@ -576,8 +667,9 @@ class Engine(StandsForModule):
         if not self._told_of_direct_steps:
             self._told_of_direct_steps = True
             log_once(
-                "optimizer.step() was called directly: it counts as a step of the engine and moves its learning-rate "
-                "schedule, as engine.step() at the end of an accumulation.  Do not call lr_scheduler.step() as well."
+                "optimizer.step() was called directly: it counts as a step of the engine and moves "
+                "its learning-rate schedule, as engine.step() at the end of an accumulation.  Do "
+                "not call lr_scheduler.step() as well."
             )
         counted = self.begun if self.config.managed_gradient_accumulation else 0
         taken = 1 if self.parts.loop is not None else max(1, self.runtime.backwards - counted)
@@ -593,13 +685,16 @@ class Engine(StandsForModule):
 
     def _step_inside_context(self) -> UsageError:
         return UsageError(
-            f"It is illegal to call Engine.step() inside {self._context} context manager (no_sync).",
+            f"It is illegal to call Engine.step() inside {self._context} context manager "
+            "(no_sync).",
             "The gradients of its backwards are not reduced yet.",
             "call step() behind the block.",
         )
 
     def _end_step(self, update: Callable[..., None], lr_kwargs: dict[str, Any]) -> None:
-        """Update weights and learning rate, and all that follows a step.  update: of the optimizer."""
+        """Update weights and learning rate, and all that follows a step.  update: of the
+        optimizer.
+        """
         assert self.optimizer is not None
         with self.observer.timed("step"), self._explains("step"):
             self._update(update)
@@ -619,14 +714,14 @@ class Engine(StandsForModule):
             self.parts.integrity.after_step(self.global_steps)
 
     def _update(self, update: Callable[..., None]) -> None:
-        """Update the weights; with the verdict on gradients each rank tells all others what it has to say."""
+        """Update the weights; with the verdict on gradients each rank tells all others what it has
+        to say.
+        """
         assert self.optimizer is not None
-        step, preemption, stragglers, integrity = (
-            self.global_steps + 1,
-            self.parts.preemption,
-            self._stragglers,
-            self.parts.integrity,
-        )
+        step = self.global_steps + 1
+        preemption = self.parts.preemption
+        stragglers = self._stragglers
+        integrity = self.parts.integrity
         asked = (preemption.word,) if preemption is not None else ()
         seconds = stragglers.words(step) if stragglers is not None else ()
         sums: tuple[float, ...] = ()
@@ -660,7 +755,9 @@ class Engine(StandsForModule):
             self.optimizer.zero_grad()
 
     def was_step_applied(self) -> bool:
-        """Return whether the last step() changed the weights (not inside an accumulation, not skipped)."""
+        """Return whether the last step() changed the weights (not inside an accumulation, not
+        skipped).
+        """
         return self._stepped
 
     # -- accumulation
@@ -687,7 +784,8 @@ class Engine(StandsForModule):
         """Set by hand whether the next micro-batch ends a step; holds until it is set again."""
         if not self.config.managed_gradient_accumulation:
             raise UsageError(
-                "set_gradient_accumulation_boundary() has no meaning where managed_gradient_accumulation is false.",
+                "set_gradient_accumulation_boundary() has no meaning where "
+                "managed_gradient_accumulation is false.",
                 "Every step() updates there.",
                 "call step() where the accumulation ends, or leave the key out.",
             )
@@ -695,18 +793,20 @@ class Engine(StandsForModule):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate without reducing: stages 0 and 1 only, whose gradients are whole on every rank until the
-        boundary.
+        """Accumulate without reducing: stages 0 and 1 only, whose gradients are whole on every rank
+        until the boundary.
         """
         if self.runtime.settings.stage >= 2:
             raise UsageError(
-                "no_sync context manager is incompatible with gradients that are sharded: ZeRO stage "
-                f"{self.runtime.settings.stage}.",
-                "A sharded gradient has nowhere to wait: each rank keeps only its slice, so every backward reduces.",
+                "no_sync context manager is incompatible with gradients that are sharded: ZeRO "
+                f"stage {self.runtime.settings.stage}.",
+                "A sharded gradient has nowhere to wait: each rank keeps only its slice, so every "
+                "backward reduces.",
                 "use gradient_accumulation_steps, or stage 0 or 1.",
             )
         with self._inside("no_sync"):
-            held, self._boundary = self._boundary, False
+            held = self._boundary
+            self._boundary = False
             try:
                 yield
             finally:
@@ -728,20 +828,24 @@ class Engine(StandsForModule):
             self._context = ""
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the samples per step by accumulating more or fewer micro-batches; every rank, between two steps."""
+        """Change the samples per step by accumulating more or fewer micro-batches; every rank,
+        between two steps.
+        """
         whole_number("set_train_batch_size", "train_batch_size", train_batch_size, 1)
         per_micro = self._batch.micro * self._batch.data_size
         if train_batch_size < per_micro or train_batch_size % per_micro:
             raise UsageError(
-                f"Train batch size must be divisible by micro-batch data parallelism: {train_batch_size} is not a "
-                f"multiple of {per_micro} ({self._batch.micro} per rank x {self._batch.data_size} ranks).",
+                "Train batch size must be divisible by micro-batch data parallelism: "
+                f"{train_batch_size} is not a multiple of {per_micro} ({self._batch.micro} per "
+                f"rank x {self._batch.data_size} ranks).",
                 "Only the number of micro-batches per step can change.",
                 f"choose a multiple of {per_micro}.",
             )
         self._resize(self._batch.micro, train_batch_size // per_micro)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Say that micro-batches have another size from now on; the accumulation stays, the batch size follows.
+        """Say that micro-batches have another size from now on; the accumulation stays, the batch
+        size follows.
 
         A data loader keeps the sizes it was built with.
         """
@@ -764,16 +868,21 @@ class Engine(StandsForModule):
             "gradient_accumulation_steps": accumulation,
             "train_batch_size": train,
         }
-        self.config = self.config.model_copy(update=changes)  # for those who ask the engine for its configuration
+        self.config = self.config.model_copy(
+            update=changes
+        )  # for those who ask the engine for its configuration
         if accumulation != before.accumulation:
             self._accumulate(accumulation)
         if micro == before.micro and isinstance(self.training_dataloader, ShardedLoader):
             self.training_dataloader.deal_steps_of(train)
 
     def _accumulate(self, accumulation: int) -> None:
-        """Gradients summed over micro-batches are kept in fp32, single ones in the weight's dtype: the plan follows."""
+        """Gradients summed over micro-batches are kept in fp32, single ones in the weight's dtype:
+        the plan follows.
+        """
         self.micro_steps = self.global_steps * accumulation
-        runtime, policy = self.runtime, self.runtime.settings.policy
+        runtime = self.runtime
+        policy = self.runtime.settings.policy
         runtime.settings = replace(runtime.settings, accumulation=accumulation)
         if self.optimizer is not None:
             self.optimizer.flush()
@@ -791,7 +900,8 @@ class Engine(StandsForModule):
         return memory_report(self.runtime, self.optimizer, parked, self.parts.pipeline)
 
     def explain(self, picture: Path | str | None = None) -> str:
-        """The plan, and where this rank's steps went since the second one: computing, waiting, updating.  Local.
+        """The plan, and where this rank's steps went since the second one: computing, waiting,
+        updating.  Local.
 
         picture: where rank 0 also draws plan and schedule, mesh and pipeline, as a PNG.
         """
@@ -800,30 +910,53 @@ class Engine(StandsForModule):
         if picture is not None and is_rank_zero():
             draw(self.current_plan(), picture)
         parked = self.parts.recompute.explain() if self.parts.recompute is not None else []
-        capabilities = ["capabilities:", *(f"  {line}" for line in self.parts.capabilities.explain())]
-        return "\n".join([self.plan(), *capabilities, *self._where_steps_went(), *self._network_lines(), *parked])
+        capabilities = [
+            "capabilities:",
+            *(f"  {line}" for line in self.parts.capabilities.explain()),
+        ]
+        return "\n".join(
+            [self.plan(), *capabilities, *self._where_steps_went(), *self._network_lines(), *parked]
+        )
 
     def _network_lines(self) -> list[str]:
-        comm, comm_ctx = self.runtime.comm, self.runtime.comm_ctx
-        slow = [self._stragglers.link] if self._stragglers is not None and self._stragglers.link else []
+        comm = self.runtime.comm
+        comm_ctx = self.runtime.comm_ctx
+        slow = (
+            [self._stragglers.link]
+            if self._stragglers is not None and self._stragglers.link
+            else []
+        )
         links = network_links(self.current_plan(), comm.meter, line_of(comm), comm_ctx)
         return [link.explain() for link in links] + slow
 
     def _where_steps_went(self) -> list[str]:
-        settings, executor, comm = self.runtime.settings, self.runtime.executor, self.runtime.comm
+        settings = self.runtime.settings
+        executor = self.runtime.executor
+        comm = self.runtime.comm
         advice = Advice(
-            settings.ahead_numel, settings.window_numel, max(executor.sizes, default=0), comm.reads_in_place
+            settings.ahead_numel,
+            settings.window_numel,
+            max(executor.sizes, default=0),
+            comm.reads_in_place,
         )
         moved = what_moved(links_of(self.runtime.comm_ctx.tiers, comm.meter))
         early = self.optimizer.speculative if self.optimizer is not None else None
         adaptive = self.optimizer.fallback if self.optimizer is not None else None
         told = [part.explain() for part in (self.optimizer, early, adaptive) if part is not None]
-        return where_steps_went(comm.meter, advice) + moved + [line for lines in told for line in lines]
+        return (
+            where_steps_went(comm.meter, advice)
+            + moved
+            + [line for lines in told for line in lines]
+        )
 
     @contextmanager
     def timeline(self) -> Iterator[Timeline]:
-        """A log of the block: each collective and each transfer to or from another memory, with its times."""
-        meter, tiers, seen = self.runtime.comm.meter, self.runtime.comm_ctx.tiers, Timeline()
+        """A log of the block: each collective and each transfer to or from another memory, with its
+        times.
+        """
+        meter = self.runtime.comm.meter
+        tiers = self.runtime.comm_ctx.tiers
+        seen = Timeline()
         meter.events = seen.collectives
         tiers.record(seen.transfers)
         try:
@@ -834,15 +967,20 @@ class Engine(StandsForModule):
 
     @contextmanager
     def memory_trace(self, picture: Path | str | None = None) -> Iterator[MemoryTrace]:
-        """Follow every storage that the block makes, by kind: a forward, a backward and a step, say.  Local.
+        """Follow every storage that the block makes, by kind: a forward, a backward and a step,
+        say.  Local.
 
-        picture: where rank 0 draws bytes over operators, as a PNG.  Operators take longer meanwhile.
+        picture: where rank 0 draws bytes over operators, as a PNG.  Operators take longer
+        meanwhile.
         """
         if picture is not None:
             path_of("memory_trace", "picture", picture)
         recompute = self.parts.recompute
         trace = traced(
-            self.runtime, self.optimizer, recompute.extents if recompute is not None else list, self.parts.pipeline
+            self.runtime,
+            self.optimizer,
+            recompute.extents if recompute is not None else list,
+            self.parts.pipeline,
         )
         with trace.recording():
             yield trace
@@ -854,16 +992,24 @@ class Engine(StandsForModule):
         return "\n".join(self.current_plan().explain())
 
     def current_plan(self) -> Plan:
-        """The plan that this rank follows now, with the messages and micro-batches of the last step.  Local."""
-        return plan_of(self.runtime, self.optimizer, self.parts.pipeline, self.observer.micro_tokens)
+        """The plan that this rank follows now, with the messages and micro-batches of the last
+        step.  Local.
+        """
+        return plan_of(
+            self.runtime, self.optimizer, self.parts.pipeline, self.observer.micro_tokens
+        )
 
     def destroy(self) -> None:
-        """Unhook the model and free what the engine lent; calling it twice is harmless.  Collective where a checkpoint
-        is being written, which is finished first.
+        """Unhook the model and free what the engine lent; calling it twice is harmless.  Collective
+        where a checkpoint is being written, which is finished first.
 
         Rank 0 logs where its steps went, unless steps_per_print says that nothing is printed.
         """
-        if not self.runtime.is_destroyed and self.observer.settings.steps_per_print and self.global_steps > 1:
+        if (
+            not self.runtime.is_destroyed
+            and self.observer.settings.steps_per_print
+            and self.global_steps > 1
+        ):
             log_once("\n".join(["where the run went", *self._where_steps_went()]))
         self.parts.saver.finish()
         self.parts.saver.close()

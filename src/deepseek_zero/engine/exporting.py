@@ -1,4 +1,5 @@
-"""Whole weights of an engine, out and in: the words of both doors for checkpoint/export.py and checkpoint/weights.py.
+"""Whole weights of an engine, out and in: the words of both doors for checkpoint/export.py and
+checkpoint/weights.py.
 
 Knows by what suffix which kind of file is meant, and what Hugging Face wants beside the weights.
 """
@@ -31,8 +32,9 @@ def export(
 ) -> Path:
     """Write the whole weights for others to read.  Collective; every rank needs the same `path`.
 
-    path: a folder of safetensors as Hugging Face lays it out (with the model's config.json, if it has one), or one file
-    that ends in .safetensors, .pth, .pt or .bin.  dtype: of floating-point tensors; None: what they compute in.
+    path: a folder of safetensors as Hugging Face lays it out (with the model's config.json, if it
+    has one), or one file that ends in .safetensors, .pth, .pt or .bin.  dtype: of floating-point
+    tensors; None: what they compute in.
     """
     refuse_same_names(runtime.model)
     target = path_of("export", "path", path)
@@ -46,12 +48,16 @@ def export(
 
 
 def load_weights(runtime: Runtime, path: str | Path, strict: bool = True) -> None:
-    """Take weights (and masters) from safetensors, each rank only what it will hold.  Collective."""
+    """Take weights (and masters) from safetensors, each rank only what it will hold.
+    Collective.
+    """
     load_weights_into(runtime, path_of("load_weights", "path", path), strict=strict)
 
 
 def _write_config(runtime: Runtime, settings: ExportSettings, folder: Path) -> None:
-    """The files that `from_pretrained` wants beside the weights, of a model that has Hugging Face's configuration."""
+    """The files that `from_pretrained` wants beside the weights, of a model that has Hugging Face's
+    configuration.
+    """
     model = runtime.model
     for name in ("config", "generation_config"):
         config: Any = getattr(model, name, None)
@@ -62,6 +68,8 @@ def _write_config(runtime: Runtime, settings: ExportSettings, folder: Path) -> N
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         document["architectures"] = [type(model).__name__]
         dtypes = [group.weight.spec.dtype for group in runtime.groups]
-        dtype = next((settings.dtype_for(each) for each in dtypes if each.is_floating_point), torch.float32)
+        dtype = next(
+            (settings.dtype_for(each) for each in dtypes if each.is_floating_point), torch.float32
+        )
         document["dtype"] = str(dtype).removeprefix("torch.")
         files.replace_text(path, json.dumps(document, indent=2, sort_keys=True) + "\n")

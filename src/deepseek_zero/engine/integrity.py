@@ -1,17 +1,21 @@
-"""Finds bits that changed where nothing wrote: what several ranks hold alike is compared between them, every so many
-steps, and what rests is compared with itself.
+"""Finds bits that changed where nothing wrote: what several ranks hold alike is compared between
+them, every so many steps, and what rests is compared with itself.
 
-    step n-1 is over -> sums of what this rank holds alone -> ... -> step n, gradients reduced, nothing updated yet:
-    the same sums, and sums of everything that others hold, too -> their digests in the verdict (optim/sharded.py)
-    -> where they differ, the sums themselves -> the rank, the state and its parameters, on every rank
+    step n-1 is over -> sums of what this rank holds alone -> ... -> step n, gradients reduced,
+    nothing updated yet: the same sums, and sums of everything that others hold, too -> their
+    digests in the verdict (optim/sharded.py) -> where they differ, the sums themselves -> the rank,
+    the state and its parameters, on every rank
 
-Held alike are replicated weights, masters, moments and reduced gradients, the copies of a sharded weight that ranks
-have gathered, and the slices of replicas.  Where more than half of at least three ranks agree, the others are named.
+Held alike are replicated weights, masters, moments and reduced gradients, the copies of a sharded
+weight that ranks have gathered, and the slices of replicas.  Where more than half of at least three
+ranks agree, the others are named.
 
-What rests are slices, masters and moments.  Their sums hold until something writes (`StateGuard.writes`), so those of
-trained states say something of one step in every n, and those of frozen ones of all.
+What rests are slices, masters and moments.  Their sums hold until something writes
+(`StateGuard.writes`), so those of trained states say something of one step in every n, and those of
+frozen ones of all.
 
-Not found: a gradient that one rank computes wrong before it is summed, which all ranks then have alike.
+Not found: a gradient that one rank computes wrong before it is summed, which all ranks then have
+alike.
 """
 
 from __future__ import annotations
@@ -49,10 +53,11 @@ Sums = list[int]  # of each block
 
 @dataclass(frozen=True)
 class State:
-    """Memory that has one state of a group, or a part of one. low: the place of its first element in the layout.
+    """Memory that has one state of a group, or a part of one. low: the place of its first element
+    in the layout.
 
-    is_whole: every rank with this piece of the model has the same, not only replicas. rests: only what passes the
-    group's guard writes it.
+    is_whole: every rank with this piece of the model has the same, not only replicas. rests: only
+    what passes the group's guard writes it.
     """
 
     what: str
@@ -75,26 +80,36 @@ class State:
             first = self.low + block * numel
             last = min(first + numel, self.low + self.numel)
             slots = self.group.layout.slots
-            names = [slot.name for slot in slots if slot.start < last and first < slot.start + slot.numel] or names
-        return f"{self.what} of '{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            names = [
+                slot.name for slot in slots if slot.start < last and first < slot.start + slot.numel
+            ] or names
+        return f"{self.what} of '{names[0]}'" + (
+            f" and {len(names) - 1} more" if len(names) > 1 else ""
+        )
 
 
 class Integrity:
     """The comparisons of one engine."""
 
-    def __init__(self, runtime: Runtime, optimizer: ShardedOptimizer, mesh: Mesh, settings: IntegritySettings) -> None:
-        self._runtime, self._optimizer, self.settings = runtime, optimizer, settings
+    def __init__(
+        self, runtime: Runtime, optimizer: ShardedOptimizer, mesh: Mesh, settings: IntegritySettings
+    ) -> None:
+        self._runtime = runtime
+        self._optimizer = optimizer
+        self.settings = settings
         self._pieces = mesh.groups_along(*REDUCE_AXES)
         self._replicas = mesh.groups_along("dp_replicate")
-        self._rested: dict[str, tuple[StateGuard, int, Sums]] = {}  # by state: its guard, writes until then, sums
+        self._rested: dict[
+            str, tuple[StateGuard, int, Sums]
+        ] = {}  # by state: its guard, writes until then, sums
         self._gathered: dict[str, tuple[State, Tensor]] = {}
         self._found: list[tuple[State, Sums]] = []  # in the step under way
         self._changed: list[str] = []
         self._said: set[str] = set()
 
     def after_step(self, step: int) -> None:
-        """Take the sums of what rests, if the next step compares. Local; updates that are still to come run first, and
-        where a disk fails on one rank the others hear of it.
+        """Take the sums of what rests, if the next step compares. Local; updates that are still to
+        come run first, and where a disk fails on one rank the others hear of it.
         """
         if (step + 1) % self.settings.every:
             return
@@ -105,23 +120,29 @@ class Integrity:
                     guard = state.group.guard
                     self._rested[state.key] = guard, guard.writes, block_sums(values).tolist()
         for unit in self._runtime.units:
-            unit.watch = partial(_note_gathered, self._gathered)  # not of this object, which holds the engine's parts
+            unit.watch = partial(
+                _note_gathered, self._gathered
+            )  # not of this object, which holds the engine's parts
 
     def words(self, step: int) -> tuple[float, ...]:
-        """Return what this rank adds to the verdict of a step: digests of what other ranks hold too, and whether what
-        rested has changed; or nothing. All ranks do so at the same steps.
+        """Return what this rank adds to the verdict of a step: digests of what other ranks hold
+        too, and whether what rested has changed; or nothing. All ranks do so at the same steps.
         """
         if step % self.settings.every:
             return ()
         for unit in self._runtime.units:
             unit.watch = None
-        made = [(state, block_sums(values)) for state, values in (*self._states(), *self._gradients())]
+        made = [
+            (state, block_sums(values)) for state, values in (*self._states(), *self._gradients())
+        ]
         self._found = [(state, sums.tolist()) for state, sums in (*made, *self._gathered.values())]
         self._gathered.clear()
         self._changed = [
             state.names_in(block)
             for state, sums in self._found
-            for block, (then, now) in enumerate(zip(self._sums_before(state) or sums, sums, strict=True))
+            for block, (then, now) in enumerate(
+                zip(self._sums_before(state) or sums, sums, strict=True)
+            )
             if then != now
         ]
         return self._digest(is_whole=True), self._digest(is_whole=False), float(len(self._changed))
@@ -134,19 +155,25 @@ class Integrity:
         return float(found)
 
     def hear(self, step: int, rows: Sequence[Sequence[float]]) -> None:
-        """Take the words of all ranks of the world; where they differ, find out in what, and say it. Collective.
+        """Take the words of all ranks of the world; where they differ, find out in what, and say
+        it. Collective.
 
         Raises `IntegrityError` on every rank if that is to end the run.
         """
         differ = [len({rows[rank][0] for rank in ranks}) > 1 for ranks in self._pieces]
         differ += [len({rows[rank][1] for rank in ranks}) > 1 for ranks in self._replicas]
         if any(differ) or any(row[2] for row in rows):
-            said = json.dumps([self._table(is_whole=True), self._table(is_whole=False), self._changed])
+            said = json.dumps(
+                [self._table(is_whole=True), self._table(is_whole=False), self._changed]
+            )
             texts = [said]
             if len(rows) > 1:
                 texts = self._runtime.comm.whole.all_gather_text(said, "what differs between ranks")
-            self._tell(step, found_in([json.loads(text) for text in texts], self._pieces, self._replicas))
-        self._found, self._changed = [], []
+            self._tell(
+                step, found_in([json.loads(text) for text in texts], self._pieces, self._replicas)
+            )
+        self._found = []
+        self._changed = []
 
     def _table(self, *, is_whole: bool) -> Table:
         return {
@@ -160,12 +187,15 @@ class Integrity:
         if not new:
             return
         self._said.update(new)
-        shown = "; ".join(new[:MOST_SHOWN]) + (f"; and {len(new) - MOST_SHOWN} more" if len(new) > MOST_SHOWN else "")
+        shown = "; ".join(new[:MOST_SHOWN]) + (
+            f"; and {len(new) - MOST_SHOWN} more" if len(new) > MOST_SHOWN else ""
+        )
         error = IntegrityError(
             f"step {step}: {shown}.",
-            "A bit changed in memory or on its way, or a core computed wrong: nothing that was asked for did it.",
-            "test the memory of that rank's host, and start again from a checkpoint that was saved before step "
-            f"{max(1, step - self.settings.every)}.",
+            "A bit changed in memory or on its way, or a core computed wrong: nothing that was "
+            "asked for did it.",
+            "test the memory of that rank's host, and start again from a checkpoint that was saved "
+            f"before step {max(1, step - self.settings.every)}.",
         )
         if self.settings.ends:
             raise error
@@ -177,7 +207,9 @@ class Integrity:
         return sums if guard is state.group.guard and writes == guard.writes else None
 
     def _states(self) -> Iterator[tuple[State, Tensor]]:
-        """Yield what lies in memory between steps; a disk compares what it brings back itself (tiers/disk.py)."""
+        """Yield what lies in memory between steps; a disk compares what it brings back itself
+        (tiers/disk.py).
+        """
         for unit in self._runtime.units:
             for group in unit.groups:
                 for what, buffer, rests in _buffers(group):
@@ -185,18 +217,28 @@ class Integrity:
                         yield _state(what, group, buffer.memory, buffer.spec.placement, rests=rests)
         for shard in self._optimizer.shards():
             for name, values in self._optimizer.moments.resting(shard):
-                yield _state(name, shard.group, values, shard.master.placement, shard.start, rests=True)
+                yield _state(
+                    name, shard.group, values, shard.master.placement, shard.start, rests=True
+                )
 
     def _gradients(self) -> Iterator[tuple[State, Tensor]]:
-        """Yield reduced gradients that every rank has whole, as none of their programs has changed them."""
+        """Yield reduced gradients that every rank has whole, as none of their programs has changed
+        them.
+        """
         for group in self._runtime.trained_groups:
             gradient = group.gradient
-            if gradient.is_whole and not gradient.is_edited and (values := gradient.reduced()) is not None:
+            if (
+                gradient.is_whole
+                and not gradient.is_edited
+                and (values := gradient.reduced()) is not None
+            ):
                 yield _state("gradient", group, values, Placement.REPLICATE)
 
 
 def _note_gathered(found: dict[str, tuple[State, Tensor]], unit: Unit) -> None:
-    """Take the sums of a unit's weights as this rank has gathered them, the first time in a step."""
+    """Take the sums of a unit's weights as this rank has gathered them, the first time in a
+    step.
+    """
     for group in unit.sharded:
         if group.unsharded is not None:
             values = group.unsharded.memory
@@ -213,7 +255,13 @@ def _buffers(group: ParamGroup) -> Iterator[tuple[str, FlatBuffer, bool]]:
 
 
 def _state(
-    what: str, group: ParamGroup, values: Tensor, placement: Placement, start: int = 0, *, rests: bool = False
+    what: str,
+    group: ParamGroup,
+    values: Tensor,
+    placement: Placement,
+    start: int = 0,
+    *,
+    rests: bool = False,
 ) -> tuple[State, Tensor]:
     """Return what memory is, and the memory. start: of its first element on this rank."""
     is_whole = placement is Placement.REPLICATE
@@ -221,9 +269,12 @@ def _state(
     return State(what, group, values.dtype, values.numel(), low, is_whole, rests), values
 
 
-def found_in(heard: Sequence[tuple[Table, Table, list[str]]], pieces: Partition, replicas: Partition) -> list[str]:
-    """Return what is wrong, a line for each state and set of ranks. heard: by rank, of its world: what all ranks of a
-    piece of the model have, what replicas have, and what changed while it rested.
+def found_in(
+    heard: Sequence[tuple[Table, Table, list[str]]], pieces: Partition, replicas: Partition
+) -> list[str]:
+    """Return what is wrong, a line for each state and set of ranks. heard: by rank, of its world:
+    what all ranks of a piece of the model have, what replicas have, and what changed while it
+    rested.
     """
     lines = [
         f"{what} changed on rank {rank} while nothing wrote it"
@@ -260,5 +311,7 @@ def _who(sums: Mapping[int, int]) -> str:
     ((most, count),) = Counter(sums.values()).most_common(1)
     if 2 * count <= len(sums):
         return f" differs between {listed_ranks(list(sums))}, of which none is in the majority"
-    others, agreed = ([rank for rank, each in sums.items() if (each == most) is alike] for alike in (False, True))
+    others, agreed = (
+        [rank for rank, each in sums.items() if (each == most) is alike] for alike in (False, True)
+    )
     return f" is another on {listed_ranks(others)} than on {listed_ranks(agreed)}"

@@ -1,7 +1,7 @@
 """Finds the losses of a step, for every call with which a program differentiates them.
 
-`engine.backward` receives its loss. A hook runs at every other backward of the process. If the backward reaches the
-model of an engine, the differentiated tensor is a loss of that engine.
+`engine.backward` receives its loss. A hook runs at every other backward of the process. If the
+backward reaches the model of an engine, the differentiated tensor is a loss of that engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Losses:
     """
 
     def __init__(self, reached: Callable[[], object], found: Callable[[Tensor], None]) -> None:
-        self.reached, self._found = reached, found
+        self.reached = reached
+        self._found = found
         self.is_paused = False
         _HERE.losses.add(self)
         hook_every_backward(_find_losses)

@@ -30,7 +30,8 @@ def plan_of(
 ) -> Plan:
     """Return the plan that an engine follows now.
 
-    pipeline, tokens: say what the last step's messages between stages, and micro-batches, were like.
+    pipeline, tokens: say what the last step's messages between stages, and micro-batches, were
+    like.
     """
     found = replace(runtime.plan, update=optimizer.plan if optimizer is not None else None)
     seen = pipeline.seen_bytes() if pipeline is not None else None
@@ -59,7 +60,8 @@ def memory_report(
     parked: Sequence[Extent] = (),
     pipeline: Pipeline | None = None,
 ) -> MemoryReport:
-    """Return the bytes on this rank by state. Local. parked: offloaded activations, which belong to no state and are
+    """Return the bytes on this rank by state. Local. parked: offloaded activations, which belong to
+    no state and are
     not counted. pipeline: of the engine, whose messages have memory of their own.
     """
     resting = [extent.memory for extent in [*extents_of(runtime, optimizer), *parked]]
@@ -69,7 +71,10 @@ def memory_report(
         for state, tensors in _held(runtime, optimizer, pipeline).items()
     }
     for group in runtime.groups:
-        measured |= {tier.value: memory.reserved_bytes for tier, memory in group.comm_ctx.tiers.memories.items()}
+        measured |= {
+            tier.value: memory.reserved_bytes
+            for tier, memory in group.comm_ctx.tiers.memories.items()
+        }
     everything = live_storages(runtime.comm_ctx.pool.device.type)
     measured["other"] = sum(count for address, count in everything.items() if address not in seen)
     return MemoryReport(plan_of(runtime, optimizer, pipeline).bytes_by_state(), measured)
@@ -88,7 +93,9 @@ def traced(
             state: [each for each in tensors if each is not None]
             for state, tensors in _held(runtime, optimizer, pipeline).items()
         }
-        gathered = [group.unsharded.memory for group in runtime.groups if group.unsharded is not None]
+        gathered = [
+            group.unsharded.memory for group in runtime.groups if group.unsharded is not None
+        ]
         offloaded = resting(extents_of(runtime, optimizer))
         return found | {"gathered": gathered, "offloaded": offloaded, "parked": resting(parked())}
 
@@ -107,17 +114,31 @@ def extents_of(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[Ext
 def _held(
     runtime: Runtime, optimizer: ShardedOptimizer | None, pipeline: Pipeline | None
 ) -> dict[str, list[Tensor | None]]:
-    """Every tensor this engine holds, by state; a storage that stands under two states is counted under the first."""
+    """Every tensor this engine holds, by state; a storage that stands under two states is counted
+    under the first.
+    """
     groups = runtime.groups
-    gradients = [buffer for group in groups for buffer in (group.gradient.buffer, group.gradient.delayed.buffer)]
+    gradients = [
+        buffer
+        for group in groups
+        for buffer in (group.gradient.buffer, group.gradient.delayed.buffer)
+    ]
     masters = [group.master for group in groups]
     pools = {id(group.comm_ctx.pool): group.comm_ctx.pool for group in groups}.values()
     lent: list[Tensor | None] = [tensor for pool in pools for tensor in pool.idle()]
-    errors: list[Tensor | None] = [each.memory for group in groups if (each := group.gradient.errors) is not None]
-    errors += [each for group in groups if group.momentum is not None for each in group.momentum.tensors()]
-    copies: list[Tensor | None] = [group.secondary.buffer.memory for group in groups if group.secondary is not None]
+    errors: list[Tensor | None] = [
+        each.memory for group in groups if (each := group.gradient.errors) is not None
+    ]
+    errors += [
+        each for group in groups if group.momentum is not None for each in group.momentum.tensors()
+    ]
+    copies: list[Tensor | None] = [
+        group.secondary.buffer.memory for group in groups if group.secondary is not None
+    ]
     return {
-        "weight": [tensor for group in groups for tensor in (group.weight.memory, group.placeholder)],
+        "weight": [
+            tensor for group in groups for tensor in (group.weight.memory, group.placeholder)
+        ],
         **({"secondary": copies} if copies else {}),
         "grad": [buffer.memory for buffer in gradients if buffer is not None],
         **({"errors": errors} if errors else {}),

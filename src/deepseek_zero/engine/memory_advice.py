@@ -69,8 +69,8 @@ class MemoryAdvice:
     def explaining(self, call: str) -> Iterator[None]:
         """Open a block in which the error of a failed allocation gets an explanation.
 
-        The error that leaves the block has the class of the original one, which is its cause. A program that looks
-        for the class or for the text of the original error finds both.
+        The error that leaves the block has the class of the original one, which is its cause. A
+        program that looks for the class or for the text of the original error finds both.
 
         Args:
             call: The name of the call that the block serves, for the message.
@@ -100,12 +100,14 @@ class MemoryAdvice:
         asked = allocated_bytes(device) + _requested_bytes(error)
         other = max(0, asked - planned)
         states = {name: self.plan.bytes_by_state().get(state, 0) for state, name in _STATES.items()}
-        listed = ", ".join(f"{format_bytes(nbytes)} of {name}" for name, nbytes in states.items() if nbytes)
+        listed = ", ".join(
+            f"{format_bytes(nbytes)} of {name}" for name, nbytes in states.items() if nbytes
+        )
         lines = [
             f"This was {call}() on rank {self.plan.mesh.rank}.",
-            f"Why: the plan predicts {format_bytes(planned)} for this rank on {device} ({listed}). Activations and "
-            f"other tensors, with this request, take {format_bytes(other)}. This process can have {format_bytes(room)} "
-            "there.",
+            f"Why: the plan predicts {format_bytes(planned)} for this rank on {device} ({listed}). "
+            f"Activations and other tensors, with this request, take {format_bytes(other)}. This "
+            f"process can have {format_bytes(room)} there.",
             f"What to do: {self._advice(room, planned, other)}",
         ]
         return "\n  ".join(lines)
@@ -124,12 +126,18 @@ class MemoryAdvice:
             except DeepSeekZeroError:  # the planner refuses this combination
                 continue
             if needed <= room and needed < least:
-                return f"{first}{change.text}. By the plan this rank then needs {format_bytes(needed)}, which fits."
+                return (
+                    f"{first}{change.text}. By the plan this rank then needs "
+                    f"{format_bytes(needed)}, which fits."
+                )
             if needed < least:
                 least = needed
                 best = change.text
         if not best:
-            return "no single change of the configuration saves memory here. Use more ranks, or a smaller model."
+            return (
+                "no single change of the configuration saves memory here. Use more ranks, or a "
+                "smaller model."
+            )
         return (
             f"no single change fits by the plan. The largest saving: {best}; this rank then needs "
             f"{format_bytes(least)}. Use more ranks as well, or a smaller micro-batch."
@@ -137,14 +145,18 @@ class MemoryAdvice:
 
     def _changes(self, *, activations_first: bool) -> list[Change]:
         """Return the changes of the configuration to try, the least costly first."""
-        smaller, others = self._smaller_batches(), [*self._higher_stages(), *self._offloads()]
+        smaller = self._smaller_batches()
+        others = [*self._higher_stages(), *self._offloads()]
         return [*smaller, *others] if activations_first else [*others, *smaller]
 
     def _higher_stages(self) -> list[Change]:
         if self.plan.mesh.shard_size == 1:
             return []
         stages = range(self.plan.settings.stage + 1, 4)
-        return [Change(f'set "zero_optimization": {{"stage": {stage}}}', {"stage": stage}) for stage in stages]
+        return [
+            Change(f'set "zero_optimization": {{"stage": {stage}}}', {"stage": stage})
+            for stage in stages
+        ]
 
     def _offloads(self) -> list[Change]:
         settings = self.plan.settings
@@ -166,8 +178,9 @@ class MemoryAdvice:
         micro, accumulation = self.batch
         return [
             Change(
-                f'set "train_micro_batch_size_per_gpu": {micro // factor} and "gradient_accumulation_steps": '
-                f"{accumulation * factor}, which keeps the global batch",
+                f'set "train_micro_batch_size_per_gpu": {micro // factor} and '
+                f'"gradient_accumulation_steps": {accumulation * factor}, which keeps the global '
+                "batch",
                 {"accumulation": self.plan.settings.accumulation * factor},
                 factor,
             )
@@ -197,7 +210,9 @@ def room_of(device: torch.device) -> int:
 def _is_of_allocation(error: BaseException) -> bool:
     if isinstance(error, DeepSeekZeroError):  # these have advice already
         return False
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in _TEXTS)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        text in str(error) for text in _TEXTS
+    )
 
 
 def _requested_bytes(error: BaseException) -> int:

@@ -1,8 +1,9 @@
 """The one mesh of a run, of everything that says something about it.
 
-A caller may name axes in many places: `mesh=`, keys of the configuration, the launcher's command line, another
-library's object.  Each is a `MeshStatement`; `choose_mesh` makes one mesh of them, or names the two that disagree.
-Axes that nobody names take what the others leave of the world (dp_shard), or one rank.
+A caller may name axes in many places: `mesh=`, keys of the configuration, the launcher's command
+line, another library's object.  Each is a `MeshStatement`; `choose_mesh` makes one mesh of them, or
+names the two that disagree. Axes that nobody names take what the others leave of the world
+(dp_shard), or one rank.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ _MICS = "mics_shard_size"
 class MeshStatement:
     """What one place says of the mesh.
 
-    where: as the reader of an error knows the place.  axes: their sizes, by name; dp_shard may be REST.  data_size:
-    ranks that see different batches.  shard_size: ranks that hold the slices of one state.  places: by rank, where it
-    is on axes or "data".  groups: by axis, the ranks that it says this rank meets there.
+    where: as the reader of an error knows the place.  axes: their sizes, by name; dp_shard may be
+    REST.  data_size: ranks that see different batches.  shard_size: ranks that hold the slices of
+    one state.  places: by rank, where it is on axes or "data".  groups: by axis, the ranks that it
+    says this rank meets there.
     """
 
     where: str
@@ -55,8 +57,8 @@ def statements_of(
 ) -> tuple[MeshStatement, ...]:
     """Return everything that is said of the mesh of this process's run.
 
-    given: `mesh=`, as `mesh_of` takes it.  others: of the caller's other arguments.  launched: whether the launcher's
-    command line counts.  UsageError where something is no mesh.
+    given: `mesh=`, as `mesh_of` takes it.  others: of the caller's other arguments.  launched:
+    whether the launcher's command line counts.  UsageError where something is no mesh.
     """
     found = [MeshStatement("mesh=", axes_of(given))] if given is not None else []
     found += others
@@ -79,7 +81,12 @@ def _stated_keys(raw: RawConfig) -> Iterator[tuple[str, str, int]]:
 
 def _axes_in(text: str) -> dict[str, int]:
     try:
-        return axes_of({axis.strip(): int(size) for axis, _, size in (each.partition("=") for each in text.split(","))})
+        return axes_of(
+            {
+                axis.strip(): int(size)
+                for axis, _, size in (each.partition("=") for each in text.split(","))
+            }
+        )
     except ValueError:
         raise UsageError(
             f"the variable {MESH} is {shown(text)}.",
@@ -91,7 +98,8 @@ def _axes_in(text: str) -> dict[str, int]:
 def choose_mesh(statements: Sequence[MeshStatement], world: Mesh) -> Mesh:
     """Return the one mesh that these statements make of this world, seen by its rank.  Local.
 
-    world: every rank along dp_shard.  UsageError where two statements disagree, or one does not fit the world.
+    world: every rank along dp_shard.  UsageError where two statements disagree, or one does not fit
+    the world.
     """
     for each in statements:
         Mesh(**each.axes)  # raises for what is no size
@@ -100,18 +108,33 @@ def choose_mesh(statements: Sequence[MeshStatement], world: Mesh) -> Mesh:
     if world.world_size % others:
         raise _misfit(sizes, sources, others, world)
     ranks = world.world_size // others
-    meshes = {each.where: Mesh(**(dict(each.axes) | sizes)) for each in statements if each.axes.keys() & set(DATA_AXES)}
-    meshes |= {each.where: _in_groups(each, each.shard_size, sizes, ranks) for each in statements if each.shard_size}
-    whole = {where: mesh.on_world(world.world_size, world.rank, world.device) for where, mesh in meshes.items()}
-    found = next(iter(whole.values()), Mesh(**sizes).on_world(world.world_size, world.rank, world.device))
+    meshes = {
+        each.where: Mesh(**(dict(each.axes) | sizes))
+        for each in statements
+        if each.axes.keys() & set(DATA_AXES)
+    }
+    meshes |= {
+        each.where: _in_groups(each, each.shard_size, sizes, ranks)
+        for each in statements
+        if each.shard_size
+    }
+    whole = {
+        where: mesh.on_world(world.world_size, world.rank, world.device)
+        for where, mesh in meshes.items()
+    }
+    found = next(
+        iter(whole.values()), Mesh(**sizes).on_world(world.world_size, world.rank, world.device)
+    )
     for where, mesh in whole.items():
         if mesh != found:
             raise _disagreement(next(iter(whole)), str(found), where, str(mesh))
     for each in statements:
         if each.data_size not in (None, found.data_size):
             raise UsageError(
-                f"{each.where} says {_count(each.data_size or 0)}, and the mesh ({found}) has {found.data_size}.",
-                "Data-parallel ranks are those that see different batches: the world by pp, sp and tp.",
+                f"{each.where} says {_count(each.data_size or 0)}, and the mesh ({found}) has "
+                f"{found.data_size}.",
+                "Data-parallel ranks are those that see different batches: the world by pp, sp and "
+                "tp.",
                 "state it in one place.",
             )
         _compare_places(each, found)
@@ -125,16 +148,16 @@ def _compare_places(statement: MeshStatement, mesh: Mesh) -> None:
         for name, place in stated.items():
             if place != actual[name]:
                 raise UsageError(
-                    f"{statement.where} says that rank {rank} is at {name}={place}, and the mesh ({mesh}) has it at "
-                    f"{name}={actual[name]}.",
+                    f"{statement.where} says that rank {rank} is at {name}={place}, and the mesh "
+                    f"({mesh}) has it at {name}={actual[name]}.",
                     f"Ranks ascend along {', '.join(AXES)}, the last one fastest.",
                     "lay its groups out in that order, or leave it out.",
                 )
     for axis, ranks in statement.groups.items():
         if ranks != (own := mesh.ranks_along(axis)):
             raise UsageError(
-                f"{statement.where} has rank {mesh.rank} meet the ranks {list(ranks)} along {axis}, and the mesh "
-                f"({mesh}) has it meet {list(own)}.",
+                f"{statement.where} has rank {mesh.rank} meet the ranks {list(ranks)} along "
+                f"{axis}, and the mesh ({mesh}) has it meet {list(own)}.",
                 f"Ranks ascend along {', '.join(AXES)}, the last one fastest.",
                 "leave the group out.",
             )
@@ -142,19 +165,24 @@ def _compare_places(statement: MeshStatement, mesh: Mesh) -> None:
 
 def _settled(statements: Sequence[MeshStatement]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the sizes of the axes but the data axes, and who said them first."""
-    sizes, sources = dict[str, Any](), dict[str, str]()
+    sizes = dict[str, Any]()
+    sources = dict[str, str]()
     for axis in _OTHERS:
         for each in statements:
             size = each.axes.get(axis)
             if size is not None and size != sizes.setdefault(axis, size):
-                raise _disagreement(sources[axis], f"{axis}={sizes[axis]}", each.where, f"{axis}={size}")
+                raise _disagreement(
+                    sources[axis], f"{axis}={sizes[axis]}", each.where, f"{axis}={size}"
+                )
             if size is not None:
                 sources.setdefault(axis, each.where)
     return sizes, sources
 
 
 def _in_groups(statement: MeshStatement, size: int, sizes: Mapping[str, Any], ranks: int) -> Mesh:
-    """Return the mesh whose states are cut within groups of so many ranks.  ranks: of the data axes and sp."""
+    """Return the mesh whose states are cut within groups of so many ranks.  ranks: of the data axes
+    and sp.
+    """
     sp = sizes.get("sp", 1)
     if ranks * sp % size or size % sp:
         raise UsageError(
@@ -168,18 +196,23 @@ def _in_groups(statement: MeshStatement, size: int, sizes: Mapping[str, Any], ra
 
 def _disagreement(first: str, one: str, second: str, other: str) -> UsageError:
     return UsageError(
-        f"{first} says {one}, and {second} says {other}.", "A run has one mesh.", "state it in one place."
+        f"{first} says {one}, and {second} says {other}.",
+        "A run has one mesh.",
+        "state it in one place.",
     )
 
 
-def _misfit(sizes: Mapping[str, int], sources: Mapping[str, str], ranks: int, world: Mesh) -> UsageError:
+def _misfit(
+    sizes: Mapping[str, int], sources: Mapping[str, str], ranks: int, world: Mesh
+) -> UsageError:
     stated = [axis for axis, size in sizes.items() if size > 1]
     told = ", ".join(f"{sources[axis]} says {axis}={sizes[axis]}" for axis in stated)
     return UsageError(
-        f"the mesh ({', '.join(f'{axis}={sizes[axis]}' for axis in stated)}) does not fit a world of "
-        f"{world.world_size} ranks.",
+        f"the mesh ({', '.join(f'{axis}={sizes[axis]}' for axis in stated)}) does not fit a world "
+        f"of {world.world_size} ranks.",
         f"{told}: {ranks} ranks hold one copy of the model, and the world is whole copies.",
-        f"start a multiple of {ranks} ranks (deepseek-zero run --nproc {ranks} script.py), or choose smaller sizes.",
+        f"start a multiple of {ranks} ranks (deepseek-zero run --nproc {ranks} script.py), or "
+        "choose smaller sizes.",
     )
 
 

@@ -1,4 +1,6 @@
-"""The optimizer that a client passes or a configuration names: its parameter groups, and how slices get it."""
+"""The optimizer that a client passes or a configuration names: its parameter groups, and how slices
+get it.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,13 @@ Make = Callable[[list[dict[str, Any]]], Optimizer]
 
 @dataclass(frozen=True)
 class OptimizerParts:
-    """The parts of an optimizer. groups: parameter groups, of whole parameters. make: builds it over master shards.
+    """The parts of an optimizer. groups: parameter groups, of whole parameters. make: builds it
+    over master shards.
 
-    cls: its class; None without an optimizer. granularity: of each group, how finely its state may be cut.
-    planned: the groups by their parameters' names, as the planner needs them. states: those that a client's optimizer
-    has already.
+    cls: its class; None without an optimizer. granularity: of each group, how finely its state may
+    be cut.
+    planned: the groups by their parameters' names, as the planner needs them. states: those that a
+    client's optimizer has already.
     """
 
     cls: type[Optimizer] | None = None
@@ -51,10 +55,12 @@ def optimizer_parts(
     is_part: bool = False,
     coordinate: int = 0,
 ) -> OptimizerParts:
-    """Return what the optimizer is made of; nothing where neither the client nor the configuration has one.
+    """Return what the optimizer is made of; nothing where neither the client nor the configuration
+    has one.
 
-    params: parameters or parameter groups to train; None: all that require gradients.  is_part: the model has some of a
-    pipeline's stages, and what is trained of others is left out.  coordinate: this rank's along "tp".
+    params: parameters or parameter groups to train; None: all that require gradients.  is_part: the
+    model has some of a pipeline's stages, and what is trained of others is left out.  coordinate:
+    this rank's along "tp".
     """
     if is_part:
         params = forget_others(model, client, params)
@@ -62,34 +68,48 @@ def optimizer_parts(
         made = client(_groups(model, params))
         if not isinstance(made, Optimizer):
             raise UsageError(
-                f"the callable given as optimizer made {shown(made)}, which is no torch.optim.Optimizer.",
-                "It is called with parameter groups, and what it returns is stepped over slices of them.",
+                f"the callable given as optimizer made {shown(made)}, which is no "
+                "torch.optim.Optimizer.",
+                "It is called with parameter groups, and what it returns is stepped over slices of "
+                "them.",
                 "return an optimizer, for example torch.optim.AdamW(groups, lr=0.001).",
             )
         client = made
     if isinstance(client, Optimizer):
         cut = granularities(client, client.param_groups)
         groups = list(client.param_groups)
-        planned, states = planned_groups(model, groups, cut), client_states(client, coordinate)
+        planned = planned_groups(model, groups, cut)
+        states = client_states(client, coordinate)
         return OptimizerParts(type(client), groups, adopting(client), cut, planned, states)
     if config.optimizer.type is None:
         return OptimizerParts()
     spec = resolve_optimizer(config.optimizer.type, config.optimizer.params)
     # Of all parameters, the frozen ones too: they are updated once they are unfrozen.
-    groups = spec.parameter_groups(model, _groups(model, params if params is not None else list(model.parameters())))
+    groups = spec.parameter_groups(
+        model, _groups(model, params if params is not None else list(model.parameters()))
+    )
     if not any(group["params"] for group in groups):
         raise UsageError(
             f"optimizer {config.optimizer.type} has nothing to train.",
-            "No parameter of the model requires a gradient." if params is None else "model_parameters is empty.",
-            "leave the optimizer out of the configuration to run the model alone, or let parameters require gradients.",
+            "No parameter of the model requires a gradient."
+            if params is None
+            else "model_parameters is empty.",
+            "leave the optimizer out of the configuration to run the model alone, or let "
+            "parameters require gradients.",
         )
     defaults = {key: value for key, value in spec.defaults.items() if key in MOMENT_OPTIONS}
     cut = granularities(spec.cls, groups)
-    return OptimizerParts(spec.cls, groups, spec.build, cut, planned_groups(model, groups, cut, defaults))
+    return OptimizerParts(
+        spec.cls, groups, spec.build, cut, planned_groups(model, groups, cut, defaults)
+    )
 
 
-def forget_others(model: nn.Module, optimizer: Any, params: Sequence[Any] | None) -> Sequence[Any] | None:
-    """Leave out of an optimizer's groups, and return without, the parameters that other stages have."""
+def forget_others(
+    model: nn.Module, optimizer: Any, params: Sequence[Any] | None
+) -> Sequence[Any] | None:
+    """Leave out of an optimizer's groups, and return without, the parameters that other stages
+    have.
+    """
     own = {id(param) for param in model.parameters()}
 
     def kept(members: Sequence[Any]) -> list[Any]:
@@ -100,7 +120,10 @@ def forget_others(model: nn.Module, optimizer: Any, params: Sequence[Any] | None
             group["params"] = kept(group["params"])
     if params is None or not any(isinstance(each, Mapping) for each in params):
         return None if params is None else kept(params)
-    return [{**each, "params": kept(each["params"])} if isinstance(each, Mapping) else each for each in params]
+    return [
+        {**each, "params": kept(each["params"])} if isinstance(each, Mapping) else each
+        for each in params
+    ]
 
 
 def planned_groups(
@@ -109,8 +132,8 @@ def planned_groups(
     granularity: Sequence[str],
     defaults: Mapping[str, Any] | None = None,
 ) -> tuple[ParamGroupPlan, ...]:
-    """Return parameter groups as the planner needs them; UsageError where one holds a parameter that the model does not
-    have.
+    """Return parameter groups as the planner needs them; UsageError where one holds a parameter
+    that the model does not have.
 
     defaults: of the hyper-parameters that decide how many moments there are.
     """
@@ -130,13 +153,17 @@ def planned_groups(
     )
 
 
-def granularities(optimizer: Optimizer | type[Optimizer], groups: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+def granularities(
+    optimizer: Optimizer | type[Optimizer], groups: Sequence[dict[str, Any]]
+) -> tuple[str, ...]:
     """Return how finely each group's state may be cut."""
     return tuple(granularity_of(optimizer, group) for group in groups)
 
 
 def adopting(client: Optimizer) -> Make:
-    """Keep the client's own object: its groups get slices for parameters, so schedulers bound to it keep working."""
+    """Keep the client's own object: its groups get slices for parameters, so schedulers bound to it
+    keep working.
+    """
 
     def adopt(groups: list[dict[str, Any]]) -> Optimizer:
         for key in [key for key in client.state if isinstance(key, Tensor)]:
@@ -159,9 +186,10 @@ def client_states(client: Optimizer, coordinate: int) -> ClientStates | None:
     states = ClientStates(client, coordinate)
     if counted := states.most_steps:
         raise UsageError(
-            f"the {type(client).__name__} that was passed as optimizer has already taken steps: its state counts "
-            f"{counted:g}.",
-            "The engine counts steps from its own first one, so schedule, loss scale and optimizer would disagree.",
+            f"the {type(client).__name__} that was passed as optimizer has already taken steps: "
+            f"its state counts {counted:g}.",
+            "The engine counts steps from its own first one, so schedule, loss scale and optimizer "
+            "would disagree.",
             "pass a fresh optimizer and load its state from a checkpoint afterwards.",
         )
     return None if states.are_empty else states
@@ -184,8 +212,12 @@ def _refuse_tensors(optimizer: str, number: int, group: Mapping[str, Any]) -> No
 def _groups(model: nn.Module, params: Sequence[Any] | None) -> list[dict[str, Any]]:
     """Parameters or groups, as groups."""
     found: list[Any] = (
-        list(params) if params is not None else [param for param in model.parameters() if param.requires_grad]
+        list(params)
+        if params is not None
+        else [param for param in model.parameters() if param.requires_grad]
     )
     if found and isinstance(found[0], dict):
         return without_twins({**dict(group), "params": list(group["params"])} for group in found)
-    return without_twins([{"params": [item[1] if isinstance(item, tuple) else item for item in found]}])
+    return without_twins(
+        [{"params": [item[1] if isinstance(item, tuple) else item for item in found]}]
+    )

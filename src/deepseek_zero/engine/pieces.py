@@ -1,4 +1,5 @@
-"""A model on a mesh that cuts it: what a rank keeps along "tp", "sp" and "pp", before ZeRO shards that, and its plan.
+"""A model on a mesh that cuts it: what a rank keeps along "tp", "sp" and "pp", before ZeRO shards
+that, and its plan.
 
 Of a run's rank, and of one that is not there.
 """
@@ -67,17 +68,28 @@ class Sample:
         if batch is None:
             return cls()
         micro = pipeline.MicroBatch.of(batch)
-        named = [*((f"argument {place}", value) for place, value in enumerate(micro.args)), *micro.kwargs.items()]
-        name, first = next(((name, value) for name, value in named if isinstance(value, Tensor)), ("", None))
+        named = [
+            *((f"argument {place}", value) for place, value in enumerate(micro.args)),
+            *micro.kwargs.items(),
+        ]
+        name, first = next(
+            ((name, value) for name, value in named if isinstance(value, Tensor)), ("", None)
+        )
         return cls(micro, f"for {name} {tuple(first.shape)}" if first is not None else "")
 
     def chain_of(self, model: nn.Module) -> pipeline.Chain | None:
         """Return the chain of blocks of a whole model; None where nothing is known.  Local."""
-        return pipeline.find_chain(model, self.micro.args, self.micro.kwargs) if self.micro is not None else None
+        return (
+            pipeline.find_chain(model, self.micro.args, self.micro.kwargs)
+            if self.micro is not None
+            else None
+        )
 
     @property
     def tokens(self) -> int | None:
-        """Elements of the first integer tensor, or else rows of the first tensor; None without any."""
+        """Elements of the first integer tensor, or else rows of the first tensor; None without
+        any.
+        """
         if self.micro is None:
             return None
         given = [*self.micro.args, *self.micro.kwargs.values()]
@@ -90,7 +102,9 @@ class Sample:
 
 @dataclass
 class Pieces:
-    """What a rank has of a model on a mesh that cuts it.  stages: along "pp"; plans: what its plan says of that."""
+    """What a rank has of a model on a mesh that cuts it.  stages: along "pp"; plans: what its plan
+    says of that.
+    """
 
     stages: Stages | None
     plans: PiecePlans
@@ -105,9 +119,13 @@ class Stages:
     settings: PipelineSettings
 
     def connect(self, comm: Comm, mesh: Mesh, runtime: Runtime) -> pipeline.PlainLoop:
-        """Make the pipeline, once the stages are wrapped, and the plain loop over it.  Collective in the world."""
+        """Make the pipeline, once the stages are wrapped, and the plain loop over it.  Collective
+        in the world.
+        """
         said = self.settings
-        made = pipeline.Pipeline(self.staged, self.ties, comm.whole, mesh, runtime, said.schedule, group=said.group)
+        made = pipeline.Pipeline(
+            self.staged, self.ties, comm.whole, mesh, runtime, said.schedule, group=said.group
+        )
         along = comm.along["pp"]
         if said.has_own_rows:
             return pipeline.PlainLoop(made, said.parts, own_rows=along)
@@ -123,14 +141,17 @@ def cut_along_axes(
     sequence: parallel.SequenceSettings | None,
     layers: Layers,
 ) -> Pieces:
-    """Leave of a model this rank's piece, in place, with the first rank's values; return its stages where it has some.
+    """Leave of a model this rank's piece, in place, with the first rank's values; return its stages
+    where it has some.
 
-    Along "tp" layers are cut, along "sp" the forward is one part of a forward, along "pp" blocks of others become
-    stand-ins.  The chain of blocks is looked for in the whole model.  example, sequence: as `assemble` takes them.
-    layers: as `plan_layers` returned them.  Collective; refusals name the axis and the reason, and come before anything
-    is cut along it.
+    Along "tp" layers are cut, along "sp" the forward is one part of a forward, along "pp" blocks of
+    others become stand-ins.  The chain of blocks is looked for in the whole model.  example,
+    sequence: as `assemble` takes them.
+    layers: as `plan_layers` returned them.  Collective; refusals name the axis and the reason, and
+    come before anything is cut along it.
     """
-    sample, chain = Sample(), None
+    sample = Sample()
+    chain = None
     if "pp" in comm.along and not isinstance(model, pipeline.LayerStages):
         sample = Sample.of(example())
         chain = sample.chain_of(model)
@@ -143,7 +164,9 @@ def cut_along_axes(
             set_split(model.get_parameter(name), part)
     if "sp" in comm.along:
         with AllRanks(comm, "sharing sequences"):
-            parallel.share_sequences(model, comm.along["sp"], sequence_settings_of(config, sequence), tp=mesh.tp)
+            parallel.share_sequences(
+                model, comm.along["sp"], sequence_settings_of(config, sequence), tp=mesh.tp
+            )
     stages = _take_stages(config, model, chain, mesh, comm) if "pp" in comm.along else None
     staged = stages.staged if stages is not None else None
     return Pieces(stages, plans_of(config, mesh, staged, trained, traffic, shared, sample))
@@ -154,22 +177,28 @@ def refuse_auto_on(config: Config, mesh: Mesh) -> None:
     if mesh.pp > 1 and config.precision == "auto" and policy_of(config).compute is not None:
         raise NotBuiltError(
             "precision auto on a mesh with stages (pp).",
-            "Units are a stage's own, and messages between stages and the loss scale are all stages'.",
+            "Units are a stage's own, and messages between stages and the loss scale are all "
+            "stages'.",
             'name the precision ("bf16", "fp16"), or leave out pp.',
         )
 
 
 def refuse_shared_loader(config: Config, mesh: Mesh, what: str) -> None:
-    """Raise where each rank of a pipeline is to have rows of its own.  what: deals the same rows to all of them."""
+    """Raise where each rank of a pipeline is to have rows of its own.  what: deals the same rows to
+    all of them.
+    """
     if mesh.pp > 1 and pipeline_settings_of(config).has_own_rows:
         raise UsageError(
             f"{what} with pipeline.rows = own.",
-            "The engine's loaders deal the same rows to all ranks of a pipeline: they would be computed once for each.",
+            "The engine's loaders deal the same rows to all ranks of a pipeline: they would be "
+            "computed once for each.",
             "leave pipeline.rows out, or pass batches of a loader that deals rows by rank.",
         )
 
 
-def _take_stages(config: Config, model: nn.Module, chain: pipeline.Chain | None, mesh: Mesh, comm: Comm) -> Stages:
+def _take_stages(
+    config: Config, model: nn.Module, chain: pipeline.Chain | None, mesh: Mesh, comm: Comm
+) -> Stages:
     if config.zero_optimization.vertical_micro_batches > 1:
         raise UsageError(
             "vertical_micro_batches on a mesh with stages.",
@@ -180,20 +209,27 @@ def _take_stages(config: Config, model: nn.Module, chain: pipeline.Chain | None,
     if chain is not None:
         _take_values(model, comm.along["pp"])
     own = state_names(model)
-    remember_names(model, own if chain is not None else pipeline.names_of_stages(own, comm.along["pp"]))
+    remember_names(
+        model, own if chain is not None else pipeline.names_of_stages(own, comm.along["pp"])
+    )
     staged = stages_of(settings, model, chain, mesh)
     ties = pipeline.Ties(comm.whole, mesh, staged.placement, staged.ties)
     if isinstance(model, pipeline.LayerStages):
         remember_same_names(model, model.same_names)
-        model.activation_checkpoint_interval = settings.recomputed or model.activation_checkpoint_interval
+        model.activation_checkpoint_interval = (
+            settings.recomputed or model.activation_checkpoint_interval
+        )
     elif settings.recomputed:
         log_once(
-            f"pipeline.activation_checkpoint_interval = {settings.recomputed} is for a PipelineModule; "
-            f"{type(model).__name__} recomputes where it says so itself (gradient_checkpointing_enable).",
+            f"pipeline.activation_checkpoint_interval = {settings.recomputed} is for a "
+            f"PipelineModule; {type(model).__name__} recomputes where it says so itself "
+            "(gradient_checkpointing_enable).",
             logging.WARNING,
         )
     if chain is None:  # each rank built its own copy
-        ties.spread({name: param.data for name, param in model.named_parameters() if name in staged.ties})
+        ties.spread(
+            {name: param.data for name, param in model.named_parameters() if name in staged.ties}
+        )
     return Stages(staged, ties, settings)
 
 
@@ -210,16 +246,19 @@ def _take_values(model: nn.Module, comm: Comm) -> None:
 
 
 def compare_stages(batch: Any, comm: Comm) -> None:
-    """Raise BatchMismatchError, on every rank of a pipeline, where their batches differ.  Collective in it.
+    """Raise BatchMismatchError, on every rank of a pipeline, where their batches differ.
+    Collective in it.
 
     comm: of the ranks along "pp".
     """
     if (found := parallel.difference(batch, comm)) is not None:
         raise BatchMismatchError(
             f"the ranks of a pipeline were given different batches: {found}.",
-            "Every stage runs the model's forward on the same inputs; accelerate and the Trainer give each others.",
-            "shard data over mesh.data_size by mesh.data_index, not over the world by rank, as the engine's own loader "
-            'does (training_data); or set "pipeline": {"rows": "own"}: the pipeline then computes every rank\'s rows.',
+            "Every stage runs the model's forward on the same inputs; accelerate and the Trainer "
+            "give each others.",
+            "shard data over mesh.data_size by mesh.data_index, not over the world by rank, as the "
+            'engine\'s own loader does (training_data); or set "pipeline": {"rows": "own"}: '
+            "the pipeline then computes every rank's rows.",
         )
 
 
@@ -234,9 +273,12 @@ def plans_of(
 ) -> PiecePlans:
     """Return the plans of one rank.  Local.
 
-    staged: the model, cut along "pp".  trained, traffic, shared: of the whole model's parameters, layers and attention.
+    staged: the model, cut along "pp".  trained, traffic, shared: of the whole model's parameters,
+    layers and attention.
     """
-    policy, settings, many = policy_of(config), pipeline_settings_of(config), config.gradient_accumulation_steps
+    policy = policy_of(config)
+    settings = pipeline_settings_of(config)
+    many = config.gradient_accumulation_steps
     stages = tensor = sequence = None
     tokens = None if sample.tokens is None else sample.tokens // mesh.sp
     if staged is not None:
@@ -256,9 +298,12 @@ def plans_of(
         forwards = len(staged.stages) if staged is not None else 1
         tensor = TensorPlan(mesh.tp, sent, tokens, many, scratch, forwards)
     if shared is not None:
-        own, sums = _layers_of(shared.layers, staged), scratch if shared.attention else 0
+        own = _layers_of(shared.layers, staged)
+        sums = scratch if shared.attention else 0
         sent_for = None if shared.layer_bytes is None or own is None else own * shared.layer_bytes
-        sequence = SequencePlan(mesh.sp, shared.attention, sent_for, shared.row_bytes, tokens, many, sums)
+        sequence = SequencePlan(
+            mesh.sp, shared.attention, sent_for, shared.row_bytes, tokens, many, sums
+        )
     return PiecePlans(stages, tensor, sequence)
 
 
@@ -272,8 +317,8 @@ def _is_own(layer: parallel.LayerTraffic, staged: pipeline.StagedModel) -> bool:
 
 
 def _layers_of(layers: int, staged: pipeline.StagedModel | None) -> int | None:
-    """Return how many of a model's layers of attention one rank computes; None where that is not known.  staged: the
-    model, cut along "pp".
+    """Return how many of a model's layers of attention one rank computes; None where that is not
+    known.  staged: the model, cut along "pp".
     """
     if staged is None:
         return layers
@@ -288,7 +333,9 @@ def _layers_of(layers: int, staged: pipeline.StagedModel | None) -> int | None:
 def stages_of(
     settings: PipelineSettings, model: nn.Module, chain: pipeline.Chain | None, mesh: Mesh
 ) -> pipeline.StagedModel:
-    """Leave of a model one rank's stages, as `pipeline.cut_model` does by these settings.  Local."""
+    """Leave of a model one rank's stages, as `pipeline.cut_model` does by these settings.
+    Local.
+    """
     return pipeline.cut_model(
         model,
         chain,
@@ -302,14 +349,16 @@ def stages_of(
 
 
 def plan_layers(config: Config, model: nn.Module, mesh: Mesh) -> Layers:
-    """Return how a whole model is split along "tp", and what a rank sends for each region of its layers.
+    """Return how a whole model is split along "tp", and what a rank sends for each region of its
+    layers.
 
-    Local; the model stays as it is.  Call it before changes that only the engine's own modules can run (sparse
-    attention): copies of the model's modules are run.
+    Local; the model stays as it is.  Call it before changes that only the engine's own modules can
+    run (sparse attention): copies of the model's modules are run.
     """
     if mesh.tp == 1:
         return None, []
-    settings, policy = tensor_settings_of(config), policy_of(config)
+    settings = tensor_settings_of(config)
+    policy = policy_of(config)
     split = parallel.choose(model, mesh.tp, settings)
     parallel.prove(model, split)
     if split.why_whole:
@@ -321,40 +370,53 @@ def plan_layers(config: Config, model: nn.Module, mesh: Mesh) -> Layers:
 def _shared_of(
     config: Config, model: nn.Module, mesh: Mesh, stated: parallel.SequenceSettings | None
 ) -> parallel.SequenceTraffic | None:
-    """Return what a rank sends for attention of a whole model along "sp".  stated: as `assemble` takes it.  Pure."""
+    """Return what a rank sends for attention of a whole model along "sp".  stated: as `assemble`
+    takes it.  Pure.
+    """
     if mesh.sp == 1:
         return None
     policy = policy_of(config)
     settings = sequence_settings_of(config, stated)
-    return parallel.traffic_of_sequences(model, mesh.sp, mesh.tp, settings, policy.compute or policy.autocast)
+    return parallel.traffic_of_sequences(
+        model, mesh.sp, mesh.tp, settings, policy.compute or policy.autocast
+    )
 
 
 def stage_to_plan(model: nn.Module, mesh: Mesh, *, is_optimized_by_caller: bool) -> nn.Module:
-    """Return the model that a rank's plan is of: of a list of layers, the stage that this rank would build.  Pure.
+    """Return the model that a rank's plan is of: of a list of layers, the stage that this rank
+    would build.  Pure.
 
-    is_optimized_by_caller: the caller's optimizer, or parameters, are those of the stage that is built.
+    is_optimized_by_caller: the caller's optimizer, or parameters, are those of the stage that is
+    built.
     """
     index = mesh.coordinates["pp"]
-    if not isinstance(model, pipeline.LayerStages) or model.index == index or model.num_stages != mesh.pp:
+    if (
+        not isinstance(model, pipeline.LayerStages)
+        or model.index == index
+        or model.num_stages != mesh.pp
+    ):
         return model
     if is_optimized_by_caller:
         raise NotBuiltError(
-            f"the plan of pipeline rank {index} of a list of layers that has built stage {model.index}, with an "
-            "optimizer of its own.",
+            f"the plan of pipeline rank {index} of a list of layers that has built stage "
+            f"{model.index}, with an optimizer of its own.",
             "It has the parameters of the stage that is built.",
             "name the optimizer in the configuration, or plan the rank of this stage.",
         )
     return on_meta(model.stage(index))
 
 
-def plan_pieces(config: Config, model: nn.Module, mesh: Mesh, example: Any) -> tuple[nn.Module, PiecePlans]:
-    """Return the piece of a model that one rank of a mesh would have, on the meta device, and its plans.  Pure: the
-    model stays as it is.
+def plan_pieces(
+    config: Config, model: nn.Module, mesh: Mesh, example: Any
+) -> tuple[nn.Module, PiecePlans]:
+    """Return the piece of a model that one rank of a mesh would have, on the meta device, and its
+    plans.  Pure: the model stays as it is.
 
     example: a micro-batch; None: the model's `dummy_inputs`, if it has them.
     """
     sample = Sample.of(example if example is not None else getattr(model, "dummy_inputs", None))
-    own, trained = on_meta(model), {name: param.requires_grad for name, param in model.named_parameters()}
+    own = on_meta(model)
+    trained = {name: param.requires_grad for name, param in model.named_parameters()}
     chain = None
     if mesh.pp > 1 and not isinstance(model, pipeline.LayerStages):
         if sample.micro is None:
@@ -374,9 +436,13 @@ def plan_pieces(config: Config, model: nn.Module, mesh: Mesh, example: Any) -> t
 
 
 def no_example(argument: str) -> UsageError:
-    """Return the error that a pipeline's model has no batch to be looked at with.  argument: that could give one."""
+    """Return the error that a pipeline's model has no batch to be looked at with.  argument: that
+    could give one.
+    """
     return UsageError(
         "a pipeline needs a batch to find the model's blocks by, and none is known.",
-        "It runs the model's forward once on shapes alone, to see which blocks hand each other their outputs.",
-        f"pass {argument}, or give the model an attribute dummy_inputs: the arguments of a forward by name.",
+        "It runs the model's forward once on shapes alone, to see which blocks hand each other "
+        "their outputs.",
+        f"pass {argument}, or give the model an attribute dummy_inputs: the arguments of a forward "
+        "by name.",
     )

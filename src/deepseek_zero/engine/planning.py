@@ -1,4 +1,6 @@
-"""The plan of this process among its ranks: what it asks of the model, of the optimizer and of the machine."""
+"""The plan of this process among its ranks: what it asks of the model, of the optimizer and of the
+machine.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,25 @@ from .settings import choices_of, placement_settings_of, step_settings_of
 if TYPE_CHECKING:  # as in engine.py
     from ..config import Config
 
-MEASURED_NUMEL, MEASURED_TIMES = PerDevice(cpu=1 << 20, accelerator=1 << 24), 5  # of codecs, where they are chosen
+# of codecs, where they are chosen
+MEASURED_NUMEL = PerDevice(cpu=1 << 20, accelerator=1 << 24)
+MEASURED_TIMES = 5
 WORTH_FILLING = 0.6  # of what is free: activations, and whatever else runs, need the rest
 
 
 def plan_run(
-    config: Config, settings: PlanSettings, shape: ModelShape, optimizer: OptimizerParts, comm: Comm, mesh: Mesh
+    config: Config,
+    settings: PlanSettings,
+    shape: ModelShape,
+    optimizer: OptimizerParts,
+    comm: Comm,
+    mesh: Mesh,
 ) -> Plan:
-    """Return the plan of this process among its ranks.  Collective where memories are "auto"; logs what was chosen."""
-    placement, update = placement_settings_of(config), update_of(config, optimizer, mesh.device)
+    """Return the plan of this process among its ranks.  Collective where memories are "auto"; logs
+    what was chosen.
+    """
+    placement = placement_settings_of(config)
+    update = update_of(config, optimizer, mesh.device)
     near = comm.replicas is not None and comm.replicas.reads_in_place
     if settings.secondary_ranks > 1:
         row = torch.tensor([int(comm.shard.reads_in_place)])
@@ -74,56 +86,83 @@ def plan_run(
     return found
 
 
-def with_chosen_codes(config: Config, settings: PlanSettings, comm: Comm, mesh: Mesh) -> PlanSettings:
-    """Return the settings with the codes that `compression.auto` left open chosen; logs why.  Collective where it did.
+def with_chosen_codes(
+    config: Config, settings: PlanSettings, comm: Comm, mesh: Mesh
+) -> PlanSettings:
+    """Return the settings with the codes that `compression.auto` left open chosen; logs why.
+    Collective where it did.
 
     On one host nothing is measured and nothing coded: there codes only cost time.
     """
-    asked, shard = settings.compression, comm.shard
+    asked = settings.compression
+    shard = comm.shard
     if not asked.left_open:
         return settings
     if settings.stage in (1, 2) and asked.weights is None:
         log_once(
-            f"compression.auto: at stage {settings.stage} it does not choose the bits of weights, which are sent as "
-            "they are: which masters a run has hangs on them.  compression.weights.bits states them."
+            f"compression.auto: at stage {settings.stage} it does not choose the bits of weights, "
+            "which are sent as they are: which masters a run has hangs on them.  "
+            "compression.weights.bits states them."
         )
-    table = comm.whole.all_gather_rows(torch.tensor([shard.far_size]), "who has ranks on other hosts")
+    table = comm.whole.all_gather_rows(
+        torch.tensor([shard.far_size]), "who has ranks on other hosts"
+    )
     if not int(table.min()):
-        log_once("compression.auto: the ranks that share slices are on one host, so nothing is coded by choice.")
+        log_once(
+            "compression.auto: the ranks that share slices are on one host, so nothing is coded by "
+            "choice."
+        )
         return replace(settings, compression=replace(asked, left_open=()))
     link = far_rate(shard, "the rate of the link")
     choices = {state: choices_of(config)[state] for state in asked.left_open}
     codecs = list(dict.fromkeys(codec for among in choices.values() for codec in among))
     mine = [rate for codec in codecs for rate in measured_rates(codec, mesh.device)]
-    least = comm.whole.all_gather_rows(torch.tensor(mine, dtype=torch.float64), "rates of codecs").amin(dim=0)
-    rates = {codec: CodecRate(codec, float(least[2 * at]), float(least[2 * at + 1])) for at, codec in enumerate(codecs)}
-    here, near = mesh.shard_size - int(table.max()), mesh.near_size(settings.ranks_per_host or 1)
+    least = comm.whole.all_gather_rows(
+        torch.tensor(mine, dtype=torch.float64), "rates of codecs"
+    ).amin(dim=0)
+    rates = {
+        codec: CodecRate(codec, float(least[2 * at]), float(least[2 * at + 1]))
+        for at, codec in enumerate(codecs)
+    }
+    here = mesh.shard_size - int(table.max())
+    near = mesh.near_size(settings.ranks_per_host or 1)
     uncoded = replace(settings, compression=Compression())
     row = plan_for(uncoded, torch.float32, trainable=True, persistent=False, ranks=mesh.shard_size)
     traffic = {
         "weights": gather_traffic(mesh.shard_size, here, near, row.weight.dtype.itemsize),
         "gradients": reduce_traffic(mesh.shard_size, here, near, row.grad_wire.dtype.itemsize),
     }
-    states = {state: Open(traffic[state], tuple(rates[codec] for codec in among)) for state, among in choices.items()}
+    states = {
+        state: Open(traffic[state], tuple(rates[codec] for codec in among))
+        for state, among in choices.items()
+    }
     chosen = choose_codes(asked, link, **states)
     log_once(f"compression.auto: {chosen.why}")
     return replace(settings, compression=chosen)
 
 
 def say_fixed_codes(config: Config, settings: PlanSettings) -> None:
-    """Log that codes do not follow what they lose, where the precision of units follows what gradients show.  Local."""
+    """Log that codes do not follow what they lose, where the precision of units follows what
+    gradients show.  Local.
+    """
     asked = settings.compression
-    if config.precision == "auto" and any((asked.weights, asked.gradients, asked.inside, asked.frozen)):
+    if config.precision == "auto" and any(
+        (asked.weights, asked.gradients, asked.inside, asked.frozen)
+    ):
         log_once(
-            "precision auto chooses between 16 and 32 bits of units, not between those of codes: the error of a codec "
-            "as a signal is not built, and codes keep what the configuration says."
+            "precision auto chooses between 16 and 32 bits of units, not between those of codes: "
+            "the error of a codec as a signal is not built, and codes keep what the configuration "
+            "says."
         )
 
 
 def measured_rates(codec: Blocks, device: torch.device) -> tuple[float, float]:
-    """Return how many elements a second this rank encodes and decodes.  Local; some milliseconds."""
+    """Return how many elements a second this rank encodes and decodes.  Local; some
+    milliseconds.
+    """
     numel = MEASURED_NUMEL.on(device)
-    values, room = torch.randn(numel, device=device), work_room(codec, numel, device)
+    values = torch.randn(numel, device=device)
+    room = work_room(codec, numel, device)
     message = torch.empty(codec.length(numel), dtype=codec.dtype, device=device)
 
     def seconds(work: Callable[[], None]) -> float:
@@ -133,17 +172,20 @@ def measured_rates(codec: Blocks, device: torch.device) -> tuple[float, float]:
             work()
             synchronize(device)
             found.append(time.perf_counter() - began)
-        return min(found)  # what else ran meanwhile, and the first touch of pages, are not the codec's
+        return min(
+            found
+        )  # what else ran meanwhile, and the first touch of pages, are not the codec's
 
     encode = seconds(lambda: codec.encode(values, message, room))
     return numel / encode, numel / seconds(lambda: codec.decode(message, 0, numel, values, room))
 
 
 def say_uncoded(plan: Plan, *, among_hosts: bool) -> None:
-    """Log why weights or gradients are not coded on their way where the settings ask for it, and where codes do not go
-    to other hosts though there are some (among_hosts).
+    """Log why weights or gradients are not coded on their way where the settings ask for it, and
+    where codes do not go to other hosts though there are some (among_hosts).
     """
-    asked, groups = plan.settings.compression, [group.plan for unit in plan.units for group in unit.groups]
+    asked = plan.settings.compression
+    groups = [group.plan for unit in plan.units for group in unit.groups]
     wanted = {
         "weights": asked.weights,
         "gradients": asked.gradients,
@@ -152,14 +194,27 @@ def say_uncoded(plan: Plan, *, among_hosts: bool) -> None:
     }
     found = {
         "frozen weights": any(row.weight.rests_as is not None for row in groups),
-        "gradients inside a host": any(row.grad is not None and row.grad.wire_inside is not None for row in groups),
+        "gradients inside a host": any(
+            row.grad is not None and row.grad.wire_inside is not None for row in groups
+        ),
         "weights": any(row.weight.wire is not None for row in groups),
-        "gradients": any(row.grad is not None and row.grad.wire == asked.gradients for row in groups),
+        "gradients": any(
+            row.grad is not None and row.grad.wire == asked.gradients for row in groups
+        ),
     }
-    for state in (state for state, codec in wanted.items() if codec is not None and not found[state]):
-        why = f"no unit has matrices of {asked.min_numel:,} elements that travel (compression.min_numel)"
+    for state in (
+        state for state, codec in wanted.items() if codec is not None and not found[state]
+    ):
+        why = (
+            f"no unit has matrices of {asked.min_numel:,} elements that travel "
+            "(compression.min_numel)"
+        )
         if state == "frozen weights":
-            why = "at stage 3 alone weights are sharded" if plan.settings.stage < 3 else _nothing_frozen(plan)
+            why = (
+                "at stage 3 alone weights are sharded"
+                if plan.settings.stage < 3
+                else _nothing_frozen(plan)
+            )
         elif plan.mesh.shard_size == 1:
             why = "no other rank shares slices with this one"
         elif state == "weights" and plan.settings.stage == 0:
@@ -171,8 +226,9 @@ def say_uncoded(plan: Plan, *, among_hosts: bool) -> None:
     is_coded = any(wanted[state] is not None and found[state] for state in ("weights", "gradients"))
     if is_coded and among_hosts and not plan.machine.spans_hosts:
         log_once(
-            "codes save nothing between hosts here, and round and take time inside: ranks that share slices are all "
-            "on one host, and what goes to others (sums over replicas, activations) is sent as it is."
+            "codes save nothing between hosts here, and round and take time inside: ranks that "
+            "share slices are all on one host, and what goes to others (sums over replicas, "
+            "activations) is sent as it is."
         )
 
 
@@ -181,12 +237,17 @@ def say_other_wires(plan: Plan) -> None:
     if (asked := plan.settings.policy.reduce) is None:
         return
     rows = [(group.plan, group.near) for unit in plan.units for group in unit.trained]
-    by_host = asked != torch.float32 and any(near > 1 and row.grad_wire == Cast(asked) for row, near in rows)
+    by_host = asked != torch.float32 and any(
+        near > 1 and row.grad_wire == Cast(asked) for row, near in rows
+    )
     is_other = any(row.grad is not None and row.grad.dtype != asked for row, _ in rows)
     found = {
-        "matrices, which are sent as codes": any(isinstance(row.grad_wire, Blocks) for row, _ in rows),
+        "matrices, which are sent as codes": any(
+            isinstance(row.grad_wire, Blocks) for row, _ in rows
+        ),
         "the sums of hosts, which are fp32 (ranks_per_host)": by_host,
-        "sums over replicas, which are in the gradient's own dtype": plan.mesh.dp_replicate > 1 and is_other,
+        "sums over replicas, which are in the gradient's own dtype": plan.mesh.dp_replicate > 1
+        and is_other,
     }
     if others := [name for name, is_there in found.items() if is_there]:
         log_once(f"communication_data_type does not hold for {', nor for '.join(others)}.")
@@ -197,8 +258,8 @@ def _nothing_frozen(plan: Plan) -> str:
     if all(group.plan.grad is not None for unit in plan.units for group in unit.groups):
         return "every parameter is trained"
     return (
-        f"no unit has sharded matrices of {plan.settings.compression.min_numel:,} elements that are frozen "
-        "(compression.min_numel, stage3_param_persistence_threshold)"
+        f"no unit has sharded matrices of {plan.settings.compression.min_numel:,} elements that "
+        "are frozen (compression.min_numel, stage3_param_persistence_threshold)"
     )
 
 
@@ -207,13 +268,17 @@ def with_useful_copies(settings: PlanSettings, mesh: Mesh, *, in_place: bool) ->
 
     in_place: every rank reads the weights of those with which it shares slices where they lie.
     """
-    size, why = settings.secondary_ranks, ""
+    size = settings.secondary_ranks
+    why = ""
     if size >= mesh.shard_size:
         why = f"{mesh.shard_size} ranks share slices, so that no smaller group is left for a copy"
     elif settings.stage < 3:
         why = f"stage {settings.stage} keeps whole weights, which are not gathered"
     elif in_place:
-        why = "every rank reads the others' weights where they lie (one host), so that a gather moves nothing"
+        why = (
+            "every rank reads the others' weights where they lie (one host), so that a gather "
+            "moves nothing"
+        )
     elif settings.weight_tier is not Tier.DEVICE:
         why = "offload_param has the weights leave the device, and a copy would be there"
     if size == 1 or not why:
@@ -225,15 +290,18 @@ def with_useful_copies(settings: PlanSettings, mesh: Mesh, *, in_place: bool) ->
 def with_order_of_sums(
     settings: PlanSettings, mesh: Mesh, counted: int, optimizer: type[Optimizer] | None
 ) -> PlanSettings:
-    """Return the settings with the ranks per host that sums follow: stated, else counted; logs where that cannot be.
+    """Return the settings with the ranks per host that sums follow: stated, else counted; logs
+    where that cannot be.
 
-    counted: ranks that each of several hosts has; 1: one host, or several that differ.  optimizer: its class.
+    counted: ranks that each of several hosts has; 1: one host, or several that differ.  optimizer:
+    its class.
     """
     if settings.ranks_per_host is not None:
         return settings
     if counted > 1 and optimizer is not None and issubclass(optimizer, OneBitAdam):
         log_once(
-            "sums are formed in the order of ranks, and not host by host: OneBitAdam exchanges momenta rank by rank."
+            "sums are formed in the order of ranks, and not host by host: OneBitAdam exchanges "
+            "momenta rank by rank."
         )
         counted = 1
     try:
@@ -244,7 +312,9 @@ def with_order_of_sums(
     return replace(settings, ranks_per_host=counted)
 
 
-def update_of(config: Config, optimizer: OptimizerParts, device: torch.device) -> UpdateSettings | None:
+def update_of(
+    config: Config, optimizer: OptimizerParts, device: torch.device
+) -> UpdateSettings | None:
     """Return the optimizer as the planner needs it; None where there is none."""
     if optimizer.cls is None:
         return None
@@ -259,7 +329,9 @@ def update_of(config: Config, optimizer: OptimizerParts, device: torch.device) -
 
 
 def free_budgets(placement: PlacementSettings, comm: Comm, device: torch.device) -> dict[Tier, int]:
-    """Return the bytes of one rank for each memory: stated, or free.  The least of what ranks have.  Collective."""
+    """Return the bytes of one rank for each memory: stated, or free.  The least of what ranks have.
+    Collective.
+    """
     sharers = ranks_of_this_host()
     memory = int(WORTH_FILLING * free_host_bytes()) // sharers
     near = memory if (free := free_device_bytes(device)) is None else int(WORTH_FILLING * free)
@@ -273,8 +345,12 @@ def free_budgets(placement: PlacementSettings, comm: Comm, device: torch.device)
     return dict(zip((Tier.DEVICE, Tier.HOST, Tier.NVME), map(int, least), strict=True))
 
 
-def stated_budgets(settings: PlanSettings, placement: PlacementSettings, device: torch.device) -> dict[Tier, int]:
-    """Return the bytes of one rank that the configuration states for each memory that a choice may take."""
+def stated_budgets(
+    settings: PlanSettings, placement: PlacementSettings, device: torch.device
+) -> dict[Tier, int]:
+    """Return the bytes of one rank that the configuration states for each memory that a choice may
+    take.
+    """
     choices = TierChoices.of(settings, placement, device)
     stated = {Tier.DEVICE: placement.device, Tier.HOST: placement.host, Tier.NVME: placement.disk}
     asked = {*choices.weights, *choices.states} if choices.are_open else set[Tier]()

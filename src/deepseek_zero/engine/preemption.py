@@ -1,10 +1,13 @@
-"""Saves when the job is asked to end: a signal on one rank becomes one save of all ranks, then one exit code.
+"""Saves when the job is asked to end: a signal on one rank becomes one save of all ranks, then one
+exit code.
 
-a signal on any rank -> noted -> this rank's word in the verdict of its next step (optim/sharded.py) -> the same
-decision on every rank, behind the same step -> save_checkpoint -> SystemExit(85) out of engine.step()
+a signal on any rank -> noted -> this rank's word in the verdict of its next step (optim/sharded.py)
+-> the same decision on every rank, behind the same step -> save_checkpoint -> SystemExit(85) out of
+engine.step()
 
-There is no collective and no wait for it. A rank that is gone says no word, so the ranks it leaves behind never save:
-when our launcher ends them, it says so first (base/launch.py), and the signal then means what it meant before.
+There is no collective and no wait for it. A rank that is gone says no word, so the ranks it leaves
+behind never save: when our launcher ends them, it says so first (base/launch.py), and the signal
+then means what it meant before.
 """
 
 from __future__ import annotations
@@ -40,19 +43,25 @@ class Preemption:
 
     @property
     def word(self) -> float:
-        """Return the number that this rank sends to all at its next step: the signal it got, or 0."""
+        """Return the number that this rank sends to all at its next step: the signal it got, or
+        0.
+        """
         return float(self._asked)
 
     def watch(self) -> None:
         """Install handlers for the signals; the ones that were there before are called as well."""
         numbers = [signal.Signals[name] for name in self.settings.signals]
         self._before = {int(number): signal.getsignal(number) for number in numbers}
-        foreign = [signal.Signals(number).name for number, before in self._before.items() if before is None]
+        foreign = [
+            signal.Signals(number).name for number, before in self._before.items() if before is None
+        ]
         if foreign:
             raise UsageError(
                 f"{foreign[0]} has a handler that was not set from Python.",
-                "checkpoint.save_on_signal calls the handler it finds, and this one cannot be called.",
-                "leave the signal out of checkpoint.save_on_signal.signals, or set the handler with signal.signal.",
+                "checkpoint.save_on_signal calls the handler it finds, and this one cannot be "
+                "called.",
+                "leave the signal out of checkpoint.save_on_signal.signals, or set the handler "
+                "with signal.signal.",
             )
         try:
             for number in numbers:
@@ -67,7 +76,9 @@ class Preemption:
         say_that_we_save(self.settings.signals)
 
     def release(self) -> None:
-        """Restore the handlers, except where another one was installed over ours, which still calls it."""
+        """Restore the handlers, except where another one was installed over ours, which still calls
+        it.
+        """
         self._process = 0
         with suppress(ValueError):  # the garbage collector may run in any thread
             for number in self._ours():
@@ -82,8 +93,12 @@ class Preemption:
         client = dict(engine.client_state()) if engine.client_state is not None else {}
         settings = SaveSettings(tag_validation=engine.parts.saving_settings.tag_validation)
         path = save_checkpoint(engine, self.settings.path, None, client, settings)
-        log_once(f"{signal.Signals(number).name}: saved {path}; ending with exit code {SAVED_EXIT_CODE}.")
-        for each in self._ours():  # the same request may come twice, and must not change the exit code now
+        log_once(
+            f"{signal.Signals(number).name}: saved {path}; ending with exit code {SAVED_EXIT_CODE}."
+        )
+        for (
+            each
+        ) in self._ours():  # the same request may come twice, and must not change the exit code now
             signal.signal(each, signal.SIG_IGN)
         raise SystemExit(SAVED_EXIT_CODE)
 
@@ -91,7 +106,8 @@ class Preemption:
         return [number for number in self._before if signal.getsignal(number) == self._hear]
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        before, forked = self._before[number], self._process not in (0, os.getpid())
+        before = self._before[number]
+        forked = self._process not in (0, os.getpid())
         if forked and self._rank_was_asked():
             return
         watches = bool(self._process) and not forked and not is_ending()
@@ -107,7 +123,8 @@ class Preemption:
     def _rank_was_asked(self) -> bool:
         """In a forked worker: whether the signal was for the whole job.
 
-        Slurm signals every process of it, and a rank without its data would not come to its next step.
+        Slurm signals every process of it, and a rank without its data would not come to its next
+        step.
         """
         time.sleep(FORKED_PATIENCE_SECONDS)
         return self._is_asked[0] != 0

@@ -1,6 +1,7 @@
 """An engine's checkpoints: what of it is saved beside the slices, and what loading gives back.
 
-The files are checkpoint/'s; counters, loss scaler, schedule and data position are read and set here.
+The files are checkpoint/'s; counters, loss scaler, schedule and data position are read and set
+here.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 @dataclass(frozen=True)
 class Restore:
-    """Which parts of a checkpoint a load restores.  module_only: nothing but weights and buffers."""
+    """Which parts of a checkpoint a load restores.  module_only: nothing but weights and
+    buffers.
+    """
 
     strict: bool = True
     moments: bool = True
@@ -100,8 +103,9 @@ class Saver:
 
     retention: which older ones stay.
 
-    Removing gigabytes takes a disk a while, so a thread of rank 0 does it.  It ends before the next save begins, and
-    the interpreter waits for it; a crash leaves hidden names, which the next removal removes too.
+    Removing gigabytes takes a disk a while, so a thread of rank 0 does it.  It ends before the next
+    save begins, and the interpreter waits for it; a crash leaves hidden names, which the next
+    removal removes too.
     """
 
     def __init__(self, retention: Retention | None = None) -> None:
@@ -113,7 +117,9 @@ class Saver:
         self._end = weakref.finalize(self, self._writer_lock.release)
 
     def claim_directory(self, comm: Comm, directory: Path) -> None:
-        """Lock a directory for this job.  Collective; CheckpointError on every rank where another job writes there."""
+        """Lock a directory for this job.  Collective; CheckpointError on every rank where another
+        job writes there.
+        """
 
         def claim() -> str:
             if comm.rank == 0:
@@ -127,19 +133,26 @@ class Saver:
         self._writer_lock.release()
 
     def commit_if_written(self) -> None:
-        """Between two steps, make the checkpoint under way visible once every rank has written its file.
+        """Between two steps, make the checkpoint under way visible once every rank has written its
+        file.
 
-        Collective where a checkpoint is under way.  CheckpointError on every rank where one could not write.
+        Collective where a checkpoint is under way.  CheckpointError on every rank where one could
+        not write.
         """
         if self.current is None:
             return
         comm = self.current.contents.runtime.comm.whole
-        if bool(comm.all_gather_rows(torch.tensor([self.current.is_over]), "whether a checkpoint is written").all()):
+        if bool(
+            comm.all_gather_rows(
+                torch.tensor([self.current.is_over]), "whether a checkpoint is written"
+            ).all()
+        ):
             self._commit()
 
     def finish(self) -> None:
-        """Wait for the checkpoint under way, make it visible, and wait for the removal of older ones.  Collective where
-        one is under way; CheckpointError on every rank where one could not write.
+        """Wait for the checkpoint under way, make it visible, and wait for the removal of older
+        ones.  Collective where one is under way; CheckpointError on every rank where one could not
+        write.
         """
         self._commit()
         if self._removal is not None:
@@ -147,14 +160,17 @@ class Saver:
             self._removal = None
 
     def _commit(self) -> None:
-        saving, self.current = self.current, None
+        saving = self.current
+        self.current = None
         if saving is None:
             return
         began = time.perf_counter()
         saving.commit()
         if saving.contents.runtime.comm.whole.rank == 0:
             self._removal = threading.Thread(
-                target=apply_retention, args=(saving.final, self.retention), name="deepseek_zero removal"
+                target=apply_retention,
+                args=(saving.final, self.retention),
+                name="deepseek_zero removal",
             )
             self._removal.start()
         self.commit_seconds = time.perf_counter() - began
@@ -169,12 +185,13 @@ def save_checkpoint(
     *,
     preferred: EngineLayout | None = None,
 ) -> Path:
-    """Write `directory/tag` (`global_step<N>` without a tag) and return its path.  Collective; the end of an
-    accumulation is the time for it.
+    """Write `directory/tag` (`global_step<N>` without a tag) and return its path.  Collective; the
+    end of an accumulation is the time for it.
 
-    preferred: the layout that a door would have where the configuration leaves it open, and it can hold what is saved.
-    Without `settings.wait` a later step, or `Saver.finish`, makes the checkpoint visible.  CheckpointError on every
-    rank where one rank cannot write; the checkpoint before stays as it is.
+    preferred: the layout that a door would have where the configuration leaves it open, and it can
+    hold what is saved. Without `settings.wait` a later step, or `Saver.finish`, makes the
+    checkpoint visible.  CheckpointError on every rank where one rank cannot write; the checkpoint
+    before stays as it is.
     """
     asked = tag if tag is not None else f"global_step{engine.global_steps}"
     refuse_same_names(engine.runtime.model)
@@ -184,14 +201,21 @@ def save_checkpoint(
     num_begun = engine.begun
     if num_begun:
         log_once(
-            f"saved between two micro-batches of one step: the gradients of {num_begun} of them are not in the "
-            "checkpoint, and a run that goes on from it takes that step from its first micro-batch again."
+            f"saved between two micro-batches of one step: the gradients of {num_begun} of them "
+            "are not in the checkpoint, and a run that goes on from it takes that step from its "
+            "first micro-batch again."
         )
     trainer = {name: getattr(engine, name) for name in COUNTERS}
     trainer["global_samples"] -= num_begun * engine._batch.micro * engine.mesh.data_size
     batch = engine._batch
-    trainer["batch"] = {"train": batch.train, "micro": batch.micro, "accumulation": batch.accumulation}
-    trainer["scaler"] = engine.parts.scaler.state_dict() if engine.parts.scaler is not None else None
+    trainer["batch"] = {
+        "train": batch.train,
+        "micro": batch.micro,
+        "accumulation": batch.accumulation,
+    }
+    trainer["scaler"] = (
+        engine.parts.scaler.state_dict() if engine.parts.scaler is not None else None
+    )
     delay = engine.optimizer.delayed if engine.optimizer is not None else None
     trainer["owed"] = delay.state_dict() if delay is not None else None
     adaptive = engine.optimizer.fallback if engine.optimizer is not None else None
@@ -220,15 +244,18 @@ def _different_folders(comm: Comm, directory: Path) -> tuple[str, ...]:
     if other is None:
         return ()
     log_once(
-        f"ranks save into different folders: rank 0 into {folders[0]}, rank {other} into {folders[other]}.  Each rank "
-        "writes its own file there; put the folders together in one place before they are loaded.",
+        f"ranks save into different folders: rank 0 into {folders[0]}, rank {other} into "
+        f"{folders[other]}.  Each rank writes its own file there; put the folders together in one "
+        "place before they are loaded.",
         logging.WARNING,
     )
     return tuple(folders)
 
 
 def _position(loader: Any, num_begun: int) -> Any:
-    """The data loader's position at the beginning of this step; only our own loader knows it in the middle of one."""
+    """The data loader's position at the beginning of this step; only our own loader knows it in the
+    middle of one.
+    """
     if isinstance(loader, ShardedLoader):
         return loader.state_dict(again=num_begun)
     return loader.state_dict() if hasattr(loader, "state_dict") else None
@@ -239,8 +266,9 @@ def _foreign_layout(
 ) -> EngineLayout | None:
     """The layout to save in where it is not our own.  Collective.
 
-    Where the configuration leaves it open: the preferred one, unless something is asked for that only slices have.
-    Stage 0's files name no parameter of the optimizer in it: those of several groups could not be read back.
+    Where the configuration leaves it open: the preferred one, unless something is asked for that
+    only slices have. Stage 0's files name no parameter of the optimizer in it: those of several
+    groups could not be read back.
     """
     chosen = engine.parts.saving_settings
     if chosen.layout != "auto":
@@ -252,11 +280,15 @@ def _foreign_layout(
                 'name one folder on all ranks, or set checkpoint.layout to "slices".',
             )
         return named if isinstance(named, EngineLayout) else None
-    wants_slices = not settings.wait or chosen.retention.last is not None or chosen.on_signal is not None
+    wants_slices = (
+        not settings.wait or chosen.retention.last is not None or chosen.on_signal is not None
+    )
     if preferred is None or wants_slices or engine.runtime.settings.stage == 0 or settings.folders:
         return None
     reasons = run_and_gather(
-        engine.runtime.comm.whole, "saving: the layout", lambda: preferred.unsupported_reason(contents)
+        engine.runtime.comm.whole,
+        "saving: the layout",
+        lambda: preferred.unsupported_reason(contents),
     )
     reason = next(filter(None, reasons), "")
     if reason:
@@ -265,15 +297,18 @@ def _foreign_layout(
     return preferred
 
 
-def load_checkpoint(engine: Trainer, directory: str | Path, tag: Any, restore: Restore) -> tuple[str | None, Any]:
-    """Fill an engine from `directory/tag` (without a tag, the one that `latest` names) and return (path, client_state).
-    Collective.
+def load_checkpoint(
+    engine: Trainer, directory: str | Path, tag: Any, restore: Restore
+) -> tuple[str | None, Any]:
+    """Fill an engine from `directory/tag` (without a tag, the one that `latest` names) and return
+    (path, client_state). Collective.
 
-    tag "newest": the newest checkpoint of which every byte is right, in any layout.  It is loaded with a warning where
-    `latest` is missing or empty beside checkpoints: a run that has been saved does not begin again.  Without any
-    checkpoint the answer is (None, None), and the log has a warning (with tag "newest" a line, unless a folder with
-    checkpoints is spelled alike).  CheckpointError on every rank, and an unchanged
-    engine, where the checkpoint does not fit or (restore.verify) is damaged.
+    tag "newest": the newest checkpoint of which every byte is right, in any layout.  It is loaded
+    with a warning where `latest` is missing or empty beside checkpoints: a run that has been saved
+    does not begin again.  Without any checkpoint the answer is (None, None), and the log has a
+    warning (with tag "newest" a line, unless a folder with checkpoints is spelled alike).
+    CheckpointError on every rank, and an unchanged engine, where the checkpoint does not fit or
+    (restore.verify) is damaged.
     """
     engine.parts.saver.finish()
     comm = engine.runtime.comm.whole
@@ -290,7 +325,9 @@ def load_checkpoint(engine: Trainer, directory: str | Path, tag: Any, restore: R
 
     name = run_and_gather(comm, "loading: the layout", name_of_layout)[0]
     layout = layout_named(name) if name else None
-    settings = LoadSettings(restore.strict, moments, restore.rng and not restore.module_only, verify)
+    settings = LoadSettings(
+        restore.strict, moments, restore.rng and not restore.module_only, verify
+    )
     read = layout.load if isinstance(layout, EngineLayout) else load
     loaded = read(folder, chosen, contents, settings)
     if not restore.module_only:
@@ -299,27 +336,32 @@ def load_checkpoint(engine: Trainer, directory: str | Path, tag: Any, restore: R
 
 
 def _choose_checkpoint(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, bool]:
-    """Find which checkpoint a load means: (directory, tag, whether every byte of it has just been read); an empty tag
-    where there is none.  Rank 0 decides for all.  Collective.
+    """Find which checkpoint a load means: (directory, tag, whether every byte of it has just been
+    read); an empty tag where there is none.  Rank 0 decides for all.  Collective.
     """
 
     def choose() -> str:
         if tag is None and is_checkpoint(folder) and not tags_in(folder):
             return json.dumps([True, folder.absolute().name])
-        named = latest_tag(folder) if tag is None else NEWEST if _asks_for_newest(folder, tag) else tag
+        named = (
+            latest_tag(folder) if tag is None else NEWEST if _asks_for_newest(folder, tag) else tag
+        )
         return json.dumps([False, checked_tag(named) if named is not None else ""])
 
     is_itself, chosen = json.loads(run_and_gather(comm, "loading: the tag", choose)[0])
     if is_itself:
-        log_once(f"{folder} is a checkpoint itself: tag '{chosen}' of {folder.parent} is loaded.", logging.WARNING)
+        log_once(
+            f"{folder} is a checkpoint itself: tag '{chosen}' of {folder.parent} is loaded.",
+            logging.WARNING,
+        )
         return folder.absolute().parent, chosen, False
     if chosen and not _asks_for_newest(folder, chosen):
         return folder, chosen, False
     newest = newest_good_of_all(comm, folder)
     if newest is not None and not chosen:
         log_once(
-            f"{folder / LATEST} is missing or empty: '{newest}', the newest good checkpoint there, is loaded. "
-            "Name a tag to load another one.",
+            f"{folder / LATEST} is missing or empty: '{newest}', the newest good checkpoint there, "
+            "is loaded. Name a tag to load another one.",
             logging.WARNING,
         )
     elif newest is None and comm.rank == 0:
@@ -330,17 +372,24 @@ def _choose_checkpoint(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, b
 def _warn_of_nothing(folder: Path, *, is_expected: bool) -> None:
     """Log that a folder holds no checkpoint, and which ones may be meant.
 
-    is_expected: a program that asks for the newest checkpoint at each start finds none at the first one.
+    is_expected: a program that asks for the newest checkpoint at each start finds none at the first
+    one.
     """
     near = near_directories(folder)
-    where = f"no checkpoint in '{folder.absolute()}'" if folder.is_dir() else f"'{folder.absolute()}' does not exist"
+    where = (
+        f"no checkpoint in '{folder.absolute()}'"
+        if folder.is_dir()
+        else f"'{folder.absolute()}' does not exist"
+    )
     hint = f" Did you mean {' or '.join(repr(str(path)) for path in near)}?" if near else ""
     level = logging.INFO if is_expected and not near else logging.WARNING
     log_once(f"{where}: nothing is loaded, and training starts from the beginning.{hint}", level)
 
 
 def _asks_for_newest(folder: Path, tag: Any) -> bool:
-    """Return whether the tag asks for the newest checkpoint; not where one was saved under that name."""
+    """Return whether the tag asks for the newest checkpoint; not where one was saved under that
+    name.
+    """
     return bool(tag == NEWEST and not (folder / NEWEST).exists())
 
 
@@ -353,7 +402,9 @@ def _restore_counters(engine: Trainer, loaded: Loaded, restore: Restore) -> None
     if engine.optimizer is not None and restore.moments:
         engine.optimizer.updater.updates = engine.global_steps - engine.skipped_steps
         if engine.optimizer.delayed is not None:
-            engine.optimizer.delayed.load_state_dict(_without_implementation_options(saved.get("owed")))
+            engine.optimizer.delayed.load_state_dict(
+                _without_implementation_options(saved.get("owed"))
+            )
     if engine.optimizer is not None and engine.optimizer.fallback is not None:
         engine.optimizer.fallback.load_state_dict(saved.get("precision"))
     if restore.moments and engine.parts.scaler is not None and saved["scaler"] is not None:
@@ -389,10 +440,13 @@ def _factors(train: int, micro: int, accumulation: int) -> str:
 
 
 def _without_implementation_options(owed: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A delayed update's hyper-parameters without those that say how to compute, which the running program decides."""
+    """A delayed update's hyper-parameters without those that say how to compute, which the running
+    program decides.
+    """
     if owed is None:
         return None
     hypers = [
-        {key: value for key, value in group.items() if key not in IMPLEMENTATION_OPTIONS} for group in owed["hypers"]
+        {key: value for key, value in group.items() if key not in IMPLEMENTATION_OPTIONS}
+        for group in owed["hypers"]
     ]
     return {**owed, "hypers": hypers}

@@ -1,6 +1,7 @@
 """What a configuration says, as the plain settings that everything below is told.
 
-The configuration is read here, and in optimizer.py for the optimizer it names; nothing below ever sees a key.
+The configuration is read here, and in optimizer.py for the optimizer it names; nothing below ever
+sees a key.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class IntegritySettings:
-    """How memory is compared with what it should be. every: so many steps. ends: an error, and not a line."""
+    """How memory is compared with what it should be. every: so many steps. ends: an error, and not
+    a line.
+    """
 
     every: int
     ends: bool
@@ -89,8 +92,8 @@ class PreemptionSettings:
 class SavingSettings:
     """How an engine saves.
 
-    gather_16bit: save_16bit_model may gather a sharded model.  retention: which older ones stay.  layout: of the files;
-    "auto" leaves it to the door.
+    gather_16bit: save_16bit_model may gather a sharded model.  retention: which older ones stay.
+    layout: of the files; "auto" leaves it to the door.
     """
 
     tag_validation: str = "Warn"
@@ -105,8 +108,10 @@ class SavingSettings:
 class PipelineSettings:
     """How a pipeline is cut and run, beside its number of ranks, which the mesh has.
 
-    partition: of the layers over the stages (pipeline/partition.py).  schedule, virtual, group: as `make_schedule`
-    takes them.  micro_batches: of one step.  parts: that `engine(batch)` cuts a batch into; None: nobody has said.
+    partition: of the layers over the stages (pipeline/partition.py).  schedule, virtual, group: as
+    `make_schedule`
+    takes them.  micro_batches: of one step.  parts: that `engine(batch)` cuts a batch into; None:
+    nobody has said.
     has_own_rows: each rank of a pipeline is given rows of its own.
     recomputed: so many layers of a list at a time; 0: as the list says.
     """
@@ -121,19 +126,23 @@ class PipelineSettings:
     recomputed: int = 0
 
     def row_parts(self, stages: int) -> int:
-        """Return the micro-batches that one call makes of its rows, on a mesh with so many stages along "pp"."""
+        """Return the micro-batches that one call makes of its rows, on a mesh with so many stages
+        along "pp".
+        """
         return (self.parts or 1) * (stages if self.has_own_rows else 1)
 
 
 # What a rank does on its own: it may write, report and park elsewhere than the others.
 OF_ONE_RANK = (
-    "tensorboard csv_monitor wandb comet records flops_profiler comms_logger network memory_budget aio timers "
-    "steps_per_print log_level wall_clock_breakdown memory_breakdown dump_state"
+    "tensorboard csv_monitor wandb comet records flops_profiler comms_logger network memory_budget "
+    "aio timers steps_per_print log_level wall_clock_breakdown memory_breakdown dump_state"
 ).split()
 
 
 def shared_values(config: Config) -> dict[str, Any]:
-    """Return the effective values of a configuration, by key, that must be the same on every rank."""
+    """Return the effective values of a configuration, by key, that must be the same on every
+    rank.
+    """
     from ..config.fields import Status, rows  # noqa: PLC0415  # it imports pydantic
 
     found: dict[str, Any] = {}
@@ -145,12 +154,18 @@ def shared_values(config: Config) -> dict[str, Any]:
         for name in row.path.split("."):
             value = getattr(value, name, None)  # None: of a section that is not there
         found |= values_in(value, row.path)
-    return {key: value for key, value in found.items() if not key.endswith("path") or key.startswith("checkpoint.")}
+    return {
+        key: value
+        for key, value in found.items()
+        if not key.endswith("path") or key.startswith("checkpoint.")
+    }
 
 
 def policy_of(config: Config) -> Policy:
     """Number formats: fp16 and bf16 sections, autocast, reduce and accumulate dtypes."""
-    compute = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
+    compute = (
+        torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
+    )
     auto_cast = config.fp16.auto_cast if config.fp16.enabled else config.auto_cast
     return Policy(
         compute=compute,
@@ -158,21 +173,28 @@ def policy_of(config: Config) -> Policy:
         accumulate=DTYPES[config.data_types.grad_accum_dtype or "fp32"],
         master="none" if config.bf16.bf16_master_weights_and_grads else config.bf16.master,
         moments="bf16" if config.bf16.bf16_optimizer_states else config.optimizer.moments,
-        autocast=DTYPES[config.torch_autocast.dtype or "bf16"] if config.torch_autocast.enabled else None,
+        autocast=DTYPES[config.torch_autocast.dtype or "bf16"]
+        if config.torch_autocast.enabled
+        else None,
         auto_cast=auto_cast,
     )
 
 
-WEIGHT_BITS, GRADIENT_BITS = 8, 4  # of zero_quantized_weights and zero_quantized_gradients
+# of zero_quantized_weights and zero_quantized_gradients
+WEIGHT_BITS = 8
+GRADIENT_BITS = 4
 GRADIENT_BLOCK = {8: 256, 4: 128}
 KEPT_ERRORS: dict[str, Cast | Blocks] = {"bf16": Cast(torch.bfloat16), "int8": Blocks(8, 256)}
 EXACT_INSIDE = 16  # inside_bits that ask for no codes, whatever dtype gradients are collected in
 
 
 def compression_of(config: Config) -> Compression:
-    """How matrices are coded between ranks: our section, and DeepSpeed's keys where it says nothing."""
+    """How matrices are coded between ranks: our section, and DeepSpeed's keys where it says
+    nothing.
+    """
     zero = config.zero_optimization
-    weights, gradients = zero.compression.weights, zero.compression.gradients
+    weights = zero.compression.weights
+    gradients = zero.compression.gradients
     weight_bits = weights.bits or (WEIGHT_BITS if zero.zero_quantized_weights else None)
     if weight_bits == 4 and zero.stage == 3:
         raise UsageError(
@@ -182,8 +204,8 @@ def compression_of(config: Config) -> Compression:
         )
     if weight_bits and zero.stage in (1, 2) and policy_of(config).master == "none":
         raise UsageError(
-            f"weights are sent in {weight_bits} bits at stage {zero.stage} (zero_quantized_weights), and bf16 has no "
-            "master.",
+            f"weights are sent in {weight_bits} bits at stage {zero.stage} "
+            "(zero_quantized_weights), and bf16 has no master.",
             "What codes leave out of a weight is kept in its fp32 master.",
             "take another master, or leave weights as they are.",
         )
@@ -191,16 +213,21 @@ def compression_of(config: Config) -> Compression:
     codes_inside = gradients.inside_bits != EXACT_INSIDE
     if codes_inside and not grad_bits and not zero.compression.auto:
         raise UsageError(
-            f"zero_optimization.compression.gradients.inside_bits is {gradients.inside_bits}, and gradients travel as "
-            "they are.",
-            "What is sent in few bits inside a host is sent so between hosts too, where the link is slower.",
+            f"zero_optimization.compression.gradients.inside_bits is {gradients.inside_bits}, and "
+            "gradients travel as they are.",
+            "What is sent in few bits inside a host is sent so between hosts too, where the link "
+            "is slower.",
             "state gradients.bits, zero_quantized_gradients or compression.auto as well.",
         )
     return Compression(
         weights=Blocks(weight_bits, weights.block) if weight_bits else None,
-        gradients=Blocks(grad_bits, gradients.block or GRADIENT_BLOCK[grad_bits]) if grad_bits else None,
+        gradients=Blocks(grad_bits, gradients.block or GRADIENT_BLOCK[grad_bits])
+        if grad_bits
+        else None,
         frozen=_frozen_codec(config),
-        inside=Blocks(gradients.inside_bits, GRADIENT_BLOCK[gradients.inside_bits]) if codes_inside else None,
+        inside=Blocks(gradients.inside_bits, GRADIENT_BLOCK[gradients.inside_bits])
+        if codes_inside
+        else None,
         min_numel=zero.compression.min_numel,
         feedback=feedback_of(config) if grad_bits else None,
         left_open=_left_open(config, weight_bits, grad_bits),
@@ -208,16 +235,23 @@ def compression_of(config: Config) -> Compression:
 
 
 def feedback_of(config: Config) -> Feedback | None:
-    """How ranks keep what codes leave out of gradients: all of it, or LoCo's running mean; None: not at all."""
-    loco, asked = config.zero_optimization.zeropp_loco_param, config.zero_optimization.compression.gradients
+    """How ranks keep what codes leave out of gradients: all of it, or LoCo's running mean; None:
+    not at all.
+    """
+    loco = config.zero_optimization.zeropp_loco_param
+    asked = config.zero_optimization.compression.gradients
     if loco is None:
-        return None if asked.error_feedback == "off" else Feedback(KEPT_ERRORS[asked.error_feedback])
+        return (
+            None if asked.error_feedback == "off" else Feedback(KEPT_ERRORS[asked.error_feedback])
+        )
     codec = KEPT_ERRORS["bf16" if asked.error_feedback == "off" else asked.error_feedback]
     return Feedback(codec, loco.err_beta, loco.reset_T)
 
 
 def _left_open(config: Config, weight_bits: int | None, grad_bits: int | None) -> tuple[str, ...]:
-    """Return which states' bits `compression.auto` is to choose: weights at stage 3, where no state hangs on them."""
+    """Return which states' bits `compression.auto` is to choose: weights at stage 3, where no state
+    hangs on them.
+    """
     zero = config.zero_optimization
     if not zero.compression.auto:
         return ()
@@ -226,18 +260,23 @@ def _left_open(config: Config, weight_bits: int | None, grad_bits: int | None) -
         return found
     if feedback_of(config) is not None:
         raise UsageError(
-            "compression.auto leaves the bits of gradients open beside error feedback (error_feedback, "
-            "zeropp_loco_param).",
-            "What codes leave out is a state of its own, in checkpoints too, and hangs on the codes.",
+            "compression.auto leaves the bits of gradients open beside error feedback "
+            "(error_feedback, zeropp_loco_param).",
+            "What codes leave out is a state of its own, in checkpoints too, and hangs on the "
+            "codes.",
             "state compression.gradients.bits, or leave error feedback out.",
         )
     return (*found, "gradients")
 
 
 def choices_of(config: Config) -> dict[str, tuple[Blocks, ...]]:
-    """Return the codecs that `compression.auto` chooses among, by state, in blocks of the sizes that are stated."""
+    """Return the codecs that `compression.auto` chooses among, by state, in blocks of the sizes
+    that are stated.
+    """
     codes = config.zero_optimization.compression
-    gradients = tuple(Blocks(bits, codes.gradients.block or block) for bits, block in GRADIENT_BLOCK.items())
+    gradients = tuple(
+        Blocks(bits, codes.gradients.block or block) for bits, block in GRADIENT_BLOCK.items()
+    )
     return {"weights": (Blocks(WEIGHT_BITS, codes.weights.block),), "gradients": gradients}
 
 
@@ -248,10 +287,11 @@ def _frozen_codec(config: Config) -> Blocks | None:
         return None
     if zero.offload_param.device != "none":
         raise UsageError(
-            f"zero_quantized_nontrainable_weights beside offload_param.device {zero.offload_param.device!r} is not "
-            "built.",
+            "zero_quantized_nontrainable_weights beside offload_param.device "
+            f"{zero.offload_param.device!r} is not built.",
             "Codes rest on the training device; in another memory frozen weights rest as they are.",
-            "leave one of the two out: codes take a quarter of fp32 or half of bf16, another memory takes all.",
+            "leave one of the two out: codes take a quarter of fp32 or half of bf16, another "
+            "memory takes all.",
         )
     return Blocks(WEIGHT_BITS, zero.compression.weights.block, EXACT_SCALE_BITS)
 
@@ -259,11 +299,16 @@ def _frozen_codec(config: Config) -> Blocks | None:
 def is_open(config: Config, key: str) -> bool:
     """Return whether nobody stated this key of `zero_optimization`: left out, or "auto"."""
     decided = {decision.key for decision in config.decisions}
-    return key not in config.zero_optimization.model_fields_set or f"zero_optimization.{key}" in decided
+    return (
+        key not in config.zero_optimization.model_fields_set
+        or f"zero_optimization.{key}" in decided
+    )
 
 
 def plan_settings_of(config: Config, leaf_modules: tuple[str, ...] = ()) -> PlanSettings:
-    """Everything about sharding and its schedule.  leaf_modules: full names, beside those of the configuration."""
+    """Everything about sharding and its schedule.  leaf_modules: full names, beside those of the
+    configuration.
+    """
     zero = config.zero_optimization
     return PlanSettings(
         stage=zero.stage,
@@ -304,7 +349,8 @@ def device_bytes_of(config: Config) -> int:
 
 
 def placement_settings_of(config: Config) -> PlacementSettings:
-    zero, budget = config.zero_optimization, config.memory_budget
+    zero = config.zero_optimization
+    budget = config.memory_budget
     path = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
     return PlacementSettings(
         chooses_weights=zero.offload_param.device == "auto",
@@ -341,8 +387,11 @@ def scaler_of(config: Config) -> LossScaler | None:
     )
 
 
-def step_settings_of(config: Config, granularity: tuple[str, ...], device: torch.device) -> StepSettings:
-    zero, offload = config.zero_optimization, config.zero_optimization.offload_optimizer
+def step_settings_of(
+    config: Config, granularity: tuple[str, ...], device: torch.device
+) -> StepSettings:
+    zero = config.zero_optimization
+    offload = config.zero_optimization.offload_optimizer
 
     def tile_numel_on(home: torch.device) -> int:
         numel = min(zero.sub_group_size, TILE_NUMEL.on(home))
@@ -361,7 +410,9 @@ def step_settings_of(config: Config, granularity: tuple[str, ...], device: torch
             behind=offload.buffer_count if offload.pipeline_write else 0,
         ),
         granularity=granularity,
-        check_finite=config.bf16.check_grad_overflow if config.bf16.enabled else config.check_grad_overflow,
+        check_finite=config.bf16.check_grad_overflow
+        if config.bf16.enabled
+        else config.check_grad_overflow,
         precision_fallback=config.precision == "auto",
         precision_window=config.precision_window,
         kernels=config.optimizer.kernels,
@@ -399,7 +450,11 @@ def flops_settings_of(config: Config) -> FlopsSettings | None:
     if not chosen.enabled:
         return None
     return FlopsSettings(
-        chosen.profile_step, chosen.recompute_fwd_factor, chosen.module_depth, chosen.detailed, chosen.output_file
+        chosen.profile_step,
+        chosen.recompute_fwd_factor,
+        chosen.module_depth,
+        chosen.detailed,
+        chosen.output_file,
     )
 
 
@@ -420,12 +475,19 @@ def saving_settings_of(config: Config) -> SavingSettings:
 def integrity_settings_of(config: Config) -> IntegritySettings | None:
     """How often memory is compared with what it should be; None for never."""
     section = config.integrity
-    return None if section.mode == "off" else IntegritySettings(section.every, ends=section.mode == "end")
+    return (
+        None
+        if section.mode == "off"
+        else IntegritySettings(section.every, ends=section.mode == "end")
+    )
 
 
 def recompute_settings_of(config: Config) -> RecomputeSettings:
-    """Where the inputs of checkpoints are parked; the plain settings where nothing is said of it."""
-    section, plain = config.activation_checkpointing, RecomputeSettings()
+    """Where the inputs of checkpoints are parked; the plain settings where nothing is said of
+    it.
+    """
+    section = config.activation_checkpointing
+    plain = RecomputeSettings()
     tier = Tier.DEVICE if section.contiguous_memory_optimization else None
     if section.device != "none" or section.cpu_checkpointing:
         tier = TIERS[section.device if section.device != "none" else "cpu"]
@@ -443,7 +505,9 @@ def recompute_settings_of(config: Config) -> RecomputeSettings:
 
 def tile_settings_of(config: Config) -> TileSettings:
     """What is computed a part of the tokens at a time."""
-    return TileSettings(config.activation_checkpointing.tiled_loss, config.activation_checkpointing.tiled_mlp)
+    return TileSettings(
+        config.activation_checkpointing.tiled_loss, config.activation_checkpointing.tiled_mlp
+    )
 
 
 def memory_settings_of(config: Config) -> MemorySettings:
@@ -461,7 +525,10 @@ def memory_settings_of(config: Config) -> MemorySettings:
 def tensor_settings_of(config: Config) -> parallel.ParallelSettings:
     """What is said of the split over tensor-parallel ranks."""
     section = config.tensor_parallel
-    summed = tuple((rf".*{re.escape(name)}\.weight$", "row", 1, ()) for name in section.injection_policy_tuple or ())
+    summed = tuple(
+        (rf".*{re.escape(name)}\.weight$", "row", 1, ())
+        for name in section.injection_policy_tuple or ()
+    )
     given = section.partition_config or {}
     return parallel.ParallelSettings(
         loss=section.loss if config.activation_checkpointing.tiled_loss is None else "tiled",
@@ -475,14 +542,19 @@ def tensor_settings_of(config: Config) -> parallel.ParallelSettings:
     )
 
 
-def sequence_settings_of(config: Config, stated: parallel.SequenceSettings | None = None) -> parallel.SequenceSettings:
-    """What is said of ranks that share sequences.  stated: by a caller's mpu, whose loader cuts sequences in order."""
+def sequence_settings_of(
+    config: Config, stated: parallel.SequenceSettings | None = None
+) -> parallel.SequenceSettings:
+    """What is said of ranks that share sequences.  stated: by a caller's mpu, whose loader cuts
+    sequences in order.
+    """
     attention = config.sequence_parallel.attention
     if stated is None:
         return parallel.SequenceSettings(attention)
     if attention not in ("auto", stated.attention):
         raise UsageError(
-            f"sequence_parallel.attention is {attention}, and the mpu's ranks share sequences by {stated.attention}.",
+            f"sequence_parallel.attention is {attention}, and the mpu's ranks share sequences by "
+            f"{stated.attention}.",
             "Its loader cuts sequences in order, and its loss is weighed outside.",
             "leave the key out, or the mpu, and state mesh={'sp': ...}.",
         )
@@ -490,18 +562,25 @@ def sequence_settings_of(config: Config, stated: parallel.SequenceSettings | Non
 
 
 def sparse_attention_of(config: Config, mesh: Mesh) -> SparseAttention | None:
-    """What is said of sparse attention, on one rank of a mesh; ConfigError where it contradicts itself.
+    """What is said of sparse attention, on one rank of a mesh; ConfigError where it contradicts
+    itself.
 
     An argument of another layout's may stand there at its default, as in a resolved configuration.
     """
     section = config.sparse_attention
     if section is None:
         return None
-    own, kinds = fields_of(section.mode), type(section).model_fields
+    own = fields_of(section.mode)
+    kinds = type(section).model_fields
     said = {name: getattr(section, name) for name in kinds if name != "mode"}
-    given = {name: value for name, value in said.items() if name in own or value != kinds[name].default}
-    ranks, place = mesh.tp * mesh.sp, mesh.coordinates
-    return SparseAttention(layout_of(section.mode, given), ranks, place["tp"] * mesh.sp + place["sp"])
+    given = {
+        name: value for name, value in said.items() if name in own or value != kinds[name].default
+    }
+    ranks = mesh.tp * mesh.sp
+    place = mesh.coordinates
+    return SparseAttention(
+        layout_of(section.mode, given), ranks, place["tp"] * mesh.sp + place["sp"]
+    )
 
 
 def pipeline_settings_of(config: Config) -> PipelineSettings:

@@ -1,5 +1,5 @@
-"""From what a user passes to a running engine, or to its plan: read the configuration, resolve it, assemble, attach
-schedule and data.
+"""From what a user passes to a running engine, or to its plan: read the configuration, resolve it,
+assemble, attach schedule and data.
 """
 
 from __future__ import annotations
@@ -40,7 +40,14 @@ from .determinism import fix_workspace
 from .engine import Engine
 from .mesh_statements import MeshStatement, choose_mesh, statements_of
 from .optimizer import Client
-from .pieces import PiecePlans, no_example, plan_pieces, refuse_auto_on, refuse_shared_loader, stage_to_plan
+from .pieces import (
+    PiecePlans,
+    no_example,
+    plan_pieces,
+    refuse_auto_on,
+    refuse_shared_loader,
+    stage_to_plan,
+)
 from .planning import stated_budgets, update_of, with_order_of_sums, with_useful_copies
 from .settings import pipeline_settings_of, placement_settings_of, plan_settings_of
 
@@ -57,9 +64,13 @@ class Request:
     collate_fn: Callable[[list[Any]], Any] | None = None
     mesh: Any = None  # what `mesh_of` reads
     mesh_statements: tuple[MeshStatement, ...] = ()  # what other arguments say of the mesh
-    counts_model_ranks: bool = False  # the caller's train_batch_size may count ranks that see the same batch
+    counts_model_ranks: bool = (
+        False  # the caller's train_batch_size may count ranks that see the same batch
+    )
     leaf_modules: tuple[str, ...] = ()  # full names of modules that travel as one piece
-    drops_idle_schedule: bool = False  # a schedule without an optimizer is left out with a warning, not an error
+    drops_idle_schedule: bool = (
+        False  # a schedule without an optimizer is left out with a warning, not an error
+    )
     door: str = "initialize"  # which one was called
     sequence: parallel.SequenceSettings | None = None  # what is said of ranks along "sp"
     shuffles: bool = True  # training_data, each epoch anew
@@ -68,13 +79,28 @@ class Request:
         """Raise where something was given that no engine can be made of."""
         if not isinstance(self.model, nn.Module):
             raise UsageError(
-                f"a model of type {type(self.model).__name__} cannot be wrapped.", "", "pass a torch.nn.Module."
+                f"a model of type {type(self.model).__name__} cannot be wrapped.",
+                "",
+                "pass a torch.nn.Module.",
             )
-        optimizer, data, schedule = self.optimizer, self.training_data, self.lr_scheduler
-        if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
-            fix = 'a name goes into the configuration: "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}.'
+        optimizer = self.optimizer
+        data = self.training_data
+        schedule = self.lr_scheduler
+        if (
+            optimizer is not None
+            and not isinstance(optimizer, Optimizer)
+            and not callable(optimizer)
+        ):
+            fix = (
+                'a name goes into the configuration: "optimizer": {"type": "AdamW", '
+                '"params": {"lr": 0.001}}.'
+            )
             raise refuse(
-                self.door, "optimizer", optimizer, "a torch.optim.Optimizer, or a callable that makes one", fix
+                self.door,
+                "optimizer",
+                optimizer,
+                "a torch.optim.Optimizer, or a callable that makes one",
+                fix,
             )
         if schedule is not None and not callable(schedule) and not hasattr(schedule, "step"):
             wanted = "a schedule with step(), or a callable that makes one of an optimizer"
@@ -84,18 +110,32 @@ class Request:
             wanted = "a dataset: the engine makes a loader of it for this rank's share"
             fix = "pass its dataset, or keep the loader and leave this out."
             raise refuse(self.door, "training_data", data, wanted, fix)
-        is_dataset = isinstance(data, IterableDataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+        is_dataset = isinstance(data, IterableDataset) or (
+            hasattr(data, "__getitem__") and hasattr(data, "__len__")
+        )
         if data is not None and not is_dataset:
             wanted = "a dataset, with __getitem__ and __len__, or an IterableDataset"
-            raise refuse(self.door, "training_data", data, wanted, "pass a torch.utils.data.Dataset.")
+            raise refuse(
+                self.door, "training_data", data, wanted, "pass a torch.utils.data.Dataset."
+            )
         if self.collate_fn is not None and not callable(self.collate_fn):
-            raise refuse(self.door, "collate_fn", self.collate_fn, "a function of a list of samples", "leave it out.")
+            raise refuse(
+                self.door,
+                "collate_fn",
+                self.collate_fn,
+                "a function of a list of samples",
+                "leave it out.",
+            )
 
 
 def facts_of(request: Request, mesh: Mesh, *, has_bf16: bool | None = None) -> Facts:
-    """What the resolver of "auto" may know of a run.  has_bf16: None: what this machine's device has."""
+    """What the resolver of "auto" may know of a run.  has_bf16: None: what this machine's device
+    has.
+    """
     model_config = getattr(request.model, "config", None)
-    hidden = _count(getattr(model_config, "hidden_size", None)) or _largest(getattr(model_config, "hidden_sizes", None))
+    hidden = _count(getattr(model_config, "hidden_size", None)) or _largest(
+        getattr(model_config, "hidden_sizes", None)
+    )
     client = dict(request.optimizer.defaults) if isinstance(request.optimizer, Optimizer) else {}
     return Facts(
         world_size=mesh.world_size,
@@ -118,11 +158,17 @@ def _count(value: Any) -> int | None:
 
 
 def _largest(values: Any) -> int | None:
-    return max(map(_count, values), default=None, key=lambda size: size or 0) if isinstance(values, list) else None
+    return (
+        max(map(_count, values), default=None, key=lambda size: size or 0)
+        if isinstance(values, list)
+        else None
+    )
 
 
 def parameters_of(call: str, name: str, given: Any) -> list[Any]:
-    """Parameters, or (name, parameter) pairs, or groups of them, as a list that has been looked through."""
+    """Parameters, or (name, parameter) pairs, or groups of them, as a list that has been looked
+    through.
+    """
     wanted = "an iterable of parameters, or of groups of them"
     if isinstance(given, Mapping):
         raise refuse(call, name, given, wanted, "write a list around it: [{...}].")
@@ -134,13 +180,31 @@ def parameters_of(call: str, name: str, given: Any) -> list[Any]:
             members = [entry]
         elif "params" in entry:
             members = entry["params"]
-            members = list(members) if isinstance(members, Iterable) and not isinstance(members, Tensor) else [members]
+            members = (
+                list(members)
+                if isinstance(members, Iterable) and not isinstance(members, Tensor)
+                else [members]
+            )
             entry = {**entry, "params": members}
         else:
-            raise refuse(call, name, entry, wanted, "a group is a dict with 'params' and options: add 'params'.")
+            raise refuse(
+                call,
+                name,
+                entry,
+                wanted,
+                "a group is a dict with 'params' and options: add 'params'.",
+            )
         for member in members:
-            if not isinstance(member[1] if isinstance(member, tuple) and len(member) == 2 else member, Tensor):
-                raise refuse(call, name, given, f"{wanted}, and {shown(member)} is no parameter", "pass parameters.")
+            if not isinstance(
+                member[1] if isinstance(member, tuple) and len(member) == 2 else member, Tensor
+            ):
+                raise refuse(
+                    call,
+                    name,
+                    given,
+                    f"{wanted}, and {shown(member)} is no parameter",
+                    "pass parameters.",
+                )
         found.append(entry)
     return found
 
@@ -148,8 +212,8 @@ def parameters_of(call: str, name: str, given: Any) -> list[Any]:
 def prepare_process(raw: RawConfig) -> None:
     """Set what must be set before the ranks meet and before CUDA starts.
 
-    The section `network` sets the listening address, unless the launcher or the user has set it. cuBLAS
-    gets its fixed workspace if the configuration asks for deterministic algorithms. Local.
+    The section `network` sets the listening address, unless the launcher or the user has set it.
+    cuBLAS gets its fixed workspace if the configuration asks for deterministic algorithms. Local.
 
     Raises:
         UsageError: This host does not have the interface that the section names.
@@ -160,7 +224,9 @@ def prepare_process(raw: RawConfig) -> None:
     stated = listening_variables(section.get("interface"), section.get("ports"))
     for name, value in stated.items():
         if (said := os.environ.setdefault(name, value)) != value:
-            log_once(f"{name}={said} stands; the configuration's section `network` would have {value}")
+            log_once(
+                f"{name}={said} stands; the configuration's section `network` would have {value}"
+            )
 
 
 def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine) -> Engine:
@@ -187,7 +253,9 @@ def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine)
     preemption = engine.parts.preemption
     if preemption is not None:
         preemption.watch()
-        weakref.finalize(engine, preemption.release).atexit = False  # signals are not an engine's that is gone
+        weakref.finalize(
+            engine, preemption.release
+        ).atexit = False  # signals are not an engine's that is gone
     if request.training_data is not None:
         engine.training_dataloader = ShardedLoader(
             request.training_data,
@@ -203,7 +271,9 @@ def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine)
 
 
 def example_of(request: Request) -> Any:
-    """A micro-batch as the model's forward takes it: of the training data, or the model's own `dummy_inputs`."""
+    """A micro-batch as the model's forward takes it: of the training data, or the model's own
+    `dummy_inputs`.
+    """
     if request.training_data is not None and hasattr(request.training_data, "__getitem__"):
         return (request.collate_fn or default_collate)([request.training_data[0]])
     if (found := getattr(request.model, "dummy_inputs", None)) is not None:
@@ -212,13 +282,18 @@ def example_of(request: Request) -> Any:
 
 
 def _schedule(engine: Engine, request: Request) -> Any:
-    """The schedule the caller passed (an instance, or a callable of the optimizer), else the configuration's."""
+    """The schedule the caller passed (an instance, or a callable of the optimizer), else the
+    configuration's.
+    """
     given = request.lr_scheduler
     if given is None and engine.parts.schedule is None:
         return None
     if engine.optimizer is None:
         if request.drops_idle_schedule:
-            log_once("a learning-rate schedule was given without an optimizer to schedule: left out.", logging.WARNING)
+            log_once(
+                "a learning-rate schedule was given without an optimizer to schedule: left out.",
+                logging.WARNING,
+            )
             return None
         raise UsageError(
             "a learning-rate schedule was given without an optimizer to schedule.",
@@ -247,35 +322,45 @@ def plan(
     leaf_modules: Sequence[str] = (),
     example: Any = None,
 ) -> Plan:
-    """Return what one rank of a run would do and hold: units, specs, layouts, schedule, update, bytes and volume.
+    """Return what one rank of a run would do and hold: units, specs, layouts, schedule, update,
+    bytes and volume.
 
-    It is what `initialize` with the same model and configuration builds; here nothing is built, and no process group is
+    It is what `initialize` with the same model and configuration builds; here nothing is built, and
+    no process group is
     asked: every rank of every world may be planned anywhere.
 
-    model: its shapes and dtypes are all that is read, so it may be on the meta device; parameters over one memory
-    are tied, as a run ties them.  config, optimizer, model_parameters: as `initialize` takes them.  ranks, rank: of
-    the world, and which of it.  hosts: that its ranks are on; CPU ranks of one host read each other's memory.
-    mesh: as `initialize` takes it.  device: that each rank trains on; it need not be here.  leaf_modules: full
-    names of modules that travel as one piece, beside those of the configuration.  example: a micro-batch as the
-    model's forward takes it, on meshes with tp or pp: what travels there depends on its shapes; None: the model's
-    `dummy_inputs`.  `print` of the result shows a table.
+    model: its shapes and dtypes are all that is read, so it may be on the meta device; parameters
+    over one memory are tied, as a run ties them.  config, optimizer, model_parameters: as
+    `initialize` takes them.  ranks, rank: of
+    the world, and which of it.  hosts: that its ranks are on; CPU ranks of one host read each
+    other's memory.
+    mesh: as `initialize` takes it.  device: that each rank trains on; it need not be here.
+    leaf_modules: full names of modules that travel as one piece, beside those of the configuration.
+    example: a micro-batch as the model's forward takes it, on meshes with tp or pp: what travels
+    there depends on its shapes; None: the model's `dummy_inputs`.  `print` of the result shows a
+    table.
 
-    Local.  Raises UsageError where memories are "auto" and the configuration gives no `memory_budget` for them,
-    OutOfMemoryError where it is too small.
+    Local.  Raises UsageError where memories are "auto" and the configuration gives no
+    `memory_budget` for them, OutOfMemoryError where it is too small.
     """
     whole_number("plan", "ranks", ranks, 1)
     whole_number("plan", "rank", rank, 0, ranks - 1)
     whole_number("plan", "hosts", hosts, 1, ranks)
     world = Mesh().on_world(ranks, rank, torch.device(device))
     source, origin = choose_source({} if config is None else config, None, None)
-    given = None if model_parameters is None else parameters_of("plan", "model_parameters", model_parameters)
+    given = (
+        None
+        if model_parameters is None
+        else parameters_of("plan", "model_parameters", model_parameters)
+    )
     request = Request(model, optimizer, given, door="plan")
     raw = load(source, origin=origin)
     axes = choose_mesh(statements_of(raw, mesh, launched=False), world)
     chosen = resolve(raw, facts_of(request, axes, has_bf16=True))
     refuse_changes_on(chosen, axes)
     refuse_auto_on(chosen, axes)
-    settings, placement = plan_settings_of(chosen, tuple(leaf_modules)), placement_settings_of(chosen)
+    settings = plan_settings_of(chosen, tuple(leaf_modules))
+    placement = placement_settings_of(chosen)
     given_parameters = given is not None or isinstance(optimizer, Optimizer)
     model = stage_to_plan(model, axes, is_optimized_by_caller=given_parameters)
     tie_shared(model)
@@ -284,7 +369,9 @@ def plan(
     pieces = PiecePlans()
     if axes.pp > 1 or axes.tp > 1 or axes.sp > 1:
         parts_of_call = pipeline_settings_of(chosen).row_parts(axes.pp) if axes.pp > 1 else 1
-        settings = replace(settings, reduces_once=settings.reduces_once or axes.pp > 1, row_parts=parts_of_call)
+        settings = replace(
+            settings, reduces_once=settings.reduces_once or axes.pp > 1, row_parts=parts_of_call
+        )
         own, pieces = plan_pieces(chosen, model, axes, example)
         refuse_split_states(parts, own)
         shape = read_model(own, settings)
@@ -294,7 +381,8 @@ def plan(
         shape = read_model(own, settings)
     counted = ranks // hosts if hosts > 1 and ranks % hosts == 0 else 1
     settings = with_order_of_sums(settings, axes, counted, parts.cls)
-    per_host, shard = -(-ranks // hosts), axes.ranks_along(*SHARD_AXES)
+    per_host = -(-ranks // hosts)
+    shard = axes.ranks_along(*SHARD_AXES)
     shares = axes.device.type == "cpu" and settings.transport != "gloo"
 
     def in_place(members: Sequence[int]) -> bool:
@@ -310,5 +398,7 @@ def plan(
         spans_hosts=shard[0] // per_host != shard[-1] // per_host,
     )
     settings = with_useful_copies(settings, axes, in_place=machine.reads_in_place)
-    found = plan_shape(shape, settings, axes, machine, update_of(chosen, parts, axes.device), placement)
+    found = plan_shape(
+        shape, settings, axes, machine, update_of(chosen, parts, axes.device), placement
+    )
     return pieces.added_to(found)

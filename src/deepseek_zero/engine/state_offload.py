@@ -1,7 +1,7 @@
 """Gives the memory of an engine's states back between two phases of a program, and takes it again.
 
-Owns which tensors belong to which of DeepSpeed's kinds of state, and the refusal of every use of a state meanwhile. The
-bytes are tiers/parked.py's.
+Owns which tensors belong to which of DeepSpeed's kinds of state, and the refusal of every use of a
+state meanwhile. The bytes are tiers/parked.py's.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from ..sharding.runtime import Runtime
 from ..tiers.disk import DiskExtent
 from ..tiers.parked import ParkedStorages
 
-OPTIM_STATES, HP_PARAMS, LP_PARAMS = "optim_states", "hp_params", "lp_params"
-LP_GRADS, GRAD_BUFFER = "lp_grads", "contiguous_grad_buffer"
+OPTIM_STATES = "optim_states"
+HP_PARAMS = "hp_params"
+LP_PARAMS = "lp_params"
+LP_GRADS = "lp_grads"
+GRAD_BUFFER = "contiguous_grad_buffer"
 KINDS = (OPTIM_STATES, HP_PARAMS, LP_PARAMS, LP_GRADS, GRAD_BUFFER)
 
 
@@ -45,11 +48,14 @@ class StateOffload:
     _parked: list[ParkedStorages] = field(default_factory=list)
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
-    def offload(self, kinds: Collection[str], *, pinned: bool, in_file: bool, folder: str | None) -> None:
-        """Move the states of these kinds away and return their memory; those that are away already stay so.
+    def offload(
+        self, kinds: Collection[str], *, pinned: bool, in_file: bool, folder: str | None
+    ) -> None:
+        """Move the states of these kinds away and return their memory; those that are away already
+        stay so.
 
-        in_file: to a file, even if there is an accelerator. folder: of the file; None: the system's for temporary
-        files. Collective, between two steps.
+        in_file: to a file, even if there is an accelerator. folder: of the file; None: the system's
+        for temporary files. Collective, between two steps.
         """
         new = set(kinds) - self.offloaded
         if not new:
@@ -59,10 +65,16 @@ class StateOffload:
         with torch.no_grad():
             self.runtime.executor.reshard_all()
         self.runtime.comm_ctx.copy_engine.synchronize()
-        self.runtime.comm.whole.barrier("offload_states")  # other ranks may still read this one's weights
-        parked = ParkedStorages(Path(folder or tempfile.gettempdir()), pinned=pinned, in_file=in_file)
+        self.runtime.comm.whole.barrier(
+            "offload_states"
+        )  # other ranks may still read this one's weights
+        parked = ParkedStorages(
+            Path(folder or tempfile.gettempdir()), pinned=pinned, in_file=in_file
+        )
         self._parked.append(parked)
-        self.offloaded |= new  # from here on a failure is one of memory that reload_states brings back
+        self.offloaded |= (
+            new  # from here on a failure is one of memory that reload_states brings back
+        )
         self._refuse_uses(new)
         parked.park(tensor for tensor in self._tensors(new) if in_file or self._is_local(tensor))
         if LP_GRADS in new:
@@ -76,20 +88,23 @@ class StateOffload:
         if not self.offloaded:
             return
         self._restore()
-        self.runtime.comm.whole.barrier("reload_states")  # other ranks read this one's weights from here on
+        self.runtime.comm.whole.barrier(
+            "reload_states"
+        )  # other ranks read this one's weights from here on
 
     def release(self) -> None:
-        """Bring everything back for an engine that is destroyed, so that its model can still be read. Local.
+        """Bring everything back for an engine that is destroyed, so that its model can still be
+        read. Local.
 
-        If there is no memory for the states, or their file cannot be read, they are dropped with a warning. Every use
-        of them then raises.
+        If there is no memory for the states, or their file cannot be read, they are dropped with a
+        warning. Every use of them then raises.
         """
         try:
             self._restore()
         except (MemoryError, RuntimeError) as error:
             logger.warning(
-                "destroy() could not bring back the states that offload_states() moved away, and dropped them: "
-                f"{brief(error)}. Call reload_states() before destroy() to keep them."
+                "destroy() could not bring back the states that offload_states() moved away, and "
+                f"dropped them: {brief(error)}. Call reload_states() before destroy() to keep them."
             )
             for parked in self._parked:
                 parked.drop()
@@ -129,7 +144,8 @@ class StateOffload:
                     yield from (tensor for tensor in group.momentum.tensors() if tensor is not None)
         for group in groups:
             master = group.master.buffer if group.master is not None else None
-            # A master that is the weight itself belongs to the weights, which a program may still read.
+            # A master that is the weight itself belongs to the weights, which a program may still
+            # read.
             is_own = master is not None and _address(master.memory) not in weights
             if HP_PARAMS in kinds and master is not None and is_own and _is_resident(master):
                 yield master.memory
@@ -139,7 +155,12 @@ class StateOffload:
                 if group.secondary is not None:
                     yield group.secondary.buffer.memory
             delayed = group.gradient.delayed
-            if LP_GRADS in kinds and delayed.is_full and delayed.buffer is not None and _is_resident(delayed.buffer):
+            if (
+                LP_GRADS in kinds
+                and delayed.is_full
+                and delayed.buffer is not None
+                and _is_resident(delayed.buffer)
+            ):
                 yield delayed.buffer.memory
 
     def _moments(self) -> Iterator[Tensor]:
@@ -206,7 +227,9 @@ class StateOffload:
             self._undo.append(lambda buffer=buffer, before=before: setattr(buffer, "guard", before))  # type: ignore[misc]
 
     def _hide_parameters(self, group: ParamGroup) -> None:
-        """Let parameters that are whole on this rank say that their values are not here, as sharded ones do."""
+        """Let parameters that are whole on this rank say that their values are not here, as sharded
+        ones do.
+        """
         if group.is_sharded:
             return
         for member in group.members:
@@ -217,7 +240,9 @@ class StateOffload:
             for member in group.members:
                 member.unshard(group.weight.view(member.slot))
 
-        self._undo.insert(0, show)  # `reload` runs these in reverse, so this one runs after the guards
+        self._undo.insert(
+            0, show
+        )  # `reload` runs these in reverse, so this one runs after the guards
 
 
 def _address(tensor: Tensor) -> int:
