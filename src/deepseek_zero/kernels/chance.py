@@ -1,4 +1,5 @@
-"""The random bits of stochastic rounding, compiled by numba: 16 for each element, of Philox4x64-10 as NumPy has it.
+"""The random bits of stochastic rounding, compiled by numba: 16 for each element, of Philox4x64-10
+as NumPy has it.
 
 precision/compact.py says which bits an element gets. Importing this module imports numba.
 """
@@ -35,15 +36,24 @@ def fill(out: Any, element: Any, step: Any, seed: Any, key: Any) -> None:
     place = -skipped
     while place < len(out):
         block += uint64(1)  # NumPy counts up before it draws
-        a, b, c, d = block, uint64(step), uint64(0), uint64(0)
-        left, right = uint64(seed), uint64(key)
+        a = block
+        b = uint64(step)
+        c = uint64(0)
+        d = uint64(0)
+        left = uint64(seed)
+        right = uint64(key)
         for number in range(10):
             if number > 0:
                 left += uint64(0x9E3779B97F4A7C15)
                 right += uint64(0xBB67AE8584CAA73B)
-            high_a, low_a = _high(uint64(0xD2E7470EE14C6C93), a), uint64(0xD2E7470EE14C6C93) * a
-            high_c, low_c = _high(uint64(0xCA5A826395121157), c), uint64(0xCA5A826395121157) * c
-            a, b, c, d = high_c ^ b ^ left, low_c, high_a ^ d ^ right, low_a
+            high_a = _high(uint64(0xD2E7470EE14C6C93), a)
+            low_a = uint64(0xD2E7470EE14C6C93) * a
+            high_c = _high(uint64(0xCA5A826395121157), c)
+            low_c = uint64(0xCA5A826395121157) * c
+            a = high_c ^ b ^ left
+            b = low_c
+            c = high_a ^ d ^ right
+            d = low_a
         for number, word in enumerate((a, b, c, d)):
             at = place + 4 * number
             for part in range(4):

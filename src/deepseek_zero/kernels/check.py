@@ -1,4 +1,6 @@
-"""Compares updates with the definition, on random numbers, random bits and edge values: kernels, and PyTorch's own."""
+"""Compares updates with the definition, on random numbers, random bits and edge values: kernels,
+and PyTorch's own.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from .rules import RULES, Layout, Scalars, Variant
 NUMEL = 3 * 1024 + 5  # with a tail
 _NOTHING: NDArray[Any] = np.zeros(0, np.float32)
 _EDGES = np.array(
-    "0 -0.0 1 -1 0.5 7 1e-8 1e-20 -1e20 1e-30 1e30 65504 65536 1e-40 -1e-40 3e-39 1.4e-45 -1.4e-45 1.1754944e-38 "
-    "3.4028235e38 -3.4028235e38 inf -inf nan 0.33333334 1.0000001 0.99999994".split(),
+    "0 -0.0 1 -1 0.5 7 1e-8 1e-20 -1e20 1e-30 1e30 65504 65536 1e-40 -1e-40 3e-39 1.4e-45 -1.4e-45 "
+    "1.1754944e-38 3.4028235e38 -3.4028235e38 inf -inf nan 0.33333334 1.0000001 0.99999994".split(),
     np.float32,
 )
 _HYPERS: dict[str, dict[str, Any]] = {
@@ -33,8 +35,8 @@ _HYPERS: dict[str, dict[str, Any]] = {
 class Chance(NamedTuple):
     """Where the random bits of a range of elements of one parameter begin (precision/compact.py).
 
-    element: of the parameter, the first of the range. step: the number of the update. seed, keys: those of the
-    generator, with a key for the weight and one for each of two states.
+    element: of the parameter, the first of the range. step: the number of the update. seed, keys:
+    those of the generator, with a key for the weight and one for each of two states.
     """
 
     element: int = 0
@@ -47,8 +49,8 @@ class Chance(NamedTuple):
 class Arrays:
     """The memory of a shard, flat, as a kernel reads and writes it; 16-bit numbers are int16.
 
-    main: the main weight, or the weight if there is none. other: the remainders of a split main weight, or the
-    published weight. Arrays that a layout lacks are empty.
+    main: the main weight, or the weight if there is none. other: the remainders of a split main
+    weight, or the published weight. Arrays that a layout lacks are empty.
     """
 
     gradient: NDArray[Any]
@@ -62,7 +64,12 @@ class Arrays:
         return self.gradient, self.main, self.other, first, second
 
     def copy(self) -> Arrays:
-        return Arrays(self.gradient, self.main.copy(), self.other.copy(), tuple(state.copy() for state in self.states))
+        return Arrays(
+            self.gradient,
+            self.main.copy(),
+            self.other.copy(),
+            tuple(state.copy() for state in self.states),
+        )
 
 
 _CHANCE = Chance(5, 7, 1, (11, 12, 13))
@@ -74,7 +81,11 @@ def values(kind: str, numel: int, random: np.random.Generator) -> NDArray[np.flo
     if kind == "normal":
         return random.standard_normal(numel).astype(np.float32)
     if kind == "bits":
-        return random.integers(-(1 << 31), 1 << 31, numel, dtype=np.int64).astype(np.int32).view(np.float32)
+        return (
+            random.integers(-(1 << 31), 1 << 31, numel, dtype=np.int64)
+            .astype(np.int32)
+            .view(np.float32)
+        )
     return random.choice(_EDGES, numel)
 
 
@@ -98,7 +109,12 @@ def sample(variant: Variant, layout: Layout, kind: str, numel: int, seed: int = 
 
 
 def expected(
-    variant: Variant, layout: Layout, arrays: Arrays, scalars: Scalars, factor: float, chance: Chance | None = None
+    variant: Variant,
+    layout: Layout,
+    arrays: Arrays,
+    scalars: Scalars,
+    factor: float,
+    chance: Chance | None = None,
 ) -> Arrays:
     """Return what the definition makes of the arrays."""
     chance = chance or Chance()
@@ -116,7 +132,9 @@ def expected(
     if layout.is_split:
         upper, lower = definition.split(weight)
         return replace(arrays, main=upper, other=lower, states=tuple(states))
-    other = arrays.other if layout.published is None else definition.narrow(weight, layout.published)
+    other = (
+        arrays.other if layout.published is None else definition.narrow(weight, layout.published)
+    )
     return replace(arrays, main=weight, other=other, states=tuple(states))
 
 
@@ -132,7 +150,8 @@ def differing_elements(variant: Variant, layout: Layout, run: Run, numel: int = 
         run(variant, layout, found, scalars, 0.7, _CHANCE)
         wanted = expected(variant, layout, arrays, scalars, 0.7, _CHANCE)
         differing += sum(
-            int((_bits(mine) != _bits(its)).sum()) for mine, its in zip(found.columns(), wanted.columns(), strict=True)
+            int((_bits(mine) != _bits(its)).sum())
+            for mine, its in zip(found.columns(), wanted.columns(), strict=True)
         )
     return differing
 
@@ -141,23 +160,30 @@ def differing_elements(variant: Variant, layout: Layout, run: Run, numel: int = 
 def pytorch_differs(rule: str) -> bool:
     """Return whether PyTorch's fused update has other bits than the definition on this CPU.
 
-    It has on processors without fused multiply-add, with other widths of vectors, and with `ATEN_CPU_CAPABILITY`.
+    It has on processors without fused multiply-add, with other widths of vectors, and with
+    `ATEN_CPU_CAPABILITY`.
     """
     hypers = {"maximize": False, "nesterov": False, "decoupled_weight_decay": True, **_HYPERS[rule]}
     if rule == "lion":  # the library's own, in PyTorch's elementary operations
         return False
-    variant, layout, step = RULES[rule].variant(hypers, True), Layout(torch.float32), 3
+    variant = RULES[rule].variant(hypers, True)
+    layout = Layout(torch.float32)
+    step = 3
     for kind in ("normal", "edges"):
         arrays = sample(variant, layout, kind, NUMEL)
         wanted = expected(variant, layout, arrays, RULES[rule].scalars(hypers, step), 1.0)
         found = fused_update(rule, hypers, arrays, step)
-        for mine, its in zip((found.main, *found.states), (wanted.main, *wanted.states), strict=True):
+        for mine, its in zip(
+            (found.main, *found.states), (wanted.main, *wanted.states), strict=True
+        ):
             if not np.array_equal(_bits(definition.settle(mine)), _bits(definition.settle(its))):
                 return True
     return False
 
 
-def fused_update(rule: str, hypers: dict[str, Any], arrays: Arrays, step: int, *, first: bool = False) -> Arrays:
+def fused_update(
+    rule: str, hypers: dict[str, Any], arrays: Arrays, step: int, *, first: bool = False
+) -> Arrays:
     """Return what PyTorch's fused optimizer makes of one fp32 parameter in step number `step`.
 
     Args:
@@ -188,7 +214,9 @@ def fused_update(rule: str, hypers: dict[str, Any], arrays: Arrays, step: int, *
 def _rounded(values: NDArray[np.float32], chance: Chance, number: int) -> NDArray[np.int16]:
     """Return fp32 numbers rounded to bf16 by the random bits of one key."""
     first, skipped = divmod(chance.element, 16)
-    generator = np.random.Philox(counter=[first, chance.step, 0, 0], key=[chance.seed, chance.keys[number]])
+    generator = np.random.Philox(
+        counter=[first, chance.step, 0, 0], key=[chance.seed, chance.keys[number]]
+    )
     words = generator.random_raw(-(-(skipped + len(values)) // 4))
     return definition.round_by(values, words.view(np.int16)[skipped : skipped + len(values)])
 

@@ -1,7 +1,7 @@
 """Whether numba is here, and how loops over flat CPU memory are compiled and run with it.
 
-numba is optional (the extra `fast`).  It is imported at the first update, and not with the package: the import takes
-0.3 s, and each kernel takes up to 0.7 s to compile.
+numba is optional (the extra `fast`).  It is imported at the first update, and not with the package:
+the import takes 0.3 s, and each kernel takes up to 0.7 s to compile.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ GRAIN = 1 << 16  # elements under which a second thread costs more than it saves
 def chosen(wanted: str) -> str:
     """Return the choice of the user: "auto", "numba" or "torch".
 
-    Args:
-        wanted: The word of the configuration. The environment variable DEEPSEEK_ZERO_KERNELS is stronger.
+    Args: wanted: The word of the configuration. The environment variable DEEPSEEK_ZERO_KERNELS is
+        stronger.
     """
     wanted = os.environ.get(VARIABLE) or wanted
     if wanted not in ("auto", "numba", "torch"):
@@ -39,7 +39,9 @@ def chosen(wanted: str) -> str:
 
 
 def available(wanted: str) -> str:
-    """Return what computes updates with a kernel on a CPU: "auto", "numba" or "torch". wanted: see `chosen`."""
+    """Return what computes updates with a kernel on a CPU: "auto", "numba" or "torch". wanted: see
+    `chosen`.
+    """
     wanted = chosen(wanted)
     if wanted == "torch" or find_spec("numba") is not None:
         return wanted
@@ -49,12 +51,16 @@ def available(wanted: str) -> str:
             f'The configuration says "optimizer": {{"kernels": "numba"}}, or {VARIABLE} says numba.',
             "install the extra: pip install -e '.[fast]'; or leave the setting out.",
         )
-    log_once("numba is not installed, so PyTorch computes updates on a CPU, more slowly; the extra `fast` installs it.")
+    log_once(
+        "numba is not installed, so PyTorch computes updates on a CPU, more slowly; the extra "
+        "`fast` installs it."
+    )
     return "torch"
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that numba compiles at its first call, and that lets other Python threads run meanwhile.
+    """Return a function that numba compiles at its first call, and that lets other Python threads
+    run meanwhile.
 
     There is no cache on disk, because numba raises where no folder can be written.
     """
@@ -64,7 +70,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def threads_for(ranks_here: int) -> int:
-    """Return how many threads a rank may use: the cores of this process, divided by the ranks of the host.
+    """Return how many threads a rank may use: the cores of this process, divided by the ranks of
+    the host.
 
     `OMP_NUM_THREADS` does not count: torchrun sets it to 1 on hosts whose cores are free.
     """
@@ -81,7 +88,8 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
 
 
 def in_slices(numel: int, threads: int, run: Callable[[int, int], None]) -> None:
-    """Call `run(start, stop)` for slices that together cover `numel` elements, each on its own thread.
+    """Call `run(start, stop)` for slices that together cover `numel` elements, each on its own
+    thread.
 
     Slices begin at multiples of 64 elements. Few elements are one slice, on the calling thread.
     """

@@ -1,4 +1,6 @@
-"""Updates in one pass over memory on a CPU, compiled by numba.  Importing this module imports numba."""
+"""Updates in one pass over memory on a CPU, compiled by numba.  Importing this module imports
+numba.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ from ..base.log import log_once
 from .chance import fill
 from .check import Arrays, Chance, differing_elements
 from .compiler import compiled, converts_fp16, in_slices
-from .primitives import fma, from_bf16, from_fp16, joined, low_half, round_by, settled, to_bf16, to_fp16
+from .primitives import (
+    fma,
+    from_bf16,
+    from_fp16,
+    joined,
+    low_half,
+    round_by,
+    settled,
+    to_bf16,
+    to_fp16,
+)
 from .rules import RULES, VECTOR, Layout, Operations, Scalars, Variant
 
 
@@ -41,7 +53,9 @@ _BLOCK = 2048  # elements whose random bits are drawn at once; they stay in a co
 
 
 def _element_of(variant: Variant, layout: Layout) -> Any:
-    """Return the update of element i of the arrays. random, k: three arrays of random bits, and the place in them."""
+    """Return the update of element i of the arrays. random, k: three arrays of random bits, and the
+    place in them.
+    """
     formula = njit(RULES[variant.rule].formula(variant, _OPERATIONS))
     read = _READ[layout.gradient]
     publish = _WRITE[layout.published]
@@ -149,9 +163,13 @@ def compiled_loop(variant: Variant, layout: Layout) -> Callable[..., None]:
             for number in range(1, 1 + draws_states):
                 fill(random[number, : high - low], start + low, step, seed, keys[number])
             for i in range(low, min(high, body)):
-                element(i, False, gradient, main, other, first, second, scalars, factor, random, i - low)
+                element(
+                    i, False, gradient, main, other, first, second, scalars, factor, random, i - low
+                )
             for i in range(max(low, body), high):
-                element(i, True, gradient, main, other, first, second, scalars, factor, random, i - low)
+                element(
+                    i, True, gradient, main, other, first, second, scalars, factor, random, i - low
+                )
 
     return compiled(loop_in_blocks if layout.is_random else loop)
 
@@ -165,7 +183,9 @@ def run(
     chance: Chance,
     threads: int = 1,
 ) -> None:
-    """Update the arrays of a shard in place. The last n % 8 of its n elements get the formula of a tail."""
+    """Update the arrays of a shard in place. The last n % 8 of its n elements get the formula of a
+    tail.
+    """
     loop = compiled_loop(variant, layout)
     numel = len(arrays.gradient)
     body = numel // VECTOR * VECTOR
@@ -183,15 +203,20 @@ def run(
 
 @cache
 def is_exact(variant: Variant, layout: Layout) -> bool:
-    """Return whether the compiled loop has the bits of the definition on this machine. Compiles it."""
+    """Return whether the compiled loop has the bits of the definition on this machine. Compiles
+    it.
+    """
     if torch.float16 in (layout.gradient, layout.published) and not converts_fp16():
-        log_once("this processor converts no fp16, so PyTorch computes updates of fp16 weights, more slowly.")
+        log_once(
+            "this processor converts no fp16, so PyTorch computes updates of fp16 weights, more "
+            "slowly."
+        )
         return False
     differing = differing_elements(variant, layout, run)
     if differing:
         log_once(
-            f"the update of {variant.rule} that numba compiled differs from its definition in {differing} elements of "
-            "a test on this machine, so PyTorch computes it, more slowly.",
+            f"the update of {variant.rule} that numba compiled differs from its definition in "
+            f"{differing} elements of a test on this machine, so PyTorch computes it, more slowly.",
             logging.WARNING,
         )
     return not differing

@@ -1,4 +1,6 @@
-"""Updates in one pass over memory on an NVIDIA GPU: `update.cu`, compiled by NVRTC at the first update."""
+"""Updates in one pass over memory on an NVIDIA GPU: `update.cu`, compiled by NVRTC at the first
+update.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,17 @@ from .cuda_source import THREADS, frame, header
 from .nvidia import CudaError, Kernel, binary_for, compiled, driver, nvrtc
 from .rules import VECTOR, Layout, Scalars, Variant
 
-_SCALARS, _CHANCE = 8, 6  # numbers in the kernel's parameters
+# numbers in the kernel's parameters
+_SCALARS = 8
+_CHANCE = 6
 _ALIGNMENT = 16  # bytes that one instruction reads or writes
 
 
 @cache
 def why_not(device: torch.device) -> str | None:
-    """Return why nothing can be compiled for a device, for a log line; None if NVRTC and the driver are there."""
+    """Return why nothing can be compiled for a device, for a log line; None if NVRTC and the driver
+    are there.
+    """
     if device.type != "cuda" or torch.version.cuda is None:
         return f"{device} is not an NVIDIA GPU"
     try:
@@ -36,7 +42,9 @@ def why_not(device: torch.device) -> str | None:
 
 
 @cache
-def compiled_for(variant: Variant, layout: Layout, scalar_count: int, capability: int, *, to_ptx: bool) -> bytes:
+def compiled_for(
+    variant: Variant, layout: Layout, scalar_count: int, capability: int, *, to_ptx: bool
+) -> bytes:
     """Return the kernel for devices of a compute capability, as machine code or as PTX."""
     headers = {"variant.h": header(variant, layout, scalar_count)}
     return compiled(frame(), headers, capability, to_ptx=to_ptx)
@@ -46,16 +54,24 @@ def compiled_for(variant: Variant, layout: Layout, scalar_count: int, capability
 def _kernel(variant: Variant, layout: Layout, scalar_count: int, device: int) -> Kernel:
     major, minor = torch.cuda.get_device_capability(device)
     capability, to_ptx = binary_for(10 * major + minor)
-    return Kernel(compiled_for(variant, layout, scalar_count, capability, to_ptx=to_ptx), "update", device)
+    return Kernel(
+        compiled_for(variant, layout, scalar_count, capability, to_ptx=to_ptx), "update", device
+    )
 
 
 def launch_of(
-    columns: Sequence[Tensor], scalars: Scalars, factor: float | Tensor, chance: Chance, skip: Tensor | None
+    columns: Sequence[Tensor],
+    scalars: Scalars,
+    factor: float | Tensor,
+    chance: Chance,
+    skip: Tensor | None,
 ) -> tuple[int, list[Any]]:
     """Return the number of blocks and the parameters of the kernel `update`, as ctypes values."""
     numel = columns[0].numel()
     pointers = [column.data_ptr() if column.numel() else 0 for column in columns]
-    is_aligned = all(pointer % _ALIGNMENT == 0 for pointer in pointers) and chance.element % VECTOR == 0
+    is_aligned = (
+        all(pointer % _ALIGNMENT == 0 for pointer in pointers) and chance.element % VECTOR == 0
+    )
     parameters = [
         *map(c_void_p, pointers),
         c_longlong(numel),
@@ -78,7 +94,8 @@ def run(
     chance: Chance,
     skip: Tensor | None = None,
 ) -> None:
-    """Queue the update of a shard on the current stream of its device. Nothing waits for the device.
+    """Queue the update of a shard on the current stream of its device. Nothing waits for the
+    device.
 
     The last n % 8 of its n elements get the formula of a parameter's tail.
 
@@ -111,7 +128,9 @@ def run_arrays(
     factor: float,
     chance: Chance,
 ) -> None:
-    """Update arrays in the memory of the host, on a device: what `check.differing_elements` calls."""
+    """Update arrays in the memory of the host, on a device: what `check.differing_elements`
+    calls.
+    """
     columns = [torch.from_numpy(column).to(device) for column in arrays.columns()]
     run(variant, layout, columns, scalars, factor, chance)
     for column, result in zip(arrays.columns(), columns, strict=True):
@@ -120,16 +139,21 @@ def run_arrays(
 
 @cache
 def is_exact(variant: Variant, layout: Layout, device: torch.device) -> bool:
-    """Return whether the compiled kernel has the bits of the definition on a device. Compiles it, and waits for it."""
+    """Return whether the compiled kernel has the bits of the definition on a device. Compiles it,
+    and waits for it.
+    """
     try:
         differing = differing_elements(variant, layout, partial(run_arrays, device))
     except CudaError as error:
-        log_once(f"PyTorch computes the update of {variant.rule} on {device}, more slowly: {error}", logging.WARNING)
+        log_once(
+            f"PyTorch computes the update of {variant.rule} on {device}, more slowly: {error}",
+            logging.WARNING,
+        )
         return False
     if differing:
         log_once(
-            f"the update of {variant.rule} that NVRTC compiled differs from its definition in {differing} elements of "
-            f"a test on {device}, so PyTorch computes it, more slowly.",
+            f"the update of {variant.rule} that NVRTC compiled differs from its definition in "
+            f"{differing} elements of a test on {device}, so PyTorch computes it, more slowly.",
             logging.WARNING,
         )
     return not differing

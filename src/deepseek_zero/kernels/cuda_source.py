@@ -1,7 +1,7 @@
 """The CUDA C of an update: `update.cu`, and the header that fits it to a variant and a layout.
 
-The formula is not written a second time. The one of rules.py is evaluated with names instead of numbers, and each
-operation appends a line of CUDA C.
+The formula is not written a second time. The one of rules.py is evaluated with names instead of
+numbers, and each operation appends a line of CUDA C.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def _sign(value: _Name) -> _Name:
 def _formula(variant: Variant, scalar_count: int, *, is_tail: bool) -> str:
     lines: list[str] = []
     scalars = tuple(_Name(f"scalars.at[{index}]", lines) for index in range(scalar_count))
-    weight, gradient, first, second = (_Name(name, lines) for name in ("weight", "gradient", "first", "second"))
+    weight, gradient, first, second = (
+        _Name(name, lines) for name in ("weight", "gradient", "first", "second")
+    )
     formula = RULES[variant.rule].formula(variant, Operations(_fma, _sqrt, _sign))
     results = formula(weight, gradient, first, second, scalars, is_tail)
     for target, value in zip(("weight", "first", "second"), results, strict=True):

@@ -1,4 +1,6 @@
-"""Evaluates the formulas of rules.py with NumPy, exactly and slowly: what every kernel is compared with."""
+"""Evaluates the formulas of rules.py with NumPy, exactly and slowly: what every kernel is compared
+with.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ CANONICAL_NAN = 0x7FC00000
 def fma(a: Any, b: Any, c: Any) -> Any:
     """Return a * b + c of fp32 numbers, rounded once.
 
-    The product is exact in double precision. The sum is rounded to odd there: if it is not exact, its last bit is set.
-    Then rounding it to fp32 gives what rounding the exact sum gives, because a double has more than 2 * 24 + 2 bits.
+    The product is exact in double precision. The sum is rounded to odd there: if it is not exact,
+    its last bit is set. Then rounding it to fp32 gives what rounding the exact sum gives, because a
+    double has more than 2 * 24 + 2 bits.
     """
     with np.errstate(all="ignore"):
         product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
@@ -86,7 +89,9 @@ def widen(numbers: NDArray[Any], dtype: torch.dtype) -> F32:
 
 
 def narrow(values: F32, dtype: torch.dtype) -> NDArray[np.int16]:
-    """Return fp32 numbers as bf16 (rounded half away from zero) or fp16 (to the even one), given as int16."""
+    """Return fp32 numbers as bf16 (rounded half away from zero) or fp16 (to the even one), given as
+    int16.
+    """
     settled = settle(values)
     if dtype == torch.float16:
         with np.errstate(over="ignore"):
@@ -95,20 +100,26 @@ def narrow(values: F32, dtype: torch.dtype) -> NDArray[np.int16]:
 
 
 def split(values: F32) -> tuple[NDArray[np.int16], NDArray[np.int16]]:
-    """Return the bf16 numbers nearest to fp32 numbers, and their remainders (precision/policy.py)."""
+    """Return the bf16 numbers nearest to fp32 numbers, and their remainders
+    (precision/policy.py).
+    """
     bits = settle(values).view(np.int32)
     upper = ((bits.astype(np.int64) + 0x8000) >> 16).astype(np.int16)
     return upper, bits.astype(np.int16)
 
 
 def join(upper: NDArray[np.int16], lower: NDArray[np.int16]) -> F32:
-    """Undo `split`; a number whose sum with its remainder is NaN, and which is none itself, is the value."""
+    """Undo `split`; a number whose sum with its remainder is NaN, and which is none itself, is the
+    value.
+    """
     numbers = upper.astype(np.int32) << 16
     values = (numbers + lower).view(np.float32)
     return np.where(np.isnan(values), numbers.view(np.float32), values)
 
 
 def round_by(values: F32, random: NDArray[np.int16]) -> NDArray[np.int16]:
-    """Return fp32 numbers as bf16, rounded up or down by 16 random bits each (precision/compact.py)."""
+    """Return fp32 numbers as bf16, rounded up or down by 16 random bits each
+    (precision/compact.py).
+    """
     bits = settle(values).view(np.int32).astype(np.int64)
     return ((bits + (random.astype(np.int64) & 0xFFFF)) >> 16).astype(np.int16)

@@ -1,8 +1,9 @@
-"""Sums of rows and sums of squares as vector instructions, compiled by numba.  Importing this module imports numba.
+"""Sums of rows and sums of squares as vector instructions, compiled by numba.  Importing this
+module imports numba.
 
-numba vectorizes a loop only if its arrays do not overlap, and a sum over ranks often overwrites one of its rows.
-Therefore these loops are built from explicit loads and stores of vectors, at addresses. LLVM cuts the vectors to the
-width of the machine.
+numba vectorizes a loop only if its arrays do not overlap, and a sum over ranks often overwrites one
+of its rows. Therefore these loops are built from explicit loads and stores of vectors, at
+addresses. LLVM cuts the vectors to the width of the machine.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ from .sums import BLOCK, COLUMNS
 
 WIDTH = 64  # elements that a sum of rows keeps in registers
 _VECTOR = 8  # float64 numbers of a 512-bit register
-_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_F16, _F32, _F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+_I16 = ir.IntType(16)
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
+_F16 = ir.HalfType()
+_F32 = ir.FloatType()
+_F64 = ir.DoubleType()
 
 
 class _Floats(types.Type):  # type: ignore[misc]
@@ -47,7 +52,9 @@ def _filled(element: ir.Type, value: int, width: int = WIDTH) -> ir.Constant:
 
 
 def _load(builder: Any, address: Any, element: ir.Type, nbytes: int, width: int = WIDTH) -> Any:
-    return builder.load(builder.inttoptr(address, ir.VectorType(element, width).as_pointer()), align=nbytes)
+    return builder.load(
+        builder.inttoptr(address, ir.VectorType(element, width).as_pointer()), align=nbytes
+    )
 
 
 def _store(builder: Any, values: Any, address: Any, nbytes: int) -> None:
@@ -83,7 +90,9 @@ def _unchanged(builder: Any, values: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Format:
-    """How numbers of a dtype are stored, and how a vector of them becomes float32 and is made of it."""
+    """How numbers of a dtype are stored, and how a vector of them becomes float32 and is made of
+    it.
+    """
 
     element: ir.Type
     nbytes: int
@@ -164,16 +173,23 @@ def _rounded_to_bf16(typing: Any, values: Any) -> Any:
 def sum_loop(row_dtype: torch.dtype, out_dtype: torch.dtype) -> Callable[..., None]:
     """Return the loop over elements [start, stop) of a sum of rows, at least `WIDTH` of them.
 
-    The loop reads all rows at a place before it writes there, so that the sum may overwrite a row. The last vector
-    begins `WIDTH` elements before the end. It overlaps the one before, and is computed before that one is stored.
-    Arguments of the loop: the rows' addresses (an int64 array), the sum's address, start, stop, the factor (float32),
-    and whether to divide by the factor, to add to the sum's old values, and to round to bf16 before the factor.
+    The loop reads all rows at a place before it writes there, so that the sum may overwrite a row.
+    The last vector begins `WIDTH` elements before the end. It overlaps the one before, and is
+    computed before that one is stored.
+    Arguments of the loop: the rows' addresses (an int64 array), the sum's address, start, stop, the
+    factor (float32), and whether to divide by the factor, to add to the sum's old values, and to
+    round to bf16 before the factor.
     """
-    load, row_nbytes = _loader(_FORMATS[row_dtype]), _FORMATS[row_dtype].nbytes
-    load_out, store, out_nbytes = _loader(_FORMATS[out_dtype]), _storer(_FORMATS[out_dtype]), _FORMATS[out_dtype].nbytes
+    load = _loader(_FORMATS[row_dtype])
+    row_nbytes = _FORMATS[row_dtype].nbytes
+    load_out = _loader(_FORMATS[out_dtype])
+    store = _storer(_FORMATS[out_dtype])
+    out_nbytes = _FORMATS[out_dtype].nbytes
 
     @compiled
-    def total(rows: Any, out: Any, place: Any, factor: Any, divides: Any, adds: Any, rounds: Any) -> Any:
+    def total(
+        rows: Any, out: Any, place: Any, factor: Any, divides: Any, adds: Any, rounds: Any
+    ) -> Any:
         found = load(rows[0] + place * row_nbytes)
         for row in range(1, len(rows)):
             found = _plus(found, load(rows[row] + place * row_nbytes))
@@ -184,7 +200,16 @@ def sum_loop(row_dtype: torch.dtype, out_dtype: torch.dtype) -> Callable[..., No
             found = _plus(load_out(out + place * out_nbytes), found)
         return found
 
-    def loop(rows: Any, out: Any, start: Any, stop: Any, factor: Any, divides: Any, adds: Any, rounds: Any) -> None:
+    def loop(
+        rows: Any,
+        out: Any,
+        start: Any,
+        stop: Any,
+        factor: Any,
+        divides: Any,
+        adds: Any,
+        rounds: Any,
+    ) -> None:
         end = stop - WIDTH
         last = total(rows, out, end, factor, divides, adds, rounds)
         for place in range(start, end, WIDTH):
@@ -195,14 +220,17 @@ def sum_loop(row_dtype: torch.dtype, out_dtype: torch.dtype) -> Callable[..., No
 
 
 def _wide(builder: Any, address: Any, dtype: torch.dtype) -> list[Any]:
-    """Return 16 numbers as two vectors of float64: for bf16 those at even and at odd places, else the halves."""
+    """Return 16 numbers as two vectors of float64: for bf16 those at even and at odd places, else
+    the halves.
+    """
 
     def at(place: int, element: ir.Type) -> Any:
         nbytes = _FORMATS[dtype].nbytes
         there = builder.add(address, ir.Constant(_I64, place * nbytes))
         return _load(builder, there, element, nbytes, _VECTOR)
 
-    floats, doubles = ir.VectorType(_F32, _VECTOR), ir.VectorType(_F64, _VECTOR)
+    floats = ir.VectorType(_F32, _VECTOR)
+    doubles = ir.VectorType(_F64, _VECTOR)
     if dtype == torch.bfloat16:
         pairs = at(0, _I32)
         even = builder.shl(pairs, _filled(_I32, 16, _VECTOR))
@@ -219,14 +247,21 @@ def _in_order(builder: Any, even: Any, odd: Any) -> list[Any]:
     """Return the vectors of 16 numbers in their order, from those at even and at odd places."""
     found = []
     for first in (0, _VECTOR // 2):
-        places = [place + which for place in range(first, first + _VECTOR // 2) for which in (0, _VECTOR)]
-        found.append(builder.shuffle_vector(even, odd, ir.Constant(ir.VectorType(_I32, _VECTOR), places)))
+        places = [
+            place + which for place in range(first, first + _VECTOR // 2) for which in (0, _VECTOR)
+        ]
+        found.append(
+            builder.shuffle_vector(even, odd, ir.Constant(ir.VectorType(_I32, _VECTOR), places))
+        )
     return found
 
 
 def _block_sum(dtype: torch.dtype) -> Any:
-    """Return the function of an address that sums the squares of one block, as `sums.sum_of_squares` defines it."""
-    nbytes, step = _FORMATS[dtype].nbytes, 2 * _VECTOR
+    """Return the function of an address that sums the squares of one block, as
+    `sums.sum_of_squares` defines it.
+    """
+    nbytes = _FORMATS[dtype].nbytes
+    step = 2 * _VECTOR
 
     @intrinsic
     def block_sum(typing: Any, address: Any) -> Any:
@@ -239,7 +274,8 @@ def _block_sum(dtype: torch.dtype) -> Any:
                 return found
 
             def plus_square(total: Any, value: Any) -> Any:
-                # A square of float32 is exact in float64, so a fused multiply-add has the same bits.
+                # A square of float32 is exact in float64, so a fused multiply-add has the same
+                # bits.
                 square = builder.fmul(value, value, flags=["contract"])
                 return builder.fadd(total, square, flags=["contract"])
 
@@ -251,13 +287,18 @@ def _block_sum(dtype: torch.dtype) -> Any:
                 found = [vector for pair in pairs for vector in _in_order(builder, *pair)]
             while len(found) > 1:
                 middle = len(found) // 2
-                found = [builder.fadd(*each) for each in zip(found[:middle], found[middle:], strict=True)]
-            total, width = found[0], _VECTOR
+                found = [
+                    builder.fadd(*each) for each in zip(found[:middle], found[middle:], strict=True)
+                ]
+            total = found[0]
+            width = _VECTOR
             while width > 1:
                 width //= 2
                 halves = [
                     builder.shuffle_vector(
-                        total, total, ir.Constant(ir.VectorType(_I32, width), list(range(first, first + width)))
+                        total,
+                        total,
+                        ir.Constant(ir.VectorType(_I32, width), list(range(first, first + width))),
                     )
                     for first in (0, width)
                 ]
@@ -271,8 +312,11 @@ def _block_sum(dtype: torch.dtype) -> Any:
 
 @cache
 def square_loop(dtype: torch.dtype) -> Callable[..., None]:
-    """Return the loop that writes the sum of squares of blocks [start, stop) of the numbers at an address."""
-    block_sum, nbytes = _block_sum(dtype), BLOCK * _FORMATS[dtype].nbytes
+    """Return the loop that writes the sum of squares of blocks [start, stop) of the numbers at an
+    address.
+    """
+    block_sum = _block_sum(dtype)
+    nbytes = BLOCK * _FORMATS[dtype].nbytes
 
     def loop(address: Any, sums: Any, start: Any, stop: Any) -> None:
         for block in range(start, stop):

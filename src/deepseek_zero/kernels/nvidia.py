@@ -1,7 +1,7 @@
 """NVIDIA's compiler of CUDA C and its driver, called through ctypes.
 
-NVRTC comes with PyTorch's CUDA wheels, as `nvidia/*/lib/libnvrtc.so.*`. It needs no C compiler, no headers and no GPU.
-The driver, `libcuda.so.1`, comes with the GPU.
+NVRTC comes with PyTorch's CUDA wheels, as `nvidia/*/lib/libnvrtc.so.*`. It needs no C compiler, no
+headers and no GPU. The driver, `libcuda.so.1`, comes with the GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 
 from ..base.errors import DeepSeekZeroError
 
-# Each operation is rounded by itself, subnormal numbers are kept, and division and square root are exact.
+# Each operation is rounded by itself, subnormal numbers are kept, and division and square root are
+# exact.
 OPTIONS = ("--std=c++17", "--fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
 
 
@@ -69,7 +70,8 @@ def _checked(result: int, call: str, log: str = "") -> None:
 @cache
 def nvrtc_version() -> tuple[int, int]:
     """Return the version of NVRTC."""
-    major, minor = c_int(), c_int()
+    major = c_int()
+    minor = c_int()
     _checked(nvrtc().nvrtcVersion(byref(major), byref(minor)), "nvrtcVersion")
     return major.value, minor.value
 
@@ -93,7 +95,9 @@ def _text(program: c_void_p, what: str) -> bytes:
     return text.raw
 
 
-def compiled(source: str, headers: Mapping[str, str], capability: int, *, to_ptx: bool = False) -> bytes:
+def compiled(
+    source: str, headers: Mapping[str, str], capability: int, *, to_ptx: bool = False
+) -> bytes:
     """Compile CUDA C.
 
     Args:
@@ -108,14 +112,22 @@ def compiled(source: str, headers: Mapping[str, str], capability: int, *, to_ptx
     program = c_void_p()
     names = (c_char_p * len(headers))(*(name.encode() for name in headers))
     texts = (c_char_p * len(headers))(*(text.encode() for text in headers.values()))
-    created = nvrtc().nvrtcCreateProgram(byref(program), source.encode(), b"update.cu", len(headers), texts, names)
+    created = nvrtc().nvrtcCreateProgram(
+        byref(program), source.encode(), b"update.cu", len(headers), texts, names
+    )
     _checked(created, "nvrtcCreateProgram")
     try:
         kind = "compute" if to_ptx else "sm"
-        options = [option.encode() for option in (*OPTIONS, f"--gpu-architecture={kind}_{capability}")]
-        result = nvrtc().nvrtcCompileProgram(program, len(options), (c_char_p * len(options))(*options))
+        options = [
+            option.encode() for option in (*OPTIONS, f"--gpu-architecture={kind}_{capability}")
+        ]
+        result = nvrtc().nvrtcCompileProgram(
+            program, len(options), (c_char_p * len(options))(*options)
+        )
         _checked(
-            result, "nvrtcCompileProgram", "" if result == 0 else _text(program, "ProgramLog").decode().rstrip("\0")
+            result,
+            "nvrtcCompileProgram",
+            "" if result == 0 else _text(program, "ProgramLog").decode().rstrip("\0"),
         )
         return _text(program, "PTX" if to_ptx else "CUBIN")
     finally:
@@ -135,7 +147,9 @@ def driver() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise CudaError("NVIDIA's driver was not found.", str(error), "install the driver of the GPU.") from None
+        raise CudaError(
+            "NVIDIA's driver was not found.", str(error), "install the driver of the GPU."
+        ) from None
     library.cuLaunchKernel.argtypes = [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p]
     return library
 
@@ -151,7 +165,8 @@ def _call(name: str, *arguments: Any) -> None:
 @cache
 def _context(device: int) -> c_void_p:
     """Return the context that PyTorch uses on a device; it stays retained."""
-    number, context = c_int(), c_void_p()
+    number = c_int()
+    context = c_void_p()
     _call("cuInit", 0)
     _call("cuDeviceGet", byref(number), device)
     _call("cuDevicePrimaryCtxRetain", byref(context), number)
@@ -182,14 +197,22 @@ class Kernel:
     def launch(self, grid: int, block: int, arguments: Sequence[Any]) -> None:
         """Queue the kernel on PyTorch's current stream. The arguments are ctypes values."""
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        pointers = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+        pointers = (c_void_p * len(arguments))(
+            *(ctypes.addressof(argument) for argument in arguments)
+        )
         with _current(self.device):
-            _call("cuLaunchKernel", self._function, grid, 1, 1, block, 1, 1, 0, stream, pointers, None)
+            _call(
+                "cuLaunchKernel", self._function, grid, 1, 1, block, 1, 1, 0, stream, pointers, None
+            )
 
 
 def binary_for(capability: int) -> tuple[int, bool]:
-    """Return for which capability to compile, and whether to PTX, which the driver compiles on a newer device."""
+    """Return for which capability to compile, and whether to PTX, which the driver compiles on a
+    newer device.
+    """
     known = [number for number in architectures() if number <= capability]
     if not known:
-        raise CudaError(f"NVRTC {nvrtc_version()} does not compile for devices of capability {capability}.")
+        raise CudaError(
+            f"NVRTC {nvrtc_version()} does not compile for devices of capability {capability}."
+        )
     return max(known), max(known) != capability

@@ -1,8 +1,10 @@
-"""Operations on single numbers that numba compiles into a few instructions.  Importing this module imports numba.
+"""Operations on single numbers that numba compiles into a few instructions.  Importing this module
+imports numba.
 
-numba lacks a fused multiply-add, a view of a number's bits, and 16-bit floats.  bf16 and fp16 numbers are passed as
-int16.  Integers are int32 throughout: numba widens the sum of two int32 to int64, which halves the width of vectors, so
-each result is cut back.
+numba lacks a fused multiply-add, a view of a number's bits, and 16-bit floats.  bf16 and fp16
+numbers are passed as
+int16.  Integers are int32 throughout: numba widens the sum of two int32 to int64, which halves the
+width of vectors, so each result is cut back.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from llvmlite import ir
 from numba import int16, int32, njit, types
 from numba.extending import intrinsic
 
-_F16, _F32 = ir.HalfType(), ir.FloatType()
-_I16, _I32 = ir.IntType(16), ir.IntType(32)
+_F16 = ir.HalfType()
+_F32 = ir.FloatType()
+_I16 = ir.IntType(16)
+_I32 = ir.IntType(32)
 
 
 @intrinsic
@@ -83,7 +87,9 @@ def from_bf16(upper: Any) -> Any:
 
 @njit
 def to_bf16(value: Any) -> Any:
-    """Return the bf16 number nearest to a float32 that is no NaN but the canonical one; ties go away from zero."""
+    """Return the bf16 number nearest to a float32 that is no NaN but the canonical one; ties go
+    away from zero.
+    """
     return int16((bits_of(value) + int32(0x8000)) >> int32(16))
 
 
@@ -91,8 +97,8 @@ def to_bf16(value: Any) -> Any:
 def joined(upper: Any, lower: Any) -> Any:
     """Return the float32 of a bf16 number and its remainder (precision/policy.py).
 
-    If a program changed the number without its remainder, their sum may be a NaN where the number is none. Then the
-    number is the value.
+    If a program changed the number without its remainder, their sum may be a NaN where the number
+    is none. Then the number is the value.
     """
     number = int32(int32(upper) << int32(16))
     bits = int32(number + int32(lower))

@@ -1,13 +1,16 @@
-"""The optimizers whose update is computed in one pass, as data: their states, their scalars, their formula.
+"""The optimizers whose update is computed in one pass, as data: their states, their scalars, their
+formula.
 
-This file is the definition of the bits of an update (docs/decisions/0126-one-definition-of-an-update.md).  A formula is
-written once, over operations that the caller passes in: numba compiles it with its own (cpu.py), and NumPy evaluates it
-with exact ones (definition.py).  Rules of the definition:
+This file is the definition of the bits of an update
+(docs/decisions/0126-one-definition-of-an-update.md).  A formula is written once, over operations
+that the caller passes in: numba compiles it with its own (cpu.py), and NumPy evaluates it with
+exact ones (definition.py).  Rules of the definition:
 
 - Each operation is rounded once, to the nearest fp32 number. `fma(a, b, c)` is one operation.
 - Scalars are computed in double precision and rounded once.
-- The last n % 8 elements of a parameter of n elements have a formula of their own (`is_tail`), because PyTorch's fused
-  optimizers compute them by other instructions on a CPU. So an update equals PyTorch's in every element.
+- The last n % 8 elements of a parameter of n elements have a formula of their own (`is_tail`),
+  because PyTorch's fused optimizers compute them by other instructions on a CPU. So an update
+  equals PyTorch's in every element.
 - There is one NaN, 0x7FC00000, in weights, main weights and states.
 """
 
@@ -43,8 +46,10 @@ Formula = Callable[[Value, Value, Value, Value, Any, Any], tuple[Value, Value, V
 class Variant:
     """What selects a formula of a rule; each variant is compiled by itself.
 
-    states: the names of the states with one value per element, at most two. decays: weight decay is not zero, and is
-    added to the gradient. decoupled: it shrinks the weight instead. near: the new gradient weighs at least half in the
+    states: the names of the states with one value per element, at most two. decays: weight decay is
+    not zero, and is
+    added to the gradient. decoupled: it shrinks the weight instead. near: the new gradient weighs
+    at least half in the
     first moment. first: there is no momentum yet.
     """
 
@@ -62,9 +67,12 @@ class Variant:
 class Layout:
     """How a shard is stored.
 
-    gradient: fp32, bf16 or fp16. is_split: the main weight is a bf16 weight and its remainder (precision/policy.py);
-    else it is fp32. published: the dtype, bf16 or fp16, of a weight that is written with an fp32 main weight.
-    is_rounded: there is no main weight, and the bf16 weight is rounded up or down at random (precision/compact.py).
+    gradient: fp32, bf16 or fp16. is_split: the main weight is a bf16 weight and its remainder
+    (precision/policy.py);
+    else it is fp32. published: the dtype, bf16 or fp16, of a weight that is written with an fp32
+    main weight.
+    is_rounded: there is no main weight, and the bf16 weight is rounded up or down at random
+    (precision/compact.py).
     states_rounded: so are the states, which are bf16; else they are fp32.
     """
 
@@ -120,20 +128,31 @@ def _adam_variant(hypers: Hypers, has_states: bool) -> Variant:
 
 
 def _adam_scalars(hypers: Hypers, step: float) -> Scalars:
-    lr, (beta1, beta2) = float(hypers["lr"]), map(float, hypers["betas"])
-    decay = 1 - lr * hypers["weight_decay"] if hypers["decoupled_weight_decay"] else hypers["weight_decay"]
+    lr = float(hypers["lr"])
+    (beta1, beta2) = map(float, hypers["betas"])
+    decay = (
+        1 - lr * hypers["weight_decay"]
+        if hypers["decoupled_weight_decay"]
+        else hypers["weight_decay"]
+    )
     weight = float(np.float32(1 - beta1))
     if weight >= 0.5:
         weight -= 1
-    size, root = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
+    size = lr / (1 - beta1**step)
+    root = math.sqrt(1 - beta2**step)
     return _rounded(decay, weight, beta2, 1 - beta2, size, root, hypers["eps"])
 
 
 def _adam(variant: Variant, operations: Operations) -> Formula:
     fma, sqrt, _ = operations
-    maximizes, decays, decoupled, near = variant.maximizes, variant.decays, variant.decoupled, variant.near
+    maximizes = variant.maximizes
+    decays = variant.decays
+    decoupled = variant.decoupled
+    near = variant.near
 
-    def formula(p: Value, d: Value, m: Value, v: Value, scalars: Any, is_tail: Any) -> tuple[Value, Value, Value]:
+    def formula(
+        p: Value, d: Value, m: Value, v: Value, scalars: Any, is_tail: Any
+    ) -> tuple[Value, Value, Value]:
         decay, weight, beta2, rest, size, root, eps = scalars
         if maximizes:
             d = -d
@@ -164,15 +183,22 @@ def _sgd_variant(hypers: Hypers, has_states: bool) -> Variant:
 
 
 def _sgd_scalars(hypers: Hypers, step: float) -> Scalars:
-    return _rounded(hypers["weight_decay"], hypers["momentum"], 1 - hypers["dampening"], -float(hypers["lr"]))
+    return _rounded(
+        hypers["weight_decay"], hypers["momentum"], 1 - hypers["dampening"], -float(hypers["lr"])
+    )
 
 
 def _sgd(variant: Variant, operations: Operations) -> Formula:
     fma = operations.fma
-    maximizes, decays, nesterov = variant.maximizes, variant.decays, variant.nesterov
-    has_momentum, first = bool(variant.states), variant.first
+    maximizes = variant.maximizes
+    decays = variant.decays
+    nesterov = variant.nesterov
+    has_momentum = bool(variant.states)
+    first = variant.first
 
-    def formula(p: Value, d: Value, m: Value, unused: Value, scalars: Any, is_tail: Any) -> tuple[Value, Value, Value]:
+    def formula(
+        p: Value, d: Value, m: Value, unused: Value, scalars: Any, is_tail: Any
+    ) -> tuple[Value, Value, Value]:
         decay, momentum, rest, negative_lr = scalars
         if maximizes:
             d = -d
@@ -193,7 +219,9 @@ def _sgd(variant: Variant, operations: Operations) -> Formula:
 
 
 def _adagrad_variant(hypers: Hypers, has_states: bool) -> Variant:
-    return Variant("adagrad", ("sum",), maximizes=bool(hypers["maximize"]), decays=hypers["weight_decay"] != 0)
+    return Variant(
+        "adagrad", ("sum",), maximizes=bool(hypers["maximize"]), decays=hypers["weight_decay"] != 0
+    )
 
 
 def _adagrad_scalars(hypers: Hypers, step: float) -> Scalars:
@@ -203,9 +231,12 @@ def _adagrad_scalars(hypers: Hypers, step: float) -> Scalars:
 
 def _adagrad(variant: Variant, operations: Operations) -> Formula:
     fma, sqrt, _ = operations
-    maximizes, decays = variant.maximizes, variant.decays
+    maximizes = variant.maximizes
+    decays = variant.decays
 
-    def formula(p: Value, d: Value, s: Value, unused: Value, scalars: Any, is_tail: Any) -> tuple[Value, Value, Value]:
+    def formula(
+        p: Value, d: Value, s: Value, unused: Value, scalars: Any, is_tail: Any
+    ) -> tuple[Value, Value, Value]:
         decay, lr, eps = scalars
         if maximizes:
             d = -d
@@ -225,14 +256,18 @@ def _lion_variant(hypers: Hypers, has_states: bool) -> Variant:
 
 
 def _lion_scalars(hypers: Hypers, step: float) -> Scalars:
-    lr, (beta1, beta2) = float(hypers["lr"]), map(float, hypers["betas"])
+    lr = float(hypers["lr"])
+    (beta1, beta2) = map(float, hypers["betas"])
     return _rounded(1 - lr * hypers["weight_decay"], lr, beta1, 1 - beta1, beta2, 1 - beta2)
 
 
 def _lion(variant: Variant, operations: Operations) -> Formula:
-    sign, maximizes = operations.sign, variant.maximizes
+    sign = operations.sign
+    maximizes = variant.maximizes
 
-    def formula(p: Value, d: Value, m: Value, unused: Value, scalars: Any, is_tail: Any) -> tuple[Value, Value, Value]:
+    def formula(
+        p: Value, d: Value, m: Value, unused: Value, scalars: Any, is_tail: Any
+    ) -> tuple[Value, Value, Value]:
         keep, lr, beta1, rest1, beta2, rest2 = scalars
         if maximizes:
             d = -d
@@ -248,17 +283,32 @@ RULES: dict[str, Rule] = {
     "adagrad": Rule(_adagrad_variant, _adagrad_scalars, _adagrad),
     "lion": Rule(_lion_variant, _lion_scalars, _lion, counts=False, hides_nan=True),
 }
-NAMES = {"Adam": "adam", "AdamW": "adam", "SGD": "sgd", "Adagrad": "adagrad", "Lion": "lion"}  # by class
+NAMES = {
+    "Adam": "adam",
+    "AdamW": "adam",
+    "SGD": "sgd",
+    "Adagrad": "adagrad",
+    "Lion": "lion",
+}  # by class
 
 # Options that choose another implementation, and the values with which the fused one is left.
-_LEAVES_OPEN = {"fused": (None, True), "foreach": (None, False), "capturable": (False,), "differentiable": (False,)}
+_LEAVES_OPEN = {
+    "fused": (None, True),
+    "foreach": (None, False),
+    "capturable": (False,),
+    "differentiable": (False,),
+}
 
 
 def rule_of(optimizer: str, hypers: Hypers) -> Rule | None:
-    """Return the rule of an optimizer class (PyTorch's or ours) under these hyper-parameters; None if it has none."""
+    """Return the rule of an optimizer class (PyTorch's or ours) under these hyper-parameters; None
+    if it has none.
+    """
     name = NAMES.get(optimizer)
     if name is None or hypers.get("amsgrad"):
         return None
-    if any(hypers.get(option, allowed[0]) not in allowed for option, allowed in _LEAVES_OPEN.items()):
+    if any(
+        hypers.get(option, allowed[0]) not in allowed for option, allowed in _LEAVES_OPEN.items()
+    ):
         return None
     return RULES[name]

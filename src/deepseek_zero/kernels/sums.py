@@ -1,12 +1,14 @@
 """Sums over rows and sums of squares, in one order, in one pass over memory.
 
-Each function has two implementations with the same bits. Operations of torch and numpy work everywhere. Loops that
-numba compiles (lanes.py) are for large tensors in the memory of the CPU; they are compiled at their first use.
+Each function has two implementations with the same bits. Operations of torch and numpy work
+everywhere. Loops that numba compiles (lanes.py) are for large tensors in the memory of the CPU;
+they are compiled at their first use.
 
-The sum of squares is a sum over blocks of 1,024 elements. The first block begins where the flat layout does. Elements
-that are not counted are zeros. A block is a table of 32 rows and 32 columns. Everything is float64, in which the square
-of a float32 is exact. In each column, the squares are added one after the other. Column k is added to column k + 16,
-then k to k + 8, until one number is left. The sums of blocks are added one after the other.
+The sum of squares is a sum over blocks of 1,024 elements. The first block begins where the flat
+layout does. Elements that are not counted are zeros. A block is a table of 32 rows and 32 columns.
+Everything is float64, in which the square of a float32 is exact. In each column, the squares are
+added one after the other. Column k is added to column k + 16, then k to k + 8, until one number is
+left. The sums of blocks are added one after the other.
 """
 
 from __future__ import annotations
@@ -37,13 +39,20 @@ LARGE = 1 << 17  # elements for which a loop is worth being compiled, which take
 
 
 def add_rows(
-    rows: Sequence[Tensor], out: Tensor, scratch: Tensor, *, divisor: float = 1.0, add: bool = False, threads: int = 1
+    rows: Sequence[Tensor],
+    out: Tensor,
+    scratch: Tensor,
+    *,
+    divisor: float = 1.0,
+    add: bool = False,
+    threads: int = 1,
 ) -> None:
-    """out = (rows[0] + rows[1] + ...) / divisor, summed in that order in fp32, rounded once; `add`: out += that.
+    """out = (rows[0] + rows[1] + ...) / divisor, summed in that order in fp32, rounded once; `add`:
+    out += that.
 
-    The sum of two bf16 rows that is divided by a power of two, and not added, is rounded before it is divided, too.
-    That makes a difference only for results under 2^-126 and for sums that overflow. Which NaN a NaN becomes is not
-    defined.
+    The sum of two bf16 rows that is divided by a power of two, and not added, is rounded before it
+    is divided, too. That makes a difference only for results under 2^-126 and for sums that
+    overflow. Which NaN a NaN becomes is not defined.
 
     Args:
         rows: One-dimensional, of one length, of any float dtypes.
@@ -59,7 +68,9 @@ def add_rows(
 
 
 def scale_and_store(total: Tensor, into: Tensor, divisor: float, *, add: bool) -> None:
-    """Divide an fp32 total in place, and round it once into its place, or add it to what is there."""
+    """Divide an fp32 total in place, and round it once into its place, or add it to what is
+    there.
+    """
     if divisor != 1.0:
         total.mul_(1.0 / divisor) if is_power_of_two(divisor) else total.div_(divisor)
     if total is not into:
@@ -93,16 +104,23 @@ def sum_of_squares(values: Tensor, first: int, threads: int) -> float:
 
 
 def _fits_loop(*tensors: Tensor) -> bool:
-    """Return whether the tensors are large enough, and stored so, that a compiled loop may read and write them."""
+    """Return whether the tensors are large enough, and stored so, that a compiled loop may read and
+    write them.
+    """
     if tensors[0].numel() < LARGE:
         return False
-    is_plain = all(each.device.type == "cpu" and each.dtype in _DTYPES and each.is_contiguous() for each in tensors)
+    is_plain = all(
+        each.device.type == "cpu" and each.dtype in _DTYPES and each.is_contiguous()
+        for each in tensors
+    )
     return is_plain and _may_compile(os.environ.get(VARIABLE))
 
 
 @cache
 def _may_compile(variable: str | None) -> bool:
-    """Return whether numba is here and may be used. variable: the value of DEEPSEEK_ZERO_KERNELS."""
+    """Return whether numba is here and may be used. variable: the value of
+    DEEPSEEK_ZERO_KERNELS.
+    """
     return available(variable or "auto") != "torch"
 
 
@@ -111,12 +129,19 @@ def _loops() -> Any:
 
 
 def _is_plain_pair(rows: Sequence[Tensor], out: Tensor, divisor: float, *, add: bool) -> bool:
-    """Return whether torch's own addition of two rows is the sum: in fp32, rounded once, and then at most halved."""
+    """Return whether torch's own addition of two rows is the sum: in fp32, rounded once, and then
+    at most halved.
+    """
     is_pair = len(rows) == 2 and not add and is_power_of_two(divisor)
-    return is_pair and {out.dtype, *(row.dtype for row in rows)} in ({torch.float32}, {torch.bfloat16})
+    return is_pair and {out.dtype, *(row.dtype for row in rows)} in (
+        {torch.float32},
+        {torch.bfloat16},
+    )
 
 
-def _add_by_torch(rows: Sequence[Tensor], out: Tensor, scratch: Tensor, divisor: float, *, add: bool) -> None:
+def _add_by_torch(
+    rows: Sequence[Tensor], out: Tensor, scratch: Tensor, divisor: float, *, add: bool
+) -> None:
     is_pair = _is_plain_pair(rows, out, divisor, add=add)
     tile = scratch.numel()
     if is_pair and divisor == 1.0:  # one operation needs no tiles
@@ -134,7 +159,9 @@ def _add_by_torch(rows: Sequence[Tensor], out: Tensor, scratch: Tensor, divisor:
         scale_and_store(total, into, divisor, add=add)
 
 
-def _add_by_loop(rows: Sequence[Tensor], out: Tensor, divisor: float, *, add: bool, threads: int) -> None:
+def _add_by_loop(
+    rows: Sequence[Tensor], out: Tensor, divisor: float, *, add: bool, threads: int
+) -> None:
     loop = _loops().sum_loop(rows[0].dtype, out.dtype)
     addresses = np.array([row.data_ptr() for row in rows], np.int64)
     into = out.data_ptr()
@@ -153,7 +180,8 @@ def _edge_block(values: Tensor, place: int) -> float:
     """Return the sum of a block of which only these values, from a place on, are counted."""
     if not values.numel():
         return 0.0
-    block, found = values.new_zeros(BLOCK), np.zeros(1)
+    block = values.new_zeros(BLOCK)
+    found = np.zeros(1)
     block[place : place + values.numel()] = values
     _squares_by_arrays(block, found)
     return float(found[0])
@@ -212,10 +240,13 @@ def _is_exact(what: str, dtypes: Sequence[torch.dtype], differs: Callable[[], bo
 
 
 def _sums_differ(row_dtype: torch.dtype, out_dtype: torch.dtype) -> bool:
-    random, numel = np.random.default_rng(0), 999
+    random = np.random.default_rng(0)
+    numel = 999
     for count, divisor, add in product((1, 2, 3), (1.0, 2.0, 3.0), (False, True)):
         for kind in ("normal", "bits", "edges"):
-            rows = [torch.from_numpy(sample(kind, numel, random)).to(row_dtype) for _ in range(count)]
+            rows = [
+                torch.from_numpy(sample(kind, numel, random)).to(row_dtype) for _ in range(count)
+            ]
             found = torch.from_numpy(sample(kind, numel, random)).to(out_dtype)
             expected = found.clone()
             _add_by_loop(rows, found, divisor, add=add, threads=1)
@@ -226,11 +257,13 @@ def _sums_differ(row_dtype: torch.dtype, out_dtype: torch.dtype) -> bool:
 
 
 def _squares_differ(dtype: torch.dtype) -> bool:
-    random, blocks = np.random.default_rng(0), 3
+    random = np.random.default_rng(0)
+    blocks = 3
     for kind in ("normal", "bits", "edges"):
         values = torch.from_numpy(sample(kind, blocks * BLOCK, random)).to(dtype)
         values[~values.isfinite()] = 0
-        found, expected = np.zeros(blocks), np.zeros(blocks)
+        found = np.zeros(blocks)
+        expected = np.zeros(blocks)
         _squares_by_loop(values, found, 1)
         _squares_by_arrays(values, expected)
         if not np.array_equal(found, expected):
@@ -239,6 +272,10 @@ def _squares_differ(dtype: torch.dtype) -> bool:
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors of one dtype have the same bits, except that a NaN equals every NaN."""
+    """Return whether two tensors of one dtype have the same bits, except that a NaN equals every
+    NaN.
+    """
     integer = {2: torch.int16, 4: torch.int32}[left.dtype.itemsize]
-    return bool(((left.view(integer) == right.view(integer)) | (left.isnan() & right.isnan())).all())
+    return bool(
+        ((left.view(integer) == right.view(integer)) | (left.isnan() & right.isnan())).all()
+    )
