@@ -1,7 +1,7 @@
 """Reads and writes optimizer state and master weights by parameter, whole or this rank's part.
 
-Owns the map from a parameter to the ranges of the optimizer's shards that cover it. Gradients and gathered weights are
-sharding/access.py's.
+Owns the map from a parameter to the ranges of the optimizer's shards that cover it. Gradients and
+gathered weights are sharding/access.py's.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ def optimizer_of(param: nn.Parameter) -> ShardedOptimizer | None:
 
 
 def full_state(param: nn.Parameter, key: str) -> Tensor | None:
-    """Return a whole element-wise optimizer state of a parameter ("exp_avg"), in its shape; None if there is none.
-    Collective.
+    """Return a whole element-wise optimizer state of a parameter ("exp_avg"), in its shape; None if
+    there is none. Collective.
     """
     owner = owner_of(param)
     if not isinstance(owner, ParamGroup) or not owner.trainable:
         return None
-    slot, comm = _slot(owner, param), owner.comm_ctx.comm
+    slot = _slot(owner, param)
+    comm = owner.comm_ctx.comm
     shards = list(_state_views(param, key))
     full = torch.zeros(slot.numel, dtype=torch.float32, device=owner.comm_ctx.pool.device)
     for cover, view in shards:
@@ -53,7 +54,9 @@ def full_state(param: nn.Parameter, key: str) -> Tensor | None:
 
 
 def set_full_state(param: nn.Parameter, value: Tensor, key: str) -> None:
-    """Write a whole element-wise optimizer state.  Collective: every rank passes the same value and keeps its part."""
+    """Write a whole element-wise optimizer state.  Collective: every rank passes the same value and
+    keeps its part.
+    """
     owner = _owner(param)
     flat = _flat(value, _slot(owner, param))
     optimizer = optimizer_of(param)
@@ -74,10 +77,15 @@ def local_state(param: nn.Parameter, key: str) -> Tensor | None:
     """
     if views := [view for _, view in _state_views(param, key)]:
         return torch.cat(views)
-    owner, optimizer = owner_of(param), optimizer_of(param)
+    owner = owner_of(param)
+    optimizer = optimizer_of(param)
     if not isinstance(owner, ParamGroup) or optimizer is None or not optimizer.steps:
         return None
-    return None if any(_covers(optimizer, owner, param)) else torch.zeros(0, device=owner.comm_ctx.pool.device)
+    return (
+        None
+        if any(_covers(optimizer, owner, param))
+        else torch.zeros(0, device=owner.comm_ctx.pool.device)
+    )
 
 
 def set_local_state(param: nn.Parameter, value: Tensor, key: str) -> None:
@@ -96,7 +104,9 @@ def set_local_state(param: nn.Parameter, value: Tensor, key: str) -> None:
         used += view.numel()
 
 
-def _covers(optimizer: ShardedOptimizer, owner: ParamGroup, param: nn.Parameter) -> Iterator[ParamOverlap]:
+def _covers(
+    optimizer: ShardedOptimizer, owner: ParamGroup, param: nn.Parameter
+) -> Iterator[ParamOverlap]:
     name = owner.name_of(param)
     for shard in optimizer.shards():
         if shard.group is owner and name in shard.names:
@@ -104,7 +114,8 @@ def _covers(optimizer: ShardedOptimizer, owner: ParamGroup, param: nn.Parameter)
 
 
 def _state_views(param: nn.Parameter, key: str) -> Iterator[tuple[ParamOverlap, Tensor]]:
-    owner, optimizer = owner_of(param), optimizer_of(param)
+    owner = owner_of(param)
+    optimizer = optimizer_of(param)
     if not isinstance(owner, ParamGroup) or optimizer is None:
         return
     owner.guard.refuse_offloaded()  # on every rank, even if this one has no part of the parameter
@@ -117,8 +128,11 @@ def _state_views(param: nn.Parameter, key: str) -> Iterator[tuple[ParamOverlap, 
 def _no_state(optimizer: ShardedOptimizer, name: str, key: str) -> UsageError:
     known = sorted({key for state in optimizer.load_states().values() for key in state})
     return UsageError(
-        f"optimizer {type(optimizer.inner).__name__} has no element-wise state '{key}' for '{name}'.",
-        f"It has {', '.join(known)}." if known else "An optimizer makes its state in its first step.",
+        f"optimizer {type(optimizer.inner).__name__} has no element-wise state '{key}' for "
+        f"'{name}'.",
+        f"It has {', '.join(known)}."
+        if known
+        else "An optimizer makes its state in its first step.",
         "name one of these." if known else "take a step first.",
     )
 
@@ -127,15 +141,21 @@ def _no_state(optimizer: ShardedOptimizer, name: str, key: str) -> UsageError:
 
 
 def set_full_master(param: nn.Parameter, value: Tensor) -> None:
-    """Write a whole new value into master and weight; every rank passes the same value and keeps its part."""
+    """Write a whole new value into master and weight; every rank passes the same value and keeps
+    its part.
+    """
     owner = _owner(param)
-    slot, rank = _slot(owner, param), owner.comm_ctx.comm.rank
+    slot = _slot(owner, param)
+    rank = owner.comm_ctx.comm.rank
     flat = _flat(value, slot).to(owner.comm_ctx.pool.device)
     owner.weights_changed()
     with torch.no_grad():
         start, stop, place = owner.weight.local_range(slot, rank)
         with owner.weight.writing(place, place + stop - start) as view:
-            cast_master(flat[start:stop].to(owner.master.dtype if owner.master is not None else view.dtype), view)
+            cast_master(
+                flat[start:stop].to(owner.master.dtype if owner.master is not None else view.dtype),
+                view,
+            )
         if owner.master is not None:
             start, stop, place = owner.master.local_range(slot)
             owner.master.write(place, place + stop - start, flat[start:stop])
@@ -152,12 +172,15 @@ def local_master(param: nn.Parameter) -> Tensor | None:
 
 
 def set_local_master(param: nn.Parameter, value: Tensor) -> None:
-    """Write this rank's part of a parameter's master, flat, and bring the weights up to date.  Collective.
+    """Write this rank's part of a parameter's master, flat, and bring the weights up to date.
+    Collective.
 
-    For sharded masters: where every rank holds the whole master (stage 0), a part of it has no owner.
+    For sharded masters: where every rank holds the whole master (stage 0), a part of it has no
+    owner.
     """
     owner = _owner(param)
-    slot, comm = _slot(owner, param), owner.comm_ctx.comm
+    slot = _slot(owner, param)
+    comm = owner.comm_ctx.comm
     if owner.master is None or (owner.master.placement is R and comm.size > 1):
         raise UsageError(
             f"'{slot.name}' has no sharded master on this engine.",
@@ -167,12 +190,16 @@ def set_local_master(param: nn.Parameter, value: Tensor) -> None:
     owner.weights_changed()
     with torch.no_grad():
         place, end = owner.master.owned_range(slot)
-        owner.master.write(place, end, _part(value, end - place, slot.name).to(owner.comm_ctx.pool.device))
+        owner.master.write(
+            place, end, _part(value, end - place, slot.name).to(owner.comm_ctx.pool.device)
+        )
         owner.refresh(f"changed {slot.name}").wait()
 
 
 def local_grad(param: nn.Parameter) -> Tensor | None:
-    """Return this rank's part of a parameter's reduced gradient, flat, in fp32; None before a backward."""
+    """Return this rank's part of a parameter's reduced gradient, flat, in fp32; None before a
+    backward.
+    """
     owner = owner_of(param)
     if not isinstance(owner, ParamGroup) or not owner.trainable:
         return None
@@ -183,7 +210,9 @@ def local_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def set_grad(param: nn.Parameter, value: Tensor, *, local: bool) -> None:
-    """Write a reduced gradient: this rank's part (`local`, flat), or a whole one that every rank passes."""
+    """Write a reduced gradient: this rank's part (`local`, flat), or a whole one that every rank
+    passes.
+    """
     owner = _owner(param)
     if not owner.trainable or not owner.gradient.is_reduced:
         raise UsageError(
@@ -191,11 +220,14 @@ def set_grad(param: nn.Parameter, value: Tensor, *, local: bool) -> None:
             "It is frozen, or no backward has ended since the last step.",
             "call it between backward and step, at the accumulation boundary.",
         )
-    slot, number = _slot(owner, param), owner.index[id(param)]
+    slot = _slot(owner, param)
+    number = owner.index[id(param)]
     owner.gradient.take_assigned()
     with torch.no_grad():
         if local:
-            owner.gradient.assign_shard(number, _part(value, owner.gradient.of(slot).numel(), slot.name))
+            owner.gradient.assign_shard(
+                number, _part(value, owner.gradient.of(slot).numel(), slot.name)
+            )
         else:
             owner.gradient.assign(number, _flat(value, slot))
 
@@ -231,7 +263,8 @@ def _slot(owner: ParamGroup, param: nn.Parameter) -> Slot:
 def _flat(value: Tensor, slot: Slot) -> Tensor:
     if value.numel() != slot.numel:
         raise UsageError(
-            f"a value of shape {tuple(value.shape)} was given for '{slot.name}' of shape {slot.shape}.",
+            f"a value of shape {tuple(value.shape)} was given for '{slot.name}' of shape "
+            f"{slot.shape}.",
             fix="pass the whole value, in the parameter's shape.",
         )
     return value.detach().reshape(-1)

@@ -1,19 +1,21 @@
-"""Precision "auto": which units compute in fp32, decided from what their gradients show, and taken back again.
+"""Precision "auto": which units compute in fp32, decided from what their gradients show, and taken
+back again.
 
-A step whose gradient was not finite may name a unit (nonfinite.py): one that is named `PATIENCE` times in a row, or
-once at the smallest loss scale, is promoted at once.  Beside that, once in every window of steps each unit's reduced
-gradient is looked at as it is, multiplied by the loss scale:
+A step whose gradient was not finite may name a unit (nonfinite.py): one that is named `PATIENCE`
+times in a row, or once at the smallest loss scale, is promoted at once.  Beside that, once in every
+window of steps each unit's reduced gradient is looked at as it is, multiplied by the loss scale:
 
     lost     of its elements that are not zero, those of at most 2^-24, the smallest number that fp16 has
     largest  the largest of them, which 16 bits must hold once the unit is demoted
 
-A unit in 16 bits has a bad window where more than `LOST` of the elements are lost, where all of them are zero and
-others' are not, or where a skipped step named it; `BAD` of them in a row promote it.  A promoted one has a good window
-where no more than `KEPT` would be lost, the largest is well within fp16, and no skipped step named it; as many as its
-patience in a row demote it, `GOOD` at first and twice as many after each time that it had to be promoted again.
+A unit in 16 bits has a bad window where more than `LOST` of the elements are lost, where all of
+them are zero and others' are not, or where a skipped step named it; `BAD` of them in a row promote
+it.  A promoted one has a good window where no more than `KEPT` would be lost, the largest is well
+within fp16, and no skipped step named it; as many as its patience in a row demote it, `GOOD` at
+first and twice as many after each time that it had to be promoted again.
 
-Counts are added up over ranks, so that any number of ranks decides alike; every rank decides from the same numbers
-alone.
+Counts are added up over ranks, so that any number of ranks decides alike; every rank decides from
+the same numbers alone.
 """
 
 from __future__ import annotations
@@ -31,10 +33,18 @@ from ..precision.loss_scale import LossScaler
 from ..sharding.executor import Unit
 from ..sharding.runtime import Runtime
 
-PATIENCE = 3  # skipped steps in a row that name the same unit; a loss scale that is merely too high recovers sooner
-BAD, GOOD = 2, 8  # windows in a row
-LOST, KEPT = 0.1, 0.05  # shares of a gradient's elements; between them nothing is decided
-SMALLEST, LARGEST = 2.0**-24, 65504.0 / 4  # of fp16; a quarter of its largest, since a unit's activations are not seen
+# Skipped steps in a row that name the same unit; a loss scale that is merely too high recovers
+# sooner
+PATIENCE = 3
+# windows in a row
+BAD = 2
+GOOD = 8
+# shares of a gradient's elements; between them nothing is decided
+LOST = 0.1
+KEPT = 0.05
+# of fp16; a quarter of its largest, since a unit's activations are not seen
+SMALLEST = 2.0**-24
+LARGEST = 65504.0 / 4
 COUNTED_AT_ONCE = 1 << 20  # elements
 
 
@@ -42,7 +52,8 @@ COUNTED_AT_ONCE = 1 << 20  # elements
 class Evidence:
     """What the gradient of one unit shows in one step, over all ranks.
 
-    elements: of those that have a gradient.  counted: those that are not zero.  lost: of these, the ones at the lower
+    elements: of those that have a gradient.  counted: those that are not zero.  lost: of these, the
+    ones at the lower
     end of fp16 or beyond.  largest: of their magnitudes.
     """
 
@@ -61,7 +72,8 @@ class Evidence:
 class History:
     """What is remembered of one unit.
 
-    bad, good: windows in a row.  patience: good ones until it is demoted.  is_named: a skipped step of this window has
+    bad, good: windows in a row.  patience: good ones until it is demoted.  is_named: a skipped step
+    of this window has
     named it.  times: it was promoted.
     """
 
@@ -101,20 +113,29 @@ class AdaptivePrecision:
     def __post_init__(self) -> None:
         self._steps = 0  # of the window under way
         self._histories: dict[str, History] = {}
-        self._suspect: tuple[str, int] = ("", 0)  # the unit that skipped steps in a row name, and how many
+        self._suspect: tuple[str, int] = (
+            "",
+            0,
+        )  # the unit that skipped steps in a row name, and how many
         self._seen: list[Evidence] | None = None  # of this step, by unit
 
     def before_update(self, *, is_finite: bool) -> None:
-        """Look at the step's gradient where a window ends, while it is still there. Collective then."""
+        """Look at the step's gradient where a window ends, while it is still there. Collective
+        then.
+        """
         self._steps += 1
         self._seen = self._look() if is_finite and self._steps >= self.window else None
 
-    def after_step(self, named: Unit | None, skipped: bool, scaler: LossScaler | None, step: int) -> Unit | None:
-        """Switch units; return the one that a skipped step promoted, if any. Collective where one is switched.
+    def after_step(
+        self, named: Unit | None, skipped: bool, scaler: LossScaler | None, step: int
+    ) -> Unit | None:
+        """Switch units; return the one that a skipped step promoted, if any. Collective where one
+        is switched.
 
         named: by a step that was not finite.
         """
-        self.changed, promoted = False, None
+        self.changed = False
+        promoted = None
         if named is not None:
             self._history(named).is_named = True
         if not skipped:
@@ -122,14 +143,20 @@ class AdaptivePrecision:
         elif named is not None and not named.is_promoted:
             before, count = self._suspect
             self._suspect = (named.name, count + 1 if named.name == before else 1)
-            at_minimum = scaler is not None and scaler.dynamic and scaler.scale <= scaler.settings.min_loss_scale
+            at_minimum = (
+                scaler is not None
+                and scaler.dynamic
+                and scaler.scale <= scaler.settings.min_loss_scale
+            )
             if self._suspect[1] >= PATIENCE or at_minimum:
                 why = "it made a non-finite number of finite ones, step after step"
                 self._promote(named, step, why)
-                promoted, self._suspect = named, ("", 0)
+                promoted = named
+                self._suspect = ("", 0)
         if self._seen is not None:
             self._judge(self._seen, step)
-            self._steps, self._seen = 0, None
+            self._steps = 0
+            self._seen = None
             for history in self._histories.values():
                 history.is_named = False
         return promoted
@@ -140,8 +167,8 @@ class AdaptivePrecision:
         return [unit.name for unit in self.runtime.units if unit.is_promoted]
 
     def restore(self, names: Sequence[str]) -> None:
-        """Let those units compute in fp32 that did when a checkpoint was saved, and no others. Collective; every unit
-        must be sharded.
+        """Let those units compute in fp32 that did when a checkpoint was saved, and no others.
+        Collective; every unit must be sharded.
         """
         for unit in self.runtime.units:
             if unit.name in names and not unit.is_promoted:
@@ -184,10 +211,13 @@ class AdaptivePrecision:
             return  # a gradient of nothing but zeros says nothing of units
         for unit, evidence in zip(self.runtime.units, seen, strict=True):
             if unit.trained:
-                (self._judge_promoted if unit.is_promoted else self._judge_low)(unit, evidence, step)
+                (self._judge_promoted if unit.is_promoted else self._judge_low)(
+                    unit, evidence, step
+                )
 
     def _judge_low(self, unit: Unit, evidence: Evidence, step: int) -> None:
-        history, has_fp16 = self._history(unit), self._has_fp16
+        history = self._history(unit)
+        has_fp16 = self._has_fp16
         share = 1.0 if evidence.share is None and evidence.elements else evidence.share or 0.0
         is_bad = history.is_named or (has_fp16 and share > LOST)
         history.bad = history.bad + 1 if is_bad else 0
@@ -202,14 +232,21 @@ class AdaptivePrecision:
         history = self._history(unit)
         if evidence.share is None and not history.is_named:
             return  # no gradient came: nothing is known
-        share, is_fp16 = evidence.share or 0.0, self._has_fp16
+        share = evidence.share or 0.0
+        is_fp16 = self._has_fp16
         fits = not is_fp16 or (share <= KEPT and evidence.largest <= LARGEST)
         history.good = history.good + 1 if fits and not history.is_named else 0
         if history.good < history.patience:
             return
-        windows, history.good, history.bad = history.good, 0, 0
+        windows = history.good
+        history.good = 0
+        history.bad = 0
         self.runtime.demote(unit)
-        why = f"16 bits would lose {share:.1%} of its gradient (limit {KEPT:.0%})" if is_fp16 else "it was not named"
+        why = (
+            f"16 bits would lose {share:.1%} of its gradient (limit {KEPT:.0%})"
+            if is_fp16
+            else "it was not named"
+        )
         self._decided(Decision(step, unit.name, False, f"{why}, {windows} windows in a row"), unit)
 
     @property
@@ -219,7 +256,9 @@ class AdaptivePrecision:
 
     def _promote(self, unit: Unit, step: int, why: str) -> None:
         history = self._history(unit)
-        history.times, history.good, history.bad = history.times + 1, 0, 0
+        history.times = history.times + 1
+        history.good = 0
+        history.bad = 0
         if history.times > 1:
             history.patience *= 2
         self.runtime.promote_to_fp32(unit)
@@ -239,9 +278,14 @@ class AdaptivePrecision:
         rows = torch.tensor([_counts(unit) for unit in runtime.units], dtype=torch.float64)
         comm = runtime.comm_of_units
         if comm.size > 1:
-            found = comm.all_gather_rows(rows.reshape(-1), "what gradients show").view(comm.size, *rows.shape)
+            found = comm.all_gather_rows(rows.reshape(-1), "what gradients show").view(
+                comm.size, *rows.shape
+            )
             rows = torch.cat([found[..., :3].sum(dim=0), found[..., 3:].amax(dim=0)], dim=1)
-        return [Evidence(int(all_), int(some), int(lost), most) for all_, some, lost, most in rows.tolist()]
+        return [
+            Evidence(int(all_), int(some), int(lost), most)
+            for all_, some, lost, most in rows.tolist()
+        ]
 
 
 def _counts(unit: Unit) -> list[float]:
@@ -257,7 +301,9 @@ def _counts(unit: Unit) -> list[float]:
 
 
 def _gradients(unit: Unit) -> Iterator[Tensor]:
-    """Yield the reduced gradients of this rank, flat, a stretch at a time; without groups that got none."""
+    """Yield the reduced gradients of this rank, flat, a stretch at a time; without groups that got
+    none.
+    """
     for group in unit.trained:
         gradient = group.gradient.reduced()
         if gradient is not None and len(group.gradient.absent or ()) < len(group.members):

@@ -22,11 +22,15 @@ class InitialStates(Protocol):
         ...
 
     def release_trained(self) -> None:
-        """Drop the state of parameters that require a gradient, after it was cut for their shards."""
+        """Drop the state of parameters that require a gradient, after it was cut for their
+        shards.
+        """
         ...
 
     def counters(self, overlap: ParamOverlap) -> Hashable:
-        """Return what parameters must have in common to share a shard: kinds of state, and numbers of them."""
+        """Return what parameters must have in common to share a shard: kinds of state, and numbers
+        of them.
+        """
         ...
 
     def cut_for(self, shard: MasterShard) -> dict[str, Any]:
@@ -39,7 +43,9 @@ class InitialStates(Protocol):
 
 
 def makes_states(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer that was just built has made state, or would have if this rank had a slice."""
+    """Return whether an optimizer that was just built has made state, or would have if this rank
+    had a slice.
+    """
     if optimizer.state or any(group["params"] for group in optimizer.param_groups):
         return bool(optimizer.state)
     if not optimizer.param_groups:
@@ -51,8 +57,11 @@ def makes_states(optimizer: Optimizer) -> bool:
         return False
 
 
-def states_at_construction(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
-    """Return the state that a class makes at construction for a group's parameters, with an optimizer's arguments.
+def states_at_construction(
+    optimizer: Optimizer, group: Mapping[str, Any]
+) -> dict[Tensor, dict[str, Any]]:
+    """Return the state that a class makes at construction for a group's parameters, with an
+    optimizer's arguments.
 
     Raises:
         UsageError: The class cannot be built from the optimizer's defaults.
@@ -65,8 +74,9 @@ def states_at_construction(optimizer: Optimizer, group: Mapping[str, Any]) -> di
             return dict(cls([dict(group)], **given).state)
     except Exception as error:
         raise UsageError(
-            f"parameters join {cls.__name__}, which makes its state at construction, and it cannot be built for them: "
-            f"{str(error)[:300]}.",
+            f"parameters join {cls.__name__}, which makes its state at construction, and it cannot "
+            f"be built for them: {str(error)[:300]}.",
             "Its state for these parameters is needed before their first update.",
-            "give the optimizer all parameters when you build it, also those that are frozen at first.",
+            "give the optimizer all parameters when you build it, also those that are frozen at "
+            "first.",
         ) from error

@@ -1,7 +1,7 @@
 """LAMB, Adam with one trust ratio per tensor (You et al., arXiv 1904.00962, algorithm 2).
 
-The ratio is a norm over a whole tensor, so this optimizer must be handed whole tensors: granularity "tensor".
-Built by registry.py.
+The ratio is a norm over a whole tensor, so this optimizer must be handed whole tensors: granularity
+"tensor". Built by registry.py.
 """
 
 from __future__ import annotations
@@ -31,11 +31,19 @@ class LambSettings:
     min_coeff: float = 0.01
 
     def __post_init__(self) -> None:
-        sound = self.lr >= 0 and self.eps >= 0 and self.weight_decay >= 0 and all(0 <= b < 1 for b in self.betas)
+        sound = (
+            self.lr >= 0
+            and self.eps >= 0
+            and self.weight_decay >= 0
+            and all(0 <= b < 1 for b in self.betas)
+        )
         if not sound or not 0 < self.min_coeff <= self.max_coeff:
             raise ConfigError(
                 f"Lamb cannot use {self}.",
-                fix="give lr, eps, weight_decay >= 0, both betas in [0, 1) and 0 < min_coeff <= max_coeff.",
+                fix=(
+                    "give lr, eps, weight_decay >= 0, both betas in [0, 1) and 0 < min_coeff <= "
+                    "max_coeff."
+                ),
             )
 
 
@@ -69,16 +77,20 @@ class Lamb(Optimizer):
 
     def _update(self, parameter: Tensor, group: dict[str, Any], ratio: Tensor) -> None:
         state = self._state_of(parameter)
-        grad, mean, square = parameter.grad, state["exp_avg"], state["exp_avg_sq"]
+        grad = parameter.grad
+        mean = state["exp_avg"]
+        square = state["exp_avg_sq"]
         assert grad is not None
         state["step"] += 1
         beta1, beta2 = group["betas"]
         mean.lerp_(grad, 1 - beta1)
         square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        correct1, correct2 = 1.0, 1.0
+        correct1 = 1.0
+        correct2 = 1.0
         if group["bias_correction"]:
             step = float(state["step"])
-            correct1, correct2 = 1 - beta1**step, 1 - beta2**step
+            correct1 = 1 - beta1**step
+            correct2 = 1 - beta2**step
         torch.sqrt(square, out=ratio)
         ratio.div_(math.sqrt(correct2)).add_(group["eps"])
         torch.div(mean, ratio, out=ratio)
@@ -102,7 +114,9 @@ class _Scratch:
         for tensor in tensors:
             key = tensor.device, tensor.dtype
             sizes[key] = max(sizes.get(key, 0), tensor.numel())
-        self._flat = {key: torch.empty(numel, device=key[0], dtype=key[1]) for key, numel in sizes.items()}
+        self._flat = {
+            key: torch.empty(numel, device=key[0], dtype=key[1]) for key, numel in sizes.items()
+        }
 
     def like(self, tensor: Tensor) -> Tensor:
         return self._flat[tensor.device, tensor.dtype][: tensor.numel()].view(tensor.shape)
@@ -110,6 +124,7 @@ class _Scratch:
 
 def _trust(weight: Tensor, update: Tensor, group: dict[str, Any]) -> Tensor:
     """The clamped ratio of norms as a 0-dim tensor, so that the host never waits for the device."""
-    weight_norm, update_norm = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(update)
+    weight_norm = torch.linalg.vector_norm(weight)
+    update_norm = torch.linalg.vector_norm(update)
     bounded = (weight_norm / update_norm).clamp_(group["min_coeff"], group["max_coeff"])
     return torch.where((weight_norm > 0) & (update_norm > 0), bounded, torch.ones_like(bounded))

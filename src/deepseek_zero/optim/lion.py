@@ -1,6 +1,8 @@
-"""Lion, the sign-momentum optimizer: one moment instead of two (Chen et al., arXiv 2302.06675, program 1).
+"""Lion, the sign-momentum optimizer: one moment instead of two (Chen et al., arXiv 2302.06675,
+program 1).
 
-Element-wise, so a slice of a flat buffer is updated exactly as the whole would be.  Built by registry.py.
+Element-wise, so a slice of a flat buffer is updated exactly as the whole would be.  Built by
+registry.py.
 """
 
 from __future__ import annotations
@@ -15,16 +17,18 @@ from torch.optim import Optimizer
 from deepseek_zero.base.device import PerDevice
 from deepseek_zero.base.errors import ConfigError
 
-# [Note: tiles] The update needs two temporaries.  Walking the slice in tiles keeps them at a fixed size whatever the
-# slice holds.  On a CPU 2^15 elements stay in a core's cache and under the size from which torch splits an operation
-# over threads; larger tiles were 3 to 9 times slower on two busy cores (20M elements).  A GPU wants large launches.
+# [Note: tiles] The update needs two temporaries.  Walking the slice in tiles keeps them at a fixed
+# size whatever the slice holds.  On a CPU 2^15 elements stay in a core's cache and under the size
+# from which torch splits an operation over threads; larger tiles were 3 to 9 times slower on two
+# busy cores (20M elements).  A GPU wants large launches.
 _TILE_NUMEL = PerDevice(cpu=1 << 15, accelerator=1 << 23)
 
 
 class Lion(Optimizer):
     """Step by the sign of an interpolated momentum, with decoupled weight decay.
 
-    c = beta1 m + (1 - beta1) g;  p = p (1 - lr weight_decay) - lr sign(c);  m = beta2 m + (1 - beta2) g
+    c = beta1 m + (1 - beta1) g;  p = p (1 - lr weight_decay) - lr sign(c);  m = beta2 m + (1 -
+    beta2) g
     State per parameter: `exp_avg`.  The paper advises an lr 3 to 10 times smaller than AdamW's.
     """
 
@@ -43,7 +47,12 @@ class Lion(Optimizer):
                 f"Lion cannot use lr={lr}, betas={betas}, weight_decay={weight_decay}.",
                 fix="give lr >= 0, weight_decay >= 0 and both betas in [0, 1).",
             )
-        defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "maximize": maximize}
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -63,12 +72,18 @@ class Lion(Optimizer):
         state = self.state[parameter]
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        lr = float(group["lr"])
+        (beta1, beta2) = group["betas"]
         keep = 1.0 - lr * group["weight_decay"]
         scratch: tuple[Tensor, Tensor] | None = None
-        # One rounding per operation and never a fused multiply-add (`alpha=`, lerp): a vectorised kernel may fuse in
-        # its body and not in its tail, and then the place where a slice is cut would show in the result.
-        grads = -parameter.grad if group.get("maximize") and parameter.grad is not None else parameter.grad
+        # One rounding per operation and never a fused multiply-add (`alpha=`, lerp): a vectorised
+        # kernel may fuse in its body and not in its tail, and then the place where a slice is cut
+        # would show in the result.
+        grads = (
+            -parameter.grad
+            if group.get("maximize") and parameter.grad is not None
+            else parameter.grad
+        )
         for weight, grad, momentum in _tiles(parameter, grads, state["exp_avg"]):
             if scratch is None or scratch[0].shape != weight.shape:
                 scratch = torch.empty_like(weight), torch.empty_like(weight)
@@ -76,13 +91,17 @@ class Lion(Optimizer):
             torch.mul(momentum, beta1, out=direction)
             torch.mul(grad, 1.0 - beta1, out=part)
             direction.add_(part).sign_()
-            weight.mul_(keep).sub_(direction, alpha=lr)  # lr times a sign is exact, so fused or not is one
+            weight.mul_(keep).sub_(
+                direction, alpha=lr
+            )  # lr times a sign is exact, so fused or not is one
             torch.mul(grad, 1.0 - beta2, out=part)
             momentum.mul_(beta2).add_(part)
 
 
 def _tiles(weight: Tensor, grad: Tensor | None, momentum: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The three tensors in step, tile by tile; whole when one is not contiguous. See [Note: tiles]."""
+    """The three tensors in step, tile by tile; whole when one is not contiguous. See [Note:
+    tiles].
+    """
     assert grad is not None
     tensors = (weight, grad, momentum)
     if not all(tensor.is_contiguous() for tensor in tensors):

@@ -1,12 +1,14 @@
-"""Learning-rate schedules by name: DeepSpeed's five, any of torch.optim.lr_scheduler's, and DeepSpeed's flags.
+"""Learning-rate schedules by name: DeepSpeed's five, any of torch.optim.lr_scheduler's, and
+DeepSpeed's flags.
 
-`Schedule` is the base of ours: a function of the iteration, written into the groups of any object with `param_groups`,
-so that a sharded optimizer needs no disguise.
+`Schedule` is the base of ours: a function of the iteration, written into the groups of any object
+with `param_groups`, so that a sharded optimizer needs no disguise.
 
-[Note: when a schedule writes the rate] Building one writes the rate of "before iteration 0" into every group, so the
-first optimizer step uses it.  Each `step()` advances `last_batch_iteration` (-1, 0, 1, ...) and writes the rate that
-the next optimizer step uses.  In the warm-up family iteration 0 still has the minimum (log 1 = 0), so the first two
-optimizer steps use it; that is DeepSpeed's counting and it is kept, so that a run ported from it keeps its curve.
+[Note: when a schedule writes the rate] Building one writes the rate of "before iteration 0" into
+every group, so the first optimizer step uses it.  Each `step()` advances `last_batch_iteration`
+(-1, 0, 1, ...) and writes the rate that the next optimizer step uses.  In the warm-up family
+iteration 0 still has the minimum (log 1 = 0), so the first two optimizer steps use it; that is
+DeepSpeed's counting and it is kept, so that a run ported from it keeps its curve.
 """
 
 from __future__ import annotations
@@ -52,14 +54,18 @@ class HasParamGroups(Protocol):
 
 
 class Schedule(ABC):
-    """A function of the iteration that writes `lr` into an optimizer's groups; quacks like torch's LRScheduler."""
+    """A function of the iteration that writes `lr` into an optimizer's groups; quacks like torch's
+    LRScheduler.
+    """
 
     Settings: ClassVar[type[Any]]
 
     def __init__(self, optimizer: HasParamGroups, *args: Any, **settings: Any) -> None:
         self.settings = self.Settings(*args, **settings)
         self.optimizer = _with_groups(optimizer)
-        self.last_batch_iteration = whole_number("last_batch_iteration", self.settings.last_batch_iteration, -1)
+        self.last_batch_iteration = whole_number(
+            "last_batch_iteration", self.settings.last_batch_iteration, -1
+        )
         self._prepare()
         self._last_lr: list[float] = []
         self._write()
@@ -74,7 +80,9 @@ class Schedule(ABC):
 
     def step(self, iteration: int | None = None) -> None:
         """Advance by one iteration, or to the one given, and write the rates."""
-        self.last_batch_iteration = self.last_batch_iteration + 1 if iteration is None else iteration
+        self.last_batch_iteration = (
+            self.last_batch_iteration + 1 if iteration is None else iteration
+        )
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,10 +99,12 @@ class Schedule(ABC):
         """Check the settings and lay out what is per group."""
 
     def _write(self) -> None:
-        groups, rates = self.optimizer.param_groups, self.get_lr()
+        groups = self.optimizer.param_groups
+        rates = self.get_lr()
         if len(groups) != len(rates):
             raise UsageError(
-                f"the optimizer has {len(groups)} parameter groups; {type(self).__name__} was built for {len(rates)}.",
+                f"the optimizer has {len(groups)} parameter groups; {type(self).__name__} was "
+                f"built for {len(rates)}.",
                 fix="build the schedule after the last add_param_group.",
             )
         for group, rate in zip(groups, rates, strict=True):
@@ -134,7 +144,9 @@ def _with_groups(optimizer: Any) -> HasParamGroups:
 
 def whole_number(name: str, value: Any, least: int) -> int:
     """A count; 1e3 is one, 2.5 is not."""
-    whole = isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer()
+    whole = (
+        isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer()
+    )
     if not whole or value < least:
         raise ConfigError(f"{name} is {value!r}.", fix=f"give a whole number of at least {least}.")
     return int(value)
@@ -208,7 +220,8 @@ class WarmupCosineSettings:
 class WarmupLR(Schedule):
     """lr = min + (max - min) gamma, gamma = log(i + 1) / log(n) or i / n while i < n, then 1.
 
-    warmup_num_steps 0 means none: gamma is 1 from the start.  1 counts as 2, as in DeepSpeed (log 1 = 0).
+    warmup_num_steps 0 means none: gamma is 1 from the start.  1 counts as 2, as in DeepSpeed (log 1
+    = 0).
     """
 
     Settings: ClassVar[type[Any]] = WarmupSettings
@@ -223,7 +236,9 @@ class WarmupLR(Schedule):
     def get_lr(self) -> list[float]:
         """The rate of each group at `last_batch_iteration`."""
         gamma = self._gamma()
-        return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return [
+            low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
+        ]
 
     def _gamma(self) -> float:
         rising = self.warmup.at(self.last_batch_iteration)
@@ -248,7 +263,8 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(Schedule):
-    """lr = own rate x ratio; ratio = min + (1 - min) gamma while i < n, then cosine to cos_min_ratio, and stays there.
+    """lr = own rate x ratio; ratio = min + (1 - min) gamma while i < n, then cosine to
+    cos_min_ratio, and stays there.
 
     Before iteration 0 the ratio is 0, whatever warmup_min_ratio says, as in DeepSpeed.
     """
@@ -290,14 +306,18 @@ class LRRangeTest(Schedule):
 
     def _prepare(self) -> None:
         self.min_lrs = self._per_group("lr_range_test_min_lr", self.settings.lr_range_test_min_lr)
-        self.step_size = whole_number("lr_range_test_step_size", self.settings.lr_range_test_step_size, 1)
+        self.step_size = whole_number(
+            "lr_range_test_step_size", self.settings.lr_range_test_step_size, 1
+        )
 
     def get_lr(self) -> list[float]:
         """The rate of each group at `last_batch_iteration`."""
         interval = (self.last_batch_iteration + 1) / self.step_size
         if self.settings.lr_range_test_staircase:
             interval = math.floor(interval)
-        return [low * (1.0 + self.settings.lr_range_test_step_rate * interval) for low in self.min_lrs]
+        return [
+            low * (1.0 + self.settings.lr_range_test_step_rate * interval) for low in self.min_lrs
+        ]
 
 
 # DeepSpeed writes this beta2 beside the cycled beta1, whatever the optimizer was given.
@@ -305,25 +325,34 @@ _CYCLE_BETA2 = 0.99
 
 
 class OneCycle(Schedule):
-    """lr = min + (max - min) s, beta1 = max_mom - (max_mom - min_mom) s, with s up and down once; then decay.
+    """lr = min + (max - min) s, beta1 = max_mom - (max_mom - min_mom) s, with s up and down once;
+    then decay.
 
-    s rises over the first part and falls over the second, in stairs where a stair count is given.  After the cycle
-    lr = min_lr / (1 + rate t), beta1 = max_mom (1 + rate t), t = iterations since / decay_step_size.
-    Momentum is cycled where every group has `betas`; beta2 becomes 0.99 then, as in DeepSpeed.
+    s rises over the first part and falls over the second, in stairs where a stair count is given.
+    After the cycle lr = min_lr / (1 + rate t), beta1 = max_mom (1 + rate t), t = iterations since /
+    decay_step_size. Momentum is cycled where every group has `betas`; beta2 becomes 0.99 then, as
+    in DeepSpeed.
     """
 
     Settings: ClassVar[type[Any]] = OneCycleSettings
 
     def _prepare(self) -> None:
         chosen = self.settings
-        second, stairs = chosen.cycle_second_step_size, chosen.cycle_second_stair_count
+        second = chosen.cycle_second_step_size
+        stairs = chosen.cycle_second_stair_count
         self.first_size = whole_number("cycle_first_step_size", chosen.cycle_first_step_size, 1)
-        self.second_size = self.first_size if second is None else whole_number("cycle_second_step_size", second, 0)
+        self.second_size = (
+            self.first_size if second is None else whole_number("cycle_second_step_size", second, 0)
+        )
         self.total_size = self.first_size + self.second_size
         self.step_ratio = self.first_size / self.total_size
-        self.first_stairs = whole_number("cycle_first_stair_count", chosen.cycle_first_stair_count, 0)
+        self.first_stairs = whole_number(
+            "cycle_first_stair_count", chosen.cycle_first_stair_count, 0
+        )
         self.second_stairs = (
-            self.first_stairs if stairs is None else whole_number("cycle_second_stair_count", stairs, 0)
+            self.first_stairs
+            if stairs is None
+            else whole_number("cycle_second_stair_count", stairs, 0)
         )
         self.decay_size = whole_number("decay_step_size", chosen.decay_step_size, 0)
         self.min_lrs = self._per_group("cycle_min_lr", chosen.cycle_min_lr)
@@ -336,17 +365,25 @@ class OneCycle(Schedule):
         """The rate of each group at `last_batch_iteration`."""
         if self._cycling():
             scale = self._scale()
-            return [low + (high - low) * scale for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+            return [
+                low + (high - low) * scale
+                for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
+            ]
         factor = 1.0 + self.settings.decay_lr_rate * self._decay_intervals()
         return [low / factor for low in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Return the betas of each group at `last_batch_iteration`, or None if momentum is not cycled."""
+        """Return the betas of each group at `last_batch_iteration`, or None if momentum is not
+        cycled.
+        """
         if not self.cycle_momentum:
             return None
         if self._cycling():
             scale = self._scale()
-            beta1s = [high - (high - low) * scale for low, high in zip(self.min_moms, self.max_moms, strict=True)]
+            beta1s = [
+                high - (high - low) * scale
+                for low, high in zip(self.min_moms, self.max_moms, strict=True)
+            ]
         else:
             factor = 1.0 + self.settings.decay_mom_rate * self._decay_intervals()
             beta1s = [high * factor for high in self.max_moms]
@@ -358,7 +395,8 @@ class OneCycle(Schedule):
         if moms is None:
             return
         if self.last_batch_iteration < 0:
-            # As in DeepSpeed: the first update runs with cycle_min_mom, although get_mom() returns cycle_max_mom.
+            # As in DeepSpeed: the first update runs with cycle_min_mom, although get_mom() returns
+            # cycle_max_mom.
             moms = [(low, _CYCLE_BETA2) for low in self.min_moms]
         for group, betas in zip(self.optimizer.param_groups, moms, strict=False):
             group["betas"] = betas
@@ -382,10 +420,15 @@ class OneCycle(Schedule):
         groups = self.optimizer.param_groups
         if not all("betas" in group for group in groups):
             name = type(self.optimizer).__name__
-            log_once(f"OneCycle: cycle_momentum has no effect, because optimizer {name} has no betas.")
+            log_once(
+                f"OneCycle: cycle_momentum has no effect, because optimizer {name} has no betas."
+            )
             return False
         if any(group["betas"][1] != _CYCLE_BETA2 for group in groups):
-            log_once(f"OneCycle: cycle_momentum sets beta2 to {_CYCLE_BETA2}, as in DeepSpeed; false keeps yours.")
+            log_once(
+                f"OneCycle: cycle_momentum sets beta2 to {_CYCLE_BETA2}, as in DeepSpeed; false "
+                "keeps yours."
+            )
         return True
 
 
@@ -401,7 +444,10 @@ class _Warmup:
         num_steps = whole_number("warmup_num_steps", settings.warmup_num_steps, 0)
         shape = settings.warmup_type
         if shape not in ("log", "linear"):
-            note = f'warmup_type {shape!r} is not known ("log", "linear"): the warm-up is logarithmic, as in DeepSpeed.'
+            note = (
+                f'warmup_type {shape!r} is not known ("log", "linear"): the warm-up is '
+                "logarithmic, as in DeepSpeed."
+            )
             log_once(note, logging.WARNING)
             shape = "log"
         return cls(max(2, num_steps) if num_steps else 0, shape)
@@ -420,7 +466,10 @@ class _Warmup:
 def _total(total: Any, warmup: int) -> int:
     steps = whole_number("total_num_steps", total, 1)
     if steps < warmup:
-        log_once(f"total_num_steps {steps} is less than warmup_num_steps {warmup}: the run ends inside the warm-up.")
+        log_once(
+            f"total_num_steps {steps} is less than warmup_num_steps {warmup}: the run ends inside "
+            "the warm-up."
+        )
     return steps
 
 
@@ -440,7 +489,8 @@ _TORCH_SCHEDULES: dict[str, type[Any]] = {
 def resolve_schedule(
     name: str, params: Mapping[str, Any], optimizer: HasParamGroups
 ) -> Schedule | torch.optim.lr_scheduler.LRScheduler:
-    """Build the schedule a config names: one of DeepSpeed's, else one of torch.optim.lr_scheduler's.
+    """Build the schedule a config names: one of DeepSpeed's, else one of
+    torch.optim.lr_scheduler's.
 
     A torch schedule needs a torch.optim.Optimizer.  Case does not matter.
     """
@@ -449,8 +499,12 @@ def resolve_schedule(
     cls = by_case.get(str(name).lower())
     if cls is None:
         raise ConfigError(
-            f"no learning-rate schedule is called {str(name)[:100]}{did_you_mean(str(name)[:100], choices)}.",
-            fix=f"name one of {', '.join(VALID_LR_SCHEDULES)} or one of torch.optim.lr_scheduler, or pass a scheduler.",
+            "no learning-rate schedule is called "
+            f"{str(name)[:100]}{did_you_mean(str(name)[:100], choices)}.",
+            fix=(
+                f"name one of {', '.join(VALID_LR_SCHEDULES)} or one of torch.optim.lr_scheduler, "
+                "or pass a scheduler."
+            ),
         )
     settings = checked_arguments(f"scheduler {shown(name)}", cls, params)
     try:
@@ -458,20 +512,27 @@ def resolve_schedule(
         built: Schedule | torch.optim.lr_scheduler.LRScheduler = cls(optimizer, **settings)
     except DeepSeekZeroError:
         raise
-    except Exception as refusal:  # torch's classes check by whatever comes to hand: asserts, indices, comparisons
+    except (
+        Exception
+    ) as refusal:  # torch's classes check by whatever comes to hand: asserts, indices, comparisons
         raise ConfigError(
-            f"scheduler {shown(name)} refuses its parameters {shown(settings, 300)}: {str(refusal)[:300]}",
+            f"scheduler {shown(name)} refuses its parameters {shown(settings, 300)}: "
+            f"{str(refusal)[:300]}",
             fix="see the documentation of the class for what it takes.",
         ) from refusal
     return built
 
 
 def _try_out(cls: type[Any], optimizer: HasParamGroups, settings: Mapping[str, Any]) -> None:
-    """Three steps over a stand-in: what the class takes and cannot compute with would end the training later."""
+    """Three steps over a stand-in: what the class takes and cannot compute with would end the
+    training later.
+    """
     with undecorated():
         stand_in = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     stand_in.defaults = dict(getattr(optimizer, "defaults", stand_in.defaults))
-    stand_in.param_groups = [{**group, "params": [torch.zeros(1)]} for group in optimizer.param_groups]
+    stand_in.param_groups = [
+        {**group, "params": [torch.zeros(1)]} for group in optimizer.param_groups
+    ]
     schedule = cls(stand_in, **settings)
     tell_schedules_of_step(stand_in)
     for _ in range(3):

@@ -1,8 +1,9 @@
 """Muon: momentum, orthogonalised by Newton-Schulz, for matrices; AdamW for everything else.
 
-Source: K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024); the Gram form iterates on
-X X^T instead of X.  Matrices must arrive whole (granularity "tensor"); AdamW's groups may arrive as slices.
-Groups say which they are with `use_muon`; `Muon.parameter_groups(model)` makes them.  Built by registry.py.
+Source: K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024); the Gram
+form iterates on X X^T instead of X.  Matrices must arrive whole (granularity "tensor"); AdamW's
+groups may arrive as slices. Groups say which they are with `use_muon`;
+`Muon.parameter_groups(model)` makes them.  Built by registry.py.
 """
 
 from __future__ import annotations
@@ -18,20 +19,25 @@ from torch.optim.adamw import adamw
 
 from deepseek_zero.base.errors import ConfigError
 
-# The quintic p(s) = a s + b s^3 + c s^5 of the source: steepest at 0, so 5 steps lift every singular value that counts
-# into about [0.7, 1.2]; it is not meant to converge to 1.
-_A, _B, _C = 3.4445, -4.7750, 2.0315
+# The quintic p(s) = a s + b s^3 + c s^5 of the source: steepest at 0, so 5 steps lift every
+# singular value that counts into about [0.7, 1.2]; it is not meant to converge to 1.
+_A = 3.4445
+_B = -4.7750
+_C = 2.0315
 _NORM_EPS = 1e-7
 _TOO_MANY = 100  # steps of an iteration that five converge; torch draws the same line
-_MUON_LR, _ADAM_LR = 2e-2, 3e-4
+_MUON_LR = 2e-2
+_ADAM_LR = 3e-4
 
-# Half formats where the hardware multiplies them fast; a CPU without such units is slower with them than in fp32.
-# The Gram form squares the spectrum, so it needs fp16's three extra bits more than bf16's range.
+# Half formats where the hardware multiplies them fast; a CPU without such units is slower with them
+# than in fp32. The Gram form squares the spectrum, so it needs fp16's three extra bits more than
+# bf16's range.
 _WORK_DTYPE = {"standard": torch.bfloat16, "gram": torch.float16}
-# Two Gram iterations, then X is rebuilt: products of nearly cancelling polynomials lose the small singular values.
+# Two Gram iterations, then X is rebuilt: products of nearly cancelling polynomials lose the small
+# singular values.
 _GRAM_RESTART = 2
-# Multiplications for n x m, n <= m, 5 steps: standard 10 n^2 m + 5 n^3, Gram 4 n^2 m + 14 n^3.  12 % less at m = 2 n;
-# below, not worth the squared spectrum.
+# Multiplications for n x m, n <= m, 5 steps: standard 10 n^2 m + 5 n^3, Gram 4 n^2 m + 14 n^3.  12
+# % less at m = 2 n; below, not worth the squared spectrum.
 _GRAM_PAYS_FROM = 2
 
 _NOT_HIDDEN = frozenset({"lm_head", "head", "classifier", "score", "wte", "wpe"})
@@ -39,7 +45,9 @@ _NOT_HIDDEN = frozenset({"lm_head", "head", "classifier", "score", "wte", "wpe"}
 
 @dataclasses.dataclass(frozen=True)
 class MuonSettings:
-    """DeepSpeed's names; `lr` is meant for both kinds unless `muon_lr` or `adam_lr` says otherwise."""
+    """DeepSpeed's names; `lr` is meant for both kinds unless `muon_lr` or `adam_lr` says
+    otherwise.
+    """
 
     lr: float | None = None
     momentum: float = 0.95
@@ -55,14 +63,20 @@ class MuonSettings:
     def __post_init__(self) -> None:
         if self.ns_method not in _WORK_DTYPE:
             raise ConfigError(
-                f"Muon does not know ns_method {self.ns_method!r}.", fix="give one of " + ", ".join(_WORK_DTYPE) + "."
+                f"Muon does not know ns_method {self.ns_method!r}.",
+                fix="give one of " + ", ".join(_WORK_DTYPE) + ".",
             )
         rates = [rate for rate in (self.lr, self.muon_lr, self.adam_lr) if rate is not None]
-        sound = all(rate >= 0 for rate in rates) and self.weight_decay >= 0 and 0 <= self.momentum < 1  # NaN is not
+        sound = (
+            all(rate >= 0 for rate in rates) and self.weight_decay >= 0 and 0 <= self.momentum < 1
+        )  # NaN is not
         if not sound or not isinstance(self.ns_steps, int) or not 1 <= self.ns_steps < _TOO_MANY:
             raise ConfigError(
                 f"Muon cannot use {self}.",
-                fix="give learning rates and weight_decay >= 0, momentum in [0, 1) and ns_steps from 1 to 99.",
+                fix=(
+                    "give learning rates and weight_decay >= 0, momentum in [0, 1) and ns_steps "
+                    "from 1 to 99."
+                ),
             )
 
     def lr_of(self, use_muon: bool) -> float:
@@ -72,12 +86,14 @@ class MuonSettings:
 
 
 class Muon(Optimizer):
-    """Orthogonalised momentum for the matrices between embedding and head, AdamW for the other parameters.
+    """Orthogonalised momentum for the matrices between embedding and head, AdamW for the other
+    parameters.
 
     Matrix, m = lerp(m, g, 1 - momentum), u = lerp(g, m, momentum) if nesterov else m:
         p = p (1 - lr weight_decay) - lr sqrt(max(1, rows / columns)) NS(u)
-    Three dims are a stack of matrices (experts); four or more, a convolution, are (out, rest).
-    A group without `use_muon` is divided by number of dims, which cannot see embeddings and heads: prefer
+    Three dims are a stack of matrices (experts); four or more, a convolution, are (out, rest). A
+    group without `use_muon` is divided by number of dims, which cannot see embeddings and heads:
+    prefer
     `parameter_groups`.  State: `momentum_buffer`, or AdamW's `step`, `exp_avg`, `exp_avg_sq`.
     """
 
@@ -88,7 +104,10 @@ class Muon(Optimizer):
         self._settings = MuonSettings(lr=lr, **settings)
         names = ("momentum", "weight_decay", "ns_method", "ns_steps", "nesterov", "betas", "eps")
         shared = {name: getattr(self._settings, name) for name in names}
-        super().__init__(params, {**shared, "betas": tuple(self._settings.betas), "lr": self._settings.lr_of(True)})
+        super().__init__(
+            params,
+            {**shared, "betas": tuple(self._settings.betas), "lr": self._settings.lr_of(True)},
+        )
 
     @staticmethod
     def group_granularity(group: Mapping[str, Any]) -> Literal["element", "tensor"]:
@@ -97,17 +116,28 @@ class Muon(Optimizer):
 
     @staticmethod
     def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-        """Trainable parameters in two groups: hidden matrices for Muon; embeddings, heads and vectors for AdamW."""
-        return Muon.divide_groups(model, [{"params": [p for p in model.parameters() if p.requires_grad]}])
+        """Trainable parameters in two groups: hidden matrices for Muon; embeddings, heads and
+        vectors for AdamW.
+        """
+        return Muon.divide_groups(
+            model, [{"params": [p for p in model.parameters() if p.requires_grad]}]
+        )
 
     @staticmethod
-    def divide_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Each group without `use_muon` divided into its hidden matrices and the rest; its other settings stay.
+    def divide_groups(
+        model: nn.Module, groups: Iterable[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Each group without `use_muon` divided into its hidden matrices and the rest; its other
+        settings stay.
 
         A parameter that has an attribute `use_muon` says itself which it is.
         """
-        tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-        outer = tables | {id(parameter) for name, parameter in model.named_parameters() if _is_outer(name)}
+        tables = {
+            id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
+        }
+        outer = tables | {
+            id(parameter) for name, parameter in model.named_parameters() if _is_outer(name)
+        }
         divided: list[dict[str, Any]] = []
         for group in groups:
             if group.get("use_muon") is not None:
@@ -124,7 +154,10 @@ class Muon(Optimizer):
         given = param_group["params"]
         members = [given] if isinstance(given, Tensor) else list(given)
         if param_group.get("use_muon") is None:
-            kinds = {kind: [m for m in members if (_tensor(m).ndim >= 2) is kind] for kind in (True, False)}
+            kinds = {
+                kind: [m for m in members if (_tensor(m).ndim >= 2) is kind]
+                for kind in (True, False)
+            }
             kinds = {kind: chosen for kind, chosen in kinds.items() if chosen} or {True: []}
         else:
             kinds = {bool(param_group["use_muon"]): members}
@@ -133,10 +166,15 @@ class Muon(Optimizer):
             if vectors:
                 raise ConfigError(
                     f"Muon orthogonalises matrices; this group holds shapes {vectors[:4]}.",
-                    fix="put them into a group with use_muon: False; Muon.parameter_groups(model) makes the groups.",
+                    fix=(
+                        "put them into a group with use_muon: False; Muon.parameter_groups(model) "
+                        "makes the groups."
+                    ),
                 )
             lr = param_group.get("lr", self._settings.lr_of(use_muon))
-            super().add_param_group({**param_group, "params": chosen, "use_muon": use_muon, "lr": lr})
+            super().add_param_group(
+                {**param_group, "params": chosen, "use_muon": use_muon, "lr": lr}
+            )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -155,10 +193,13 @@ class Muon(Optimizer):
         return loss
 
     def _muon(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state, grad = self.state[parameter], parameter.grad
+        state = self.state[parameter]
+        grad = parameter.grad
         assert grad is not None
         if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["momentum_buffer"] = torch.zeros_like(
+                parameter, memory_format=torch.preserve_format
+            )
         momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
         update = torch.lerp(grad, momentum, group["momentum"]) if group["nesterov"] else momentum
         matrices = as_matrices(update)
@@ -191,7 +232,9 @@ class Muon(Optimizer):
     def _adam_state(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)  # where the fused kernel is
+            state["step"] = torch.zeros(
+                (), dtype=torch.float32, device=parameter.device
+            )  # where the fused kernel is
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
@@ -202,12 +245,14 @@ def orthogonalize(matrices: Tensor, method: str = "gram", steps: int = 5) -> Ten
 
     matrices: (..., rows, columns); the result has the same shape and dtype.  Zero stays zero.
     """
-    shape, wide = matrices.shape, matrices.shape[-2] <= matrices.shape[-1]
+    shape = matrices.shape
+    wide = matrices.shape[-2] <= matrices.shape[-1]
     if matrices.numel() == 0:
         return torch.zeros_like(matrices)
     x = matrices.reshape(-1, *shape[-2:])
     x = x if wide else x.mT
-    # The norm bounds the largest singular value, so the iteration starts inside its range, also in half formats.
+    # The norm bounds the largest singular value, so the iteration starts inside its range, also in
+    # half formats.
     x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + _NORM_EPS)
     gram = method == "gram" and x.shape[-1] >= _GRAM_PAYS_FROM * x.shape[-2]
     if x.device.type != "cpu":
@@ -217,10 +262,14 @@ def orthogonalize(matrices: Tensor, method: str = "gram", steps: int = 5) -> Ten
 
 
 def _newton_schulz(x: Tensor, steps: int) -> Tensor:
-    """X <- a X + (b A + c A A) X with A = X X^T.  x: (batch, n, m), n <= m.  Buffers are reused over the steps."""
+    """X <- a X + (b A + c A A) X with A = X X^T.  x: (batch, n, m), n <= m.  Buffers are reused
+    over the steps.
+    """
     x = x.contiguous()
     batch, n, _ = x.shape
-    gram, poly, spare = x.new_empty(batch, n, n), x.new_empty(batch, n, n), torch.empty_like(x)
+    gram = x.new_empty(batch, n, n)
+    poly = x.new_empty(batch, n, n)
+    spare = torch.empty_like(x)
     for _ in range(steps):
         torch.bmm(x, x.mT, out=gram)
         torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C, out=poly)
@@ -232,7 +281,8 @@ def _newton_schulz(x: Tensor, steps: int) -> Tensor:
 def _newton_schulz_gram(x: Tensor, steps: int) -> Tensor:
     """The same polynomial gathered in n x n: X_k = Q_k X_0, and R_k = X_k X_k^T follows without X.
 
-    Q and R are polynomials in X_0 X_0^T, so they commute: with Z = a I + b R + c R R, R <- Z R Z and Q <- Z Q.
+    Q and R are polynomials in X_0 X_0^T, so they commute: with Z = a I + b R + c R R, R <- Z R Z
+    and Q <- Z Q.
     """
     before = min(_GRAM_RESTART, steps)
     for count in filter(None, (before, steps - before)):
@@ -250,7 +300,9 @@ def _newton_schulz_gram(x: Tensor, steps: int) -> Tensor:
 
 
 def as_matrices(update: Tensor) -> Tensor:
-    """Return a kernel of a convolution, of more than three dims, as one matrix; anything else as it is."""
+    """Return a kernel of a convolution, of more than three dims, as one matrix; anything else as it
+    is.
+    """
     return update.reshape(update.shape[0], -1) if update.ndim > 3 else update
 
 
@@ -261,7 +313,9 @@ def factor_of(matrices: Tensor) -> float:
 
 
 def _is_hidden(tensor: Tensor, outer: Collection[int]) -> bool:
-    """Return what the tensor says of itself, else whether it is a matrix and none of those in `outer`, by id."""
+    """Return what the tensor says of itself, else whether it is a matrix and none of those in
+    `outer`, by id.
+    """
     said = getattr(tensor, "use_muon", None)
     return tensor.ndim >= 2 and (id(tensor) not in outer if said is None else bool(said))
 

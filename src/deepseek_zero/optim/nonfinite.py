@@ -1,8 +1,9 @@
 """Gradients that are not finite: which unit they begin in, and what is logged.
 
-The verdict on a step is sharded.py's: it is made of the norm, which all ranks agree on anyway.  After a step that was
-not finite the units' borders are watched for one step; if that step is not finite either, the ranks agree on the unit
-where a number first stopped being finite.  What follows for that unit is adaptive_precision.py's.
+The verdict on a step is sharded.py's: it is made of the norm, which all ranks agree on anyway.
+After a step that was not finite the units' borders are watched for one step; if that step is not
+finite either, the ranks agree on the unit where a number first stopped being finite.  What follows
+for that unit is adaptive_precision.py's.
 """
 
 from __future__ import annotations
@@ -24,23 +25,29 @@ LATER = "If the next step is like it, the unit where it begins is named."
 
 
 class NonFiniteReport:
-    """Reports steps in a row whose gradient was not finite. watches: also where a moving loss scale makes them
-    usual.
+    """Reports steps in a row whose gradient was not finite. watches: also where a moving loss scale
+    makes them usual.
     """
 
     def __init__(self, runtime: Runtime, scaler: LossScaler | None, *, watches: bool) -> None:
         self.runtime = runtime
-        self.is_usual = scaler is not None and scaler.dynamic  # the scale is looked for; the scaler says what it does
+        self.is_usual = (
+            scaler is not None and scaler.dynamic
+        )  # the scale is looked for; the scaler says what it does
         self.watches = watches or not self.is_usual
         self.in_a_row = 0
 
-    def after_step(self, squares: Sequence[float], *, is_finite: bool, skipped: bool, step: int) -> Unit | None:
-        """Return the unit that non-finite numbers begin in, if known. Collective from the second such step in a row on.
+    def after_step(
+        self, squares: Sequence[float], *, is_finite: bool, skipped: bool, step: int
+    ) -> Unit | None:
+        """Return the unit that non-finite numbers begin in, if known. Collective from the second
+        such step in a row on.
 
-        To be called after a step that was not finite, and after the first that was again. squares: of each trained
-        group, the sum of its gradient's squares.
+        To be called after a step that was not finite, and after the first that was again. squares:
+        of each trained group, the sum of its gradient's squares.
         """
-        watcher, self.runtime.nonfinite = self.runtime.nonfinite, None
+        watcher = self.runtime.nonfinite
+        self.runtime.nonfinite = None
         if is_finite:
             self.in_a_row = 0
             return None
@@ -48,11 +55,15 @@ class NonFiniteReport:
         unit = self._unit_named(squares, watcher) if watcher is not None else None
         if self.watches:
             self.runtime.nonfinite = NonFiniteDetector()
-        if not self.is_usual and self.in_a_row & (self.in_a_row - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
+        if (
+            not self.is_usual and self.in_a_row & (self.in_a_row - 1) == 0
+        ):  # the 1st, 2nd, 4th, 8th, ...
             log_once(self._describe(squares, unit, skipped=skipped, step=step), logging.WARNING)
         return unit
 
-    def _describe(self, squares: Sequence[float], unit: Unit | None, *, skipped: bool, step: int) -> str:
+    def _describe(
+        self, squares: Sequence[float], unit: Unit | None, *, skipped: bool, step: int
+    ) -> str:
         times = "" if self.in_a_row == 1 else f" for {self.in_a_row} steps in a row"
         done = (
             "so the step was skipped and no state has changed."
@@ -64,7 +75,10 @@ class NonFiniteReport:
             where = f"{what} was the first to make such a number of finite ones."
         else:
             where = self._reached(squares)
-        fix = "look at the loss and the batch of this step; a smaller learning rate or gradient_clipping may help."
+        fix = (
+            "look at the loss and the batch of this step; a smaller learning rate or "
+            "gradient_clipping may help."
+        )
         what = f"step {step}: the gradient is not finite (NaN or infinite){times}, {done}"
         return f"{what}  {where}".rstrip() + f"\n  What to do: {fix}"
 
@@ -75,9 +89,14 @@ class NonFiniteReport:
         units = {self.runtime.unit_of(group).number for group in self.runtime.trained_groups}
         if sick == units:
             return f"It is so in every unit, as after a loss that is not finite.  {LATER}"
-        order = [number for number in self.runtime.executor.schedule.backward.order if number in sick]
+        order = [
+            number for number in self.runtime.executor.schedule.backward.order if number in sick
+        ]
         first = self.runtime.units[order[1] if len(order) > 1 and order[0] == 0 else order[0]].name
-        return f"It is so in {len(sick)} of {len(units)} units; the first of them in backward is '{first}'.  {LATER}"
+        return (
+            f"It is so in {len(sick)} of {len(units)} units; the first of them in backward is "
+            f"'{first}'.  {LATER}"
+        )
 
     def _nonfinite_units(self, squares: Sequence[float]) -> set[int]:
         """Return the numbers of the units whose gradients are not finite."""
@@ -88,16 +107,28 @@ class NonFiniteReport:
         }
 
     def _unit_named(self, squares: Sequence[float], watcher: NonFiniteDetector) -> Unit | None:
-        """Return the unit where non-finite numbers begin, on the rank that saw it first. Collective."""
+        """Return the unit where non-finite numbers begin, on the rank that saw it first.
+        Collective.
+        """
         runtime = self.runtime
-        forward, backward = runtime.executor.schedule.forward.order, runtime.executor.schedule.backward.order
+        forward = runtime.executor.schedule.forward.order
+        backward = runtime.executor.schedule.backward.order
         seen = [
             watcher.origin_in_forward(forward),
             watcher.origin_in_backward(backward, self._nonfinite_units(squares)),
         ]
-        orders = [[*forward[1:], forward[0]], [*backward[1:], backward[0]]]  # the root is blamed last
-        row = torch.tensor([orders[k].index(unit) if unit is not None else NOBODY for k, unit in enumerate(seen)])
-        agreed = runtime.comm_of_units.all_gather_rows(row, "where numbers stop being finite").amin(dim=0).tolist()
+        orders = [
+            [*forward[1:], forward[0]],
+            [*backward[1:], backward[0]],
+        ]  # the root is blamed last
+        row = torch.tensor(
+            [orders[k].index(unit) if unit is not None else NOBODY for k, unit in enumerate(seen)]
+        )
+        agreed = (
+            runtime.comm_of_units.all_gather_rows(row, "where numbers stop being finite")
+            .amin(dim=0)
+            .tolist()
+        )
         for order, place in zip(orders, agreed, strict=True):
             if place != NOBODY:
                 return runtime.units[order[int(place)]]

@@ -1,19 +1,21 @@
-"""1-bit Adam (Tang et al., arXiv 2102.02888): Adam until its second moment is settled, then momenta sent as signs.
+"""1-bit Adam (Tang et al., arXiv 2102.02888): Adam until its second moment is settled, then momenta
+sent as signs.
 
-For `freeze_step` steps this is AdamW, to the bit.  From then on the second moment stays as it is, and of P elements and
-N ranks
+For `freeze_step` steps this is AdamW, to the bit.  From then on the second moment stays as it is,
+and of P elements and N ranks
 
     every rank      c = e + beta1 m + (1 - beta1) g        sends signs of c, keeps e = c - signs(c)
     owner of each   a = f + mean over ranks of signs(c)    sends signs of a, keeps f = a - signs(a)
     every rank      m = signs(a)
 
-with one scale for each message.  The exchange is sharding/momentum.py's; it leaves m where the gradient would be, and
-`takes_momenta` says so.  A rank alone has m = beta1 m + (1 - beta1) g.  The update is
+with one scale for each message.  The exchange is sharding/momentum.py's; it leaves m where the
+gradient would be, and `takes_momenta` says so.  A rank alone has m = beta1 m + (1 - beta1) g.  The
+update is
 
     p = p - lr (weight_decay p + m / (1 - beta1^t) / (sqrt(v / (1 - beta2^freeze_step)) + eps))
 
-An element whose v is zero had no gradient in all that time, and gets no update: every sign is a step for it, too, and
-nothing would bound that.  Built by registry.py.
+An element whose v is zero had no gradient in all that time, and gets no update: every sign is a
+step for it, too, and nothing would bound that.  Built by registry.py.
 """
 
 from __future__ import annotations
@@ -92,13 +94,17 @@ class OneBitAdam(AdamW):
         return loss
 
     def _is_frozen(self, param: Tensor) -> bool:
-        """Return whether the second moment of a parameter with a gradient is not changed any more."""
+        """Return whether the second moment of a parameter with a gradient is not changed any
+        more.
+        """
         steps = self.state[param]["step"] if self.state.get(param) else 0
         return param.grad is not None and (self.takes_momenta or float(steps) >= self.freeze_step)
 
     def _update(self, param: Tensor, group: dict[str, Any]) -> None:
         state = self._state_of(param)
-        grad, mean, square = param.grad, state["exp_avg"], state["exp_avg_sq"]
+        grad = param.grad
+        mean = state["exp_avg"]
+        square = state["exp_avg_sq"]
         assert grad is not None
         state["step"] += 1
         (beta1, beta2), lr = group["betas"], float(group["lr"])
@@ -106,9 +112,13 @@ class OneBitAdam(AdamW):
             mean.copy_(grad)
         else:
             mean.lerp_(grad, 1 - beta1)
-        scale = torch.sqrt(square).div_(math.sqrt(1 - beta2 ** group["freeze_step"])).add_(group["eps"])
+        scale = (
+            torch.sqrt(square).div_(math.sqrt(1 - beta2 ** group["freeze_step"])).add_(group["eps"])
+        )
         update = torch.div(mean, scale, out=scale).masked_fill_(square == 0, 0.0)
-        param.mul_(1 - lr * group["weight_decay"]).sub_(update.mul_(lr / (1 - beta1 ** float(state["step"]))))
+        param.mul_(1 - lr * group["weight_decay"]).sub_(
+            update.mul_(lr / (1 - beta1 ** float(state["step"])))
+        )
 
     def _state_of(self, param: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]

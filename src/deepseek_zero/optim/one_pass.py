@@ -1,8 +1,8 @@
 """Updates shards in one pass over memory, by the kernels of `kernels/`.
 
 A shard is updated so if its optimizer has a rule and its states are stored as a kernel reads them
-(`UpdatePlan.has_kernel`). The optimizer's own step updates all other shards, in PyTorch operations. Both give the same
-bits.
+(`UpdatePlan.has_kernel`). The optimizer's own step updates all other shards, in PyTorch operations.
+Both give the same bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ _COLUMNS = 5  # arrays of a kernel
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of a shard that belongs to one parameter. element: of the parameter, the first of the range."""
+    """A range of a shard that belongs to one parameter. element: of the parameter, the first of the
+    range.
+    """
 
     name: str
     start: int
@@ -71,7 +73,9 @@ class Memory:
 
     def arrays(self) -> Arrays:
         other = _NOTHING if self.other is None else _array(self.other)
-        return Arrays(_array(self.gradient), _array(self.main), other, tuple(map(_array, self.states)))
+        return Arrays(
+            _array(self.gradient), _array(self.main), other, tuple(map(_array, self.states))
+        )
 
 
 def layout_of(gradient: Tensor, main: Tensor, other: Tensor | None, moments: str) -> Layout:
@@ -89,8 +93,8 @@ def layout_of(gradient: Tensor, main: Tensor, other: Tensor | None, moments: str
 class OnePass:
     """The kernels for the shards of one optimizer.
 
-    Attributes:
-        refused: The rule of a kernel that differs from its definition here, or cannot be compiled; else empty.
+    Attributes: refused: The rule of a kernel that differs from its definition here, or cannot be
+        compiled; else empty.
     """
 
     def __init__(self, inner: Optimizer) -> None:
@@ -101,7 +105,9 @@ class OnePass:
 
     @cached_property
     def _cpu(self) -> Any:
-        return import_module("deepseek_zero.kernels.cpu")  # imports numba, so not before the first update
+        return import_module(
+            "deepseek_zero.kernels.cpu"
+        )  # imports numba, so not before the first update
 
     @cached_property
     def _threads(self) -> int:
@@ -129,23 +135,33 @@ class OnePass:
         return rule.variant(hypers, len(held) == len(names))
 
     def is_exact(self, variant: Variant, layout: Layout, device: torch.device) -> bool:
-        """Return whether the kernel for a layout has the bits of the definition on a device. Compiles it."""
-        is_exact = self._cpu.is_exact(variant, layout) if device == CPU else cuda.is_exact(variant, layout, device)
+        """Return whether the kernel for a layout has the bits of the definition on a device.
+        Compiles it.
+        """
+        is_exact = (
+            self._cpu.is_exact(variant, layout)
+            if device == CPU
+            else cuda.is_exact(variant, layout, device)
+        )
         if not is_exact:
             self.refused = variant.rule
         return bool(is_exact)
 
     def count(self, param: Tensor, hypers: Mapping[str, Any]) -> float:
-        """Return the number of this update of a shard, from 1 on, which the optimizer's own counter then has.
+        """Return the number of this update of a shard, from 1 on, which the optimizer's own counter
+        then has.
 
-        The counter may be on a GPU. It is read once, and again if something else changed it, so no step waits for it.
+        The counter may be on a GPU. It is read once, and again if something else changed it, so no
+        step waits for it.
         """
-        rule, state = self.rule(hypers), self._inner.state[param]
+        rule = self.rule(hypers)
+        state = self._inner.state[param]
         if rule is None or not rule.counts:
             return 0.0
         if _STEP not in state:
             state[_STEP] = torch.zeros((), dtype=torch.float32, device=param.device)
-        counter, known = state[_STEP], self._counts.get(id(param))
+        counter = state[_STEP]
+        known = self._counts.get(id(param))
         if known is None or known.counter is not counter or known.version != version_of(counter):
             known = _Count(counter, 0, float(counter))
         counter += 1
@@ -164,14 +180,11 @@ class OnePass:
     ) -> None:
         """Update one shard in place.
 
-        Args:
-            variant: What `variant` returned.
-            layout: How the memory is stored.
-            memory: The shard's gradient, main weight and states.
-            scalars: Those of the rule for this update.
-            factor: The gradient is multiplied by it before its use.
-            chance: Where random bits come from, if values are rounded at random.
-            pieces: The ranges of the parameters that the shard covers; they are needed for random bits only.
+        Args: variant: What `variant` returned. layout: How the memory is stored. memory: The
+            shard's gradient, main weight and states. scalars: Those of the rule for this update.
+            factor: The gradient is multiplied by it before its use. chance: Where random bits come
+            from, if values are rounded at random. pieces: The ranges of the parameters that the
+            shard covers; they are needed for random bits only.
         """
         if not layout.is_random:
             self._run(variant, layout, memory, scalars, factor, Chance())
@@ -183,7 +196,13 @@ class OnePass:
             self._run(variant, layout, memory.part(piece.start, piece.stop), scalars, factor, begin)
 
     def _run(
-        self, variant: Variant, layout: Layout, memory: Memory, scalars: Scalars, factor: float, chance: Chance
+        self,
+        variant: Variant,
+        layout: Layout,
+        memory: Memory,
+        scalars: Scalars,
+        factor: float,
+        chance: Chance,
     ) -> None:
         if memory.main.device == CPU:
             self._cpu.run(variant, layout, memory.arrays(), scalars, factor, chance, self._threads)
@@ -191,12 +210,21 @@ class OnePass:
             cuda.run(variant, layout, memory.columns(), scalars, factor, chance)
 
     def settle(self, param: Tensor, hypers: Mapping[str, Any]) -> None:
-        """Write the canonical NaN for every NaN that PyTorch's step has left in a shard and its states, on a CPU."""
+        """Write the canonical NaN for every NaN that PyTorch's step has left in a shard and its
+        states, on a CPU.
+        """
         rule = self.rule(hypers)
-        if rule is None or param.grad is None or param.device.type != "cpu" or param.dtype != torch.float32:
+        if (
+            rule is None
+            or param.grad is None
+            or param.device.type != "cpu"
+            or param.dtype != torch.float32
+        ):
             return
         state = self._inner.state.get(param, {})
-        values = [state[name] for name in rule.variant(hypers, True).states if state.get(name) is not None]
+        values = [
+            state[name] for name in rule.variant(hypers, True).states if state.get(name) is not None
+        ]
         if has_nan(param.data) or (rule.hides_nan and any(map(has_nan, values))):
             for each in (param.data, *values):
                 settle_nan(each.view(torch.int32))

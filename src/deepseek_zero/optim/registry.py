@@ -1,7 +1,8 @@
 """Optimizers by name, with DeepSpeed's parameters, and how finely the state of each may be cut.
 
-Owns the table of names, DeepSpeed's own parameters, which defaults are DeepSpeed's, granularity, and the way from a
-JSON `params` dictionary to the keyword arguments of a class, with every problem reported at once.
+Owns the table of names, DeepSpeed's own parameters, which defaults are DeepSpeed's, granularity,
+and the way from a JSON `params` dictionary to the keyword arguments of a class, with every problem
+reported at once.
 """
 
 from __future__ import annotations
@@ -46,13 +47,19 @@ class OptimizerSpec:
             return self.cls(params, **self.defaults)
         except DeepSeekZeroError:
             raise
-        except Exception as refusal:  # torch's classes check by whatever comes to hand: asserts, indices, comparisons
+        # Torch's classes check by whatever comes to hand: asserts, indices, comparisons
+        except Exception as refusal:
             raise self._refusal(refusal) from refusal
 
     def try_out(self) -> None:
-        """One step over a handful of numbers: what the class takes and cannot compute with is a ConfigError too."""
-        matrix, vector = (nn.Parameter(torch.ones(shape, device=default_device())) for shape in ((2, 2), (2,)))
-        matrix.grad, vector.grad = torch.ones_like(matrix), torch.ones_like(vector)
+        """One step over a handful of numbers: what the class takes and cannot compute with is a
+        ConfigError too.
+        """
+        matrix, vector = (
+            nn.Parameter(torch.ones(shape, device=default_device())) for shape in ((2, 2), (2,))
+        )
+        matrix.grad = torch.ones_like(matrix)
+        vector.grad = torch.ones_like(vector)
         optimizer = self.build([matrix, vector])
         try:
             with torch.no_grad():
@@ -62,19 +69,28 @@ class OptimizerSpec:
 
     def _refusal(self, refusal: Exception) -> ConfigError:
         return ConfigError(
-            f"optimizer {self.cls.__name__} refuses its parameters {shown(self.defaults, 300)}: {str(refusal)[:300]}",
+            f"optimizer {self.cls.__name__} refuses its parameters {shown(self.defaults, 300)}: "
+            f"{str(refusal)[:300]}",
             fix="see the documentation of the class for what it takes.",
         )
 
     def parameter_groups(
         self, model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = None
     ) -> list[dict[str, Any]]:
-        """The user's groups, or one of all trainable parameters, divided further where the class asks for it (Muon).
+        """The user's groups, or one of all trainable parameters, divided further where the class
+        asks for it (Muon).
 
-        Call it before anything is cut: `build` on its result makes exactly these groups, in this order.
+        Call it before anything is cut: `build` on its result makes exactly these groups, in this
+        order.
         """
         if groups is None:
-            groups = [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
+            groups = [
+                {
+                    "params": [
+                        parameter for parameter in model.parameters() if parameter.requires_grad
+                    ]
+                }
+            ]
         given = [dict(group) for group in groups]
         divide = getattr(self.cls, "divide_groups", None)
         divided: list[dict[str, Any]] = given if divide is None else divide(model, given)
@@ -83,15 +99,22 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class _Named:
-    """One name of DeepSpeed's: its class, and how DeepSpeed's parameters differ from those of the class."""
+    """One name of DeepSpeed's: its class, and how DeepSpeed's parameters differ from those of the
+    class.
+    """
 
     cls: type[Optimizer]
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # where DeepSpeed's default is another
-    only: Mapping[str, object] = field(default_factory=dict)  # accepted at this one value, the one that is built
+    defaults: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # where DeepSpeed's default is another
+    only: Mapping[str, object] = field(
+        default_factory=dict
+    )  # accepted at this one value, the one that is built
     switches: frozenset[str] = frozenset()  # read here, before the class sees the rest
 
 
-# DeepSpeed's Adam and AdamW default to no decay; torch's AdamW to 0.01.  "torch_adam" asks for torch's own.
+# DeepSpeed's Adam and AdamW default to no decay; torch's AdamW to 0.01.  "torch_adam" asks for
+# torch's own.
 _FUSED_ADAM = {"weight_decay": 0.0}
 _ADAM_ONLY = {"bias_correction": True}
 # Either value is what is done: moments have their master's dtype, and gradients go with the step.
@@ -103,7 +126,9 @@ _NAMED: dict[str, _Named] = {
     "adagrad": _Named(torch.optim.Adagrad, {}, {"amsgrad": False}, _EITHER),
     "lion": _Named(Lion, {}, {}, _EITHER),
     "lamb": _Named(Lamb, {}, {"amsgrad": False, "eps_inside_sqrt": False}, _EITHER),
-    "muon": _Named(Muon, {}, {"adam_w_mode": True, "per_head_muon": False}, frozenset({"torch_adam"})),
+    "muon": _Named(
+        Muon, {}, {"adam_w_mode": True, "per_head_muon": False}, frozenset({"torch_adam"})
+    ),
     "onebitadam": _Named(
         OneBitAdam,
         {},
@@ -137,26 +162,32 @@ _REFUSED: dict[type, str] = {
     torch.optim.SparseAdam: "it takes sparse gradients only, and sharded gradients are dense",
 }
 
-# torch has one kernel for a whole step of these, on CPU and CUDA.  foreach and differentiable exclude it.
+# torch has one kernel for a whole step of these, on CPU and CUDA.  foreach and differentiable
+# exclude it.
 _WITH_FUSED_KERNEL = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _EXCLUDE_FUSED = frozenset({"fused", "foreach", "differentiable"})
 
-VALID_OPTIMIZERS: tuple[str, ...] = tuple(sorted({*_NAMED, *_TORCH} - {cls.__name__.lower() for cls in _REFUSED}))
+VALID_OPTIMIZERS: tuple[str, ...] = tuple(
+    sorted({*_NAMED, *_TORCH} - {cls.__name__.lower() for cls in _REFUSED})
+)
 
 
 def resolve_optimizer(name: str, params: Mapping[str, Any]) -> OptimizerSpec:
     """The optimizer a config names (case does not matter), with its parameters checked.
 
-    Adam follows decoupled decay unless `adam_w_mode` is false, as DeepSpeed's does.  Raises ConfigError listing every
-    problem, NotBuiltError for what is known and not built.
+    Adam follows decoupled decay unless `adam_w_mode` is false, as DeepSpeed's does.  Raises
+    ConfigError listing every problem, NotBuiltError for what is known and not built.
     """
     key = str(name).lower()
     if key in OTHER_OPTIMIZERS:
         other = OTHER_OPTIMIZERS[key]
-        raise NotBuiltError(f"optimizer {shown(name)} is not built: {other.why}.", fix=f"{other.use}.")
+        raise NotBuiltError(
+            f"optimizer {shown(name)} is not built: {other.why}.", fix=f"{other.use}."
+        )
     if key not in _NAMED and key not in _TORCH:
         raise ConfigError(
-            f"optimizer {shown(name)} is not known{did_you_mean(key[:100], [*VALID_OPTIMIZERS, *OTHER_OPTIMIZERS])}.",
+            f"optimizer {shown(name)} is not "
+            f"known{did_you_mean(key[:100], [*VALID_OPTIMIZERS, *OTHER_OPTIMIZERS])}.",
             fix=f"name one of {', '.join(VALID_OPTIMIZERS)}, or pass an optimizer instance.",
         )
     _refuse_max_grad_norm(params)
@@ -176,17 +207,22 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> OptimizerSpec:
     return spec
 
 
-def granularity_of(optimizer: Optimizer | type[Optimizer], group: Mapping[str, Any] | None = None) -> Granularity:
-    """Return how finely an optimizer's state may be cut: "element" anywhere, "tensor" nowhere inside a tensor.
+def granularity_of(
+    optimizer: Optimizer | type[Optimizer], group: Mapping[str, Any] | None = None
+) -> Granularity:
+    """Return how finely an optimizer's state may be cut: "element" anywhere, "tensor" nowhere
+    inside a tensor.
 
-    A class attribute `granularity` is believed; a class nobody knows gets whole tensors, the safe answer.
+    A class attribute `granularity` is believed; a class nobody knows gets whole tensors, the safe
+    answer.
     group: asks for one group, where the class distinguishes (Muon's AdamW groups may be cut).
     """
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     for refused, reason in _REFUSED.items():
         if issubclass(cls, refused):
             raise NotBuiltError(
-                f"optimizer {cls.__name__} cannot be sharded: {reason}.", fix="use another, AdamW for instance."
+                f"optimizer {cls.__name__} cannot be sharded: {reason}.",
+                fix="use another, AdamW for instance.",
             )
     by_group = getattr(cls, "group_granularity", None)
     if group is not None and by_group is not None:
@@ -205,15 +241,16 @@ def _valid_granularity(cls: type, value: object) -> Granularity:
         case "element" | "row" | "tensor":
             return value
     raise ConfigError(
-        f"{cls.__name__}.granularity is {value!r}.", fix='set it to "element", "row" or "tensor", whichever is true.'
+        f"{cls.__name__}.granularity is {value!r}.",
+        fix='set it to "element", "row" or "tensor", whichever is true.',
     )
 
 
 @functools.cache
 def _note_unknown(name: str) -> None:
     log_once(
-        f"optimizer {name} is not known here: it is given whole tensors, which is always "
-        "right and balances less well. If its update is element-wise, say so with the class attribute "
+        f"optimizer {name} is not known here: it is given whole tensors, which is always right and "
+        "balances less well. If its update is element-wise, say so with the class attribute "
         'granularity = "element".'
     )
 
@@ -221,8 +258,8 @@ def _note_unknown(name: str) -> None:
 def _refuse_max_grad_norm(params: Mapping[str, Any]) -> None:
     if "max_grad_norm" in params:
         raise ConfigError(
-            "'max_grad_norm' is not supported as an optimizer parameter, please switch to using the deepspeed "
-            "parameter 'gradient_clipping'.",
+            "'max_grad_norm' is not supported as an optimizer parameter, please switch to using "
+            "the deepspeed parameter 'gradient_clipping'.",
             why="the norm runs over all shards of all groups, so it belongs to the engine.",
             fix=f'remove it and set "gradient_clipping": {shown(params["max_grad_norm"])} at the top level.',
         )
@@ -234,14 +271,23 @@ def _adam_class(key: str, params: Mapping[str, Any]) -> type[Optimizer]:
     return torch.optim.AdamW if key == "adamw" or decoupled in (True, "auto") else torch.optim.Adam
 
 
-def _without_deepspeed_names(owner: str, named: _Named, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters the class itself knows; one that is accepted at a single value must have it."""
+def _without_deepspeed_names(
+    owner: str, named: _Named, params: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The parameters the class itself knows; one that is accepted at a single value must have
+    it.
+    """
     for name, built in named.only.items():
         if params.get(name, built) not in (built, "auto"):
             raise NotBuiltError(
-                f"{owner}: {name}={shown(params[name])} is not built.", fix=f"leave it out, or set it to {built}."
+                f"{owner}: {name}={shown(params[name])} is not built.",
+                fix=f"leave it out, or set it to {built}.",
             )
-    return {name: value for name, value in params.items() if name not in named.only and name not in named.switches}
+    return {
+        name: value
+        for name, value in params.items()
+        if name not in named.only and name not in named.switches
+    }
 
 
 REQUIRED: Any = inspect.Parameter.empty
@@ -252,7 +298,8 @@ _NOT_SETTINGS = frozenset({"self", "params", "optimizer"})
 def known_arguments(cls: type) -> dict[str, Any]:
     """Each argument a class takes from a config, with its default or `REQUIRED`.
 
-    A class that keeps its arguments in a dataclass names it `Settings`; any other is asked for its signature.
+    A class that keeps its arguments in a dataclass names it `Settings`; any other is asked for its
+    signature.
     """
     settings = getattr(cls, "Settings", None)
     signature = inspect.signature(cls.__init__ if settings is None else settings)  # type: ignore[misc]
@@ -269,8 +316,8 @@ def checked_arguments(
 ) -> dict[str, Any]:
     """`params` as keyword arguments of `cls`, or one ConfigError that lists every problem.
 
-    owner: how the message names the thing, "optimizer 'Adam'".  also_valid: names the caller handled before.
-    A value "auto" that nobody resolved leaves the default of the class.
+    owner: how the message names the thing, "optimizer 'Adam'".  also_valid: names the caller
+    handled before. A value "auto" that nobody resolved leaves the default of the class.
     """
     known = known_arguments(cls)
     given = {name: value for name, value in params.items() if not _is_auto(value)}
@@ -279,7 +326,11 @@ def checked_arguments(
     problems += [f"{name!r} is missing and has no default" for name in missing]
     fitted = {name: _fit(value, known[name]) for name, value in given.items() if name in known}
     wrong = {name: _mismatch(value, known[name]) for name, value in fitted.items()}
-    problems += [f"{name!r} must be {wish}, not {shown(fitted[name])}" for name, wish in wrong.items() if wish]
+    problems += [
+        f"{name!r} must be {wish}, not {shown(fitted[name])}"
+        for name, wish in wrong.items()
+        if wish
+    ]
     if problems:
         raise ConfigError(
             f"{owner}: " + "; ".join(problems) + ".",
@@ -301,13 +352,19 @@ def _is_number(default: object) -> bool:
 
 
 def _mismatch(value: Any, default: Any) -> str:
-    """What a value must be whose class has such a default; "" where it may be right, which the class then decides."""
+    """What a value must be whose class has such a default; "" where it may be right, which the
+    class then decides.
+    """
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "true or false"
     if _is_number(default):
         return "a number" if isinstance(value, bool | str | bytes | Mapping | set) else ""
     if isinstance(default, tuple) and any(map(_is_number, default)):
-        fits = isinstance(value, tuple) and len(value) == len(default) and all(map(_is_number_or_none, value))
+        fits = (
+            isinstance(value, tuple)
+            and len(value) == len(default)
+            and all(map(_is_number_or_none, value))
+        )
         return "" if fits else f"{len(default)} numbers"
     return ""
 
@@ -320,6 +377,11 @@ def _fit(value: Any, default: Any) -> Any:
     """JSON has no tuples, and people write 1e3 for a count."""
     if isinstance(default, tuple) and isinstance(value, list):
         return tuple(value)
-    if isinstance(default, int) and not isinstance(default, bool) and isinstance(value, float) and value.is_integer():
+    if (
+        isinstance(default, int)
+        and not isinstance(default, bool)
+        and isinstance(value, float)
+        and value.is_integer()
+    ):
         return int(value)
     return value

@@ -1,12 +1,13 @@
 """Runs any torch optimizer over this rank's shards of the master weights.
 
-The optimizer the user made, or one the registry made, keeps its class, its groups and its hyper-parameters; only its
-`params` are replaced by shards.  Owns the step: verdict, unscaling, clipping, tile by tile update, refresh of the
-weights.
+The optimizer the user made, or one the registry made, keeps its class, its groups and its
+hyper-parameters; only its `params` are replaced by shards.  Owns the step: verdict, unscaling,
+clipping, tile by tile update, refresh of the weights.
 
-The verdict is what every rank must agree on before a step: the global gradient norm, and whether it is finite.  Norms
-are sums of squares per (group, slice) in float64, exchanged as one small table and added in one order, so that every
-stage and every rank computes the same bits.  The same table carries one number of each rank's (engine/preemption.py).
+The verdict is what every rank must agree on before a step: the global gradient norm, and whether it
+is finite.  Norms are sums of squares per (group, slice) in float64, exchanged as one small table
+and added in one order, so that every stage and every rank computes the same bits.  The same table
+carries one number of each rank's (engine/preemption.py).
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ from .updater import (
     undecorated,
 )
 
-# Elements per optimizer call (4 MiB of fp32 on the CPU): what is touched at once, and what is kept for it, stays small,
-# and the call itself is a few per cent of its time.
+# Elements per optimizer call (4 MiB of fp32 on the CPU): what is touched at once, and what is kept
+# for it, stays small, and the call itself is a few per cent of its time.
 TILE_NUMEL = PerDevice(cpu=1 << 20, accelerator=1 << 26)
 TILE_ALIGNMENT = 1 << 12  # elements; tiles end where pages do, whatever the size of an element
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -77,11 +78,13 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 
 @dataclass(frozen=True)
 class StepSettings:
-    """The settings of a step. tile_numel: elements per optimizer call on the training device (sub_group_size).
-    host_tile_numel: elements per call where the host updates. pipelined: updates of offloaded weights are deferred to
-    the next forward.
+    """The settings of a step. tile_numel: elements per optimizer call on the training device
+    (sub_group_size).
+    host_tile_numel: elements per call where the host updates. pipelined: updates of offloaded
+    weights are deferred to the next forward.
 
-    speculates: some of them run in backward, before the verdict. undo_bytes: for the log that undoes those.
+    speculates: some of them run in backward, before the verdict. undo_bytes: for the log that
+    undoes those.
     delay_after: updates come a step late after so many; None: never.
     """
 
@@ -103,12 +106,14 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The facts about a step that all ranks agree on. norm: of the gradient as it is held (still multiplied by the loss
-    scale).
+    """The facts about a step that all ranks agree on. norm: of the gradient as it is held (still
+    multiplied by the loss scale).
 
-    any_late: a rank holds gradients that came after their sum. any_edited: the program has changed some on a rank.
-    is_idle: no rank has a gradient at all. any_graphless: a rank was given a loss without a graph. absences: of each
-    rank, a number that tells which parameters have none. words: each rank's own numbers, by rank of the world.
+    any_late: a rank holds gradients that came after their sum. any_edited: the program has changed
+    some on a rank.
+    is_idle: no rank has a gradient at all. any_graphless: a rank was given a loss without a graph.
+    absences: of each rank, a number that tells which parameters have none. words: each rank's own
+    numbers, by rank of the world.
     """
 
     norm: float
@@ -127,8 +132,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one step. norm: global gradient norm, unscaled. skipped: nothing changed, since gradients were
-    not finite or there were none.
+    """The result of one step. norm: global gradient norm, unscaled. skipped: nothing changed, since
+    gradients were not finite or there were none.
     """
 
     norm: float
@@ -137,7 +142,9 @@ class StepResult:
 
 
 class ShardedOptimizer(ScalesItself, Optimizer):
-    """A torch optimizer over master shards. `inner` computes; `param_groups` and `state` are its own."""
+    """A torch optimizer over master shards. `inner` computes; `param_groups` and `state` are its
+    own.
+    """
 
     def __init__(
         self,
@@ -149,17 +156,26 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         planned: UpdatePlan | None = None,
         initial_states: InitialStates | None = None,
     ) -> None:
-        """planned: the optimizer's part of the plan that the model was wrapped by; None: it is planned here.
+        """planned: the optimizer's part of the plan that the model was wrapped by; None: it is
+        planned here.
 
         initial_states: those of a client's optimizer; None: there are none.
         """
-        self.runtime, self.settings, self.scaler = runtime, settings, scaler
+        self.runtime = runtime
+        self.settings = settings
+        self.scaler = scaler
         groups = without_twins(groups)
         self.overflow = False
         self.steps = self._idle_steps = 0  # calls of step; those without a gradient on any rank
         self.nonfinite = NonFiniteReport(runtime, scaler, watches=settings.precision_fallback)
-        self.fallback = AdaptivePrecision(runtime, settings.precision_window) if settings.precision_fallback else None
-        self.take_step: Callable[[], Callable[[], None] | None] = lambda: None  # weak: the engine's `step_now`
+        self.fallback = (
+            AdaptivePrecision(runtime, settings.precision_window)
+            if settings.precision_fallback
+            else None
+        )
+        self.take_step: Callable[[], Callable[[], None] | None] = lambda: (
+            None
+        )  # weak: the engine's `step_now`
         self.last: StepResult | None = None
         self.last_norm = 0.0  # of the gradients of the last step that was not skipped
         self.uncut = whole = [
@@ -167,7 +183,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             for number in range(len(groups))
         ]
         if planned is None:
-            relayout_whole(runtime, [group for group, uncut in zip(groups, whole, strict=True) if uncut])
+            relayout_whole(
+                runtime, [group for group, uncut in zip(groups, whole, strict=True) if uncut]
+            )
         self.scratch = Scratch(runtime.comm_ctx.pool.device, budget=runtime.comm_ctx.tiers.budget)
         self.shards_by_group = (
             [self._cut(group["params"], uncut) for group, uncut in zip(groups, whole, strict=True)]
@@ -183,24 +201,36 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self._reserve_staging(planned)
         slices = [[shard.param for shard in shards] for shards in self.shards_by_group]
         with undecorated():
-            self.inner = make_inner([{**group, "params": own} for group, own in zip(groups, slices, strict=True)])
+            self.inner = make_inner(
+                [{**group, "params": own} for group, own in zip(groups, slices, strict=True)]
+            )
         self._initial_states = initial_states
-        self._has_states_at_construction = initial_states is not None or makes_states(self.inner)  # Adagrad
+        self._has_states_at_construction = initial_states is not None or makes_states(
+            self.inner
+        )  # Adagrad
         self.moments = Moments(self.inner, self.scratch)
-        self.updater = Updater(self.inner, self.scratch, self.moments, settings.flow, runtime.comm.meter.clock)
+        self.updater = Updater(
+            self.inner, self.scratch, self.moments, settings.flow, runtime.comm.meter.clock
+        )
         late = settings.delay_after
         self.delayed = DelayedUpdate(runtime.trained_groups, late) if late is not None else None
-        self._own_states: dict[int, dict[str, Tensor]] = {}  # of a checkpoint, by id of the group, until they are used
+        self._own_states: dict[
+            int, dict[str, Tensor]
+        ] = {}  # of a checkpoint, by id of the group, until they are used
         if self.exchanges:
             refuse_beside_exchange(runtime, settings, self.inner.param_groups)
         self.speculative = _early_of(self)
         _prefer_fused(self.inner)
-        self.tiles = Tiles.of(self.plan, self.shards_by_group)  # by its class, of which kernels depend
+        self.tiles = Tiles.of(
+            self.plan, self.shards_by_group
+        )  # by its class, of which kernels depend
         adopt_step_hooks(self, self.inner)
         self._compare_ranks()
         if initial_states is not None:
             with AllRanks(runtime.comm, "taking over the state of the optimizer"):
-                self.shards_by_group = [self._with_initial_states(shards) for shards in self.shards_by_group]
+                self.shards_by_group = [
+                    self._with_initial_states(shards) for shards in self.shards_by_group
+                ]
                 self._plan_work()
                 initial_states.release_trained()
         for group in runtime.trained_groups:
@@ -208,8 +238,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self._count_updated()
         runtime.executor.updates = weakref.ref(self)
 
-    # torch.optim.Optimizer's own attributes are the inner optimizer's; its __init__ is not called, since it would
-    # insist on owning parameters.
+    # torch.optim.Optimizer's own attributes are the inner optimizer's; its __init__ is not called,
+    # since it would insist on owning parameters.
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
@@ -220,14 +250,17 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Return `load_states()`: torch's name for users, the one property that does what a verb does; we read none."""
+        """Return `load_states()`: torch's name for users, the one property that does what a verb
+        does; we read none.
+        """
         return self.load_states()
 
     def load_states(self) -> dict[Tensor, dict[str, Any]]:
-        """Run every deferred update, fetch offloaded moments, and return the inner optimizer's state, by shard.
+        """Run every deferred update, fetch offloaded moments, and return the inner optimizer's
+        state, by shard.
 
-        Shards are in their own order, whatever was updated or loaded first. Local. Raises `StorageError` if a disk
-        fails, `UsageError` after an update that failed.
+        Shards are in their own order, whatever was updated or loaded first. Local. Raises
+        `StorageError` if a disk fails, `UsageError` after an update that failed.
         """
         self.finish()
         states = self.inner.state
@@ -253,12 +286,16 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     @property
     def grad_scale(self) -> float:
-        """Return the factor that what is held as gradients is multiplied by: the loss scale; 1.0 of momenta."""
+        """Return the factor that what is held as gradients is multiplied by: the loss scale; 1.0 of
+        momenta.
+        """
         return 1.0 if self.scaler is None or self._holds_momenta else self.scaler.scale
 
     @property
     def _holds_momenta(self) -> bool:
-        """Return whether what is held as gradients are momenta (OneBitAdam), which are exchanged without a scale."""
+        """Return whether what is held as gradients are momenta (OneBitAdam), which are exchanged
+        without a scale.
+        """
         return any(group.momentum is not None for group in self.runtime.trained_groups)
 
     def shards(self) -> list[MasterShard]:
@@ -272,7 +309,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     def explain(self) -> list[str]:
         """Return the line of `engine.explain` about what computes updates."""
-        shards, name = self.shards(), type(self.inner).__name__
+        shards = self.shards()
+        name = type(self.inner).__name__
         rules = [self.updater.one_pass.rule(group) for group in self.param_groups]
         count = sum(
             shard.has_kernel and rule is not None
@@ -280,14 +318,23 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             for shard in of_group
         )
         if refused := self.updater.one_pass.refused:
-            return [f"updates: {name} by PyTorch: no exact kernel of {refused} can be compiled on this machine"]
+            return [
+                f"updates: {name} by PyTorch: no exact kernel of {refused} can be compiled on this "
+                "machine"
+            ]
         if shards and count == len(shards):
             return [f"updates: {name} by compiled kernels, in one pass over memory"]
         plan = self.plan
         if not any(rules):
             why = f"there is no kernel for {name} with these options"
-        elif plan.device != CPU and plan.settings.gpu_kernels and cuda.why_not(plan.device) is not None:
-            why = f"no kernel can be compiled for {plan.device}, because {cuda.why_not(plan.device)}"
+        elif (
+            plan.device != CPU
+            and plan.settings.gpu_kernels
+            and cuda.why_not(plan.device) is not None
+        ):
+            why = (
+                f"no kernel can be compiled for {plan.device}, because {cuda.why_not(plan.device)}"
+            )
         elif plan.settings.kernels == "torch" and available(self.settings.kernels) == "torch":
             why = "numba is not installed, or kernels are switched off"
         elif plan.settings.kernels == "torch":
@@ -296,32 +343,44 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             why = "this rank updates so few elements that compiling kernels is not worth it"
         else:
             why = "there is no kernel for how the others are stored, or for where they are updated"
-        return [f"updates: {name} by PyTorch for {len(shards) - count} of {len(shards)} shards: {why}"]
+        return [
+            f"updates: {name} by PyTorch for {len(shards) - count} of {len(shards)} shards: {why}"
+        ]
 
     def _planned(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> UpdatePlan:
-        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        options = [
+            {key: value for key, value in group.items() if key != "params"} for group in groups
+        ]
         chosen = [
             ParamGroupPlan(each, frozenset(names), uncut)
             for each, names, uncut in zip(options, self.names_by_group, self.uncut, strict=True)
         ]
         scales = self.settings.max_norm > 0 or (self.scaler is not None and not self._holds_momenta)
         undoes = self.speculative is not None
-        settings = update_settings_of(self.settings, optimizer, chosen, scales_grads=scales, undoes=undoes)
+        settings = update_settings_of(
+            self.settings, optimizer, chosen, scales_grads=scales, undoes=undoes
+        )
         settings = replace(settings, crosses_hosts=self.runtime.machine.spans_hosts)
         ranges = [[shard.planned for shard in shards] for shards in self.shards_by_group]
         units = [unit.planned for unit in self.runtime.units]
         return UpdatePlan.of(settings, ranges, units, self.runtime.comm_ctx.pool.device)
 
     def _compare_ranks(self) -> None:
-        """Raise on every rank if ranks differ in how they will step; numbers of shards may differ. Collective."""
+        """Raise on every rank if ranks differ in how they will step; numbers of shards may differ.
+        Collective.
+        """
         values = values_in(self.settings, "step")
-        values |= values_in(self.scaler.settings if self.scaler is not None else None, "loss scaling")
+        values |= values_in(
+            self.scaler.settings if self.scaler is not None else None, "loss scaling"
+        )
         values["optimizer"] = type(self.inner).__name__
         for number, group in enumerate(self.inner.param_groups):
             for key, value in group.items():
                 if isinstance(value, (bool, int, float, str, tuple)):
                     values[f"{key} of parameter group {number}"] = value
-        for number, line in enumerate(self._initial_states.describe() if self._initial_states is not None else []):
+        for number, line in enumerate(
+            self._initial_states.describe() if self._initial_states is not None else []
+        ):
             values[f"initial state {number}"] = line
         agree_on(
             self.runtime.comm,
@@ -336,11 +395,14 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     def _built(self, planned: UpdatePlan) -> list[list[MasterShard]]:
         """Build the shards of a plan, by parameter group."""
         groups = {id(group.planned): group for group in self.runtime.trained_groups}
-        return [[self._shard(groups[id(each.group)], each) for each in ranges] for ranges in planned.shards]
+        return [
+            [self._shard(groups[id(each.group)], each) for each in ranges]
+            for ranges in planned.shards
+        ]
 
     def _cut(self, params: Iterable[nn.Parameter], uncut: bool) -> list[MasterShard]:
-        """Cut one parameter group into shards: neighbours merged, cut into tiles; whole tensors if the optimizer
-        needs them.
+        """Cut one parameter group into shards: neighbours merged, cut into tiles; whole tensors if
+        the optimizer needs them.
         """
         wanted: dict[int, tuple[ParamGroup, list[int]]] = {}
         known = {id(group) for group in self.runtime.groups}
@@ -368,16 +430,20 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         """Raise if updates are under way that an unfrozen parameter could not join."""
         self._refuse_joining(
             "a parameter that was frozen when the model was wrapped was unfrozen",
-            "wrap the model with that parameter trained and freeze it then, or leave both keys out.",
+            "wrap the model with that parameter trained and freeze it then, or leave both keys "
+            "out.",
         )
 
     def _refuse_joining(self, what: str, fix: str) -> None:
-        """Raise if parameters cannot join the optimizer now. what: made them join. fix: of the keys' error."""
+        """Raise if parameters cannot join the optimizer now. what: made them join. fix: of the
+        keys' error.
+        """
         if isinstance(self.inner, OneBitAdam) and self.inner.takes_momenta:
             raise UsageError(
                 "a parameter joins the optimizer behind OneBitAdam's freeze_step.",
                 "It has no second moment, which is not formed any more.",
-                "let it be trained from the start, or load the last checkpoint with another optimizer.",
+                "let it be trained from the start, or load the last checkpoint with another "
+                "optimizer.",
             )
         if self.speculative is not None or self.delayed is not None:
             raise UsageError(
@@ -387,12 +453,16 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             )
 
     def after_reduce(self, unit: Unit) -> None:
-        """Update a unit whose gradient has been reduced, if this step may run before its end. Local."""
+        """Update a unit whose gradient has been reduced, if this step may run before its end.
+        Local.
+        """
         if self.speculative is not None:
             self.speculative.after_reduce(unit)
 
     def regroup(self, groups: Sequence[ParamGroup]) -> None:
-        """Update the parameters of these groups too, each in the parameter group it was given in."""
+        """Update the parameters of these groups too, each in the parameter group it was given
+        in.
+        """
         self.finish()
         new = {id(group) for group in groups if group.trainable}
         for number, params in enumerate(self.params_by_group):
@@ -404,17 +474,20 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         members = [member for group in groups if group.trainable for member in group.members]
         if strangers := [member.name for member in members if id(member.param) not in known]:
             log_once(
-                f"'{strangers[0]}' and {len(strangers) - 1} more parameters were unfrozen and are in no group of "
-                "the optimizer: they get gradients and are not updated.  Give it all parameters, or add_param_group.",
+                f"'{strangers[0]}' and {len(strangers) - 1} more parameters were unfrozen and are "
+                "in no group of the optimizer: they get gradients and are not updated.  Give it "
+                "all parameters, or add_param_group.",
                 logging.WARNING,
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Update more parameters of the wrapped model, with hyper-parameters of their own. Every rank, between
-        steps.
+        """Update more parameters of the wrapped model, with hyper-parameters of their own. Every
+        rank, between steps.
         """
         given = param_group["params"]
-        (group,) = without_twins([{**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}])
+        (group,) = without_twins(
+            [{**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}]
+        )
         names = {id(param) for params in self.params_by_group for param in params}
         if any(id(param) in names for param in group["params"]):
             raise UsageError(
@@ -424,7 +497,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             )
         self._refuse_joining(
             "add_param_group() was called",
-            "give the optimizer all its parameter groups before the model is wrapped, or leave both keys out.",
+            "give the optimizer all its parameter groups before the model is wrapped, or leave "
+            "both keys out.",
         )
         self.finish()
         self.uncut.append(granularity_of(self.inner, group) != "element")
@@ -455,7 +529,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self._add_missing_states(number, shards)
 
     def _with_initial_states(self, shards: Sequence[MasterShard]) -> list[MasterShard]:
-        """Return new shards, cut where counters differ, after they got the state of the client's optimizer. Local."""
+        """Return new shards, cut where counters differ, after they got the state of the client's
+        optimizer. Local.
+        """
         states = self._initial_states
         if states is None:
             return list(shards)
@@ -470,7 +546,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         return found
 
     def _add_missing_states(self, number: int, shards: Sequence[MasterShard]) -> None:
-        """Create the state of these shards of a group if the class creates state at construction. Local."""
+        """Create the state of these shards of a group if the class creates state at construction.
+        Local.
+        """
         without = [shard.param for shard in shards if not self.inner.state.get(shard.param)]
         if self._has_states_at_construction and without:
             group = {**self.inner.param_groups[number], "params": without}
@@ -478,7 +556,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     def state_of_first_step(self, shard: MasterShard) -> dict[str, Any]:
         """Return the state that the inner optimizer makes for a shard in its first step. Local."""
-        number = next(number for number, shards in enumerate(self.shards_by_group) if shard in shards)
+        number = next(
+            number for number, shards in enumerate(self.shards_by_group) if shard in shards
+        )
         return self.updater.state_of_first_step(shard, number)
 
     def add_missing_states(self) -> None:
@@ -488,14 +568,22 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     def _shard(self, group: ParamGroup, span: ShardRange) -> MasterShard:
         assert group.master is not None
-        values = None if group.master.is_copied_for_update else group.master.in_place_view(span.start, span.stop)
+        values = (
+            None
+            if group.master.is_copied_for_update
+            else group.master.in_place_view(span.start, span.stop)
+        )
         if values is None:
-            values = self.scratch.placeholder(torch.Size(span.shape), group.master.dtype, group.master.update_device)
-        return MasterShard(group, span.start, span.stop, nn.Parameter(values.view(span.shape)), span.names)
+            values = self.scratch.placeholder(
+                torch.Size(span.shape), group.master.dtype, group.master.update_device
+            )
+        return MasterShard(
+            group, span.start, span.stop, nn.Parameter(values.view(span.shape)), span.names
+        )
 
     def cut_apart(self, apart: Callable[[ParamOverlap], Any]) -> None:
-        """Cut shards whose parameters differ in `apart`, so that each part has its own counters and may be updated
-        alone.
+        """Cut shards whose parameters differ in `apart`, so that each part has its own counters and
+        may be updated alone.
 
         Local; values and moments keep their bits.
         """
@@ -506,7 +594,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         for shard in cuts:
             self.moments.refuse_cut(shard)
         for number, shards in enumerate(self.shards_by_group):
-            self.shards_by_group[number] = [each for shard in shards for each in self._parts_of(shard, cuts.get(shard))]
+            self.shards_by_group[number] = [
+                each for shard in shards for each in self._parts_of(shard, cuts.get(shard))
+            ]
         self._plan_work()
 
     def _parts_of(self, shard: MasterShard, spans: list[ShardRange] | None) -> list[MasterShard]:
@@ -547,8 +637,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     ) -> None:
         """Update the weights from the reduced gradients. Collective.
 
-        A call by the program (without `number`) is a step of the engine, if there is one: `Engine.step_now`. The other
-        arguments are those of `update`.
+        A call by the program (without `number`) is a step of the engine, if there is one:
+        `Engine.step_now`. The other arguments are those of `update`.
         """
         if closure is not None:
             raise UsageError(
@@ -562,18 +652,22 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         else:
             self.update(words=words, number=number)
 
-    def update(self, *, words: Callable[[], tuple[float, ...]] = tuple, number: int | None = None) -> None:
+    def update(
+        self, *, words: Callable[[], tuple[float, ...]] = tuple, number: int | None = None
+    ) -> None:
         """Update the weights from the reduced gradients, without step hooks. Collective.
 
-        If gradients are not finite no state changes on any rank, unless check_grad_overflow is false. Raises
-        `UsageError` on every rank if a loss had no graph, and `PeerError` if another rank failed. words: returns
-        numbers of this rank's that all ranks find in the verdict, as many on each; it is called once, when gradients
-        are reduced and nothing has changed yet. number: of this step in messages; None: counted here.
+        If gradients are not finite no state changes on any rank, unless check_grad_overflow is
+        false. Raises `UsageError` on every rank if a loss had no graph, and `PeerError` if another
+        rank failed. words: returns numbers of this rank's that all ranks find in the verdict, as
+        many on each; it is called once, when gradients are reduced and nothing has changed yet.
+        number: of this step in messages; None: counted here.
         """
         self.updater.flush()
         self._count_updated()
         self.steps = number if number is not None else self.steps + 1
-        runtime, groups = self.runtime, self.runtime.trained_groups
+        runtime = self.runtime
+        groups = self.runtime.trained_groups
         with torch.no_grad(), propagate_errors(runtime.comm):
             runtime.before_step()
             said = words()
@@ -592,12 +686,18 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             if any(group.gradient.absent for group in groups):
                 self.cut_apart(lambda cover: cover.is_absent)
             scale = self.grad_scale
-            self.overflow = not verdict.is_finite and (self.scaler is not None or self.settings.check_finite)
+            self.overflow = not verdict.is_finite and (
+                self.scaler is not None or self.settings.check_finite
+            )
             skip = self.overflow or is_idle
             factor = clip_factor(verdict.norm / scale, self.settings.max_norm) / scale
             if self.fallback is not None and not is_idle:
                 self.fallback.before_update(is_finite=verdict.is_finite)
-            hypers = hypers_of(self.inner) if self.delayed is not None or self.speculative is not None else None
+            hypers = (
+                hypers_of(self.inner)
+                if self.delayed is not None or self.speculative is not None
+                else None
+            )
             self._conclude(None if skip else Decision(factor, self.updater.updates + 1, hypers))
             tell_schedules_of_step(self.inner)
             self.last = StepResult(verdict.norm / scale, skip, verdict)
@@ -606,7 +706,10 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             origin = promoted = None
             if not verdict.is_finite or self.nonfinite.in_a_row:
                 origin = self.nonfinite.after_step(
-                    verdict.by_group, is_finite=verdict.is_finite, skipped=self.overflow, step=self.steps
+                    verdict.by_group,
+                    is_finite=verdict.is_finite,
+                    skipped=self.overflow,
+                    step=self.steps,
                 )
             if self.fallback is not None:
                 promoted = self.fallback.after_step(origin, self.overflow, self.scaler, self.steps)
@@ -624,12 +727,16 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     def _follow_errors(self, feedback: Feedback, *, skip: bool) -> None:
         """Forget what codes left out of gradients that are not used, and every so many updates."""
-        if skip or (feedback.reset_every is not None and self.updater.updates % feedback.reset_every == 0):
+        if skip or (
+            feedback.reset_every is not None and self.updater.updates % feedback.reset_every == 0
+        ):
             for group in self.runtime.trained_groups:
                 group.gradient.forget_errors()
 
     def scale_errors(self, factor: float) -> None:
-        """Let what codes left out of gradients follow the loss scale.  Local; every rank does so."""
+        """Let what codes left out of gradients follow the loss scale.  Local; every rank does
+        so.
+        """
         for group in self.runtime.trained_groups if factor != 1.0 else ():
             group.gradient.scale_errors(factor)
 
@@ -641,7 +748,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         return isinstance(self.inner, OneBitAdam) and self.runtime.comm_ctx.comm.size > 1
 
     def follow_exchange(self, *, anew: bool = False) -> None:
-        """Exchange momenta from the step on that the optimizer names, between two steps.  Collective.
+        """Exchange momenta from the step on that the optimizer names, between two steps.
+        Collective.
 
         anew: states have been loaded, by which it may begin again, or end.
         """
@@ -654,7 +762,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         with torch.no_grad(), propagate_errors(self.runtime.comm):
             for group in self.runtime.trained_groups:
                 if due and group.layout.slice_numel:
-                    own, saved = self._own_momentum(group), self._own_states.pop(id(group), {})
+                    own = self._own_momentum(group)
+                    saved = self._own_states.pop(id(group), {})
                     group.exchange_momenta(self.inner.beta1, own, saved if "signs" in saved else {})
                 else:
                     group.reduce_gradients()
@@ -664,18 +773,27 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.scratch.drop("grads")  # momenta need no cast
 
     def _own_momentum(self, group: ParamGroup) -> Tensor:
-        """Return the optimizer's momentum of this rank's slice, flat, with zeros where it has none."""
+        """Return the optimizer's momentum of this rank's slice, flat, with zeros where it has
+        none.
+        """
         found = torch.zeros(group.layout.slice_numel, device=self.runtime.comm_ctx.pool.device)
         for shard in self.shards():
             if shard.group is group and self.inner.state.get(shard.param):
-                first = shard.start - (shard.rank * len(found) if shard.master.placement is R else 0)
-                low, high = max(0, first), min(len(found), first + shard.numel)
+                first = shard.start - (
+                    shard.rank * len(found) if shard.master.placement is R else 0
+                )
+                low = max(0, first)
+                high = min(len(found), first + shard.numel)
                 if low < high:
-                    found[low:high].copy_(self.moments.read(shard, "exp_avg").reshape(-1)[low - first : high - first])
+                    found[low:high].copy_(
+                        self.moments.read(shard, "exp_avg").reshape(-1)[low - first : high - first]
+                    )
         return found
 
     def restore_own_states(self, group: ParamGroup, saved: dict[str, Tensor]) -> None:
-        """Take from a checkpoint what codes had left out of this rank's gradients or momenta.  Local."""
+        """Take from a checkpoint what codes had left out of this rank's gradients or momenta.
+        Local.
+        """
         errors = group.gradient.ensure_errors()
         if errors is not None and "gradients" in saved:
             errors.memory.copy_(saved["gradients"])
@@ -683,43 +801,48 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             self._own_states[id(group)] = saved
 
     def _report_idle(self, verdict: Verdict) -> None:
-        """Report that no rank has a gradient: raise `UsageError` on all if a loss had no graph, else warn; nothing
-        is updated.
+        """Report that no rank has a gradient: raise `UsageError` on all if a loss had no graph,
+        else warn; nothing is updated.
         """
         if verdict.any_graphless:
             self.zero_grad()
             raise UsageError(
-                f"step {self.steps}: no rank's loss required a gradient, so there is nothing to update with.",
-                "The loss was computed under torch.no_grad(), detached, or made of parameters that are frozen.",
-                "compute it from the model's outputs with gradients on; a rank alone may be without.",
+                f"step {self.steps}: no rank's loss required a gradient, so there is nothing to "
+                "update with.",
+                "The loss was computed under torch.no_grad(), detached, or made of parameters that "
+                "are frozen.",
+                "compute it from the model's outputs with gradients on; a rank alone may be "
+                "without.",
             )
         self._idle_steps += 1
         if self._idle_steps & (self._idle_steps - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
             log_once(
-                f"step {self.steps}: no gradient has reached the model since the last step, on any rank, so nothing "
-                "was updated.\n  What to do: call backward before step(); leave out both where a batch is passed over.",
+                f"step {self.steps}: no gradient has reached the model since the last step, on any "
+                "rank, so nothing was updated.\n  What to do: call backward before step(); leave "
+                "out both where a batch is passed over.",
                 logging.WARNING,
             )
 
     def _refuse_differences(self, verdict: Verdict) -> None:
-        """Raise on every rank, before any state has changed, if ranks assigned to `.grad` what has no common
-        meaning.
+        """Raise on every rank, before any state has changed, if ranks assigned to `.grad` what has
+        no common meaning.
         """
         if len(set(verdict.absences)) > 1:
             agree(
                 self.runtime.comm,
                 absent_among(self.runtime.trained_groups) or ["none"],
                 "which parameters have no gradient",
-                "A parameter is frozen, or its gradient dropped (`grad = None`, zero_grad), on all ranks or on none: "
-                "each rank updates its slices of the same tensors.",
-                "decide it from what all ranks know (the step, an all-reduced loss), the same everywhere.",
+                "A parameter is frozen, or its gradient dropped (`grad = None`, zero_grad), on all "
+                "ranks or on none: each rank updates its slices of the same tensors.",
+                "decide it from what all ranks know (the step, an all-reduced loss), the same "
+                "everywhere.",
             )
         if verdict.any_edited and verdict.any_late:
             raise UsageError(
                 "gradients were changed in a step in which some came after their sum.",
                 "They are added now, behind what the program saw when it changed them.",
-                "use a block's parameters in one checkpoint (or none) of the forward, or leave the gradients as they "
-                "are.",
+                "use a block's parameters in one checkpoint (or none) of the forward, or leave the "
+                "gradients as they are.",
             )
 
     def _conclude(self, made: Decision | None) -> None:
@@ -736,17 +859,23 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         for group in self.runtime.trained_groups:
             group.weights_changed()
         self._update_and_refresh(due)
-        later = [tile for unit, tiles in self.tiles.later.items() if unit not in done for tile in tiles]
+        later = [
+            tile for unit, tiles in self.tiles.later.items() if unit not in done for tile in tiles
+        ]
         self.updater.step_deferred(later, due)
 
     def _update_and_refresh(self, due: Decision) -> None:
-        """Update what is not deferred, and bring it to all ranks that hold it whole: a group's weights are under way
-        while the next one is updated, unless they travel as differences, which keep the core busy themselves.
+        """Update what is not deferred, and bring it to all ranks that hold it whole: a group's
+        weights are under way while the next one is updated, unless they travel as differences,
+        which keep the core busy themselves.
 
-        In unit order on every rank: a rank may own no shard of a group and still takes part in its gather.
+        In unit order on every rank: a rank may own no shard of a group and still takes part in its
+        gather.
         """
         pending: list[Pending] = []
-        differences: deque[Pending] = deque()  # few at a time: each has its message in a lent buffer
+        differences: deque[Pending] = (
+            deque()
+        )  # few at a time: each has its message in a lent buffer
         left = {shard.group for tile in self.tiles.now for _, shard in tile}
         with closing(self.updater.step_now(self.tiles.now, due)) as updates:
             for unit in self.runtime.units:
@@ -763,8 +892,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             each.wait()
 
     def finish(self) -> None:
-        """Bring every state to where the last step leaves it: deferred updates run, speculative ones are undone.
-        Local.
+        """Bring every state to where the last step leaves it: deferred updates run, speculative
+        ones are undone. Local.
         """
         self.updater.flush()
         if self.speculative is not None:
@@ -791,12 +920,15 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.runtime.discard_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state as the inner optimizer has it; engine checkpoints name it by parameter and hold
-        the delayed update too.
+        """Return this rank's state as the inner optimizer has it; engine checkpoints name it by
+        parameter and hold the delayed update too.
         """
         self.load_states()
         scaler = self.scaler.state_dict() if self.scaler else None
-        stretches = [[(shard.names[0], shard.start, shard.stop) for shard in shards] for shards in self.shards_by_group]
+        stretches = [
+            [(shard.names[0], shard.start, shard.stop) for shard in shards]
+            for shards in self.shards_by_group
+        ]
         counts = {"updates": self.updater.updates, "steps": self.steps}
         inner = type(self.inner).state_dict(self.inner)  # its own: compat/deepspeed shows another
         return {"inner": inner, "scaler": scaler, **counts, "stretches": stretches}
@@ -813,12 +945,17 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             self.scaler.load_state_dict(state["scaler"])
 
     def _cut_as(self, stretches: list[list[tuple[str, int, int]]] | None) -> None:
-        """Cut shards as a state dict has them: some were cut, and have counters of their own. No state may be there
-        yet.
+        """Cut shards as a state dict has them: some were cut, and have counters of their own. No
+        state may be there yet.
         """
-        owners = {member.name: group for group in self.runtime.trained_groups for member in group.members}
+        owners = {
+            member.name: group for group in self.runtime.trained_groups for member in group.members
+        }
         for number, saved in enumerate(stretches or ()):
-            here = {(shard.names[0], shard.start, shard.stop): shard for shard in self.shards_by_group[number]}
+            here = {
+                (shard.names[0], shard.start, shard.stop): shard
+                for shard in self.shards_by_group[number]
+            }
             shards = []
             for name, start, stop in saved:
                 shard = here.get((name, start, stop))
@@ -831,14 +968,16 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self._plan_work()
 
     def load_inner(self, state: dict[str, Any]) -> None:
-        """Load states into the inner optimizer, and offload them to their tiers; shards without an entry keep
-        theirs.
+        """Load states into the inner optimizer, and offload them to their tiers; shards without an
+        entry keep theirs.
         """
         kept = dict(self.inner.state)
         with undecorated():
             type(self.inner).load_state_dict(self.inner, state)
         loaded = set(self.inner.state)
-        self.inner.state.update({param: each for param, each in kept.items() if param not in loaded})
+        self.inner.state.update(
+            {param: each for param, each in kept.items() if param not in loaded}
+        )
         for shard in self.shards():
             if shard.param in loaded:
                 self.moments.offload(shard, StochasticRounding(self.updater.updates))
@@ -848,12 +987,15 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
 
 def agree_on_norm(runtime: Runtime, words: tuple[float, ...] = ()) -> Verdict:
-    """Return the verdict: the global norm of the reduced gradients, and what each rank has to say of them. Collective.
+    """Return the verdict: the global norm of the reduced gradients, and what each rank has to say
+    of them. Collective.
 
-    The norm is the same float64 on every rank of the world: first the ranks with one piece of the model add up their
+    The norm is the same float64 on every rank of the world: first the ranks with one piece of the
+    model add up their
     slices, then all ranks the pieces. words: numbers that travel along, as many on every rank.
     """
-    verdict, comm = _agree_on_piece(runtime, words), runtime.comm
+    verdict = _agree_on_piece(runtime, words)
+    comm = runtime.comm
     if comm.whole is comm:
         return verdict
     flags = (verdict.any_late, verdict.any_edited, not verdict.is_idle, verdict.any_graphless)
@@ -861,7 +1003,9 @@ def agree_on_norm(runtime: Runtime, words: tuple[float, ...] = ()) -> Verdict:
     counted = zip(runtime.trained_groups, verdict.by_group, strict=True)
     row = [float(fact), sum(square for group, square in counted if group.planned.is_counted)]
     row += words
-    rows = comm.whole.all_gather_rows(torch.tensor(row, dtype=torch.float64), "gradient norm of all pieces").tolist()
+    rows = comm.whole.all_gather_rows(
+        torch.tensor(row, dtype=torch.float64), "gradient norm of all pieces"
+    ).tolist()
     total = sum(rows[first][1] for first in comm.pieces)
     facts = [int(each[0]) for each in rows]
     return replace(
@@ -877,7 +1021,8 @@ def agree_on_norm(runtime: Runtime, words: tuple[float, ...] = ()) -> Verdict:
 
 def _agree_on_piece(runtime: Runtime, words: tuple[float, ...]) -> Verdict:
     """Return what the ranks with one piece of the model agree on. Collective among them."""
-    groups, comm = runtime.trained_groups, runtime.comm
+    groups = runtime.trained_groups
+    comm = runtime.comm
     edited = any(group.gradient.is_edited for group in groups)
     absent = crc32("\n".join(absent_among(groups)).encode())
     # This rank's flags in one number, which float64 holds exactly.
@@ -890,7 +1035,8 @@ def _agree_on_piece(runtime: Runtime, words: tuple[float, ...]) -> Verdict:
         if comm.size > 1
         else [row]
     )
-    # A slice's sum is for its first owner to tell; a replicated gradient is the same on all, so that is enough.
+    # A slice's sum is for its first owner to tell; a replicated gradient is the same on all, so
+    # that is enough.
     owners = comm.owners
     sums = [
         sum(rows[ranks[0]][1 + number * len(owners) + place] for place, ranks in enumerate(owners))
@@ -900,9 +1046,15 @@ def _agree_on_piece(runtime: Runtime, words: tuple[float, ...]) -> Verdict:
     heard = tuple(tuple(row[1 + len(groups) * len(owners) :]) for row in rows)
     norm = math.sqrt(total) if total >= 0 else math.nan
     facts = [int(row[0]) for row in rows]
-    # Where several ranks hold a slice, a program that treats it differently on two of them shows here.
+    # Where several ranks hold a slice, a program that treats it differently on two of them shows
+    # here.
     differ = any(
-        len({str(rows[rank][1 + number * len(owners) + place]) for rank in (range(comm.size) if is_whole else ranks)})
+        len(
+            {
+                str(rows[rank][1 + number * len(owners) + place])
+                for rank in (range(comm.size) if is_whole else ranks)
+            }
+        )
         > 1
         for number, is_whole in enumerate(group.gradient.is_whole for group in groups)
         for place, ranks in enumerate(owners)
@@ -912,7 +1064,8 @@ def _agree_on_piece(runtime: Runtime, words: tuple[float, ...]) -> Verdict:
         norm,
         tuple(sums),
         any_late=any_late,
-        # A rank that holds late gradients has no sum of theirs until they are reduced; the verdict comes again then.
+        # A rank that holds late gradients has no sum of theirs until they are reduced; the verdict
+        # comes again then.
         any_edited=(differ and not any_late) or any(each & 2 for each in facts),
         is_idle=all(each & 4 for each in facts),
         any_graphless=any(each & 8 for each in facts),
@@ -922,29 +1075,44 @@ def _agree_on_piece(runtime: Runtime, words: tuple[float, ...]) -> Verdict:
 
 
 def absent_among(groups: Sequence[ParamGroup]) -> list[str]:
-    """Return the names of parameters without a gradient (dropped or frozen): they are not updated."""
-    return [group.members[number].name for group in groups for number in sorted(group.gradient.absent or ())]
+    """Return the names of parameters without a gradient (dropped or frozen): they are not
+    updated.
+    """
+    return [
+        group.members[number].name
+        for group in groups
+        for number in sorted(group.gradient.absent or ())
+    ]
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """Return the factor of gradients that bounds their norm by max_norm; 1.0 if clipping is off (0) or not needed."""
+    """Return the factor of gradients that bounds their norm by max_norm; 1.0 if clipping is off (0)
+    or not needed.
+    """
     if max_norm <= 0.0:
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))
 
 
 def update_settings_of(
-    settings: StepSettings, optimizer: str, groups: Sequence[ParamGroupPlan], *, scales_grads: bool, undoes: bool
+    settings: StepSettings,
+    optimizer: str,
+    groups: Sequence[ParamGroupPlan],
+    *,
+    scales_grads: bool,
+    undoes: bool,
 ) -> UpdateSettings:
-    """Return a step's settings as the planner needs them. optimizer: its class. undoes: some units are updated in
-    backward, with a log to undo that.
+    """Return a step's settings as the planner needs them. optimizer: its class. undoes: some units
+    are updated in backward, with a log to undo that.
     """
     return UpdateSettings(
         optimizer,
         tuple(groups),
         settings.tile_numel,
         scales_grads=scales_grads,
-        can_defer=settings.pipelined and not settings.keep_grads and not settings.precision_fallback,
+        can_defer=settings.pipelined
+        and not settings.keep_grads
+        and not settings.precision_fallback,
         by_unit=updates_in_backward(settings),
         undo_bytes=settings.undo_bytes if undoes else 0,
         kernels=_kernels_for(optimizer, settings.kernels),
@@ -956,23 +1124,30 @@ def update_settings_of(
 def _kernels_for(optimizer: str, wanted: str) -> str:
     """Return what computes updates on a CPU: "auto", "numba" or "torch".
 
-    With "auto", kernels update only ranks with many elements. PyTorch updates the others, so both must have the same
+    With "auto", kernels update only ranks with many elements. PyTorch updates the others, so both
+    must have the same
     bits. wanted: the word of the configuration.
     """
-    found, rule = available(wanted), NAMES.get(optimizer)
+    found = available(wanted)
+    rule = NAMES.get(optimizer)
     if found == "auto" and rule is not None and pytorch_differs(rule):
         return "torch"
     return found
 
 
-def refuse_beside_exchange(runtime: Runtime, settings: StepSettings, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise UsageError, on every rank, that names all that an exchange of momenta cannot be used with."""
+def refuse_beside_exchange(
+    runtime: Runtime, settings: StepSettings, groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise UsageError, on every rank, that names all that an exchange of momenta cannot be used
+    with.
+    """
     plan = runtime.settings
     rows = [group.plan for group in runtime.trained_groups]
     found = {
         f"stage {plan.stage}": plan.stage > 1,
         "gradient_clipping": settings.max_norm > 0,
-        "codes of gradients (zero_quantized_gradients, compression.auto)": plan.compression.codes_gradients,
+        "codes of gradients (zero_quantized_gradients, "
+        "compression.auto)": plan.compression.codes_gradients,
         "communication_data_type": plan.policy.reduce is not None,
         "optimizer.moments": plan.policy.moments != "fp32",
         "precision 'auto'": settings.precision_fallback,
@@ -983,23 +1158,29 @@ def refuse_beside_exchange(runtime: Runtime, settings: StepSettings, groups: Seq
             group.planned.near > 1 for group in runtime.trained_groups
         ),
         "other axes than dp_shard": runtime.comm.whole is not runtime.comm_ctx.comm,
-        "several values of betas[0] or freeze_step": len({(each["betas"][0], each["freeze_step"]) for each in groups})
+        "several values of betas[0] or freeze_step": len(
+            {(each["betas"][0], each["freeze_step"]) for each in groups}
+        )
         > 1,
     }
     if refused := [name for name, is_there in found.items() if is_there]:
         raise UsageError(
             f"OneBitAdam cannot be used with {', '.join(refused)}.",
-            "From freeze_step on all ranks send each other signs of momenta, at stages 0 and 1; nobody has sums of "
-            "gradients.",
-            "leave that out, or take Adam with zero_quantized_gradients, which goes with all of it.",
+            "From freeze_step on all ranks send each other signs of momenta, at stages 0 and 1; "
+            "nobody has sums of gradients.",
+            "leave that out, or take Adam with zero_quantized_gradients, which goes with all of "
+            "it.",
         )
 
 
 def unknown_parameter(param: torch.Tensor) -> UsageError:
     return UsageError(
-        f"the optimizer holds a parameter of shape {tuple(param.shape)} that the wrapped model does not have.",
-        "Each parameter is updated where its slice is; this one belongs to no model, or to another one.",
-        "build the optimizer from the same model that is wrapped, and one optimizer for each wrapped model.",
+        f"the optimizer holds a parameter of shape {tuple(param.shape)} that the wrapped model "
+        "does not have.",
+        "Each parameter is updated where its slice is; this one belongs to no model, or to another "
+        "one.",
+        "build the optimizer from the same model that is wrapped, and one optimizer for each "
+        "wrapped model.",
     )
 
 
@@ -1010,27 +1191,34 @@ def updates_in_backward(settings: StepSettings) -> bool:
 
 def _early_of(optimizer: ShardedOptimizer) -> SpeculativeStep | None:
     """Return the object that updates units in backward; None without one."""
-    settings, runtime, work = optimizer.settings, optimizer.runtime, optimizer.tiles
+    settings = optimizer.settings
+    runtime = optimizer.runtime
+    work = optimizer.tiles
     if not updates_in_backward(settings):
         return None
     if settings.keep_grads:
         raise UsageError(
             "super_offload and delayed_update_after cannot be used with ZeroOptimizer.",
-            "It keeps gradients until zero_grad(), and with them a step may be repeated: updates have no other time.",
+            "It keeps gradients until zero_grad(), and with them a step may be repeated: updates "
+            "have no other time.",
             "use initialize() and engine.step(), or leave both keys out.",
         )
     if not works_by_shard(type(optimizer.inner)):
         if settings.speculates:
             raise unsupported_optimizer(optimizer.inner)
         return None
-    policy = SpeculationPolicy(optimizer.updater, optimizer.delayed, optimizer.scaler, settings.speculates)
-    early = SpeculativeStep(runtime, optimizer.updater, early_units(runtime, work), settings.undo_bytes, policy)
+    policy = SpeculationPolicy(
+        optimizer.updater, optimizer.delayed, optimizer.scaler, settings.speculates
+    )
+    early = SpeculativeStep(
+        runtime, optimizer.updater, early_units(runtime, work), settings.undo_bytes, policy
+    )
     return early
 
 
 def early_units(runtime: Runtime, work: Tiles) -> dict[int, list[Tile]]:
-    """Return the tiles that may be updated in backward, by number of the unit: all but the root, whose gradient is
-    the last.
+    """Return the tiles that may be updated in backward, by number of the unit: all but the root,
+    whose gradient is the last.
     """
     return {number: tiles for number, tiles in work.later.items() if number != runtime.root.number}
 
@@ -1055,13 +1243,20 @@ def discard_deferred(optimizer: ShardedOptimizer) -> None:
 
 
 def trained_names(params: Iterable[nn.Parameter]) -> list[str]:
-    """Return the names of the parameters that are updated, in the optimizer's order; the same on every rank."""
+    """Return the names of the parameters that are updated, in the optimizer's order; the same on
+    every rank.
+    """
     owners = [(owner_of(param), param) for param in params]
-    return [owner.name_of(param) for owner, param in owners if isinstance(owner, ParamGroup) and owner.trainable]
+    return [
+        owner.name_of(param)
+        for owner, param in owners
+        if isinstance(owner, ParamGroup) and owner.trainable
+    ]
 
 
 def refuse_parts(optimizer: str, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise NotBuiltError if tensor parallelism has split a parameter that the optimizer needs as a whole tensor.
+    """Raise NotBuiltError if tensor parallelism has split a parameter that the optimizer needs as a
+    whole tensor.
 
     Args:
         optimizer: The name of the optimizer's class, for the message.
@@ -1072,10 +1267,13 @@ def refuse_parts(optimizer: str, named: Iterable[tuple[str, Tensor]]) -> None:
         if split is None or split.kind != "split":
             continue
         raise NotBuiltError(
-            f"{optimizer} with tensor parallelism (tp): parameter '{name}' is split over the ranks along tp.",
-            f"{optimizer} computes its update from a whole tensor, and each rank would take its part for the whole.",
-            "use an optimizer that works element by element (AdamW, SGD, Lion), or dp_shard instead of tp; if the "
-            'optimizer is a class of your own that works element by element, set granularity = "element" in it.',
+            f"{optimizer} with tensor parallelism (tp): parameter '{name}' is split over the ranks "
+            "along tp.",
+            f"{optimizer} computes its update from a whole tensor, and each rank would take its "
+            "part for the whole.",
+            "use an optimizer that works element by element (AdamW, SGD, Lion), or dp_shard "
+            "instead of tp; if the optimizer is a class of your own that works element by element, "
+            'set granularity = "element" in it.',
         )
 
 
@@ -1093,8 +1291,8 @@ def relayout_whole(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:
 
 
 def _prefer_fused(optimizer: Optimizer) -> None:
-    """Choose torch's fused kernels if the class has one and the user left the choice open: one pass over memory
-    instead of many.
+    """Choose torch's fused kernels if the class has one and the user left the choice open: one pass
+    over memory instead of many.
     """
     if type(optimizer) in FUSED:
         for group in optimizer.param_groups:

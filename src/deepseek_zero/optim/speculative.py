@@ -1,13 +1,16 @@
-"""Updates a unit in backward, when its gradient has been reduced, while backward goes on to earlier units.
+"""Updates a unit in backward, when its gradient has been reduced, while backward goes on to earlier
+units.
 
-Two policies use it.  A speculative step updates with the factor that holds if there is neither clipping nor overflow,
-before the norm is known; a delayed one (updater.py) uses the gradient of the step before, which has been decided.
-Either is undone bit by bit where the guess was wrong, and whenever a program reads what it changed before the step is
-over, so a program never sees it.  Only units whose weights and states are all offloaded take part: every read of those
-passes an extent (tiers/tier.py), which undoes the update first.
+Two policies use it.  A speculative step updates with the factor that holds if there is neither
+clipping nor overflow, before the norm is known; a delayed one (updater.py) uses the gradient of the
+step before, which has been decided. Either is undone bit by bit where the guess was wrong, and
+whenever a program reads what it changed before the step is over, so a program never sees it.  Only
+units whose weights and states are all offloaded take part: every read of those passes an extent
+(tiers/tier.py), which undoes the update first.
 
-`UndoLog` holds a copy of every byte that an update writes.  Copies, not arithmetic: an update cannot be calculated
-backwards without rounding, and not at all once a number is not finite.  The log is one buffer on the host.
+`UndoLog` holds a copy of every byte that an update writes.  Copies, not arithmetic: an update
+cannot be calculated backwards without rounding, and not at all once a number is not finite.  The
+log is one buffer on the host.
 """
 
 from __future__ import annotations
@@ -29,11 +32,23 @@ from ..sharding.buffer import has_pages_to_return
 from ..sharding.executor import Unit
 from ..sharding.param_group import ParamGroup, squares_of
 from ..sharding.runtime import Phase, Runtime
-from .updater import Decision, DelayedUpdate, ExtentRange, MasterShard, Moments, Scratch, Tile, Updater, hypers_of
+from .updater import (
+    Decision,
+    DelayedUpdate,
+    ExtentRange,
+    MasterShard,
+    Moments,
+    Scratch,
+    Tile,
+    Updater,
+    hypers_of,
+)
 
-# Of torch's and ours: their step over one shard reads and writes nothing but that shard, its entry in `state` and
-# hyper-parameters that stay as they are.
-BY_SHARD = frozenset("ASGD Adadelta Adagrad Adam AdamW Adamax Lamb Lion Muon NAdam RAdam RMSprop Rprop SGD".split())
+# Of torch's and ours: their step over one shard reads and writes nothing but that shard, its entry
+# in `state` and hyper-parameters that stay as they are.
+BY_SHARD = frozenset(
+    "ASGD Adadelta Adagrad Adam AdamW Adamax Lamb Lion Muon NAdam RAdam RMSprop Rprop SGD".split()
+)
 
 
 @dataclass
@@ -54,8 +69,11 @@ class SpeculationPolicy:
     speculates: bool
 
     def decide(self) -> Decision | None:
-        """Return the decision to assume in this backward; None if nothing is to be updated in it."""
-        updater, delay = self.updater, self.delay
+        """Return the decision to assume in this backward; None if nothing is to be updated in
+        it.
+        """
+        updater = self.updater
+        delay = self.delay
         if not updater.has_run:  # the states that the log must have room for are not there yet
             return None
         if delay is not None and delay.is_on(updater.updates):
@@ -69,7 +87,8 @@ class SpeculationPolicy:
 class SpeculativeStep:
     """The updates of one optimizer that came before their step's decision.
 
-    units: the tiles of each unit that may be updated so, by number, the first units first. budget: bytes of the log.
+    units: the tiles of each unit that may be updated so, by number, the first units first. budget:
+    bytes of the log.
     """
 
     def __init__(
@@ -80,8 +99,11 @@ class SpeculativeStep:
         budget: int,
         policy: SpeculationPolicy,
     ) -> None:
-        self.runtime, self.updater, self.policy = runtime, updater, policy
-        self.units, self.budget = units, budget
+        self.runtime = runtime
+        self.updater = updater
+        self.policy = policy
+        self.units = units
+        self.budget = budget
         self.log = UndoLog(updater.inner, updater.moments, updater.scratch)
         self.stats = SpeculationStats()
         self._chosen: frozenset[int] | None = None
@@ -105,7 +127,9 @@ class SpeculativeStep:
             return  # which of its parameters have a gradient is known when backward is over
         if any(self.updater.has_deferred(group) for group in groups):
             return
-        sums = [square for squares in squares_of(groups) for square in squares]  # which the step need not look for
+        sums = [
+            square for squares in squares_of(groups) for square in squares
+        ]  # which the step need not look for
         if not self._decision.is_waiting and not all(map(math.isfinite, sums)):
             return
         self.updater.step_speculative(tiles, self._decision, self.log.note)
@@ -115,14 +139,16 @@ class SpeculativeStep:
             group.set_pending(self)
 
     def chosen(self) -> frozenset[int]:
-        """Return the units whose bytes before the update fit the budget together, the first ones first.
+        """Return the units whose bytes before the update fit the budget together, the first ones
+        first.
 
-        Backward makes their gradients last, when most activations are gone and their room is free for the log; and the
-        next forward needs them first, when there is nothing yet to hide their update behind. The others are updated
-        when that forward comes to them.
+        Backward makes their gradients last, when most activations are gone and their room is free
+        for the log; and the next forward needs them first, when there is nothing yet to hide their
+        update behind. The others are updated when that forward comes to them.
         """
         if self._chosen is None:
-            found, total = set(), 0
+            found = set()
+            total = 0
             for number, tiles in self.units.items():
                 nbytes = sum(self.log.bytes_of(shard) for tile in tiles for _, shard in tile)
                 if total + nbytes <= self.budget:
@@ -133,14 +159,15 @@ class SpeculativeStep:
         return self._chosen
 
     def conclude(self, decided: Decision | None) -> frozenset[int]:
-        """Return the units whose update agrees with the step's decision and undo the others; None: the step updates
-        nothing.
+        """Return the units whose update agrees with the step's decision and undo the others; None:
+        the step updates nothing.
         """
         if self._decision is None or decided is None or not self._decision.agrees(decided):
             self.undo()
         stands = frozenset(self._done)
         self._close()
-        self._decision, self._is_off = None, False
+        self._decision = None
+        self._is_off = False
         return stands
 
     def flush(self) -> None:
@@ -165,7 +192,10 @@ class SpeculativeStep:
     def explain(self) -> list[str]:
         """Return the lines of `engine.explain` about it."""
         if not self.units:
-            return ["updates in backward: none, since no unit but the root has all its states in another memory"]
+            return [
+                "updates in backward: none, since no unit but the root has all its states in "
+                "another memory"
+            ]
         fit = len(self._chosen) if self._chosen is not None else "some"
         stats = f"{self.stats.updated} updates, {self.stats.undone} of them undone"
         return [f"updates in backward: {fit} of {len(self.units)} units fit undo_bytes, {stats}"]
@@ -181,7 +211,9 @@ class SpeculativeStep:
 
 
 def works_by_shard(cls: type[Optimizer]) -> bool:
-    """Return whether an update of one shard can be undone without the others: true of the classes that are listed."""
+    """Return whether an update of one shard can be undone without the others: true of the classes
+    that are listed.
+    """
     is_known = cls.__module__.partition(".")[0] in ("torch", "deepseek_zero")
     return is_known and cls.__name__ in BY_SHARD
 
@@ -189,14 +221,16 @@ def works_by_shard(cls: type[Optimizer]) -> bool:
 def unsupported_optimizer(optimizer: Optimizer) -> UsageError:
     return UsageError(
         f"super_offload cannot be used with {type(optimizer).__name__}.",
-        "Its step may change more than one shard's state, which could then not be undone by itself.",
+        "Its step may change more than one shard's state, which could then not be undone by "
+        "itself.",
         f"use one of {', '.join(sorted(BY_SHARD))}, or leave super_offload out.",
     )
 
 
 @dataclass
 class Before:
-    """A copy of one shard's states before its update. places, powers: ranges or scales, and their copy.
+    """A copy of one shard's states before its update. places, powers: ranges or scales, and their
+    copy.
 
     state: the optimizer's entry, counters as numbers; None if there was none.
     """
@@ -212,18 +246,26 @@ class UndoLog:
     """Copies of shards before their updates, latest last."""
 
     def __init__(self, inner: Optimizer, moments: Moments, scratch: Scratch) -> None:
-        self._inner, self._moments, self._scratch = inner, moments, scratch
+        self._inner = inner
+        self._moments = moments
+        self._scratch = scratch
         self._entries: list[Before] = []
         self._memory: Tensor | None = None
         self._used = 0
 
     def bytes_of(self, shard: MasterShard) -> int:
         """Return the bytes that `note` will take."""
-        places = sum(stretch.extent.memory.itemsize for stretch in self._written(shard)) * shard.numel
-        return places + sum(powers.nbytes for _, powers in self._moments.storages(shard) if powers is not None)
+        places = (
+            sum(stretch.extent.memory.itemsize for stretch in self._written(shard)) * shard.numel
+        )
+        return places + sum(
+            powers.nbytes for _, powers in self._moments.storages(shard) if powers is not None
+        )
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate the buffer; raise `OutOfMemoryError` if memory_budget.device does not allow it."""
+        """Allocate the buffer; raise `OutOfMemoryError` if memory_budget.device does not allow
+        it.
+        """
         self._memory = self._scratch.take("undo", torch.uint8, CPU, nbytes)
 
     def note(self, shard: MasterShard) -> None:
@@ -231,7 +273,9 @@ class UndoLog:
         before = Before(shard)
         self._entries.append(before)
         for stretch in self._written(shard):
-            before.places.append((stretch, self._copy(stretch.extent.read(stretch.low, stretch.high))))
+            before.places.append(
+                (stretch, self._copy(stretch.extent.read(stretch.low, stretch.high)))
+            )
         for _, powers in self._moments.storages(shard):
             if powers is not None:
                 before.powers.append((powers, self._copy(powers)))
@@ -253,8 +297,11 @@ class UndoLog:
         self.clear()
 
     def clear(self) -> None:
-        """Drop the copies; on the CPU the buffer's pages are returned to the system until it is used again."""
-        self._entries, self._used = [], 0
+        """Drop the copies; on the CPU the buffer's pages are returned to the system until it is
+        used again.
+        """
+        self._entries = []
+        self._used = 0
         if self._memory is not None and has_pages_to_return(self._memory):
             return_pages(self._memory)
 
@@ -268,7 +315,9 @@ class UndoLog:
             before.state[key].fill_(number)
 
     def _written(self, shard: MasterShard) -> Iterator[ExtentRange]:
-        """Yield every range outside the optimizer's own counters that an update of this shard writes."""
+        """Yield every range outside the optimizer's own counters that an update of this shard
+        writes.
+        """
         yield from (stretch for stretch in shard.extent_ranges() if stretch.changes)
         yield from (stretch for stretch, _ in self._moments.storages(shard))
 

@@ -1,29 +1,33 @@
-"""Runs the inner optimizer over tiles of master shards, whatever memory their states lie in and whenever they are due.
+"""Runs the inner optimizer over tiles of master shards, whatever memory their states lie in and
+whenever they are due.
 
-The path of one update: `Tiles` are lists of `MasterShard`s, cut by planner/update.py; `TilePrefetcher` fetches the
-states of the next tiles while one is updated, and stores those of the last ones behind it; `MasterShard` brings the
-master into `Scratch`, where it is not updated in place, `Moments` brings the optimizer's own states; `Updater` calls
-the inner optimizer and has everything stored again.
+The path of one update: `Tiles` are lists of `MasterShard`s, cut by planner/update.py;
+`TilePrefetcher` fetches the states of the next tiles while one is updated, and stores those of the
+last ones behind it; `MasterShard` brings the master into `Scratch`, where it is not updated in
+place, `Moments` brings the optimizer's own states; `Updater` calls the inner optimizer and has
+everything stored again.
 
-A step that has its verdict (norm, overflow) may defer the update of weights that are offloaded: the next forward
-flushes it unit by unit, in the tiles' order, so that states travel while units compute.  Every read of an element
-flushes its update first, so no result changes; `Updater.flush` updates all that is deferred.  The step's
-hyper-parameters and gradients are kept until then.
+A step that has its verdict (norm, overflow) may defer the update of weights that are offloaded: the
+next forward flushes it unit by unit, in the tiles' order, so that states travel while units
+compute.  Every read of an element flushes its update first, so no result changes; `Updater.flush`
+updates all that is deferred.  The step's hyper-parameters and gradients are kept until then.
 
-Moments may lie in another memory, in fewer bits, or both: one extent per group and kind of moment.  Any torch optimizer
-will do: every state it makes in its first step with as many elements as a shard is taken over; counters and states of
-another shape stay where they are.
+Moments may lie in another memory, in fewer bits, or both: one extent per group and kind of moment.
+Any torch optimizer
+will do: every state it makes in its first step with as many elements as a shard is taken over;
+counters and states of another shape stay where they are.
 
-`undecorated` and `raw_step` call torch's optimizers without the decorators that import torch's compiler (a second, and
-70 MB per rank).
+`undecorated` and `raw_step` call torch's optimizers without the decorators that import torch's
+compiler (a second, and 70 MB per rank).
 
-`DelayedUpdate` is ZeRO-Offload's delayed parameter update.  With w(t) the weights that step t computes with, g(t) its
-gradient and d(t) what step t decided about it (norm, clipping, loss scale, hyper-parameters), from step K on
+`DelayedUpdate` is ZeRO-Offload's delayed parameter update.  With w(t) the weights that step t
+computes with, g(t) its gradient and d(t) what step t decided about it (norm, clipping, loss scale,
+hyper-parameters), from step K on
 
     w(t + 1) = update(w(t), d(t - 1), g(t - 1))        and        w(K + 1) = w(K)
 
-so an update may run while the next step computes.  A step whose own gradient overflows carries out the deferred update
-and defers none.
+so an update may run while the next step computes.  A step whose own gradient overflows carries out
+the deferred update and defers none.
 """
 
 from __future__ import annotations
@@ -65,10 +69,11 @@ Hypers = list[dict[str, Any]]  # of each parameter group, without its parameters
 
 @dataclass
 class Scratch:
-    """grads: gradients cast, unscaled and clipped. masters: masters joined from their halves (precision/policy.py).
+    """grads: gradients cast, unscaled and clipped. masters: masters joined from their halves
+    (precision/policy.py).
 
-    device: the training device, whose memory is counted in `budget`. numel: elements of the fullest tile of each
-    device that updates some.
+    device: the training device, whose memory is counted in `budget`. numel: elements of the fullest
+    tile of each device that updates some.
     """
 
     device: torch.device
@@ -76,8 +81,12 @@ class Scratch:
     budget: DeviceBudget = field(default_factory=DeviceBudget)
     kept: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
-    def take(self, what: str, dtype: torch.dtype, home: torch.device, numel: int | None = None) -> Tensor:
-        """Return the buffer of that name on the update's device, with arbitrary contents; allocated on first use."""
+    def take(
+        self, what: str, dtype: torch.dtype, home: torch.device, numel: int | None = None
+    ) -> Tensor:
+        """Return the buffer of that name on the update's device, with arbitrary contents; allocated
+        on first use.
+        """
         found = self.kept.get((what, home))
         if found is None or found.dtype != dtype:
             numel = self.numel[home] if numel is None else numel
@@ -87,12 +96,16 @@ class Scratch:
         return found
 
     def grow(self, fullest: Mapping[torch.device, int]) -> None:
-        """Make room for tiles of so many elements; a buffer that is too small is allocated anew on its next use."""
+        """Make room for tiles of so many elements; a buffer that is too small is allocated anew on
+        its next use.
+        """
         for home, numel in fullest.items():
             if numel <= self.numel.get(home, 0):
                 continue
             self.numel[home] = numel
-            for key in [key for key in self.kept if key[0] not in ("nothing", "undo") and key[1] == home]:
+            for key in [
+                key for key in self.kept if key[0] not in ("nothing", "undo") and key[1] == home
+            ]:
                 self._count(home, -self.kept.pop(key).nbytes, "")
 
     def drop(self, what: str) -> None:
@@ -124,8 +137,9 @@ class Scratch:
 class MasterShard:
     """A range of one group's master that the inner optimizer treats as one parameter.
 
-    start, stop: elements of the master (and of the reduced gradient) on this rank. names: the parameters it covers. If
-    the master is split, `param` holds values during a step only, and NaN between steps.
+    start, stop: elements of the master (and of the reduced gradient) on this rank. names: the
+    parameters it covers. If the master is split, `param` holds values during a step only, and NaN
+    between steps.
     """
 
     group: ParamGroup
@@ -134,7 +148,9 @@ class MasterShard:
     param: nn.Parameter
     names: tuple[str, ...]
     at: int = 0  # where its scratch begins in the tile's
-    has_kernel: bool = False  # it is updated in one pass if its hyper-parameters have a rule (one_pass.py)
+    has_kernel: bool = (
+        False  # it is updated in one pass if its hyper-parameters have a rule (one_pass.py)
+    )
 
     @property
     def numel(self) -> int:
@@ -143,7 +159,9 @@ class MasterShard:
     @property
     def planned(self) -> ShardRange:
         """Return the shard as data."""
-        return ShardRange(self.group.planned, self.start, self.stop, self.names, tuple(self.param.shape))
+        return ShardRange(
+            self.group.planned, self.start, self.stop, self.names, tuple(self.param.shape)
+        )
 
     @property
     def master(self) -> MasterWeight:
@@ -155,7 +173,9 @@ class MasterShard:
         return self.group.comm_ctx.comm.rank
 
     def grad(self, *, waiting: bool = False) -> Tensor | None:
-        """Return the last step's gradient, or with `waiting` the delayed one, in `param`'s shape; None without one."""
+        """Return the last step's gradient, or with `waiting` the delayed one, in `param`'s shape;
+        None without one.
+        """
         gradient = self.group.gradient
         if self.is_absent(waiting=waiting):
             return None
@@ -163,7 +183,9 @@ class MasterShard:
         return None if part is None else part.view(self.param.shape)
 
     def extent_ranges(self, *, waiting: bool = False) -> Iterator[ExtentRange]:
-        """Yield the extent ranges of master, weight and gradient that the update of this shard reads or writes."""
+        """Yield the extent ranges of master, weight and gradient that the update of this shard
+        reads or writes.
+        """
         for extent in self.master.extents():
             yield ExtentRange(extent, self.start, self.stop)
         gradient = self.group.gradient
@@ -172,7 +194,9 @@ class MasterShard:
             yield ExtentRange(buffer.extent, self.start, self.stop, changes=False)
 
     def staged_ranges(self, *, waiting: bool = False) -> Iterator[StagedRange]:
-        """Yield the ranges of weight and gradient that the training device holds and the host updates or reads."""
+        """Yield the ranges of weight and gradient that the training device holds and the host
+        updates or reads.
+        """
         if self.master.staged is not None:
             yield StagedRange(self.master.staged, self.start, self.stop)
         gradient = self.group.gradient
@@ -183,22 +207,30 @@ class MasterShard:
     def overlaps(self) -> Iterator[ParamOverlap]:
         """Return the range of each parameter that the shard covers."""
         low = 0 if self.master.placement is R else self.group.layout.bounds(self.rank)[0]
-        first, last = low + self.start, low + self.stop
+        first = low + self.start
+        last = low + self.stop
         for number, member in enumerate(self.group.members):
             slot = member.slot
-            start, stop = max(slot.start, first), min(slot.stop, last)
+            start = max(slot.start, first)
+            stop = min(slot.stop, last)
             if start < stop:
-                yield ParamOverlap(slot, start - slot.start, stop - slot.start, self, start - first, number)
+                yield ParamOverlap(
+                    slot, start - slot.start, stop - slot.start, self, start - first, number
+                )
 
     def pieces(self) -> list[Piece]:
         """Return the ranges of the parameters that the shard covers."""
         return [
-            Piece(cover.slot.name, cover.offset, cover.offset + cover.stop - cover.start, cover.start)
+            Piece(
+                cover.slot.name, cover.offset, cover.offset + cover.stop - cover.start, cover.start
+            )
             for cover in self.overlaps()
         ]
 
     def is_absent(self, *, waiting: bool = False) -> bool:
-        """Return whether no parameter of the shard has a gradient (all frozen or dropped): its update is skipped."""
+        """Return whether no parameter of the shard has a gradient (all frozen or dropped): its
+        update is skipped.
+        """
         gradient = self.group.gradient
         absent = (gradient.delayed.absent if waiting else gradient.absent) or set()
         return bool(absent) and all(cover.number in absent for cover in self.overlaps())
@@ -214,12 +246,15 @@ class MasterShard:
     def load_values(self, scratch: Scratch) -> None:
         """Load the master values into `param`, where the optimizer changes them."""
         self.group.guard.before_write()
-        values, home = self.master.in_place_view(self.start, self.stop), self.master.update_device
+        values = self.master.in_place_view(self.start, self.stop)
+        home = self.master.update_device
         if values is None:
             into = scratch.take("masters", self.master.dtype, home)[self.at : self.at + self.numel]
             helper = None
             if self.master.is_split:
-                helper = scratch.take("join", torch.int32, home, scratch_numel(home, scratch.numel[home]))
+                helper = scratch.take(
+                    "join", torch.int32, home, scratch_numel(home, scratch.numel[home])
+                )
             values = self.master.read(self.start, self.stop, into, helper)
         self.param.data = values.view(self.param.shape)
 
@@ -231,7 +266,9 @@ class MasterShard:
         if keep:
             self.master.copy_to_weight(self.start, self.stop)
         if self.master.is_copied_for_update:
-            self.param.data = scratch.placeholder(self.param.shape, self.param.dtype, self.master.update_device)
+            self.param.data = scratch.placeholder(
+                self.param.shape, self.param.dtype, self.master.update_device
+            )
 
 
 @dataclass(frozen=True)
@@ -265,7 +302,8 @@ Tile = list[tuple[int, MasterShard]]  # (number of the user's parameter group, s
 class Tiles:
     """The tiles of an optimizer, in the order of `UpdatePlan.order`.
 
-    now: updated at the step, before it returns. later: may be updated at other times, by number of the unit.
+    now: updated at the step, before it returns. later: may be updated at other times, by number of
+    the unit.
     """
 
     now: list[Tile]
@@ -281,7 +319,8 @@ class Tiles:
         }
 
         def tile_of(planned_tile: PlannedTile) -> Tile:
-            tile, filled = Tile(), 0
+            tile = Tile()
+            filled = 0
             for number, planned in planned_tile:
                 shard = shard_of[id(planned)]
                 shard.at = filled
@@ -295,14 +334,18 @@ class Tiles:
 
 
 def cuts_of(shard: MasterShard, apart: Callable[[ParamOverlap], Any]) -> list[ShardRange]:
-    """Return the ranges of a shard whose parameters agree in `apart`: one if all do, or if it is a whole tensor."""
+    """Return the ranges of a shard whose parameters agree in `apart`: one if all do, or if it is a
+    whole tensor.
+    """
     covers = list(shard.overlaps())
     runs = [list(run) for _, run in itertools.groupby(covers, key=apart)]
     if len(runs) < 2:
         return [shard.planned]
     edges = [shard.start, *(shard.start + run[0].offset for run in runs[1:]), shard.stop]
     return [
-        ShardRange(shard.group.planned, low, high, tuple(cover.slot.name for cover in run), (high - low,))
+        ShardRange(
+            shard.group.planned, low, high, tuple(cover.slot.name for cover in run), (high - low,)
+        )
         for run, low, high in zip(runs, edges, edges[1:], strict=False)
     ]
 
@@ -374,7 +417,8 @@ class Moments:
     """The moments of one optimizer."""
 
     def __init__(self, inner: Optimizer, scratch: Scratch) -> None:
-        self._inner, self._scratch = inner, scratch
+        self._inner = inner
+        self._scratch = scratch
         self._found: dict[tuple[int, str], Moment] = {}  # by (id of the group, name)
         self._names: dict[int, list[str]] = {}
         self._counted: set[int] = set()  # id of shards whose moments the optimizer keeps itself
@@ -401,10 +445,15 @@ class Moments:
         for name in self._names.get(id(shard.group), ()):
             if name in state:
                 moment = self._found[id(shard.group), name]
-                yield ExtentRange(moment.extent, shard.start, shard.stop), moment.powers.get(id(shard))
+                yield (
+                    ExtentRange(moment.extent, shard.start, shard.stop),
+                    moment.powers.get(id(shard)),
+                )
 
     def resting(self, shard: MasterShard) -> Iterator[tuple[str, Tensor]]:
-        """Yield the moments of a shard as they lie in memory between steps, by name; a disk's are not there."""
+        """Yield the moments of a shard as they lie in memory between steps, by name; a disk's are
+        not there.
+        """
         for name, value in self._inner.state.get(shard.param, {}).items():
             if is_subclass(value):
                 yield from ((f"{name}.{path}", each) for path, each in inner_tensors(value).items())
@@ -417,14 +466,15 @@ class Moments:
                 yield name, moment.extent.read(shard.start, shard.stop)
 
     def load(self, shard: MasterShard, *, working: bool = True) -> None:
-        """Load a shard's moments into the optimizer's state. working: for one tile's update, into buffers that tiles
-        share.
+        """Load a shard's moments into the optimizer's state. working: for one tile's update, into
+        buffers that tiles share.
         """
         shard.group.guard.before_write()
         if shard.param not in self._inner.state:
             return
         for name in self._names.get(id(shard.group), ()):
-            moment, state = self._found[id(shard.group), name], self._inner.state[shard.param]
+            moment = self._found[id(shard.group), name]
+            state = self._inner.state[shard.param]
             if not self._scratch.is_placeholder(state.get(name)):
                 continue
             if moment.kept is None:
@@ -436,21 +486,26 @@ class Moments:
             state[name] = values.view(shard.param.shape)
 
     def read(self, shard: MasterShard, name: str) -> Tensor:
-        """Return one moment as fp32 (or as the optimizer has it), whatever is deferred: a view or a copy."""
+        """Return one moment as fp32 (or as the optimizer has it), whatever is deferred: a view or a
+        copy.
+        """
         value: Tensor = self._inner.state[shard.param][name]
         moment = self._found.get((id(shard.group), name))
         if moment is None or (moment.kept is not None and not self._scratch.is_placeholder(value)):
             return value
-        # The optimizer may see a view of memory that has left for the disk since, with another shard of its chunk.
+        # The optimizer may see a view of memory that has left for the disk since, with another
+        # shard of its chunk.
         values = read_now(moment.extent, shard.start, shard.stop)
         if moment.kept is None:
             return values
         return moment.kept.decode(values, moment.powers.get(id(shard)), None)
 
     def store(self, shard: MasterShard, chance: StochasticRounding, *, keep: bool) -> None:
-        """Store the optimizer's state of a shard; values that are stored in another form are NaN until the next `load`.
+        """Store the optimizer's state of a shard; values that are stored in another form are NaN
+        until the next `load`.
 
-        chance: random bits for values that are stored in fewer bits. keep: False after an update that failed.
+        chance: random bits for values that are stored in fewer bits. keep: False after an update
+        that failed.
         """
         shard.group.guard.before_write()
         state = self._inner.state.get(shard.param, {})
@@ -458,14 +513,19 @@ class Moments:
         if not shard.group.plan.moments_external:
             return
         for name, value in state.items():
-            if not isinstance(value, Tensor) or value.shape != shard.param.shape or is_subclass(value):
+            if (
+                not isinstance(value, Tensor)
+                or value.shape != shard.param.shape
+                or is_subclass(value)
+            ):
                 continue
             if self._scratch.is_placeholder(value):
                 continue
             moment = self._moment(shard, name, value.dtype)
             own = moment.extent.memory[shard.start : shard.stop]
             if moment.kept is not None:
-                own, powers = moment.extent.write(shard.start, shard.stop), self._scales(moment, shard)
+                own = moment.extent.write(shard.start, shard.stop)
+                powers = self._scales(moment, shard)
                 if keep:
                     moment.kept.encode(value.reshape(-1), own, powers, shard.chance(chance, name))
             elif value.data_ptr() != own.data_ptr():
@@ -473,7 +533,8 @@ class Moments:
             state[name] = self._seen(shard, moment, own, value.shape)
 
     def in_place(self, shard: MasterShard, names: Sequence[str]) -> tuple[Tensor, ...]:
-        """Return a shard's moments as they are stored, flat, for an update in place; those that are missing are zeros.
+        """Return a shard's moments as they are stored, flat, for an update in place; those that are
+        missing are zeros.
 
         names: of all its moments. Between updates the optimizer sees the same as after `store`.
         """
@@ -503,23 +564,27 @@ class Moments:
         return own.view(shape)
 
     def refuse_cut(self, shard: MasterShard) -> None:
-        """Raise if a shard's moments cannot be cut: in 8 bits, blocks of neighbours share an exponent."""
+        """Raise if a shard's moments cannot be cut: in 8 bits, blocks of neighbours share an
+        exponent.
+        """
         if any(id(shard) in moment.powers for moment in self._found.values()):
             raise UsageError(
-                f"the optimizer's state of {', '.join(shard.names[:3])} is kept in 8 bits, and not all of it is to be "
-                "updated.",
-                "Blocks of moments that reach from one parameter into the next share an exponent; updating one would "
-                "change the other's.",
+                f"the optimizer's state of {', '.join(shard.names[:3])} is kept in 8 bits, and not "
+                "all of it is to be updated.",
+                "Blocks of moments that reach from one parameter into the next share an exponent; "
+                "updating one would change the other's.",
                 "freeze whole units (blocks), or set optimizer.moments to bf16 or fp32.",
             )
 
     def cut(self, shard: MasterShard, into: Sequence[MasterShard]) -> None:
         """Give the optimizer's state of a shard to the ranges it was cut into."""
-        shard.group.guard.before_write()  # a checkpoint that is written meanwhile reads it by this shard
+        # A checkpoint that is written meanwhile reads it by this shard
+        shard.group.guard.before_write()
         state = self._inner.state.pop(shard.param, None)
         self._counted.discard(id(shard))
         for part in into if state is not None else ():
-            low, high = part.start - shard.start, part.stop - shard.start
+            low = part.start - shard.start
+            high = part.stop - shard.start
             own = self._inner.state[part.param] = {}
             for name, value in state.items():
                 if not isinstance(value, Tensor):
@@ -527,42 +592,55 @@ class Moments:
                 elif value.shape != shard.param.shape:
                     own[name] = value.clone()
                 elif self._scratch.is_placeholder(value):
-                    own[name] = self._scratch.placeholder(part.param.shape, value.dtype, value.device)
+                    own[name] = self._scratch.placeholder(
+                        part.param.shape, value.dtype, value.device
+                    )
                 else:
                     own[name] = value.view(-1)[low:high].view(part.param.shape)
 
     def _shared(self, shard: MasterShard, name: str, dtype: torch.dtype) -> Tensor:
-        """Return the buffer, shared by the shards of all tiles, in which a shard's moment is updated."""
-        return self._scratch.take(name, dtype, shard.master.update_device)[shard.at : shard.at + shard.numel]
+        """Return the buffer, shared by the shards of all tiles, in which a shard's moment is
+        updated.
+        """
+        return self._scratch.take(name, dtype, shard.master.update_device)[
+            shard.at : shard.at + shard.numel
+        ]
 
     def offload(self, shard: MasterShard, chance: StochasticRounding) -> None:
         """Store moments that a checkpoint has loaded, and evict them to their tier."""
         self.store(shard, chance, keep=True)
         for left in [stretch.release() for stretch in self.extent_ranges(shard)]:
             if left is not None:
-                left.wait()  # or, on a disk that is slower than what is loaded from, all of them would be here
+                # Or, on a disk that is slower than what is loaded from, all of them would be here
+                left.wait()
 
     def _scales(self, moment: Moment, shard: MasterShard) -> Tensor | None:
         if moment.kept is None or not moment.kept.has_scales:
             return None
         if id(shard) not in moment.powers:
-            powers = torch.zeros(-(-shard.numel // BLOCK), dtype=torch.int8, device=shard.master.update_device)
+            powers = torch.zeros(
+                -(-shard.numel // BLOCK), dtype=torch.int8, device=shard.master.update_device
+            )
             moment.powers[id(shard)] = powers
         return moment.powers[id(shard)]
 
     def _moment(self, shard: MasterShard, name: str, dtype: torch.dtype) -> Moment:
         key = id(shard.group), name
         if key not in self._found:
-            plan, group = shard.group.plan, shard.group
+            plan = shard.group.plan
+            group = shard.group
             assert plan.moments is not None
             kept = storage_format(plan.moments_format, name) if dtype == torch.float32 else None
-            stored, what = kept.dtype if kept is not None else dtype, f"{name} of {group.members[0].name}"
+            stored = kept.dtype if kept is not None else dtype
+            what = f"{name} of {group.members[0].name}"
             numel = shard.master.buffer.memory.numel()
             if plan.moments.tier is Tier.DEVICE:
                 extent = Extent(torch.zeros(numel, dtype=stored, device=shard.master.update_device))
                 self._scratch.budget.reserve_for(extent, extent.memory.nbytes, what)
             else:
-                extent = group.comm_ctx.tiers.reserve(plan.moments.tier, numel, stored, what, is_copied=False)
+                extent = group.comm_ctx.tiers.reserve(
+                    plan.moments.tier, numel, stored, what, is_copied=False
+                )
             self._found[key] = Moment(extent, plan.moments.tier, dtype, kept)
             self._names.setdefault(id(group), []).append(name)
         return self._found[key]
@@ -573,14 +651,18 @@ class Moments:
             self._counted.add(id(shard))
             rest = shard.group.plan.moments_external
             tensors = [value for value in state.values() if isinstance(value, Tensor)]
-            nbytes = sum(value.nbytes for value in tensors if not rest or value.shape != shard.param.shape)
-            self._scratch.budget.reserve_for(shard, nbytes, f"the optimizer's state of {shard.names[0]}")
+            nbytes = sum(
+                value.nbytes for value in tensors if not rest or value.shape != shard.param.shape
+            )
+            self._scratch.budget.reserve_for(
+                shard, nbytes, f"the optimizer's state of {shard.names[0]}"
+            )
 
 
 @dataclass(frozen=True)
 class PrefetchSettings:
-    """ahead: tiles that are fetched before their turn. behind: tiles that may still be stored when the next is
-    updated.
+    """ahead: tiles that are fetched before their turn. behind: tiles that may still be stored when
+    the next is updated.
     """
 
     ahead: int = 2
@@ -588,15 +670,20 @@ class PrefetchSettings:
 
 
 class TilePrefetcher(Generic[T]):
-    """Yields tiles in order, each with its states in place: `next` returns one to update, `release` stores it.
+    """Yields tiles in order, each with its states in place: `next` returns one to update, `release`
+    stores it.
 
     Stores of the last tiles may still be under way after the end.
     """
 
     def __init__(
-        self, tiles: Sequence[T], touched: Callable[[T], Iterable[StagedState]], settings: PrefetchSettings
+        self,
+        tiles: Sequence[T],
+        touched: Callable[[T], Iterable[StagedState]],
+        settings: PrefetchSettings,
     ) -> None:
-        self._touched, self._settings = touched, settings
+        self._touched = touched
+        self._settings = settings
         self._upcoming = iter(tiles)
         self._coming: deque[tuple[T, list[Work]]] = deque()
         self._going: deque[list[Work | None]] = deque()
@@ -623,10 +710,11 @@ class TilePrefetcher(Generic[T]):
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision of a step about its gradients. factor: they are multiplied by it. number: of the update, which seeds
-    random rounding.
+    """The decision of a step about its gradients. factor: they are multiplied by it. number: of the
+    update, which seeds random rounding.
 
-    hypers: hyper-parameters that hold for it; None: those in force. is_waiting: the gradients are the delayed ones.
+    hypers: hyper-parameters that hold for it; None: those in force. is_waiting: the gradients are
+    the delayed ones.
     """
 
     factor: float
@@ -636,7 +724,9 @@ class Decision:
 
     def agrees(self, other: Decision) -> bool:
         """Return whether both decisions lead to the same bits."""
-        return (self.factor, self.number) == (other.factor, other.number) and _same(self.hypers, other.hypers)
+        return (self.factor, self.number) == (other.factor, other.number) and _same(
+            self.hypers, other.hypers
+        )
 
 
 def _tiles_by_group(tiles: Iterable[Tile]) -> Counter[ParamGroup]:
@@ -646,7 +736,10 @@ def _tiles_by_group(tiles: Iterable[Tile]) -> Counter[ParamGroup]:
 
 def hypers_of(optimizer: Optimizer) -> Hypers:
     """Return a copy of the hyper-parameters in force."""
-    return [{key: _own(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return [
+        {key: _own(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def _own(value: Any) -> Any:
@@ -667,9 +760,17 @@ class Updater:
     """Runs the inner optimizer over tiles."""
 
     def __init__(
-        self, inner: Optimizer, scratch: Scratch, moments: Moments, settings: PrefetchSettings, clock: PhaseClock
+        self,
+        inner: Optimizer,
+        scratch: Scratch,
+        moments: Moments,
+        settings: PrefetchSettings,
+        clock: PhaseClock,
     ) -> None:
-        self.inner, self.scratch, self.moments, self.settings = inner, scratch, moments, settings
+        self.inner = inner
+        self.scratch = scratch
+        self.moments = moments
+        self.settings = settings
         self.clock = clock
         self.one_pass = OnePass(inner)
         self._tiles: TilePrefetcher[Tile] = TilePrefetcher((), self._staged_states, settings)
@@ -681,10 +782,15 @@ class Updater:
         self._first_number: int | None = None  # of the first decision
         self._first_update = LongWork("first update", 0, "parameters")
 
-    def step_now(self, tiles: Sequence[Tile], decision: Decision) -> Generator[set[ParamGroup], None, None]:
-        """Update these tiles one after another; yield, behind each, the groups whose tiles have all been updated."""
+    def step_now(
+        self, tiles: Sequence[Tile], decision: Decision
+    ) -> Generator[set[ParamGroup], None, None]:
+        """Update these tiles one after another; yield, behind each, the groups whose tiles have all
+        been updated.
+        """
         self._expect_first(tiles, decision)
-        flow, done = TilePrefetcher(tiles, self._staged_states, self.settings), 0
+        flow = TilePrefetcher(tiles, self._staged_states, self.settings)
+        done = 0
         left = _tiles_by_group(tiles)
         try:
             while (tile := flow.next()) is not None:
@@ -694,10 +800,17 @@ class Updater:
                 left -= _tiles_by_group([tile])
                 yield {shard.group for _, shard in tile if not left[shard.group]}
         except (Exception, GeneratorExit):  # the latter where what was yielded could not be used
-            # A first tile that fails leaves split masters as they were; others are changed where they lie.
-            in_place = any(shard.has_kernel or shard.master.is_updated_in_place for tile in tiles for _, shard in tile)
+            # A first tile that fails leaves split masters as they were; others are changed where
+            # they lie.
+            in_place = any(
+                shard.has_kernel or shard.master.is_updated_in_place
+                for tile in tiles
+                for _, shard in tile
+            )
             self._ended_halfway = done > 0 or in_place
-            for reflection in [each for tile in tiles for _, shard in tile for each in shard.staged_ranges()]:
+            for reflection in [
+                each for tile in tiles for _, shard in tile for each in shard.staged_ranges()
+            ]:
                 reflection.mirror.clear()
             raise
 
@@ -705,7 +818,8 @@ class Updater:
         """Defer the update of these tiles until their states are read."""
         if not tiles:
             return
-        self._tiles, self.has_run = TilePrefetcher(tiles, self._staged_states, self.settings), True
+        self._tiles = TilePrefetcher(tiles, self._staged_states, self.settings)
+        self.has_run = True
         self._decision = replace(decision, hypers=decision.hypers or hypers_of(self.inner))
         self._tiles_left = _tiles_by_group(tiles)
         self._expect_first(tiles, decision)
@@ -713,9 +827,13 @@ class Updater:
             group.gradient.defer()
             group.set_pending(self)
 
-    def step_speculative(self, tiles: Sequence[Tile], decision: Decision, note: Callable[[MasterShard], None]) -> None:
+    def step_speculative(
+        self, tiles: Sequence[Tile], decision: Decision, note: Callable[[MasterShard], None]
+    ) -> None:
         """Update these tiles before their step is decided; pass each shard to `note` first."""
-        flow = TilePrefetcher(tiles, partial(self._staged_states, waiting=decision.is_waiting), self.settings)
+        flow = TilePrefetcher(
+            tiles, partial(self._staged_states, waiting=decision.is_waiting), self.settings
+        )
         with self.guard_mixture():
             while (tile := flow.next()) is not None:
                 for _, shard in tile:
@@ -725,10 +843,11 @@ class Updater:
 
     @contextmanager
     def guard_mixture(self) -> Iterator[None]:
-        """Open a block after which, if it raises, some states have taken a step and some have not: training cannot
-        go on.
+        """Open a block after which, if it raises, some states have taken a step and some have not:
+        training cannot go on.
         """
-        before, already = self.clock.enter("optimizer"), self._ended_halfway
+        before = self.clock.enter("optimizer")
+        already = self._ended_halfway
         self._ended_halfway = True
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -748,14 +867,17 @@ class Updater:
         if self._ended_halfway:
             raise UsageError(
                 "an earlier step ended with an error while states were being updated.",
-                "Some have taken that step and some have not, so going on would compute with a mixture.",
+                "Some have taken that step and some have not, so going on would compute with a "
+                "mixture.",
                 "load the last checkpoint into a new engine.",
             )
         while self._update_next():
             pass
 
     def flush_group(self, group: ParamGroup) -> None:
-        """Run the deferred updates of the tiles up to this group's: its states are about to be read. Local."""
+        """Run the deferred updates of the tiles up to this group's: its states are about to be
+        read. Local.
+        """
         if self._ended_halfway:
             self.flush()
         while self._tiles_left[group]:
@@ -785,12 +907,18 @@ class Updater:
 
     def _update(self, tile: Tile, decision: Decision) -> None:
         rest = Tile()  # what the optimizer's own step updates
-        shown, chance = list[MasterShard](), StochasticRounding(decision.number)
-        self._is_busy, done = True, False
+        shown = list[MasterShard]()
+        chance = StochasticRounding(decision.number)
+        self._is_busy = True
+        done = False
         try:
             for number, shard in tile:
                 grad = shard.grad(waiting=decision.is_waiting)
-                if grad is not None and shard.has_kernel and self._update_in_one_pass(number, shard, grad, decision):
+                if (
+                    grad is not None
+                    and shard.has_kernel
+                    and self._update_in_one_pass(number, shard, grad, decision)
+                ):
                     continue
                 rest.append((number, shard))
                 if grad is None:
@@ -817,10 +945,18 @@ class Updater:
 
     def _hypers_of(self, number: int, decision: Decision) -> dict[str, Any]:
         """Return the hyper-parameters of a parameter group that hold for a decision."""
-        return decision.hypers[number] if decision.hypers is not None else self.inner.param_groups[number]
+        return (
+            decision.hypers[number]
+            if decision.hypers is not None
+            else self.inner.param_groups[number]
+        )
 
-    def _update_in_one_pass(self, number: int, shard: MasterShard, grad: Tensor, decision: Decision) -> bool:
-        """Update a shard by a kernel; return False, with nothing changed, if there is none for its hyper-parameters."""
+    def _update_in_one_pass(
+        self, number: int, shard: MasterShard, grad: Tensor, decision: Decision
+    ) -> bool:
+        """Update a shard by a kernel; return False, with nothing changed, if there is none for its
+        hyper-parameters.
+        """
         hypers = self._hypers_of(number, decision)
         variant = self.one_pass.variant(shard.param, hypers)
         if variant is None:
@@ -840,7 +976,9 @@ class Updater:
         return True
 
     def _expect_first(self, tiles: Sequence[Tile], decision: Decision) -> None:
-        """Count the tiles of the first update, which touches the memory of states for the first time."""
+        """Count the tiles of the first update, which touches the memory of states for the first
+        time.
+        """
         if self._first_number is None:
             self._first_number = decision.number
             self._first_update = LongWork("first update", 0, "parameters")
@@ -848,28 +986,35 @@ class Updater:
             self._first_update.total += sum(shard.numel for tile in tiles for _, shard in tile)
 
     def _scaled(self, shard: MasterShard, grad: Tensor, factor: float) -> Tensor:
-        dtype, home = shard.param.dtype, shard.master.update_device
+        dtype = shard.param.dtype
+        home = shard.master.update_device
         if grad.dtype == dtype and factor == 1.0 and grad.device == home:
             return grad
-        into = self.scratch.take("grads", dtype, home)[shard.at : shard.at + shard.numel].view(grad.shape)
+        into = self.scratch.take("grads", dtype, home)[shard.at : shard.at + shard.numel].view(
+            grad.shape
+        )
         if factor == 1.0:
             return into.copy_(grad)
         is_alike = grad.dtype == dtype and grad.device == into.device
         return torch.mul(grad, factor, out=into) if is_alike else into.copy_(grad).mul_(factor)
 
     def _alike(self, tile: Tile, shown: Sequence[MasterShard]) -> list[Tile]:
-        """Split a tile in two if some shards have states and others (unfrozen since) have not: torch's fused SGD
-        refuses a mixture.
+        """Split a tile in two if some shards have states and others (unfrozen since) have not:
+        torch's fused SGD refuses a mixture.
         """
         new = {id(shard) for shard in shown if not self.inner.state.get(shard.param)}
         if not new or len(new) == len(shown):
             return [tile]
-        return [[item for item in tile if (id(item[1]) in new) is is_new] for is_new in (False, True)]
+        return [
+            [item for item in tile if (id(item[1]) in new) is is_new] for is_new in (False, True)
+        ]
 
     def state_of_first_step(self, shard: MasterShard, number: int) -> dict[str, Any]:
-        """Return the state that the inner optimizer makes for a shard of a group in its first step. Local.
+        """Return the state that the inner optimizer makes for a shard of a group in its first step.
+        Local.
 
-        The step runs over a parameter of zeros in the shard's place, and changes neither weights nor groups.
+        The step runs over a parameter of zeros in the shard's place, and changes neither weights
+        nor groups.
         """
         twin = nn.Parameter(torch.zeros_like(shard.param, device=shard.master.update_device))
         twin.grad = torch.zeros_like(twin)
@@ -902,7 +1047,9 @@ class Updater:
                         group[key] = before[key]
 
 
-_ONE_AT_A_TIME = threading.RLock()  # a second thread would take the bare methods for torch's, and put those back
+_ONE_AT_A_TIME = (
+    threading.RLock()
+)  # a second thread would take the bare methods for torch's, and put those back
 
 
 @contextmanager
@@ -923,23 +1070,27 @@ def undecorated() -> Iterator[None]:
 
 
 def raw_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """Return the bare update of one of torch's own optimizers or ours, else its `step`. It runs inside
-    `torch.no_grad()`.
+    """Return the bare update of one of torch's own optimizers or ours, else its `step`. It runs
+    inside `torch.no_grad()`.
 
     Hooks belong to the outer step: they run once a step and not once a tile.
     """
     cls = type(optimizer)
-    is_known = cls.__module__.partition(".")[0] in ("torch", "deepseek_zero") and "step" not in vars(optimizer)
+    is_known = cls.__module__.partition(".")[0] in (
+        "torch",
+        "deepseek_zero",
+    ) and "step" not in vars(optimizer)
     return inspect.unwrap(cls.step).__get__(optimizer) if is_known else optimizer.step
 
 
 class DelayedUpdate:
-    """The deferred decision of one optimizer whose updates are a step late. after: updates in time at the start of a
-    run.
+    """The deferred decision of one optimizer whose updates are a step late. after: updates in time
+    at the start of a run.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], after: int) -> None:
-        self.groups, self.after = groups, after
+        self.groups = groups
+        self.after = after
         self.deferred: Decision | None = None
 
     def is_on(self, updates: int) -> bool:
@@ -950,7 +1101,8 @@ class DelayedUpdate:
         """Store a step's decision (None: it has none) and return the one stored before."""
         for group in self.groups:
             group.gradient.delayed.swap(keep=made is not None)
-        due, self.deferred = self.deferred, made
+        due = self.deferred
+        self.deferred = made
         return due
 
     def discard(self) -> None:
@@ -960,13 +1112,23 @@ class DelayedUpdate:
             group.gradient.delayed.discard()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the stored decision as plain values; its gradient is saved by parameter (checkpoint/state.py)."""
+        """Return the stored decision as plain values; its gradient is saved by parameter
+        (checkpoint/state.py).
+        """
         if self.deferred is None:
             return None
-        return {"factor": self.deferred.factor, "number": self.deferred.number, "hypers": self.deferred.hypers}
+        return {
+            "factor": self.deferred.factor,
+            "number": self.deferred.number,
+            "hypers": self.deferred.hypers,
+        }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Restore a saved decision; the gradient has been loaded already."""
-        self.deferred = Decision(state["factor"], state["number"], state["hypers"]) if state is not None else None
+        self.deferred = (
+            Decision(state["factor"], state["number"], state["hypers"])
+            if state is not None
+            else None
+        )
         for group in self.groups:
             group.gradient.delayed.restore(is_full=self.deferred is not None)
