@@ -1,4 +1,5 @@
-"""Owns layers that several ranks compute together: products split over the tensor-parallel axis, and what they sum.
+"""Owns layers that several ranks compute together: products split over the tensor-parallel axis,
+and what they sum.
 
 The names below load on first use: a run without these axes needs none of them.
 """

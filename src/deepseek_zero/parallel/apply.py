@@ -1,4 +1,6 @@
-"""Cuts a model over a tensor-parallel axis: a plan becomes layers, local parameters and one rank's counts of heads."""
+"""Cuts a model over a tensor-parallel axis: a plan becomes layers, local parameters and one rank's
+counts of heads.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,18 @@ KINDS = {
 
 
 def parallelize(
-    model: nn.Module, comm: Comm, settings: ParallelSettings | None = None, plan: ParallelPlan | None = None
+    model: nn.Module,
+    comm: Comm,
+    settings: ParallelSettings | None = None,
+    plan: ParallelPlan | None = None,
 ) -> dict[str, Split]:
     """Cut a whole model in place; return where each parameter's elements are, by the model's names.
 
-    comm: of the ranks of the tensor-parallel axis, all of which call this with an equal model. plan: as `choose` made
-    it of the model and the settings, and `prove` completed it; None: it is made here. Values are the first rank's.
-    Afterwards this rank's parameters are its own parts, and the first forward compares its inputs with those of the
-    other ranks. Collective; refusals are raised before anything is cut.
+    comm: of the ranks of the tensor-parallel axis, all of which call this with an equal model.
+    plan: as `choose` made it of the model and the settings, and `prove` completed it; None: it is
+    made here. Values are the first rank's. Afterwards this rank's parameters are its own parts, and
+    the first forward compares its inputs with those of the other ranks. Collective; refusals are
+    raised before anything is cut.
     """
     settings = settings or ParallelSettings()
     if plan is None:
@@ -60,11 +66,14 @@ def parallelize(
     return plan.splits
 
 
-def virtual(model: nn.Module, tp: int | Mesh, settings: ParallelSettings | None = None) -> nn.Module:
-    """Make a whole model compute, in this process alone, as it would on that many tensor-parallel ranks; returns it.
+def virtual(
+    model: nn.Module, tp: int | Mesh, settings: ParallelSettings | None = None
+) -> nn.Module:
+    """Make a whole model compute, in this process alone, as it would on that many tensor-parallel
+    ranks; returns it.
 
-    tp: the ranks, or a mesh that says how many. A debugging tool: loss and gradients are those of the ranks bit by bit,
-    with whole parameters.
+    tp: the ranks, or a mesh that says how many. A debugging tool: loss and gradients are those of
+    the ranks bit by bit, with whole parameters.
     """
     tp = tp.tp if isinstance(tp, Mesh) else tp
     settings = settings or ParallelSettings()
@@ -74,7 +83,11 @@ def virtual(model: nn.Module, tp: int | Mesh, settings: ParallelSettings | None 
     axis = VirtualAxis(tp, next(model.parameters()).device, has_dropout=may_draw(model))
     for holder, name in plan.attentions.items():
         module = model.get_submodule(name)
-        counts = {(module, attribute): local for (of, attribute), local in plan.attributes.items() if of == name}
+        counts = {
+            (module, attribute): local
+            for (of, attribute), local in plan.attributes.items()
+            if of == name
+        }
         run_in_passes(model.get_submodule(holder), axis, counts)
     for name in summed:
         repeat(model.get_submodule(name), axis)
@@ -94,7 +107,8 @@ def virtual(model: nn.Module, tp: int | Mesh, settings: ParallelSettings | None 
 
 
 def _summed_modules(model: nn.Module, plan: ParallelPlan) -> list[str]:
-    """Return the modules inside of attentions whose parameters have gradients that are summed over the ranks.
+    """Return the modules inside of attentions whose parameters have gradients that are summed over
+    the ranks.
 
     NotBuiltError for a parameter that is split and no layer's: a virtual rank has all of it.
     """
@@ -110,7 +124,9 @@ def _summed_modules(model: nn.Module, plan: ParallelPlan) -> list[str]:
                 "One process computes with whole parameters.",
                 "compare the ranks' run with a plain one instead.",
             )
-        if split.kind == "partial" and any(owner.startswith(f"{holder}.") for holder in plan.attentions):
+        if split.kind == "partial" and any(
+            owner.startswith(f"{holder}.") for holder in plan.attentions
+        ):
             found[owner] = None
     return list(found)
 

@@ -1,7 +1,8 @@
-"""Cuts a whole tensor into what each rank of the tensor-parallel axis holds, and joins the parts again.
+"""Cuts a whole tensor into what each rank of the tensor-parallel axis holds, and joins the parts
+again.
 
-`cut` is for the weights of one rank. `blocks` and `join` keep gradients: the virtual axis (virtual.py) cuts and joins
-with them whatever several ranks would hold, in one process.
+`cut` is for the weights of one rank. `blocks` and `join` keep gradients: the virtual axis
+(virtual.py) cuts and joins with them whatever several ranks would hold, in one process.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from ..planner.split import Ranges, Split, laid_out
 
 
 def cut(whole: Tensor, split: Split, coordinate: int) -> Tensor:
-    """Return a contiguous copy of what one rank holds of a whole tensor; the tensor itself unless it is split."""
+    """Return a contiguous copy of what one rank holds of a whole tensor; the tensor itself unless
+    it is split.
+    """
     return taken(whole, split.dim, split.ranges[coordinate]) if split.kind == "split" else whole
 
 
 def blocks(whole: Tensor, split: Split) -> tuple[Tensor, ...]:
-    """Return what each rank holds, by coordinate. Their gradients are joined; of a part that several ranks hold, they
-    are summed in the order of the ranks.
+    """Return what each rank holds, by coordinate. Their gradients are joined; of a part that
+    several ranks hold, they are summed in the order of the ranks.
     """
     found: tuple[Tensor, ...] = _Blocks.apply(whole, split)  # type: ignore[no-untyped-call]
     return found
@@ -38,20 +41,25 @@ def join(parts: tuple[Tensor, ...], split: Split) -> Tensor:
 
 
 def ordered(parts: tuple[Tensor, ...]) -> Tensor:
-    """Return the sum of tensors of one shape, in this order, in fp32, rounded once; without a gradient."""
+    """Return the sum of tensors of one shape, in this order, in fp32, rounded once; without a
+    gradient.
+    """
     found = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
     scratch = torch.empty(
-        min(found.numel(), SUM_TILE_NUMEL.on(found.device)) or 1, dtype=torch.float32, device=found.device
+        min(found.numel(), SUM_TILE_NUMEL.on(found.device)) or 1,
+        dtype=torch.float32,
+        device=found.device,
     )
     ordered_sum([part.reshape(-1) for part in parts], found.view(-1), scratch)
     return found
 
 
 def activations(split: Split) -> Split:
-    """Return how the outputs of a column layer lie over the ranks, side by side in the order of the whole model.
+    """Return how the outputs of a column layer lie over the ranks, side by side in the order of the
+    whole model.
 
-    split: of its weight. Where ranks share a part (a kv head for several), each has its own output, and the outputs are
-    those of a model that has the part several times.
+    split: of its weight. Where ranks share a part (a kv head for several), each has its own output,
+    and the outputs are those of a model that has the part several times.
     """
     # By block of a fused q, k, v: the widths of the ranks' parts of it.
     widths = [[high - low for low, high in block] for block in zip(*split.ranges, strict=True)]
@@ -59,18 +67,25 @@ def activations(split: Split) -> Split:
 
 
 def _dim(split: Split) -> int:
-    """Return the dimension that is cut: the last one of activations and biases, whose split has a single dimension."""
+    """Return the dimension that is cut: the last one of activations and biases, whose split has a
+    single dimension.
+    """
     return split.dim if len(split.shape) > 1 else -1
 
 
 def taken(whole: Tensor, dim: int, ranges: Ranges) -> Tensor:
     """Return a contiguous copy of these ranges of a dimension, one behind the other."""
     found = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
-    return found[0].clone(memory_format=torch.contiguous_format) if len(found) == 1 else torch.cat(found, dim)
+    return (
+        found[0].clone(memory_format=torch.contiguous_format)
+        if len(found) == 1
+        else torch.cat(found, dim)
+    )
 
 
 def put_together(parts: Sequence[Tensor], split: Split, dim: int) -> Tensor:
-    """Return the whole of which these are the parts, by coordinate; the sum of a part that several ranks hold.
+    """Return the whole of which these are the parts, by coordinate; the sum of a part that several
+    ranks hold.
 
     dim: of the tensors that is cut.
     """
@@ -92,7 +107,8 @@ def put_together(parts: Sequence[Tensor], split: Split, dim: int) -> Tensor:
 class _Blocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, split: Split) -> tuple[Tensor, ...]:
-        ctx.split, ctx.dim = split, _dim(split)
+        ctx.split = split
+        ctx.dim = _dim(split)
         return tuple(taken(whole, ctx.dim, ranges) for ranges in split.ranges)
 
     @staticmethod
@@ -104,7 +120,8 @@ class _Blocks(torch.autograd.Function):
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, split: Split, *parts: Tensor) -> Tensor:
-        ctx.split, ctx.dim = split, _dim(split)
+        ctx.split = split
+        ctx.dim = _dim(split)
         return put_together(parts, split, ctx.dim)
 
     @staticmethod

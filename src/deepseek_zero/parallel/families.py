@@ -1,7 +1,7 @@
 """Which layers of a model family are split, where the model says it in no way that we read.
 
-One row is one family: patterns of module names (searched from their end), and the style of the layers they find. To
-teach another family, add a row.
+One row is one family: patterns of module names (searched from their end), and the style of the
+layers they find. To teach another family, add a row.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Style = Literal["column", "row", "column_gather", "row_scatter", "vocabulary", "head", "partial", "equal"]
+Style = Literal[
+    "column", "row", "column_gather", "row_scatter", "vocabulary", "head", "partial", "equal"
+]
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ FAMILIES: dict[str, tuple[Rule, ...]] = {  # by the config's model_type
 }
 ALIASES = {"gpt-neox": "gpt_neox", "gpt2": "gpt2", "gpt-2": "gpt2", "gpt-j": "gptj"}
 
-# Families that no split of layers alone computes: something outside of them depends on the number of heads.
+# Families that no split of layers alone computes: something outside of them depends on the number
+# of heads.
 REFUSED: dict[str, str] = {
     "bloom": "its ALiBi bias is made for all heads outside of the attention",
     "falcon": "its fused projection and its ALiBi bias depend on the number of heads outside of the attention",

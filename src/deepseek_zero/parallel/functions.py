@@ -5,12 +5,13 @@
     enter    y = x                        gradients: the sum over the ranks; belongs to x, not to a layer
     gather   y = (y_1, ..., y_T)          gradients: the own columns
 
-Where activations are sharded over tokens between the layers, `enter` gathers the tokens and its sum is of the own ones;
-a row product's sum is of the own tokens, and its backward gathers them. `shard` and `unshard` are at the ends.
+Where activations are sharded over tokens between the layers, `enter` gathers the tokens and its sum
+is of the own ones; a row product's sum is of the own tokens, and its backward gathers them. `shard`
+and `unshard` are at the ends.
 
-The first column layer that reads a tensor enters it (layers.py); the layers beside it read the same entered tensor. In
-backward they add their gradients for it into one buffer, product by product, and the last one starts the sum before it
-computes the gradient of its weight.
+The first column layer that reads a tensor enters it (layers.py); the layers beside it read the same
+entered tensor. In backward they add their gradients for it into one buffer, product by product, and
+the last one starts the sum before it computes the gradient of its weight.
 """
 
 from __future__ import annotations
@@ -30,10 +31,14 @@ from .group import Sum, TensorGroup
 # -- products: (rows, in) x weight, which is (out, in), or (in, out) where `transposed`
 
 
-def product(rows: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, out: Tensor | None = None) -> Tensor:
+def product(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, out: Tensor | None = None
+) -> Tensor:
     """Return rows times the weight, (rows, out)."""
     right = weight if transposed else weight.t()
-    return torch.mm(rows, right, out=out) if bias is None else torch.addmm(bias, rows, right, out=out)
+    return (
+        torch.mm(rows, right, out=out) if bias is None else torch.addmm(bias, rows, right, out=out)
+    )
 
 
 def weight_gradient(grad: Tensor, rows: Tensor, transposed: bool) -> Tensor:
@@ -64,12 +69,14 @@ class Partials(Protocol):
 class Entry:
     """One tensor that column layers read, and their gradients for it, which add up in one buffer.
 
-    readers: layers that have read it in forward. When as many have added their gradient, `partials` takes the buffer.
+    readers: layers that have read it in forward. When as many have added their gradient, `partials`
+    takes the buffer.
     """
 
     def __init__(self, partials: Partials) -> None:
         self.readers = self._heard = 0
-        self._partials, self._buffer = partials, None
+        self._partials = partials
+        self._buffer = None
 
     _buffer: Tensor | None
 
@@ -88,15 +95,21 @@ class Entry:
     def close(self) -> None:
         """Hand on what has come, if something has: every layer that will be heard has been."""
         if self._buffer is not None:
-            buffer, self._buffer, self._heard = self._buffer, None, 0
+            buffer = self._buffer
+            self._buffer = None
+            self._heard = 0
             self._partials.complete(buffer)
 
 
 class GroupPartials:
-    """Sums over the ranks of a group; of the own tokens alone, where `tokens` is their (batch, tokens, width)."""
+    """Sums over the ranks of a group; of the own tokens alone, where `tokens` is their (batch,
+    tokens, width).
+    """
 
     def __init__(self, group: TensorGroup, what: str, tokens: Sequence[int] | None = None) -> None:
-        self._group, self._what, self._tokens = group, what, tokens
+        self._group = group
+        self._what = what
+        self._tokens = tokens
         self._sum: Sum | None = None
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -109,17 +122,22 @@ class GroupPartials:
             self._sum = self._group.sum_own_tokens(partial.view(*self._tokens), self._what)
 
     def wait(self) -> Tensor | None:
-        found, self._sum = self._sum, None
+        found = self._sum
+        self._sum = None
         return None if found is None else found.wait()
 
 
 class _Enter(torch.autograd.Function):
-    """Layers return no gradient for the entered tensor (`Entry.add`): this node runs when all of them have run."""
+    """Layers return no gradient for the entered tensor (`Entry.add`): this node runs when all of
+    them have run.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, entry: Entry, partials: GroupPartials) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.entry, ctx.partials, ctx.shape = entry, partials, x.shape
+        ctx.entry = entry
+        ctx.partials = partials
+        ctx.shape = x.shape
         return x.view_as(x)
 
     @staticmethod
@@ -132,7 +150,9 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(x: Tensor, group: TensorGroup, what: str) -> tuple[Tensor, Entry | None]:
-    """Return a tensor for column layers to read, and its entry; x itself and None where x needs no gradient."""
+    """Return a tensor for column layers to read, and its entry; x itself and None where x needs no
+    gradient.
+    """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x, None
     partials = GroupPartials(group, f"the gradient into {what}")
@@ -144,9 +164,13 @@ class _EnterTokens(torch.autograd.Function):
     """As `_Enter`, of a tensor that is sharded over tokens."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, whole: Tensor, entry: Entry, partials: GroupPartials) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, whole: Tensor, entry: Entry, partials: GroupPartials
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.entry, ctx.partials, ctx.shape = entry, partials, x.shape
+        ctx.entry = entry
+        ctx.partials = partials
+        ctx.shape = x.shape
         return whole.view_as(whole)
 
     @staticmethod
@@ -159,7 +183,8 @@ class _EnterTokens(torch.autograd.Function):
 
 
 def enter_tokens(x: Tensor, group: TensorGroup, what: str) -> tuple[Tensor, Entry | None]:
-    """Return all tokens of a sharded tensor for column layers to read, and its entry as `enter` does.
+    """Return all tokens of a sharded tensor for column layers to read, and its entry as `enter`
+    does.
 
     x: (batch, tokens / ranks, n). Collective; waits.
     """
@@ -183,10 +208,16 @@ def enter_tokens(x: Tensor, group: TensorGroup, what: str) -> tuple[Tensor, Entr
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, entry: Entry | None, transposed: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        entry: Entry | None,
+        transposed: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.entry, ctx.transposed = entry, transposed
+        ctx.entry = entry
+        ctx.transposed = transposed
         if entry is not None:
             entry.readers += 1
         outputs = weight.shape[1 if transposed else 0]
@@ -198,14 +229,17 @@ class _Column(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        needs, rows = ctx.needs_input_grad, flat(grad)
+        needs = ctx.needs_input_grad
+        rows = flat(grad)
         if ctx.entry is not None:
             ctx.entry.add(rows, weight, ctx.transposed)
         weight_grad = weight_gradient(rows, flat(x), ctx.transposed) if needs[1] else None
         return None, weight_grad, rows.sum(0) if needs[2] else None, None, None
 
 
-def column(x: Tensor, weight: Tensor, bias: Tensor | None, entry: Entry | None, transposed: bool) -> Tensor:
+def column(
+    x: Tensor, weight: Tensor, bias: Tensor | None, entry: Entry | None, transposed: bool
+) -> Tensor:
     """Return this rank's outputs. x: (..., in), entered; `entry` from `enter`. Local."""
     found: Tensor = _Column.apply(x, weight, bias, entry, transposed)  # type: ignore[no-untyped-call]
     return found
@@ -228,7 +262,9 @@ class _Row(torch.autograd.Function):
         ctx.tokens = (group, what) if shards_tokens else None
         outputs = weight.shape[1 if transposed else 0]
         part = group.take((*x.shape[:-1], outputs), x.dtype)
-        product(flat(x), weight, bias if group.index == 0 else None, transposed, part.view(-1, outputs))
+        product(
+            flat(x), weight, bias if group.index == 0 else None, transposed, part.view(-1, outputs)
+        )
         if not shards_tokens:
             return group.sum(part, what).wait()
         return group.sum_own_tokens(part, what).wait()
@@ -243,10 +279,15 @@ class _Row(torch.autograd.Function):
 
 
 def row_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of a row product's input, weight and bias: no rank needs another for them."""
+    """Return the gradients of a row product's input, weight and bias: no rank needs another for
+    them.
+    """
     x, weight = ctx.saved_tensors
-    needs, rows = ctx.needs_input_grad, flat(grad)
-    x_grad = torch.mm(rows, weight.t() if ctx.transposed else weight).view(x.shape) if needs[0] else None
+    needs = ctx.needs_input_grad
+    rows = flat(grad)
+    x_grad = (
+        torch.mm(rows, weight.t() if ctx.transposed else weight).view(x.shape) if needs[0] else None
+    )
     weight_grad = weight_gradient(rows, flat(x), ctx.transposed) if needs[1] else None
     return x_grad, weight_grad, rows.sum(0) if needs[2] else None
 
@@ -261,10 +302,11 @@ def row(
     *,
     shards_tokens: bool = False,
 ) -> Tensor:
-    """Return the sum of every rank's product, and the bias once (in the first rank's part). Collective; waits.
+    """Return the sum of every rank's product, and the bias once (in the first rank's part).
+    Collective; waits.
 
-    x: (..., in), this rank's inputs. shards_tokens: of x (batch, tokens, in) the sum is of the own tokens alone,
-    (batch, tokens / ranks, out); backward gathers them, and is collective too.
+    x: (..., in), this rank's inputs. shards_tokens: of x (batch, tokens, in) the sum is of the own
+    tokens alone, (batch, tokens / ranks, out); backward gathers them, and is collective too.
     """
     found: Tensor = _Row.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, group, transposed, what, shards_tokens
@@ -306,7 +348,8 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(x: Tensor, group: TensorGroup, columns: Split, what: str) -> Tensor:
-    """Return every rank's columns, in the order of the whole. x: (..., own columns); the gradient must be equal on
+    """Return every rank's columns, in the order of the whole. x: (..., own columns); the gradient
+    must be equal on
     every rank. columns: how they lie over the ranks. Collective; waits.
     """
     found: Tensor = _Gather.apply(x, group, columns, what)  # type: ignore[no-untyped-call]
@@ -315,8 +358,12 @@ def gather(x: Tensor, group: TensorGroup, columns: Split, what: str) -> Tensor:
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup, widths: Sequence[int], what: str) -> Tensor:
-        ctx.group, ctx.widths, ctx.what = group, widths, what
+    def forward(
+        ctx: Any, x: Tensor, group: TensorGroup, widths: Sequence[int], what: str
+    ) -> Tensor:
+        ctx.group = group
+        ctx.widths = widths
+        ctx.what = what
         return x.narrow(-1, sum(widths[: group.index]), widths[group.index]).contiguous()
 
     @staticmethod
@@ -327,7 +374,9 @@ class _Scatter(torch.autograd.Function):
 
 
 def scatter(x: Tensor, group: TensorGroup, widths: Sequence[int], what: str) -> Tensor:
-    """Return this rank's columns of a tensor that is whole on every rank. Backward gathers: collective there; waits."""
+    """Return this rank's columns of a tensor that is whole on every rank. Backward gathers:
+    collective there; waits.
+    """
     found: Tensor = _Scatter.apply(x, group, widths, what)  # type: ignore[no-untyped-call]
     return found
 
@@ -335,7 +384,8 @@ def scatter(x: Tensor, group: TensorGroup, widths: Sequence[int], what: str) -> 
 class _Shard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup, what: str) -> Tensor:
-        ctx.group, ctx.what = group, what
+        ctx.group = group
+        ctx.what = what
         return own_tokens(x, group)
 
     @staticmethod
@@ -351,7 +401,8 @@ def own_tokens(x: Tensor, group: TensorGroup) -> Tensor:
 
 
 def shard(x: Tensor, group: TensorGroup, what: str) -> Tensor:
-    """Return this rank's tokens of a tensor that is whole on every rank. Backward gathers: collective there; waits.
+    """Return this rank's tokens of a tensor that is whole on every rank. Backward gathers:
+    collective there; waits.
 
     x: (batch, tokens, n); the ranks divide the tokens.
     """
@@ -372,7 +423,8 @@ class _Unshard(torch.autograd.Function):
 
 
 def unshard(x: Tensor, group: TensorGroup, what: str) -> Tensor:
-    """Return all tokens of a tensor that is sharded over them; the gradient must be equal on every rank.
+    """Return all tokens of a tensor that is sharded over them; the gradient must be equal on every
+    rank.
 
     x: (batch, tokens / ranks, n). Collective; waits.
     """

@@ -1,8 +1,9 @@
-"""The ranks of one tensor-parallel axis: ordered sums over them, and the buffers that these read in place.
+"""The ranks of one tensor-parallel axis: ordered sums over them, and the buffers that these read in
+place.
 
-A sum is direct: every rank reads every other rank's part where it lies and forms the whole sum, in the order of the
-ranks (`ordered_sum`). Where activations are sharded over tokens, it forms that of its own tokens. Buffers are kept and
-lent again; one that others still read is waited for.
+A sum is direct: every rank reads every other rank's part where it lies and forms the whole sum, in
+the order of the ranks (`ordered_sum`). Where activations are sharded over tokens, it forms that of
+its own tokens. Buffers are kept and lent again; one that others still read is waited for.
 """
 
 from __future__ import annotations
@@ -30,22 +31,28 @@ class Sum(Protocol):
 
 
 class TensorGroup:
-    """The ranks that hold parts of the same layers.  All of them make the same calls in the same order.
+    """The ranks that hold parts of the same layers.  All of them make the same calls in the same
+    order.
 
     comm: of these ranks.  Its lane "reduce" is this object's alone.
     """
 
     def __init__(self, comm: Comm) -> None:
-        self.comm, self.size, self.index = comm, comm.size, comm.rank
+        self.comm = comm
+        self.size = comm.size
+        self.index = comm.rank
         self._free: list[Tensor] = []  # the one lent longest ago first
         self._lent: dict[int, Tensor] = {}  # by address
         self._made = 0
-        self._scratch = torch.empty(SUM_TILE_NUMEL.on(comm.device), dtype=torch.float32, device=comm.device)
+        self._scratch = torch.empty(
+            SUM_TILE_NUMEL.on(comm.device), dtype=torch.float32, device=comm.device
+        )
 
     # -- buffers
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Lend a buffer for this rank's part of a sum; arbitrary contents. `sum` takes it back. Local.
+        """Lend a buffer for this rank's part of a sum; arbitrary contents. `sum` takes it back.
+        Local.
 
         Waits where every buffer is still read by others.
         """
@@ -59,7 +66,9 @@ class TensorGroup:
             self._free = [each for each in self._free if each is not buffer]
             self.comm.wait_until_read(buffer)
         else:
-            if self._free and self._made >= LEAST_BUFFERS:  # too small, all of them: the largest makes room
+            if (
+                self._free and self._made >= LEAST_BUFFERS
+            ):  # too small, all of them: the largest makes room
                 self._free.pop()
                 self._made -= 1
             buffer = self.comm.empty(max(nbytes, 1), torch.uint8)
@@ -72,16 +81,18 @@ class TensorGroup:
         return [self._scratch, *self._free]
 
     def sum(self, part: Tensor, what: str) -> Sum:
-        """Start the sum of every rank's part, in the order of the ranks, in fp32, rounded once. Collective.
+        """Start the sum of every rank's part, in the order of the ranks, in fp32, rounded once.
+        Collective.
 
-        part: from `take`, of one shape and dtype on every rank; it belongs to the group from now on.
+        part: from `take`, of one shape and dtype on every rank; it belongs to the group from now
+        on.
         """
         flat = part.view(-1)
         return _Sum(self, part, [flat] * self.size, torch.empty_like(part), what)
 
     def sum_own_tokens(self, part: Tensor, what: str) -> Sum:
-        """Start the sum of every rank's part, of this rank's tokens alone: (batch, tokens, n) to (batch, tokens / size,
-        n). Collective.
+        """Start the sum of every rank's part, of this rank's tokens alone: (batch, tokens, n) to
+        (batch, tokens / size, n). Collective.
 
         part: as for `sum`; its ranks divide the tokens.
         """
@@ -107,15 +118,21 @@ class TensorGroup:
         part: (rows, widths[own]), contiguous; it is the own one.
         """
         rows = part.shape[0]
-        found = [part if rank == self.index else part.new_empty(rows, width) for rank, width in enumerate(widths)]
+        found = [
+            part if rank == self.index else part.new_empty(rows, width)
+            for rank, width in enumerate(widths)
+        ]
         outgoing = self.take(part.shape, part.dtype).copy_(part)
         boxes = [box.view(-1) for box in found]
-        self.comm.exchange([outgoing.view(-1)] * self.size, boxes, "reduce", what, _nothing, KIND).wait()
+        self.comm.exchange(
+            [outgoing.view(-1)] * self.size, boxes, "reduce", what, _nothing, KIND
+        ).wait()
         self.give_back(outgoing)
         return found
 
     def gather_tokens(self, own: Tensor, what: str) -> Tensor:
-        """Return all tokens of a tensor that is sharded over them: (batch, tokens / size, n) to (batch, tokens, n).
+        """Return all tokens of a tensor that is sharded over them: (batch, tokens / size, n) to
+        (batch, tokens, n).
 
         Collective; waits.
         """
@@ -134,18 +151,27 @@ class TensorGroup:
 
 
 def _boxes(group: TensorGroup, own: Tensor) -> list[Tensor | None]:
-    """Return where every rank's piece comes to, each as large as the own one; None where it is read in its place."""
+    """Return where every rank's piece comes to, each as large as the own one; None where it is read
+    in its place.
+    """
     if group.comm.reads_in_place:
         return [None] * group.size
     return [own if rank == group.index else torch.empty_like(own) for rank in range(group.size)]
 
 
 class _Sum:
-    """A sum that a group started.  pieces: by rank, what it is to have of the part; found: for the sum of the own."""
+    """A sum that a group started.  pieces: by rank, what it is to have of the part; found: for the
+    sum of the own.
+    """
 
-    def __init__(self, group: TensorGroup, part: Tensor, pieces: Sequence[Tensor], found: Tensor, what: str) -> None:
-        self._group, self._part, self._found = group, part, found
-        into, scratch = found.view(-1), group._scratch
+    def __init__(
+        self, group: TensorGroup, part: Tensor, pieces: Sequence[Tensor], found: Tensor, what: str
+    ) -> None:
+        self._group = group
+        self._part = part
+        self._found = found
+        into = found.view(-1)
+        scratch = group._scratch
 
         def use(received: Sequence[Tensor]) -> None:
             ordered_sum(received, into, scratch)

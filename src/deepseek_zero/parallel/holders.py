@@ -1,4 +1,6 @@
-"""The modules that hold split layers, as copies that a proof can run, and the arguments that they are called with."""
+"""The modules that hold split layers, as copies that a proof can run, and the arguments that they
+are called with.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ ROWS = 2  # of inputs that are made up
 TOKENS = 6
 MOST_ROWS = 2  # of inputs that a first forward gives
 MOST_TOKENS = 16
-NOT_THE_KIND = ("idx", "index", "layer_id", "layer_num", "training")  # in names of attributes that differ by layer
+NOT_THE_KIND = (
+    "idx",
+    "index",
+    "layer_id",
+    "layer_num",
+    "training",
+)  # in names of attributes that differ by layer
 
 
 class _Enough(Exception):
@@ -40,10 +48,12 @@ class Call:
 class Holder:
     """The smallest module that holds all split layers of one or more regions, without values.
 
-    names: of all modules of this kind; the first one is examined. template: a copy of it, parameters on the meta
-    device. members: by name in the module, the split layers of its regions. given: the layers of other rules and of
-    holders inside, which count as whole here. inside: names of these holders. attributes: by (module, attribute),
-    one rank's counts. widths: of attentions, by size, how ranks cut a dimension of that many features or heads.
+    names: of all modules of this kind; the first one is examined. template: a copy of it,
+    parameters on the meta
+    device. members: by name in the module, the split layers of its regions. given: the layers of
+    other rules and of holders inside, which count as whole here. inside: names of these holders.
+    attributes: by (module, attribute), one rank's counts. widths: of attentions, by size, how ranks
+    cut a dimension of that many features or heads.
     """
 
     names: list[str]
@@ -61,11 +71,19 @@ class Holder:
     @property
     def is_named(self) -> bool:
         """Whether the configuration names every split layer of the module."""
-        return all(choice.source in ("partition_config", "LoRA") for choice in self.members.values())
+        return all(
+            choice.source in ("partition_config", "LoRA") for choice in self.members.values()
+        )
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that are no split layer's. A row layer's bias is among them: every rank holds it."""
-        return {name: param for name, param in self.template.named_parameters() if self.layer_of(name) is None}
+        """Return the parameters that are no split layer's. A row layer's bias is among them: every
+        rank holds it.
+        """
+        return {
+            name: param
+            for name, param in self.template.named_parameters()
+            if self.layer_of(name) is None
+        }
 
     def layer_of(self, parameter: str) -> Choice | None:
         """Return the layer whose product stands for a parameter; None if it is the module's own."""
@@ -74,7 +92,9 @@ class Holder:
         return None if choice is not None and choice.style == "row" and leaf == "bias" else choice
 
     def ranges_of(self, layer: str, style: str, rank: int | None) -> Ranges | None:
-        """Return what a rank has of the outputs ("column") or inputs ("row") of a layer; None if it has all of them."""
+        """Return what a rank has of the outputs ("column") or inputs ("row") of a layer; None if it
+        has all of them.
+        """
         choice = self.members.get(layer)
         if rank is None or choice is None or choice.style != style:
             return None
@@ -90,9 +110,13 @@ def holders_of(model: nn.Module, plan: ParallelPlan) -> list[Holder]:
     named: dict[str, nn.Module] = dict(model.named_modules())
     found: dict[str, list[tuple[list[Choice], Choice]]] = {}
     for row in plan.choices:
-        columns = [each for each in plan.choices if each.style == "column" and each.region == row.name]
+        columns = [
+            each for each in plan.choices if each.style == "column" and each.region == row.name
+        ]
         if row.style == "row" and columns:
-            found.setdefault(_callable(named, adapted_common([*columns, row])), []).append((columns, row))
+            found.setdefault(_callable(named, adapted_common([*columns, row])), []).append(
+                (columns, row)
+            )
     kinds: dict[Any, Holder] = {}
     for name, regions in found.items():
         inside = tuple(each for each in found if is_inside(each, name))
@@ -106,7 +130,11 @@ def holders_of(model: nn.Module, plan: ParallelPlan) -> list[Holder]:
 
 def _callable(named: Mapping[str, nn.Module], name: str) -> str:
     """Return the name of a module, or of the nearest one around it, that has a forward."""
-    while name and type(named[name]).forward in (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward):
+    while name and type(named[name]).forward in (
+        nn.Module.forward,
+        nn.ModuleList.forward,
+        nn.ModuleDict.forward,
+    ):
         name = name.rpartition(".")[0]
     return name
 
@@ -125,7 +153,9 @@ def _layers_in(plan: ParallelPlan, holder: str) -> dict[str, Choice]:
     return {
         choice.name.removeprefix(prefix): choice
         for choice in plan.choices
-        if choice.part is not None and choice.style != "vocabulary" and choice.name.startswith(prefix)
+        if choice.part is not None
+        and choice.style != "vocabulary"
+        and choice.name.startswith(prefix)
     }
 
 
@@ -137,13 +167,16 @@ def widths_of(choice: Choice) -> tuple[int, int]:
 
 
 def _kind_of(module: nn.Module, layers: Mapping[str, Choice]) -> Any:
-    """Return what modules of one kind have in common: classes, plain attributes, shapes and split layers."""
+    """Return what modules of one kind have in common: classes, plain attributes, shapes and split
+    layers.
+    """
     parts = []
     for inner, each in module.named_modules():
         plain = {
             key: value
             for key, value in vars(each).items()
-            if isinstance(value, (bool, int, float, str)) and not any(word in key for word in NOT_THE_KIND)
+            if isinstance(value, (bool, int, float, str))
+            and not any(word in key for word in NOT_THE_KIND)
         }
         shapes = [(key, tuple(param.shape)) for key, param in each.named_parameters(recurse=False)]
         parts.append((inner, type(each), str(sorted(plain.items())), str(shapes)))
@@ -166,7 +199,9 @@ def _holder(
         for (of, attribute), local in plan.attributes.items()
         if of in parents
     }
-    wrappers = [each.name.removesuffix(ADAPTED) for columns, row in regions for each in (*columns, row)]
+    wrappers = [
+        each.name.removesuffix(ADAPTED) for columns, row in regions for each in (*columns, row)
+    ]
     layers = _layers_in(plan, name)
     members = {
         inner: each
@@ -183,7 +218,11 @@ def _holder(
             _note_width(widths, choice.part.side, head_dim)
     floating = [param for param in module.parameters() if param.is_floating_point()]
     is_meta = not floating or floating[0].is_meta
-    vectors = {key: param.detach() for key, param in module.named_parameters() if param.dim() < 2 and not param.is_meta}
+    vectors = {
+        key: param.detach()
+        for key, param in module.named_parameters()
+        if param.dim() < 2 and not param.is_meta
+    }
     template = _template(name, module)
     vectors = {key: value.clone() for key, value in vectors.items()}
     return Holder(
@@ -205,27 +244,37 @@ def _note_width(widths: dict[int, tuple[Ranges, ...]], side: Split, head_dim: in
     """Store how ranks share an attention's features and heads, by their number."""
     (width,) = side.shape
     widths.setdefault(width, side.ranges)
-    heads = tuple(tuple((low // head_dim, high // head_dim) for low, high in each) for each in side.ranges)
+    heads = tuple(
+        tuple((low // head_dim, high // head_dim) for low, high in each) for each in side.ranges
+    )
     widths.setdefault(width // head_dim, heads)
 
 
 def _template(name: str, module: nn.Module) -> nn.Module:
-    """Return a copy of a module with its buffers, without the values of its parameters and without hooks.
+    """Return a copy of a module with its buffers, without the values of its parameters and without
+    hooks.
 
     NotBuiltError if it cannot be copied.
     """
     memo: dict[int, Any] = {}
     for param in module.parameters():
-        memo[id(param)] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=False)
+        memo[id(param)] = nn.Parameter(
+            torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=False
+        )
     for buffer in module.buffers():
-        memo[id(buffer)] = torch.zeros_like(buffer, device=CPU) if buffer.is_meta else buffer.detach().clone()
+        memo[id(buffer)] = (
+            torch.zeros_like(buffer, device=CPU) if buffer.is_meta else buffer.detach().clone()
+        )
     try:
         copy = deepcopy(module, memo).eval()
     except Exception as error:
         raise NotBuiltError(
-            f"tensor parallelism: module '{name}' ({type(module).__name__}) has split layers and cannot be copied.",
-            f"A copy is run to examine whether a rank computes its part of it; copying failed: {brief(error)}.",
-            "keep locks, files and process groups out of the module, or use dp_shard instead of tp.",
+            f"tensor parallelism: module '{name}' ({type(module).__name__}) has split layers and "
+            "cannot be copied.",
+            "A copy is run to examine whether a rank computes its part of it; copying failed: "
+            f"{brief(error)}.",
+            "keep locks, files and process groups out of the module, or use dp_shard instead of "
+            "tp.",
         ) from error
     for each in copy.modules():
         clear_hooks(each)
@@ -236,7 +285,8 @@ def _template(name: str, module: nn.Module) -> nn.Module:
 
 
 def calls_in(model: nn.Module, names: Sequence[str]) -> dict[str, Call]:
-    """Return the calls of these modules in a forward of the model on its `dummy_inputs`; fewer if that fails.
+    """Return the calls of these modules in a forward of the model on its `dummy_inputs`; fewer if
+    that fails.
 
     A copy of the model runs on tensors without values.
     """
@@ -263,10 +313,17 @@ def calls_in(model: nn.Module, names: Sequence[str]) -> dict[str, Call]:
                 with mode:
                     return torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU)
 
-            state = {name: faked(each).requires_grad_(each.requires_grad) for name, each in copy.named_parameters()}
+            state = {
+                name: faked(each).requires_grad_(each.requires_grad)
+                for name, each in copy.named_parameters()
+            }
             state.update({name: faked(each) for name, each in copy.named_buffers()})
-            torch.func.functional_call(copy, state, (), map_inputs(dict(example), faked), tie_weights=True)
-    except Exception:  # a model may do anything here; what was not seen is examined in the first forward
+            torch.func.functional_call(
+                copy, state, (), map_inputs(dict(example), faked), tie_weights=True
+            )
+    except (
+        Exception
+    ):  # a model may do anything here; what was not seen is examined in the first forward
         return calls
     return calls
 
@@ -275,7 +332,11 @@ def simple_call(holder: Holder) -> Call | None:
     """Return made-up arguments for a module that takes one tensor, as feed-forward layers do."""
     parameters = inspect.signature(holder.template.forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [each for each in parameters if each.default is inspect.Parameter.empty and each.kind in kinds]
+    needed = [
+        each
+        for each in parameters
+        if each.default is inspect.Parameter.empty and each.kind in kinds
+    ]
     first = next(each for each in holder.members.values() if each.style == "column")
     if len(needed) != 1:
         return None
@@ -292,7 +353,9 @@ def without_caches(value: Any) -> Any:
 
 
 def small_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Return arguments of fewer rows and tokens, where these are told from other dimensions by their sizes."""
+    """Return arguments of fewer rows and tokens, where these are told from other dimensions by
+    their sizes.
+    """
     given: list[Tensor] = []
 
     def look(tensor: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""A look at the first batch of ranks that must be given the same one: along "tp", and the stages of a pipeline."""
+"""A look at the first batch of ranks that must be given the same one: along "tp", and the stages of
+a pipeline.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,11 @@ from ..comm.collectives import Comm
 
 
 def compare_first_inputs(model: nn.Module, comm: Comm) -> None:
-    """Have the model's first forward compare what the ranks of a tensor-parallel axis were given.  Local.
+    """Have the model's first forward compare what the ranks of a tensor-parallel axis were given.
+    Local.
 
-    comm: of these ranks.  That forward raises BatchMismatchError on each of them, in DeepSpeed's words, where their
+    comm: of these ranks.  That forward raises BatchMismatchError on each of them, in DeepSpeed's
+    words, where their
     tensors differ: each would compute its part of another batch.
     """
 
@@ -24,8 +28,8 @@ def compare_first_inputs(model: nn.Module, comm: Comm) -> None:
         hook.remove()
         if (found := difference((args, kwargs), comm)) is not None:
             raise BatchMismatchError(
-                "Data inconsistency within the TP group. Please check the Dataloader implementation to ensure "
-                f"consistency: {found}.",
+                "Data inconsistency within the TP group. Please check the Dataloader "
+                f"implementation to ensure consistency: {found}.",
                 "Ranks along tp compute parts of one batch.",
                 "shard data over mesh.data_size by mesh.data_index, not over the world by rank.",
             )
@@ -34,7 +38,9 @@ def compare_first_inputs(model: nn.Module, comm: Comm) -> None:
 
 
 def difference(batch: Any, comm: Comm) -> str | None:
-    """Say in which ranks of a communicator the tensors of a batch differ, None where they are alike.  Collective."""
+    """Say in which ranks of a communicator the tensors of a batch differ, None where they are
+    alike.  Collective.
+    """
     told = comm.all_gather_text(_fingerprint(batch), "the first batch")
     other = next((rank for rank, text in enumerate(told) if text != told[0]), None)
     if other is None:
@@ -44,7 +50,8 @@ def difference(batch: Any, comm: Comm) -> str | None:
 
 def _fingerprint(batch: Any) -> str:
     """Say what the tensors of a batch are: shapes, dtypes, and a digest of what they hold."""
-    digest, shapes = hashlib.sha256(), list[str]()
+    digest = hashlib.sha256()
+    shapes = list[str]()
 
     def look(tensor: Tensor) -> Tensor:
         shapes.append(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}")

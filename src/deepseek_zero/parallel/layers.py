@@ -1,8 +1,8 @@
 """Layers changed in place into parts of layers: their class, their parameters' data, their sizes.
 
-A layer stays the object it was, and a parameter the Parameter it was, so that ties, optimizers and names hold. What a
-layer computes is its axis's to say: `TensorAxis` for the rank of a group, `VirtualAxis` (virtual.py) for a whole model
-in one process.
+A layer stays the object it was, and a parameter the Parameter it was, so that ties, optimizers and
+names hold. What a layer computes is its axis's to say: `TensorAxis` for the rank of a group,
+`VirtualAxis` (virtual.py) for a whole model in one process.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ from .streams import Streams, align_generators
 class Part:
     """What a layer is over the ranks of an axis.
 
-    name: its module's. transposed: its weight is (in, out). gathers: a column layer's outputs are gathered at once;
-    scatters: a row layer's inputs come whole. is_head: its outputs are logits, which a loss may read split.
-    shards_tokens: in training, what a column layer reads and a row layer gives is sharded over tokens.
+    name: its module's. transposed: its weight is (in, out). gathers: a column layer's outputs are
+    gathered at once;
+    scatters: a row layer's inputs come whole. is_head: its outputs are logits, which a loss may
+    read split.
+    shards_tokens: in training, what a column layer reads and a row layer gives is sharded over
+    tokens.
     """
 
     name: str
@@ -72,11 +75,15 @@ class Axis(Protocol):
     def look_up(self, layer: Layer, ids: Tensor) -> Tensor: ...
 
     def own_columns(self, logits: Tensor, part: Part) -> list[tuple[int, Tensor]]:
-        """Return, for each rank that computes here, the number of its first word and its columns of split logits."""
+        """Return, for each rank that computes here, the number of its first word and its columns of
+        split logits.
+        """
         ...
 
     def all_gather(self, rows: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Return every rank's rows, by rank. rows: one (n, width) for each rank that computes here. Collective."""
+        """Return every rank's rows, by rank. rows: one (n, width) for each rank that computes here.
+        Collective.
+        """
         ...
 
 
@@ -105,7 +112,9 @@ class Row(Layer):
 
 
 class Vocabulary(nn.Embedding, Layer):
-    """An embedding of which each rank holds its own rows.  A subclass's own forward goes on to call this one."""
+    """An embedding of which each rank holds its own rows.  A subclass's own forward goes on to call
+    this one.
+    """
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.axis.look_up(self, ids)
@@ -115,7 +124,8 @@ def become(module: nn.Module, kind: type[Layer], axis: Axis, part: Part) -> None
     """Make a module a part: its class changes, nothing else does."""
     module.__class__ = _mixed(type(module), kind)
     layer = cast(Layer, module)
-    layer.axis, layer.part = axis, part
+    layer.axis = axis
+    layer.part = part
 
 
 _mixes: dict[tuple[type, type], type[nn.Module]] = {}
@@ -127,7 +137,9 @@ def _mixed(base: type[nn.Module], kind: type[Layer]) -> type[nn.Module]:
         return kind
     if (base, kind) not in _mixes:
         bases: tuple[type, ...] = (base, kind) if kind is Vocabulary else (kind, base)
-        _mixes[base, kind] = type(f"{kind.__name__}{base.__name__}", bases, {"__module__": __name__})
+        _mixes[base, kind] = type(
+            f"{kind.__name__}{base.__name__}", bases, {"__module__": __name__}
+        )
     return _mixes[base, kind]
 
 
@@ -135,10 +147,13 @@ class TensorAxis:
     """The layers of one rank of a group.  All ranks of the group call them in the same order."""
 
     def __init__(self, group: TensorGroup, streams: Streams | None = None) -> None:
-        self.group, self.streams = group, streams
+        self.group = group
+        self.streams = streams
         self.splits_loss = False
         self._entered: list[_Entered] = []  # since the last region was left
-        self._is_inside = False  # of a module that has all tokens of what was sharded (`read_tokens`)
+        self._is_inside = (
+            False  # of a module that has all tokens of what was sharded (`read_tokens`)
+        )
         self._runs = False  # a forward of the model is under way, or an error ended it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorAxis:
@@ -147,7 +162,8 @@ class TensorAxis:
     def column(self, layer: Layer, x: Tensor) -> Tensor:
         entered = self._enter(layer, x)
         part = layer.part
-        weight, bias = _cast(layer.weight, entered.read.dtype), _cast(layer.bias, entered.read.dtype)
+        weight = _cast(layer.weight, entered.read.dtype)
+        bias = _cast(layer.bias, entered.read.dtype)
         found = column(entered.read, weight, bias, entered.entry, part.transposed)
         if part.is_head:
             self.leave()
@@ -165,8 +181,11 @@ class TensorAxis:
         if part.scatters:
             x = scatter(x, self.group, part.widths, part.name)
         x = cast_for_autocast(x)
-        weight, bias = _cast(layer.weight, x.dtype), _cast(layer.bias, x.dtype)
-        return row(x, weight, bias, self.group, part.transposed, part.name, shards_tokens=shards_tokens)
+        weight = _cast(layer.weight, x.dtype)
+        bias = _cast(layer.bias, x.dtype)
+        return row(
+            x, weight, bias, self.group, part.transposed, part.name, shards_tokens=shards_tokens
+        )
 
     def look_up(self, layer: Layer, ids: Tensor) -> Tensor:
         found = look_up(layer.weight, layer.part, self.group.index, ids, layer.padding_idx)
@@ -185,7 +204,8 @@ class TensorAxis:
         A forward pre-hook of the model.
         """
         if not self._runs and self.streams is not None:
-            self.streams.forget()  # left by a recomputation, which has put torch's generators back itself
+            # Left by a recomputation, which has put torch's generators back itself
+            self.streams.forget()
         self.leave()
         self._runs = True
         align_generators(self.group.comm)
@@ -195,7 +215,9 @@ class TensorAxis:
         self._runs = False
 
     def read_tokens(self, x: Tensor, name: str) -> Tensor:
-        """Return all tokens of a sharded tensor, for a module whose column layers read it. Collective; waits."""
+        """Return all tokens of a sharded tensor, for a module whose column layers read it.
+        Collective; waits.
+        """
         read, entry = enter_tokens(cast_for_autocast(x), self.group, name)
         self._forget()
         self._entered.append(_Entered(read, _version(read), read, entry))
@@ -209,14 +231,17 @@ class TensorAxis:
             self.streams.enter()
 
     def _enter(self, layer: Layer, x: Tensor) -> _Entered:
-        """Return the tensor that column layers read for x: the one made for a layer before, if it read the same x."""
+        """Return the tensor that column layers read for x: the one made for a layer before, if it
+        read the same x.
+        """
         for known in self._entered:
             if known.x is x and known.version == _version(x):
                 return known
         shards_tokens = layer.part.shards_tokens and layer.training
         if shards_tokens and self._is_inside:
             raise NotBuiltError(
-                f"layer '{layer.part.name}' reads another tensor than its module does, whose tokens are sharded.",
+                f"layer '{layer.part.name}' reads another tensor than its module does, whose "
+                "tokens are sharded.",
                 "Only what the module is given first has all tokens gathered.",
                 'say "tensor_parallel": {"sequence": false}.',
             )
@@ -251,8 +276,12 @@ class _Entered:
     entry: Entry | None
 
 
-def look_up(weight: Tensor, part: Part, coordinate: int, ids: Tensor, padding: int | None) -> Tensor:
-    """Return one rank's summand of an embedding: its own rows, zero for the others'. ids: as the whole table counts."""
+def look_up(
+    weight: Tensor, part: Part, coordinate: int, ids: Tensor, padding: int | None
+) -> Tensor:
+    """Return one rank's summand of an embedding: its own rows, zero for the others'. ids: as the
+    whole table counts.
+    """
     ((start, stop),) = part.weight.ranges[coordinate]
     own = ids - start
     others = (own < 0) | (own >= stop - start)

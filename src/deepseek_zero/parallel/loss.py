@@ -1,7 +1,8 @@
 """Cross entropy of logits that are split over the vocabulary: each rank keeps its own columns.
 
-Of each token's logits a rank tells the others three numbers: their maximum, the sum of their exponentials, and the
-target's logit where it has it; a fourth with label smoothing. No rank sees a whole row, and backward sends nothing.
+Of each token's logits a rank tells the others three numbers: their maximum, the sum of their
+exponentials, and the target's logit where it has it; a fourth with label smoothing. No rank sees a
+whole row, and backward sends nothing.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ Reduction = Literal["mean", "sum", "none"]
 
 @dataclass(frozen=True)
 class Terms:
-    """What is added up beside the target's likelihood; the words are `torch.nn.functional.cross_entropy`'s.
+    """What is added up beside the target's likelihood; the words are
+    `torch.nn.functional.cross_entropy`'s.
 
-    weight: of each word of the vocabulary, whole on every rank. z_loss: times the squared logarithm of each token's sum
-    of exponentials.
+    weight: of each word of the vocabulary, whole on every rank. z_loss: times the squared logarithm
+    of each token's sum of exponentials.
     """
 
     weight: Tensor | None = None
@@ -38,12 +40,15 @@ class Terms:
     z_loss: float = 0.0
 
 
-def split_cross_entropy(logits: Tensor, targets: Tensor, axis: Axis, part: Part, terms: Terms | None = None) -> Tensor:
+def split_cross_entropy(
+    logits: Tensor, targets: Tensor, axis: Axis, part: Part, terms: Terms | None = None
+) -> Tensor:
     """Return the cross entropy of split logits, in fp32: equal on every rank. Collective; waits.
 
-    logits: (..., words), this rank's words of the vocabulary, of any float dtype; of the virtual axis all of them.
-    targets: (...), words of the whole vocabulary, or `ignore_index`. part: of the layer that gave the logits. As in
-    torch, a mean over no token is NaN.
+    logits: (..., words), this rank's words of the vocabulary, of any float dtype; of the virtual
+    axis all of them.
+    targets: (...), words of the whole vocabulary, or `ignore_index`. part: of the layer that gave
+    the logits. As in torch, a mean over no token is NaN.
     """
     terms = terms or Terms()
     rows = axis.own_columns(logits.reshape(-1, logits.shape[-1]), part)
@@ -55,13 +60,23 @@ def split_cross_entropy(logits: Tensor, targets: Tensor, axis: Axis, part: Part,
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """logits: (tokens, words) of each rank that computes here, whose first word is number `starts[...]`."""
+    """logits: (tokens, words) of each rank that computes here, whose first word is number
+    `starts[...]`.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, axis: Axis, starts: list[int], words: int, targets: Tensor, terms: Terms, *logits: Tensor
+        ctx: Any,
+        axis: Axis,
+        starts: list[int],
+        words: int,
+        targets: Tensor,
+        terms: Terms,
+        *logits: Tensor,
     ) -> Tensor:
-        own = [_tell(each, targets, start, terms) for each, start in zip(logits, starts, strict=True)]
+        own = [
+            _tell(each, targets, start, terms) for each, start in zip(logits, starts, strict=True)
+        ]
         lse, target, weighted = joined(axis.all_gather(own, "the loss"))
         counts = targets != terms.ignore_index
         weights = counts.float()
@@ -79,10 +94,18 @@ class _SplitCrossEntropy(torch.autograd.Function):
             z_scale = z_scale * divisor / counts.sum()
         if terms.z_loss:
             loss = loss + z_scale * counts * lse.square()
-        # d loss / d logit = per_row * softmax - own * [word is the target] - even * weight of the word
-        per_row = (1.0 - smoothing) * weights + smoothing / words * all_weights * counts + 2 * z_scale * counts * lse
-        ctx.save_for_backward(targets, lse, per_row / divisor, (1.0 - smoothing) * weights / divisor, *logits)
-        ctx.starts, ctx.terms = starts, terms
+        # d loss / d logit = per_row * softmax - own * [word is the target] - even * weight of the
+        # word
+        per_row = (
+            (1.0 - smoothing) * weights
+            + smoothing / words * all_weights * counts
+            + 2 * z_scale * counts * lse
+        )
+        ctx.save_for_backward(
+            targets, lse, per_row / divisor, (1.0 - smoothing) * weights / divisor, *logits
+        )
+        ctx.starts = starts
+        ctx.terms = terms
         ctx.even = smoothing / words * counts / divisor if smoothing else None
         if terms.reduction == "none":
             return loss
@@ -94,14 +117,20 @@ class _SplitCrossEntropy(torch.autograd.Function):
         targets, lse, per_row, own, *logits = ctx.saved_tensors
         found = []
         for each, start in zip(logits, ctx.starts, strict=True):
-            slope = torch.exp(each.float().sub_(lse[:, None]) if each.dtype != torch.float32 else each - lse[:, None])
+            slope = torch.exp(
+                each.float().sub_(lse[:, None])
+                if each.dtype != torch.float32
+                else each - lse[:, None]
+            )
             slope.mul_((per_row * grad)[:, None])
             inside, place = places(targets, start, each.shape[1])
             slope.scatter_add_(1, place[:, None], (-own * grad * inside)[:, None])
             if ctx.even is not None:
                 even = ctx.even[:, None] * (grad[:, None] if grad.dim() else grad)
                 weight = ctx.terms.weight
-                slope.sub_(even if weight is None else even * weight.float()[start : start + each.shape[1]])
+                slope.sub_(
+                    even if weight is None else even * weight.float()[start : start + each.shape[1]]
+                )
             found.append(slope.to(each.dtype))
         return None, None, None, None, None, *found
 
@@ -114,7 +143,9 @@ def places(targets: Tensor, start: int, words: int) -> tuple[Tensor, Tensor]:
 
 
 def _tell(logits: Tensor, targets: Tensor, start: int, terms: Terms) -> Tensor:
-    """Return what a rank says of its words, (tokens, 3 or 4): maximum, sum of exponentials, target's logit, sum."""
+    """Return what a rank says of its words, (tokens, 3 or 4): maximum, sum of exponentials,
+    target's logit, sum.
+    """
     values = logits.float()
     highest = values.amax(1)
     shift = highest.masked_fill(highest == -torch.inf, 0.0)
@@ -130,11 +161,14 @@ def _tell(logits: Tensor, targets: Tensor, start: int, terms: Terms) -> Tensor:
 
 
 def joined(said: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return by token the logarithm of all words' exponentials, the target's logit and the weighted sum of logits."""
+    """Return by token the logarithm of all words' exponentials, the target's logit and the weighted
+    sum of logits.
+    """
     highest = torch.stack([each[:, 0] for each in said]).amax(0)
     shift = highest.masked_fill(highest == -torch.inf, 0.0)
     total = torch.zeros_like(highest)
-    target, weighted = torch.zeros_like(highest), torch.zeros_like(highest)
+    target = torch.zeros_like(highest)
+    weighted = torch.zeros_like(highest)
     for each in said:
         total += each[:, 1] * torch.exp(each[:, 0] - shift)
         target += each[:, 2]
@@ -147,13 +181,19 @@ def joined(said: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class SplitLoss:
-    """Takes the place of a transformers model's loss function: reads split logits in training, others as before.
+    """Takes the place of a transformers model's loss function: reads split logits in training,
+    others as before.
 
     is_causal: labels are shifted, so that each token's logits meet the next label.
     """
 
-    def __init__(self, axis: Axis, part: Part, whole: Callable[..., Tensor], *, is_causal: bool) -> None:
-        self.axis, self.part, self.whole, self.is_causal = axis, part, whole, is_causal
+    def __init__(
+        self, axis: Axis, part: Part, whole: Callable[..., Tensor], *, is_causal: bool
+    ) -> None:
+        self.axis = axis
+        self.part = part
+        self.whole = whole
+        self.is_causal = is_causal
         self.read: Tensor | None = None  # the logits of the forward under way
 
     def __call__(
@@ -166,11 +206,15 @@ class SplitLoss:
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Return the mean over tokens, or their sum over `num_items_in_batch`, as transformers does."""
+        """Return the mean over tokens, or their sum over `num_items_in_batch`, as transformers
+        does.
+        """
         if not self.axis.splits_loss:
             if shift_labels is not None:
                 kwargs["shift_labels"] = shift_labels
-            return self.whole(logits, labels, vocab_size, num_items_in_batch, ignore_index, **kwargs)
+            return self.whole(
+                logits, labels, vocab_size, num_items_in_batch, ignore_index, **kwargs
+            )
         self.read = logits
         targets = labels if shift_labels is None else shift_labels
         if self.is_causal and shift_labels is None:
@@ -181,14 +225,16 @@ class SplitLoss:
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-CAUSAL, MASKED = "ForCausalLMLoss", "ForMaskedLMLoss"
+CAUSAL = "ForCausalLMLoss"
+MASKED = "ForMaskedLMLoss"
 
 
 def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: Part) -> bool:
-    """Make a transformers model compute its training loss from split logits; return whether it is one that can.
+    """Make a transformers model compute its training loss from split logits; return whether it is
+    one that can.
 
-    It can if its forward passes its logits to `self.loss_function`, which is one of transformers' for language models.
-    In training with labels its output then has no logits.
+    It can if its forward passes its logits to `self.loss_function`, which is one of transformers'
+    for language models. In training with labels its output then has no logits.
     """
     owner = loss_owner(model, head)
     if owner is None:
@@ -201,17 +247,25 @@ def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: Part) -> boo
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         labels = kwargs.get("labels", args[place] if len(args) > place else None)
-        labels = kwargs.get("shift_labels") if labels is None else labels  # ranks along sp are given those alone
-        axis.splits_loss, loss.read = module.training and torch.is_grad_enabled() and labels is not None, None
+        labels = (
+            kwargs.get("shift_labels") if labels is None else labels
+        )  # ranks along sp are given those alone
+        axis.splits_loss = module.training and torch.is_grad_enabled() and labels is not None
+        loss.read = None
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        was_split, axis.splits_loss = axis.splits_loss, False
-        logits, loss.read = loss.read, None
-        if not was_split or output is None or isinstance(output, Tensor):  # a stage of a pipeline, left before its head
+        was_split = axis.splits_loss
+        axis.splits_loss = False
+        logits = loss.read
+        loss.read = None
+        if (
+            not was_split or output is None or isinstance(output, Tensor)
+        ):  # a stage of a pipeline, left before its head
             return output
         if logits is None:
             raise UsageError(
-                f"{type(module).__name__} did not pass the split logits of '{part.name}' to its loss function.",
+                f"{type(module).__name__} did not pass the split logits of '{part.name}' to its "
+                "loss function.",
                 "No rank has whole ones.",
                 'say tensor_parallel.loss: "gathered".',
             )
@@ -227,14 +281,20 @@ def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: Part) -> boo
 
 
 def loss_owner(model: nn.Module, head: nn.Module) -> nn.Module | None:
-    """Return the module whose forward passes the head's logits to a loss function that can read split ones, if any."""
+    """Return the module whose forward passes the head's logits to a loss function that can read
+    split ones, if any.
+    """
     owner = next((each for each in model.modules() if _gives_logits(each, head)), None)
     return owner if owner is not None and loss_name(owner) in (CAUSAL, MASKED) else None
 
 
 def loss_name(module: nn.Module) -> str:
-    """Return the name of the loss function that a model of transformers passes its logits to; "" where it does not."""
-    if not hasattr(type(module), "loss_function") or "self.loss_function(" not in _source(type(module)):
+    """Return the name of the loss function that a model of transformers passes its logits to; ""
+    where it does not.
+    """
+    if not hasattr(type(module), "loss_function") or "self.loss_function(" not in _source(
+        type(module)
+    ):
         return ""
     return getattr(module.loss_function, "__name__", "")
 

@@ -1,9 +1,11 @@
-"""Which layers of a model are split over the tensor-parallel axis, and how: the plan, made before anything is cut.
+"""Which layers of a model are split over the tensor-parallel axis, and how: the plan, made before
+anything is cut.
 
-The first rule that matches a layer says what it becomes: `partition_config`, the model's own plan, a preset, our table
-of families (families.py), names. Then regions are made: column layers and the row layer that closes them. A layer
-outside of one that a rule names on purpose is split alone (ALONE): what it reads and gives is whole on every rank. It
-stays whole where only its name looked like it, as does what no rule matches.
+The first rule that matches a layer says what it becomes: `partition_config`, the model's own plan,
+a preset, our table of families (families.py), names. Then regions are made: column layers and the
+row layer that closes them. A layer outside of one that a rule names on purpose is split alone
+(ALONE): what it reads and gives is whole on every rank. It stays whole where only its name looked
+like it, as does what no rule matches.
 """
 
 from __future__ import annotations
@@ -65,14 +67,19 @@ Shares = list[tuple[int, int]]  # by rank, [start, stop)
 class ParallelSettings:
     """What a caller says about the split. Plain values: the doors read them from their own words.
 
-    loss: "split" computes the loss from split logits in training, which then has none to show; "gathered" gathers
-    them; "tiled" leaves both to who computes the loss where the head is (activations/tiled_loss.py). layers: (pattern,
-    style, parts, model types) by `re.match` of a parameter's name, before every other rule; style of KINDS, parts of a
-    fused projection (how many equal ones, or the width of each), and the models that it is for (none named: all).
-    uses_other_rules: whether the rest of the rules follows; is_strict: a layer that is left whole is an error;
-    needs_a_split: a model of which no layer is split is one. preset: a family's table, whatever the model calls itself.
-    sequence: activations sharded over tokens between the regions of a block, in training; "auto": where that is built
-    for the model. grain: feed-forward layers and vocabularies are cut at multiples of it, where every rank gets one.
+    loss: "split" computes the loss from split logits in training, which then has none to show;
+    "gathered" gathers them; "tiled" leaves both to who computes the loss where the head is
+    (activations/tiled_loss.py). layers: (pattern, style, parts, model types) by `re.match` of a
+    parameter's name, before every other rule; style of KINDS, parts of a fused projection (how many
+    equal ones, or the width of each), and the models that it is for (none named: all).
+    uses_other_rules: whether the rest of the rules follows; is_strict: a layer that is left whole
+    is an error;
+    needs_a_split: a model of which no layer is split is one. preset: a family's table, whatever the
+    model calls itself.
+    sequence: activations sharded over tokens between the regions of a block, in training; "auto":
+    where that is built
+    for the model. grain: feed-forward layers and vocabularies are cut at multiples of it, where
+    every rank gets one.
     """
 
     loss: Literal["split", "gathered", "tiled"] = "split"
@@ -114,12 +121,14 @@ class Choice:
 
 @dataclass
 class ParallelPlan:
-    """The plan of one model: `parts` by module, `splits` by parameter, attributes that count one rank's heads.
+    """The plan of one model: `parts` by module, `splits` by parameter, attributes that count one
+    rank's heads.
 
-    attributes: (module, attribute) -> value by coordinate. attentions: by the module that holds all layers of
-    one, the module that holds its projections. stretch: where activations are sharded over tokens, if they are;
-    why_whole: why they are not, where that was left open. grain: as in the settings. unproven: modules around split
-    layers that the first forward has to examine (proof.py).
+    attributes: (module, attribute) -> value by coordinate. attentions: by the module that holds all
+    layers of one, the module that holds its projections. stretch: where activations are sharded
+    over tokens, if they are;
+    why_whole: why they are not, where that was left open. grain: as in the settings. unproven:
+    modules around split layers that the first forward has to examine (proof.py).
     """
 
     ranks: int
@@ -139,7 +148,12 @@ class ParallelPlan:
         for choice in self.choices:
             assert choice.part is not None
             parts = " + ".join(dict.fromkeys(str(width) for width in choice.part.widths))
-            row = (_wild(choice.name), choice.style, f"{parts} of {sum(choice.part.widths)}", choice.source)
+            row = (
+                _wild(choice.name),
+                choice.style,
+                f"{parts} of {sum(choice.part.widths)}",
+                choice.source,
+            )
             lines[row] = lines.get(row, 0) + 1
         for name, why in self.left.items():
             row = (_wild(name), "equal", "whole", why)
@@ -155,10 +169,11 @@ class ParallelPlan:
 
 
 def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = None) -> ParallelPlan:
-    """Return the plan of a whole model over that many ranks. Pure: reads names, shapes and attributes.
+    """Return the plan of a whole model over that many ranks. Pure: reads names, shapes and
+    attributes.
 
-    Raises NotBuiltError for a family or a style that is not built, UsageError where a layer that was named on purpose
-    does not fit; the message names it.
+    Raises NotBuiltError for a family or a style that is not built, UsageError where a layer that
+    was named on purpose does not fit; the message names it.
     """
     cut = came_cut(model)
     refuse_other_cuts(cut, ranks)
@@ -192,7 +207,10 @@ def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = Non
         )
     if settings.is_strict and plan.left:
         name, why = next(iter(plan.left.items()))
-        raise UsageError(f"strict_mode: layer '{name}' is not split: {why}.", fix="name it in layer_specs, or skip it.")
+        raise UsageError(
+            f"strict_mode: layer '{name}' is not split: {why}.",
+            fix="name it in layer_specs, or skip it.",
+        )
     return plan
 
 
@@ -201,8 +219,10 @@ def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = Non
 
 def _matched(model: nn.Module, settings: ParallelSettings, family: str) -> dict[str, Choice]:
     """Return the layers that a rule matches, by name in the order of the model."""
-    own, model_type = _own_plan(model), _model_type(model)
-    known, names = FAMILIES.get(family, ()), NAMES
+    own = _own_plan(model)
+    model_type = _model_type(model)
+    known = FAMILIES.get(family, ())
+    names = NAMES
     if settings.preset:
         own = {}
     found: dict[str, Choice] = {}
@@ -212,7 +232,9 @@ def _matched(model: nn.Module, settings: ParallelSettings, family: str) -> dict[
             plain = name.replace("base_model.model.", "").removesuffix(ADAPTED)
             choice = _by_own_plan(name, plain, module, own)
             if choice is None or (choice.style == "column" and choice.fused is None):
-                rule = next((rule for rule in known if is_matrix(module) and rule.matches(plain)), None)
+                rule = next(
+                    (rule for rule in known if is_matrix(module) and rule.matches(plain)), None
+                )
                 if choice is not None and rule is not None:
                     choice.fused = rule.fused
                 elif rule is not None:
@@ -226,12 +248,15 @@ def _matched(model: nn.Module, settings: ParallelSettings, family: str) -> dict[
     return found
 
 
-def _by_config(name: str, module: nn.Module, settings: ParallelSettings, model_type: str) -> Choice | None:
+def _by_config(
+    name: str, module: nn.Module, settings: ParallelSettings, model_type: str
+) -> Choice | None:
     for pattern, style, parts, model_types in settings.layers:
         if (not model_types or model_type in model_types) and re.match(pattern, f"{name}.weight"):
             if style not in KINDS:
                 raise UsageError(
-                    f"partition_type {shown(style)} of '{pattern}' is none.", fix="use row, column or skip."
+                    f"partition_type {shown(style)} of '{pattern}' is none.",
+                    fix="use row, column or skip.",
                 )
             is_cut = style not in ("skip", "partial")
             if is_cut and (not is_matrix(module) or isinstance(module, nn.Embedding)):
@@ -242,11 +267,14 @@ def _by_config(name: str, module: nn.Module, settings: ParallelSettings, model_t
             fused = Fused("blocks", len(sizes) or cast(int, parts), sizes) if parts != 1 else None
             if sizes and sum(sizes) != weight_of(module).shape[1 if is_transposed(module) else 0]:
                 raise UsageError(
-                    f"layer '{name}' of {weight_of(module).shape[0]} outputs cannot be of parts {list(sizes)}.",
+                    f"layer '{name}' of {weight_of(module).shape[0]} outputs cannot be of parts "
+                    f"{list(sizes)}.",
                     "partition_config.shape says so.",
                     "let the parts add up to the outputs.",
                 )
-            if sizes and style == "column":  # its parts are no equal heads, which a region would need
+            if (
+                sizes and style == "column"
+            ):  # its parts are no equal heads, which a region would need
                 style = "column_gather"
             return Choice(name, module, KINDS[style], "partition_config", fused)
     return None
@@ -271,7 +299,9 @@ def _own_plan(model: nn.Module) -> dict[str, str]:
 
 def _by_own_plan(name: str, plain: str, module: nn.Module, own: Mapping[str, str]) -> Choice | None:
     for pattern, word in own.items():
-        if not any(fnmatch.fnmatchcase(each, pattern) for each in (name.removesuffix(ADAPTED), plain)):
+        if not any(
+            fnmatch.fnmatchcase(each, pattern) for each in (name.removesuffix(ADAPTED), plain)
+        ):
             continue
         style = STYLES.get(word)
         if style is None:
@@ -292,7 +322,8 @@ def _family(model: nn.Module, settings: ParallelSettings) -> str:
         found = ALIASES.get(settings.preset, settings.preset)
         if found not in FAMILIES:
             raise UsageError(
-                f"preset_model {shown(settings.preset)} is not known.", fix=f"use one of {', '.join(sorted(FAMILIES))}."
+                f"preset_model {shown(settings.preset)} is not known.",
+                fix=f"use one of {', '.join(sorted(FAMILIES))}.",
             )
         return found
     return _model_type(model)
@@ -312,7 +343,9 @@ def _make_regions(model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Ch
     regions: dict[str, list[Choice]] = {row.name: [] for row in rows}
     for column in [choice for choice in choices.values() if choice.style == "column"]:
         beside = [
-            other for other in choices.values() if other.style == "column" and parent_of(other) == parent_of(column)
+            other
+            for other in choices.values()
+            if other.style == "column" and parent_of(other) == parent_of(column)
         ]
         row = _closing(column, beside, rows, order)
         if row is None:
@@ -325,7 +358,9 @@ def _make_regions(model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Ch
             _take_apart(plan, [row], "no column layer comes before it")
             continue
         partial = [
-            each for each in choices.values() if each.style == "partial" and parent_of(each) == parent_of(columns[0])
+            each
+            for each in choices.values()
+            if each.style == "partial" and parent_of(each) == parent_of(columns[0])
         ]
         _cut_region(model, plan, columns, row, partial, rows)
     for choice in choices.values():
@@ -337,15 +372,20 @@ def _make_regions(model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Ch
 
 
 def _shares_alone(choice: Choice, dim: int, plan: ParallelPlan) -> tuple[Ranges, ...]:
-    """Return what each rank holds of a layer that is split alone: its share of each part of a fused projection."""
-    width, fused = choice.widths[dim], choice.fused
+    """Return what each rank holds of a layer that is split alone: its share of each part of a fused
+    projection.
+    """
+    width = choice.widths[dim]
+    fused = choice.fused
     if dim == 1 or fused is None or (not fused.sizes and width % fused.parts):
         return tuple((each,) for each in _shares(width, plan.ranks, choice.name, plan.grain))
     sizes = fused.sizes or (width // fused.parts,) * fused.parts
     found: list[list[tuple[int, int]]] = [[] for _ in range(plan.ranks)]
     start = 0
     for size in sizes:
-        for own, (low, high) in zip(found, _shares(size, plan.ranks, choice.name, plan.grain), strict=True):
+        for own, (low, high) in zip(
+            found, _shares(size, plan.ranks, choice.name, plan.grain), strict=True
+        ):
             own.append((start + low, start + high))
         start += size
     return tuple(map(tuple, found))
@@ -356,7 +396,8 @@ def _closing(
 ) -> Choice | None:
     """Return the row layer nearest to a column layer: in the same block, best after it.
 
-    It reads what the column layer gives, or one `beside` it does (a key's projection may be narrower than the query's).
+    It reads what the column layer gives, or one `beside` it does (a key's projection may be
+    narrower than the query's).
     """
     path = column.name.split(".")
     block = _block(column.name)
@@ -389,16 +430,23 @@ def _cut_region(
     rows: Sequence[Choice],
 ) -> None:
     inputs = row.widths[1]
-    if not any(column.widths[0] // (column.fused.parts if column.fused else 1) == inputs for column in columns):
+    if not any(
+        column.widths[0] // (column.fused.parts if column.fused else 1) == inputs
+        for column in columns
+    ):
         stated = ", ".join(f"{column.name} ({column.widths[0]})" for column in columns)
-        _take_apart(plan, [*columns, row], f"{row.name} reads {inputs} where {stated} give another width")
+        _take_apart(
+            plan, [*columns, row], f"{row.name} reads {inputs} where {stated} give another width"
+        )
         return
     parent = model.get_submodule(parent_of(columns[0]))
     head_dim = _head_dim(parent, columns, inputs)
     ranges: tuple[Ranges, ...]
     if head_dim is None:
         if len({column.widths[0] // _parts(column) for column in columns}) > 1:
-            _take_apart(plan, [*columns, row], "its projections differ in width, and no head size is known")
+            _take_apart(
+                plan, [*columns, row], "its projections differ in width, and no head size is known"
+            )
             return
         shares = _shares(inputs, plan.ranks, row.name, plan.grain)
         ranges = tuple((share,) for share in shares)
@@ -406,11 +454,14 @@ def _cut_region(
             column.part = _part(column, 0, _in_blocks(column, ranges, inputs))
     else:
         heads = inputs // head_dim
-        kv_heads = min((column.widths[0] // _parts(column) // head_dim for column in columns), default=heads)
+        kv_heads = min(
+            (column.widths[0] // _parts(column) // head_dim for column in columns), default=heads
+        )
         query, key = _head_shares(heads, kv_heads, plan.ranks, row.name)
         if len(set(key)) < len(key) and any(column.fused for column in columns):
             raise NotBuiltError(
-                f"layer '{columns[0].name}' has {kv_heads} key/value heads for tp={plan.ranks}, in a fused projection.",
+                f"layer '{columns[0].name}' has {kv_heads} key/value heads for tp={plan.ranks}, in "
+                "a fused projection.",
                 "Heads are given to several ranks only where they are in a layer of their own.",
                 f"choose a tp that divides {kv_heads}.",
             )
@@ -419,7 +470,9 @@ def _cut_region(
             own = query if column.widths[0] // _parts(column) == inputs else key
             width = column.widths[0] // _parts(column)
             column.part = _part(
-                column, 0, _in_blocks(column, tuple(((a * head_dim, b * head_dim),) for a, b in own), width)
+                column,
+                0,
+                _in_blocks(column, tuple(((a * head_dim, b * head_dim),) for a, b in own), width),
             )
         _count_heads(plan, parent, parent_of(columns[0]), heads, kv_heads, head_dim, query, key)
         holder = adapted_common([*columns, row])
@@ -433,7 +486,9 @@ def _cut_region(
 
 
 def adapted_common(choices: Sequence[Choice]) -> str:
-    """Return the name of the smallest module that holds all of these layers, or the adapters around them."""
+    """Return the name of the smallest module that holds all of these layers, or the adapters around
+    them.
+    """
     paths = [choice.name.removesuffix(ADAPTED).split(".")[:-1] for choice in choices]
     shared = takewhile(lambda each: len(set(each)) == 1, zip(*paths, strict=False))
     return ".".join(each[0] for each in shared)
@@ -449,9 +504,15 @@ def _in_blocks(column: Choice, ranges: tuple[Ranges, ...], width: int) -> tuple[
     if fused is None:
         return ranges
     if fused.kind == "interleaved":
-        return tuple(tuple((low * fused.parts, high * fused.parts) for low, high in each) for each in ranges)
+        return tuple(
+            tuple((low * fused.parts, high * fused.parts) for low, high in each) for each in ranges
+        )
     return tuple(
-        tuple((block * width + low, block * width + high) for block in range(fused.parts) for low, high in each)
+        tuple(
+            (block * width + low, block * width + high)
+            for block in range(fused.parts)
+            for low, high in each
+        )
         for each in ranges
     )
 
@@ -475,11 +536,13 @@ def head_dim_of(model: nn.Module, columns: Sequence[Choice], row: Choice) -> int
 
 
 def _shares(width: int, ranks: int, name: str, grain: int = 1) -> Shares:
-    """Cut a width evenly, at multiples of a grain where each rank gets one; the first ranks take more, the last one
-    what is less than a grain. UsageError where a rank would get nothing.
+    """Cut a width evenly, at multiples of a grain where each rank gets one; the first ranks take
+    more, the last one what is less than a grain. UsageError where a rank would get nothing.
     """
     if grain > 1 and width // grain >= ranks:
-        found = [(start * grain, stop * grain) for start, stop in _shares(width // grain, ranks, name)]
+        found = [
+            (start * grain, stop * grain) for start, stop in _shares(width // grain, ranks, name)
+        ]
         return [*found[:-1], (found[-1][0], width)]
     if width < ranks:
         raise UsageError(
@@ -503,13 +566,16 @@ def _head_shares(heads: int, kv_heads: int, ranks: int, name: str) -> tuple[Shar
         return [(low * group, high * group) for low, high in key], key
     if ranks % kv_heads or ranks > heads:
         raise UsageError(
-            f"layer '{name}' has {heads} heads and {kv_heads} key/value heads, which do not go to tp={ranks}.",
-            "Each rank has a head at least, and each key/value head belongs to one rank or to equally many.",
+            f"layer '{name}' has {heads} heads and {kv_heads} key/value heads, which do not go to "
+            f"tp={ranks}.",
+            "Each rank has a head at least, and each key/value head belongs to one rank or to "
+            "equally many.",
             f"choose a tp that divides {kv_heads}, or a multiple of it up to {heads}.",
         )
     sharing = ranks // kv_heads
     inner = _shares(group, sharing, name)
-    query, key = [], []
+    query = []
+    key = []
     for rank in range(ranks):
         kv, place = divmod(rank, sharing)
         query.append((kv * group + inner[place][0], kv * group + inner[place][1]))
@@ -528,7 +594,8 @@ def _count_heads(
     key: Shares,
 ) -> None:
     """Note the attributes by which an attention counts its heads."""
-    queries, keys = [high - low for low, high in query], [high - low for low, high in key]
+    queries = [high - low for low, high in query]
+    keys = [high - low for low, high in key]
     values: list[tuple[Iterable[str], int, list[int]]] = [
         (KV_HEADS, kv_heads, keys),
         (HEADS, heads, queries),
@@ -538,7 +605,11 @@ def _count_heads(
     for names, whole, local in values:
         for attribute in names:
             value = parent.__dict__.get(attribute)
-            if value == whole and not isinstance(value, bool) and (name, attribute) not in plan.attributes:
+            if (
+                value == whole
+                and not isinstance(value, bool)
+                and (name, attribute) not in plan.attributes
+            ):
                 plan.attributes[name, attribute] = tuple(local)
 
 
@@ -577,7 +648,9 @@ def _split_adapters(model: nn.Module, plan: ParallelPlan) -> None:
 def _split_vocabulary(
     model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Choice], settings: ParallelSettings
 ) -> None:
-    """Split the embedding of the tokens and the layer that gives logits, where the model tells which they are."""
+    """Split the embedding of the tokens and the layer that gives logits, where the model tells
+    which they are.
+    """
     taken = {id(choice.module) for choice in plan.choices}
     skipped = {
         name
@@ -587,10 +660,18 @@ def _split_vocabulary(
     names = {id(module): name for name, module in model.named_modules()}
     stated = [choice for choice in choices.values() if choice.style in ("vocabulary", "head")]
     found: list[Choice] = []
-    getters: tuple[tuple[str, Style], ...] = (("get_input_embeddings", "vocabulary"), ("get_output_embeddings", "head"))
+    getters: tuple[tuple[str, Style], ...] = (
+        ("get_input_embeddings", "vocabulary"),
+        ("get_output_embeddings", "head"),
+    )
     for getter, style in getters:
         module = _asked(model, getter)
-        if module is None or id(module) in taken or id(module) not in names or names[id(module)] in skipped:
+        if (
+            module is None
+            or id(module) in taken
+            or id(module) not in names
+            or names[id(module)] in skipped
+        ):
             continue
         found.append(Choice(names[id(module)], module, style, "embeddings"))
     seen = {choice.name for choice in found}
@@ -602,19 +683,27 @@ def _split_vocabulary(
             continue
         if choice.style == "head" and not is_matrix(module):
             continue
-        if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
+        if isinstance(module, nn.Embedding) and (
+            module.max_norm or module.scale_grad_by_freq or module.sparse
+        ):
             plan.left[choice.name] = "max_norm, scale_grad_by_freq and sparse need the whole table"
             continue
         if choice.widths[0] < plan.ranks:
             plan.left[choice.name] = "fewer rows than ranks"
             continue
-        ranges = tuple((each,) for each in _shares(choice.widths[0], plan.ranks, choice.name, plan.grain))
+        ranges = tuple(
+            (each,) for each in _shares(choice.widths[0], plan.ranks, choice.name, plan.grain)
+        )
         choice.part = _part(choice, 0, ranges)
         fitting.append(choice)
     kept = {id(weight_of(choice.module)) for choice in fitting}
     for module in model.modules():  # a table that something else reads too stays whole
         weight = dict(module.named_parameters(recurse=False)).get("weight")
-        if weight is not None and id(weight) in kept and not any(choice.module is module for choice in fitting):
+        if (
+            weight is not None
+            and id(weight) in kept
+            and not any(choice.module is module for choice in fitting)
+        ):
             for choice in [each for each in fitting if weight_of(each.module) is weight]:
                 fitting.remove(choice)
                 plan.left[choice.name] = f"{names[id(module)]} shares its table"
@@ -636,7 +725,11 @@ def _shard_tokens(model: nn.Module, plan: ParallelPlan) -> None:
     """Have the layers of blocks read and give activations that are sharded over tokens."""
     styles = {choice.name: choice.style for choice in plan.choices}
     attentions = tuple(plan.attentions.values())
-    counted = {parent_of(each) for each in plan.choices if each.style == "column" and _is_attention(model, each)}
+    counted = {
+        parent_of(each)
+        for each in plan.choices
+        if each.style == "column" and _is_attention(model, each)
+    }
     plan.stretch = find_stretch(model, styles, attentions, counted - set(attentions))
     for choice in plan.choices:
         if choice.part is not None and choice.style in ("column", "row"):
@@ -666,7 +759,9 @@ def _part(choice: Choice, dim: int, ranges: tuple[Ranges, ...]) -> Part:
 
 
 def _fill_splits(model: nn.Module, plan: ParallelPlan, cut: Mapping[str, Split]) -> None:
-    """Say of every parameter where its elements are; tied ones are one parameter, which is cut in one way."""
+    """Say of every parameter where its elements are; tied ones are one parameter, which is cut in
+    one way.
+    """
     found: dict[int, tuple[Split, str]] = {}
     for choice in plan.choices:
         for name, parameter in choice.module.named_parameters(recurse=False):
@@ -681,7 +776,8 @@ def _fill_splits(model: nn.Module, plan: ParallelPlan, cut: Mapping[str, Split])
             before = found.setdefault(id(parameter), (split, choice.name))
             if before[0] != split:
                 raise UsageError(
-                    f"layers '{before[1]}' and '{choice.name}' share their {name}, and would cut it in two ways.",
+                    f"layers '{before[1]}' and '{choice.name}' share their {name}, and would cut "
+                    "it in two ways.",
                     fix="untie them, or name neither of them in partition_config.",
                 )
     for norm in plan.stretch.norms if plan.stretch is not None else ():
@@ -689,7 +785,9 @@ def _fill_splits(model: nn.Module, plan: ParallelPlan, cut: Mapping[str, Split])
             found[id(parameter)] = Split.whole("partial", tuple(parameter.shape), plan.ranks), norm
     for name, parameter in model.named_parameters():
         equal = Split.whole("equal", tuple(parameter.shape), plan.ranks)
-        plan.splits[name] = cut.get(name) or (found[id(parameter)][0] if id(parameter) in found else equal)
+        plan.splits[name] = cut.get(name) or (
+            found[id(parameter)][0] if id(parameter) in found else equal
+        )
 
 
 # -- modules
@@ -697,7 +795,10 @@ def _fill_splits(model: nn.Module, plan: ParallelPlan, cut: Mapping[str, Split])
 
 def is_transposed(module: nn.Module) -> bool:
     """Return whether a layer's weight is (in, out): transformers' Conv1D."""
-    return any(each.__name__ == "Conv1D" and not issubclass(each, nn.Conv1d) for each in type(module).__mro__)
+    return any(
+        each.__name__ == "Conv1D" and not issubclass(each, nn.Conv1d)
+        for each in type(module).__mro__
+    )
 
 
 def is_matrix(module: nn.Module) -> bool:

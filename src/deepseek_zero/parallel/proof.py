@@ -1,20 +1,24 @@
-"""Proves that the modules around split layers compute on each rank its part of what they compute whole.
+"""Proves that the modules around split layers compute on each rank its part of what they compute
+whole.
 
-A plan (plans.py) chooses layers by names and widths. Between its column layers and its row layer a module may still
-use all features (a norm, a softmax, top-k), count heads unlike any plan, or have other parameters.
-So one module of each kind is run on small random inputs, once whole and once as each rank would run it:
+A plan (plans.py) chooses layers by names and widths. Between its column layers and its row layer a
+module may still use all features (a norm, a softmax, top-k), count heads unlike any plan, or have
+other parameters. So one module of each kind is run on small random inputs, once whole and once as
+each rank would run it:
 
     args -> x    column layers    h -> z    row layer    y -> output
 
-The products themselves are right by construction (functions.py). Their outputs h and y are replaced by random tensors,
-of which a rank gets its part, and the gradients of x, z and the output by random tensors too. No weight of a split
-layer is needed, so the proof of a layer of any size takes milliseconds. It holds if for each rank
+The products themselves are right by construction (functions.py). Their outputs h and y are replaced
+by random tensors, of which a rank gets its part, and the gradients of x, z and the output by random
+tensors too. No weight of a split layer is needed, so the proof of a layer of any size takes
+milliseconds. It holds if for each rank
 
     x and the output are equal to the whole ones, and so are the gradients of y and of the arguments
     z, and the gradient of h, are this rank's part of the whole ones
 
-The gradients of the module's other parameters say what these are along the axis: `equal` on every rank, a summand
-(`partial`), or a part, if an attention has one for each head or feature. A feed-forward layer's own parameters are not
+The gradients of the module's other parameters say what these are along the axis: `equal` on every
+rank, a summand (`partial`), or a part, if an attention has one for each head or feature. A
+feed-forward layer's own parameters are not
 cut: one for each feature is refused.
 """
 
@@ -73,17 +77,19 @@ class _Fails(_Differs):
 
 
 def prove(model: nn.Module, plan: ParallelPlan) -> None:
-    """Examine each kind of module that holds split layers, and complete the plan by what this shows.
+    """Examine each kind of module that holds split layers, and complete the plan by what this
+    shows.
 
-    It sets the splits of the modules' own parameters. A module that cannot be run here (its arguments are not known)
-    goes to `plan.unproven`, which `watch` examines in the first forward. Local; the model stays as it is.
+    It sets the splits of the modules' own parameters. A module that cannot be run here (its
+    arguments are not known) goes to `plan.unproven`, which `watch` examines in the first forward.
+    Local; the model stays as it is.
 
     Args:
         model: The whole model, before anything is cut.
         plan: Its plan, as `choose` made it.
 
-    Raises:
-        NotBuiltError: A rank would compute something else. The message names the module, and the layer or parameter.
+    Raises: NotBuiltError: A rank would compute something else. The message names the module, and
+        the layer or parameter.
     """
     holders = holders_of(model, plan)
     calls = calls_in(model, [holder.names[0] for holder in holders])
@@ -105,9 +111,11 @@ def prove(model: nn.Module, plan: ParallelPlan) -> None:
 
 
 def watch(model: nn.Module, plan: ParallelPlan) -> None:
-    """Have the first forward examine the modules that `prove` could not run, with the arguments that they are given.
+    """Have the first forward examine the modules that `prove` could not run, with the arguments
+    that they are given.
 
-    That forward raises NotBuiltError if a rank would compute something else, or if a module cannot be examined.
+    That forward raises NotBuiltError if a rank would compute something else, or if a module cannot
+    be examined.
     """
     for holder in plan.unproven:
         _watch(model.get_submodule(holder.names[0]), holder, dict(plan.splits))
@@ -129,8 +137,9 @@ def _watch(module: nn.Module, holder: Holder, splits: Mapping[str, Split]) -> No
             if planned != split:
                 raise _refused(
                     holder,
-                    f"Its parameter '{joined(holder.names[0], name)}' would have to be {_WORDS[split.kind]}, which is "
-                    "seen in the first forward only, too late for the layout of its gradients",
+                    f"Its parameter '{joined(holder.names[0], name)}' would have to be "
+                    f"{_WORDS[split.kind]}, which is seen in the first forward only, too late for "
+                    "the layout of its gradients",
                 )
 
     hook = module.register_forward_pre_hook(look, with_kwargs=True)
@@ -148,7 +157,9 @@ _WORDS = {
 
 @dataclass
 class _Boundary:
-    """One call of a split layer in the whole module: its input, and random tensors for its products."""
+    """One call of a split layer in the whole module: its input, and random tensors for its
+    products.
+    """
 
     read: Tensor
     output: Tensor
@@ -157,8 +168,10 @@ class _Boundary:
 
 @dataclass
 class _Seen:
-    """The results of one run. reads, grads: by (layer, number of the call), the input and the output's gradient.
-    args, own: gradients of arguments and of the module's own parameters. kept: tensors in attributes, for a loss.
+    """The results of one run. reads, grads: by (layer, number of the call), the input and the
+    output's gradient.
+    args, own: gradients of arguments and of the module's own parameters. kept: tensors in
+    attributes, for a loss.
     """
 
     reads: dict[tuple[str, int], Tensor] = field(default_factory=dict)
@@ -170,23 +183,37 @@ class _Seen:
 
     def is_finite(self) -> bool:
         output = [] if self.output is None else [self.output]
-        found = [*self.reads.values(), *output, *self.grads.values(), *self.args, *self.own.values()]
+        found = [
+            *self.reads.values(),
+            *output,
+            *self.grads.values(),
+            *self.args,
+            *self.own.values(),
+        ]
         return all(bool(each.isfinite().all()) for each in found)
 
 
 class _Bench:
     """Runs one module with random values, whole and as each rank would."""
 
-    def __init__(self, holder: Holder, call: Call, device: torch.device, dtype: torch.dtype) -> None:
-        self.holder, self.device, self.dtype = holder, device, dtype
+    def __init__(
+        self, holder: Holder, call: Call, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.holder = holder
+        self.device = device
+        self.dtype = dtype
         self.tolerance = TOLERANCES.get(dtype, HALF_TOLERANCE)
         self.boundaries: dict[tuple[str, int], _Boundary] = {}
         self.cotangent: Tensor | None = None
         self._generator = torch.Generator().manual_seed(1)
-        self._own = {name: self._value(name, param) for name, param in holder.own_parameters().items()}
+        self._own = {
+            name: self._value(name, param) for name, param in holder.own_parameters().items()
+        }
         self._arguments: dict[int, Tensor] = {}
         self._has_hidden = False
-        self._inputs = {widths_of(each)[1] for each in holder.members.values() if each.style == "column"}
+        self._inputs = {
+            widths_of(each)[1] for each in holder.members.values() if each.style == "column"
+        }
         self._call = Call(*map_inputs((call.args, call.kwargs), self._argument))
         self._call = Call(*without_caches((self._call.args, self._call.kwargs)))
 
@@ -216,7 +243,9 @@ class _Bench:
         is_floating = tensor.is_floating_point()
         made: Tensor
         if not has_no_values(tensor):
-            made = tensor.detach().to(self.device, self.dtype if is_floating else tensor.dtype).clone()
+            made = (
+                tensor.detach().to(self.device, self.dtype if is_floating else tensor.dtype).clone()
+            )
         elif is_floating:
             made = self.random(tensor.shape)
         else:
@@ -239,7 +268,9 @@ class _Bench:
             poisoned: Split layers whose parameters are NaN; those of the others are zero.
         """
         module, own = self._module(rank, cuts, poisoned)
-        seen, losses, leaves = _Seen(), list[Tensor](), dict[tuple[str, int], Tensor]()
+        seen = _Seen()
+        losses = list[Tensor]()
+        leaves = dict[tuple[str, int], Tensor]()
         for name in (*self.holder.members, *self.holder.given):
             layer = module.get_submodule(name)
             layer.forward = self._forward_of(name, rank, seen, losses, leaves)
@@ -270,7 +301,10 @@ class _Bench:
         grads: Sequence[Tensor | None] = [None] * len(inputs)
         if isinstance(total, Tensor):
             grads = torch.autograd.grad(total, inputs, allow_unused=True)
-        filled = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(inputs, grads, strict=True)]
+        filled = [
+            torch.zeros_like(leaf) if grad is None else grad
+            for leaf, grad in zip(inputs, grads, strict=True)
+        ]
         seen.grads = dict(zip(leaves, filled, strict=False))
         seen.args = filled[len(leaves) : len(leaves) + len(args)]
         seen.own = dict(zip(own, filled[len(leaves) + len(args) :], strict=True))
@@ -290,7 +324,9 @@ class _Bench:
     def _module(
         self, rank: int | None, cuts: Mapping[str, Split], poisoned: Sequence[str]
     ) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-        """Return a copy of the module as one rank has it, and its own parameters that are trained."""
+        """Return a copy of the module as one rank has it, and its own parameters that are
+        trained.
+        """
         holder = self.holder
         memo: dict[int, Any] = {}
         own: dict[str, nn.Parameter] = {}
@@ -302,7 +338,9 @@ class _Bench:
                 if rank is not None and name in cuts:
                     value = cut(value, cuts[name], rank)
                 made = nn.Parameter(value.clone(), requires_grad=value.is_floating_point())
-                if made.requires_grad and not any(is_inside(name, other) for other in holder.inside):
+                if made.requires_grad and not any(
+                    is_inside(name, other) for other in holder.inside
+                ):
                     own[name] = made
             else:
                 local = rank if layer in holder.members else None
@@ -317,7 +355,9 @@ class _Bench:
                 setattr(module.get_submodule(name), attribute, counts[rank])
         return module, own
 
-    def _placeholder(self, param: Tensor, choice: Choice, rank: int | None, *, is_poisoned: bool) -> nn.Parameter:
+    def _placeholder(
+        self, param: Tensor, choice: Choice, rank: int | None, *, is_poisoned: bool
+    ) -> nn.Parameter:
         """Return a parameter of a split layer without memory. Who reads it, reads NaN."""
         assert choice.part is not None
         shape = tuple(param.shape)
@@ -341,7 +381,8 @@ class _Bench:
         """Return what stands in for the forward of a split layer."""
         holder = self.holder
         outputs, _ = widths_of(holder.members.get(name) or holder.given[name])
-        outgoing, incoming = holder.ranges_of(name, "column", rank), holder.ranges_of(name, "row", rank)
+        outgoing = holder.ranges_of(name, "column", rank)
+        incoming = holder.ranges_of(name, "row", rank)
 
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             key = (name, sum(1 for layer, _ in leaves if layer == name))
@@ -351,13 +392,16 @@ class _Bench:
             boundary = self.boundaries.get(key)
             if boundary is None:
                 raise _Differs(f"it calls layer '{name}' more often")
-            output, gradient = boundary.output, boundary.gradient
+            output = boundary.output
+            gradient = boundary.gradient
             if outgoing is not None:
                 output = taken(output, -1, outgoing)
             if incoming is not None:
                 gradient = taken(gradient, -1, incoming)
             if gradient.shape != x.shape:
-                raise _Differs(f"layer '{name}' reads {_features(x)} where its part has {_features(gradient)}")
+                raise _Differs(
+                    f"layer '{name}' reads {_features(x)} where its part has {_features(gradient)}"
+                )
             seen.reads[key] = x.detach().clone()
             losses.append((x * gradient).sum())
             leaves[key] = output.clone().requires_grad_()
@@ -408,7 +452,9 @@ def examine(holder: Holder, call: Call, splits: Mapping[str, Split]) -> dict[str
         Unproven: It could not be run.
     """
     tried: list[str] = []
-    attempts = dict.fromkeys([(CPU, torch.float32), (holder.device, torch.float32), (holder.device, holder.dtype)])
+    attempts = dict.fromkeys(
+        [(CPU, torch.float32), (holder.device, torch.float32), (holder.device, holder.dtype)]
+    )
     for device, dtype in attempts:
         try:
             return _in_thread(partial(_examine_on, holder, call, splits, device, dtype))
@@ -437,7 +483,11 @@ def _in_thread(work: Callable[[], T]) -> T:
 
 
 def _examine_on(
-    holder: Holder, call: Call, splits: Mapping[str, Split], device: torch.device, dtype: torch.dtype
+    holder: Holder,
+    call: Call,
+    splits: Mapping[str, Split],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> dict[str, Split]:
     bench = _Bench(holder, call, device, dtype)
     whole = _run_whole(bench)
@@ -448,7 +498,9 @@ def _examine_on(
             for rank in range(holder.ranks):
                 _compare(bench, whole, seen, rank)
             return {
-                name: _kind(bench, holder, name, grad, [each.own[name] for each in seen], cuts, splits)
+                name: _kind(
+                    bench, holder, name, grad, [each.own[name] for each in seen], cuts, splits
+                )
                 for name, grad in whole.own.items()
             }
         except _Differs as failure:
@@ -468,7 +520,11 @@ def _run_whole(bench: _Bench) -> _Seen:
     except Exception as error:
         raise Unproven(brief(error)) from error
     called = {name for name, _ in whole.reads}
-    missing = [name for name, each in bench.holder.members.items() if name not in called and each.source != "LoRA"]
+    missing = [
+        name
+        for name, each in bench.holder.members.items()
+        if name not in called and each.source != "LoRA"
+    ]
     if missing:
         raise Unproven(f"its forward does not call layer '{missing[0]}'")
     if whole.is_finite():
@@ -476,7 +532,10 @@ def _run_whole(bench: _Bench) -> _Seen:
     for name in members:
         bench.boundaries.clear()
         if bench.run(None, {}, []).is_finite() and not bench.run(None, {}, [name]).is_finite():
-            raise _refused(bench.holder, f"It computes with the weight of layer '{name}' itself, which is split")
+            raise _refused(
+                bench.holder,
+                f"It computes with the weight of layer '{name}' itself, which is split",
+            )
     raise Unproven("what it computes from random inputs is not finite")
 
 
@@ -490,7 +549,9 @@ def _run_rank(bench: _Bench, rank: int, cuts: Mapping[str, Split]) -> _Seen:
 
 
 def _ways(holder: Holder) -> Iterator[dict[str, Split]]:
-    """Yield cuts of the module's own parameters per head or per column: none of them, all, then some."""
+    """Yield cuts of the module's own parameters per head or per column: none of them, all, then
+    some.
+    """
     able: dict[str, Split] = {}
     for name, param in holder.own_parameters().items():
         dim = next((dim for dim, size in enumerate(param.shape) if size in holder.widths), None)
@@ -499,7 +560,9 @@ def _ways(holder: Holder) -> Iterator[dict[str, Split]]:
     yield {}
     if able:
         yield able
-    some = (chosen for count in range(1, len(able)) for chosen in itertools.combinations(able, count))
+    some = (
+        chosen for count in range(1, len(able)) for chosen in itertools.combinations(able, count)
+    )
     for chosen in itertools.islice(some, MOST_WAYS):
         yield {name: able[name] for name in chosen}
 
@@ -521,14 +584,21 @@ def _compare(bench: _Bench, whole: _Seen, seen: Sequence[_Seen], rank: int) -> N
         _same(bench, own.output, whole.output, "its output is another one")
     for name, expected in whole.kept.items():
         if name in own.kept:
-            _same(bench, own.kept[name], expected, f"attribute '{name}', which a loss may use, is another one")
+            _same(
+                bench,
+                own.kept[name],
+                expected,
+                f"attribute '{name}', which a loss may use, is another one",
+            )
     for (name, number), expected in whole.grads.items():
         found = own.grads[name, number]
         if (ranges := holder.ranges_of(name, "column", rank)) is not None:
             part = holder.members[name].part
             assert part is not None
             expected = taken(expected, -1, ranges)
-            found = torch.stack([seen[other].grads[name, number] for other in part.weight.sharers(rank)]).sum(0)
+            found = torch.stack(
+                [seen[other].grads[name, number] for other in part.weight.sharers(rank)]
+            ).sum(0)
         _same(bench, found, expected, f"the gradient of what layer '{name}' gives is another one")
     for found, expected in zip(own.args, whole.args, strict=True):
         _same(bench, found, expected, "the gradient of what it is given is another one")
@@ -562,7 +632,12 @@ def _kind(
         split = cuts[name]
         for rank in range(holder.ranks):
             found = torch.stack([parts[other] for other in split.sharers(rank)]).sum(0)
-            _same(bench, found, cut(whole, split, rank), f"the gradient of '{name}' is not its part of the whole one")
+            _same(
+                bench,
+                found,
+                cut(whole, split, rank),
+                f"the gradient of '{name}' is not its part of the whole one",
+            )
         return split
     planned = splits[joined(holder.names[0], name)]
     if all(_is_near(bench, each, torch.zeros_like(whole)) for each in (whole, *parts)):
@@ -579,9 +654,13 @@ def _kind(
     return Split.whole("partial", shape, holder.ranks)
 
 
-def _refuse_shared_parameters(model: nn.Module, examined: Sequence[tuple[Holder, dict[str, Split]]]) -> None:
+def _refuse_shared_parameters(
+    model: nn.Module, examined: Sequence[tuple[Holder, dict[str, Split]]]
+) -> None:
     """Raise NotBuiltError if modules share a parameter that each of them splits differently."""
-    found: dict[tuple[int, str], tuple[Holder, Split]] = {}  # by module that has it, and its name there
+    found: dict[
+        tuple[int, str], tuple[Holder, Split]
+    ] = {}  # by module that has it, and its name there
     for holder, splits in examined:
         for of in holder.names:
             holding = model.get_submodule(of)
@@ -598,8 +677,8 @@ def _refuse_shared_parameters(model: nn.Module, examined: Sequence[tuple[Holder,
                 holder_of = holder_of or next(each for each, splits in examined if splits)
                 raise _refused(
                     holder_of,
-                    f"Parameter '{joined(name, leaf)}' is shared with another module, where its gradient is to be "
-                    "summed over the ranks in another way",
+                    f"Parameter '{joined(name, leaf)}' is shared with another module, where its "
+                    "gradient is to be summed over the ranks in another way",
                 )
 
 
@@ -615,27 +694,38 @@ def _take_splits(plan: ParallelPlan, holder: Holder, found: Mapping[str, Split])
 
 
 def _refused(holder: Holder, why: str) -> NotBuiltError:
-    own = [name for name in holder.own_parameters() if name.rpartition(".")[0] not in holder.members]
+    own = [
+        name for name in holder.own_parameters() if name.rpartition(".")[0] not in holder.members
+    ]
     has = f" It has parameters of its own: {', '.join(own[:4])}." if own else ""
     name = holder.names[0] or type(holder.template).__name__
     layers = ", ".join(holder.members)
     return NotBuiltError(
-        f"tensor parallelism cannot split '{name}' ({type(holder.template).__name__}) over tp={holder.ranks}.",
+        f"tensor parallelism cannot split '{name}' ({type(holder.template).__name__}) over "
+        f"tp={holder.ranks}.",
         f"{why}. Split layers: {layers}.{has}",
-        'leave these layers whole (tensor_parallel.partition_config, "skip"), or use dp_shard instead of tp.',
+        'leave these layers whole (tensor_parallel.partition_config, "skip"), or use dp_shard '
+        "instead of tp.",
     )
 
 
 def _refuse_unproven(holder: Holder, error: Unproven) -> None:
-    """Raise NotBuiltError for a module that could not be examined; only warn if the configuration names its layers."""
+    """Raise NotBuiltError for a module that could not be examined; only warn if the configuration
+    names its layers.
+    """
     name = holder.names[0] or type(holder.template).__name__
-    what = f"whether a rank computes its part of '{name}' ({type(holder.template).__name__}) could not be examined"
+    what = (
+        f"whether a rank computes its part of '{name}' ({type(holder.template).__name__}) could "
+        "not be examined"
+    )
     if holder.is_named:
-        log_once(f"tensor parallelism: {what}: {error}. Its layers are split as partition_config says.")
+        log_once(
+            f"tensor parallelism: {what}: {error}. Its layers are split as partition_config says."
+        )
         return
     raise NotBuiltError(
         f"tensor parallelism: {what}.",
         f"A run of a copy of it on the forward's own arguments failed: {error}.",
-        "name its layers in tensor_parallel.partition_config if you know that they can be split, or leave them whole "
-        '("skip"), or use dp_shard instead of tp.',
+        "name its layers in tensor_parallel.partition_config if you know that they can be split, "
+        'or leave them whole ("skip"), or use dp_shard instead of tp.',
     )

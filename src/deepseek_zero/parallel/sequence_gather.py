@@ -1,12 +1,14 @@
-"""Context parallelism: each rank has the queries of its tokens, and gathers the keys and values of all of them.
+"""Context parallelism: each rank has the queries of its tokens, and gathers the keys and values of
+all of them.
 
-A causal query needs the keys before it, so equal parts in a row would leave the last rank most of the work. A sequence
-is cut into twice as many chunks as ranks, and rank i has chunks i and 2C-1-i (zig-zag): any two such chunks see equally
-many keys. Each chunk's attention is one call of the model's own kernel, so its results have the bits of that block
-computed alone, and numbers of heads need not divide by anything.
+A causal query needs the keys before it, so equal parts in a row would leave the last rank most of
+the work. A sequence is cut into twice as many chunks as ranks, and rank i has chunks i and 2C-1-i
+(zig-zag): any two such chunks see equally many keys. Each chunk's attention is one call of the
+model's own kernel, so its results have the bits of that block computed alone, and numbers of heads
+need not divide by anything.
 
-Gathered keys and values are not kept: backward gathers them again, and computes the blocks again. Each rank's share of
-their gradients is then summed where they belong, in the order of the ranks.
+Gathered keys and values are not kept: backward gathers them again, and computes the blocks again.
+Each rank's share of their gradients is then summed where they belong, in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from .sequence import SequenceGroup
 
-# (query, key, value, mask) -> (samples, tokens, heads, width); mask: (query tokens, key tokens), True where seen
+# (query, key, value, mask) -> (samples, tokens, heads, width); mask: (query tokens, key tokens),
+# True where seen
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -40,14 +43,25 @@ def attend_gathered(
     is_causal: bool,
     window: int | None = None,
 ) -> Tensor:
-    """Return attention of this rank's two chunks of tokens over the whole sequences. Collective; waits.
+    """Return attention of this rank's two chunks of tokens over the whole sequences. Collective;
+    waits.
 
-    query, key, value: (samples, heads, tokens, width) of this rank's chunks; fewer key heads as the kernel takes them.
-    window: each token sees so many of the last tokens, itself included; None: all. Returns (samples, tokens, heads,
-    width).
+    query, key, value: (samples, heads, tokens, width) of this rank's chunks; fewer key heads as the
+    kernel takes them.
+    window: each token sees so many of the last tokens, itself included; None: all. Returns
+    (samples, tokens, heads, width).
     """
     found: Tensor = checkpoint(
-        _blocks, group, kernel, query, key, value, is_causal, window, use_reentrant=False, preserve_rng_state=False
+        _blocks,
+        group,
+        kernel,
+        query,
+        key,
+        value,
+        is_causal,
+        window,
+        use_reentrant=False,
+        preserve_rng_state=False,
     )
     return found
 
@@ -62,7 +76,8 @@ def _blocks(
     window: int | None,
 ) -> Tensor:
     key, value = _Gather.apply(group, key, value)  # type: ignore[no-untyped-call]
-    chunk, found = query.shape[2] // 2, []
+    chunk = query.shape[2] // 2
+    found = []
     for place, own in zip(zigzag(group.index, group.size), query.split(chunk, 2), strict=True):
         seen, mask = block_of(place, chunk, key.shape[2], is_causal, window, query.device)
         found.append(kernel(own, key[:, :, seen], value[:, :, seen], mask))
@@ -72,7 +87,9 @@ def _blocks(
 def block_of(
     place: int, chunk: int, tokens: int, is_causal: bool, window: int | None, device: torch.device
 ) -> tuple[slice, Tensor | None]:
-    """Return the keys that any query of a chunk sees, and who sees which of them; None: all see all. Pure."""
+    """Return the keys that any query of a chunk sees, and who sees which of them; None: all see
+    all. Pure.
+    """
     if not is_causal:
         return slice(0, tokens), None
     first = place * chunk
@@ -84,12 +101,15 @@ def block_of(
 
 
 class _Gather(torch.autograd.Function):
-    """Keys and values of all tokens, in the order of the sequence, of those of each rank's chunks."""
+    """Keys and values of all tokens, in the order of the sequence, of those of each rank's
+    chunks.
+    """
 
     @staticmethod
     def forward(ctx: Any, group: SequenceGroup, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        # The shapes are in the name: ranks with other numbers of tokens find no partner, and an error says so.
+        # The shapes are in the name: ranks with other numbers of tokens find no partner, and an
+        # error says so.
         name = f"key and value {[list(key.shape), list(value.shape)]}"
         return tuple(map(_in_order, group.all_gather([key, value], name)))
 

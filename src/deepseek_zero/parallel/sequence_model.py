@@ -1,9 +1,11 @@
-"""Sequences of a transformers model over ranks: attention over all tokens, own tokens, a loss weighted by tokens.
+"""Sequences of a transformers model over ranks: attention over all tokens, own tokens, a loss
+weighted by tokens.
 
-Each rank runs the model's own forward on its part of every sequence. Only attention sees other tokens: it is registered
-with transformers under a name of its own (`shared_sdpa`), and exchanges tokens for heads (sequence.py) or gathers keys
-and values (sequence_gather.py). Positions tell a rank where its tokens are, so they are required; `own_tokens` cuts a
-batch and makes them, and `own_part` does so as a model's ranks need it.
+Each rank runs the model's own forward on its part of every sequence. Only attention sees other
+tokens: it is registered with transformers under a name of its own (`shared_sdpa`), and exchanges
+tokens for heads (sequence.py) or gathers keys and values (sequence_gather.py). Positions tell a
+rank where its tokens are, so they are required; `own_tokens` cuts a batch and makes them, and
+`own_part` does so as a model's ranks need it.
 """
 
 from __future__ import annotations
@@ -31,9 +33,25 @@ from .sequence_gather import attend_gathered, zigzag
 Attention = Literal["ulysses", "all_gather"]
 IGNORED = -100  # the label of a token that no loss counts
 # Names of classes that compute one prediction per token and the mean of the losses.
-_PER_TOKEN = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification", "BertGenerationDecoder")
-_PER_TOKEN_LOSSES = (None, "ForCausalLM", "ForMaskedLM", "ForTokenClassification")  # transformers' names; None: causal
-_LABELS = ("labels", "start_positions", "next_sentence_label", "return_loss")  # what a forward with a loss takes
+_PER_TOKEN = (
+    "ForCausalLM",
+    "LMHeadModel",
+    "ForMaskedLM",
+    "ForTokenClassification",
+    "BertGenerationDecoder",
+)
+_PER_TOKEN_LOSSES = (
+    None,
+    "ForCausalLM",
+    "ForMaskedLM",
+    "ForTokenClassification",
+)  # transformers' names; None: causal
+_LABELS = (
+    "labels",
+    "start_positions",
+    "next_sentence_label",
+    "return_loss",
+)  # what a forward with a loss takes
 # Attributes by which embeddings of transformers say that a token's depends on other tokens.
 _MIXING = {"token_dropout": "the share of masked tokens", "trigram_input": "the tokens next to it"}
 _NAMED = "shared_"  # and transformers' name of the attention that computes the heads
@@ -41,9 +59,10 @@ _NAMED = "shared_"  # and transformers' name of the attention that computes the 
 
 @dataclass(frozen=True)
 class SequenceSettings:
-    """What a caller says of it. attention: how it sees other ranks' tokens; "auto": by exchanges for heads where those
-    are built for the model, else by gathered keys and values. weighs_loss: the model's loss becomes that of all tokens
-    of the sequences, on every rank; False: each rank's is the mean over its own tokens, and the caller cuts batches and
+    """What a caller says of it. attention: how it sees other ranks' tokens; "auto": by exchanges
+    for heads where those are built for the model, else by gathered keys and values. weighs_loss:
+    the model's loss becomes that of all tokens of the sequences, on every rank; False: each rank's
+    is the mean over its own tokens, and the caller cuts batches and
     weighs. spares_eval: in evaluation every rank computes alone, on whole sequences.
     """
 
@@ -53,21 +72,30 @@ class SequenceSettings:
 
 
 def places_of(attention: Attention, coordinate: int, ranks: int) -> tuple[int, ...]:
-    """Return which equal chunks of a sequence a rank has, ascending, of ranks times as many as it has."""
+    """Return which equal chunks of a sequence a rank has, ascending, of ranks times as many as it
+    has.
+    """
     return (coordinate,) if attention == "ulysses" else zigzag(coordinate, ranks)
 
 
 def own_tokens(
-    batch: Mapping[str, Any], coordinate: int, ranks: int, attention: Attention = "ulysses", *, shifts: bool = True
+    batch: Mapping[str, Any],
+    coordinate: int,
+    ranks: int,
+    attention: Attention = "ulysses",
+    *,
+    shifts: bool = True,
 ) -> dict[str, Any]:
     """Return one rank's part of a batch of whole sequences. Pure.
 
-    batch: tensors of (samples, tokens, ...), equal on the ranks that share sequences; other entries stay as they are.
-    `position_ids` are made where there are none. shifts: `labels` become `shift_labels`, the next token's label of each
-    token, before anything is cut, as causal losses need them. attention: how the ranks see each other's tokens, which
-    says which of them a rank has. UsageError where the tokens cannot be divided so.
+    batch: tensors of (samples, tokens, ...), equal on the ranks that share sequences; other entries
+    stay as they are. `position_ids` are made where there are none. shifts: `labels` become
+    `shift_labels`, the next token's label of each token, before anything is cut, as causal losses
+    need them. attention: how the ranks see each other's tokens, which says which of them a rank
+    has. UsageError where the tokens cannot be divided so.
     """
-    found, places = dict(batch), places_of(attention, coordinate, ranks)
+    found = dict(batch)
+    places = places_of(attention, coordinate, ranks)
     tokens = found["input_ids"] if "input_ids" in found else found["inputs_embeds"]
     samples, length = tokens.shape[:2]
     chunks = ranks * len(places)
@@ -91,21 +119,25 @@ def own_tokens(
 
 
 def own_part(model: nn.Module, batch: Any) -> Any:
-    """Return this rank's part of a batch for a model whose ranks share sequences; of another model, the batch. Local.
+    """Return this rank's part of a batch for a model whose ranks share sequences; of another model,
+    the batch. Local.
 
-    batch: of whole sequences, equal on these ranks, by name. One that has been cut stays as it is: it has
-    `position_ids` and, where the model's loss is causal, `shift_labels` instead of `labels`.
+    batch: of whole sequences, equal on these ranks, by name. One that has been cut stays as it is:
+    it has `position_ids` and, where the model's loss is causal, `shift_labels` instead of `labels`.
     """
     shared = _SHARED.get(model)
     return shared.own_part(batch) if shared is not None and isinstance(batch, Mapping) else batch
 
 
-def share_sequences(model: nn.Module, comm: Comm, settings: SequenceSettings | None = None, *, tp: int = 1) -> None:
-    """Make a model's forward one part of a forward over the ranks that share sequences. Local; forwards are collective.
+def share_sequences(
+    model: nn.Module, comm: Comm, settings: SequenceSettings | None = None, *, tp: int = 1
+) -> None:
+    """Make a model's forward one part of a forward over the ranks that share sequences. Local;
+    forwards are collective.
 
-    comm: of the ranks along "sp". tp: ranks along "tp", over which its layers have been cut. A model with modules of
-    `SequenceAttention` exchanges by itself and stays as it is; one of transformers gets its attention registered.
-    Others, and what is not built, are refused by name.
+    comm: of the ranks along "sp". tp: ranks along "tp", over which its layers have been cut. A
+    model with modules of `SequenceAttention` exchanges by itself and stays as it is; one of
+    transformers gets its attention registered. Others, and what is not built, are refused by name.
     """
     if any(isinstance(module, SequenceAttention) for module in model.modules()):
         return
@@ -120,20 +152,30 @@ def share_sequences(model: nn.Module, comm: Comm, settings: SequenceSettings | N
     model.register_forward_hook(shared.after_forward, with_kwargs=True)
 
 
-def choose_attention(model: nn.Module, ranks: int, tp: int, settings: SequenceSettings) -> Attention:
-    """Return how attention of this model sees other ranks' tokens; NotBuiltError where it cannot."""
+def choose_attention(
+    model: nn.Module, ranks: int, tp: int, settings: SequenceSettings
+) -> Attention:
+    """Return how attention of this model sees other ranks' tokens; NotBuiltError where it
+    cannot.
+    """
     config: Any = getattr(model, "config", None)
     core = getattr(config, "_attn_implementation", None)
     if core is None:
         raise NotBuiltError(
             f"mesh axis sp={ranks}: the attention of {type(model).__name__} exchanges nothing.",
-            "Attention needs every token. It is exchanged in models of transformers, and in DistributedAttention.",
+            "Attention needs every token. It is exchanged in models of transformers, and in "
+            "DistributedAttention.",
             "call it through deepspeed.sequence.layer.DistributedAttention, or leave sp out.",
         )
     core = core.removeprefix(_NAMED)
-    found = {"ulysses": _against_exchanges(config, core, ranks, tp), "all_gather": _against_gathers(config, core)}
+    found = {
+        "ulysses": _against_exchanges(config, core, ranks, tp),
+        "all_gather": _against_gathers(config, core),
+    }
     always = _against_sharing(model, config, core)
-    ways: tuple[Attention, ...] = ("ulysses", "all_gather") if settings.attention == "auto" else (settings.attention,)
+    ways: tuple[Attention, ...] = (
+        ("ulysses", "all_gather") if settings.attention == "auto" else (settings.attention,)
+    )
     for way in ways:
         if not always and not found[way]:
             if way != ways[0]:
@@ -141,10 +183,12 @@ def choose_attention(model: nn.Module, ranks: int, tp: int, settings: SequenceSe
             return way
     reasons = always or found[ways[-1]]
     raise NotBuiltError(
-        f"mesh axis sp={ranks}: {type(model).__name__} is not built for sequence-parallel ranks: {reasons[0]}.",
-        "Each rank computes whole attention, causal or of all tokens, of its share of the heads (ulysses) or of its "
-        "tokens (all_gather).",
-        "change the model's configuration, sequence_parallel.attention, the number of ranks, or leave sp out.",
+        f"mesh axis sp={ranks}: {type(model).__name__} is not built for sequence-parallel ranks: "
+        f"{reasons[0]}.",
+        "Each rank computes whole attention, causal or of all tokens, of its share of the heads "
+        "(ulysses) or of its tokens (all_gather).",
+        "change the model's configuration, sequence_parallel.attention, the number of ranks, or "
+        "leave sp out.",
     )
 
 
@@ -153,28 +197,39 @@ def _against_sharing(model: nn.Module, config: Any, core: str) -> list[str]:
     text = config.get_text_config()
     reasons = {
         "its layers drop something in training, and ranks would draw alike": has_dropout(model),
-        "encoder and decoder have sequences of their own": getattr(config, "is_encoder_decoder", False),
-        "attention scores are capped": getattr(text, "attn_logit_softcapping", None) and core.endswith("sdpa"),
+        "encoder and decoder have sequences of their own": getattr(
+            config, "is_encoder_decoder", False
+        ),
+        "attention scores are capped": getattr(text, "attn_logit_softcapping", None)
+        and core.endswith("sdpa"),
         "its forward takes no position_ids": not _takes_positions(model),
-        "its configuration has no num_attention_heads": getattr(text, "num_attention_heads", None) is None,
+        "its configuration has no num_attention_heads": getattr(text, "num_attention_heads", None)
+        is None,
         f"{_ROUTER_LOSS} (output_router_logits)": getattr(text, "output_router_logits", False),
     }
     found = [reason for reason, holds in reasons.items() if holds]
-    return found + [reason for name, each in model.named_modules() for reason in _against_module(name, each)]
+    return found + [
+        reason for name, each in model.named_modules() for reason in _against_module(name, each)
+    ]
 
 
 _ROUTER_LOSS = "its loss has a part over the routers of all tokens"
 
 
 def _against_module(name: str, module: nn.Module) -> list[str]:
-    """Return why a module computes something of a part of a sequence that differs from that of the whole."""
+    """Return why a module computes something of a part of a sequence that differs from that of the
+    whole.
+    """
     kind = type(module).__name__
     called = f"'{name}' ({kind})" if name else kind
     reasons = {
         f"the output of {called} is one for a whole sequence": kind.endswith("Pooler"),
         f"{called} computes a token from those before it": isinstance(module, nn.RNNBase),
-        f"{called} computes a token from its neighbours": isinstance(module, nn.Conv1d) and module.kernel_size != (1,),
-        f"positions of {called} begin after that of the padding": _counts_after_padding(name, module),
+        f"{called} computes a token from its neighbours": isinstance(module, nn.Conv1d)
+        and module.kernel_size != (1,),
+        f"positions of {called} begin after that of the padding": _counts_after_padding(
+            name, module
+        ),
     }
     if any(_takes(module, label) for label in _LABELS):
         head = _class_of_forward(module).__name__
@@ -182,9 +237,13 @@ def _against_module(name: str, module: nn.Module) -> list[str]:
         is_known = is_known and getattr(module, "loss_type", None) in _PER_TOKEN_LOSSES
         reasons[f"the loss of {called} is not known to be a mean over tokens"] = not is_known
     for noise in ("jitter_noise", "router_jitter_noise", "input_jitter_noise"):
-        reasons[f"{called} draws noise ({noise}), and ranks would draw alike"] = bool(getattr(module, noise, 0))
+        reasons[f"{called} draws noise ({noise}), and ranks would draw alike"] = bool(
+            getattr(module, noise, 0)
+        )
     for attribute, others in _MIXING.items():
-        reasons[f"{called} embeds a token by {others} ({attribute})"] = getattr(module, attribute, None) is True
+        reasons[f"{called} embeds a token by {others} ({attribute})"] = (
+            getattr(module, attribute, None) is True
+        )
     return [reason for reason, holds in reasons.items() if holds]
 
 
@@ -194,18 +253,26 @@ def _class_of_forward(module: nn.Module) -> type:
 
 
 def _counts_after_padding(name: str, module: nn.Module) -> bool:
-    """Return whether this is a table of positions with a separate row for padding, like RoBERTa's."""
-    return isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None
+    """Return whether this is a table of positions with a separate row for padding, like
+    RoBERTa's.
+    """
+    return (
+        isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None
+    )
 
 
 def heads_of(text: Any) -> tuple[int, int]:
-    """Return the attention heads that a model's configuration says, and those of keys and values."""
+    """Return the attention heads that a model's configuration says, and those of keys and
+    values.
+    """
     heads = text.num_attention_heads
     return heads, getattr(text, "num_key_value_heads", None) or heads
 
 
 def _against_exchanges(config: Any, core: str, ranks: int, tp: int) -> list[str]:
-    """Return why they cannot exchange tokens for heads, of which each rank along "tp" has its share."""
+    """Return why they cannot exchange tokens for heads, of which each rank along "tp" has its
+    share.
+    """
     text = config.get_text_config()
     if getattr(text, "num_attention_heads", None) is None:
         return []  # the ranks do not share this model's sequences
@@ -216,7 +283,8 @@ def _against_exchanges(config: Any, core: str, ranks: int, tp: int) -> list[str]
     kinds = {*(getattr(text, "layer_types", None) or ())} - {"full_attention"}
     reasons = {
         f"{heads} attention heads{beside[0]} cannot be cut over them": heads % tp or many % ranks,
-        f"{held} key and value heads{beside[1]} cannot be cut over them": few % ranks and ranks % few,
+        f"{held} key and value heads{beside[1]} cannot be cut over them": few % ranks
+        and ranks % few,
         f"attention of the kinds {sorted(kinds)} needs masks": kinds,
         f"attention '{core}' needs masks; 'sdpa' does not": core == "eager",
     }
@@ -225,7 +293,10 @@ def _against_exchanges(config: Any, core: str, ranks: int, tp: int) -> list[str]
 
 def _against_gathers(config: Any, core: str) -> list[str]:
     """Return why they cannot gather keys and values."""
-    kinds = {*(getattr(config.get_text_config(), "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    kinds = {*(getattr(config.get_text_config(), "layer_types", None) or ())} - {
+        "full_attention",
+        "sliding_attention",
+    }
     reasons = {
         f"attention of the kinds {sorted(kinds)} needs other masks": kinds,
         f"attention '{core}' takes masks of another form than 'sdpa'": core != "sdpa",
@@ -235,7 +306,9 @@ def _against_gathers(config: Any, core: str) -> list[str]:
 
 def _takes_positions(model: nn.Module) -> bool:
     parameters = inspect.signature(model.forward).parameters
-    return "position_ids" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return "position_ids" in parameters or any(
+        each.kind is each.VAR_KEYWORD for each in parameters.values()
+    )
 
 
 def _takes(module: nn.Module, name: str) -> bool:
@@ -245,12 +318,17 @@ def _takes(module: nn.Module, name: str) -> bool:
 class _Shared:
     """What one model's forwards and attention use."""
 
-    def __init__(self, model: nn.Module, comm: Comm, settings: SequenceSettings, attention: Attention) -> None:
-        self.group, self.settings, self.attention = SequenceGroup(comm), settings, attention
+    def __init__(
+        self, model: nn.Module, comm: Comm, settings: SequenceSettings, attention: Attention
+    ) -> None:
+        self.group = SequenceGroup(comm)
+        self.settings = settings
+        self.attention = attention
         self.places = places_of(attention, comm.rank, comm.size)
         parameters = inspect.signature(model.forward).parameters.values()
         self._names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-        # transformers takes the causal loss where no type follows from the model's name, as for GPT2LMHeadModel.
+        # transformers takes the causal loss where no type follows from the model's name, as for
+        # GPT2LMHeadModel.
         self._is_causal_loss = getattr(model, "loss_type", None) in (None, "ForCausalLM")
         self._is_causal = all(getattr(module, "is_causal", True) for module in model.modules())
         self._attended = False  # in the forward that runs
@@ -264,25 +342,40 @@ class _Shared:
         is_cut = "position_ids" in batch and ("labels" not in batch or not self._is_causal_loss)
         if is_cut or not self.settings.weighs_loss:
             return batch
-        return own_tokens(batch, self.group.index, self.group.size, self.attention, shifts=self._is_causal_loss)
+        return own_tokens(
+            batch, self.group.index, self.group.size, self.attention, shifts=self._is_causal_loss
+        )
 
     # -- a forward
 
-    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Look at what the forward is given: this rank's tokens, and nothing that says otherwise. Collective."""
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Look at what the forward is given: this rank's tokens, and nothing that says otherwise.
+        Collective.
+        """
         if self.rests(module):
             return None
         if len(args) > len(self._names):
-            raise UsageError("the model was given inputs without names.", "", "pass them by name: model(**batch).")
+            raise UsageError(
+                "the model was given inputs without names.",
+                "",
+                "pass them by name: model(**batch).",
+            )
         given = dict(zip(self._names, args, strict=False)) | kwargs
-        tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        tokens = (
+            given.get("input_ids")
+            if given.get("input_ids") is not None
+            else given.get("inputs_embeds")
+        )
         if tokens is None:
             raise UsageError("the model was given no input_ids.", "", "pass this rank's tokens.")
         self._look_at_positions(given.get("position_ids"), tokens.shape[1])
         if given.get("attention_mask") is not None:
             self._look_at_mask(given["attention_mask"])
             given["attention_mask"] = None
-        labels, shifted = given.get("labels"), given.get("shift_labels")
+        labels = given.get("labels")
+        shifted = given.get("shift_labels")
         if given.get("output_router_logits"):
             raise NotBuiltError(
                 f"output_router_logits is not built for sequence-parallel ranks: {_ROUTER_LOSS}.",
@@ -309,65 +402,90 @@ class _Shared:
 
     def _look_at_positions(self, positions: Tensor | None, tokens: int) -> None:
         fix = (
-            f'pass position_ids: own_tokens(batch, coordinate, ranks, "{self.attention}") cuts a batch and makes them.'
+            f'pass position_ids: own_tokens(batch, coordinate, ranks, "{self.attention}") cuts a '
+            "batch and makes them."
         )
         if positions is None:
             raise UsageError(
-                "the model was given no position_ids.", "They say where this rank's tokens are in the sequence.", fix
+                "the model was given no position_ids.",
+                "They say where this rank's tokens are in the sequence.",
+                fix,
             )
         share = tokens // len(self.places)
-        chunks = [torch.arange(place * share, (place + 1) * share, device=positions.device) for place in self.places]
+        chunks = [
+            torch.arange(place * share, (place + 1) * share, device=positions.device)
+            for place in self.places
+        ]
         own = torch.cat(chunks)
         if len(own) != tokens or not bool((positions == own).all()):
-            said = " and ".join(f"{place * share} to {(place + 1) * share - 1}" for place in self.places)
+            said = " and ".join(
+                f"{place * share} to {(place + 1) * share - 1}" for place in self.places
+            )
             raise NotBuiltError(
                 f"position_ids are not {said}, where this rank's tokens are.",
-                "Several documents in one sequence need masks, which are not built for sequence-parallel ranks.",
+                "Several documents in one sequence need masks, which are not built for "
+                "sequence-parallel ranks.",
                 fix,
             )
 
     def _look_at_mask(self, mask: Any) -> None:
-        """Raise unless a mask says no more than where a sequence ends: later tokens see the padding, none before it."""
+        """Raise unless a mask says no more than where a sequence ends: later tokens see the
+        padding, none before it.
+        """
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             raise NotBuiltError(
-                "an attention_mask that is not (samples, tokens) is not built for sequence-parallel ranks.",
+                "an attention_mask that is not (samples, tokens) is not built for "
+                "sequence-parallel ranks.",
                 "Each rank computes whole attention, without a mask of the caller's.",
                 "leave it out.",
             )
         chunks = (mask != 0).unflatten(1, (len(self.places), -1))
-        share, counts = chunks.shape[2], chunks.sum(2).cpu()
+        share = chunks.shape[2]
+        counts = chunks.sum(2).cpu()
         is_ordered = bool((chunks[:, :, 1:] <= chunks[:, :, :-1]).all())
         table = self.group.comm.all_gather_rows(
-            torch.cat((counts.T.flatten(), torch.tensor([int(is_ordered)]))), f"the ends of {len(counts)} sequences"
+            torch.cat((counts.T.flatten(), torch.tensor([int(is_ordered)]))),
+            f"the ends of {len(counts)} sequences",
         )
         ends = {
             place: row
             for rank, rows in enumerate(table[:, :-1].unflatten(1, (len(self.places), -1)))
-            for place, row in zip(places_of(self.attention, rank, self.group.size), rows, strict=True)
+            for place, row in zip(
+                places_of(self.attention, rank, self.group.size), rows, strict=True
+            )
         }
         kept = torch.stack([ends[place] for place in sorted(ends)])
         follows = (kept[1:] == 0) | (kept[:-1] == share)
         if not bool(table[:, -1].all()) or not bool(follows.all()):
             raise NotBuiltError(
-                "an attention_mask that leaves out tokens before others is not built for sequence-parallel ranks.",
+                "an attention_mask that leaves out tokens before others is not built for "
+                "sequence-parallel ranks.",
                 "Each rank computes whole attention, without a mask of the caller's.",
                 "pad sequences on the right.",
             )
         if not self._is_causal and not bool((kept == share).all()):
             raise NotBuiltError(
-                "an attention_mask that leaves out tokens is not built for sequence-parallel ranks of a model whose "
-                "tokens see those behind them.",
+                "an attention_mask that leaves out tokens is not built for sequence-parallel ranks "
+                "of a model whose tokens see those behind them.",
                 "Each rank computes whole attention, without a mask of the caller's.",
                 "take sequences of one length without padding.",
             )
 
-    def after_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        """Put the loss of all ranks' tokens in the place of this rank's. Collective where there are labels."""
-        labels = kwargs.get("shift_labels") if kwargs.get("shift_labels") is not None else kwargs.get("labels")
+    def after_forward(
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """Put the loss of all ranks' tokens in the place of this rank's. Collective where there are
+        labels.
+        """
+        labels = (
+            kwargs.get("shift_labels")
+            if kwargs.get("shift_labels") is not None
+            else kwargs.get("labels")
+        )
         if not self.rests(module) and not self._attended:
             raise NotBuiltError(
-                f"{type(module).__name__} is not built for sequence-parallel ranks: its forward has called no "
-                "attention that is registered with transformers.",
+                f"{type(module).__name__} is not built for sequence-parallel ranks: its forward "
+                "has called no attention that is registered with transformers.",
                 "Attention needs every token, and the model's own sees those of one rank.",
                 "leave sp out.",
             )
@@ -383,11 +501,13 @@ class _Shared:
     def _weighed(self, loss: Tensor, labels: Tensor) -> Tensor:
         """Return the mean over all ranks' tokens, of which this rank's gradient is its own share.
 
-        Gradients are averaged over the ranks afterwards, so a share is its tokens' times the number of ranks. A rank
-        without valid tokens, whose own mean is not a number, adds nothing.
+        Gradients are averaged over the ranks afterwards, so a share is its tokens' times the number
+        of ranks. A rank without valid tokens, whose own mean is not a number, adds nothing.
         """
         own = [float((labels != IGNORED).sum()), float(loss.detach())]
-        table = self.group.comm.all_gather_rows(torch.tensor(own, dtype=torch.float64), "losses and their tokens")
+        table = self.group.comm.all_gather_rows(
+            torch.tensor(own, dtype=torch.float64), "losses and their tokens"
+        )
         counts = table[:, 0]
         tokens = max(float(counts.sum()), 1.0)
         total = float(torch.where(counts > 0, table[:, 1] * counts, 0.0).sum()) / tokens
@@ -400,8 +520,8 @@ class _Shared:
     def look_at_scores(self, module: Any, mask: Any, options: Mapping[str, Any]) -> None:
         """Raise if a layer's mask hides more than the attention that ranks compute without it.
 
-        mask: of this rank's tokens: True, or 0 to be added, where a token is seen. It may hide later tokens, the other
-        chunk of this rank, and what lies outside of the window.
+        mask: of this rank's tokens: True, or 0 to be added, where a token is seen. It may hide
+        later tokens, the other chunk of this rank, and what lies outside of the window.
         """
         is_causal = options.get("is_causal")
         if is_causal is None:
@@ -413,15 +533,21 @@ class _Shared:
             said = self._unlike(mask, bool(is_causal), options.get("sliding_window"))
         if said:
             raise NotBuiltError(
-                f"attention of {type(module).__name__} is not built for sequence-parallel ranks: it {said}.",
-                "Each rank computes whole attention, causal or of all tokens, without the mask of its own tokens.",
+                f"attention of {type(module).__name__} is not built for sequence-parallel ranks: "
+                f"it {said}.",
+                "Each rank computes whole attention, causal or of all tokens, without the mask of "
+                "its own tokens.",
                 "leave sp out, or change the model's configuration.",
             )
 
     def _unlike(self, mask: Tensor, is_causal: bool, window: int | None) -> str:
-        """Return how a mask differs from that of the attention that ranks compute; nothing if it does not."""
+        """Return how a mask differs from that of the attention that ranks compute; nothing if it
+        does not.
+        """
         seen = mask if mask.dtype == torch.bool else mask == 0
-        if mask.dtype != torch.bool and bool((~seen & (mask > torch.finfo(mask.dtype).min / 2)).any()):
+        if mask.dtype != torch.bool and bool(
+            (~seen & (mask > torch.finfo(mask.dtype).min / 2)).any()
+        ):
             return "adds a bias to its scores"
         queries, keys = (torch.arange(length, device=mask.device) for length in mask.shape[-2:])
         behind = queries[:, None] - keys
@@ -436,29 +562,49 @@ class _Shared:
         return "hides tokens that it is given" if bool((due & ~seen).any()) else ""
 
     def attend(
-        self, core: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+        self,
+        core: Any,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """Return the attention of this rank's tokens, (samples, tokens, heads, width), and no weights. Collective.
+        """Return the attention of this rank's tokens, (samples, tokens, heads, width), and no
+        weights. Collective.
 
         query, key, value: (samples, heads, tokens, width).
         """
         self._attended = True
-        kwargs.pop("position_ids", None)  # of this rank's tokens alone: nothing to tell documents by
+        kwargs.pop(
+            "position_ids", None
+        )  # of this rank's tokens alone: nothing to tell documents by
         attend = self._exchanged if self.attention == "ulysses" else self._gathered
         return attend(core, module, query, key, value, *args, **kwargs)
 
     def _exchanged(
-        self, core: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+        self,
+        core: Any,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        window, length = kwargs.get("sliding_window"), query.shape[2] * self.group.size
+        window = kwargs.get("sliding_window")
+        length = query.shape[2] * self.group.size
         if window is not None and window < length:
             raise NotBuiltError(
-                f"a window of {window} tokens over sequences of {length} is not built for ranks that exchange heads.",
+                f"a window of {window} tokens over sequences of {length} is not built for ranks "
+                "that exchange heads.",
                 "It needs a mask.",
-                'set sequence_parallel.attention to "all_gather", or sliding_window to None in the model\'s '
-                "configuration, or take shorter sequences.",
+                'set sequence_parallel.attention to "all_gather", or sliding_window to None in '
+                "the model's configuration, or take shorter sequences.",
             )
-        key, value = spread(key, self.group.size, 1), spread(value, self.group.size, 1)
+        key = spread(key, self.group.size, 1)
+        value = spread(value, self.group.size, 1)
         whole = exchange(self.group, 1, 2, "query, key and value", query, key, value)
         before = getattr(module, "num_key_value_groups", None)
         if before is not None:
@@ -471,18 +617,29 @@ class _Shared:
         return exchange(self.group, 1, 2, "the output of attention", found)[0], weights
 
     def _gathered(
-        self, core: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+        self,
+        core: Any,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         stated = kwargs.pop("is_causal", None)
         is_causal = getattr(module, "is_causal", True) if stated is None else stated
 
         def kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
             seen = mask if mask is None else mask[None, None]
-            found: Tensor = core(module, query, key, value, seen, *args, is_causal=False, **kwargs)[0]
+            found: Tensor = core(module, query, key, value, seen, *args, is_causal=False, **kwargs)[
+                0
+            ]
             return found
 
         window = kwargs.get("sliding_window")
-        return attend_gathered(self.group, kernel, query, key, value, is_causal=is_causal, window=window), None
+        return attend_gathered(
+            self.group, kernel, query, key, value, is_causal=is_causal, window=window
+        ), None
 
 
 class _Weighed(torch.autograd.Function):
@@ -497,13 +654,17 @@ class _Weighed(torch.autograd.Function):
         return grad * ctx.weight, None, None
 
 
-# Each module of a model that shares sequences, for the attention that transformers calls with one of them.
+# Each module of a model that shares sequences, for the attention that transformers calls with one
+# of them.
 _SHARED: weakref.WeakKeyDictionary[nn.Module, _Shared] = weakref.WeakKeyDictionary()
 
 
 def _registered(core: str) -> str:
-    """Register attention over exchanges with transformers, and its masks, which are those of the core; its name."""
-    name, masks = f"{_NAMED}{core}", import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
+    """Register attention over exchanges with transformers, and its masks, which are those of the
+    core; its name.
+    """
+    name = f"{_NAMED}{core}"
+    masks = import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
     _functions().register(name, partial(_attend, core))
     if core in masks:
         masks.register(name, masks[core])
@@ -511,7 +672,9 @@ def _registered(core: str) -> str:
 
 
 def _functions() -> Any:
-    """Return transformers' attention functions by name; it is imported already where a model is one of its."""
+    """Return transformers' attention functions by name; it is imported already where a model is one
+    of its.
+    """
     return import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
 
 
@@ -525,9 +688,12 @@ def _attend(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    function, shared = _functions()[core], _SHARED.get(module)
+    function = _functions()[core]
+    shared = _SHARED.get(module)
     if shared is None or shared.rests(module):
-        found: tuple[Tensor, Any] = function(module, query, key, value, attention_mask, *args, **kwargs)
+        found: tuple[Tensor, Any] = function(
+            module, query, key, value, attention_mask, *args, **kwargs
+        )
         return found
     shared.look_at_scores(module, attention_mask, kwargs)
     return shared.attend(function, module, query, key, value, *args, **kwargs)

@@ -1,9 +1,11 @@
-"""Random numbers along the tensor-parallel axis: equal on every rank outside of split layers, different inside.
+"""Random numbers along the tensor-parallel axis: equal on every rank outside of split layers,
+different inside.
 
-Outside, ranks draw the same numbers because their generators have the same state: `align_generators` sees to that
-before each forward. Inside, where each holds its own heads, a rank draws from a stream of its own, made of one number
-of the common stream and its coordinate. So there is one state: who restores the common stream (a recomputation, a
-checkpoint) has restored the other one too.
+Outside, ranks draw the same numbers because their generators have the same state:
+`align_generators` sees to that before each forward. Inside, where each holds its own heads, a rank
+draws from a stream of its own, made of one number of the common stream and its coordinate. So there
+is one state: who restores the common stream (a recomputation, a checkpoint) has restored the other
+one too.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from ..comm.collectives import Comm
 
 
 class Streams:
-    """The two streams of one rank, in torch's default generator of the CPU and, on a GPU, of the device."""
+    """The two streams of one rank, in torch's default generator of the CPU and, on a GPU, of the
+    device.
+    """
 
     def __init__(self, coordinate: int, device: torch.device) -> None:
         self._coordinate = coordinate
@@ -55,14 +59,14 @@ class Streams:
 def align_generators(comm: Comm) -> None:
     """Give torch's default generators the state that they have on the first rank, if ranks differ.
 
-    Programs often seed with `seed + rank`. Ranks along "tp" compute one batch together, so what lies outside of split
-    layers must draw the same numbers on all of them.
+    Programs often seed with `seed + rank`. Ranks along "tp" compute one batch together, so what
+    lies outside of split layers must draw the same numbers on all of them.
 
     Args:
         comm: The communicator of the ranks along "tp".
 
-    Note:
-        Collective: every rank of `comm` must call it. It sends 8 bytes to each rank, and 5 KB if states differ.
+    Note: Collective: every rank of `comm` must call it. It sends 8 bytes to each rank, and 5 KB if
+        states differ.
     """
     state = _generator_state(comm.device)
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
@@ -73,9 +77,9 @@ def align_generators(comm: Comm) -> None:
     states = comm.all_gather_rows(state, "the first rank's generators")
     _set_generator_state(states[0].clone(), comm.device)
     log_once(
-        "tensor parallelism: the random generators of the ranks along tp were in different states (torch.manual_seed "
-        "with another seed on each rank, for instance). These ranks compute one batch together, so all of them go on "
-        "with the state of the first one."
+        "tensor parallelism: the random generators of the ranks along tp were in different states "
+        "(torch.manual_seed with another seed on each rank, for instance). These ranks compute one "
+        "batch together, so all of them go on with the state of the first one."
     )
 
 

@@ -1,4 +1,5 @@
-"""Activations that are sharded over tokens between the split layers of a block (Megatron's sequence parallelism).
+"""Activations that are sharded over tokens between the split layers of a block (Megatron's sequence
+parallelism).
 
     first block    its input: this rank's tokens (`shard`)
     norms, dropout, residuals    on this rank's tokens; a norm's gradient is a summand
@@ -6,8 +7,8 @@
     other columns  gather the tokens they read; a row layer's sum is of the own tokens
     last block     its output: all tokens (`unshard`)
 
-Everything outside of the blocks is whole, as a model needs it to make positions and masks.  In evaluation nothing is
-sharded.
+Everything outside of the blocks is whole, as a model needs it to make positions and masks.  In
+evaluation nothing is sharded.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ OFF = 'leave tensor_parallel.sequence out, or say "sequence": false.'
 class Stretch:
     """The blocks of a model between which activations are sharded, by name.
 
-    blocks: in order. attentions: modules that hold an attention's column layers. norms: layers that every rank holds
-    whole and applies to its own tokens.
+    blocks: in order. attentions: modules that hold an attention's column layers. norms: layers that
+    every rank holds whole and applies to its own tokens.
     """
 
     blocks: tuple[str, ...]
@@ -45,20 +46,25 @@ def find_stretch(
 ) -> Stretch:
     """Return where activations can be sharded. Pure.
 
-    styles: what layers become, by name. attentions: modules that hold an attention's column layers; unknown: that do
-    so, and of which the end is not known. NotBuiltError names the layer that needs all tokens.
+    styles: what layers become, by name. attentions: modules that hold an attention's column layers;
+    unknown: that do so, and of which the end is not known. NotBuiltError names the layer that needs
+    all tokens.
     """
-    regions = [name for name, style in styles.items() if style not in ("vocabulary", "head", "partial")]
+    regions = [
+        name for name, style in styles.items() if style not in ("vocabulary", "head", "partial")
+    ]
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise _refused(type(model).__name__, "its decoder reads what its encoder gives")
     if (family := getattr(config, "model_type", "")) in FLATTENING:
         raise _refused(
-            type(model).__name__, f"blocks of the family '{family}' join the batch's tokens in one dimension"
+            type(model).__name__,
+            f"blocks of the family '{family}' join the batch's tokens in one dimension",
         )
     container = _container(model, regions)
     blocks = tuple(
-        f"{container}.{key}" if container else key for key, _ in model.get_submodule(container).named_children()
+        f"{container}.{key}" if container else key
+        for key, _ in model.get_submodule(container).named_children()
     )
     if unknown:
         raise _refused(min(unknown), "where its attention ends is not known")
@@ -73,10 +79,14 @@ def find_stretch(
                 continue
             if style is not None:
                 raise _refused(name, "its rule gathers its outputs, or cuts whole inputs")
-            if not list(module.parameters(recurse=False)) and not list(module.buffers(recurse=False)):
+            if not list(module.parameters(recurse=False)) and not list(
+                module.buffers(recurse=False)
+            ):
                 continue
             if "norm" not in type(module).__name__.lower() or list(module.buffers(recurse=False)):
-                raise _refused(name, f"whether a {type(module).__name__} treats tokens one by one is not known")
+                raise _refused(
+                    name, f"whether a {type(module).__name__} treats tokens one by one is not known"
+                )
             if any(name.startswith(f"{attention}.") for attention in attentions):
                 raise _refused(name, "it stands between an attention's input and its projections")
             norms.append(name)
@@ -86,8 +96,12 @@ def find_stretch(
 def _container(model: nn.Module, regions: Sequence[str]) -> str:
     """Return the name of the list of blocks that holds all split layers."""
     paths = [name.split(".") for name in regions]
-    path = [each[0] for each in takewhile(lambda each: len(set(each)) == 1, zip(*paths, strict=False))]
-    while path and not isinstance(model.get_submodule(".".join(path)), nn.ModuleList | nn.Sequential):
+    path = [
+        each[0] for each in takewhile(lambda each: len(set(each)) == 1, zip(*paths, strict=False))
+    ]
+    while path and not isinstance(
+        model.get_submodule(".".join(path)), nn.ModuleList | nn.Sequential
+    ):
         path.pop()
     found = ".".join(path)
     if not isinstance(model.get_submodule(found), nn.ModuleList | nn.Sequential):
@@ -104,8 +118,11 @@ def _refused(name: str, why: str) -> NotBuiltError:
 
 
 def shard_tokens(model: nn.Module, stretch: Stretch, axis: TensorAxis) -> None:
-    """Have a model that is cut shard its activations in training, by hooks. Its forwards are collective anyway."""
-    first, last = stretch.blocks[0], stretch.blocks[-1]
+    """Have a model that is cut shard its activations in training, by hooks. Its forwards are
+    collective anyway.
+    """
+    first = stretch.blocks[0]
+    last = stretch.blocks[-1]
     for name in stretch.blocks:
         block = model.get_submodule(name)
         if name == first:
@@ -117,8 +134,12 @@ def shard_tokens(model: nn.Module, stretch: Stretch, axis: TensorAxis) -> None:
             block.register_forward_hook(_leaving(axis), always_call=False)
         if name == last:
             block.register_forward_hook(_gives(lambda x: unshard(x, axis.group, last)))
-    for name in stretch.norms:  # its gradients for its input add up before they meet others', as on the virtual axis
-        model.get_submodule(name).register_forward_pre_hook(_given(lambda x: x.view_as(x)), with_kwargs=True)
+    for name in (
+        stretch.norms
+    ):  # its gradients for its input add up before they meet others', as on the virtual axis
+        model.get_submodule(name).register_forward_pre_hook(
+            _given(lambda x: x.view_as(x)), with_kwargs=True
+        )
     for name in stretch.attentions:
         attention = model.get_submodule(name)
         attention.register_forward_pre_hook(_given(_reader(axis, name)), with_kwargs=True)
@@ -169,10 +190,13 @@ def _leaving(axis: TensorAxis) -> Any:
 
 
 def _fitting(x: Tensor, axis: TensorAxis) -> Tensor:
-    """Return what the first block is given; UsageError where the ranks do not divide its tokens: on all of them."""
+    """Return what the first block is given; UsageError where the ranks do not divide its tokens: on
+    all of them.
+    """
     if x.dim() != 3 or x.shape[1] % axis.group.size:
         raise UsageError(
-            f"tensor_parallel.sequence: activations of shape {tuple(x.shape)} are not shared by tp={axis.group.size}.",
+            f"tensor_parallel.sequence: activations of shape {tuple(x.shape)} are not shared by "
+            f"tp={axis.group.size}.",
             "Each rank has as many tokens of (batch, tokens, width) in training.",
             f"pad the batch to a multiple of {axis.group.size} tokens, or {OFF}",
         )

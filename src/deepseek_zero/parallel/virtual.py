@@ -1,7 +1,9 @@
-"""The virtual axis: a whole model in one process that computes as the ranks of a tensor-parallel axis would.
+"""The virtual axis: a whole model in one process that computes as the ranks of a tensor-parallel
+axis would.
 
-Every product of a split layer is made of as many products as there are ranks, of the same shapes and in the same order,
-and what ranks would sum is summed in their order. Loss and gradients are equal to theirs bit by bit, which makes it the
+Every product of a split layer is made of as many products as there are ranks, of the same shapes
+and in the same order, and what ranks would sum is summed in their order. Loss and gradients are
+equal to theirs bit by bit, which makes it the
 reference of a run that differs: the first layer whose output is another one is where to look.
 """
 
@@ -38,9 +40,13 @@ class LocalPartials:
 
 class _EnterAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, entries: list[Entry], partials: list[LocalPartials]) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, entries: list[Entry], partials: list[LocalPartials]
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.entries, ctx.partials, ctx.shape = entries, partials, x.shape
+        ctx.entries = entries
+        ctx.partials = partials
+        ctx.shape = x.shape
         return tuple(x.clone() for _ in entries)
 
     @staticmethod
@@ -59,7 +65,9 @@ class _EnterAll(torch.autograd.Function):
 
 class _RowPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.transposed = transposed
         return product(flat(x), weight, bias, transposed).view(*x.shape[:-1], -1)
@@ -85,8 +93,9 @@ class _SumAll(torch.autograd.Function):
 class VirtualAxis:
     """Computes the layers of a whole model as the ranks of an axis would; see `TensorAxis`.
 
-    An attention is run once for each rank (`Passes`), with this rank's heads alone: a kernel may round otherwise for
-    another number of heads. Elsewhere a column layer gives all ranks' outputs, joined, to what is computed next.
+    An attention is run once for each rank (`Passes`), with this rank's heads alone: a kernel may
+    round otherwise for another number of heads. Elsewhere a column layer gives all ranks' outputs,
+    joined, to what is computed next.
     """
 
     def __init__(self, size: int, device: torch.device, *, has_dropout: bool) -> None:
@@ -100,11 +109,13 @@ class VirtualAxis:
         return self
 
     def column(self, layer: Layer, x: Tensor) -> Tensor:
-        part, passes = layer.part, self._passes
+        part = layer.part
+        passes = self._passes
         entered = self._enter(layer, x)
         weights, biases = self._weights(layer, entered[0].read.dtype)
         if passes is not None:
-            own, rank = entered[passes.rank], passes.rank
+            own = entered[passes.rank]
+            rank = passes.rank
             return column(own.read, weights[rank], biases[rank], own.entry, part.transposed)
         found = tuple(
             column(each.read, weight, bias, each.entry, part.transposed)
@@ -115,7 +126,8 @@ class VirtualAxis:
         return join(found, part.outputs)
 
     def row(self, layer: Layer, x: Tensor) -> Tensor:
-        part, passes = layer.part, self._passes
+        part = layer.part
+        passes = self._passes
         x = cast_for_autocast(x)
         weights, biases = self._weights(layer, x.dtype)
         if passes is not None:
@@ -128,11 +140,21 @@ class VirtualAxis:
             return _sum(passes.parts)
         self._entered = []
         inputs = blocks(x, part.side)
-        return _sum([_row_part(*each, part.transposed) for each in zip(inputs, weights, biases, strict=True)])
+        return _sum(
+            [
+                _row_part(*each, part.transposed)
+                for each in zip(inputs, weights, biases, strict=True)
+            ]
+        )
 
     def look_up(self, layer: Layer, ids: Tensor) -> Tensor:
         weights = blocks(layer.weight, layer.part.weight)
-        return _sum([look_up(weight, layer.part, rank, ids, layer.padding_idx) for rank, weight in enumerate(weights)])
+        return _sum(
+            [
+                look_up(weight, layer.part, rank, ids, layer.padding_idx)
+                for rank, weight in enumerate(weights)
+            ]
+        )
 
     def own_columns(self, logits: Tensor, part: Part) -> list[tuple[int, Tensor]]:
         starts = [ranges[0][0] for ranges in part.outputs.ranges]
@@ -141,10 +163,15 @@ class VirtualAxis:
     def all_gather(self, rows: Sequence[Tensor], what: str) -> list[Tensor]:
         return list(rows)
 
-    def in_passes(self, attention: Attention, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an attention once for each rank; each pass ends at the row layer, the last one goes on with the sum."""
+    def in_passes(
+        self, attention: Attention, forward: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an attention once for each rank; each pass ends at the row layer, the last one goes
+        on with the sum.
+        """
         kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
-        self._passes, self._entered = _Passes(), []
+        self._passes = _Passes()
+        self._entered = []
         whole = {place: getattr(*place) for place in attention.counts}
         try:
             for rank in range(self.size):
@@ -158,7 +185,8 @@ class VirtualAxis:
         finally:
             for (module, name), value in whole.items():
                 setattr(module, name, value)
-            self._passes, self._entered = None, []
+            self._passes = None
+            self._entered = []
 
     def alike(self, layer: Repeated) -> dict[str, Tensor] | None:
         """Return a layer's parameters for the rank whose pass is under way; None outside of one."""
@@ -172,7 +200,9 @@ class VirtualAxis:
             }
         return {name: each[passes.rank] for name, each in passes.alike[id(layer)].items()}
 
-    def _weights(self, layer: Layer, dtype: torch.dtype) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+    def _weights(
+        self, layer: Layer, dtype: torch.dtype
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
         """Return every rank's weight and bias; in passes, those of the first one."""
         passes = self._passes
         if passes is not None and id(layer) in passes.weights:
@@ -189,7 +219,9 @@ class VirtualAxis:
         return weights, biases
 
     def _enter(self, layer: Layer, x: Tensor) -> list[_Entered]:
-        known = [each for each in self._entered if each[0].x is x and each[0].version == _version(x)]
+        known = [
+            each for each in self._entered if each[0].x is x and each[0].version == _version(x)
+        ]
         if self._streams and not (layer.part.gathers or layer.part.is_head):
             self._draw(is_new=not known)
         if known:
@@ -199,7 +231,10 @@ class VirtualAxis:
             partials = [LocalPartials(read) for _ in range(self.size)]
             entries = [Entry(each) for each in partials]
             reads = _EnterAll.apply(read, entries, partials)  # type: ignore[no-untyped-call]
-            found = [_Entered(x, _version(x), own, entry) for own, entry in zip(reads, entries, strict=True)]
+            found = [
+                _Entered(x, _version(x), own, entry)
+                for own, entry in zip(reads, entries, strict=True)
+            ]
         else:
             found = [_Entered(x, _version(x), read, None) for _ in range(self.size)]
         self._entered.append(found)
@@ -235,7 +270,8 @@ class _Alike(torch.autograd.Function):
 
 
 class Repeated(nn.Module):
-    """A layer that every rank holds whole and applies to its own heads: its gradient is a sum over the ranks.
+    """A layer that every rank holds whole and applies to its own heads: its gradient is a sum over
+    the ranks.
 
     Never made: modules inside of an attention take a subclass as their class.
     """
@@ -259,11 +295,13 @@ def repeat(module: nn.Module, axis: VirtualAxis) -> None:
     base = type(module)
     module.__class__ = type(f"Repeated{base.__name__}", (Repeated, base), {"__module__": __name__})
     layer = cast(Repeated, module)
-    layer.axis, layer.is_inside = axis, False
+    layer.axis = axis
+    layer.is_inside = False
 
 
 class TokenShare(nn.Module):
-    """A layer that every rank holds whole and applies to its own tokens: its gradient is a sum over the ranks.
+    """A layer that every rank holds whole and applies to its own tokens: its gradient is a sum over
+    the ranks.
 
     Never made: norms between the regions take a subclass as their class.
     """
@@ -282,7 +320,9 @@ class TokenShare(nn.Module):
         self.is_inside = True
         try:
             found = [
-                torch.func.functional_call(self, {name: each[rank] for name, each in parameters.items()}, (part,))
+                torch.func.functional_call(
+                    self, {name: each[rank] for name, each in parameters.items()}, (part,)
+                )
                 for rank, part in enumerate(blocks(x, split))
             ]
         finally:
@@ -293,9 +333,12 @@ class TokenShare(nn.Module):
 def share_tokens(module: nn.Module, axis: VirtualAxis) -> None:
     """Make a layer be applied to each rank's tokens apart."""
     base = type(module)
-    module.__class__ = type(f"TokenShare{base.__name__}", (TokenShare, base), {"__module__": __name__})
+    module.__class__ = type(
+        f"TokenShare{base.__name__}", (TokenShare, base), {"__module__": __name__}
+    )
     layer = cast(TokenShare, module)
-    layer.axis, layer.is_inside = axis, False
+    layer.axis = axis
+    layer.is_inside = False
 
 
 class _NextPass(Exception):
@@ -311,14 +354,17 @@ class _Passes:
 
     rank: int = 0
     parts: list[Tensor] = field(default_factory=list)
-    weights: dict[int, tuple[Sequence[Tensor], Sequence[Tensor | None]]] = field(default_factory=dict)
+    weights: dict[int, tuple[Sequence[Tensor], Sequence[Tensor | None]]] = field(
+        default_factory=dict
+    )
     alike: dict[int, dict[str, tuple[Tensor, ...]]] = field(default_factory=dict)
     common: Tensor | None = None
     has_drawn: list[bool] = field(default_factory=list)
 
 
 class Attention(nn.Module):
-    """A module from an attention's column layers to its row layer.  Never made: one takes a subclass as its class.
+    """A module from an attention's column layers to its row layer.  Never made: one takes a
+    subclass as its class.
 
     counts: (module, attribute) -> by rank, what counts its heads.
     """
@@ -330,15 +376,22 @@ class Attention(nn.Module):
         return self.axis.in_passes(self, super().forward, args, kwargs)
 
 
-CACHES = ("past_key_values", "past_key_value", "layer_past")  # what a training step has no use for, under these names
+CACHES = (
+    "past_key_values",
+    "past_key_value",
+    "layer_past",
+)  # what a training step has no use for, under these names
 
 
-def run_in_passes(module: nn.Module, axis: VirtualAxis, counts: dict[tuple[nn.Module, str], tuple[int, ...]]) -> None:
+def run_in_passes(
+    module: nn.Module, axis: VirtualAxis, counts: dict[tuple[nn.Module, str], tuple[int, ...]]
+) -> None:
     """Make the module that holds an attention run once for each rank."""
     base = type(module)
     module.__class__ = type(f"Virtual{base.__name__}", (Attention, base), {"__module__": __name__})
     attention = cast(Attention, module)
-    attention.axis, attention.counts = axis, counts
+    attention.axis = axis
+    attention.counts = counts
 
 
 def _row_part(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
