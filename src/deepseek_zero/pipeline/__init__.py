@@ -1,4 +1,5 @@
-"""Pipelines: the schedule as a table of actions, the cut of a model into stages, and what runs both.
+"""Pipelines: the schedule as a table of actions, the cut of a model into stages, and what runs
+both.
 
 The names below load on first use: a run without stages needs none of them.
 """

@@ -1,10 +1,12 @@
-"""Finds the chain of blocks in a model, by one run on fake tensors: no memory, no arithmetic, no rewriting, no tracer.
+"""Finds the chain of blocks in a model, by one run on fake tensors: no memory, no arithmetic, no
+rewriting, no tracer.
 
-A model can be cut between two blocks if block k + 1's first argument *is* block k's output (the first element, if
-that is a tuple), and if each part uses nothing else of another part: neither an argument, nor an attribute, nor an
-output that the model keeps (origins.py).  Each stage then runs the model's own forward on the same inputs, with
-stand-ins for the blocks of others (stage.py).  `find_chain` checks that, and learns which parameters are used before
-the blocks, in each, and after them, and what each part costs.
+A model can be cut between two blocks if block k + 1's first argument *is* block k's output (the
+first element, if that is a tuple), and if each part uses nothing else of another part: neither an
+argument, nor an attribute, nor an output that the model keeps (origins.py).  Each stage then runs
+the model's own forward on the same inputs, with stand-ins for the blocks of others (stage.py).
+`find_chain` checks that, and learns which parameters are used before the blocks, in each, and after
+them, and what each part costs.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ class ChainError(UsageError):
 
 @dataclass
 class Part:
-    """What one part of a model uses and costs: what precedes the blocks, a block, or what follows them.
+    """What one part of a model uses and costs: what precedes the blocks, a block, or what follows
+    them.
 
-    params: full names, tied ones under the name that `named_parameters` gives.  flops: of one forward.  saved: bytes
-    of what autograd keeps for backward, parameters left out.
+    params: full names, tied ones under the name that `named_parameters` gives.  flops: of one
+    forward.  saved: bytes of what autograd keeps for backward, parameters left out.
     """
 
     name: str
@@ -64,8 +67,9 @@ class Output(NamedTuple):
 class Chain:
     """A model as a chain of blocks.
 
-    container: full name of the module whose children are the blocks.  keys: their names in it.  parts: what precedes
-    the blocks, each block, what follows them.  lengths: of the tuple that a block returns; None for a tensor.
+    container: full name of the module whose children are the blocks.  keys: their names in it.
+    parts: what precedes the blocks, each block, what follows them.  lengths: of the tuple that a
+    block returns; None for a tensor.
     unused: parameters that the run did without.  outputs: of each block, in the run.
     """
 
@@ -86,23 +90,31 @@ class Chain:
         return f"{self.container}.{self.keys[number]}" if self.container else self.keys[number]
 
 
-REMEDY = "write the model as a PipelineModule: a list of layers, of which each takes what the one before returns."
+REMEDY = (
+    "write the model as a PipelineModule: a list of layers, of which each takes what the one "
+    "before returns."
+)
 
 
 def find_chain(
-    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, blocks: str | None = None
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    blocks: str | None = None,
 ) -> Chain:
     """Find the chain of blocks that a model's forward walks.
 
-    args, kwargs: one micro-batch, as the model's forward takes it; only shapes and dtypes are used.  blocks: full name
-    of the container; None: of all that are chains, the one that holds most.  ChainError names the two modules between
-    which the model cannot be cut.
+    args, kwargs: one micro-batch, as the model's forward takes it; only shapes and dtypes are used.
+    blocks: full name of the container; None: of all that are chains, the one that holds most.
+    ChainError names the two modules between which the model cannot be cut.
     """
     found = candidates(model) if blocks is None else [blocks]
     if not found:
         raise ChainError(
             f"{type(model).__name__} has no list of blocks.",
-            "A pipeline cuts a model between the children of one ModuleList, ModuleDict or Sequential.",
+            "A pipeline cuts a model between the children of one ModuleList, ModuleDict or "
+            "Sequential.",
             REMEDY,
         )
     run = _FakeRun(model, found[0])
@@ -111,31 +123,42 @@ def find_chain(
 
 
 def candidates(model: nn.Module) -> list[str]:
-    """The containers of blocks, best first: where children of one class hold most parameters; then the longest."""
+    """The containers of blocks, best first: where children of one class hold most parameters; then
+    the longest.
+    """
     ranked: list[tuple[int, int, int, str]] = []
     for place, (name, module) in enumerate(model.named_modules()):
         children = list(module.children())
-        if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) or len(children) < 2:
+        if (
+            not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+            or len(children) < 2
+        ):
             continue
         held: dict[type, int] = {}
         for child in children:
-            held[type(child)] = held.get(type(child), 0) + sum(each.numel() for each in child.parameters())
+            held[type(child)] = held.get(type(child), 0) + sum(
+                each.numel() for each in child.parameters()
+            )
         if most := max(held.values()):
             ranked.append((-most, -len(children), place, name))
     return [name for *_, name in sorted(ranked)]
 
 
 class _FakeRun(TorchFunctionMode):
-    """One forward on fake tensors, and what is seen in it.  Part 0 precedes the blocks, the last one follows them."""
+    """One forward on fake tensors, and what is seen in it.  Part 0 precedes the blocks, the last
+    one follows them.
+    """
 
     def __init__(self, model: nn.Module, container: str) -> None:
         super().__init__()
-        self.model, self.container = model, container
+        self.model = model
+        self.container = container
         self.box = model.get_submodule(container)
         self.keys, self.blocks = zip(*self.box.named_children(), strict=True)
         prefix = f"{container}." if container else ""
         inside = [
-            Part(f"{prefix}{key}", type(block).__name__) for key, block in zip(self.keys, self.blocks, strict=True)
+            Part(f"{prefix}{key}", type(block).__name__)
+            for key, block in zip(self.keys, self.blocks, strict=True)
         ]
         self.parts = [Part("before"), *inside, Part("behind")]
         self.lengths: list[int | None] = []
@@ -161,7 +184,9 @@ class _FakeRun(TorchFunctionMode):
 
             def faked(tensor: Tensor) -> Tensor:
                 with mode:
-                    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                    return torch.empty_strided(
+                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+                    )
 
             for name, param in self.model.named_parameters():
                 floats = param.is_floating_point() or param.is_complex()
@@ -185,7 +210,9 @@ class _FakeRun(TorchFunctionMode):
                 state: dict[str, Any] = {**self.fakes, **buffers}
                 hooks = saved_tensors_hooks(self._saved, _unpacked)
                 with self.origins.recording(), self.flops, hooks, self, torch.enable_grad():
-                    output = torch.func.functional_call(self.model, state, given[0], given[1], tie_weights=True)
+                    output = torch.func.functional_call(
+                        self.model, state, given[0], given[1], tie_weights=True
+                    )
                     self._end_part()
             except ChainError:
                 raise
@@ -207,19 +234,23 @@ class _FakeRun(TorchFunctionMode):
             raise self.failure
         if self.now != len(self.parts) - 1 or self.is_inside:
             raise self._refused(
-                f"{self._called(self.now)} is not followed by {self._called(self.now + 1)} in the model's forward.",
+                f"{self._called(self.now)} is not followed by {self._called(self.now + 1)} in the "
+                "model's forward.",
                 "The blocks of a chain are called one after the other, each once.",
             )
         self._used(self._sources_in(output))
         for name, (writer, user) in self.origins.shared_buffers().items():
             raise self._refused(
-                f"buffer '{name}' is written in {self._called(writer)} and used in {self._called(user)}.",
+                f"buffer '{name}' is written in {self._called(writer)} and used in "
+                f"{self._called(user)}.",
                 "Each stage has a copy of it, and writes in its own blocks only.",
             )
 
     def _hooks(self) -> Iterator[Any]:
         for number, block in enumerate(self.blocks, 1):
-            yield block.register_forward_pre_hook(self._entered(number), with_kwargs=True, prepend=True)
+            yield block.register_forward_pre_hook(
+                self._entered(number), with_kwargs=True, prepend=True
+            )
             yield block.register_forward_hook(self._left(number), with_kwargs=True)
 
     def _entered(self, number: int) -> Any:
@@ -239,20 +270,22 @@ class _FakeRun(TorchFunctionMode):
                 given[0] is not self.last_output or version_of(given[0]) != self.last_version
             ):
                 raise self._refused(
-                    f"the first argument of {self._called(number)} is not the output of {self._called(number - 1)}.",
+                    f"the first argument of {self._called(number)} is not the output of "
+                    f"{self._called(number - 1)}.",
                     "What is computed between two blocks would be computed by no stage.",
                 )
             if self._sources_in(given[1:]) - {Source(number - 1, is_handed=True)}:
                 raise self._refused(
-                    f"{self._called(number)} is given more than the output of {self._called(number - 1)} and what "
-                    "follows from the model's inputs.",
+                    f"{self._called(number)} is given more than the output of "
+                    f"{self._called(number - 1)} and what follows from the model's inputs.",
                     "A stage has the inputs of the model, and of the stages before it one tensor.",
                 )
             self._end_part()
             first = given[0]
             if number == 1 and self.origins.of([first]):
                 first = self._handed(first, is_differentiated=first.requires_grad)
-            self.now, self.is_inside = number, True
+            self.now = number
+            self.is_inside = True
             if args:
                 return (first, *args[1:]), kwargs
             return args, {**kwargs, next(iter(kwargs)): first}
@@ -285,15 +318,21 @@ class _FakeRun(TorchFunctionMode):
     # -- what was computed from what
 
     def _handed(self, tensor: Tensor, *, is_differentiated: bool = False) -> Tensor:
-        """Return what the next part is given for a tensor of the part that ends: a tensor that aliases no other."""
-        return self._put(tensor, Source(self.now, is_handed=True), is_differentiated=is_differentiated)
+        """Return what the next part is given for a tensor of the part that ends: a tensor that
+        aliases no other.
+        """
+        return self._put(
+            tensor, Source(self.now, is_handed=True), is_differentiated=is_differentiated
+        )
 
     def _kept(self, tensor: Tensor) -> Tensor:
         """Return what stands for a tensor that a block returns after its first one."""
         return self._put(tensor, Source(self.now))
 
     def _put(self, tensor: Tensor, source: Source, *, is_differentiated: bool = False) -> Tensor:
-        found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        found = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
         if is_differentiated:
             found = found.requires_grad_().clone()  # a leaf could not be written in place
         self.origins.put(found, source)
@@ -325,10 +364,18 @@ class _FakeRun(TorchFunctionMode):
         if not foreign:
             return
         part, is_handed = min(foreign)
-        found = f"the output of {self._called(part)}" if is_handed else f"what {self._called(part)} computes"
+        found = (
+            f"the output of {self._called(part)}"
+            if is_handed
+            else f"what {self._called(part)} computes"
+        )
         if part == 0:
             found = f"what precedes {self._called(1)}"
-        user = self._called(own) if own <= len(self.blocks) else f"what follows {self._called(len(self.blocks))}"
+        user = (
+            self._called(own)
+            if own <= len(self.blocks)
+            else f"what follows {self._called(len(self.blocks))}"
+        )
         raise self._refused(
             f"{user} uses {found}.",
             "A stage has the inputs of the model, and of the stages before it one tensor.",
@@ -336,7 +383,9 @@ class _FakeRun(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func is Tensor.requires_grad_ or next(all_tensors(output), None) is None:  # a shape, a dtype: no use
+        if (
+            func is Tensor.requires_grad_ or next(all_tensors(output), None) is None
+        ):  # a shape, a dtype: no use
             return output
         for tensor in all_tensors(*args, *(kwargs or {}).values()):
             if (name := self.names.get(id(tensor))) is not None:
@@ -356,7 +405,9 @@ class _FakeRun(TorchFunctionMode):
         self.counted = total
 
     def _saved(self, tensor: Tensor) -> None:
-        """Count it, and keep nothing: an output kept by its own node would stay for ever, and the model with it."""
+        """Count it, and keep nothing: an output kept by its own node would stay for ever, and the
+        model with it.
+        """
         if self._is_new(tensor):
             self.parts[self.now].saved += tensor.numel() * tensor.element_size()
 
@@ -375,11 +426,14 @@ class _FakeRun(TorchFunctionMode):
         for part, block in zip(self.parts[1:], self.blocks, strict=False):
             own = {id(param) for param in block.parameters()}
             for name, param in self.model.named_parameters():
-                if id(param) in own and name not in used:  # a block's own, though this run did without
+                if (
+                    id(param) in own and name not in used
+                ):  # a block's own, though this run did without
                     part.params[name] = param.numel()
                     used.add(name)
         unused = tuple(name for name, _ in self.model.named_parameters() if name not in used)
-        lengths, outputs = tuple(self.lengths), tuple(self.outputs)
+        lengths = tuple(self.lengths)
+        outputs = tuple(self.outputs)
         return Chain(self.container, self.keys, tuple(self.parts), lengths, unused, outputs)
 
     def _called(self, number: int) -> str:
@@ -396,10 +450,12 @@ class _FakeRun(TorchFunctionMode):
 
 
 def hold_back_caches(model: nn.Module) -> list[RemovableHandle]:
-    """Switch off the cache of keys and values in every module that has one, unless a caller requests it.
+    """Switch off the cache of keys and values in every module that has one, unless a caller
+    requests it.
 
-    Such a cache passes from block to block, and training has no use for it. A wrapper's forward does not have
-    the argument of the model inside, so each module gets a hook. Returns the handles of the hooks.
+    Such a cache passes from block to block, and training has no use for it. A wrapper's forward
+    does not have the argument of the model inside, so each module gets a hook. Returns the handles
+    of the hooks.
     """
     handles = []
     for module in model.modules():
@@ -410,7 +466,9 @@ def hold_back_caches(model: nn.Module) -> list[RemovableHandle]:
     return handles
 
 
-def _without_cache(place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _without_cache(
+    place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     if len(args) > place or kwargs.get("use_cache") is not None:
         return None
     return args, {**kwargs, "use_cache": False}

@@ -1,8 +1,10 @@
-"""Runs one rank's program of a pipeline's schedule: forwards, backwards, messages, and what its states are told.
+"""Runs one rank's program of a pipeline's schedule: forwards, backwards, messages, and what its
+states are told.
 
-Between a forward and its backward a rank keeps what the stage received, whose gradient it is to send back, and the
-edges of the graph at the stage's outputs, whose memory is free once they were sent.  Gradients add up in `.grad` of the
-parameters, ascending in the micro-batch, as the schedule has its backwards.
+Between a forward and its backward a rank keeps what the stage received, whose gradient it is to
+send back, and the edges of the graph at the stage's outputs, whose memory is free once they were
+sent.  Gradients add up in `.grad` of the parameters, ascending in the micro-batch, as the schedule
+has its backwards.
 """
 
 from __future__ import annotations
@@ -29,10 +31,14 @@ AHEAD = 2  # receives that are posted before their turn, in each lane
 
 
 class States(Protocol):
-    """Who holds the weights, gradients and moments of a rank's stages, and is told when the schedule needs them."""
+    """Who holds the weights, gradients and moments of a rank's stages, and is told when the
+    schedule needs them.
+    """
 
     def gather(self, stage: int) -> None:
-        """Bring the weights of a stage here; they are used from the next computation of the stage on."""
+        """Bring the weights of a stage here; they are used from the next computation of the stage
+        on.
+        """
         ...
 
     def release(self, stage: int) -> None:
@@ -43,18 +49,24 @@ class States(Protocol):
         """Open a block with one forward of a stage."""
         ...
 
-    def backward(self, stage: int, *, ends_step: bool, is_carried: bool) -> AbstractContextManager[None]:
-        """Open a block with one backward of a stage.  ends_step: the last one of this rank.  is_carried: its gradients
-        come from a later stage, and have what the loss was multiplied by.
+    def backward(
+        self, stage: int, *, ends_step: bool, is_carried: bool
+    ) -> AbstractContextManager[None]:
+        """Open a block with one backward of a stage.  ends_step: the last one of this rank.
+        is_carried: its gradients come from a later stage, and have what the loss was multiplied by.
         """
         ...
 
     def reduce(self, stage: int) -> None:
-        """Add up the gradients of a stage over the ranks that have the same stage: all of the step are here."""
+        """Add up the gradients of a stage over the ranks that have the same stage: all of the step
+        are here.
+        """
         ...
 
     def tie(self, stage: int) -> None:
-        """Add up the gradients of what a stage shares with others, in the order of the stages.  Collective."""
+        """Add up the gradients of what a stage shares with others, in the order of the stages.
+        Collective.
+        """
         ...
 
 
@@ -66,7 +78,9 @@ class NoStates:
     def forward(self, stage: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def backward(self, stage: int, *, ends_step: bool, is_carried: bool) -> AbstractContextManager[None]:
+    def backward(
+        self, stage: int, *, ends_step: bool, is_carried: bool
+    ) -> AbstractContextManager[None]:
         return nullcontext()
 
     def reduce(self, stage: int) -> None: ...
@@ -75,10 +89,11 @@ class NoStates:
 
 @dataclass
 class StepOutcome:
-    """What a rank knows after a step.  losses, outputs: of the last stage, by micro-batch; None on other ranks.
+    """What a rank knows after a step.  losses, outputs: of the last stage, by micro-batch; None on
+    other ranks.
 
-    losses are detached and as the model returned them; outputs are kept where that was asked for.  is_bare: the model
-    returned its loss alone.
+    losses are detached and as the model returned them; outputs are kept where that was asked for.
+    is_bare: the model returned its loss alone.
     """
 
     losses: list[Tensor] | None = None
@@ -88,7 +103,8 @@ class StepOutcome:
 
 @dataclass
 class _Held:
-    """What one micro-batch left in one stage, until its backward.  edges: of the outputs, None where no gradient goes.
+    """What one micro-batch left in one stage, until its backward.  edges: of the outputs, None
+    where no gradient goes.
 
     form: of the message that the outputs made, for the gradients that come back.
     """
@@ -102,12 +118,13 @@ class _Held:
 class PipelineExecutor:
     """One rank of a pipeline at work.
 
-    stages: this rank's virtual stages.  links: of this schedule, or one with the same edges.  states: told when to
-    gather, release, reduce, tie and update.
+    stages: this rank's virtual stages.  links: of this schedule, or one with the same edges.
+    states: told when to gather, release, reduce, tie and update.
     """
 
     def __init__(self, links: Links, stages: Sequence[Stage], states: States | None = None) -> None:
-        self.links, self.rank = links, links.rank
+        self.links = links
+        self.rank = links.rank
         self.stages = {stage.index: stage for stage in stages}
         self.states = states if states is not None else NoStates()
         self.forms = Forms()
@@ -124,9 +141,10 @@ class PipelineExecutor:
     ) -> StepOutcome:
         """Run this rank's program of a step.  Collective among the ranks of this pipeline.
 
-        micro_batches: what the stages take; as many as the schedule has.  keys: what their inputs look like, alike on
-        all ranks of the pipeline; None: messages describe themselves.  scale: what a loss is multiplied by before its
-        backward; None: 1 / micro-batches, the mean.  An error ends the step on every rank.
+        micro_batches: what the stages take; as many as the schedule has.  keys: what their inputs
+        look like, alike on all ranks of the pipeline; None: messages describe themselves.  scale:
+        what a loss is multiplied by before its backward; None: 1 / micro-batches, the mean.  An
+        error ends the step on every rank.
         """
         many = schedule.micro_batches
         if len(micro_batches) != many:
@@ -135,7 +153,11 @@ class PipelineExecutor:
                 "Every rank of a pipeline runs the same number.",
                 "give as many micro-batches as the schedule was made for.",
             )
-        factors = [1.0 / many if scale is None else scale] * many if not isinstance(scale, Sequence) else scale
+        factors = (
+            [1.0 / many if scale is None else scale] * many
+            if not isinstance(scale, Sequence)
+            else scale
+        )
         step = _Step(self, schedule, micro_batches, keys or [None] * many, factors, keeps_outputs)
         with propagate_errors(self.links.world):
             try:
@@ -170,7 +192,8 @@ class _Lane:
 
     def __init__(self, comm: Comm, name: str, slots: int) -> None:
         self.slots = slots
-        self.outbox, self.inbox = Outbox(comm, name, slots), Inbox(comm, name)
+        self.outbox = Outbox(comm, name, slots)
+        self.inbox = Inbox(comm, name)
         self.to_post: list[StageAction] = []  # the receives of this step, last first
 
 
@@ -186,7 +209,9 @@ class _Step:
         factors: Sequence[float],
         keeps_outputs: bool,
     ) -> None:
-        self.executor, self.schedule, self.micro_batches = executor, schedule, micro_batches
+        self.executor = executor
+        self.schedule = schedule
+        self.micro_batches = micro_batches
         self.program: Program = schedule.programs[executor.rank]
         kinds = [action.kind for action in self.program]
         self._backwards = kinds.count(StageActionKind.BACKWARD)  # that are still to come
@@ -195,7 +220,9 @@ class _Step:
         self.factors = factors
         self.last = schedule.stages - 1
         has_last = self.last in executor.stages
-        self.outcome = StepOutcome([] if has_last else None, [] if has_last and keeps_outputs else None)
+        self.outcome = StepOutcome(
+            [] if has_last else None, [] if has_last and keeps_outputs else None
+        )
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, Any] = {}
         self._keeps_outputs = keeps_outputs
@@ -221,7 +248,11 @@ class _Step:
         for action in self.program:
             if action.kind in MESSAGES and (action.stage, action.kind) not in self._lanes:
                 self._lanes[action.stage, action.kind] = self._lane_of(action)
-        receiving = {self._lanes[action.stage, action.kind]: None for action in self.program if action.kind in RECEIVES}
+        receiving = {
+            self._lanes[action.stage, action.kind]: None
+            for action in self.program
+            if action.kind in RECEIVES
+        }
         for lane in receiving:
             lane.to_post = [
                 action
@@ -245,7 +276,9 @@ class _Step:
         received = self._arrived.pop((stage, micro, StageActionKind.RECV_F), ())
         own = self.executor.stages[stage]
         with self.executor.states.forward(stage):
-            output = own.forward(self.micro_batches[micro], tuple(_entered(each) for each in received))
+            output = own.forward(
+                self.micro_batches[micro], tuple(_entered(each) for each in received)
+            )
         held = self._held[stage, micro] = _Held(received)
         if stage == self.last:
             if self.trains:
@@ -257,10 +290,15 @@ class _Step:
         else:
             outputs: tuple[Tensor, ...] = output
             held.form = form_of(outputs)
-            held.edges = [get_gradient_edge(each) if each.requires_grad else None for each in outputs]
+            held.edges = [
+                get_gradient_edge(each) if each.requires_grad else None for each in outputs
+            ]
             if self._is_here(stage + 1):
-                # Copies, so that writes in place by the next stage do not change the tensors kept for backward.
-                handed = tuple(each.detach().clone().requires_grad_(each.requires_grad) for each in outputs)
+                # Copies, so that writes in place by the next stage do not change the tensors kept
+                # for backward.
+                handed = tuple(
+                    each.detach().clone().requires_grad_(each.requires_grad) for each in outputs
+                )
                 self._arrived[stage + 1, micro, StageActionKind.RECV_F] = handed
             else:
                 self._sending[stage, micro, StageActionKind.SEND_F] = outputs
@@ -271,7 +309,9 @@ class _Step:
         held = self._held.pop((stage, micro))
         self._backwards -= 1
         is_carried = held.loss is None
-        with self.executor.states.backward(stage, ends_step=not self._backwards, is_carried=is_carried):
+        with self.executor.states.backward(
+            stage, ends_step=not self._backwards, is_carried=is_carried
+        ):
             self._differentiate(held, stage, micro)
         if stage:
             grads = tuple(_grad_of(each) for each in held.received if each.requires_grad)
@@ -287,8 +327,16 @@ class _Step:
                 torch.autograd.backward(held.loss, torch.full_like(held.loss, factor))
         else:
             grads = self._arrived.pop((stage, micro, StageActionKind.RECV_B))
-            differentiated = [edge for edge, form in zip(held.edges, held.form, strict=True) if form.is_differentiated]
-            pairs = [(edge, grad) for edge, grad in zip(differentiated, grads, strict=True) if edge is not None]
+            differentiated = [
+                edge
+                for edge, form in zip(held.edges, held.form, strict=True)
+                if form.is_differentiated
+            ]
+            pairs = [
+                (edge, grad)
+                for edge, grad in zip(differentiated, grads, strict=True)
+                if edge is not None
+            ]
             if pairs:
                 torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
 
@@ -329,7 +377,9 @@ class _Step:
         self._arrived[stage, micro, StageActionKind.RECV_F] = tensors
 
     def _receive_grads(self, stage: int, micro: int) -> None:
-        self._arrived[stage, micro, StageActionKind.RECV_B] = self._take(stage, StageActionKind.RECV_B)[1]
+        self._arrived[stage, micro, StageActionKind.RECV_B] = self._take(
+            stage, StageActionKind.RECV_B
+        )[1]
 
     def _take(self, stage: int, kind: StageActionKind) -> tuple[Form, tuple[Tensor, ...]]:
         lane = self._lanes[stage, kind]
@@ -357,12 +407,15 @@ class _Step:
         else:
             sent = self._held[stage, micro].form
             lane.inbox.post(
-                tuple(each for each in sent if each.is_differentiated), f"gradient {micro} of stage {stage}"
+                tuple(each for each in sent if each.is_differentiated),
+                f"gradient {micro} of stage {stage}",
             )
 
 
 class _Enter(torch.autograd.Function):
-    """What a stage received, as a tensor of its graph: a leaf that requires a gradient cannot be written in place."""
+    """What a stage received, as a tensor of its graph: a leaf that requires a gradient cannot be
+    written in place.
+    """
 
     @staticmethod
     def forward(ctx: Any, received: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
-"""A model that was written as a list of layers: each takes what the one before returns, and a stage has some of them.
+"""A model that was written as a list of layers: each takes what the one before returns, and a stage
+has some of them.
 
-One argument flows; a tuple of tensors is one.  A layer is a module, a function, or a `LayerSpec`, which only the ranks
-of its stage build.  Parameters have the layer's place in the whole list in their names ("7.weight"): no name depends
-on the cut; what several places share is built once for each stage, as "tied_modules.<key>".
+One argument flows; a tuple of tensors is one.  A layer is a module, a function, or a `LayerSpec`,
+which only the ranks of its stage build.  Parameters have the layer's place in the whole list in
+their names ("7.weight"): no name depends on the cut; what several places share is built once for
+each stage, as "tied_modules.<key>".
 """
 
 from __future__ import annotations
@@ -33,10 +35,15 @@ class LayerSpec:
                 f"It was given {shown(typename)}.",
                 "pass functions as they are, without a LayerSpec.",
             )
-        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+        self.typename = typename
+        self.module_args = module_args
+        self.module_kwargs = module_kwargs
 
     def __repr__(self) -> str:
-        arguments = [*map(repr, self.module_args), *(f"{name}={value!r}" for name, value in self.module_kwargs.items())]
+        arguments = [
+            *map(repr, self.module_args),
+            *(f"{name}={value!r}" for name, value in self.module_kwargs.items()),
+        ]
         return f"{self.typename.__name__}({', '.join(arguments)})"
 
     def build(self, log: bool = False) -> nn.Module:
@@ -47,8 +54,8 @@ class LayerSpec:
 class TiedLayerSpec(LayerSpec):
     """A layer that shares weights with the others of its key.
 
-    forward_fn: called with (module, input) instead of the module's forward.  tied_weight_attr: the weights that are
-    shared, by name, or one name; dots lead into submodules.
+    forward_fn: called with (module, input) instead of the module's forward.  tied_weight_attr: the
+    weights that are shared, by name, or one name; dots lead into submodules.
     """
 
     def __init__(
@@ -61,15 +68,20 @@ class TiedLayerSpec(LayerSpec):
         **module_kwargs: Any,
     ) -> None:
         super().__init__(typename, *module_args, **module_kwargs)
-        self.key, self.forward_fn = key, forward_fn
-        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+        self.key = key
+        self.forward_fn = forward_fn
+        self.tied_weight_attr = (
+            [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+        )
 
 
 RECEIVED = "what the stage before has sent"
 
 
 class Labelled(NamedTuple):
-    """One micro-batch of a list of layers.  inputs: what the first layer takes; labels: what the loss takes."""
+    """One micro-batch of a list of layers.  inputs: what the first layer takes; labels: what the
+    loss takes.
+    """
 
     inputs: Any
     labels: Any = None
@@ -91,11 +103,13 @@ class Labelled(NamedTuple):
 class LayerStages(nn.Module):
     """One stage's layers of a list.
 
-    layers: modules, functions, `LayerSpec`s.  stages, index: how many stages there are, and which this one is.  method:
-    of partition.py.  loss_fn: called with (output, labels) in the last stage; None: the last layer returns the loss.
-    seed_layers: torch's seed is set before each layer is built, and before it runs.  checkpoint_interval: so many
-    layers at a time are recomputed in backward, by `checkpoint_func`; 0: none.  checkpointable: names of the classes
-    that may be; None: all that have parameters.
+    layers: modules, functions, `LayerSpec`s.  stages, index: how many stages there are, and which
+    this one is.  method:
+    of partition.py.  loss_fn: called with (output, labels) in the last stage; None: the last layer
+    returns the loss.
+    seed_layers: torch's seed is set before each layer is built, and before it runs.
+    checkpoint_interval: so many layers at a time are recomputed in backward, by `checkpoint_func`;
+    0: none.  checkpointable: names of the classes that may be; None: all that have parameters.
     """
 
     def __init__(
@@ -114,9 +128,14 @@ class LayerStages(nn.Module):
         checkpointable: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        self.num_stages, self.index, self.loss_fn = stages, index, loss_fn
-        self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
-        self.activation_checkpoint_interval, self.activation_checkpoint_func = checkpoint_interval, checkpoint_func
+        self.num_stages = stages
+        self.index = index
+        self.loss_fn = loss_fn
+        self.seed_layers = seed_layers
+        self.seed_fn = seed_fn
+        self.base_seed = base_seed
+        self.activation_checkpoint_interval = checkpoint_interval
+        self.activation_checkpoint_func = checkpoint_func
         self.checkpointable_layers = checkpointable
         self._layer_specs = list(layers)
         self.parts = list(partition(method, [_cost(layer) for layer in self._layer_specs], stages))
@@ -124,7 +143,9 @@ class LayerStages(nn.Module):
         self.forward_funcs: list[Callable[..., Any]] = []
         self.micro_offset = 0
         self._make: Callable[[LayerSpec], nn.Module] = LayerSpec.build
-        self.received: Any = None  # from the stage before; no argument, since an engine treats those as from outside
+        self.received: Any = (
+            None  # from the stage before; no argument, since an engine treats those as from outside
+        )
         self._build()
 
     # -- what there is
@@ -140,7 +161,11 @@ class LayerStages(nn.Module):
     def stage_owner(self, layer_idx: int) -> int:
         """Return the stage that has a layer."""
         if not 0 <= layer_idx < len(self._layer_specs):
-            raise UsageError(f"layer {layer_idx} of {len(self._layer_specs)}.", "", "layers are numbered from 0 on.")
+            raise UsageError(
+                f"layer {layer_idx} of {len(self._layer_specs)}.",
+                "",
+                "layers are numbered from 0 on.",
+            )
         return next(stage for stage in range(self.num_stages) if layer_idx < self.parts[stage + 1])
 
     @property
@@ -156,36 +181,52 @@ class LayerStages(nn.Module):
 
     @property
     def same_names(self) -> tuple[str, ...]:
-        """The parameters that several stages have under one name and do not share: what a tied layer does not tie."""
+        """The parameters that several stages have under one name and do not share: what a tied
+        layer does not tie.
+        """
         stages: dict[str, set[int]] = {}
         for number, layer in enumerate(self._layer_specs):
             if isinstance(layer, TiedLayerSpec):
                 for name, _ in _built(layer).named_parameters():
-                    stages.setdefault(f"tied_modules.{layer.key}.{name}", set()).add(self.stage_owner(number))
-        return tuple(name for name, found in stages.items() if len(found) > 1 and name not in self.ties)
+                    stages.setdefault(f"tied_modules.{layer.key}.{name}", set()).add(
+                        self.stage_owner(number)
+                    )
+        return tuple(
+            name for name, found in stages.items() if len(found) > 1 and name not in self.ties
+        )
 
     def stage(self, index: int) -> LayerStages:
-        """Return another stage of the list, without values where its layers can be built so: a look at it.  Pure."""
+        """Return another stage of the list, without values where its layers can be built so: a look
+        at it.  Pure.
+        """
         found = copy(self)
         nn.Module.__init__(found)  # without layers and hooks
-        found.index, found.tied_modules, found.forward_funcs = index, nn.ModuleDict(), []
-        found.seed_layers, found._make = False, _built
+        found.index = index
+        found.tied_modules = nn.ModuleDict()
+        found.forward_funcs = []
+        found.seed_layers = False
+        found._make = _built
         found._build()
         found.seed_layers = self.seed_layers
         return found
 
     def _build(self) -> None:
-        first, end = self.parts[self.index], self.parts[self.index + 1]
+        first = self.parts[self.index]
+        end = self.parts[self.index + 1]
         for number, layer in enumerate(self._layer_specs[first:end], first):
             if self.seed_layers:
                 self._seed(self.base_seed + number)
             if isinstance(layer, LayerStages):
-                raise NotBuiltError("RECURSIVE BUILD NOT YET IMPLEMENTED", "", "write all layers in one list.")
+                raise NotBuiltError(
+                    "RECURSIVE BUILD NOT YET IMPLEMENTED", "", "write all layers in one list."
+                )
             if isinstance(layer, TiedLayerSpec):
                 if layer.key not in self.tied_modules:
                     self.tied_modules[layer.key] = self._make(layer)
                 tied = self.tied_modules[layer.key]
-                self.forward_funcs.append(tied if layer.forward_fn is None else partial(layer.forward_fn, tied))
+                self.forward_funcs.append(
+                    tied if layer.forward_fn is None else partial(layer.forward_fn, tied)
+                )
             elif isinstance(layer, LayerSpec | nn.Module):
                 module = self._make(layer) if isinstance(layer, LayerSpec) else layer
                 self.add_module(str(number), module)
@@ -210,18 +251,23 @@ class LayerStages(nn.Module):
     # -- forward
 
     def forward(self, forward_input: Any) -> Any:
-        """Run this stage's layers, one after the other.  forward_input: RECEIVED stands for what `received` holds."""
+        """Run this stage's layers, one after the other.  forward_input: RECEIVED stands for what
+        `received` holds.
+        """
         if forward_input is RECEIVED:
-            forward_input, self.received = self.received, None
+            forward_input = self.received
+            self.received = None
         self.micro_offset += 1
-        count, interval = len(self.forward_funcs), self.activation_checkpoint_interval
+        count = len(self.forward_funcs)
+        interval = self.activation_checkpoint_interval
         if not interval or self.activation_checkpoint_func is None:
             return self._run(0, count, self.micro_offset + 1, forward_input)
         x = forward_input
         for start in range(0, count, interval):
             end = min(start + interval, count)
             part = partial(self._run_unpacked, start, end, self.micro_offset + 1)
-            given, recomputed = x if isinstance(x, tuple) else (x,), self.recomputes(self.forward_funcs[start:end])
+            given = x if isinstance(x, tuple) else (x,)
+            recomputed = self.recomputes(self.forward_funcs[start:end])
             x = self.activation_checkpoint_func(part, *given) if recomputed else part(*given)
         return x
 
@@ -230,7 +276,9 @@ class LayerStages(nn.Module):
 
     def _run(self, start: int, end: int, offset: int, x: Any) -> Any:
         """offset: of this forward, since one that is recomputed is to draw as it did."""
-        for number, layer in enumerate(self.forward_funcs[start:end], self.parts[self.index] + start):
+        for number, layer in enumerate(
+            self.forward_funcs[start:end], self.parts[self.index] + start
+        ):
             if self.seed_layers:
                 self._seed(self.base_seed * offset + number)
             x = layer(x)
@@ -240,14 +288,20 @@ class LayerStages(nn.Module):
         """Return whether layers that run behind each other may be recomputed in backward."""
         if self.checkpointable_layers is not None:
             return all(type(layer).__name__ in self.checkpointable_layers for layer in layers)
-        return any(isinstance(layer, nn.Module) and any(True for _ in layer.parameters()) for layer in layers)
+        return any(
+            isinstance(layer, nn.Module) and any(True for _ in layer.parameters())
+            for layer in layers
+        )
 
 
 class LayersStage:
-    """One stage of a list of layers, as the executor runs it.  model: what computes it; an engine may stand before."""
+    """One stage of a list of layers, as the executor runs it.  model: what computes it; an engine
+    may stand before.
+    """
 
     def __init__(self, layers: LayerStages, model: Callable[[Any], Any] | None = None) -> None:
-        self.layers, self.model = layers, model or layers
+        self.layers = layers
+        self.model = model or layers
         self.index = layers.index
 
     def forward(self, micro: Labelled, received: Received = ()) -> Any:
@@ -301,7 +355,8 @@ def _trainable(module: nn.Module) -> int:
 
 
 def names_of_stages(own: Mapping[str, str], stages: Comm) -> dict[str, str]:
-    """Return the names in the state dicts of all stages, each rank of which has built its own alone.  Collective.
+    """Return the names in the state dicts of all stages, each rank of which has built its own
+    alone.  Collective.
 
     own: this rank's, each with the first name of the same tensor.  stages: the ranks along "pp".
     """

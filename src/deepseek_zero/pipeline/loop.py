@@ -1,16 +1,18 @@
 """The plain loop over stages: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`.
 
-A call in training runs the whole schedule, forwards and backwards.  The loss that it returns, on every rank of the
-pipeline, carries a node of autograd; the node's backward is told what the caller has multiplied the loss by, which the
-call has assumed: loss scale / accumulation steps, until a caller does otherwise.  Gradients of a step add up where they
-are made, unreduced, so that they can still be multiplied by the ratio of the two; the node's backward that ends the
-step adds up tied ones and reduces all.
+A call in training runs the whole schedule, forwards and backwards.  The loss that it returns, on
+every rank of the pipeline, carries a node of autograd; the node's backward is told what the caller
+has multiplied the loss by, which the
+call has assumed: loss scale / accumulation steps, until a caller does otherwise.  Gradients of a
+step add up where they are made, unreduced, so that they can still be multiplied by the ratio of the
+two; the node's backward that ends the step adds up tied ones and reduces all.
 
-What is in `_open` has run and waits for its backward; `_added` counts the calls whose gradients are in the sums.
+What is in `_open` has run and waits for its backward; `_added` counts the calls whose gradients are
+in the sums.
 
-The ranks of a pipeline are given the same rows, or rows of their own, as clients do that count every rank as a
-data-parallel one (accelerate, the Trainer).  Own rows are handed to all: the pipeline computes every rank's, one rank's
-behind the other's, and each rank is told of its own.
+The ranks of a pipeline are given the same rows, or rows of their own, as clients do that count
+every rank as a data-parallel one (accelerate, the Trainer).  Own rows are handed to all: the
+pipeline computes every rank's, one rank's behind the other's, and each rank is told of its own.
 """
 
 from __future__ import annotations
@@ -37,11 +39,14 @@ from .stage import MicroBatch, loss_in
 
 TOTAL = "num_items_in_batch"  # by which models of transformers divide a sum of losses
 NEAR = 1e-6  # two factors that differ by less, relatively, are one that was rounded in two ways
-_OBJECT, _BARE, _NOTHING = range(3)  # what a model returns: something with a loss, the loss alone, no loss
+_OBJECT, _BARE, _NOTHING = range(
+    3
+)  # what a model returns: something with a loss, the loss alone, no loss
 
 
 class StageOutput(dict[str, Any]):
-    """What a model returned, as far as every rank has it: its loss, as `.loss`, `["loss"]` and `[0]`.
+    """What a model returned, as far as every rank has it: its loss, as `.loss`, `["loss"]` and
+    `[0]`.
 
     Everything else stays on the last stage; it is a KeyError or an AttributeError that says so.
     """
@@ -62,17 +67,21 @@ class StageOutput(dict[str, Any]):
 
 def _elsewhere(name: str) -> str:
     return (
-        f"'{name}' stays on the last stage of the pipeline; other ranks have the loss alone.  In training no rank has "
-        "more; engine.eval() with engine(batch) returns all on the ranks of the last stage (engine.mesh)."
+        f"'{name}' stays on the last stage of the pipeline; other ranks have the loss alone.  In "
+        "training no rank has more; engine.eval() with engine(batch) returns all on the ranks of "
+        "the last stage (engine.mesh)."
     )
 
 
 class _Call:
-    """One call in training.  factor: what its losses were multiplied by, per unit of the loss scale; scale: that."""
+    """One call in training.  factor: what its losses were multiplied by, per unit of the loss
+    scale; scale: that.
+    """
 
     def __init__(self, loop: PlainLoop, factor: float, scale: float) -> None:
         self._loop = weakref.ref(loop)
-        self.factor, self.scale = factor, scale
+        self.factor = factor
+        self.scale = scale
 
     def take(self, grad: Tensor) -> None:
         """Hear the gradient of the loss."""
@@ -104,15 +113,17 @@ class _Loss(torch.autograd.Function):
 
 
 class _EvaluatedAlone:
-    """What a call of the model itself runs, of which each rank has stages: in evaluation the loop, since clients call
-    the model that they gave and rely on hooks; else the model, which refuses.
+    """What a call of the model itself runs, of which each rank has stages: in evaluation the loop,
+    since clients call the model that they gave and rely on hooks; else the model, which refuses.
     """
 
     def __init__(self, loop: PlainLoop) -> None:
-        self._loop, self._model = weakref.ref(loop), loop.runtime.model
+        self._loop = weakref.ref(loop)
+        self._model = loop.runtime.model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        loop, forward = self._loop(), self._model.__dict__.get("forward")
+        loop = self._loop()
+        forward = self._model.__dict__.get("forward")
         is_of_a_stage = getattr(forward, "is_due", True)
         if loop is None or is_of_a_stage or self._model.training or torch.is_grad_enabled():
             return call_plainly(self._model, *args, **kwargs)
@@ -120,8 +131,8 @@ class _EvaluatedAlone:
 
 
 class _Given:
-    """One batch of a call, cut into parts.  divisor: of the sum of their losses; 1 where the model divides by a total
-    itself.
+    """One batch of a call, cut into parts.  divisor: of the sum of their losses; 1 where the model
+    divides by a total itself.
     """
 
     def __init__(self, micro: MicroBatch, parts: int) -> None:
@@ -133,8 +144,9 @@ class _Given:
 class PlainLoop:
     """The calls of one engine over stages.
 
-    parts: that a batch is cut into by rows; None: nobody has said.  check: called with the first batch, where ranks
-    share their rows; collective in the pipeline.  own_rows: the communicator along "pp", where each rank has its own.
+    parts: that a batch is cut into by rows; None: nobody has said.  check: called with the first
+    batch, where ranks share their rows; collective in the pipeline.  own_rows: the communicator
+    along "pp", where each rank has its own.
     """
 
     def __init__(
@@ -144,33 +156,40 @@ class PlainLoop:
         check: Callable[[Any], None] | None = None,
         own_rows: Comm | None = None,
     ) -> None:
-        self.pipeline, self.runtime, self.parts = pipeline, pipeline.runtime, parts
+        self.pipeline = pipeline
+        self.runtime = pipeline.runtime
+        self.parts = parts
         self._check = check
         self._own_rows = own_rows
         if own_rows is not None:
-            # Where torch looks before any hook: those of a rank's stages are for the calls of its stages.
+            # Where torch looks before any hook: those of a rank's stages are for the calls of its
+            # stages.
             call_instead(self.runtime.model, _EvaluatedAlone(self))
         self._open: list[_Call] = []
         self._added = 0
-        self._learned: float | None = None  # what callers multiply a loss by, per unit of the loss scale
+        self._learned: float | None = (
+            None  # what callers multiply a loss by, per unit of the loss scale
+        )
         self._told_of_idling = False
         self.runtime.driver = weakref.ref(self)
 
     # -- calls
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Compute a batch of this pipeline's, the same on all its ranks, or every rank's own; return what the model
-        returns for it, a `StageOutput` where that is more than the loss.  Collective in the pipeline.
+        """Compute a batch of this pipeline's, the same on all its ranks, or every rank's own;
+        return what the model returns for it, a `StageOutput` where that is more than the loss.
+        Collective in the pipeline.
 
-        In training, with gradients on, forwards and backwards; else forwards alone, and all that the model returns
-        on the ranks of the last stage, or on the rank whose rows they are.
+        In training, with gradients on, forwards and backwards; else forwards alone, and all that
+        the model returns on the ranks of the last stage, or on the rank whose rows they are.
         """
         micro = MicroBatch(tuple(args), dict(kwargs))
         if not self.pipeline.staged.has_all_inputs:
             raise UsageError(
                 "engine(batch) on a list of layers that is cut into stages.",
                 "Its first stage takes the inputs, its last one the labels.",
-                "call engine.train_batch(data_iter) for each step, engine.eval_batch(data_iter) to evaluate.",
+                "call engine.train_batch(data_iter) for each step, engine.eval_batch(data_iter) to "
+                "evaluate.",
             )
         with propagate_errors(self.runtime.comm.whole):
             if self._check is not None:
@@ -183,18 +202,24 @@ class PlainLoop:
     def _train(self, micro: MicroBatch) -> Any:
         if tensors_in((micro.args, dict(micro.kwargs))):
             raise UsageError(
-                "an argument of engine(batch) requires a gradient, and the model is cut into stages.",
+                "an argument of engine(batch) requires a gradient, and the model is cut into "
+                "stages.",
                 "The call runs the backward too, so no gradient leaves it through its arguments.",
                 "detach the argument, or give the model what computes it.",
             )
         given = [_Given(each, self.parts or 1) for each in self._batches(micro)]
         if self.parts is None and self._own_rows is None:
             self._tell_of_idling()
-        scale, factor = self.runtime.loss_factor.scale, self._factor()
+        scale = self.runtime.loss_factor.scale
+        factor = self._factor()
         # The mean over ranks with rows of their own, as over data-parallel ones.
-        each = [scale * factor / (len(given) * batch.divisor) for batch in given for _ in batch.parts]
+        each = [
+            scale * factor / (len(given) * batch.divisor) for batch in given for _ in batch.parts
+        ]
         with self._unreduced(), self.runtime.loss_factor.carried():
-            outcome = self.pipeline.run([part for batch in given for part in batch.parts], scale=each)
+            outcome = self.pipeline.run(
+                [part for batch in given for part in batch.parts], scale=each
+            )
         loss, kind = self._told(outcome.losses, given, is_bare=outcome.is_bare)
         call = _Call(self, factor, scale)
         self._open.append(call)
@@ -212,13 +237,18 @@ class PlainLoop:
         return [MicroBatch(tuple(each["args"]), each["kwargs"]) for each in found]
 
     def _evaluate(self, micro: MicroBatch) -> Any:
-        many, given = self.parts or 1, []
+        many = self.parts or 1
+        given = []
         for batch in self._batches(micro):
             rows = rows_of(batch)
             given.append(_Given(batch, many if rows is not None and rows % many == 0 else 1))
         with torch.no_grad():
-            outcome = self.pipeline.run([part for batch in given for part in batch.parts], trains=False)
-            losses = None if outcome.outputs is None else [loss_in(each) for each in outcome.outputs]
+            outcome = self.pipeline.run(
+                [part for batch in given for part in batch.parts], trains=False
+            )
+            losses = (
+                None if outcome.outputs is None else [loss_in(each) for each in outcome.outputs]
+            )
             known = None if losses is None else [each for each in losses if each is not None]
             is_bare = outcome.outputs is not None and isinstance(outcome.outputs[0], Tensor)
             loss, kind = self._told(known, given, is_bare=is_bare)
@@ -229,7 +259,9 @@ class PlainLoop:
                 outputs = iter(outcome.outputs)
                 found = [join_rows([next(outputs) for _ in batch.parts]) for batch in given]
             if self._own_rows is not None:
-                output = hand_out(found, self._own_rows, "outputs for each rank", self._own_rows.size - 1)
+                output = hand_out(
+                    found, self._own_rows, "outputs for each rank", self._own_rows.size - 1
+                )
             elif found is None:
                 return StageOutput() if kind == _NOTHING else StageOutput(loss=loss)
             else:
@@ -237,15 +269,23 @@ class PlainLoop:
             own = given[self._place]
             if own.adds_up and len(own.parts) > 1 and isinstance(output, dict):
                 output["loss"] = loss
-            return StageOutput(output) if self._own_rows is not None and isinstance(output, dict) else output
+            return (
+                StageOutput(output)
+                if self._own_rows is not None and isinstance(output, dict)
+                else output
+            )
 
     @property
     def _place(self) -> int:
         """Which of a call's batches is this rank's."""
         return 0 if self._own_rows is None else self._own_rows.rank
 
-    def _told(self, losses: Sequence[Tensor] | None, given: Sequence[_Given], *, is_bare: bool) -> tuple[Tensor, int]:
-        """The loss of this rank's batch, and what the model returned, on the last stage; told to every stage."""
+    def _told(
+        self, losses: Sequence[Tensor] | None, given: Sequence[_Given], *, is_bare: bool
+    ) -> tuple[Tensor, int]:
+        """The loss of this rank's batch, and what the model returned, on the last stage; told to
+        every stage.
+        """
         row = torch.zeros(1 + len(given), dtype=torch.float64)
         if losses is not None:
             row[-1] = _NOTHING if not losses else _BARE if is_bare else _OBJECT
@@ -259,24 +299,32 @@ class PlainLoop:
     @contextmanager
     def _unreduced(self) -> Iterator[None]:
         """Open a block of backwards whose gradients wait for `take`."""
-        states, boundary = self.pipeline.states, self.runtime.is_boundary
+        states = self.pipeline.states
+        boundary = self.runtime.is_boundary
         states.reduces = False
         try:
             yield
         finally:
-            states.reduces, self.runtime.is_boundary = True, boundary
+            states.reduces = True
+            self.runtime.is_boundary = boundary
 
     def _factor(self) -> float:
-        return self._learned if self._learned is not None else 1.0 / self.runtime.loss_factor.accumulation
+        return (
+            self._learned
+            if self._learned is not None
+            else 1.0 / self.runtime.loss_factor.accumulation
+        )
 
     def _tell_of_idling(self) -> None:
         if not self._told_of_idling:
             self._told_of_idling = True
-            ranks, virtual = self.pipeline.mesh.pp, self.pipeline.staged.virtual
+            ranks = self.pipeline.mesh.pp
+            virtual = self.pipeline.staged.virtual
             idle = (ranks - 1) / (ranks - 1 + virtual)
             log_once(
-                f"engine(batch) sends a batch through {ranks} pipeline ranks as one micro-batch: each idles {idle:.0%} "
-                'of the time.  "pipeline": {"micro_batches": k} cuts each batch by rows into k parts that follow each '
+                f"engine(batch) sends a batch through {ranks} pipeline ranks as one micro-batch: "
+                f'each idles {idle:.0%} of the time.  "pipeline": '
+                '{"micro_batches": k} cuts each batch by rows into k parts that follow each '
                 "other; train_batch lets the micro-batches of a step do so."
             )
 
@@ -289,29 +337,36 @@ class PlainLoop:
 
     @contextmanager
     def expects(self, loss: Any) -> Iterator[None]:
-        """Open a block with the backward of a loss.  UsageError where that is none of a call whose backward is due."""
+        """Open a block with the backward of a loss.  UsageError where that is none of a call whose
+        backward is due.
+        """
         many = len(self._open)
         if isinstance(loss, Tensor) and loss.requires_grad:
             yield
         if len(self._open) >= many:
             what = "a tensor" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise UsageError(
-                f"engine.backward got {what} that was not made from a loss = engine(batch) whose backward is due.",
+                f"engine.backward got {what} that was not made from a loss = engine(batch) whose "
+                "backward is due.",
                 "Over stages a backward is known by the loss that the call has returned.",
-                "pass that loss, or what was computed from it with gradients on; of what is no tensor its `.loss`.",
+                "pass that loss, or what was computed from it with gradients on; of what is no "
+                "tensor its `.loss`.",
             )
 
     @torch.no_grad()
     def take(self, call: _Call, grad: float) -> None:
-        """Hear what a loss was multiplied by; reduce where this backward ends a step.  Collective in the pipeline."""
+        """Hear what a loss was multiplied by; reduce where this backward ends a step.  Collective
+        in the pipeline.
+        """
         runtime = self.runtime
         with propagate_errors(runtime.comm.whole):
             if call not in self._open:
                 raise UsageError(
                     "a second backward through one loss, or one whose gradients were dropped.",
-                    "The backward of a model in stages has run with its forward; its gradients count once, until "
-                    "zero_grad or the step.",
-                    "call engine.backward(loss) once for each loss = engine(batch), before the step.",
+                    "The backward of a model in stages has run with its forward; its gradients "
+                    "count once, until zero_grad or the step.",
+                    "call engine.backward(loss) once for each loss = engine(batch), before the "
+                    "step.",
                 )
             applied = grad * runtime.loss_factor.at_output() / call.scale
             self._compare(applied, runtime.is_boundary)
@@ -323,11 +378,13 @@ class PlainLoop:
 
     def _compare(self, applied: float, is_boundary: bool) -> None:
         """Raise on every rank of the pipeline where they do not mean the same."""
-        table = self.pipeline.tell_all(torch.tensor([applied, float(is_boundary)], dtype=torch.float64), "a backward")
+        table = self.pipeline.tell_all(
+            torch.tensor([applied, float(is_boundary)], dtype=torch.float64), "a backward"
+        )
         if not all(torch.equal(row, table[0]) for row in table) and not table.isnan().any():
             raise UsageError(
-                "the ranks of a pipeline differ in their backward: factor of the loss and whether it ends a step are "
-                f"{table.tolist()}, by pipeline rank.",
+                "the ranks of a pipeline differ in their backward: factor of the loss and whether "
+                f"it ends a step are {table.tolist()}, by pipeline rank.",
                 "They hold parts of one model, and one loss.",
                 "do the same with the loss on every rank.",
             )
@@ -335,9 +392,11 @@ class PlainLoop:
     def _rescale(self, call: _Call, applied: float) -> None:
         if self._added > 1:
             raise UsageError(
-                f"a loss was multiplied by {applied:g}, and {call.factor:g} was assumed (beside the loss scale).",
+                f"a loss was multiplied by {applied:g}, and {call.factor:g} was assumed (beside "
+                "the loss scale).",
                 "The gradients of other calls of this step are in the same sums already.",
-                "multiply all losses of a step by the same factor; it is assumed from the first step on.",
+                "multiply all losses of a step by the same factor; it is assumed from the first "
+                "step on.",
             )
         for group in self.runtime.trained_groups:
             group.gradient.multiply(applied / call.factor)
@@ -349,7 +408,9 @@ class PlainLoop:
         self.pipeline.states.end_step()
 
     def before_step(self) -> None:
-        """Raise where a call's backward is missing; reduce what no backward has.  Collective in the pipeline."""
+        """Raise where a call's backward is missing; reduce what no backward has.  Collective in the
+        pipeline.
+        """
         self.refuse_open()
         if self._added:
             self._reduce()
@@ -360,12 +421,16 @@ class PlainLoop:
             self.runtime.discard_step()
             raise UsageError(
                 "a step before the backward of a loss = engine(batch).",
-                "In training the call has computed gradients; what they count is known once it is differentiated.",
-                "call engine.backward(loss) first, or compute what is not learnt from under torch.no_grad().",
+                "In training the call has computed gradients; what they count is known once it is "
+                "differentiated.",
+                "call engine.backward(loss) first, or compute what is not learnt from under "
+                "torch.no_grad().",
             )
 
     def refuse_own_rows(self, what: str) -> None:
-        """Raise where each rank of a pipeline has rows of its own.  what: takes the same ones on all of them."""
+        """Raise where each rank of a pipeline has rows of its own.  what: takes the same ones on
+        all of them.
+        """
         if self._own_rows is not None:
             raise UsageError(
                 f"{what} with pipeline.rows = own.",

@@ -1,10 +1,12 @@
-"""Messages between the stages of a pipeline: activations one way and their gradients the other, point to point.
+"""Messages between the stages of a pipeline: activations one way and their gradients the other,
+point to point.
 
-Every pair of neighbouring pipeline ranks has a communicator of its own, and for each direction of the model another:
-stage P - 1 also sends to stage P of the first rank.  Activations travel in its lane "gather", gradients in "reduce".
-Tensors of any dtype travel as bytes.  A send copies into a slot in memory that the other rank reaches, and is waited
-for when the slot is used again; receives are posted ahead.  What a message holds is known from an earlier one for
-inputs of the same form, or travels before it.
+Every pair of neighbouring pipeline ranks has a communicator of its own, and for each direction of
+the model another: stage P - 1 also sends to stage P of the first rank.  Activations travel in its
+lane "gather", gradients in "reduce". Tensors of any dtype travel as bytes.  A send copies into a
+slot in memory that the other rank reaches, and is waited for when the slot is used again; receives
+are posted ahead.  What a message holds is known from an earlier one for inputs of the same form, or
+travels before it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from ..base.mesh import Mesh
 from ..comm.collectives import Comm, Pending
 from .schedule import PipelineSchedule
 
-HEADER_NUMEL = 128  # int64: how many tensors, then of each dtype, whether it is differentiated, dimensions and sizes
+# Int64: how many tensors, then of each dtype, whether it is differentiated, dimensions and sizes
+HEADER_NUMEL = 128
 _DTYPES = (
     torch.float32,
     torch.bfloat16,
@@ -61,11 +64,16 @@ def form_of(tensors: Sequence[Tensor]) -> Form:
 
 
 class Links:
-    """The communicators of one pipeline rank with its neighbours, by (rank of stage g, rank of stage g + 1)."""
+    """The communicators of one pipeline rank with its neighbours, by (rank of stage g, rank of
+    stage g + 1).
+    """
 
     def __init__(self, world: Comm, mesh: Mesh, schedule: PipelineSchedule) -> None:
-        """Make them.  Collective in the world; `world` is its communicator, and the schedules are alike."""
-        self.world, self.rank = world, mesh.coordinates["pp"]
+        """Make them.  Collective in the world; `world` is its communicator, and the schedules are
+        alike.
+        """
+        self.world = world
+        self.rank = mesh.coordinates["pp"]
         self.pairs: dict[tuple[int, int], Comm] = {}
         for number, matching in enumerate(matchings(schedule.edges)):
             groups: list[tuple[int, ...]] = []
@@ -82,7 +90,9 @@ class Links:
 
 
 def matchings(edges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """The edges in few lots, in none of which a rank occurs twice: a lot's communicators are made together."""
+    """The edges in few lots, in none of which a rank occurs twice: a lot's communicators are made
+    together.
+    """
     found: list[list[tuple[int, int]]] = []
     for edge in edges:
         for lot in found:
@@ -95,21 +105,32 @@ def matchings(edges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 class Outbox:
-    """The sends of one lane to one neighbour.  slots: messages that may be under way before a send waits."""
+    """The sends of one lane to one neighbour.  slots: messages that may be under way before a send
+    waits.
+    """
 
     def __init__(self, comm: Comm, lane: str, slots: int) -> None:
-        self.comm, self.lane = comm, lane
+        self.comm = comm
+        self.lane = lane
         self._slots: list[list[Tensor]] = [[] for _ in range(slots)]
         self._under_way: list[list[Pending]] = [[] for _ in range(slots)]
         self._next = 0
 
     def send(self, tensors: Sequence[Tensor], what: str, header: Form | None = None) -> None:
-        """Send tensors, behind a header if one is given.  Waits only for the message that used this slot before."""
-        slot, self._next = self._next, (self._next + 1) % len(self._slots)
+        """Send tensors, behind a header if one is given.  Waits only for the message that used this
+        slot before.
+        """
+        slot = self._next
+        self._next = (self._next + 1) % len(self._slots)
         self._free(slot)
-        pending, buffers = self._under_way[slot], self._slots[slot]
+        pending = self._under_way[slot]
+        buffers = self._slots[slot]
         if header is not None:
-            pending.append(self.comm.pass_on(_packed(header, self.comm.device), None, self.lane, f"form of {what}"))
+            pending.append(
+                self.comm.pass_on(
+                    _packed(header, self.comm.device), None, self.lane, f"form of {what}"
+                )
+            )
         for number, tensor in enumerate(tensors):
             if not tensor.numel():
                 continue
@@ -153,7 +174,8 @@ class Inbox:
     """The receives of one lane from one neighbour, in the order they are posted in."""
 
     def __init__(self, comm: Comm, lane: str) -> None:
-        self.comm, self.lane = comm, lane
+        self.comm = comm
+        self.lane = lane
         self._posted: deque[_Posted] = deque()
 
     def __len__(self) -> int:
@@ -162,7 +184,9 @@ class Inbox:
 
     @property
     def knows_next(self) -> bool:
-        """Whether another receive may be posted: not behind one of which only the header is on its way."""
+        """Whether another receive may be posted: not behind one of which only the header is on its
+        way.
+        """
         return not self._posted or self._posted[-1].form is not None
 
     def post(self, form: Form | None, what: str) -> None:
@@ -175,7 +199,9 @@ class Inbox:
             self._posted.append(_Posted(what, form, None, *self._start(form, what)))
 
     def take(self) -> tuple[Form, tuple[Tensor, ...]]:
-        """Wait for the oldest message that was posted, and return what it holds: memory that nobody else writes."""
+        """Wait for the oldest message that was posted, and return what it holds: memory that nobody
+        else writes.
+        """
         what, form, header, boxes, pending = self._posted.popleft()
         for each in pending:
             each.wait()
@@ -185,11 +211,17 @@ class Inbox:
             boxes, pending = self._start(form, what)
             for each in pending:
                 each.wait()
-        return form, tuple(box.view(each.dtype).view(each.shape) for box, each in zip(boxes, form, strict=True))
+        return form, tuple(
+            box.view(each.dtype).view(each.shape) for box, each in zip(boxes, form, strict=True)
+        )
 
     def _start(self, form: Form, what: str) -> tuple[list[Tensor], list[Pending]]:
-        boxes = [torch.empty(each.nbytes, dtype=torch.uint8, device=self.comm.device) for each in form]
-        return boxes, [self.comm.pass_on(None, box, self.lane, what) for box in boxes if box.numel()]
+        boxes = [
+            torch.empty(each.nbytes, dtype=torch.uint8, device=self.comm.device) for each in form
+        ]
+        return boxes, [
+            self.comm.pass_on(None, box, self.lane, what) for box in boxes if box.numel()
+        ]
 
     def drop(self) -> None:
         """Forget what is under way, after an error."""
@@ -199,8 +231,8 @@ class Inbox:
 class Forms:
     """The forms of the messages between two stages, by what the inputs of a micro-batch look like.
 
-    Both ranks ask with the same keys in the same steps.  A form is agreed on by the headers of the first step whose
-    inputs look so; from the next step on messages travel without.
+    Both ranks ask with the same keys in the same steps.  A form is agreed on by the headers of the
+    first step whose inputs look so; from the next step on messages travel without.
     """
 
     def __init__(self) -> None:
@@ -213,7 +245,9 @@ class Forms:
         return dict(self._last)
 
     def known(self, stage: int, key: Hashable) -> Form | None:
-        """The form of what a stage sends on; None: it travels with the message.  key: None: it always does."""
+        """The form of what a stage sends on; None: it travels with the message.  key: None: it
+        always does.
+        """
         return None if key is None else self._known.get((stage, key))
 
     def see(self, stage: int, key: Hashable, form: Form) -> None:
@@ -228,10 +262,12 @@ class Forms:
         expected = self.known(stage, key)
         if expected is not None and expected != form:
             raise UsageError(
-                f"the output of pipeline stage {stage} is {_shown(form)}; stage {stage + 1} waits for "
-                f"{_shown(expected)}.",
-                "Inputs of the same shapes gave that before, so that messages travel without a description.",
-                "let outputs have shapes that follow from the inputs' shapes, or set dynamic_shape.",
+                f"the output of pipeline stage {stage} is {_shown(form)}; stage {stage + 1} waits "
+                f"for {_shown(expected)}.",
+                "Inputs of the same shapes gave that before, so that messages travel without a "
+                "description.",
+                "let outputs have shapes that follow from the inputs' shapes, or set "
+                "dynamic_shape.",
             )
 
     def end_step(self) -> None:
@@ -240,13 +276,17 @@ class Forms:
         self._seen.clear()
 
     def forget(self) -> None:
-        """Know nothing: the next step's messages describe themselves.  Every rank of a pipeline does so, or none."""
+        """Know nothing: the next step's messages describe themselves.  Every rank of a pipeline
+        does so, or none.
+        """
         self._known.clear()
         self._seen.clear()
 
 
 def _shown(form: Form) -> str:
-    return ", ".join(f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in form)
+    return ", ".join(
+        f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in form
+    )
 
 
 def _packed(form: Form, device: torch.device) -> Tensor:
@@ -259,13 +299,19 @@ def _packed(form: Form, device: torch.device) -> Tensor:
             f"Their description has room for {HEADER_NUMEL} numbers.",
             "pass fewer tensors between stages: pack them into one.",
         )
-    return torch.tensor([*numbers, *[0] * (HEADER_NUMEL - len(numbers))], dtype=torch.int64, device=device)
+    return torch.tensor(
+        [*numbers, *[0] * (HEADER_NUMEL - len(numbers))], dtype=torch.int64, device=device
+    )
 
 
 def _unpacked(header: Tensor) -> Form:
     numbers = iter(header.tolist())
     found = []
     for _ in range(next(numbers)):
-        dtype, is_differentiated, dimensions = _DTYPES[next(numbers)], bool(next(numbers)), next(numbers)
-        found.append(TensorForm(tuple(next(numbers) for _ in range(dimensions)), dtype, is_differentiated))
+        dtype = _DTYPES[next(numbers)]
+        is_differentiated = bool(next(numbers))
+        dimensions = next(numbers)
+        found.append(
+            TensorForm(tuple(next(numbers) for _ in range(dimensions)), dtype, is_differentiated)
+        )
     return tuple(found)

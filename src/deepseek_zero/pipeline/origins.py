@@ -1,7 +1,8 @@
 """Tracks which parts of a model computed each tensor of one run on fake tensors.
 
-A stage of a pipeline has the inputs of the model, its own blocks, and one tensor of the stage before. `Origins` says of
-every tensor what it was computed from, so that a use of anything else is found before the model is cut.
+A stage of a pipeline has the inputs of the model, its own blocks, and one tensor of the stage
+before. `Origins` says of every tensor what it was computed from, so that a use of anything else is
+found before the model is cut.
 """
 
 from __future__ import annotations
@@ -17,13 +18,21 @@ from ..base.device import dispatch_mode, written_by
 # Operators that take the shape, dtype and device of a tensor and none of its values.
 _SHAPE_ONLY = {
     *("aten.empty_like", "aten.full_like", "aten.ones_like", "aten.zeros_like"),
-    *("aten.new_empty", "aten.new_empty_strided", "aten.new_full", "aten.new_ones", "aten.new_zeros"),
+    *(
+        "aten.new_empty",
+        "aten.new_empty_strided",
+        "aten.new_full",
+        "aten.new_ones",
+        "aten.new_zeros",
+    ),
 }
 BETWEEN = -1  # not a part: tensors that are computed between two blocks
 
 
 class Source(NamedTuple):
-    """What a value was computed from: values inside part number `part`, or the tensor that it handed to the next."""
+    """What a value was computed from: values inside part number `part`, or the tensor that it
+    handed to the next.
+    """
 
     part: int
     is_handed: bool = False
@@ -34,7 +43,8 @@ NONE: Sources = frozenset()
 
 
 class Origins:
-    """Records the sources of each tensor. A tensor without a source follows from the inputs of the model.
+    """Records the sources of each tensor. A tensor without a source follows from the inputs of the
+    model.
 
     Tensors that share memory have the sources of all of them.
 
@@ -44,9 +54,12 @@ class Origins:
     """
 
     def __init__(self, own: Callable[[], Source], used: Callable[[Sources], None]) -> None:
-        self._own, self._used = own, used
+        self._own = own
+        self._used = used
         self._sources: dict[int, Sources] = {}  # by the id of a storage
-        self._kept: dict[int, Any] = {}  # storages of which an id is known: alive, so that no other gets the id
+        self._kept: dict[
+            int, Any
+        ] = {}  # storages of which an id is known: alive, so that no other gets the id
         self._params: set[int] = set()
         self._given: set[int] = set()
         self._buffers: dict[int, str] = {}
@@ -73,7 +86,9 @@ class Origins:
         self._sources[self._key(tensor)] = frozenset((source,))
 
     def shared_buffers(self) -> dict[str, tuple[int, int]]:
-        """Return the buffers that one part writes and another part uses, by name, and two such parts."""
+        """Return the buffers that one part writes and another part uses, by name, and two such
+        parts.
+        """
         found = {}
         for name, writers in self._writers.items():
             users = writers | self._readers.get(name, set())
@@ -95,8 +110,12 @@ class Origins:
             self._follow(given, list(all_tensors(output)), written, is_random=is_random)
         return output
 
-    def _follow(self, given: list[Tensor], results: list[Tensor], written: list[Tensor], *, is_random: bool) -> None:
-        """Give results, and what was written in place, the sources of what they were computed from."""
+    def _follow(
+        self, given: list[Tensor], results: list[Tensor], written: list[Tensor], *, is_random: bool
+    ) -> None:
+        """Give results, and what was written in place, the sources of what they were computed
+        from.
+        """
         read = {self._key(each) for each in given}
         made = {self._key(each) for each in results} - read
         changed = {self._key(each) for each in written}

@@ -1,7 +1,7 @@
 """Where a chain of layers is cut into stages: boundaries, from what each layer costs.
 
-A partition is a tuple of stages + 1 layer numbers: stage g has the layers [found[g], found[g + 1]).  It depends on
-numbers alone, so every rank computes the same one.
+A partition is a tuple of stages + 1 layer numbers: stage g has the layers [found[g], found[g + 1]).
+It depends on numbers alone, so every rank computes the same one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ SLACK = 1.02  # "best" gives up so much of the balance of work for the balance o
 class LayerCost:
     """What one layer costs its stage.
 
-    kind: its class's name.  trainable: elements that are trained.  flops: of a micro-batch's forward.  state_bytes:
-    weights, gradients, master and moments.  saved_bytes: what a micro-batch leaves for backward.
+    kind: its class's name.  trainable: elements that are trained.  flops: of a micro-batch's
+    forward.  state_bytes: weights, gradients, master and moments.  saved_bytes: what a micro-batch
+    leaves for backward.
     """
 
     kind: str = ""
@@ -37,10 +38,11 @@ def partition(
 ) -> tuple[int, ...]:
     """Cut the layers into stages, none of them empty.
 
-    method: "uniform" (equal numbers of layers), "parameters" (equal trained elements), "type:REGEX" (equal numbers of
-    layers whose class's name matches, in any case), "best" (equal work; of the cuts that are near enough, the one whose
-    fullest stage needs least memory).  in_flight: by stage, micro-batches whose activations are kept; for "best".
-    UsageError for fewer layers than stages, or a method that is unknown.
+    method: "uniform" (equal numbers of layers), "parameters" (equal trained elements), "type:REGEX"
+    (equal numbers of layers whose class's name matches, in any case), "best" (equal work; of the
+    cuts that are near enough, the one whose fullest stage needs least memory).  in_flight: by
+    stage, micro-batches whose activations are kept; for "best". UsageError for fewer layers than
+    stages, or a method that is unknown.
     """
     if len(layers) < stages:
         raise UsageError(
@@ -55,20 +57,28 @@ def partition(
         return balanced([layer.trainable for layer in layers], stages)
     if name.startswith("type:"):
         pattern = method.split(":", 1)[1]
-        matches = [int(re.search(pattern, layer.kind, re.IGNORECASE) is not None) for layer in layers]
+        matches = [
+            int(re.search(pattern, layer.kind, re.IGNORECASE) is not None) for layer in layers
+        ]
         if not any(matches):
             kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
             raise UsageError(
-                f"partition {shown(method)} matches no layer.", f"The layers are {kinds}.", "name one of these classes."
+                f"partition {shown(method)} matches no layer.",
+                f"The layers are {kinds}.",
+                "name one of these classes.",
             )
         return balanced(matches, stages)
     if name == "best":
         return _best(layers, stages, in_flight or [1] * stages)
     if name == "profile":
         raise NotBuiltError(
-            "Partitioning method profile not implemented.", "", f"use one of {', '.join(METHODS)}; best counts work."
+            "Partitioning method profile not implemented.",
+            "",
+            f"use one of {', '.join(METHODS)}; best counts work.",
         )
-    raise UsageError(f"Partitioning method {method} not implemented.", "", f"use one of {', '.join(METHODS)}.")
+    raise UsageError(
+        f"Partitioning method {method} not implemented.", "", f"use one of {', '.join(METHODS)}."
+    )
 
 
 def uniform(layers: int, stages: int) -> tuple[int, ...]:
@@ -78,8 +88,8 @@ def uniform(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def balanced(weights: Sequence[float], stages: int) -> tuple[int, ...]:
-    """The cut whose heaviest stage weighs least; of those, the one whose next heaviest does, as far as that is seen
-    from the front.  No stage is empty.
+    """The cut whose heaviest stage weighs least; of those, the one whose next heaviest does, as far
+    as that is seen from the front.  No stage is empty.
     """
     bounds = [*accumulate(weights, initial=0)]
     found = _cut_to_fit(bounds, stages, _smallest_bottleneck(bounds, stages))
@@ -90,14 +100,17 @@ def balanced(weights: Sequence[float], stages: int) -> tuple[int, ...]:
 def _smallest_bottleneck(bounds: Sequence[float], stages: int) -> float:
     """The weight of the heaviest stage of the best cut.
 
-    best[k] is that of the first k layers; one stage is added at a time, and grows until it is the heaviest itself.
+    best[k] is that of the first k layers; one stage is added at a time, and grows until it is the
+    heaviest itself.
     """
     layers = len(bounds) - 1
     best = list(bounds)
     for stage in range(2, stages + 1):
         longer = [float("inf")] * (layers + 1)
         for end in range(stage, layers + 1):
-            low, high = stage - 1, end - 1  # the last cut: best rises with it, the last stage's weight falls
+            # the last cut: best rises with it, the last stage's weight falls
+            low = stage - 1
+            high = end - 1
             while low < high:
                 middle = (low + high) // 2
                 if best[middle] >= bounds[end] - bounds[middle]:
@@ -111,7 +124,9 @@ def _smallest_bottleneck(bounds: Sequence[float], stages: int) -> float:
 
 
 def _cut_to_fit(bounds: Sequence[float], stages: int, most: float) -> tuple[int, ...] | None:
-    """A cut of which no stage weighs more than `most`, each stage as near the mean of what is left as that allows."""
+    """A cut of which no stage weighs more than `most`, each stage as near the mean of what is left
+    as that allows.
+    """
     layers = len(bounds) - 1
     # The first layer from which the rest fits into so many stages.
     earliest = [layers]
@@ -125,7 +140,8 @@ def _cut_to_fit(bounds: Sequence[float], stages: int, most: float) -> tuple[int,
         return None
     found = [0]
     for stage in range(stages - 1):
-        left, start = stages - stage, found[-1]
+        left = stages - stage
+        start = found[-1]
         low = max(start + 1, earliest[left - 1])
         high = layers - (left - 1)
         fitting = [cut for cut in range(low, high + 1) if bounds[cut] - bounds[start] <= most]
@@ -137,7 +153,9 @@ def _cut_to_fit(bounds: Sequence[float], stages: int, most: float) -> tuple[int,
 
 
 def _best(layers: Sequence[LayerCost], stages: int, in_flight: Sequence[int]) -> tuple[int, ...]:
-    """The cut with the lightest fullest stage, among those whose work is balanced within `SLACK`."""
+    """The cut with the lightest fullest stage, among those whose work is balanced within
+    `SLACK`.
+    """
     work = [*accumulate((layer.flops for layer in layers), initial=0)]
     if not work[-1]:
         work = [*accumulate((layer.trainable for layer in layers), initial=0)]
@@ -145,7 +163,8 @@ def _best(layers: Sequence[LayerCost], stages: int, in_flight: Sequence[int]) ->
     saved = [*accumulate((layer.saved_bytes for layer in layers), initial=0)]
     most = _smallest_bottleneck(work, stages) * SLACK
     count = len(layers)
-    # By end: the least (fullest, heaviest) of a cut of the first layers into `stage` stages, and where it ends before.
+    # By end: the least (fullest, heaviest) of a cut of the first layers into `stage` stages, and
+    # where it ends before.
     best: dict[int, tuple[float, float]] = {0: (0.0, 0.0)}
     cuts: list[dict[int, int]] = []
     for stage in range(stages):

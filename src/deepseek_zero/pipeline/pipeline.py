@@ -1,4 +1,5 @@
-"""One pipeline, for an engine: cut the model before it is planned, connect its stages once it is wrapped, run steps.
+"""One pipeline, for an engine: cut the model before it is planned, connect its stages once it is
+wrapped, run steps.
 
 staged = cut_model(model, find_chain(model, args, kwargs), mesh)    # the model keeps this rank's stages
 ties = Ties(world, mesh, staged.placement, staged.ties)             # what several stages use
@@ -34,8 +35,10 @@ from .verify import verify
 
 @dataclass(frozen=True)
 class StagedModel:
-    """A model of which this rank has some stages.  virtual: stages of each rank.  ties: by name, the stages that share
-    a weight.  has_all_inputs: every stage is given the inputs, so that all know what messages hold from those.
+    """A model of which this rank has some stages.  virtual: stages of each rank.  ties: by name,
+    the stages that share
+    a weight.  has_all_inputs: every stage is given the inputs, so that all know what messages hold
+    from those.
     placement: by stage, its rank along "pp".
     """
 
@@ -64,13 +67,16 @@ def cut_model(
 ) -> StagedModel:
     """Leave of a model this rank's stages.  Local; every rank of a pipeline does the same.
 
-    chain: of its blocks (`find_chain`); None for a list of layers (`LayerStages`), which is cut already.  schedule,
-    virtual, group, micro_batches: of the run, for what is in flight.  UsageError names why a model cannot be cut.
+    chain: of its blocks (`find_chain`); None for a list of layers (`LayerStages`), which is cut
+    already.  schedule,
+    virtual, group, micro_batches: of the run, for what is in flight.  UsageError names why a model
+    cannot be cut.
     """
     if isinstance(model, LayerStages):
         if model.num_stages != mesh.pp or virtual != 1:
             raise UsageError(
-                f"a list of {model.num_stages} stages on a mesh with pp={mesh.pp} and {virtual} stages on each rank.",
+                f"a list of {model.num_stages} stages on a mesh with pp={mesh.pp} and {virtual} "
+                "stages on each rank.",
                 "It was cut when it was made, one stage for each pipeline rank.",
                 "state the same number of stages, and virtual 1.",
             )
@@ -103,8 +109,13 @@ class Pipeline:
         ties: of the staged model, for what its stages share.
         is_dynamic: messages describe themselves always, since shapes change from one to the next.
         """
-        self.staged, self.ties, self.mesh, self.runtime = staged, ties, mesh, runtime
-        self.name, self.group, self.is_dynamic = schedule, group, is_dynamic
+        self.staged = staged
+        self.ties = ties
+        self.mesh = mesh
+        self.runtime = runtime
+        self.name = schedule
+        self.group = group
+        self.is_dynamic = is_dynamic
         self._schedules: dict[tuple[str, int], PipelineSchedule] = {}
         table = self.schedule(1)
         own = [stage for stage in staged.stages if isinstance(stage, ModelStage)]
@@ -125,11 +136,22 @@ class Pipeline:
         """Return the proven schedule of that many micro-batches."""
         key = self.name if trains else "forward_only", micro_batches
         if key not in self._schedules:
-            ranks, virtual = self.mesh.pp, self.staged.virtual
+            ranks = self.mesh.pp
+            virtual = self.staged.virtual
             if trains:
-                made = make_schedule(self.name, ranks, virtual, micro_batches, group=self.group, tied=self.staged.tied)
+                made = make_schedule(
+                    self.name,
+                    ranks,
+                    virtual,
+                    micro_batches,
+                    group=self.group,
+                    tied=self.staged.tied,
+                )
                 if micro_batches < ranks and self._schedules:
-                    log_once(f"{micro_batches} micro-batches on {ranks} pipeline ranks: some stages are always idle")
+                    log_once(
+                        f"{micro_batches} micro-batches on {ranks} pipeline ranks: some stages are "
+                        "always idle"
+                    )
             else:
                 made = forward_only(ranks, virtual, micro_batches)
             verify(made)
@@ -138,34 +160,47 @@ class Pipeline:
 
     def read(self, batches: Sequence[Any]) -> list[Any]:
         """Read what a data loader yields as the stages take it."""
-        return [MicroBatch.of(each) if self.staged.has_all_inputs else Labelled.of(each) for each in batches]
+        return [
+            MicroBatch.of(each) if self.staged.has_all_inputs else Labelled.of(each)
+            for each in batches
+        ]
 
     def train(self, micro_batches: Sequence[Any]) -> Tensor:
-        """Run the forwards and backwards of a step and return the mean of its losses, over micro-batches and over the
-        ranks with other data; a scalar, the same on every rank.  Gradients are reduced; the optimizer's step is next.
+        """Run the forwards and backwards of a step and return the mean of its losses, over
+        micro-batches and over the ranks with other data; a scalar, the same on every rank.
+        Gradients are reduced; the optimizer's step is next.
 
-        Collective.  micro_batches: `MicroBatch`es, the same on all ranks of a pipeline, or `Labelled` ones, of which
-        the first stage uses the inputs and the last one the labels.
+        Collective.  micro_batches: `MicroBatch`es, the same on all ranks of a pipeline, or
+        `Labelled` ones, of which the first stage uses the inputs and the last one the labels.
         """
-        factor = self.runtime.settings.accumulation / len(micro_batches)  # the border divides by the accumulation
+        factor = self.runtime.settings.accumulation / len(
+            micro_batches
+        )  # the border divides by the accumulation
         return self._agree(self.run(micro_batches, scale=factor).losses)
 
     def run(
-        self, micro_batches: Sequence[Any], *, scale: float | Sequence[float] = 1.0, trains: bool = True
+        self,
+        micro_batches: Sequence[Any],
+        *,
+        scale: float | Sequence[float] = 1.0,
+        trains: bool = True,
     ) -> StepOutcome:
-        """Run this rank's program over micro-batches; outputs are kept where it does not train.  Collective in the
-        pipeline.
+        """Run this rank's program over micro-batches; outputs are kept where it does not train.
+        Collective in the pipeline.
 
         scale: what losses are multiplied by before their backward, all or each.
         """
-        table, keys = self.schedule(len(micro_batches), trains=trains), self._keys(micro_batches)
-        return self.executor.run(table, micro_batches, keys=keys, scale=scale, keeps_outputs=not trains)
+        table = self.schedule(len(micro_batches), trains=trains)
+        keys = self._keys(micro_batches)
+        return self.executor.run(
+            table, micro_batches, keys=keys, scale=scale, keeps_outputs=not trains
+        )
 
     def evaluate(
         self, micro_batches: Sequence[Any], *, keeps_outputs: bool = False, has_loss: bool = True
     ) -> tuple[Tensor | None, list[Any] | None]:
-        """Run the forwards and return the mean loss as `train` does, and the outputs where that is asked for: a list on
-        the last stage, None on others.  Collective.
+        """Run the forwards and return the mean loss as `train` does, and the outputs where that is
+        asked for: a list on the last stage, None on others.  Collective.
         """
         self.executor.forms.forget()
         outcome = self.run(micro_batches, trains=False)
@@ -179,27 +214,37 @@ class Pipeline:
         return self._agree(losses) if has_loss else None, outcome.outputs if keeps_outputs else None
 
     def tell_all(self, row: Tensor, what: str) -> Tensor:
-        """Return the rows of all ranks of this pipeline, one-dimensional ones on the host.  Collective in it."""
+        """Return the rows of all ranks of this pipeline, one-dimensional ones on the host.
+        Collective in it.
+        """
         return row.unsqueeze(0) if self._pipe is None else self._pipe.all_gather_rows(row, what)
 
     def tell_from_last(self, row: Tensor, what: str) -> Tensor:
-        """Return the row of the rank that has the last stage, on every rank of this pipeline.  Collective in it."""
+        """Return the row of the rank that has the last stage, on every rank of this pipeline.
+        Collective in it.
+        """
         return self.tell_all(row, what)[-1]
 
     def seen_bytes(self) -> tuple[list[int], list[int]] | None:
-        """Return, by boundary, the bytes of one micro-batch's output and of its gradient, as they were in the last
-        step; 0 of boundaries that this rank has no stage beside.  None before the first step.
+        """Return, by boundary, the bytes of one micro-batch's output and of its gradient, as they
+        were in the last step; 0 of boundaries that this rank has no stage beside.  None before the
+        first step.
         """
         forms = self.executor.forms.seen_in_training()
         if not forms:
             return None
         boundaries = range(len(self.staged.placement) - 1)
         outputs = [sum(each.nbytes for each in forms.get(number, ())) for number in boundaries]
-        grads = [sum(each.nbytes for each in forms.get(number, ()) if each.is_differentiated) for number in boundaries]
+        grads = [
+            sum(each.nbytes for each in forms.get(number, ()) if each.is_differentiated)
+            for number in boundaries
+        ]
         return outputs, grads
 
     def reset_shapes(self) -> None:
-        """Forget what messages held: the next step's have other shapes.  On every rank of the pipeline."""
+        """Forget what messages held: the next step's have other shapes.  On every rank of the
+        pipeline.
+        """
         self.executor.forms.forget()
 
     def _keys(self, micro_batches: Sequence[Any]) -> list[Hashable] | None:
@@ -210,12 +255,19 @@ class Pipeline:
         return [tuple(_forms_in((micro.args, micro.kwargs))) for micro in micro_batches]
 
     def _agree(self, losses: Sequence[Tensor] | None) -> Tensor:
-        """The mean over micro-batches, then over the ranks of the last stage, told to every stage."""
+        """The mean over micro-batches, then over the ranks of the last stage, told to every
+        stage.
+        """
         mean = torch.zeros(1, dtype=torch.float64)
         if losses is not None:
             own = torch.stack([loss.detach().double().cpu() for loss in losses]).mean().reshape(1)
             mean = self.runtime.comm.all_gather_rows(own, "mean loss").mean().reshape(1)
-        return self.tell_from_last(mean, "loss of the last stage").float().reshape(()).to(self.mesh.device)
+        return (
+            self.tell_from_last(mean, "loss of the last stage")
+            .float()
+            .reshape(())
+            .to(self.mesh.device)
+        )
 
 
 def _forms_in(value: Any) -> list[Hashable]:
@@ -223,7 +275,9 @@ def _forms_in(value: Any) -> list[Hashable]:
     if isinstance(value, Tensor):
         return [(tuple(value.shape), value.dtype)]
     if isinstance(value, Mapping):
-        return [form for key in sorted(value, key=str) for form in (str(key), *_forms_in(value[key]))]
+        return [
+            form for key in sorted(value, key=str) for form in (str(key), *_forms_in(value[key]))
+        ]
     if isinstance(value, list | tuple):
         return [form for each in value for form in _forms_in(each)]
     return []

@@ -1,4 +1,6 @@
-"""The plan of a pipeline's rank, without ranks: its stages, its part of the schedule, the bytes of its messages."""
+"""The plan of a pipeline's rank, without ranks: its stages, its part of the schedule, the bytes of
+its messages.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,14 @@ def planned_pipeline(
 ) -> PipelinePlan:
     """Return what the rank of `mesh` does.  Local and pure.
 
-    staged: the model, cut for this rank.  trained: by name in the whole model, whether a parameter is.  compute: the
-    dtype of activations, where that is not the model's own.  sample: what the chain was found with, in words.
+    staged: the model, cut for this rank.  trained: by name in the whole model, whether a parameter
+    is.  compute: the dtype of activations, where that is not the model's own.  sample: what the
+    chain was found with, in words.
     """
     rank = mesh.coordinates["pp"]
-    table = make_schedule(schedule, mesh.pp, staged.virtual, micro_batches, group=group, tied=staged.tied)
+    table = make_schedule(
+        schedule, mesh.pp, staged.virtual, micro_batches, group=group, tied=staged.tied
+    )
     first = staged.stages[0]
     cut = first.cut if isinstance(first, ModelStage) else None
     outputs, grads = _messages(cut, trained, compute, mesh.sp) if cut is not None else ((), ())
@@ -47,7 +52,9 @@ def planned_pipeline(
         micro_batches,
         rank,
         tuple(staged.placement),
-        tuple(tuple(cut.blocks_of(stage)) if cut is not None else () for stage in range(table.stages)),
+        tuple(
+            tuple(cut.blocks_of(stage)) if cut is not None else () for stage in range(table.stages)
+        ),
         table.in_flight,
         gathers,
         of_all,
@@ -60,19 +67,32 @@ def planned_pipeline(
 
 def schedule_of(plan: PipelinePlan) -> PipelineSchedule:
     """Return the table of actions that a plan names."""
-    return make_schedule(plan.schedule, plan.ranks, plan.virtual, plan.micro_batches, group=plan.group, tied=plan.tied)
+    return make_schedule(
+        plan.schedule,
+        plan.ranks,
+        plan.virtual,
+        plan.micro_batches,
+        group=plan.group,
+        tied=plan.tied,
+    )
 
 
 def _messages(
     cut: Cut, trained: Mapping[str, bool], compute: torch.dtype | None, sharers: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """By boundary, the bytes of an output, and of its gradient: 0 where nothing before the boundary is trained.
+    """By boundary, the bytes of an output, and of its gradient: 0 where nothing before the boundary
+    is trained.
 
     sharers: ranks that share the tokens of a sequence; the chain was found with whole ones.
     """
-    learns = [any(trained[name] for name in cut.params_of(range(stage + 1))) for stage in range(cut.stages - 1)]
+    learns = [
+        any(trained[name] for name in cut.params_of(range(stage + 1)))
+        for stage in range(cut.stages - 1)
+    ]
     outputs = [cut.chain.outputs[end - 1].nbytes(compute) // sharers for end in cut.bounds[1:-1]]
-    return tuple(outputs), tuple(nbytes if each else 0 for nbytes, each in zip(outputs, learns, strict=True))
+    return tuple(outputs), tuple(
+        nbytes if each else 0 for nbytes, each in zip(outputs, learns, strict=True)
+    )
 
 
 def _gathers(program: Program, *, is_tied: bool) -> tuple[dict[int, int], int]:

@@ -15,7 +15,9 @@ from .stage import MicroBatch
 
 
 def rows_of(micro: MicroBatch) -> int | None:
-    """Return the rows of a batch: the first dimension of the first tensor that has one; None: there is none."""
+    """Return the rows of a batch: the first dimension of the first tensor that has one; None: there
+    is none.
+    """
     found: list[int] = []
 
     def look(tensor: Tensor) -> Tensor:
@@ -28,8 +30,8 @@ def rows_of(micro: MicroBatch) -> int | None:
 
 
 def cut_rows(micro: MicroBatch, parts: int) -> list[MicroBatch]:
-    """Cut a batch into that many equal parts.  Each has its rows of every tensor whose first dimension is the batch's,
-    and all of everything else.
+    """Cut a batch into that many equal parts.  Each has its rows of every tensor whose first
+    dimension is the batch's, and all of everything else.
 
     UsageError where the rows cannot be divided.
     """
@@ -38,10 +40,11 @@ def cut_rows(micro: MicroBatch, parts: int) -> list[MicroBatch]:
     rows = rows_of(micro)
     if rows is None or rows % parts:
         raise UsageError(
-            f"a batch of {rows or 0} rows cannot be cut into pipeline.micro_batches = {parts} equal parts.",
+            f"a batch of {rows or 0} rows cannot be cut into pipeline.micro_batches = {parts} "
+            "equal parts.",
             "The loss is the mean over equal parts, each of whole rows.",
-            f"let each batch have a multiple of {parts} rows (drop a short last one), or state another "
-            "pipeline.micro_batches.",
+            f"let each batch have a multiple of {parts} rows (drop a short last one), or state "
+            "another pipeline.micro_batches.",
         )
     each = rows // parts
     found = []
@@ -57,8 +60,8 @@ def _narrow(tensor: Tensor, *, rows: int, start: int, length: int) -> Tensor:
 
 
 def join_rows(outputs: Sequence[Any]) -> Any:
-    """Join what a model returned for the parts of a batch: tensors by rows, numbers by their mean, containers item by
-    item; of what is neither, the first.
+    """Join what a model returned for the parts of a batch: tensors by rows, numbers by their mean,
+    containers item by item; of what is neither, the first.
     """
     first = outputs[0]
     if len(outputs) == 1:

@@ -1,9 +1,9 @@
 """ZeRO under a pipeline: what a wrapped stage does when the schedule gathers, computes, reduces.
 
-Units that a forward or backward has gathered are held until the schedule releases their stage, so that a unit is
-gathered once for each run of micro-batches; passes go to the units of their stage alone.  Gradients are added up where
-they are made (`PlanSettings.reduces_once`), and reduced in the last backward of the step, or behind the sum of tied
-ones.
+Units that a forward or backward has gathered are held until the schedule releases their stage, so
+that a unit is gathered once for each run of micro-batches; passes go to the units of their stage
+alone.  Gradients are added up where they are made (`PlanSettings.reduces_once`), and reduced in the
+last backward of the step, or behind the sum of tied ones.
 """
 
 from __future__ import annotations
@@ -16,15 +16,21 @@ from .ties import Ties
 
 
 class ShardedStates:
-    """The states of one rank's stages, in a runtime that wraps the model they are cut from (executor.py's `States`)."""
+    """The states of one rank's stages, in a runtime that wraps the model they are cut from
+    (executor.py's `States`).
+    """
 
     def __init__(
-        self, runtime: Runtime, ties: Ties | None = None, blocks: Mapping[int, Collection[str]] | None = None
+        self,
+        runtime: Runtime,
+        ties: Ties | None = None,
+        blocks: Mapping[int, Collection[str]] | None = None,
     ) -> None:
-        """ties: of the weights that stages share.  blocks: by stage of this rank, the full names of its modules; None:
-        there is one stage, which has all.
+        """ties: of the weights that stages share.  blocks: by stage of this rank, the full names of
+        its modules; None: there is one stage, which has all.
         """
-        self.runtime, self.ties = runtime, ties if ties is not None and ties.is_sharing else None
+        self.runtime = runtime
+        self.ties = ties if ties is not None and ties.is_sharing else None
         self._gathered: set[int] = set()
         self.reduces = True  # whether a run of the schedule ends a step
         self._units = _units_of(runtime, blocks) if blocks is not None and len(blocks) > 1 else {}
@@ -60,9 +66,14 @@ class ShardedStates:
 
     @contextmanager
     def backward(self, stage: int, *, ends_step: bool, is_carried: bool) -> Iterator[None]:
-        """Open a block with one backward.  The last one of a step reduces, unless tied gradients are added up first."""
+        """Open a block with one backward.  The last one of a step reduces, unless tied gradients
+        are added up first.
+        """
         self.runtime.is_boundary = ends_step and self.reduces and self.ties is None
-        with self.forward(stage), self.runtime.loss_factor.carried() if is_carried else nullcontext():
+        with (
+            self.forward(stage),
+            self.runtime.loss_factor.carried() if is_carried else nullcontext(),
+        ):
             yield
 
     def reduce(self, stage: int) -> None:
@@ -79,24 +90,35 @@ class ShardedStates:
         self.runtime.executor.let_go()
 
     def tie(self, stage: int) -> None:
-        """Add up the gradients of tied weights, before their reduction.  Collective among the sharing ranks."""
+        """Add up the gradients of tied weights, before their reduction.  Collective among the
+        sharing ranks.
+        """
         if self.reduces:
             self._add_up()
             self._waits = True
 
     def _add_up(self) -> None:
         assert self.ties is not None
-        self.ties.add_up({name: group.gradient.summand(number) for name, (group, number) in self._members.items()})
+        self.ties.add_up(
+            {
+                name: group.gradient.summand(number)
+                for name, (group, number) in self._members.items()
+            }
+        )
 
     def end_step(self) -> None:
-        """Add up tied gradients and reduce all, of runs since the last step that did not (`reduces`).  Collective."""
+        """Add up tied gradients and reduce all, of runs since the last step that did not
+        (`reduces`).  Collective.
+        """
         if self.ties is not None:
             self._add_up()
         self._reduce_step()
 
 
 def _units_of(runtime: Runtime, blocks: Mapping[int, Collection[str]]) -> dict[int, frozenset[int]]:
-    """By stage, the numbers of the units in its modules, and those that are in no stage's, the root above all."""
+    """By stage, the numbers of the units in its modules, and those that are in no stage's, the root
+    above all.
+    """
     found: dict[int, set[int]] = {stage: set() for stage in blocks}
     for unit in runtime.units:
         inside = [

@@ -1,9 +1,11 @@
-"""Stages of a model that runs as it is: every stage runs the model's own forward on the same inputs.
+"""Stages of a model that runs as it is: every stage runs the model's own forward on the same
+inputs.
 
-The blocks of other stages are stand-ins.  Those before the first own block give their input back, but for the last of
-them, which gives what was received; the one behind the last own block leaves the forward with what it is given, by an
-exception that goes no further than the model.  Parameters of other stages are zeros of one element of memory, so that
-the embeddings of another stage are looked up and cost nothing; the head of another stage is never reached.
+The blocks of other stages are stand-ins.  Those before the first own block give their input back,
+but for the last of them, which gives what was received; the one behind the last own block leaves
+the forward with what it is given, by an exception that goes no further than the model.  Parameters
+of other stages are zeros of one element of memory, so that the embeddings of another stage are
+looked up and cost nothing; the head of another stage is never reached.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class Stage(Protocol):
         ...
 
     def loss(self, output: Any, micro: Any) -> Tensor:
-        """Return the loss of a micro-batch, a scalar, from what the last stage's `forward` returned."""
+        """Return the loss of a micro-batch, a scalar, from what the last stage's `forward`
+        returned.
+        """
         ...
 
 
@@ -50,7 +54,9 @@ class MicroBatch(NamedTuple):
 
     @classmethod
     def of(cls, batch: Any) -> MicroBatch:
-        """Read what a data loader yields: a mapping is by name, a tuple or list in order, else it is one argument."""
+        """Read what a data loader yields: a mapping is by name, a tuple or list in order, else it
+        is one argument.
+        """
         if isinstance(batch, cls):
             return batch
         if isinstance(batch, Mapping):
@@ -60,8 +66,8 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """A chain cut into stages.  bounds: stage g has the blocks [bounds[g], bounds[g + 1]).  owners: by parameter, the
-    stages that use it, ascending; several for a tied one.
+    """A chain cut into stages.  bounds: stage g has the blocks [bounds[g], bounds[g + 1]).  owners:
+    by parameter, the stages that use it, ascending; several for a tied one.
     """
 
     chain: Chain
@@ -84,7 +90,10 @@ class Cut:
 
     def blocks_of(self, stage: int) -> list[str]:
         """The full names of a stage's blocks."""
-        return [self.chain.block_name(number) for number in range(self.bounds[stage], self.bounds[stage + 1])]
+        return [
+            self.chain.block_name(number)
+            for number in range(self.bounds[stage], self.bounds[stage + 1])
+        ]
 
     def params_of(self, stages: Sequence[int]) -> list[str]:
         """The parameters that one of these stages uses."""
@@ -92,10 +101,14 @@ class Cut:
 
 
 def cut_chain(
-    model: nn.Module, chain: Chain, stages: int, method: str = "best", in_flight: Sequence[int] | None = None
+    model: nn.Module,
+    chain: Chain,
+    stages: int,
+    method: str = "best",
+    in_flight: Sequence[int] | None = None,
 ) -> Cut:
-    """Cut a chain into stages by a method of partition.py.  What precedes the blocks goes with the first, what follows
-    them, and what no forward uses, with the last.
+    """Cut a chain into stages by a method of partition.py.  What precedes the blocks goes with the
+    first, what follows them, and what no forward uses, with the last.
     """
     params = dict(model.named_parameters())
     first, *blocks, last = chain.parts
@@ -106,8 +119,11 @@ def cut_chain(
     for block, parts in zip(blocks, joined, strict=True):
         names = {name for part in parts for name in part.params}
         trained = sum(params[name].numel() for name in names if params[name].requires_grad)
-        states = 16 * trained + sum(params[name].nbytes for name in names if not params[name].requires_grad)
-        flops, saved = sum(part.flops for part in parts), sum(part.saved for part in parts)
+        states = 16 * trained + sum(
+            params[name].nbytes for name in names if not params[name].requires_grad
+        )
+        flops = sum(part.flops for part in parts)
+        saved = sum(part.saved for part in parts)
         layers.append(LayerCost(block.kind, trained, flops, states, saved))
     bounds = partition(method, layers, stages, in_flight)
     owners: dict[str, tuple[int, ...]] = dict.fromkeys(params, ())
@@ -124,7 +140,9 @@ def cut_chain(
 
 
 class _LeaveForward(Exception):
-    """Ends a forward behind the last block of a stage.  torch runs the hooks around it, as after any Exception."""
+    """Ends a forward behind the last block of a stage.  torch runs the hooks around it, as after
+    any Exception.
+    """
 
     def __init__(self, output: Tensor) -> None:
         super().__init__("a stage's forward ends here")
@@ -145,7 +163,9 @@ class StandIn(nn.Module):
         super().__init__()
         self._length = length
         for name, value in vars(block).items():
-            if not name.startswith("_") and isinstance(value, str | int | float | bool | type(None)):
+            if not name.startswith("_") and isinstance(
+                value, str | int | float | bool | type(None)
+            ):
                 self.__dict__.setdefault(name, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -154,8 +174,10 @@ class StandIn(nn.Module):
         except AttributeError:
             raise _AbsentError(
                 f"a block of another pipeline stage has no attribute '{name}' on this rank.",
-                "Each rank has its own blocks. Of the others it has plain attributes: strings, numbers and flags.",
-                "keep what the forward reads outside the blocks, or write the model as a PipelineModule.",
+                "Each rank has its own blocks. Of the others it has plain attributes: strings, "
+                "numbers and flags.",
+                "keep what the forward reads outside the blocks, or write the model as a "
+                "PipelineModule.",
             ) from None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -191,7 +213,8 @@ def _first(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
 class _Zeros:
     """What stands for the parameters of other stages: one zero, seen in their shapes.
 
-    Its dtype follows what is received: a model may take the dtype of its masks from its embeddings'.
+    Its dtype follows what is received: a model may take the dtype of its masks from its
+    embeddings'.
     """
 
     def __init__(self) -> None:
@@ -202,7 +225,9 @@ class _Zeros:
         """Put zeros in the place of a module's parameter."""
         delattr(module, key)
         self._places.append((module, key, param.shape))
-        self.zero = param.new_zeros(()) if type(param) is nn.Parameter else self.zero.to(param.dtype)
+        self.zero = (
+            param.new_zeros(()) if type(param) is nn.Parameter else self.zero.to(param.dtype)
+        )
         module.__dict__[key] = self.zero.expand(param.shape)
 
     def follow(self, received: Tensor) -> None:
@@ -215,17 +240,21 @@ class _Zeros:
 
 
 class _ZeroEmbedding:
-    """The forward of an embedding of another stage: zeros in the shape of its output, looked up nowhere."""
+    """The forward of an embedding of another stage: zeros in the shape of its output, looked up
+    nowhere.
+    """
 
     def __init__(self, zeros: _Zeros, dim: int) -> None:
-        self._zeros, self._dim = zeros, dim
+        self._zeros = zeros
+        self._dim = dim
 
     def __call__(self, input: Tensor) -> Tensor:
         return self._zeros.zero.expand(*input.shape, self._dim)
 
 
 class _StageForward:
-    """The forward of a model of which this rank has some stages: the model's own, which may be left before its end.
+    """The forward of a model of which this rank has some stages: the model's own, which may be left
+    before its end.
 
     is_due: a stage runs it.
     """
@@ -241,7 +270,8 @@ class _StageForward:
             raise UsageError(
                 "the model was called by itself, and this rank has a stage of it only.",
                 "What leaves a stage goes on to another rank, by the schedule.",
-                "call what initialize or DeepSeekZeRO3 returned; generate needs the whole model: export the weights.",
+                "call what initialize or DeepSeekZeRO3 returned; generate needs the whole model: "
+                "export the weights.",
             )
         try:
             return self._forward(*args, **kwargs)
@@ -267,9 +297,13 @@ class ModelStage:
         entry: _Entry | None,
         zeros: _Zeros,
     ) -> None:
-        self.model, self.cut, self.index = model, cut, index
+        self.model = model
+        self.cut = cut
+        self.index = index
         self._box = model.get_submodule(cut.chain.container)
-        self._view, self._entry, self._zeros = view, entry, zeros
+        self._view = view
+        self._entry = entry
+        self._zeros = zeros
 
     @property
     def is_last(self) -> bool:
@@ -308,7 +342,9 @@ class ModelStage:
 
 
 def loss_in(output: Any) -> Tensor | None:
-    """Return the loss in what a model returned: itself, its `loss`, or the first of a tuple; None: there is none."""
+    """Return the loss in what a model returned: itself, its `loss`, or the first of a tuple; None:
+    there is none.
+    """
     found = output
     if isinstance(output, Mapping):
         found = output.get("loss")
@@ -331,20 +367,25 @@ def loss_of(output: Any) -> Tensor:
 
 
 def take_stages(model: nn.Module, cut: Cut, own: Sequence[int]) -> list[ModelStage]:
-    """Leave of a model what these virtual stages use, and return them, ascending.  Changes the model; local.
+    """Leave of a model what these virtual stages use, and return them, ascending.  Changes the
+    model; local.
 
-    The blocks and parameters of other stages are let go.  Parameters keep the names they have in the whole model.
+    The blocks and parameters of other stages are let go.  Parameters keep the names they have in
+    the whole model.
     """
-    chain, box = cut.chain, model.get_submodule(cut.chain.container)
+    chain = cut.chain
+    box = model.get_submodule(cut.chain.container)
     mine = sorted(own)
     blocks = [getattr(box, key) for key in chain.keys]
     resting: dict[str, nn.Module] = {}
     for number, (key, block) in enumerate(zip(chain.keys, blocks, strict=True)):
         is_own = any(cut.bounds[stage] <= number < cut.bounds[stage + 1] for stage in mine)
         resting[key] = block if is_own else StandIn(block, chain.lengths[number])
-    found, zeros = [], _Zeros()
+    found = []
+    zeros = _Zeros()
     for stage in mine:
-        first, end = cut.bounds[stage], cut.bounds[stage + 1]
+        first = cut.bounds[stage]
+        end = cut.bounds[stage + 1]
         view: dict[str, nn.Module] = {}
         entry = None
         for number, (key, block) in enumerate(zip(chain.keys, blocks, strict=True)):
@@ -352,7 +393,9 @@ def take_stages(model: nn.Module, cut: Cut, own: Sequence[int]) -> list[ModelSta
                 view[key] = entry = _Entry(block, chain.lengths[number])
             elif number == end:
                 view[key] = _Exit(block, chain.lengths[number])
-            elif not first <= number < end and resting[key] is block:  # of another stage of this rank
+            elif (
+                not first <= number < end and resting[key] is block
+            ):  # of another stage of this rank
                 view[key] = StandIn(block, chain.lengths[number])
         found.append(ModelStage(model, cut, stage, view, entry, zeros))
     for key, module in resting.items():
@@ -369,8 +412,12 @@ def take_stages(model: nn.Module, cut: Cut, own: Sequence[int]) -> list[ModelSta
 
 
 def _drop_params(model: nn.Module, cut: Cut, own: Sequence[int], zeros: _Zeros) -> None:
-    """Put zeros in place of the parameters of other stages, and let their embeddings look nothing up."""
-    kept = {id(param) for name, param in model.named_parameters() if name in set(cut.params_of(own))}
+    """Put zeros in place of the parameters of other stages, and let their embeddings look nothing
+    up.
+    """
+    kept = {
+        id(param) for name, param in model.named_parameters() if name in set(cut.params_of(own))
+    }
     inside = set(model.get_submodule(cut.chain.container).modules())
     for module in list(model.modules()):
         for key, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):

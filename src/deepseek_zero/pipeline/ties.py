@@ -1,7 +1,9 @@
-"""Weights that several stages use: each of their ranks has a copy, and their gradients are added up once a step.
+"""Weights that several stages use: each of their ranks has a copy, and their gradients are added up
+once a step.
 
-The embedding of the first stage that is also the head of the last one is the common case.  Every rank forms the same
-sum, in the order of the stages, so the copies stay equal under equal updates; a norm counts the first stage's alone.
+The embedding of the first stage that is also the head of the last one is the common case.  Every
+rank forms the same sum, in the order of the stages, so the copies stay equal under equal updates; a
+norm counts the first stage's alone.
 """
 
 from __future__ import annotations
@@ -21,15 +23,21 @@ TILE_NUMEL = 1 << 16  # of the fp32 scratch that a sum is formed in
 class Ties:
     """The tied weights of one pipeline.
 
-    placement: by stage, its rank along "pp".  stages: by name in the whole model, the stages that use it, ascending.
+    placement: by stage, its rank along "pp".  stages: by name in the whole model, the stages that
+    use it, ascending.
     """
 
     def __init__(
-        self, world: Comm, mesh: Mesh, placement: Sequence[int], stages: Mapping[str, tuple[int, ...]]
+        self,
+        world: Comm,
+        mesh: Mesh,
+        placement: Sequence[int],
+        stages: Mapping[str, tuple[int, ...]],
     ) -> None:
         """Make the communicator of the ranks that share something.  Collective in the world."""
         self.ranks = {
-            name: tuple(dict.fromkeys(placement[stage] for stage in found)) for name, found in stages.items()
+            name: tuple(dict.fromkeys(placement[stage] for stage in found))
+            for name, found in stages.items()
         }  # in the order of their first stages
         self.ranks = {name: ranks for name, ranks in sorted(self.ranks.items()) if len(ranks) > 1}
         self.rank = mesh.coordinates["pp"]
@@ -41,7 +49,9 @@ class Ties:
             for rank in range(mesh.world_size):
                 here = replace(mesh, rank=rank)
                 at = here.coordinates["pp"]
-                groups[tuple(here.rank_at(pp=each) for each in (sharing if at in sharing else [at]))] = None
+                groups[
+                    tuple(here.rank_at(pp=each) for each in (sharing if at in sharing else [at]))
+                ] = None
             found = world.split(tuple(groups), "pp ties", is_new=True)
             self.comm = found if self.rank in sharing else None
 
@@ -55,7 +65,8 @@ class Ties:
         return name not in self.ranks or self.ranks[name][0] == self.rank
 
     def spread(self, values: Mapping[str, Tensor]) -> None:
-        """Give every copy of a tied weight the values of its first stage's.  Collective among the sharing ranks.
+        """Give every copy of a tied weight the values of its first stage's.  Collective among the
+        sharing ranks.
 
         values: of this rank's tied weights, by name, contiguous; written in place.
         """
@@ -64,9 +75,12 @@ class Ties:
             return
         for name, ranks in self.ranks.items():
             first, *others = (self._index[rank] for rank in ranks)
-            own = values[name].view(-1) if self.rank in ranks else torch.empty(0, device=comm.device)
+            own = (
+                values[name].view(-1) if self.rank in ranks else torch.empty(0, device=comm.device)
+            )
             nothing = own[:0]
-            sends, receives = comm.rank == first, comm.rank in others
+            sends = comm.rank == first
+            receives = comm.rank in others
             pieces = [own if sends and place in others else nothing for place in range(comm.size)]
             inbox = [own if receives and place == first else nothing for place in range(comm.size)]
             comm.exchange(pieces, inbox, "gather", f"values of {name}", kind="tie").wait()
@@ -74,8 +88,8 @@ class Ties:
     def add_up(self, grads: Mapping[str, Tensor]) -> None:
         """Add up, in place, the gradients of tied weights over the ranks that share them.
 
-        grads: of this rank's tied weights, by name, contiguous; a weight that no rank gives one for is left out by all.
-        Collective among the sharing ranks.
+        grads: of this rank's tied weights, by name, contiguous; a weight that no rank gives one for
+        is left out by all. Collective among the sharing ranks.
         """
         comm = self.comm
         if comm is None:
@@ -84,11 +98,20 @@ class Ties:
             places = [self._index[rank] for rank in ranks]
             grad = grads.get(name)
             is_sharing = comm.rank in places and grad is not None
-            own = grad.view(-1) if is_sharing and grad is not None else torch.empty(0, device=comm.device)
+            own = (
+                grad.view(-1)
+                if is_sharing and grad is not None
+                else torch.empty(0, device=comm.device)
+            )
             nothing = own[:0]
             to_send = comm.empty(own.numel(), own.dtype).copy_(own) if is_sharing else nothing
-            pieces = [to_send if is_sharing and place in places else nothing for place in range(comm.size)]
-            inbox = [torch.empty_like(own) if is_sharing and place in places else nothing for place in range(comm.size)]
+            pieces = [
+                to_send if is_sharing and place in places else nothing for place in range(comm.size)
+            ]
+            inbox = [
+                torch.empty_like(own) if is_sharing and place in places else nothing
+                for place in range(comm.size)
+            ]
             comm.exchange(pieces, inbox, "reduce", f"tied {name}", kind="tie").wait()
             if is_sharing:
                 inbox[comm.rank] = to_send

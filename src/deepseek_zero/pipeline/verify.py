@@ -1,8 +1,10 @@
-"""Proves a pipeline's schedule, and tells how long it takes: all ranks' programs are walked together, without ranks.
+"""Proves a pipeline's schedule, and tells how long it takes: all ranks' programs are walked
+together, without ranks.
 
-What `verify` lets pass cannot hang and cannot use what is not there: every message is received in the order it was sent
-in, no rank waits for itself around a ring, weights are gathered while they are used, and each gradient is reduced once,
-when it is complete.  `simulate` is the same walk with a clock.
+What `verify` lets pass cannot hang and cannot use what is not there: every message is received in
+the order it was sent in, no rank waits for itself around a ring, weights are gathered while they
+are used, and each gradient is reduced once, when it is complete.  `simulate` is the same walk with
+a clock.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule with a clock.  bubble: idle time over useful time, of the rank that is busiest.  most_gathered: by
-    rank, the most virtual stages whose weights are gathered at once.
+    """A schedule with a clock.  bubble: idle time over useful time, of the rank that is busiest.
+    most_gathered: by rank, the most virtual stages whose weights are gathered at once.
     """
 
     spans: tuple[Span, ...]
@@ -43,7 +45,11 @@ class Timeline:
 
 def verify(schedule: PipelineSchedule) -> None:
     """Prove a schedule; ScheduleError says what is wrong and where."""
-    trains = any(action.kind is StageActionKind.BACKWARD for program in schedule.programs for action in program)
+    trains = any(
+        action.kind is StageActionKind.BACKWARD
+        for program in schedule.programs
+        for action in program
+    )
     for rank, program in enumerate(schedule.programs):
         _check_program(schedule, rank, program, trains=trains)
     _check_messages(schedule)
@@ -56,7 +62,8 @@ def simulate(
     backward: float | Sequence[float] = 2.0,
     transfer: float = 0.0,
 ) -> Timeline:
-    """Say when each computation runs.  forward, backward: seconds of one micro-batch in a stage, or in each of them.
+    """Say when each computation runs.  forward, backward: seconds of one micro-batch in a stage, or
+    in each of them.
     transfer: seconds of one message.  ScheduleError where ranks wait for each other.
     """
     spans: list[Span] = []
@@ -70,37 +77,58 @@ def simulate(
 
 
 def _fail(what: str, why: str) -> ScheduleError:
-    return ScheduleError(what, why, "take another schedule, and report this one: its generator is wrong.")
+    return ScheduleError(
+        what, why, "take another schedule, and report this one: its generator is wrong."
+    )
 
 
-def _check_program(schedule: PipelineSchedule, rank: int, program: Sequence[StageAction], *, trains: bool) -> None:
+def _check_program(
+    schedule: PipelineSchedule, rank: int, program: Sequence[StageAction], *, trains: bool
+) -> None:
     """One rank's own order: what an action needs of the same rank has run before it."""
-    placement, many = schedule.placement, schedule.micro_batches
+    placement = schedule.placement
+    many = schedule.micro_batches
     last_stage = len(placement) - 1
     own = set(schedule.stages_of(rank))
-    forwards, backwards = dict.fromkeys(own, 0), dict.fromkeys(own, 0)
+    forwards = dict.fromkeys(own, 0)
+    backwards = dict.fromkeys(own, 0)
     done: set[StageAction] = set()
-    gathered, reduced = set[int](), set[int]()
-    in_flight, is_tied = 0, False
+    gathered = set[int]()
+    reduced = set[int]()
+    in_flight = 0
+    is_tied = False
     uses_gathers = any(action.kind is StageActionKind.GATHER for action in program)
 
     def needs(here: StageAction, *before: StageAction) -> None:
         for each in before:
             if each not in done:
-                raise _fail(f"pipeline rank {rank}: {here} stands before {each}.", f"{here} uses what {each} makes.")
+                raise _fail(
+                    f"pipeline rank {rank}: {here} stands before {each}.",
+                    f"{here} uses what {each} makes.",
+                )
 
     for action in program:
         stage, kind, micro = action
         if stage not in own:
-            raise _fail(f"pipeline rank {rank}: {action} is of a stage of another rank.", "A stage has one rank.")
+            raise _fail(
+                f"pipeline rank {rank}: {action} is of a stage of another rank.",
+                "A stage has one rank.",
+            )
         if micro is not None and micro >= many:
-            raise _fail(f"pipeline rank {rank}: {action} of {many} micro-batches.", "They are numbered from 0 on.")
+            raise _fail(
+                f"pipeline rank {rank}: {action} of {many} micro-batches.",
+                "They are numbered from 0 on.",
+            )
         if action in done and kind not in (StageActionKind.GATHER, StageActionKind.RELEASE):
-            raise _fail(f"pipeline rank {rank}: {action} stands there twice.", "Each action runs once.")
+            raise _fail(
+                f"pipeline rank {rank}: {action} stands there twice.", "Each action runs once."
+            )
         if kind in COMPUTES:
             assert micro is not None
             if uses_gathers and stage not in gathered:
-                raise _fail(f"pipeline rank {rank}: {action} runs while stage {stage} is not gathered.", "")
+                raise _fail(
+                    f"pipeline rank {rank}: {action} runs while stage {stage} is not gathered.", ""
+                )
             if kind is StageActionKind.FORWARD:
                 if stage:
                     source = StageAction(stage - 1, kind, micro)
@@ -123,8 +151,10 @@ def _check_program(schedule: PipelineSchedule, rank: int, program: Sequence[Stag
                     needs(action, source)
                 if micro != backwards[stage]:
                     raise _fail(
-                        f"pipeline rank {rank}: {action} follows {backwards[stage]} backwards of its stage.",
-                        "Gradients are added up ascending in the micro-batch, so that every schedule gives the same.",
+                        f"pipeline rank {rank}: {action} follows {backwards[stage]} backwards of "
+                        "its stage.",
+                        "Gradients are added up ascending in the micro-batch, so that every "
+                        "schedule gives the same.",
                     )
                 backwards[stage] += 1
                 in_flight -= 1
@@ -140,25 +170,35 @@ def _check_program(schedule: PipelineSchedule, rank: int, program: Sequence[Stag
             gathered.discard(stage)
         elif kind is StageActionKind.TIE or kind is StageActionKind.REDUCE:
             if backwards[stage] != many:
-                raise _fail(f"pipeline rank {rank}: {action} after {backwards[stage]} of {many} backwards.", "")
+                raise _fail(
+                    f"pipeline rank {rank}: {action} after {backwards[stage]} of {many} backwards.",
+                    "",
+                )
             if kind is StageActionKind.REDUCE and stage in schedule.tied and not is_tied:
-                raise _fail(f"pipeline rank {rank}: {action} before the tied gradients are added up.", "")
+                raise _fail(
+                    f"pipeline rank {rank}: {action} before the tied gradients are added up.", ""
+                )
             if kind is StageActionKind.REDUCE:
                 reduced.add(stage)
                 continue
             for each in own & set(schedule.tied):
                 if backwards[each] != many:
-                    raise _fail(f"pipeline rank {rank}: {action} before the backwards of stage {each}.", "")
+                    raise _fail(
+                        f"pipeline rank {rank}: {action} before the backwards of stage {each}.", ""
+                    )
             is_tied = True
         done.add(action)
     for stage in own:
         if forwards[stage] != many or (trains and backwards[stage] != many):
             raise _fail(
-                f"pipeline rank {rank}: stage {stage} has {forwards[stage]} forwards and {backwards[stage]} backwards.",
+                f"pipeline rank {rank}: stage {stage} has {forwards[stage]} forwards and "
+                f"{backwards[stage]} backwards.",
                 f"A step has {many} micro-batches.",
             )
     if gathered:
-        raise _fail(f"pipeline rank {rank}: stage {min(gathered)} stays gathered behind the step.", "")
+        raise _fail(
+            f"pipeline rank {rank}: stage {min(gathered)} stays gathered behind the step.", ""
+        )
     if trains and reduced != own:
         missing = ", ".join(map(str, sorted(own - reduced)))
         raise _fail(
@@ -168,19 +208,26 @@ def _check_program(schedule: PipelineSchedule, rank: int, program: Sequence[Stag
 
 
 def _check_messages(schedule: PipelineSchedule) -> None:
-    """Every message is received in the order it was sent in, between the same two ranks and in the same lane."""
+    """Every message is received in the order it was sent in, between the same two ranks and in the
+    same lane.
+    """
     sent: dict[tuple[int, int, StageActionKind], list[tuple[int, int | None]]] = {}
     received: dict[tuple[int, int, StageActionKind], list[tuple[int, int | None]]] = {}
     for rank, program in enumerate(schedule.programs):
         for action in program:
             if (place := _lane(schedule, rank, action)) is not None:
-                (sent if action.kind in SENDS else received).setdefault(place[0], []).append(place[1])
+                (sent if action.kind in SENDS else received).setdefault(place[0], []).append(
+                    place[1]
+                )
     for lane in sent.keys() | received.keys():
-        out, into = sent.get(lane, []), received.get(lane, [])
+        out = sent.get(lane, [])
+        into = received.get(lane, [])
         if out == into:
             continue
         source, target, kind = lane
-        first = next((n for n, pair in enumerate(zip(out, into, strict=False)) if pair[0] != pair[1]), None)
+        first = next(
+            (n for n, pair in enumerate(zip(out, into, strict=False)) if pair[0] != pair[1]), None
+        )
         what = (
             f"{len(out)} messages are sent and {len(into)} received"
             if first is None
@@ -188,13 +235,17 @@ def _check_messages(schedule: PipelineSchedule) -> None:
             f"and received as stage {into[first][0]}, micro-batch {into[first][1]}"
         )
         lane_name = "activations" if kind is StageActionKind.SEND_F else "gradients"
-        raise _fail(f"{lane_name} from pipeline rank {source} to {target}: {what}.", "A lane has one order.")
+        raise _fail(
+            f"{lane_name} from pipeline rank {source} to {target}: {what}.", "A lane has one order."
+        )
 
 
 def _lane(
     schedule: PipelineSchedule, rank: int, action: StageAction
 ) -> tuple[tuple[int, int, StageActionKind], tuple[int, int | None]] | None:
-    """The lane of a message (from, to, its send's kind) and what it is there (sending stage, micro-batch)."""
+    """The lane of a message (from, to, its send's kind) and what it is there (sending stage,
+    micro-batch).
+    """
     stage, kind, micro = action
     placement = schedule.placement
     if kind is StageActionKind.SEND_F:
@@ -215,26 +266,33 @@ def _walk(
     transfer: float,
     spans: list[Span] | None,
 ) -> float:
-    """Run all programs together and return when the last one ends; ScheduleError where they wait in a ring.
+    """Run all programs together and return when the last one ends; ScheduleError where they wait in
+    a ring.
 
-    A receive waits for its send; a send waits while all slots of its lane hold messages that are not received, and a
-    rank has as many slots to a neighbour as it has micro-batches in flight; a tie waits for the other ranks of
-    tied stages.
+    A receive waits for its send; a send waits while all slots of its lane hold messages that are
+    not received, and a rank has as many slots to a neighbour as it has micro-batches in flight; a
+    tie waits for the other ranks of tied stages.
     """
-    programs, tied = schedule.programs, len({schedule.placement[stage] for stage in schedule.tied})
+    programs = schedule.programs
+    tied = len({schedule.placement[stage] for stage in schedule.tied})
     cost = {
         StageActionKind.FORWARD: _by_stage(forward, schedule.stages),
         StageActionKind.BACKWARD: _by_stage(backward, schedule.stages),
     }
-    places, clocks = [0] * len(programs), [0.0] * len(programs)
-    arrived: dict[tuple[int, int, StageActionKind], list[float]] = {}  # by lane: when each message was there
+    places = [0] * len(programs)
+    clocks = [0.0] * len(programs)
+    arrived: dict[
+        tuple[int, int, StageActionKind], list[float]
+    ] = {}  # by lane: when each message was there
     taken: dict[tuple[int, int, StageActionKind], list[float]] = {}  # and when each was received
     at_tie: dict[int, float] = {}
     ready = deque(range(len(programs)))
     waiting: set[int] = set()
     while ready:
         rank = ready.popleft()
-        program, place, now = programs[rank], places[rank], clocks[rank]
+        program = programs[rank]
+        place = places[rank]
+        now = clocks[rank]
         while place < len(program):
             action = program[place]
             kind = action.kind
@@ -252,7 +310,8 @@ def _walk(
                 ready += waiting
                 waiting.clear()
             elif (lane := _lane(schedule, rank, action)) is not None:
-                messages, receipts = arrived.setdefault(lane[0], []), taken.setdefault(lane[0], [])
+                messages = arrived.setdefault(lane[0], [])
+                receipts = taken.setdefault(lane[0], [])
                 source, target, _ = lane[0]
                 if kind in SENDS:
                     slots = schedule.in_flight[source]
@@ -276,7 +335,10 @@ def _walk(
         if place < len(program)
     ]
     if stuck:
-        raise _fail(f"the schedule hangs: pipeline {', '.join(stuck[:8])}.", "Each waits for one of the others.")
+        raise _fail(
+            f"the schedule hangs: pipeline {', '.join(stuck[:8])}.",
+            "Each waits for one of the others.",
+        )
     return max(clocks, default=0.0)
 
 
