@@ -1,1 +1,3 @@
-"""The plan of a run, from names, shapes, dtypes and settings alone: no tensor, no process group, no clock."""
+"""The plan of a run, from names, shapes, dtypes and settings alone: no tensor, no process group, no
+clock.
+"""

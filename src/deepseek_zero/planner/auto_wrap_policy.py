@@ -1,7 +1,9 @@
-"""Reads a model for the planner: which modules become units, and what each unit's parameters look like.
+"""Reads a model for the planner: which modules become units, and what each unit's parameters look
+like.
 
-`read_model` is the one place where the planner sees a module; what it returns has names, shapes and dtypes, and holds
-no parameter.  It decides from the model alone, the same on every rank, and moves nothing.
+`read_model` is the one place where the planner sees a module; what it returns has names, shapes and
+dtypes, and holds no parameter.  It decides from the model alone, the same on every rank, and moves
+nothing.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ LARGE_NUMEL = 1_000_000  # a lone block of this many elements is a unit though n
 
 @dataclass(frozen=True)
 class ParamShape:
-    """One parameter as a plan needs it.  full_precision: it stays fp32 under a 16-bit policy.  split: how it lies along
-    "tp", where the model is split; `shape` is of this rank's part.  is_copy: an earlier stage has it too.  whole: of a
-    tile of rows, the name of the whole parameter; "" where it is whole.
+    """One parameter as a plan needs it.  full_precision: it stays fp32 under a 16-bit policy.
+    split: how it lies along "tp", where the model is split; `shape` is of this rank's part.
+    is_copy: an earlier stage has it too.  whole: of a tile of rows, the name of the whole
+    parameter; "" where it is whole.
     """
 
     shape: Shape
@@ -47,8 +50,8 @@ class ParamShape:
 
 @dataclass(frozen=True)
 class UnitShape:
-    """A unit and the parameters it owns, by full name.  name: of its module, "" for the model.  is_tile: see
-    `choose_units`.
+    """A unit and the parameters it owns, by full name.  name: of its module, "" for the model.
+    is_tile: see `choose_units`.
     """
 
     name: str
@@ -65,13 +68,25 @@ class ModelShape:
 
     @property
     def wholes(self) -> dict[str, str]:
-        """Return the name of the whole parameter by that of each of its tiles, where layers are cut (rows.py)."""
-        return {name: param.whole for unit in self.units for name, param in unit.params.items() if param.whole}
+        """Return the name of the whole parameter by that of each of its tiles, where layers are cut
+        (rows.py).
+        """
+        return {
+            name: param.whole
+            for unit in self.units
+            for name, param in unit.params.items()
+            if param.whole
+        }
 
     @property
     def cuts(self) -> dict[str, Split]:
         """Return how parameters lie along "tp", by name, where they are cut."""
-        return {name: param.split for unit in self.units for name, param in unit.params.items() if param.split}
+        return {
+            name: param.split
+            for unit in self.units
+            for name, param in unit.params.items()
+            if param.split
+        }
 
 
 def read_model(model: nn.Module, settings: PlanSettings) -> ModelShape:
@@ -86,20 +101,26 @@ def read_model(model: nn.Module, settings: PlanSettings) -> ModelShape:
 def choose_units(model: nn.Module, settings: PlanSettings) -> list[UnitShape]:
     """Return the units of a model, root first.
 
-    Repeated blocks (two or more children of one class in a container) and large lone blocks are units; where such a
-    block is itself but a sequence of repeated blocks, those are.  A leaf module never is, because its parent may read
-    its parameters directly (nn.MultiheadAttention reads out_proj.weight), unless the parent's class says that it only
-    calls its children (`children_are_units`, tiled.py): those, its tiles, are units wherever they stand, inside others
-    too.  A parameter used in several units belongs to the root, which is gathered throughout. `settings.unit_names`
-    overrides the search by class or module name; `leaf_classes` (mixture-of-experts blocks), and modules made of small
-    ones (`fuse_numel`), are never looked into: small units travel in one message.
+    Repeated blocks (two or more children of one class in a container) and large lone blocks are
+    units; where such a block is itself but a sequence of repeated blocks, those are.  A leaf module
+    never is, because its parent may read its parameters directly (nn.MultiheadAttention reads
+    out_proj.weight), unless the parent's class says that it only calls its children
+    (`children_are_units`, tiled.py): those, its tiles, are units wherever they stand, inside others
+    too.  A parameter used in several units belongs to the root, which is gathered throughout.
+    `settings.unit_names` overrides the search by class or module name; `leaf_classes`
+    (mixture-of-experts blocks), and modules made of small ones (`fuse_numel`), are never looked
+    into: small units travel in one message.
     """
     params = _param_shapes(model, settings)
     if not settings.unit_names and _is_fine_grained(model, settings):
         return [UnitShape("", params=params)]
-    chosen = dict(_explicit(model, settings) if settings.unit_names else _search(model, "", settings))
+    chosen = dict(
+        _explicit(model, settings) if settings.unit_names else _search(model, "", settings)
+    )
     tiles = dict(_tiles(model, "", settings))
-    modules, units, seen = [model], [UnitShape("")], set[int]()
+    modules = [model]
+    units = [UnitShape("")]
+    seen = set[int]()
     for name, module in model.named_modules(remove_duplicate=False):
         if name in chosen or (name in tiles and id(module) not in seen):
             seen.add(id(module))
@@ -155,7 +176,11 @@ def _explicit(model: nn.Module, settings: PlanSettings) -> Iterator[tuple[str, n
             yield name, module
     if missing := sorted(wanted - found):
         known = sorted(
-            {type(module).__name__ for name, module in model.named_modules() if name and any(module.children())}
+            {
+                type(module).__name__
+                for name, module in model.named_modules()
+                if name and any(module.children())
+            }
         )
         raise UsageError(
             f"units: no module is called {', '.join(missing)}.",
@@ -164,25 +189,33 @@ def _explicit(model: nn.Module, settings: PlanSettings) -> Iterator[tuple[str, n
         )
 
 
-def _search(module: nn.Module, prefix: str, settings: PlanSettings) -> Iterator[tuple[str, nn.Module]]:
+def _search(
+    module: nn.Module, prefix: str, settings: PlanSettings
+) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(module, CONTAINERS):
         yield from _search_container(module, prefix, settings)
         return
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        whole = _is_block(child) and not isinstance(child, CONTAINERS) and not _repeats_inside(child)
+        whole = (
+            _is_block(child) and not isinstance(child, CONTAINERS) and not _repeats_inside(child)
+        )
         if _is_leaf_unit(path, child, settings) or (whole and _numel(child) >= LARGE_NUMEL):
             yield path, child
         else:
             yield from _search(child, f"{path}.", settings)
 
 
-def _search_container(container: nn.Module, prefix: str, settings: PlanSettings) -> Iterator[tuple[str, nn.Module]]:
+def _search_container(
+    container: nn.Module, prefix: str, settings: PlanSettings
+) -> Iterator[tuple[str, nn.Module]]:
     children = list(container.named_children())
     kinds = [type(child) for _, child in children if _is_block(child)]
     for name, child in children:
         path = f"{prefix}{name}"
-        repeated = _is_block(child) and not isinstance(child, CONTAINERS) and kinds.count(type(child)) >= 2
+        repeated = (
+            _is_block(child) and not isinstance(child, CONTAINERS) and kinds.count(type(child)) >= 2
+        )
         if (repeated and not _is_stage(child)) or _is_leaf_unit(path, child, settings):
             yield path, child
         else:
@@ -192,11 +225,14 @@ def _search_container(container: nn.Module, prefix: str, settings: PlanSettings)
 def _tiles(
     module: nn.Module, prefix: str, settings: PlanSettings, *, inside: bool = False
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The children of every class that says they are units, looking through containers and into no leaf.
+    """The children of every class that says they are units, looking through containers and into no
+    leaf.
 
     inside: whether `module` is a container of such children.
     """
-    apart = getattr(type(module), "children_are_units", False) or (inside and isinstance(module, CONTAINERS))
+    apart = getattr(type(module), "children_are_units", False) or (
+        inside and isinstance(module, CONTAINERS)
+    )
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if apart and not isinstance(child, CONTAINERS):
@@ -206,16 +242,22 @@ def _tiles(
 
 
 def _is_leaf_unit(path: str, module: nn.Module, settings: PlanSettings) -> bool:
-    """Return whether the configuration says that this module travels as one piece (mixture-of-experts blocks, small
-    ones).
+    """Return whether the configuration says that this module travels as one piece
+    (mixture-of-experts blocks, small ones).
     """
-    named = path in settings.leaf_names or any(path.endswith(suffix) for suffix in settings.leaf_suffixes)
-    small = not isinstance(module, CONTAINERS) and _is_fine_grained(module, settings)  # few containers are called
+    named = path in settings.leaf_names or any(
+        path.endswith(suffix) for suffix in settings.leaf_suffixes
+    )
+    small = not isinstance(module, CONTAINERS) and _is_fine_grained(
+        module, settings
+    )  # few containers are called
     return named or small or type(module).__name__ in settings.leaf_classes
 
 
 def _is_fine_grained(module: nn.Module, settings: PlanSettings) -> bool:
-    """Return whether it is a block whose modules have few elements each, itself counted (DeepSpeed's granularity)."""
+    """Return whether it is a block whose modules have few elements each, itself counted
+    (DeepSpeed's granularity).
+    """
     if not settings.fuse_numel or not _is_block(module):
         return False
     layers = sum(not isinstance(each, CONTAINERS) for each in module.modules())
@@ -227,7 +269,9 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _repeats_inside(module: nn.Module) -> bool:
-    """Return whether there are lists of modules inside; a tiled layer's list of tiles is no sign of blocks."""
+    """Return whether there are lists of modules inside; a tiled layer's list of tiles is no sign of
+    blocks.
+    """
     if getattr(type(module), "children_are_units", False):
         return False
     if isinstance(module, CONTAINERS) and len(list(module.children())) >= 2:
@@ -236,12 +280,14 @@ def _repeats_inside(module: nn.Module) -> bool:
 
 
 def _is_stage(module: nn.Module) -> bool:
-    """Return whether all of a module's parameters stand in sequences of repeated blocks (a ResNet's stage): those are
-    the units.
+    """Return whether all of a module's parameters stand in sequences of repeated blocks (a ResNet's
+    stage): those are the units.
 
     Only nn.Sequential tells that its blocks run one after the other; a list may hold experts.
     """
-    sequences = [child for child in module.children() if isinstance(child, nn.Sequential) and _repeats(child)]
+    sequences = [
+        child for child in module.children() if isinstance(child, nn.Sequential) and _repeats(child)
+    ]
     return bool(sequences) and sum(map(_numel, sequences)) == _numel(module)
 
 
@@ -261,17 +307,22 @@ _DECLARED = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 def full_precision_names(model: nn.Module) -> frozenset[str]:
     """Return the parameters that stay fp32 under a 16-bit policy.
 
-    These are batch norm's, whose running statistics 16 bits would ruin, and those that a module declares as fp32 by a
-    part of their name inside it (`_keep_in_fp32_modules`, `_keep_in_fp32_modules_strict`).
+    These are batch norm's, whose running statistics 16 bits would ruin, and those that a module
+    declares as fp32 by a part of their name inside it (`_keep_in_fp32_modules`,
+    `_keep_in_fp32_modules_strict`).
     """
     found: set[str] = set()
     for prefix, module in model.named_modules():
         start = f"{prefix}." if prefix else ""
         if isinstance(module, BATCH_NORMS):
             found.update(start + name for name, _ in module.named_parameters(recurse=False))
-        declared = {part for attribute in _DECLARED for part in getattr(module, attribute, None) or ()}
+        declared = {
+            part for attribute in _DECLARED for part in getattr(module, attribute, None) or ()
+        }
         if declared:
             parts = tuple(f".{part}." for part in declared)
             names = [name for name, _ in module.named_parameters()]
-            found.update(start + name for name in names if any(part in f".{name}." for part in parts))
+            found.update(
+                start + name for name in names if any(part in f".{name}." for part in parts)
+            )
     return frozenset(found)

@@ -16,17 +16,19 @@ import torch
 from ..base.device import PerDevice
 from ..precision.codecs import Blocks, Cast, Codec
 
-# Slices are cut at multiples of this many elements (decision 0001): every slice starts on a 4 KiB fp32 boundary, as
-# direct I/O and vector kernels like it, at the price of up to N * 1023 elements of padding per group.
+# Slices are cut at multiples of this many elements (decision 0001): every slice starts on a 4 KiB
+# fp32 boundary, as direct I/O and vector kernels like it, at the price of up to N * 1023 elements
+# of padding per group.
 BLOCK = 1024
 
-# Where updates are fused, each parameter begins at a multiple of this many elements. A fused kernel computes the last
-# n % 8 elements of a tensor by another formula. Since slices begin at multiples of it too, these are the last elements
-# of a parameter, whatever the stage and the number of ranks (decision 0126).
+# Where updates are fused, each parameter begins at a multiple of this many elements. A fused kernel
+# computes the last n % 8 elements of a tensor by another formula. Since slices begin at multiples
+# of it too, these are the last elements of a parameter, whatever the stage and the number of ranks
+# (decision 0126).
 GRAIN = 8
 
-# Elements of a sum over ranks that are added at a time: 1 MiB of fp32 stays in a core's cache; a GPU wants few, large
-# kernels.
+# Elements of a sum over ranks that are added at a time: 1 MiB of fp32 stays in a core's cache; a
+# GPU wants few, large kernels.
 SUM_TILE_NUMEL = PerDevice(cpu=1 << 18, accelerator=1 << 24)
 MAX_IN_FLIGHT = 2  # messages of one reduction, or units whose differences are under way
 
@@ -83,16 +85,20 @@ class FlatLayout:
         return max(slot.start, low), min(slot.stop, high)
 
     def cuts(self, start: int, stop: int, tile_numel: int) -> list[tuple[int, int]]:
-        """Flat [start, stop) cut where ranks' slices end, and at every `tile_numel` elements of a slice.
+        """Flat [start, stop) cut where ranks' slices end, and at every `tile_numel` elements of a
+        slice.
 
-        A fused kernel treats the last few elements of a tensor by other instructions, which may round otherwise.  So
-        the cuts are where the layout has them, whatever the stage (a replicated master is cut where a sharded one would
-        be), the tier and the parameters that an optimizer treats alike.
+        A fused kernel treats the last few elements of a tensor by other instructions, which may
+        round otherwise.  So the cuts are where the layout has them, whatever the stage (a
+        replicated master is cut where a sharded one would be), the tier and the parameters that an
+        optimizer treats alike.
         """
         found = []
         while start < stop:
             low = start // self.slice_numel * self.slice_numel
-            end = min(stop, low + self.slice_numel, low + ((start - low) // tile_numel + 1) * tile_numel)
+            end = min(
+                stop, low + self.slice_numel, low + ((start - low) // tile_numel + 1) * tile_numel
+            )
             found.append((start, end))
             start = end
         return found
@@ -101,7 +107,8 @@ class FlatLayout:
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The padding: flat [start, stop) ranges that belong to no parameter."""
         edges = sorted((slot.start, slot.stop) for slot in self.slots if slot.numel)
-        found, reached = [], 0
+        found = []
+        reached = 0
         for start, stop in [*edges, (self.padded_numel, self.padded_numel)]:
             if start > reached:
                 found.append((reached, start))
@@ -112,11 +119,13 @@ class FlatLayout:
 def even_layout(
     names: Sequence[str], shapes: Sequence[Shape], ranks: int, block: int = BLOCK, grain: int = 1
 ) -> FlatLayout:
-    """Granularity "element": parameters in their order, cut into equal slices, also inside a parameter.
+    """Granularity "element": parameters in their order, cut into equal slices, also inside a
+    parameter.
 
     grain: each parameter begins at a multiple of so many elements; it divides `block`.
     """
-    slots, offset = [], 0
+    slots = []
+    offset = 0
     for name, shape in zip(names, shapes, strict=True):
         slots.append(Slot(name, tuple(shape), offset))
         offset += -(-prod(shape) // grain) * grain
@@ -124,8 +133,11 @@ def even_layout(
     return FlatLayout(tuple(slots), -(-per_rank // block) * block, ranks)
 
 
-def whole_layout(names: Sequence[str], shapes: Sequence[Shape], ranks: int, block: int = BLOCK) -> FlatLayout:
-    """Granularity "tensor": no parameter is cut, for optimizers that need whole matrices or per-tensor norms.
+def whole_layout(
+    names: Sequence[str], shapes: Sequence[Shape], ranks: int, block: int = BLOCK
+) -> FlatLayout:
+    """Granularity "tensor": no parameter is cut, for optimizers that need whole matrices or
+    per-tensor norms.
 
     Largest first onto the least loaded rank; slices are padded to the fullest rank.
     """
@@ -148,7 +160,9 @@ LAYOUTS = {"element": even_layout, "tensor": whole_layout}
 
 
 class Messages(NamedTuple):
-    """How one reduction is cut.  numel: elements of a message for each rank.  in_flight: messages under way at once."""
+    """How one reduction is cut.  numel: elements of a message for each rank.  in_flight: messages
+    under way at once.
+    """
 
     numel: int
     in_flight: int
@@ -156,8 +170,8 @@ class Messages(NamedTuple):
 
 @cache
 def messages_of(slice_numel: int, ranks: int, bucket_numel: int, most: int = 1 << 62) -> Messages:
-    """A message is a slice, or as much of it as a bucket over all ranks allows, and `most`; the next one travels while
-    one is waited for and added up.
+    """A message is a slice, or as much of it as a bucket over all ranks allows, and `most`; the
+    next one travels while one is waited for and added up.
     """
     numel = min(max(BLOCK, bucket_numel // ranks // BLOCK * BLOCK), slice_numel, most)
     count = -(-slice_numel // max(1, numel))
@@ -165,15 +179,21 @@ def messages_of(slice_numel: int, ranks: int, bucket_numel: int, most: int = 1 <
 
 
 @cache
-def hop_wires(wire: Codec, summand: torch.dtype, near: int, inside: Codec | None) -> tuple[Codec, Codec]:
-    """Return how gradients are sent among the ranks of a host, and how the hosts' sums are; of one hop the first holds.
+def hop_wires(
+    wire: Codec, summand: torch.dtype, near: int, inside: Codec | None
+) -> tuple[Codec, Codec]:
+    """Return how gradients are sent among the ranks of a host, and how the hosts' sums are; of one
+    hop the first holds.
 
-    Codes are for links between hosts: inside one, summands travel as they are collected, unless `inside` says how.
+    Codes are for links between hosts: inside one, summands travel as they are collected, unless
+    `inside` says how.
     near: as `GroupPlan` has it.
     """
     if near == 1:
         return wire, wire
-    return (inside or Cast(summand), wire) if isinstance(wire, Blocks) else (wire, Cast(torch.float32))
+    return (
+        (inside or Cast(summand), wire) if isinstance(wire, Blocks) else (wire, Cast(torch.float32))
+    )
 
 
 @cache
@@ -187,12 +207,13 @@ def message_rooms(
     near_in_place: bool,
     far_in_place: bool,
 ) -> tuple[tuple[torch.dtype, int], ...]:
-    """Return the buffers, by dtype and elements, in which the sum of one message is received: one inbox, or by host the
-    hosts' sums, their codes if they are coded, then the inboxes of both hops.
+    """Return the buffers, by dtype and elements, in which the sum of one message is received: one
+    inbox, or by host the hosts' sums, their codes if they are coded, then the inboxes of both hops.
 
-    numel, wires: elements that each rank sends to each, and how (`hop_wires`).  near: as `GroupPlan` has it.
-    in_place: the ranks read each other's pieces; near_in_place, far_in_place: those of a host, and those with one place
-    on their hosts.
+    numel, wires: elements that each rank sends to each, and how (`hop_wires`).  near: as
+    `GroupPlan` has it.
+    in_place: the ranks read each other's pieces; near_in_place, far_in_place: those of a host, and
+    those with one place on their hosts.
     """
     (dtype, length), (far_dtype, far_length) = ((wire.dtype, wire.length(numel)) for wire in wires)
     if near == 1:
@@ -206,15 +227,19 @@ def message_rooms(
 
 
 def boxes(shape: Shape, start: int, stop: int) -> list[Box]:
-    """Flat [start, stop) of a C-order tensor as axis-aligned boxes (offset, size, flat start), each element once."""
+    """Flat [start, stop) of a C-order tensor as axis-aligned boxes (offset, size, flat start), each
+    element once.
+    """
     if start >= stop:
         return []
     if not shape:
         return [((), (), start)]
     row = prod(shape[1:])
-    first, last = start // row, (stop - 1) // row
+    first = start // row
+    last = (stop - 1) // row
     if start % row == 0 and stop % row == 0:
-        offset, size = (first, *[0] * (len(shape) - 1)), ((stop - start) // row, *shape[1:])
+        offset = (first, *[0] * (len(shape) - 1))
+        size = ((stop - start) // row, *shape[1:])
         return [(offset, size, start)]
     if first == last:  # inside one row: describe it one dimension down
         inner = boxes(shape[1:], start - first * row, stop - first * row)

@@ -1,8 +1,11 @@
-"""What a group's states and an optimizer's moments take, in bytes; report/measure.py finds what is held.
+"""What a group's states and an optimizer's moments take, in bytes; report/measure.py finds what is
+held.
 
-    bytes = sum over groups and states of numel(placement) x itemsize, or the length of the codes that they rest as
+    bytes = sum over groups and states of numel(placement) x itemsize, or the length of the codes
+    that they rest as
 
-A whole plan's bytes, with what the pool lends and a step works in, are `Plan.bytes_by_state` (plan.py).
+A whole plan's bytes, with what the pool lends and a step works in, are `Plan.bytes_by_state`
+(plan.py).
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ def spec_bytes(spec: Spec | None, padded_numel: int, ranks: int) -> int:
 
 def _rows(plan: ShardPlan, moments_per_element: int) -> list[tuple[str, Spec | None, int]]:
     """Return the states that have memory of their own: name, spec, and how often it is there."""
-    moments = plan.moments and replace(plan.moments, dtype=storage_dtype(plan.moments_format, plan.moments.dtype))
+    moments = plan.moments and replace(
+        plan.moments, dtype=storage_dtype(plan.moments_format, plan.moments.dtype)
+    )
     return [
         ("weight", plan.weight, 1),
         ("grad", plan.grad, 1),
@@ -47,26 +52,33 @@ def _rows(plan: ShardPlan, moments_per_element: int) -> list[tuple[str, Spec | N
 def host_pieces(group: GroupPlan, moments_per_element: int) -> list[HostPiece]:
     """Return what one rank reserves of host memory for a group, state by state.
 
-    The training device copies weights and gradients; masters only where weights follow them by differences.
+    The training device copies weights and gradients; masters only where weights follow them by
+    differences.
     """
     found: list[HostPiece] = []
     for state, spec, count in _rows(group.plan, moments_per_element):
         if spec is None or spec.tier is not Tier.HOST:
             continue
         nbytes = -(-spec_bytes(spec, group.padded_numel, group.ranks) // PAGE) * PAGE
-        is_copied = state in ("weight", "grad") or (state == "master" and group.plan.sends_differences)
+        is_copied = state in ("weight", "grad") or (
+            state == "master" and group.plan.sends_differences
+        )
         found += [HostPiece(nbytes, is_copied)] * (count if nbytes else 0)
     return found
 
 
-def group_bytes(group: GroupPlan, moments_per_element: int, states: Sequence[str] = STATES) -> dict[str, int]:
-    """Return the bytes one rank holds of one group, by state; a master that is the weight's own storage counts once, as
-    weight.
+def group_bytes(
+    group: GroupPlan, moments_per_element: int, states: Sequence[str] = STATES
+) -> dict[str, int]:
+    """Return the bytes one rank holds of one group, by state; a master that is the weight's own
+    storage counts once, as weight.
 
-    Offloaded states count under their memory ("host", "nvme"), in whole pages; a second copy of the weight as
-    "secondary", with the weight; what codes leave out of gradients as "errors", with the gradient.
+    Offloaded states count under their memory ("host", "nvme"), in whole pages; a second copy of the
+    weight as "secondary", with the weight; what codes leave out of gradients as "errors", with the
+    gradient.
     """
-    plan, found = group.plan, dict.fromkeys(STATES, 0)
+    plan = group.plan
+    found = dict.fromkeys(STATES, 0)
     for state, spec, count in _rows(plan, moments_per_element):
         if state not in states:
             continue
@@ -74,7 +86,9 @@ def group_bytes(group: GroupPlan, moments_per_element: int, states: Sequence[str
         if spec is None or spec.tier is Tier.DEVICE:
             found[state] += nbytes * count
         else:
-            found[spec.tier.value] = found.get(spec.tier.value, 0) + -(-nbytes // PAGE) * PAGE * count
+            found[spec.tier.value] = (
+                found.get(spec.tier.value, 0) + -(-nbytes // PAGE) * PAGE * count
+            )
     if plan.secondary is not None and "weight" in states:
         found["secondary"] = spec_bytes(plan.secondary, group.padded_numel, group.secondary_ranks)
     if plan.feedback is not None and "grad" in states:
@@ -85,7 +99,9 @@ def group_bytes(group: GroupPlan, moments_per_element: int, states: Sequence[str
 
 
 def total_bytes(groups: Sequence[GroupPlan], moments_per_element: int = 2) -> dict[str, int]:
-    """Bytes one rank holds of all groups, by state: the plan multiplied out, small tensors left aside."""
+    """Bytes one rank holds of all groups, by state: the plan multiplied out, small tensors left
+    aside.
+    """
     total = dict.fromkeys(STATES, 0)
     for group in groups:
         for state, count in group_bytes(group, moments_per_element).items():
@@ -95,7 +111,8 @@ def total_bytes(groups: Sequence[GroupPlan], moments_per_element: int = 2) -> di
 
 @dataclass(frozen=True)
 class Moments:
-    """The state that an optimizer keeps for a shard of n elements: per_element * n fp32 values and some scalars.
+    """The state that an optimizer keeps for a shard of n elements: per_element * n fp32 values and
+    some scalars.
 
     options: hyper-parameters that add values per element where they are set.
     """
@@ -106,7 +123,9 @@ class Moments:
 
     def count(self, group: Mapping[str, Any]) -> int:
         """Values per element under one parameter group's hyper-parameters."""
-        return self.per_element + sum(count for option, count in self.options.items() if group.get(option))
+        return self.per_element + sum(
+            count for option, count in self.options.items() if group.get(option)
+        )
 
     def bytes_of(self, numel: int, group: Mapping[str, Any]) -> int:
         """Bytes for one piece under one parameter group's hyper-parameters."""
@@ -135,26 +154,33 @@ MUON = {True: Moments(1), False: Moments(2, 1)}  # by its groups' `use_muon`
 
 
 def is_known(optimizer: str) -> bool:
-    """Return whether the states of an optimizer class are known, and not taken for those of Adam."""
+    """Return whether the states of an optimizer class are known, and not taken for those of
+    Adam.
+    """
     return optimizer in MOMENTS or optimizer == "Muon"
 
 
 def moments_for(optimizer: str, group: Mapping[str, Any]) -> Moments:
     """The row of an optimizer class; a class we do not know is taken for an Adam."""
-    return MUON[bool(group.get("use_muon"))] if optimizer == "Muon" else MOMENTS.get(optimizer, _ADAM)
+    return (
+        MUON[bool(group.get("use_muon"))] if optimizer == "Muon" else MOMENTS.get(optimizer, _ADAM)
+    )
 
 
 # -- the seeds' arithmetic
 
-# Bytes per parameter that stay whole on every rank, of 16: weight 2, gradient 2, master and two moments 12.
+# Bytes per parameter that stay whole on every rank, of 16: weight 2, gradient 2, master and two
+# moments 12.
 WHOLE_BYTES = {0: 16, 1: 4, 2: 2, 3: 0}
 
 
 def mixed_precision_adam_bytes(params: int, ranks: int = 1, stage: int = 0) -> int:
-    """The seeds' arithmetic: 2 B weight + 2 B gradient + 12 B (fp32 master, two moments) a parameter, sharded by stage.
+    """The seeds' arithmetic: 2 B weight + 2 B gradient + 12 B (fp32 master, two moments) a
+    parameter, sharded by stage.
 
-    7e9 parameters on one rank: 112 GB.  At 64 ranks stages 1, 2, 3 divide that by 3.82, 7.21 and 64; 4 and 8 are the
-    limits for infinitely many ranks, where what stays whole (4 or 2 of 16 bytes) is all that is left.
+    7e9 parameters on one rank: 112 GB.  At 64 ranks stages 1, 2, 3 divide that by 3.82, 7.21 and
+    64; 4 and 8 are the limits for infinitely many ranks, where what stays whole (4 or 2 of 16
+    bytes) is all that is left.
     """
     whole = WHOLE_BYTES[stage]
     return whole * params + (16 - whole) * params // ranks

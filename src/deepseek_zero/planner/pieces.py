@@ -1,7 +1,8 @@
-"""What a rank does along the axes that cut a model, in bytes: messages between stages ("pp"), sums of layers ("tp"),
-attention over shared sequences ("sp").
+"""What a rank does along the axes that cut a model, in bytes: messages between stages ("pp"), sums
+of layers ("tp"), attention over shared sequences ("sp").
 
-Plain numbers: pipeline/planned.py and parallel/volume.py find them, `Plan` tells them beside the rest.
+Plain numbers: pipeline/planned.py and parallel/volume.py find them, `Plan` tells them beside the
+rest.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from ..base.quantities import format_bytes
 from .units import GroupPlan, UnitPlan
 
 HEADER_BYTES = 1024  # describe a message between stages, in the first step whose inputs look so
-VERDICT_BYTES = 16  # a rank's word to all others on norm and overflow, once a step, where pieces are several
+VERDICT_BYTES = (
+    16  # a rank's word to all others on norm and overflow, once a step, where pieces are several
+)
 LOSS_BYTES = 8
 GENERATOR_BYTES = 8  # of the digest of one rank's generators
 
@@ -22,13 +25,15 @@ GENERATOR_BYTES = 8  # of the digest of one rank's generators
 class PipelinePlan:
     """What one rank of a pipeline does in a step.
 
-    schedule, virtual, group, micro_batches: of the table of actions, as pipeline/schedule.py makes it.  rank: along
-    "pp".  placement: by stage, its rank.  blocks: by stage, the full names of its modules.  in_flight: by rank, the
-    most micro-batches that are forward and not yet backward, also the slots that it keeps for messages in each
-    direction.  gathers: by stage of this rank, how often its weights are gathered in a step; of_all: those of what no
-    stage has alone.  outputs, grads: by boundary, bytes of one micro-batch from a stage to the next one, and of its
-    gradient back; empty while nobody knows.  sample: what these are of.  ties: by name, the stages that share a
-    parameter.
+    schedule, virtual, group, micro_batches: of the table of actions, as pipeline/schedule.py makes
+    it.  rank: along "pp".  placement: by stage, its rank.  blocks: by stage, the full names of its
+    modules.  in_flight: by rank, the most micro-batches that are forward and not yet backward, also
+    the slots that it keeps for messages in each
+    direction.  gathers: by stage of this rank, how often its weights are gathered in a step;
+    of_all: those of what no
+    stage has alone.  outputs, grads: by boundary, bytes of one micro-batch from a stage to the next
+    one, and of its gradient back; empty while nobody knows.  sample: what these are of.  ties: by
+    name, the stages that share a parameter.
     """
 
     schedule: str
@@ -66,13 +71,14 @@ class PipelinePlan:
         return replace(self, outputs=tuple(outputs), grads=tuple(grads), sample="of the last step")
 
     def boundaries(self) -> list[tuple[int, int, int, int]]:
-        """Return (boundary, bytes of an output that this rank sends over it, bytes of a gradient, neighbour) of each
-        boundary between a stage of this rank and one of another; one of the two is 0.  A boundary has the number of
-        the stage before it.
+        """Return (boundary, bytes of an output that this rank sends over it, bytes of a gradient,
+        neighbour) of each boundary between a stage of this rank and one of another; one of the two
+        is 0.  A boundary has the number of the stage before it.
         """
         found = []
         for number, (output, grad) in enumerate(zip(self.outputs, self.grads, strict=True)):
-            before, behind = self.placement[number], self.placement[number + 1]
+            before = self.placement[number]
+            behind = self.placement[number + 1]
             if before != behind and before == self.rank:
                 found.append((number, output, 0, behind))
             elif before != behind and behind == self.rank:
@@ -87,12 +93,16 @@ class PipelinePlan:
     @property
     def header_bytes(self) -> int:
         """Bytes that describe the messages of the first step."""
-        return self.micro_batches * HEADER_BYTES * sum(output > 0 for _, output, _, _ in self.boundaries())
+        return (
+            self.micro_batches
+            * HEADER_BYTES
+            * sum(output > 0 for _, output, _, _ in self.boundaries())
+        )
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the slots that this rank keeps for what it sends: in each direction of each pair of ranks as many
-        as are in flight, the largest message in each.
+        """Bytes of the slots that this rank keeps for what it sends: in each direction of each pair
+        of ranks as many as are in flight, the largest message in each.
         """
         lanes: dict[tuple[int, int, bool], int] = {}
         for number, output, grad, _ in self.boundaries():
@@ -102,15 +112,24 @@ class PipelinePlan:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of received activations that are kept for a backward, at most at once, in the middle of a step."""
+        """Bytes of received activations that are kept for a backward, at most at once, in the
+        middle of a step.
+        """
         received = [
-            self.outputs[stage - 1] for stage in self.stages if stage and self.placement[stage - 1] != self.rank
+            self.outputs[stage - 1]
+            for stage in self.stages
+            if stage and self.placement[stage - 1] != self.rank
         ]
         return self.in_flight[self.rank] * max(received, default=0) if self.outputs else 0
 
     def tie_bytes(self, units: Sequence[UnitPlan]) -> int:
-        """Bytes of gradients that this rank sends for the parameters that it shares with other stages."""
-        sharers = {name: len({self.placement[stage] for stage in stages}) for name, stages in self.ties.items()}
+        """Bytes of gradients that this rank sends for the parameters that it shares with other
+        stages.
+        """
+        sharers = {
+            name: len({self.placement[stage] for stage in stages})
+            for name, stages in self.ties.items()
+        }
         return sum(
             (sharers[slot.name] - 1) * slot.numel * group.plan.grad.dtype.itemsize
             for group in _trained(units)
@@ -129,25 +148,31 @@ class PipelinePlan:
 
     def explain(self) -> list[str]:
         """Return the pipeline in words."""
-        many, own = self.micro_batches, self.stages
+        many = self.micro_batches
+        own = self.stages
         lines = [
-            f"pipeline: {self.schedule}, {len(self.placement)} stages on {self.ranks} ranks, {many} micro-batch(es) a "
-            f"step, at most {self.in_flight[self.rank]} in flight here"
+            f"pipeline: {self.schedule}, {len(self.placement)} stages on {self.ranks} ranks, "
+            f"{many} micro-batch(es) a step, at most {self.in_flight[self.rank]} in flight here"
         ]
         for stage in own:
             blocks = self.blocks[stage]
-            told = f"{blocks[0]} to {blocks[-1]} ({len(blocks)})" if len(blocks) > 1 else "".join(blocks)
+            told = (
+                f"{blocks[0]} to {blocks[-1]} ({len(blocks)})"
+                if len(blocks) > 1
+                else "".join(blocks)
+            )
             lines.append(f"  stage {stage}: {told}")
         for number, output, grad, there in self.boundaries():
             what, to = ("activations", number + 1) if output else ("gradients", number)
             lines.append(
-                f"  {what} to stage {to} on pipeline rank {there}: {format_bytes(output + grad)} a micro-batch, "
-                f"{self.sample}"
+                f"  {what} to stage {to} on pipeline rank {there}: {format_bytes(output + grad)} a "
+                f"micro-batch, {self.sample}"
             )
         if not self.outputs:
             lines.append("  messages between stages: known after the first step")
         lines += [
-            f"  {name} is shared by the stages {', '.join(map(str, stages))}: its gradients are added up"
+            f"  {name} is shared by the stages {', '.join(map(str, stages))}: its gradients are "
+            "added up"
             for name, stages in self.ties.items()
             if not set(stages).isdisjoint(own)
         ]
@@ -158,8 +183,10 @@ class PipelinePlan:
 class TensorPlan:
     """What one rank does along "tp".
 
-    ranks: along the axis.  share_bytes: that this rank sends for as many tokens as there are ranks, forward and
-    backward.  tokens: of a micro-batch; None while nobody knows.  micro_batches: of a step.  scratch_bytes: that sums
+    ranks: along the axis.  share_bytes: that this rank sends for as many tokens as there are ranks,
+    forward and
+    backward.  tokens: of a micro-batch; None while nobody knows.  micro_batches: of a step.
+    scratch_bytes: that sums
     are formed in.  stages: of a pipeline that this rank has, each with a forward of its own.
     """
 
@@ -177,7 +204,9 @@ class TensorPlan:
 
     @property
     def sent_rows(self) -> int:
-        """Bytes that this rank sends in a step to compare the states of random generators, once a forward."""
+        """Bytes that this rank sends in a step to compare the states of random generators, once a
+        forward.
+        """
         return GENERATOR_BYTES * (self.ranks - 1) * self.micro_batches * self.stages
 
     def explain(self) -> list[str]:
@@ -191,9 +220,12 @@ class TensorPlan:
 class SequencePlan:
     """What one rank does along "sp".
 
-    ranks: along the axis.  attention: how it sees other ranks' tokens; "" where a model exchanges by itself.
-    token_bytes: that this rank sends for a token of its own, forward and backward; None: its configuration does not
-    say.  row_bytes: that it sends for the loss of a micro-batch.  tokens: its own of a micro-batch; None while nobody
+    ranks: along the axis.  attention: how it sees other ranks' tokens; "" where a model exchanges
+    by itself.
+    token_bytes: that this rank sends for a token of its own, forward and backward; None: its
+    configuration does not
+    say.  row_bytes: that it sends for the loss of a micro-batch.  tokens: its own of a micro-batch;
+    None while nobody
     knows.  micro_batches: of a step.  scratch_bytes: that sums are formed in.
     """
 
@@ -217,12 +249,17 @@ class SequencePlan:
 
     def explain(self) -> list[str]:
         """Return the axis in words."""
-        known = f", {self.tokens:,} tokens of its own a micro-batch" if self.tokens is not None else ""
+        known = (
+            f", {self.tokens:,} tokens of its own a micro-batch" if self.tokens is not None else ""
+        )
         if self.token_bytes is None:
-            return [f"shared sequences: {self.ranks} ranks; what attention sends is not known here{known}"]
+            return [
+                f"shared sequences: {self.ranks} ranks; what attention sends is not known "
+                f"here{known}"
+            ]
         return [
-            f"shared sequences: {self.ranks} ranks, attention by {self.attention}, {format_bytes(self.token_bytes)} "
-            f"sent for a token{known}"
+            f"shared sequences: {self.ranks} ranks, attention by {self.attention}, "
+            f"{format_bytes(self.token_bytes)} sent for a token{known}"
         ]
 
 

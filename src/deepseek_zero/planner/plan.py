@@ -1,9 +1,9 @@
-"""The plan of a run: units, groups, specs, layouts, memories, schedule, update, bytes and volume, of any rank of any
-world.
+"""The plan of a run: units, groups, specs, layouts, memories, schedule, update, bytes and volume,
+of any rank of any world.
 
-`plan_shape` computes it from settings and from what `read_model` reads of a model: names, shapes, dtypes.  A model on
-the meta device will do, and no process group is asked.  A run is built from it (sharding/wrap.py, optim/sharded.py),
-and keeps it up as it goes on.
+`plan_shape` computes it from settings and from what `read_model` reads of a model: names, shapes,
+dtypes.  A model on the meta device will do, and no process group is asked.  A run is built from it
+(sharding/wrap.py, optim/sharded.py), and keeps it up as it goes on.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class Machine:
     """What a plan assumes of the machine.
 
     reads_in_place: ranks of one host read each other's memory, so that a gather lends no buffer;
-    replicas_read_in_place: so do the ranks that hold the same slices; near_read_in_place, far_read_in_place: where sums
-    are formed by host, those of a host, and those with one place on their hosts.  budgets: bytes of one
-    rank for states and buffers, by memory; asked where the settings leave open which memory is used.  spans_hosts: the
-    ranks that share slices are on several hosts.
+    replicas_read_in_place: so do the ranks that hold the same slices; near_read_in_place,
+    far_read_in_place: where sums are formed by host, those of a host, and those with one place on
+    their hosts.  budgets: bytes of one rank for states and buffers, by memory; asked where the
+    settings leave open which memory is used.  spans_hosts: the ranks that share slices are on
+    several hosts.
     """
 
     reads_in_place: bool = False
@@ -50,15 +51,17 @@ class Machine:
 
     @property
     def most_reductions(self) -> int:
-        """Return how many units' gradients are added up at once: between hosts the line would stand still while the
-        sum of one is formed and the next one is collected and coded.
+        """Return how many units' gradients are added up at once: between hosts the line would stand
+        still while the sum of one is formed and the next one is collected and coded.
         """
         return 2 if self.spans_hosts else 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that one rank of a run will do and hold, as data.  Nobody decides any of it a second time."""
+    """All that one rank of a run will do and hold, as data.  Nobody decides any of it a second
+    time.
+    """
 
     settings: PlanSettings
     mesh: Mesh
@@ -76,12 +79,13 @@ class Plan:
     def bytes_by_state(self) -> dict[str, int]:
         """Bytes of this rank between training steps, to the byte.
 
-        "weight", "grad", "master", "moments": on the training device, with the small tensors: an element per group that
-        parameters expand between uses, and the optimizer's counters.  "secondary": the second copy of weights.
-        "errors": what codes have left out of this rank's gradients.  "host", "nvme": all that lies there, in whole
-        pages.  "buffers": what the pool keeps, the optimizer's scratch, and what undoes updates in backward.
-        "module_buffers": the model's own, whole on each rank.  "boundaries": slots for what a stage sends, and what
-        sums of layers that ranks share are formed in.
+        "weight", "grad", "master", "moments": on the training device, with the small tensors: an
+        element per group that parameters expand between uses, and the optimizer's counters.
+        "secondary": the second copy of weights. "errors": what codes have left out of this rank's
+        gradients.  "host", "nvme": all that lies there, in whole pages.  "buffers": what the pool
+        keeps, the optimizer's scratch, and what undoes updates in backward. "module_buffers": the
+        model's own, whole on each rank.  "boundaries": slots for what a stage sends, and what sums
+        of layers that ranks share are formed in.
         """
         groups = [group for unit in self.units for group in unit.groups]
         total = total_bytes(groups, moments_per_element=0)
@@ -109,7 +113,8 @@ class Plan:
     def host_pieces(self) -> list[HostPiece]:
         """Return what this rank reserves of host memory, in the order of units.
 
-        Moments of an optimizer class that is not known here are left out: its first step reserves them.
+        Moments of an optimizer class that is not known here are left out: its first step reserves
+        them.
         """
         counts: dict[int, int] = {}
         if self.update is not None and is_known(self.update.settings.optimizer):
@@ -118,18 +123,27 @@ class Plan:
         return [piece for group in groups for piece in host_pieces(group, counts.get(id(group), 0))]
 
     def bytes_of_unit(self, number: int) -> dict[tuple[str, Tier], int]:
-        """Bytes of one unit's states on this rank, by state and memory; what is nowhere is left out."""
-        counts = {id(group): count for group, count in self.update.moments_per_group()} if self.update else {}
+        """Bytes of one unit's states on this rank, by state and memory; what is nowhere is left
+        out.
+        """
+        counts = (
+            {id(group): count for group, count in self.update.moments_per_group()}
+            if self.update
+            else {}
+        )
         found: Counter[tuple[str, Tier]] = Counter()
         for group in self.units[number].groups:
             for state in STATES:
                 if (spec := getattr(group.plan, state)) is not None:
-                    found[state, spec.tier] += sum(group_bytes(group, counts.get(id(group), 0), (state,)).values())
+                    found[state, spec.tier] += sum(
+                        group_bytes(group, counts.get(id(group), 0), (state,)).values()
+                    )
         return {key: nbytes for key, nbytes in found.items() if nbytes}
 
     def pool_buffers(self) -> Counter[Size]:
         """Buffers that the pool lends, by dtype and elements."""
-        in_place, replicas_in_place = self.machine.reads_in_place, self.machine.replicas_read_in_place
+        in_place = self.machine.reads_in_place
+        replicas_in_place = self.machine.replicas_read_in_place
         return pool_buffers(
             self.units,
             self.settings,
@@ -144,7 +158,10 @@ class Plan:
 
     def volume(self) -> StepVolume:
         """Bytes that this rank sends in a step."""
-        mesh, pipeline, tensor, sequence = self.mesh, self.pipeline, self.tensor, self.sequence
+        mesh = self.mesh
+        pipeline = self.pipeline
+        tensor = self.tensor
+        sequence = self.sequence
         found = step_volume(self.units, self.schedule, self.settings, mesh.dp_replicate, pipeline)
         rows = VERDICT_BYTES * (mesh.world_size - 1) if mesh.world_size > mesh.reduce_size else 0
         is_last = pipeline is None or pipeline.placement[-1] == pipeline.rank
@@ -175,7 +192,10 @@ class Plan:
 
     def explain(self) -> list[str]:
         """Return every unit's groups, a line each, and the schedule."""
-        lines = [f"stage {self.settings.stage}, {self.mesh.world_size} rank(s), device {self.mesh.device}"]
+        lines = [
+            f"stage {self.settings.stage}, {self.mesh.world_size} rank(s), device "
+            f"{self.mesh.device}"
+        ]
         lines += [line for number, unit in enumerate(self.units) for line in unit.explain(number)]
         said = [*self._secondary_line(), *self._hosts_line(), *self._coded_line()]
         return [*lines, *said, f"schedule: {self.schedule}", *self._piece_lines()]
@@ -185,22 +205,30 @@ class Plan:
         return replace(self, units=tuple(unit.uncoded() for unit in self.units))
 
     def _coded_line(self) -> list[str]:
-        """Return the bytes of a step with and without codes, if some matrices are coded on their way."""
+        """Return the bytes of a step with and without codes, if some matrices are coded on their
+        way.
+        """
         groups = [group for unit in self.units for group in unit.groups if group.is_coded]
-        resting = self._resting_line([group for group in groups if group.plan.weight.rests_as is not None])
+        resting = self._resting_line(
+            [group for group in groups if group.plan.weight.rests_as is not None]
+        )
         if why := self.settings.compression.why:
             resting.append(f"codes by measurement: {why}")
-        sent, exact = self.volume().state_bytes, self.uncoded().volume().state_bytes
+        sent = self.volume().state_bytes
+        exact = self.uncoded().volume().state_bytes
         if not groups or not sent:
             return resting
         return [
             *resting,
-            f"codes on the wire: {sum(group.layout.numel for group in groups):,} elements in {len(groups)} groups; a "
-            f"step sends {format_bytes(sent)} of states instead of {format_bytes(exact)} ({exact / sent:.2f} x less)",
+            f"codes on the wire: {sum(group.layout.numel for group in groups):,} elements in "
+            f"{len(groups)} groups; a step sends {format_bytes(sent)} of states instead of "
+            f"{format_bytes(exact)} ({exact / sent:.2f} x less)",
         ]
 
     def _resting_line(self, groups: list[GroupPlan]) -> list[str]:
-        """Return what groups that rest as codes take of this rank, and would take as numbers, if there are some."""
+        """Return what groups that rest as codes take of this rank, and would take as numbers, if
+        there are some.
+        """
         if not groups:
             return []
         kept, exact = (
@@ -208,27 +236,40 @@ class Plan:
             for every in (groups, [group.uncoded() for group in groups])
         )
         return [
-            f"codes at rest: {sum(group.layout.numel for group in groups):,} frozen elements take {format_bytes(kept)} "
-            f"of this rank instead of {format_bytes(exact)}"
+            f"codes at rest: {sum(group.layout.numel for group in groups):,} frozen elements take "
+            f"{format_bytes(kept)} of this rank instead of {format_bytes(exact)}"
         ]
 
     def _secondary_line(self) -> list[str]:
-        """Return which gathers go where, if some groups have a second copy of their weights, or were to have one."""
+        """Return which gathers go where, if some groups have a second copy of their weights, or
+        were to have one.
+        """
         if self.settings.secondary_ranks == 1:
             return []
-        away = [each for each in self.units if any(one.plan.weight.tier is not Tier.DEVICE for one in each.sharded)]
-        told = [
-            f"no second copy of the weights of {len(away)} of {len(self.units)} units (zero_hpz_partition_size): they "
-            "rest in another memory (offload_param, memory_budget), and a copy would stay on the device"
+        away = [
+            each
+            for each in self.units
+            if any(one.plan.weight.tier is not Tier.DEVICE for one in each.sharded)
         ]
-        groups = [group for unit in self.units for group in unit.sharded if group.plan.secondary is not None]
+        told = [
+            f"no second copy of the weights of {len(away)} of {len(self.units)} units "
+            "(zero_hpz_partition_size): they rest in another memory (offload_param, "
+            "memory_budget), and a copy would stay on the device"
+        ]
+        groups = [
+            group
+            for unit in self.units
+            for group in unit.sharded
+            if group.plan.secondary is not None
+        ]
         if not groups:
             return told if away else []
-        inside, world = groups[0].secondary_ranks, self.mesh.shard_size
+        inside = groups[0].secondary_ranks
+        world = self.mesh.shard_size
         return [
             *(told if away else []),
-            f"second copy of the weights, cut among {inside} of {world} ranks (hpZ): a unit's first gather behind an "
-            f"update goes over all {world}, the others stay among {inside}",
+            f"second copy of the weights, cut among {inside} of {world} ranks (hpZ): a unit's "
+            f"first gather behind an update goes over all {world}, the others stay among {inside}",
         ]
 
     def _hosts_line(self) -> list[str]:
@@ -236,25 +277,31 @@ class Plan:
         near = max((group.near for unit in self.units for group in unit.groups), default=1)
         if near == 1:
             return []
-        volume, hosts = self.volume(), self.mesh.shard_size // near
+        volume = self.volume()
+        hosts = self.mesh.shard_size // near
         return [
-            f"sums by host: over {near} ranks of each of {hosts} hosts first, then over the hosts; of "
-            f"{format_bytes(volume.state_bytes)} that a rank sends in a step {format_bytes(volume.inside_hosts)} stay "
-            "inside its host"
+            f"sums by host: over {near} ranks of each of {hosts} hosts first, then over the hosts; "
+            f"of {format_bytes(volume.state_bytes)} that a rank sends in a step "
+            f"{format_bytes(volume.inside_hosts)} stay inside its host"
         ]
 
     def _piece_lines(self) -> list[str]:
         """What is to be said of the axes that cut the model."""
-        found = [each.explain() for each in (self.tensor, self.sequence, self.pipeline) if each is not None]
+        found = [
+            each.explain()
+            for each in (self.tensor, self.sequence, self.pipeline)
+            if each is not None
+        ]
         return [line for lines in found for line in lines]
 
     def table(self) -> list[str]:
         """Return the plan in words: rows of units that look alike are told once."""
-        mesh, states = self.mesh, self.bytes_by_state()
+        mesh = self.mesh
+        states = self.bytes_by_state()
         tiers = {tier: nbytes for tier, nbytes in self.bytes_by_tier().items() if nbytes}
         lines = [
-            f"stage {self.settings.stage} over {mesh.world_size} ranks ({mesh}), as rank {mesh.rank}: "
-            f"{format_count(self.numel)} parameters in {len(self.units)} units",
+            f"stage {self.settings.stage} over {mesh.world_size} ranks ({mesh}), as rank "
+            f"{mesh.rank}: {format_count(self.numel)} parameters in {len(self.units)} units",
             "",
             f"{'units':<32} {'elements':>14}  states",
         ]
@@ -262,8 +309,15 @@ class Plan:
         said = [*self._secondary_line(), *self._hosts_line(), *self._coded_line()]
         lines += ["", *said] if said else []
         lines += ["", "bytes of this rank between steps"]
-        lines += [f"  {state:<16} {format_bytes(nbytes):>12}" for state, nbytes in states.items() if nbytes]
-        lines += [f"  in all on {tier.value:<6} {format_bytes(nbytes):>12}" for tier, nbytes in tiers.items()]
+        lines += [
+            f"  {state:<16} {format_bytes(nbytes):>12}"
+            for state, nbytes in states.items()
+            if nbytes
+        ]
+        lines += [
+            f"  in all on {tier.value:<6} {format_bytes(nbytes):>12}"
+            for tier, nbytes in tiers.items()
+        ]
         volume = self.volume()
         sent = {"gathers": volume.gathers, "reduces": volume.reduces, "refresh": volume.refresh}
         if volume.inner_gathers:
@@ -293,7 +347,10 @@ class Plan:
         found = []
         for names, text in rows:
             label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})"
-            found += [f"{label if number == 0 else '':<32} {line}" for number, line in enumerate(text or ("",))]
+            found += [
+                f"{label if number == 0 else '':<32} {line}"
+                for number, line in enumerate(text or ("",))
+            ]
         return found
 
     def __str__(self) -> str:
@@ -320,20 +377,27 @@ def plan_shape(
     update: UpdateSettings | None = None,
     placement: PlacementSettings | None = None,
 ) -> Plan:
-    """Return the plan of one rank.  Local and pure: the same arguments give the same plan wherever it is asked.
+    """Return the plan of one rank.  Local and pure: the same arguments give the same plan wherever
+    it is asked.
 
-    shape: the model's, read with the same settings.  mesh: over all ranks, as this one stands on it, with the device it
-    trains on; it need not be here.  update: the optimizer; None: nothing is updated.  placement: what the settings
-    leave open, which `machine.budgets` then decide.  Raises OutOfMemoryError where the budgets do not hold the states.
+    shape: the model's, read with the same settings.  mesh: over all ranks, as this one stands on
+    it, with the device it trains on; it need not be here.  update: the optimizer; None: nothing is
+    updated.  placement: what the settings leave open, which `machine.budgets` then decide.  Raises
+    OutOfMemoryError where the budgets do not hold the states.
     """
-    mesh, machine = mesh or Mesh(dp_shard=1), machine or Machine()
+    mesh = mesh or Mesh(dp_shard=1)
+    machine = machine or Machine()
     if placement is not None:
         settings = _with_unit_tiers(shape, settings, mesh, machine, update, placement)
     return _plan(shape, settings, mesh, machine, update)
 
 
 def _plan(
-    shape: ModelShape, settings: PlanSettings, mesh: Mesh, machine: Machine, update: UpdateSettings | None
+    shape: ModelShape,
+    settings: PlanSettings,
+    mesh: Mesh,
+    machine: Machine,
+    update: UpdateSettings | None,
 ) -> Plan:
     if update is None:
         units = plan_units(shape, settings, mesh)
@@ -355,7 +419,9 @@ def _plan(
 def declared_schedule(
     units: tuple[UnitPlan, ...], settings: PlanSettings, update: UpdateSettings | None = None
 ) -> Schedule:
-    """Return the schedule of units that are used in the order the model declares them, and updated as `update` says."""
+    """Return the schedule of units that are used in the order the model declares them, and updated
+    as `update` says.
+    """
     deferred = [
         number
         for number, unit in enumerate(units)
@@ -377,7 +443,9 @@ def _with_unit_tiers(
     choices = TierChoices.of(settings, placement, mesh.device)
     if choices.are_open:
         plans = {
-            tier: _plan(shape, replace(settings, weight_tier=tier, state_tier=tier), mesh, machine, update)
+            tier: _plan(
+                shape, replace(settings, weight_tier=tier, state_tier=tier), mesh, machine, update
+            )
             for tier in {*choices.weights, *choices.states}
         }
         slowest = plans[max(plans, key=list(Tier).index)]
@@ -388,18 +456,22 @@ def _with_unit_tiers(
         return replace(settings, unit_tiers=assign_tiers(units, choices, budgets, per_element))
     if placement.ratio < 1.0 and settings.state_tier is not Tier.DEVICE:
         units_now = plan_units(shape, settings, mesh)
-        return replace(settings, unit_tiers=split_by_ratio(units_now, settings.weight_tier, placement.ratio))
+        return replace(
+            settings, unit_tiers=split_by_ratio(units_now, settings.weight_tier, placement.ratio)
+        )
     return settings
 
 
 def _working_bytes(plan: Plan, update: UpdateSettings | None) -> int:
     """What the schedule lends and a step works in, where as much as possible lies elsewhere.
 
-    Counted for rank 0, whose slices are the fullest, so that every rank decides alike; and as if gradients were
-    scaled, since a step may clip.
+    Counted for rank 0, whose slices are the fullest, so that every rank decides alike; and as if
+    gradients were scaled, since a step may clip.
     """
     if update is None:  # an optimizer may come later
-        names = frozenset(name for unit in plan.units for group in unit.trained for name in group.names)
+        names = frozenset(
+            name for unit in plan.units for group in unit.trained for name in group.names
+        )
         update = UpdateSettings("SGD", (ParamGroupPlan({}, names),))
     step = plan_update(plan.units, replace(update, scales_grads=True), 0, plan.mesh.device)
     return buffer_bytes(plan.pool_buffers()) + step.scratch_bytes

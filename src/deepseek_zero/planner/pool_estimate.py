@@ -1,9 +1,12 @@
-"""What the pool will have allocated after a training step: the schedule played through with a ledger instead of memory.
+"""What the pool will have allocated after a training step: the schedule played through with a
+ledger instead of memory.
 
-The pool (sharding/buffer.py) lends flat buffers by dtype and size and keeps what comes back, so what it holds is, for
-each size, the largest number lent at once.  That depends on the sizes of units, the window and the ranks, never on how
-many units there are: ZeRO-R's constant buffers.  A unit's gradient is counted from when backward comes to the unit;
-where it has others inside, its first gradient may come later, and the number is an upper bound.
+The pool (sharding/buffer.py) lends flat buffers by dtype and size and keeps what comes back, so
+what it holds is, for each size, the largest number lent at once.  That depends on the sizes of
+units, the window and the ranks, never on how
+many units there are: ZeRO-R's constant buffers.  A unit's gradient is counted from when backward
+comes to the unit; where it has others inside, its first gradient may come later, and the number is
+an upper bound.
 """
 
 from __future__ import annotations
@@ -43,8 +46,8 @@ class PoolLedger:
 
 @dataclass
 class _Reduction:
-    """The sum of one unit's gradients under way.  lent: buffers that end with it.  staged: of its groups, room for a
-    message, how many there are, how many are under way at once.
+    """The sum of one unit's gradients under way.  lent: buffers that end with it.  staged: of its
+    groups, room for a message, how many there are, how many are under way at once.
     """
 
     is_sum: bool
@@ -60,18 +63,23 @@ class _StepReplay:
     settings: PlanSettings
     scratch: Size  # where partial sums are formed
     in_place: bool  # ranks read each other's memory: no gathered buffer, no inbox
-    copies_sums: bool = (
-        False  # other memories are not the training device's: a sum for them is made beside its summands
-    )
+    # Other memories are not the training device's: a sum for them is made beside its summands
+    copies_sums: bool = False
     replicas_in_place: bool = False  # ranks that hold the same slices read each other's memory
     near_in_place: bool = False  # so do those of a host, where sums are formed by host
     far_in_place: bool = False  # and those with one place on their hosts
     most_reductions: int = 1  # under way at once
     ledger: PoolLedger = field(default_factory=PoolLedger)
     in_flight: deque[_Reduction] = field(default_factory=deque)
-    coded: dict[int, list[Size]] = field(default_factory=dict)  # by unit: messages of its weights, until it is used
-    all_reducing: list[Size] = field(default_factory=list)  # buffers of the sum over replicas under way
-    outgoing: list[Size] = field(default_factory=list)  # the last message's, on its way until the next one is
+    coded: dict[int, list[Size]] = field(
+        default_factory=dict
+    )  # by unit: messages of its weights, until it is used
+    all_reducing: list[Size] = field(
+        default_factory=list
+    )  # buffers of the sum over replicas under way
+    outgoing: list[Size] = field(
+        default_factory=list
+    )  # the last message's, on its way until the next one is
 
     def play(self, schedule: Schedule) -> None:
         for action in schedule.actions():
@@ -99,12 +107,18 @@ class _StepReplay:
         self._send_differences()
 
     def _send_differences(self) -> None:
-        """Behind the update, what whole weights are to follow by: codes, and while they are made what they are of."""
+        """Behind the update, what whole weights are to follow by: codes, and while they are made
+        what they are of.
+        """
         under_way: deque[Size] = deque()
-        for group in (group for unit in self.units for group in unit.trained if group.plan.sends_differences):
+        for group in (
+            group for unit in self.units for group in unit.trained if group.plan.sends_differences
+        ):
             if len(under_way) == MAX_IN_FLIGHT:
                 self.ledger.give([under_way.popleft()])
-            under_way.append((group.weight_wire.dtype, group.weight_wire.length(group.padded_numel)))
+            under_way.append(
+                (group.weight_wire.dtype, group.weight_wire.length(group.padded_numel))
+            )
             working = [(torch.float32, group.layout.slice_numel), self.scratch]
             self.ledger.take([under_way[-1], *working])
             self.ledger.give(working)
@@ -125,7 +139,8 @@ class _StepReplay:
     def _outer(self, group: GroupPlan) -> list[Size]:
         """What one group's slice takes on its way: inboxes, and itself where it does not divide."""
         assert group.plan.grad is not None
-        dtype, slice_numel = group.plan.grad.dtype, group.layout.slice_numel
+        dtype = group.plan.grad.dtype
+        slice_numel = group.layout.slice_numel
         if group.replicas == 1:
             return []
         parts = FlatLayout((), -(-slice_numel // group.replicas), group.replicas)
@@ -133,18 +148,28 @@ class _StepReplay:
         found = [(dtype, parts.padded_numel)] if parts.padded_numel != slice_numel else []
         if self.replicas_in_place or not slice_numel:
             return found
-        under_way = messages_of(parts.slice_numel, parts.ranks, self.settings.bucket_numel).in_flight
+        under_way = messages_of(
+            parts.slice_numel, parts.ranks, self.settings.bucket_numel
+        ).in_flight
         return found + [(dtype, message * (group.replicas - 1))] * under_way
 
     def _gathered(self, unit: UnitPlan) -> list[Size]:
         """Weights on the device are seen where they lie if all ranks can; others need room here."""
-        return [gathered_size(group) for group in unit.sharded if not (self.in_place and _is_seen(group))]
+        return [
+            gathered_size(group)
+            for group in unit.sharded
+            if not (self.in_place and _is_seen(group))
+        ]
 
     def _send_weights(self, number: int) -> None:
-        """Weights that are coded travel in a buffer of their own; one rank decodes them where they rest."""
+        """Weights that are coded travel in a buffer of their own; one rank decodes them where they
+        rest.
+        """
         coded = [group for group in self.units[number].sharded if _is_coded(group)]
         if coded:
-            travelling = [(group.weight_wire, group.padded_numel) for group in coded if group.ranks > 1]
+            travelling = [
+                (group.weight_wire, group.padded_numel) for group in coded if group.ranks > 1
+            ]
             self.coded[number] = [(wire.dtype, wire.length(numel)) for wire, numel in travelling]
             self.ledger.take([*self.coded[number], self.scratch])
             self.ledger.give([self.scratch])
@@ -154,7 +179,11 @@ class _StepReplay:
 
     def _partials(self, unit: UnitPlan) -> list[Size]:
         """Sharded gradients are collected in a lent buffer, whole ones where they stay."""
-        return [(group.plan.summand_dtype, group.padded_numel) for group in unit.trained if _is_cut(group)]
+        return [
+            (group.plan.summand_dtype, group.padded_numel)
+            for group in unit.trained
+            if _is_cut(group)
+        ]
 
     def _travel(self, group: GroupPlan) -> Size:
         if group.plan.exchange is not None:
@@ -168,7 +197,9 @@ class _StepReplay:
         reduction = _Reduction(any(group.ranks > 1 or _is_cut(group) for group in unit.trained))
         self.in_flight.append(reduction)
         for group in unit.trained:
-            held = [(group.plan.summand_dtype, group.padded_numel)] if _is_cut(group) else []  # taken in backward
+            held = (
+                [(group.plan.summand_dtype, group.padded_numel)] if _is_cut(group) else []
+            )  # taken in backward
             taken = [self._travel(group)] if self._is_copied(group) else []
             under_way = self._messages(group).in_flight
             taken += self._rooms(group) * under_way
@@ -187,15 +218,23 @@ class _StepReplay:
         if group.plan.exchange is not None:
             return Messages(group.layout.slice_numel, 1)
         most = group.plan.grad_wire.message_numel
-        return messages_of(group.layout.slice_numel, group.layout.ranks, self.settings.bucket_numel, most)
+        return messages_of(
+            group.layout.slice_numel, group.layout.ranks, self.settings.bucket_numel, most
+        )
 
     def _is_copied(self, group: GroupPlan) -> bool:
         """Whether a gradient travels as another than it is collected."""
-        return group.plan.exchange is not None or group.hop_wires[0] != Cast(group.plan.summand_dtype)
+        return group.plan.exchange is not None or group.hop_wires[0] != Cast(
+            group.plan.summand_dtype
+        )
 
     def _is_staged(self, group: GroupPlan) -> bool:
         """Whether a sum is kept in another memory than the one it is made in."""
-        return self.copies_sums and group.plan.grad is not None and group.plan.grad.tier is not Tier.DEVICE
+        return (
+            self.copies_sums
+            and group.plan.grad is not None
+            and group.plan.grad.tier is not Tier.DEVICE
+        )
 
     def _staging(self, group: GroupPlan) -> tuple[Size, int]:
         """One message's sum, before it crosses; how many there are."""
@@ -206,7 +245,11 @@ class _StepReplay:
     def _rooms(self, group: GroupPlan) -> tuple[Size, ...]:
         """What one message from every other rank is received in."""
         if group.plan.exchange is not None:
-            return () if self.in_place else ((group.plan.exchange.dtype, group.exchange_length * (group.ranks - 1)),)
+            return (
+                ()
+                if self.in_place
+                else ((group.plan.exchange.dtype, group.exchange_length * (group.ranks - 1)),)
+            )
         return message_rooms(
             self._messages(group).numel,
             group.hop_wires,
@@ -230,12 +273,16 @@ class _StepReplay:
         self.ledger.give(reduction.lent)
 
     def _send(self, reduction: _Reduction) -> None:
-        """Sums are made and cross, message by message; each has its room until the next is on its way."""
+        """Sums are made and cross, message by message; each has its room until the next is on its
+        way.
+        """
         for size, messages, under_way in reduction.staged:
             for number in range(messages):
                 self.ledger.give(self.outgoing)
                 self.outgoing = [size]
-                self.ledger.take([size] if number + under_way < messages else [])  # the first when it all began
+                self.ledger.take(
+                    [size] if number + under_way < messages else []
+                )  # the first when it all began
         reduction.staged = []
 
 
@@ -245,7 +292,11 @@ def gathered_size(group: GroupPlan) -> Size:
 
 def _is_seen(group: GroupPlan) -> bool:
     """Whether a weight lies in symmetric memory where there is some."""
-    return group.plan.weight.tier is Tier.DEVICE and group.plan.secondary is None and not _is_coded(group)
+    return (
+        group.plan.weight.tier is Tier.DEVICE
+        and group.plan.secondary is None
+        and not _is_coded(group)
+    )
 
 
 def _is_coded(group: GroupPlan) -> bool:
@@ -275,14 +326,15 @@ def pool_buffers(
     far_in_place: bool = False,
     most_reductions: int = 1,
 ) -> Counter[Size]:
-    """Buffers the pool holds after two training steps, by size: the first walks units as declared, later ones as
-    agreed.
+    """Buffers the pool holds after two training steps, by size: the first walks units as declared,
+    later ones as agreed.
 
-    agreed: the schedule in force, None where nothing has been recorded yet.  in_place: all ranks are on one host and
-    read each other's memory.  replicas_in_place: as `in_place`, of the ranks that hold the same slices.  near_in_place,
-    far_in_place: of those of a host, and those with one place on their hosts.  most_reductions: of units, under way at
-    once.
-    In a world of one nothing is lent but for states that rest in other memories, or as codes.
+    agreed: the schedule in force, None where nothing has been recorded yet.  in_place: all ranks
+    are on one host and read each other's memory.  replicas_in_place: as `in_place`, of the ranks
+    that hold the same slices.  near_in_place,
+    far_in_place: of those of a host, and those with one place on their hosts.  most_reductions: of
+    units, under way at once. In a world of one nothing is lent but for states that rest in other
+    memories, or as codes.
     """
     groups = [group for unit in units for group in unit.groups]
     if all(group.ranks == 1 for group in groups):

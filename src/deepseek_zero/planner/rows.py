@@ -1,6 +1,7 @@
 """Which rows of a whole parameter a tile is, as data.
 
-A layer that is cut by rows (sharding/cut_layers.py) has several parameters where the whole model has one.  Files speak
+A layer that is cut by rows (sharding/cut_layers.py) has several parameters where the whole model
+has one.  Files speak
 of the whole one: a tile is a range of its elements, since rows are the first dimension.
 """
 
@@ -16,7 +17,9 @@ from .layout import Shape
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows from `first` on of a parameter.  name: its first name in the whole model.  shape: its whole shape."""
+    """The rows from `first` on of a parameter.  name: its first name in the whole model.  shape:
+    its whole shape.
+    """
 
     name: str
     shape: Shape

@@ -1,5 +1,5 @@
-r"""ZeRO as data.  Where a state's elements are over the ranks that share it, and what changes one placement into
-another:
+r"""ZeRO as data.  Where a state's elements are over the ranks that share it, and what changes one
+placement into another:
 
     from \ to    REPLICATE            SHARD
     SHARD        all-gather           (same)
@@ -16,10 +16,12 @@ Four kinds of state, each with a placement, a dtype and a tier:
  master      R    S    S    S
  moments     R    S    S    S
 
-A stage chooses a column; tiny parameters (`persistent`) use column Z2 at stage 3; frozen ones have a weight row only.
+A stage chooses a column; tiny parameters (`persistent`) use column Z2 at stage 3; frozen ones have
+a weight row only.
 
-Which ranks a state is cut among is a set of axes, one per state: `SHARD_AXES`; replicas (dp_replicate) are outside it
-and hold the same slices.  A sharded weight may have a second copy, cut along `INNER_AXES` (hpZ).
+Which ranks a state is cut among is a set of axes, one per state: `SHARD_AXES`; replicas
+(dp_replicate) are outside it and hold the same slices.  A sharded weight may have a second copy,
+cut along `INNER_AXES` (hpZ).
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class Movement(Enum):
     LOCAL_SLICE = "local slice"
 
 
-R, S, P = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL
+R = Placement.REPLICATE
+S = Placement.SHARD
+P = Placement.PARTIAL
 
 TRANSITIONS: dict[tuple[Placement, Placement], Movement] = {
     (S, R): Movement.ALL_GATHER,
@@ -72,10 +76,12 @@ TRANSITIONS: dict[tuple[Placement, Placement], Movement] = {
 class Spec:
     """How one state of one group of parameters is kept.
 
-    wire: how it is written for its way between ranks, None: as it is.  axes: over whose ranks it is cut, where it is.
-    wire_inside: of summands, how they are written for their way inside a host, where sums are formed by host; None: as
-    they are collected.  rests_as: codes that a rank keeps in place of a slice's elements, which are decoded for every
-    use; the dtype is then that of the decoded.
+    wire: how it is written for its way between ranks, None: as it is.  axes: over whose ranks it is
+    cut, where it is.
+    wire_inside: of summands, how they are written for their way inside a host, where sums are
+    formed by host; None: as
+    they are collected.  rests_as: codes that a rank keeps in place of a slice's elements, which are
+    decoded for every use; the dtype is then that of the decoded.
     """
 
     placement: Placement
@@ -87,11 +93,15 @@ class Spec:
     rests_as: Blocks | None = None
 
     def numel(self, padded_numel: int, ranks: int) -> int:
-        """Elements of a flat buffer of `padded_numel` that one rank holds.  ranks: along the axes."""
+        """Elements of a flat buffer of `padded_numel` that one rank holds.  ranks: along the
+        axes.
+        """
         return padded_numel // ranks if self.placement is S else padded_numel
 
     def gathered(self) -> Spec:
-        """Return the spec of all elements on every rank: themselves, whatever they rest as where they are cut."""
+        """Return the spec of all elements on every rank: themselves, whatever they rest as where
+        they are cut.
+        """
         return replace(self, placement=R, rests_as=None)
 
     @property
@@ -104,18 +114,25 @@ class Spec:
         coded = f" kept as {self.rests_as}" if self.rests_as is not None else ""
         coded += f" sent as {self.wire}" if isinstance(self.wire, Blocks) else ""
         coded += f", inside a host as {self.wire_inside}" if self.wire_inside is not None else ""
-        return f"{self.placement.value} {str(self.dtype).removeprefix('torch.')} {self.tier.value}{among}{coded}"
+        return (
+            f"{self.placement.value} {str(self.dtype).removeprefix('torch.')} "
+            f"{self.tier.value}{among}{coded}"
+        )
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The row of one group of parameters.  `grad`, `master`, `moments` are None for frozen parameters.
+    """The row of one group of parameters.  `grad`, `master`, `moments` are None for frozen
+    parameters.
 
-    master_is_weight: fp32 training, where the master is the weight's own storage (its slice at stages 1 and 2).  The
-    moments have the dtype the optimizer works in; the master may be stored otherwise (`master_is_split`, or rounded to
-    the weight by chance, `master_is_rounded`).  moments_kept: bits they are kept in (precision/compact.py).
-    is_delayed: updates come one step late.  secondary: the second copy of a sharded weight, from which it is gathered
-    while it stays as it is.  feedback: how each rank keeps what codes leave out of its gradients; None: it does not.
+    master_is_weight: fp32 training, where the master is the weight's own storage (its slice at
+    stages 1 and 2).  The moments have the dtype the optimizer works in; the master may be stored
+    otherwise (`master_is_split`, or rounded to the weight by chance, `master_is_rounded`).
+    moments_kept: bits they are kept in (precision/compact.py).
+    is_delayed: updates come one step late.  secondary: the second copy of a sharded weight, from
+    which it is gathered
+    while it stays as it is.  feedback: how each rank keeps what codes leave out of its gradients;
+    None: it does not.
     exchange: momenta travel so, both ways, instead of gradients; None: gradients are reduced.
     """
 
@@ -133,11 +150,17 @@ class ShardPlan:
     @property
     def master_is_rounded(self) -> bool:
         """Whether there is no master but the weight, in fewer bits than the optimizer works in."""
-        return self.master_is_weight and self.moments is not None and self.moments.dtype != self.weight.dtype
+        return (
+            self.master_is_weight
+            and self.moments is not None
+            and self.moments.dtype != self.weight.dtype
+        )
 
     @property
     def master_is_split(self) -> bool:
-        """Whether the master is the live bf16 weight and, in its own storage, 16 more bits (precision/policy.py)."""
+        """Whether the master is the live bf16 weight and, in its own storage, 16 more bits
+        (precision/policy.py).
+        """
         return self.master is not None and self.master.dtype == torch.int16
 
     @cached_property
@@ -156,8 +179,8 @@ class ShardPlan:
 
     @cached_property
     def sends_differences(self) -> bool:
-        """Whether ranks that all hold the weight hear what the masters differ from it, as codes; what these leave out
-        stays in the masters, and the weight is a state of its own.
+        """Whether ranks that all hold the weight hear what the masters differ from it, as codes;
+        what these leave out stays in the masters, and the weight is a state of its own.
         """
         return self.weight.placement is R and self.weight.wire is not None
 
@@ -170,49 +193,70 @@ class ShardPlan:
     @cached_property
     def moments_external(self) -> bool:
         """Whether moments are kept for the optimizer instead of by it."""
-        return self.moments is not None and (self.moments.tier is not Tier.DEVICE or self.moments_format != "fp32")
+        return self.moments is not None and (
+            self.moments.tier is not Tier.DEVICE or self.moments_format != "fp32"
+        )
 
     @property
     def is_updated_on_host(self) -> bool:
-        """Whether the host updates the group: its moments are not in the training device's memory."""
+        """Whether the host updates the group: its moments are not in the training device's
+        memory.
+        """
         return self.moments is not None and self.moments.tier is not Tier.DEVICE
 
     @property
     def rests_elsewhere(self) -> bool:
-        """Whether weights and moments rest in another memory, so that nobody sees a weight without asking for it."""
+        """Whether weights and moments rest in another memory, so that nobody sees a weight without
+        asking for it.
+        """
         tiers = [spec.tier for spec in (self.weight, self.moments) if spec is not None]
         return Tier.DEVICE not in tiers
 
     @property
     def rests_in_slices(self) -> bool:
-        """Whether a rank has slices of every state, on the training device, so that nobody sees a weight without asking
-        for it.
+        """Whether a rank has slices of every state, on the training device, so that nobody sees a
+        weight without asking for it.
         """
         return self.weight.placement is S and not self.is_offloaded and not self.delayed_update
 
     @property
     def delayed_grad(self) -> Spec | None:
-        """The gradient of an earlier step, where its update comes late: this rank's slice, beside the one that is
-        collected.
+        """The gradient of an earlier step, where its update comes late: this rank's slice, beside
+        the one that is collected.
         """
-        return replace(self.grad, placement=S) if self.delayed_update and self.grad is not None else None
+        return (
+            replace(self.grad, placement=S)
+            if self.delayed_update and self.grad is not None
+            else None
+        )
 
     def promoted(self) -> ShardPlan:
-        """The same row with an fp32 weight and gradient, and a whole fp32 master.  Moments stay where they are."""
+        """The same row with an fp32 weight and gradient, and a whole fp32 master.  Moments stay
+        where they are.
+        """
         grad = replace(self.grad, dtype=torch.float32) if self.grad is not None else None
-        secondary = replace(self.secondary, dtype=torch.float32) if self.secondary is not None else None
+        secondary = (
+            replace(self.secondary, dtype=torch.float32) if self.secondary is not None else None
+        )
         weight = replace(self.weight, dtype=torch.float32)
         return replace(self, weight=weight, grad=grad, master=self.moments, secondary=secondary)
 
     def exchanging(self, codec: Signs | None) -> ShardPlan:
-        """The same row with momenta that are exchanged as the codec says, in fp32 where gradients are; None: `self`."""
+        """The same row with momenta that are exchanged as the codec says, in fp32 where gradients
+        are; None: `self`.
+        """
         if codec is None or self.grad is None:
             return self
         return replace(self, grad=replace(self.grad, dtype=torch.float32), exchange=codec)
 
     def rows(self) -> dict[str, str]:
         """State -> its row in words, "-" for none."""
-        found = {"weight": self.weight, "grad": self.grad, "master": self.master, "moments": self.moments}
+        found = {
+            "weight": self.weight,
+            "grad": self.grad,
+            "master": self.master,
+            "moments": self.moments,
+        }
         words = {state: str(spec) if spec is not None else "-" for state, spec in found.items()}
         if self.master_is_split:
             words["master"] = words["master"].replace("int16", "weight+int16")
@@ -240,7 +284,9 @@ COLUMNS: dict[int, tuple[Placement, Placement, Placement]] = {
 
 @dataclass(frozen=True)
 class UnitTiers:
-    """The memories of one unit: of its sharded weights between uses, and of its moments, own masters and gradients."""
+    """The memories of one unit: of its sharded weights between uses, and of its moments, own
+    masters and gradients.
+    """
 
     unit: str
     weights: Tier
@@ -251,10 +297,13 @@ class UnitTiers:
 class Compression:
     """How matrices are coded between ranks.
 
-    weights, gradients: None: as they are.  frozen: as what sharded weights that nothing trains rest and are sent; None:
-    as others.  inside: of coded gradients, the summands inside a host; None: as they are collected.  min_numel: a unit
-    whose matrices have fewer elements is not coded.  feedback: how ranks keep what codes leave out of gradients; None:
-    they do not.  left_open: which of "weights" and "gradients" nobody stated, so that they were chosen by measurement;
+    weights, gradients: None: as they are.  frozen: as what sharded weights that nothing trains rest
+    and are sent; None:
+    as others.  inside: of coded gradients, the summands inside a host; None: as they are collected.
+    min_numel: a unit whose matrices have fewer elements is not coded.  feedback: how ranks keep
+    what codes leave out of gradients; None:
+    they do not.  left_open: which of "weights" and "gradients" nobody stated, so that they were
+    chosen by measurement;
     why: the numbers that decided.
     """
 
@@ -282,21 +331,30 @@ class Compression:
 class PlanSettings:
     """What a plan is made from, free of any configuration file.  Sizes count elements.
 
-    persistence_numel: parameters up to this size stay gathered (per parameter).  persistence_total_numel: their sum.
-    window_numel: gathered elements kept alive (stage3_max_live_parameters). keep_numel: a gathered unit stays if it
-    is used again within this many elements (stage3_max_reuse_distance). ahead_numel: gathered before they are needed.
-    bucket_numel: elements per reduction message. overlap: reduce while backward goes on. mean: divide sums by the
-    ranks.  tunes: sizes that nobody stated, which may grow while that shortens waiting (tuning.py).  weight_tier:
-    the memory of sharded weights.  state_tier: of moments, masters of their own and gradient shards.  unit_tiers: units
-    for which that differs.  device_bytes: states and buffers that the training device may hold; more is an error.
-    delayed_update: updates come one step late.  reduces_once: gradients of all micro-batches are added up where they
-    are made, and reduced once a step, also at stages 2 and 3 (pipelines, whose stages would wait for each other).
-    row_parts: that a micro-batch is cut into by its rows, whose gradients add up as those of an accumulation do.
-    layerwise_micro_batches: parts of a batch that each unit takes in turn, on one gather.  secondary_ranks: neighbours
-    among which a second copy of sharded weights is cut (hpZ); 1, or as many as share slices: there is none.
+    persistence_numel: parameters up to this size stay gathered (per parameter).
+    persistence_total_numel: their sum.
+    window_numel: gathered elements kept alive (stage3_max_live_parameters). keep_numel: a gathered
+    unit stays if it is used again within this many elements (stage3_max_reuse_distance).
+    ahead_numel: gathered before they are needed.
+    bucket_numel: elements per reduction message. overlap: reduce while backward goes on. mean:
+    divide sums by the
+    ranks.  tunes: sizes that nobody stated, which may grow while that shortens waiting (tuning.py).
+    weight_tier: the memory of sharded weights.  state_tier: of moments, masters of their own and
+    gradient shards.  unit_tiers: units
+    for which that differs.  device_bytes: states and buffers that the training device may hold;
+    more is an error.
+    delayed_update: updates come one step late.  reduces_once: gradients of all micro-batches are
+    added up where they are made, and reduced once a step, also at stages 2 and 3 (pipelines, whose
+    stages would wait for each other).
+    row_parts: that a micro-batch is cut into by its rows, whose gradients add up as those of an
+    accumulation do.
+    layerwise_micro_batches: parts of a batch that each unit takes in turn, on one gather.
+    secondary_ranks: neighbours among which a second copy of sharded weights is cut (hpZ); 1, or as
+    many as share slices: there is none.
     compression: of matrices on their way between the ranks that share slices.
-    ranks_per_host: sums are formed within runs of so many ranks first, then over the runs (comm/by_host.py); 1: in the
-    order of ranks; None: left to whoever knows the hosts, and for a plan without them 1.
+    ranks_per_host: sums are formed within runs of so many ranks first, then over the runs
+    (comm/by_host.py); 1: in the order of ranks; None: left to whoever knows the hosts, and for a
+    plan without them 1.
     """
 
     stage: int = 3
@@ -335,10 +393,15 @@ class PlanSettings:
     @cached_property
     def streams_weights(self) -> bool:
         """Whether weights of some unit come out of another memory for each use."""
-        return any(tier is not Tier.DEVICE for tier in (self.weight_tier, *(unit.weights for unit in self.unit_tiers)))
+        return any(
+            tier is not Tier.DEVICE
+            for tier in (self.weight_tier, *(unit.weights for unit in self.unit_tiers))
+        )
 
     def for_unit(self, name: str, *, full_precision: bool = False) -> PlanSettings:
-        """Return what holds for one unit.  full_precision: for those of its parameters that never leave fp32."""
+        """Return what holds for one unit.  full_precision: for those of its parameters that never
+        leave fp32.
+        """
         usual = UnitTiers(name, self.weight_tier, self.state_tier)
         tiers = next((unit for unit in self.unit_tiers if unit.unit == name), usual)
         policy = self.policy.lifted() if full_precision else self.policy
@@ -346,15 +409,19 @@ class PlanSettings:
 
 
 def predivide_of(settings: PlanSettings, ranks: int) -> float:
-    """Return what partial gradients are divided by before they travel; the rest of the mean follows the sum.
+    """Return what partial gradients are divided by before they travel; the rest of the mean follows
+    the sum.
 
     ranks: whose gradients are added.
     """
     return float(ranks) if settings.prescale else settings.predivide
 
 
-def gradient_wires(settings: PlanSettings, *, is_coded: bool, near: int) -> tuple[Codec | None, Codec | None]:
-    """Return how gradients are sent, and how inside a host where sums are formed by host; None: as they are collected.
+def gradient_wires(
+    settings: PlanSettings, *, is_coded: bool, near: int
+) -> tuple[Codec | None, Codec | None]:
+    """Return how gradients are sent, and how inside a host where sums are formed by host; None: as
+    they are collected.
 
     is_coded, near: as `plan_for` takes them.
     """
@@ -374,17 +441,23 @@ def plan_for(
     is_coded: bool = False,
     near: int = 1,
 ) -> ShardPlan:
-    """Return the specs of parameters of one dtype.  dtype: what they were built with.  ranks: that share slices.
+    """Return the specs of parameters of one dtype.  dtype: what they were built with.  ranks: that
+    share slices.
     is_coded: the compression of the settings is for them.  near: as `GroupPlan` has it.
 
-    On one rank a gradient shard is the whole gradient, so it is accumulated where it lies (P) at every stage, unless it
-    lies in another memory.  A master that is the weight itself lies where the weight does.  Weights that rest in
+    On one rank a gradient shard is the whole gradient, so it is accumulated where it lies (P) at
+    every stage, unless it lies in another memory.  A master that is the weight itself lies where
+    the weight does.  Weights that rest in
     another memory have no second copy: it would be on the device that they were to leave.
     """
-    weight_place, grad_place, state_place = COLUMNS[2 if persistent and settings.stage == 3 else settings.stage]
+    weight_place, grad_place, state_place = COLUMNS[
+        2 if persistent and settings.stage == 3 else settings.stage
+    ]
     weight_tier = settings.weight_tier if weight_place is S else Tier.DEVICE
     compression = settings.compression if is_coded else Compression()
-    sends_differences = trainable and weight_place is R and state_place is S and compression.weights is not None
+    sends_differences = (
+        trainable and weight_place is R and state_place is S and compression.weights is not None
+    )
     coded_as = compression.weights if weight_place is S or sends_differences else None
     weight = Spec(weight_place, settings.policy.weight_dtype(dtype), weight_tier, coded_as)
     if weight_place is S and not trainable and compression.frozen is not None:
@@ -398,7 +471,9 @@ def plan_for(
     policy = settings.policy
     tier = settings.state_tier
     moments = Spec(state_place, policy.master_dtype(weight.dtype), tier)
-    master = moments if sends_differences else replace(moments, dtype=policy.stored_dtype(weight.dtype))
+    master = (
+        moments if sends_differences else replace(moments, dtype=policy.stored_dtype(weight.dtype))
+    )
     is_weight = master.dtype == weight.dtype and not sends_differences
     if is_weight:
         master = replace(master, tier=weight.tier)
@@ -409,5 +484,13 @@ def plan_for(
     grad = Spec(place, grad_dtype, rests_on, wire, wire_inside=inside)
     kept = policy.moments if moments.dtype == torch.float32 else "fp32"
     return ShardPlan(
-        weight, grad, master, moments, is_weight, kept, settings.delayed_update, secondary, compression.feedback
+        weight,
+        grad,
+        master,
+        moments,
+        is_weight,
+        kept,
+        settings.delayed_update,
+        secondary,
+        compression.feedback,
     )

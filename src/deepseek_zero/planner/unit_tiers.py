@@ -1,8 +1,10 @@
-"""Assigns each unit's weights and states to a memory, where that is left open: fastest memory first.
+"""Assigns each unit's weights and states to a memory, where that is left open: fastest memory
+first.
 
-The states that move most per byte come first: a sharded weight is read three times a step and written once, a moment
-once each. Among the states those of the first units come first: backward makes their gradients last, and the next
-forward needs their weights first. Pure arithmetic over plans.
+The states that move most per byte come first: a sharded weight is read three times a step and
+written once, a moment once each. Among the states those of the first units come first: backward
+makes their gradients last, and the next forward needs their weights first. Pure arithmetic over
+plans.
 """
 
 from __future__ import annotations
@@ -20,16 +22,17 @@ from .memory import STATES, group_bytes
 from .spec import PlanSettings, UnitTiers
 from .units import UnitPlan
 
-WEIGHTS, OTHERS = STATES[:1], STATES[1:]
+WEIGHTS = STATES[:1]
+OTHERS = STATES[1:]
 
 
 @dataclass(frozen=True)
 class PlacementSettings:
-    """The choices that are left open. device, host, disk: bytes of one rank; None: what is free, shared by the ranks of
-    a host.
+    """The choices that are left open. device, host, disk: bytes of one rank; None: what is free,
+    shared by the ranks of a host.
 
-    ratio: share of the states that goes where `offload_optimizer` says. undo_bytes: of the device, for what undoes
-    updates ahead of their step.
+    ratio: share of the states that goes where `offload_optimizer` says. undo_bytes: of the device,
+    for what undoes updates ahead of their step.
     """
 
     chooses_weights: bool = False
@@ -50,17 +53,24 @@ class TierChoices:
     states: tuple[Tier, ...]
 
     @classmethod
-    def of(cls, settings: PlanSettings, placement: PlacementSettings, device: torch.device) -> TierChoices:
+    def of(
+        cls, settings: PlanSettings, placement: PlacementSettings, device: torch.device
+    ) -> TierChoices:
         """Return what a configuration leaves open.
 
-        On a CPU the host's memory is the device's, so it is a place of its own only where it has a budget.
+        On a CPU the host's memory is the device's, so it is a place of its own only where it has a
+        budget.
         """
         tiers = [Tier.DEVICE]
         tiers += [Tier.HOST] if placement.host is not None or device.type != "cpu" else []
         tiers += [Tier.NVME] if placement.path is not None else []
         return cls(
-            tuple(tiers) if placement.chooses_weights and settings.stage == 3 else (settings.weight_tier,),
-            tuple(tiers) if placement.chooses_states and settings.stage > 0 else (settings.state_tier,),
+            tuple(tiers)
+            if placement.chooses_weights and settings.stage == 3
+            else (settings.weight_tier,),
+            tuple(tiers)
+            if placement.chooses_states and settings.stage > 0
+            else (settings.state_tier,),
         )
 
     @property
@@ -69,12 +79,15 @@ class TierChoices:
 
 
 def assign_tiers(
-    units: Mapping[Tier, Sequence[UnitPlan]], choices: TierChoices, budgets: Mapping[Tier, int], moments: int
+    units: Mapping[Tier, Sequence[UnitPlan]],
+    choices: TierChoices,
+    budgets: Mapping[Tier, int],
+    moments: int,
 ) -> tuple[UnitTiers, ...]:
     """Return a memory for every unit; OutOfMemoryError where the units do not fit.
 
-    units: the plan of each unit where all of it lies in one memory.  budgets: bytes of one rank.  moments: per
-    element.
+    units: the plan of each unit where all of it lies in one memory.  budgets: bytes of one rank.
+    moments: per element.
     """
     left = dict(budgets)
     count = len(next(iter(units.values())))
@@ -88,9 +101,11 @@ def assign_tiers(
                 left[tier] -= needed
                 return tier
         raise OutOfMemoryError(
-            f"{' and '.join(states)} of unit '{units[tiers[0]][number].name}' need {format_bytes(needed)} and fit "
-            f"nowhere: {', '.join(f'{format_bytes(left[tier])} are left of {tier.value}' for tier in tiers)}.",
-            'device "auto" places what memory_budget allows, else what is free; nothing has been allocated.',
+            f"{' and '.join(states)} of unit '{units[tiers[0]][number].name}' need "
+            f"{format_bytes(needed)} and fit nowhere: "
+            f"{', '.join(f'{format_bytes(left[tier])} are left of {tier.value}' for tier in tiers)}.",
+            'device "auto" places what memory_budget allows, else what is free; nothing has been '
+            "allocated.",
             "allow more, name an nvme_path, or use more ranks.",
         )
 
@@ -101,9 +116,12 @@ def assign_tiers(
 
 
 def split_by_ratio(units: Sequence[UnitPlan], weights: Tier, ratio: float) -> tuple[UnitTiers, ...]:
-    """The units whose states stay on the device where only a share of all elements is offloaded (Twin-Flow)."""
+    """The units whose states stay on the device where only a share of all elements is offloaded
+    (Twin-Flow).
+    """
     keep = (1.0 - ratio) * sum(group.padded_numel for unit in units for group in unit.trained)
-    kept, found = 0, []
+    kept = 0
+    found = []
     for unit in units:
         kept += sum(group.padded_numel for group in unit.trained)
         if kept <= keep:

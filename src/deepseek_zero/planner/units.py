@@ -1,7 +1,8 @@
 """Units of a plan and their parameter groups: what travels together, and how it lies in memory.
 
-`plan_group` is the one place where a group's specs and layout are decided; the units of a whole model come from
-`plan_units`, and a group that is divided while a run goes on (sharding/regroup.py) from the same function.
+`plan_group` is the one place where a group's specs and layout are decided; the units of a whole
+model come from `plan_units`, and a group that is divided while a run goes on (sharding/regroup.py)
+from the same function.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from .spec import P, PlanSettings, R, S, ShardPlan, Spec, gradient_wires, plan_f
 class GroupKey:
     """Parameters of one unit with the same key lie in one flat buffer: one row of the plan.
 
-    split: how they lie along "tp", "" without that axis.  is_counted: whether these elements count in norms and
-    checkpoints, or another rank along "tp" holds them too.  sharers: coordinates along "tp" whose gradients are
+    split: how they lie along "tp", "" without that axis.  is_counted: whether these elements count
+    in norms and checkpoints, or another rank along "tp" holds them too.  sharers: coordinates along
+    "tp" whose gradients are
     summands of one.  is_coded: they are compressed on their way between ranks.
     """
 
@@ -41,13 +43,16 @@ class GroupKey:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Parameters of one unit that share a row of the table: specs, layout, and how their gradients travel.
+    """Parameters of one unit that share a row of the table: specs, layout, and how their gradients
+    travel.
 
-    key: what they have in common; None where only sizes matter.  predivide: what partial gradients are divided by
-    before they travel.  replicas: ranks that have sums of the same slices, to be added up once a step.
-    secondary_ranks: that hold the slices of a second copy of the weight.  near: ranks of one host among those that
-    hold the slices, where sums are formed by host; 1: in the order of ranks.  low: while the group is promoted, its
-    specs in 16 bits.
+    key: what they have in common; None where only sizes matter.  predivide: what partial gradients
+    are divided by
+    before they travel.  replicas: ranks that have sums of the same slices, to be added up once a
+    step.
+    secondary_ranks: that hold the slices of a second copy of the weight.  near: ranks of one host
+    among those that hold the slices, where sums are formed by host; 1: in the order of ranks.  low:
+    while the group is promoted, its specs in 16 bits.
     """
 
     plan: ShardPlan
@@ -79,8 +84,14 @@ class GroupPlan:
 
     @property
     def secondary_layout(self) -> FlatLayout:
-        """The same flat buffer, cut among the ranks of the second copy; a slice is several of the layout's."""
-        return replace(self.layout, slice_numel=self.padded_numel // self.secondary_ranks, ranks=self.secondary_ranks)
+        """The same flat buffer, cut among the ranks of the second copy; a slice is several of the
+        layout's.
+        """
+        return replace(
+            self.layout,
+            slice_numel=self.padded_numel // self.secondary_ranks,
+            ranks=self.secondary_ranks,
+        )
 
     @property
     def names(self) -> list[str]:
@@ -96,12 +107,14 @@ class GroupPlan:
     @property
     def exchange_length(self) -> int:
         """Return the bytes of one message of momenta, a slice's; 0 where gradients are reduced."""
-        return 0 if self.plan.exchange is None else self.plan.exchange.length(self.layout.slice_numel)
+        return (
+            0 if self.plan.exchange is None else self.plan.exchange.length(self.layout.slice_numel)
+        )
 
     @property
     def exchange_bytes(self) -> int:
-        """Return what a rank keeps for an exchange of momenta: what signs leave out of its own and of its slice's mean,
-        the signs of all ranks, and those that come.
+        """Return what a rank keeps for an exchange of momenta: what signs leave out of its own and
+        of its slice's mean, the signs of all ranks, and those that come.
         """
         if self.plan.exchange is None:
             return 0
@@ -110,14 +123,20 @@ class GroupPlan:
 
     @property
     def errors_numel(self) -> int:
-        """Return of how many values a rank keeps what codes leave out: its summands, or its part of its host's sums."""
+        """Return of how many values a rank keeps what codes leave out: its summands, or its part of
+        its host's sums.
+        """
         return self.padded_numel // self.near if self.plan.feedback is not None else 0
 
     @property
     def hop_wires(self) -> tuple[Codec, Codec]:
-        """How gradients of this group are sent inside a host, and between hosts; of one hop the first holds."""
+        """How gradients of this group are sent inside a host, and between hosts; of one hop the
+        first holds.
+        """
         assert self.plan.grad is not None
-        return hop_wires(self.plan.grad_wire, self.plan.summand_dtype, self.near, self.plan.grad.wire_inside)
+        return hop_wires(
+            self.plan.grad_wire, self.plan.summand_dtype, self.near, self.plan.grad.wire_inside
+        )
 
     @property
     def weight_wire(self) -> Codec:
@@ -126,23 +145,36 @@ class GroupPlan:
 
     @property
     def may_be_cut(self) -> bool:
-        """Return whether its master is sharded, so that its layout decides which tensors are cut."""
+        """Return whether its master is sharded, so that its layout decides which tensors are
+        cut.
+        """
         return self.plan.master is not None and self.plan.master.placement is not R
 
     @property
     def is_coded(self) -> bool:
         """Return whether weights or gradients are sent as codes."""
-        return any(spec is not None and isinstance(spec.wire, Blocks) for spec in (self.plan.weight, self.plan.grad))
+        return any(
+            spec is not None and isinstance(spec.wire, Blocks)
+            for spec in (self.plan.weight, self.plan.grad)
+        )
 
     def uncoded(self) -> GroupPlan:
         """Return the same group with everything sent as it is kept."""
-        grad = replace(self.plan.grad, wire=None, wire_inside=None) if self.plan.grad is not None else None
+        grad = (
+            replace(self.plan.grad, wire=None, wire_inside=None)
+            if self.plan.grad is not None
+            else None
+        )
         weight = replace(self.plan.weight, wire=None, rests_as=None)
         return replace(self, plan=replace(self.plan, weight=weight, grad=grad, feedback=None))
 
     def sent_as(self, settings: PlanSettings) -> GroupPlan:
-        """Return the same group with sharded weights, and gradients, sent as other settings have it."""
-        weight, grad, is_coded = self.plan.weight, self.plan.grad, self.key is not None and self.key.is_coded
+        """Return the same group with sharded weights, and gradients, sent as other settings have
+        it.
+        """
+        weight = self.plan.weight
+        grad = self.plan.grad
+        is_coded = self.key is not None and self.key.is_coded
         if weight.placement is S and weight.rests_as is None:
             weight = replace(weight, wire=settings.compression.weights if is_coded else None)
         if grad is not None:
@@ -175,8 +207,8 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """The groups that are gathered, released and reduced together. name: of its module; the first one is "root", the
-    model.
+    """The groups that are gathered, released and reduced together. name: of its module; the first
+    one is "root", the model.
 
     is_tile: see `choose_units`.
     """
@@ -205,7 +237,10 @@ class UnitPlan:
 
     def uncoded(self) -> UnitPlan:
         """Return the same unit with its coded groups sent as they are kept."""
-        return replace(self, groups=tuple(group.uncoded() if group.is_coded else group for group in self.groups))
+        return replace(
+            self,
+            groups=tuple(group.uncoded() if group.is_coded else group for group in self.groups),
+        )
 
     def explain(self, number: int) -> list[str]:
         """Return one line per group.  number: of the unit in its plan."""
@@ -215,11 +250,14 @@ class UnitPlan:
         ]
 
 
-def coded_names(unit: UnitShape, persistent: frozenset[str], settings: PlanSettings, ranks: int) -> frozenset[str]:
-    """Return the names of those parameters of a unit that are compressed on their way between so many ranks.
+def coded_names(
+    unit: UnitShape, persistent: frozenset[str], settings: PlanSettings, ranks: int
+) -> frozenset[str]:
+    """Return the names of those parameters of a unit that are compressed on their way between so
+    many ranks.
 
-    Matrices alone: one norm's weight of 1 in a block would leave the weights beside it, near 0.02, three codes.  On one
-    rank nothing travels, and frozen ones rest as codes all the same.
+    Matrices alone: one norm's weight of 1 in a block would leave the weights beside it, near 0.02,
+    three codes.  On one rank nothing travels, and frozen ones rest as codes all the same.
     """
     compression = settings.compression
     found = {
@@ -228,7 +266,10 @@ def coded_names(unit: UnitShape, persistent: frozenset[str], settings: PlanSetti
         if len(param.shape) >= 2
         and name not in persistent
         and (
-            (compression.codes_weights and (settings.stage == 3 or (settings.stage > 0 and param.trainable)))
+            (
+                compression.codes_weights
+                and (settings.stage == 3 or (settings.stage > 0 and param.trainable))
+            )
             or (compression.codes_gradients and param.trainable)
             or (compression.frozen is not None and settings.stage == 3 and not param.trainable)
         )
@@ -236,7 +277,11 @@ def coded_names(unit: UnitShape, persistent: frozenset[str], settings: PlanSetti
     }
     if sum(param.numel for param in found.values()) < compression.min_numel:
         return frozenset()
-    rests = {name for name, param in found.items() if compression.frozen is not None and not param.trainable}
+    rests = {
+        name
+        for name, param in found.items()
+        if compression.frozen is not None and not param.trainable
+    }
     return frozenset(found) if ranks > 1 else frozenset(rests)
 
 
@@ -247,16 +292,25 @@ def group_params(
     groups: dict[GroupKey, list[str]] = {}
     coded = coded_names(unit, persistent, settings, mesh.shard_size)
     for name, param in unit.params.items():
-        key = GroupKey(param.dtype, param.trainable, name in persistent, param.full_precision, is_coded=name in coded)
+        key = GroupKey(
+            param.dtype,
+            param.trainable,
+            name in persistent,
+            param.full_precision,
+            is_coded=name in coded,
+        )
         if (split := param.split) is not None:
             if not split.shares_evenly(mesh.tp):
                 raise NotBuiltError(
-                    f"parameter '{name}': its parts are shared unevenly by {mesh.tp} tensor-parallel ranks.",
-                    "Ranks that hold the same key and value heads add up their gradients, in groups of one size.",
+                    f"parameter '{name}': its parts are shared unevenly by {mesh.tp} "
+                    "tensor-parallel ranks.",
+                    "Ranks that hold the same key and value heads add up their gradients, in "
+                    "groups of one size.",
                     "choose a number of ranks that divides the heads, or that they divide.",
                 )
             place = mesh.coordinates["tp"]
-            counted, summands = split.is_counted_at(place), split.summands(place, mesh.tp)
+            counted = split.is_counted_at(place)
+            summands = split.summands(place, mesh.tp)
             key = replace(key, split=split.kind, is_counted=counted, sharers=summands)
         if param.is_copy:
             key = replace(key, is_counted=False)
@@ -265,11 +319,14 @@ def group_params(
 
 
 def persistent_names(units: Sequence[UnitShape], settings: PlanSettings) -> frozenset[str]:
-    """Parameters too small to be worth gathering, smallest first while their sum allows.  Stage 3 only."""
+    """Parameters too small to be worth gathering, smallest first while their sum allows.  Stage 3
+    only.
+    """
     if settings.stage < 3 or settings.persistence_numel <= 0:
         return frozenset()
     sizes = sorted((param.numel, name) for unit in units for name, param in unit.params.items())
-    names, total = set(), 0
+    names = set()
+    total = 0
     for numel, name in sizes:
         total += numel
         if numel > settings.persistence_numel or total > settings.persistence_total_numel:
@@ -290,7 +347,8 @@ def plan_group(
 ) -> GroupPlan:
     """Return the plan of the parameters of one unit that have one key.
 
-    uncut: names of parameters whose optimizer needs whole tensors. grain: each parameter begins at a multiple of it.
+    uncut: names of parameters whose optimizer needs whole tensors. grain: each parameter begins at
+    a multiple of it.
     """
     settings = settings.for_unit(unit, full_precision=key.full_precision)
     near = mesh.near_size(settings.ranks_per_host or 1)
@@ -304,29 +362,46 @@ def plan_group(
         near=near,
     )
     if plan.feedback is not None:
-        grain = 1  # checkpoints, also old ones, store what codes left out by its place in this layout
+        grain = (
+            1  # checkpoints, also old ones, store what codes left out by its place in this layout
+        )
     if plan.weight.rests_as is not None:
-        grain = max(grain, plan.weight.rests_as.granule)  # no block of codes has two parameters' elements
+        grain = max(
+            grain, plan.weight.rests_as.granule
+        )  # no block of codes has two parameters' elements
     layout = even_layout(names, shapes, mesh.shard_size, grain=grain)
     replicas = mesh.dp_replicate * max(1, len(key.sharers))
     secondary_ranks = settings.secondary_ranks if plan.secondary is not None else 1
-    group = GroupPlan(plan, layout, key, predivide_of(settings, mesh.reduce_size), replicas, secondary_ranks, near)
-    return group.relayout("tensor") if group.may_be_cut and any(name in uncut for name in names) else group
+    group = GroupPlan(
+        plan, layout, key, predivide_of(settings, mesh.reduce_size), replicas, secondary_ranks, near
+    )
+    return (
+        group.relayout("tensor")
+        if group.may_be_cut and any(name in uncut for name in names)
+        else group
+    )
 
 
 def plan_units(
-    model: ModelShape, settings: PlanSettings, mesh: Mesh, uncut: Collection[str] = (), grain: int = GRAIN
+    model: ModelShape,
+    settings: PlanSettings,
+    mesh: Mesh,
+    uncut: Collection[str] = (),
+    grain: int = GRAIN,
 ) -> tuple[UnitPlan, ...]:
     """Return the units of a model, root first.
 
-    Of parameters that are split along "tp" the shapes are of this rank's part already (planner/split.py).  UsageError
-    where a second copy of weights, or hosts, do not divide among the ranks that share slices.
+    Of parameters that are split along "tp" the shapes are of this rank's part already
+    (planner/split.py).  UsageError where a second copy of weights, or hosts, do not divide among
+    the ranks that share slices.
     """
     if settings.secondary_ranks < mesh.shard_size and mesh.shard_size % settings.secondary_ranks:
         raise UsageError(
-            f"a second copy of the weights for {settings.secondary_ranks} ranks (zero_hpz_partition_size): "
-            f"{mesh.shard_size} is not divisible by {settings.secondary_ranks}.",
-            f"{mesh.shard_size} ranks hold the slices of one state, and each of them is in one group of neighbours.",
+            f"a second copy of the weights for {settings.secondary_ranks} ranks "
+            f"(zero_hpz_partition_size): {mesh.shard_size} is not divisible by "
+            f"{settings.secondary_ranks}.",
+            f"{mesh.shard_size} ranks hold the slices of one state, and each of them is in one "
+            "group of neighbours.",
             "choose a divisor, as a rule the ranks of one host, or 1 for no copy.",
         )
     persistent = persistent_names(model.units, settings)

@@ -1,7 +1,9 @@
-"""Who updates what, and in which portions: an optimizer's shards of master weights, their tiles, and their bytes.
+"""Who updates what, and in which portions: an optimizer's shards of master weights, their tiles,
+and their bytes.
 
-A rank's share of a group's master is cut into shards that the inner optimizer treats as parameters; shards of about
-`tile_numel` elements together are a tile, one call of that optimizer (DeepSpeed's sub-group).
+A rank's share of a group's master is cut into shards that the inner optimizer treats as parameters;
+shards of about `tile_numel` elements together are a tile, one call of that optimizer (DeepSpeed's
+sub-group).
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from .spec import R, ShardPlan
 from .units import GroupPlan, UnitPlan
 
 EVERY_UNIT = -1
-# Elements of a rank's updates from which compiled kernels are worth the second that they take to compile: they save
-# about 2 ns an element in each step.
+# Elements of a rank's updates from which compiled kernels are worth the second that they take to
+# compile: they save about 2 ns an element in each step.
 WORTH_COMPILING = 1 << 20
 
 
@@ -46,11 +48,13 @@ class ParamGroupPlan:
 class UpdateSettings:
     """An optimizer as a plan needs it.
 
-    optimizer: its class; `moments_for` knows what it keeps.  tile_numel: elements per optimizer call on the training
-    device.  host_tile_numel: elements per call where the host updates.  scales_grads:
-    gradients may be clipped or unscaled.  can_defer: updates may wait for the next forward.  by_unit: tiles end where
-    units do, since some units are updated in backward.  undo_bytes: for what undoes such updates.  crosses_hosts: the
-    ranks that share slices are on several hosts.  kernels: what computes updates on a CPU, "auto", "numba" or "torch".
+    optimizer: its class; `moments_for` knows what it keeps.  tile_numel: elements per optimizer
+    call on the training
+    device.  host_tile_numel: elements per call where the host updates.  scales_grads: gradients may
+    be clipped or unscaled.  can_defer: updates may wait for the next forward.  by_unit: tiles end
+    where units do, since some units are updated in backward.  undo_bytes: for what undoes such
+    updates.  crosses_hosts: the ranks that share slices are on several hosts.  kernels: what
+    computes updates on a CPU, "auto", "numba" or "torch".
     gpu_kernels: NVIDIA GPUs update by kernels that NVRTC compiles.
     """
 
@@ -71,15 +75,17 @@ class UpdateSettings:
         return self.host_tile_numel if plan.is_updated_on_host else self.tile_numel
 
     def defers(self, plan: ShardPlan) -> bool:
-        """Return whether a group's update waits for the next forward: its states travel meanwhile, between memories, or
-        as the gathers of the units before it between hosts.
+        """Return whether a group's update waits for the next forward: its states travel meanwhile,
+        between memories, or as the gathers of the units before it between hosts.
         """
         far = self.crosses_hosts and not self.by_unit
         return self.can_defer and (plan.rests_elsewhere or (far and plan.rests_in_slices))
 
     @property
     def grain(self) -> int:
-        """Elements at a multiple of which each parameter begins in its flat layout: more than 1 for fused updates."""
+        """Elements at a multiple of which each parameter begins in its flat layout: more than 1 for
+        fused updates.
+        """
         return GRAIN if self.optimizer in NAMES else 1
 
     @property
@@ -90,7 +96,9 @@ class UpdateSettings:
 
 @dataclass(frozen=True)
 class ShardRange:
-    """Elements [start, stop) of one rank's part of a group's master that the optimizer treats as one parameter."""
+    """Elements [start, stop) of one rank's part of a group's master that the optimizer treats as
+    one parameter.
+    """
 
     group: GroupPlan
     start: int
@@ -106,10 +114,13 @@ class ShardRange:
 Tile = list[tuple[int, ShardRange]]  # (number of the optimizer's parameter group, shard)
 
 
-def shard_ranges(group: GroupPlan, rank: int, names: frozenset[str], tile_numel: int, uncut: bool) -> list[ShardRange]:
+def shard_ranges(
+    group: GroupPlan, rank: int, names: frozenset[str], tile_numel: int, uncut: bool
+) -> list[ShardRange]:
     """Return the shards of the named parameters of a group on one rank.
 
-    Neighbours are joined and cut at tiles; where the optimizer needs whole tensors there is a shard per tensor.
+    Neighbours are joined and cut at tiles; where the optimizer needs whole tensors there is a shard
+    per tensor.
     """
     runs: list[tuple[int, int, list[tuple[str, int, int]]]] = []
     found: list[ShardRange] = []
@@ -117,7 +128,8 @@ def shard_ranges(group: GroupPlan, rank: int, names: frozenset[str], tile_numel:
     whole = master is not None and master.placement is R
     low, high = (0, group.padded_numel) if whole else group.layout.bounds(rank)
     for slot in group.layout.slots:
-        start, stop = max(slot.start, low) - low, min(slot.stop, high) - low
+        start = max(slot.start, low) - low
+        stop = min(slot.stop, high) - low
         if start >= stop or slot.name not in names:
             continue
         if uncut:
@@ -135,8 +147,9 @@ def shard_ranges(group: GroupPlan, rank: int, names: frozenset[str], tile_numel:
 
 @dataclass(frozen=True)
 class TileOrder:
-    """The tiles of an optimizer.  now: updated before a step is over.  later: what may be updated at other times, by
-    number of the unit (all under EVERY_UNIT where tiles reach from one unit into the next).
+    """The tiles of an optimizer.  now: updated before a step is over.  later: what may be updated
+    at other times, by number of the unit (all under EVERY_UNIT where tiles reach from one unit into
+    the next).
     """
 
     now: list[Tile]
@@ -152,14 +165,18 @@ def tile_order(
 ) -> TileOrder:
     """Return the tiles of these shards (by parameter group), in the order of units.
 
-    Shards in one chunk of their group stay together, so that a chunk is fetched and stored once; parameters that the
-    optimizer treats differently alternate there.
+    Shards in one chunk of their group stay together, so that a chunk is fetched and stored once;
+    parameters that the optimizer treats differently alternate there.
     """
     unit_of = {id(group): number for number, unit in enumerate(units) for group in unit.groups}
-    order = {id(group): number for number, group in enumerate(group for unit in units for group in unit.groups)}
+    order = {
+        id(group): number
+        for number, group in enumerate(group for unit in units for group in unit.groups)
+    }
     flat = [(number, shard) for number, of_group in enumerate(shards) for shard in of_group]
     flat.sort(key=lambda item: (order[id(item[1].group)], item[1].start))
-    now, later = list[Tile](), dict[int, list[Tile]]()
+    now = list[Tile]()
+    later = dict[int, list[Tile]]()
 
     def chunk_of(item: tuple[int, ShardRange]) -> tuple[int, int]:
         group = item[1].group
@@ -169,14 +186,20 @@ def tile_order(
         bundle = list(chunk)
         group = bundle[0][1].group
         if settings.defers(group.plan):
-            later.setdefault(unit_of[id(group)] if settings.by_unit else EVERY_UNIT, []).append(bundle)
+            later.setdefault(unit_of[id(group)] if settings.by_unit else EVERY_UNIT, []).append(
+                bundle
+            )
         else:
             now.append(bundle)
-    return TileOrder(_tiles_of(now, settings), {unit: _tiles_of(mine, settings) for unit, mine in later.items()})
+    return TileOrder(
+        _tiles_of(now, settings), {unit: _tiles_of(mine, settings) for unit, mine in later.items()}
+    )
 
 
 def _tiles_of(bundles: Sequence[Tile], settings: UpdateSettings) -> list[Tile]:
-    """Join bundles into tiles, each for one optimizer call. One device updates all shards of a tile."""
+    """Join bundles into tiles, each for one optimizer call. One device updates all shards of a
+    tile.
+    """
     tiles: list[Tile] = []
     filled = 0
     is_on_host = False
@@ -195,8 +218,8 @@ def _tiles_of(bundles: Sequence[Tile], settings: UpdateSettings) -> list[Tile]:
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """The shards that one rank updates, and their tiles. shards: by parameter group of the optimizer. device: that
-    trains.
+    """The shards that one rank updates, and their tiles. shards: by parameter group of the
+    optimizer. device: that trains.
     """
 
     settings: UpdateSettings
@@ -217,7 +240,9 @@ class UpdatePlan:
 
     @property
     def speculative(self) -> dict[int, list[Tile]]:
-        """Tiles that may be updated in backward, by unit: of all but the root, whose gradient is the last there is."""
+        """Tiles that may be updated in backward, by unit: of all but the root, whose gradient is
+        the last there is.
+        """
         return {unit: tiles for unit, tiles in self.order.later.items() if unit > 0}
 
     @cached_property
@@ -229,16 +254,20 @@ class UpdatePlan:
         return "numba" if numel >= WORTH_COMPILING else "torch"
 
     def has_kernel(self, number: int, shard: ShardRange) -> bool:
-        """Return whether a shard of the optimizer's parameter group of that number is updated in one pass."""
+        """Return whether a shard of the optimizer's parameter group of that number is updated in
+        one pass.
+        """
         if not self._compiles_for(self._home(shard)):
             return False
-        plan, options = shard.group.plan, self.settings.groups[number].options
+        plan = shard.group.plan
+        options = self.settings.groups[number].options
         return rule_of(self.settings.optimizer, options) is not None and _is_plain(plan)
 
     def _compiles_for(self, home: torch.device) -> bool:
         """Return whether kernels are compiled for a device.
 
-        On a GPU it does not depend on the number of elements, so that all stages and ranks have the same bits.
+        On a GPU it does not depend on the number of elements, so that all stages and ranks have the
+        same bits.
         """
         if home == CPU:
             return self.kernels != "torch"
@@ -248,7 +277,9 @@ class UpdatePlan:
 
     @property
     def moments_bytes(self) -> int:
-        """Bytes the optimizer keeps on the device; of moments that lie elsewhere, counters and block scales alone."""
+        """Bytes the optimizer keeps on the device; of moments that lie elsewhere, counters and
+        block scales alone.
+        """
         total = 0
         for options, row, shard in self._rows():
             kept_by_optimizer = 0 if shard.group.plan.moments_external else shard.numel
@@ -258,7 +289,9 @@ class UpdatePlan:
         return total
 
     def external_bytes(self) -> Counter[str]:
-        """Bytes of moments that are kept for the optimizer, by where they are: whole slices, in whole pages."""
+        """Bytes of moments that are kept for the optimizer, by where they are: whole slices, in
+        whole pages.
+        """
         found = Counter[str]()
         for group, count in self.moments_per_group():
             if group.plan.moments_external:
@@ -266,16 +299,25 @@ class UpdatePlan:
         return found
 
     def moments_per_group(self) -> list[tuple[GroupPlan, int]]:
-        """Each group of which this rank updates something, and the values per element that are kept for it."""
-        counts = {id(shard.group): (shard.group, row.count(options)) for options, row, shard in self._rows()}
+        """Each group of which this rank updates something, and the values per element that are kept
+        for it.
+        """
+        counts = {
+            id(shard.group): (shard.group, row.count(options))
+            for options, row, shard in self._rows()
+        }
         return list(counts.values())
 
     @property
     def undo_bytes(self) -> int:
-        """Bytes of the log that undoes updates in backward: of the first units, as many as fit the budget."""
+        """Bytes of the log that undoes updates in backward: of the first units, as many as fit the
+        budget.
+        """
         total = 0
         for tiles in self.speculative.values() if self.settings.undo_bytes else ():
-            nbytes = sum(self._written_bytes(number, shard) for tile in tiles for number, shard in tile)
+            nbytes = sum(
+                self._written_bytes(number, shard) for tile in tiles for number, shard in tile
+            )
             total += nbytes if total + nbytes <= self.settings.undo_bytes else 0
         return total
 
@@ -290,7 +332,9 @@ class UpdatePlan:
         return found
 
     def staging_bytes(self, tiles: int) -> int:
-        """Return the bytes through which so many tiles of the training device's tensors pass to the host and back."""
+        """Return the bytes through which so many tiles of the training device's tensors pass to the
+        host and back.
+        """
         most = 0
         for tile in self.order.tiles:
             nbytes = sum(_staged_bytes(shard) for _, shard in tile)
@@ -299,23 +343,38 @@ class UpdatePlan:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes a step works in: buffers as long as the fullest tile, for each device that shards are updated on."""
-        return sum(self._scratch_bytes(home, fullest) for home, fullest in self.fullest_tiles.items())
+        """Bytes a step works in: buffers as long as the fullest tile, for each device that shards
+        are updated on.
+        """
+        return sum(
+            self._scratch_bytes(home, fullest) for home, fullest in self.fullest_tiles.items()
+        )
 
     def _scratch_bytes(self, home: torch.device, fullest: int) -> int:
         here = [(number, shard) for number, shard in self._numbered() if self._home(shard) == home]
         groups = {id(shard.group) for _, shard in here}
         plans = [shard.group.plan for _, shard in here]
-        counts = [(each.plan, count) for each, count in self.moments_per_group() if id(each) in groups]
-        narrow = [count for plan, count in counts if plan.moments_external and plan.moments_format != "fp32"]
-        on_disk = any(plan.moments_external and plan.moments and plan.moments.tier is Tier.NVME for plan, _ in counts)
+        counts = [
+            (each.plan, count) for each, count in self.moments_per_group() if id(each) in groups
+        ]
+        narrow = [
+            count
+            for plan, count in counts
+            if plan.moments_external and plan.moments_format != "fp32"
+        ]
+        on_disk = any(
+            plan.moments_external and plan.moments and plan.moments.tier is Tier.NVME
+            for plan, _ in counts
+        )
         splits = any(plan.master_is_split for plan in plans)
         widens = any(self._master_is_copied(shard) for _, shard in here)
         # The NaN that stands for values that are not there between steps.
         elements = 1 if splits or widens or narrow or on_disk else 0
         by_torch = [shard for number, shard in here if not self.has_kernel(number, shard)]
         if by_torch:
-            casts = self.settings.scales_grads or any(grad_is_cast(shard.group.plan) for shard in by_torch)
+            casts = self.settings.scales_grads or any(
+                grad_is_cast(shard.group.plan) for shard in by_torch
+            )
             joins = any(shard.group.plan.master_is_split for shard in by_torch)
             copies = joins or any(map(self._master_is_copied, by_torch))
             elements += fullest * (casts + copies + max(narrow, default=0))
@@ -335,7 +394,8 @@ class UpdatePlan:
 
     def _written_bytes(self, number: int, shard: ShardRange) -> int:
         """Bytes that the update of one shard writes: weight, master and moments."""
-        plan, options = shard.group.plan, self.settings.groups[number].options
+        plan = shard.group.plan
+        options = self.settings.groups[number].options
         assert plan.master is not None and plan.moments is not None
         count = moments_for(self.settings.optimizer, options).count(options)
         own = 0 if plan.master_is_weight else plan.master.dtype.itemsize
@@ -345,12 +405,14 @@ class UpdatePlan:
         return shard.numel * (weight + own + moments) + scales
 
     def _home(self, shard: ShardRange) -> torch.device:
-        """The device that a shard is updated on: the host where its moments lie in another memory."""
+        """The device that a shard is updated on: the host where its moments lie in another
+        memory.
+        """
         return CPU if shard.group.plan.is_updated_on_host else self.device
 
     def _master_is_copied(self, shard: ShardRange) -> bool:
-        """Return whether an optimizer works on a copy of a master that is not split: a wider one, or one near the
-        moments.
+        """Return whether an optimizer works on a copy of a master that is not split: a wider one,
+        or one near the moments.
         """
         plan = shard.group.plan
         near = self.device if plan.master is not None and plan.master.tier is Tier.DEVICE else CPU
@@ -358,7 +420,9 @@ class UpdatePlan:
 
 
 def _is_plain(plan: ShardPlan) -> bool:
-    """Return whether main weight, moments and gradient are stored as a kernel reads them (`kernels.rules.Layout`)."""
+    """Return whether main weight, moments and gradient are stored as a kernel reads them
+    (`kernels.rules.Layout`).
+    """
     if plan.master is None or plan.moments is None or plan.grad is None:
         return False
     if plan.moments_format not in ("fp32", "bf16") or plan.moments.dtype != torch.float32:
@@ -370,17 +434,23 @@ def _is_plain(plan: ShardPlan) -> bool:
 
 
 def _staged_bytes(shard: ShardRange) -> int:
-    """Return the bytes of a shard that the training device has and the host updates, in rooms of a `StagingRing`."""
+    """Return the bytes of a shard that the training device has and the host updates, in rooms of a
+    `StagingRing`.
+    """
     plan = shard.group.plan
     if not plan.is_updated_on_host:
         return 0
-    specs = [spec for spec in (plan.weight, plan.grad) if spec is not None and spec.tier is Tier.DEVICE]
+    specs = [
+        spec for spec in (plan.weight, plan.grad) if spec is not None and spec.tier is Tier.DEVICE
+    ]
     return sum(-(-shard.numel * spec.dtype.itemsize // ALIGNMENT) * ALIGNMENT for spec in specs)
 
 
 def grad_is_cast(plan: ShardPlan) -> bool:
     """Return whether a gradient must be cast before the optimizer can read it."""
-    return plan.grad is not None and plan.moments is not None and plan.grad.dtype != plan.moments.dtype
+    return (
+        plan.grad is not None and plan.moments is not None and plan.grad.dtype != plan.moments.dtype
+    )
 
 
 def plan_update(
@@ -392,7 +462,9 @@ def plan_update(
             shard
             for unit in units
             for group in unit.trained
-            for shard in shard_ranges(group, rank, each.names, settings.tile_numel_of(group.plan), each.is_uncut)
+            for shard in shard_ranges(
+                group, rank, each.names, settings.tile_numel_of(group.plan), each.is_uncut
+            )
         ]
         for each in settings.groups
     ]

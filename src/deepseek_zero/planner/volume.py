@@ -8,9 +8,9 @@
     refresh        slice x (N-1), once, as weights are sent, where the optimizer works on slices of a weight that is
                    whole
 
-for each such action in the passes of a step.  A slice is padded numel / N elements, so each term is (N-1)/N of the
-padded size.  With persistence 0, window 0 and G micro-batches the sum is 2, 2, G+1 and 3G times that at stages 0 to 3.
-Nothing is allocated and nothing is sent.
+for each such action in the passes of a step.  A slice is padded numel / N elements, so each term is
+(N-1)/N of the padded size.  With persistence 0, window 0 and G micro-batches the sum is 2, 2, G+1
+and 3G times that at stages 0 to 3. Nothing is allocated and nothing is sent.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ from .units import GroupPlan, UnitPlan
 class StepVolume:
     """Bytes that one rank sends in one optimizer step, by what they are for.
 
-    rows: control messages that carry no state: the table of norms, and whether gradients came late; first_step_rows:
-    once, the order of units.  inner_gathers: the part of `gathers` that comes from a second copy of the weights.
-    tensor: activations and their gradients of layers that ranks share; sequence: those of attention over sequences that
-    ranks share; boundaries: those that stages pass on;
-    first_step_headers: once, what these messages hold; ties: gradients of parameters that stages share.  inside_hosts:
-    where sums are formed by host, the part of gathers, reduces and refresh that stays inside one.
+    rows: control messages that carry no state: the table of norms, and whether gradients came late;
+    first_step_rows:
+    once, the order of units.  inner_gathers: the part of `gathers` that comes from a second copy of
+    the weights.
+    tensor: activations and their gradients of layers that ranks share; sequence: those of attention
+    over sequences that ranks share; boundaries: those that stages pass on;
+    first_step_headers: once, what these messages hold; ties: gradients of parameters that stages
+    share.  inside_hosts: where sums are formed by host, the part of gathers, reduces and refresh
+    that stays inside one.
     """
 
     gathers: int
@@ -53,13 +56,17 @@ class StepVolume:
 
     @property
     def state_bytes(self) -> int:
-        """Everything that moves weights and gradients between ranks that have the same piece of the model."""
+        """Everything that moves weights and gradients between ranks that have the same piece of the
+        model.
+        """
         return self.gathers + self.reduces + self.refresh
 
     @property
     def total_bytes(self) -> int:
         """Everything that every step sends."""
-        return self.state_bytes + self.tensor + self.sequence + self.boundaries + self.ties + self.rows
+        return (
+            self.state_bytes + self.tensor + self.sequence + self.boundaries + self.ties + self.rows
+        )
 
 
 def step_volume(
@@ -69,11 +76,11 @@ def step_volume(
     replicas: int = 1,
     pipeline: PipelinePlan | None = None,
 ) -> StepVolume:
-    """The volume, between the ranks that have one piece of the model, of one step of `settings.accumulation`
-    micro-batches, forward and backward once each.
+    """The volume, between the ranks that have one piece of the model, of one step of
+    `settings.accumulation` micro-batches, forward and backward once each.
 
-    replicas: ranks along dp_replicate.  pipeline: says how often what is gathered, where the model is cut into stages;
-    gradients are then reduced once.
+    replicas: ranks along dp_replicate.  pipeline: says how often what is gathered, where the model
+    is cut into stages; gradients are then reduced once.
     """
     ranks = next((group.ranks for unit in units for group in unit.groups), 1)
     world = ranks * replicas
@@ -83,7 +90,11 @@ def step_volume(
     for kind, number, times in _movements(units, schedule, settings, pipeline):
         sent[kind] += times * _bytes_of(kind, units[number])
         gathers[number] += times if kind is ActionKind.GATHER else 0
-    found = [_gather_bytes(group, gathers[number]) for number, unit in enumerate(units) for group in unit.sharded]
+    found = [
+        _gather_bytes(group, gathers[number])
+        for number, unit in enumerate(units)
+        for group in unit.sharded
+    ]
     inside = sum(inner for _, inner in found)
     return StepVolume(
         gathers=sum(outer for outer, _ in found) + inside,
@@ -97,16 +108,24 @@ def step_volume(
 
 
 def _inside_hosts(
-    units: Sequence[UnitPlan], schedule: Schedule, settings: PlanSettings, pipeline: PipelinePlan | None
+    units: Sequence[UnitPlan],
+    schedule: Schedule,
+    settings: PlanSettings,
+    pipeline: PipelinePlan | None,
 ) -> int:
-    """Return the part of all gathers and sums of a step that stays inside a host, where sums are formed by host."""
+    """Return the part of all gathers and sums of a step that stays inside a host, where sums are
+    formed by host.
+    """
     if not any(group.near > 1 for unit in units for group in unit.groups):
         return 0
-    gathers, total = Counter[int](), 0
+    gathers = Counter[int]()
+    total = 0
     for kind, number, times in _movements(units, schedule, settings, pipeline):
         gathers[number] += times if kind is ActionKind.GATHER else 0
         if kind is ActionKind.REDUCE:
-            total += times * sum(_reduce_bytes(group, inside=True) for group in units[number].trained)
+            total += times * sum(
+                _reduce_bytes(group, inside=True) for group in units[number].trained
+            )
     for number, unit in enumerate(units):
         for group in unit.sharded:
             times = _outer_gathers(group, gathers[number])
@@ -116,7 +135,10 @@ def _inside_hosts(
 
 
 def _movements(
-    units: Sequence[UnitPlan], schedule: Schedule, settings: PlanSettings, pipeline: PipelinePlan | None
+    units: Sequence[UnitPlan],
+    schedule: Schedule,
+    settings: PlanSettings,
+    pipeline: PipelinePlan | None,
 ) -> Iterator[tuple[ActionKind, int, int]]:
     """What moves in a step: its kind, the number of its unit, and how often."""
     if pipeline is None:
@@ -139,11 +161,11 @@ def _bytes_of(kind: ActionKind, unit: UnitPlan) -> int:
 
 
 def _gather_bytes(group: GroupPlan, times: int) -> tuple[int, int]:
-    """Return the bytes a rank sends when a weight is gathered so often in a step: to every other rank, and to those
-    that share the second copy.
+    """Return the bytes a rank sends when a weight is gathered so often in a step: to every other
+    rank, and to those that share the second copy.
 
-    The first gather behind an update goes over all ranks and makes the copy; what nothing updates has it from the
-    first step on.
+    The first gather behind an update goes over all ranks and makes the copy; what nothing updates
+    has it from the first step on.
     """
     outer = _outer_gathers(group, times)
     inner_slice = group.padded_numel // group.secondary_ranks * (group.secondary_ranks - 1)
@@ -153,7 +175,11 @@ def _gather_bytes(group: GroupPlan, times: int) -> tuple[int, int]:
 
 def _outer_gathers(group: GroupPlan, times: int) -> int:
     """Return how many of so many gathers go over all ranks that share slices."""
-    return times if group.plan.secondary is None else min(times, 1 if group.plan.grad is not None else 0)
+    return (
+        times
+        if group.plan.secondary is None
+        else min(times, 1 if group.plan.grad is not None else 0)
+    )
 
 
 def _reduce_bytes(group: GroupPlan, *, inside: bool = False) -> int:
@@ -161,7 +187,8 @@ def _reduce_bytes(group: GroupPlan, *, inside: bool = False) -> int:
 
     inside: those alone that stay in a host, where sums are formed by host.
     """
-    plan, near = group.plan, _near_slices(group)
+    plan = group.plan
+    near = _near_slices(group)
     assert plan.grad is not None and plan.master is not None
     if plan.exchange is not None:
         return 2 * (group.ranks - 1) * group.exchange_length
@@ -175,7 +202,9 @@ def _reduce_bytes(group: GroupPlan, *, inside: bool = False) -> int:
 
 
 def _all_reduce_bytes(group: GroupPlan) -> int:
-    """Return the bytes of one sum over replicas: a slice is reduced in parts, and the parts are gathered."""
+    """Return the bytes of one sum over replicas: a slice is reduced in parts, and the parts are
+    gathered.
+    """
     assert group.plan.grad is not None
     part = -(-(group.padded_numel // group.ranks) // group.replicas)
     return 2 * (group.replicas - 1) * part * group.plan.grad.dtype.itemsize
@@ -192,7 +221,9 @@ def _to_others(group: GroupPlan, wire: Codec, *, inside: bool = False) -> int:
 
 
 def _near_slices(group: GroupPlan) -> int:
-    """Return how many slices' worth a rank sends inside its host in a gather or sum by host: each host's to each."""
+    """Return how many slices' worth a rank sends inside its host in a gather or sum by host: each
+    host's to each.
+    """
     return group.ranks // group.near * (group.near - 1)
 
 
