@@ -1,8 +1,10 @@
-"""Fewer bits for values that change a little every step, without losing those changes: stochastic rounding.
+"""Fewer bits for values that change a little every step, without losing those changes: stochastic
+rounding.
 
-A running mean that moves by a thousandth of itself never moves at all if it is rounded to the nearest of 256 or 65,536
-numbers.  Rounded up or down by chance, in proportion, it moves by the right amount on average.  Chance is a function of
-(seed, step, name, element) alone, so a run is repeated bit for bit and ranks may share elements as they like.
+A running mean that moves by a thousandth of itself never moves at all if it is rounded to the
+nearest of 256 or 65,536 numbers.  Rounded up or down by chance, in proportion, it moves by the
+right amount on average.  Chance is a function of (seed, step, name, element) alone, so a run is
+repeated bit for bit and ranks may share elements as they like.
 
     bf16    the upper half of fp32
     8 bits  blocks of BLOCK elements share a power of two, the largest magnitude over which is in (1/2, 1];
@@ -27,7 +29,9 @@ from .policy import CAST_TILE, cast_master, has_nan, settle_nan
 BLOCK = 256  # elements that share a power of two
 _PER_COUNT = 16  # 16-bit numbers that one count of the generator gives
 _MANTISSA = 20  # bits of an fp32 mantissa that are cut off
-_LEAST, _MOST = -120, 126  # powers of two that a block may have: up to 1.6e38; 127 stands for "not finite"
+# powers of two that a block may have: up to 1.6e38; 127 stands for "not finite"
+_LEAST = -120
+_MOST = 126
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,9 @@ class StochasticRounding:
     seed: int = 0
 
     def of(self, name: str, start: int, numel: int) -> Tensor:
-        """Return the bits of elements [start, start + numel) of the tensor of this name: int16, on the CPU."""
+        """Return the bits of elements [start, start + numel) of the tensor of this name: int16, on
+        the CPU.
+        """
         first, skipped = divmod(start, _PER_COUNT)
         counter = [first, self.step, 0, 0]
         words = np.random.Philox(counter=counter, key=[self.seed, crc32(name.encode())])
@@ -47,7 +53,9 @@ class StochasticRounding:
 
 
 class StorageFormat(Protocol):
-    """A way to store fp32 values. dtype: of the stored codes. has_scales: a power of two per block is stored too."""
+    """A way to store fp32 values. dtype: of the stored codes. has_scales: a power of two per block
+    is stored too.
+    """
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -55,9 +63,11 @@ class StorageFormat(Protocol):
     @property
     def has_scales(self) -> bool: ...
 
-    def encode(self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None) -> None:
-        """Write fp32 values into `codes` and their block scales; round to the nearest without random bits. All are
-        flat.
+    def encode(
+        self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None
+    ) -> None:
+        """Write fp32 values into `codes` and their block scales; round to the nearest without
+        random bits. All are flat.
         """
 
     def decode(self, codes: Tensor, powers: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -71,7 +81,9 @@ class BFloat16Format:
     dtype: torch.dtype = torch.bfloat16
     has_scales: bool = False
 
-    def encode(self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None) -> None:
+    def encode(
+        self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None
+    ) -> None:
         if chance is None:
             cast_master(values, codes)
         else:
@@ -89,13 +101,16 @@ def round_to_bf16(values: Tensor, into: Tensor, chance: Tensor) -> None:
         bits = exact.view(torch.int32).clone()
         if has_nan(exact):
             settle_nan(bits)
-        # Adding up to one unit of the last kept place to the magnitude; infinity, whose lower half is zero, stays.
+        # Adding up to one unit of the last kept place to the magnitude; infinity, whose lower half
+        # is zero, stays.
         upper.copy_(bits.add_(random.int().bitwise_and_(0xFFFF)).bitwise_right_shift_(16))
 
 
 @dataclass(frozen=True)
 class Float8Block:
-    """8-bit floats.  least: the exponent of the smallest normal number, under the power of two of the block."""
+    """8-bit floats.  least: the exponent of the smallest normal number, under the power of two of
+    the block.
+    """
 
     is_signed: bool
     least: int
@@ -112,16 +127,22 @@ class Float8Block:
     @cached_property
     def table(self) -> Tensor:
         """Return the values of all 256 codes."""
-        return torch.tensor(self.values + [-value for value in self.values] if self.is_signed else self.values)
+        return torch.tensor(
+            self.values + [-value for value in self.values] if self.is_signed else self.values
+        )
 
-    def encode(self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None) -> None:
+    def encode(
+        self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None
+    ) -> None:
         assert powers is not None
         tile = max(BLOCK, CAST_TILE.on(values.device) // BLOCK * BLOCK)
         for low in range(0, values.numel(), tile):
             exact = values[low : low + tile]
             random = None if chance is None else chance[low : low + tile].to(values.device)
             first = low // BLOCK
-            self._encode(exact, codes[low : low + tile], powers[first : first + tile // BLOCK], random)
+            self._encode(
+                exact, codes[low : low + tile], powers[first : first + tile // BLOCK], random
+            )
 
     def _encode(self, exact: Tensor, codes: Tensor, powers: Tensor, chance: Tensor | None) -> None:
         numel = exact.numel()
@@ -137,7 +158,11 @@ class Float8Block:
         blocks.mul_(_power_of_two(-power.clamp(max=_MOST)).unsqueeze(1))
         is_small = magnitude < 2.0**self.least
         bits = magnitude.add_(is_small.float(), alpha=2.0**self.least).view(torch.int32)[:numel]
-        cut = 1 << (_MANTISSA - 1) if chance is None else chance.int().bitwise_and_(0xFFFF).bitwise_left_shift_(4)
+        cut = (
+            1 << (_MANTISSA - 1)
+            if chance is None
+            else chance.int().bitwise_and_(0xFFFF).bitwise_left_shift_(4)
+        )
         found = bits.add_(cut).bitwise_right_shift_(_MANTISSA).sub_((self.least + 127 - 1) * 8)
         found.sub_(is_small[:numel].int(), alpha=8)
         if self.is_signed:
@@ -150,7 +175,8 @@ class Float8Block:
         assert powers is not None
         out = torch.empty(codes.numel(), device=codes.device) if out is None else out
         tile = max(BLOCK, CAST_TILE.on(out.device) // BLOCK * BLOCK)
-        table, scales = self.table.to(out.device), _power_of_two(powers.int())
+        table = self.table.to(out.device)
+        scales = _power_of_two(powers.int())
         for low in range(0, out.numel(), tile):
             part = out[low : low + tile]
             torch.index_select(table, 0, codes[low : low + tile].int(), out=part)
@@ -161,7 +187,8 @@ class Float8Block:
         return out
 
 
-SIGNED, MAGNITUDES = Float8Block(True, -14), Float8Block(False, -30)
+SIGNED = Float8Block(True, -14)
+MAGNITUDES = Float8Block(False, -30)
 _TABLES = (SIGNED.table, MAGNITUDES.table)  # made now: 2 KB that belong to no engine
 # The 8-bit format of a moment, by the name that optimizers give it.
 _TINY = {

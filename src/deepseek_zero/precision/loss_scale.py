@@ -1,7 +1,8 @@
 """Loss scaling for fp16: a number, and when it moves.
 
-Owns: the scale and its rule (DeepSpeed's, which is Megatron's).  Does not own: finding overflows or agreeing on them;
-`update` is told the verdict all ranks share, so the scale is the same everywhere without a word exchanged.
+Owns: the scale and its rule (DeepSpeed's, which is Megatron's).  Does not own: finding overflows or
+agreeing on them; `update` is told the verdict all ranks share, so the scale is the same everywhere
+without a word exchanged.
 
     overflow, hysteresis left > 1      hysteresis falls by 1, the scale stays
     overflow, hysteresis left = 1      scale = max(scale / 2, minimum); an error if it is there already
@@ -32,7 +33,8 @@ class LossScaleError(DeepSeekZeroError):
 class LossScaleSettings:
     """The fp16 block of a config, in its own names.  loss_scale 0 means dynamic.
 
-    gives_up: an overflow at the smallest scale is an error; else the step is skipped like every other.
+    gives_up: an overflow at the smallest scale is an error; else the step is skipped like every
+    other.
     """
 
     loss_scale: float = 0.0
@@ -47,15 +49,39 @@ class LossScaleSettings:
         problems = [
             f"{name} is {value}, it must be {wish}"
             for name, value, sound, wish in (
-                ("loss_scale", self.loss_scale, math.isfinite(self.loss_scale) and self.loss_scale >= 0, "0 or more"),
-                ("loss_scale_window", self.loss_scale_window, self.loss_scale_window >= 1, "1 or more"),
+                (
+                    "loss_scale",
+                    self.loss_scale,
+                    math.isfinite(self.loss_scale) and self.loss_scale >= 0,
+                    "0 or more",
+                ),
+                (
+                    "loss_scale_window",
+                    self.loss_scale_window,
+                    self.loss_scale_window >= 1,
+                    "1 or more",
+                ),
                 ("hysteresis", self.hysteresis, self.hysteresis >= 1, "1 or more"),
-                ("min_loss_scale", self.min_loss_scale, 0 < self.min_loss_scale < math.inf, "above 0"),
-                ("initial_scale_power", self.initial_scale_power, abs(self.initial_scale_power) < 128, "below 128"),
+                (
+                    "min_loss_scale",
+                    self.min_loss_scale,
+                    0 < self.min_loss_scale < math.inf,
+                    "above 0",
+                ),
+                (
+                    "initial_scale_power",
+                    self.initial_scale_power,
+                    abs(self.initial_scale_power) < 128,
+                    "below 128",
+                ),
             )
             if not sound
         ]
-        if not problems and self.dynamic and _FACTOR**self.initial_scale_power < self.min_loss_scale:
+        if (
+            not problems
+            and self.dynamic
+            and _FACTOR**self.initial_scale_power < self.min_loss_scale
+        ):
             problems.append(f"2^initial_scale_power is below min_loss_scale {self.min_loss_scale}")
         if problems:
             raise ConfigError("fp16: " + "; ".join(problems) + ".")
@@ -70,7 +96,8 @@ class LossScaleSettings:
 class LossScaler:
     """The current scale; `update` is called once per optimizer step, skipped steps included.
 
-    cur_iter: steps seen. last_overflow_iter: the step of the last overflow, -1 before any, so that the first window is
+    cur_iter: steps seen. last_overflow_iter: the step of the last overflow, -1 before any, so that
+    the first window is
     as long as the others. cur_hysteresis: overflows still forgiven, plus one.
     """
 
@@ -82,14 +109,18 @@ class LossScaler:
 
     def __post_init__(self) -> None:
         chosen = self.settings
-        self.scale = _FACTOR**chosen.initial_scale_power if chosen.dynamic else float(chosen.loss_scale)
+        self.scale = (
+            _FACTOR**chosen.initial_scale_power if chosen.dynamic else float(chosen.loss_scale)
+        )
         self.cur_hysteresis = chosen.hysteresis
 
     @classmethod
     def static(cls, scale: float = 1.0) -> LossScaler:
         """A scale that never moves; 1.0 is what fp32 and bf16 use."""
         if scale <= 0:
-            raise ConfigError(f"a static loss scale of {scale} loses the gradient.", fix="give a number above 0.")
+            raise ConfigError(
+                f"a static loss scale of {scale} loses the gradient.", fix="give a number above 0."
+            )
         return cls(LossScaleSettings(loss_scale=scale))
 
     @property
@@ -98,9 +129,11 @@ class LossScaler:
         return self.settings.dynamic
 
     def update(self, overflow: bool) -> None:
-        """Take the verdict all ranks agreed on for this step.  A step with an overflow must have been skipped.
+        """Take the verdict all ranks agreed on for this step.  A step with an overflow must have
+        been skipped.
 
-        Raises LossScaleError, and changes nothing, when the scale would have to fall below its minimum.
+        Raises LossScaleError, and changes nothing, when the scale would have to fall below its
+        minimum.
         """
         if not self.dynamic:
             return
@@ -123,8 +156,8 @@ class LossScaler:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a saved scaler's numbers.
 
-        The config decides between static and dynamic: a state of the other kind, or any state for a static scale,
-        leaves the scale of the config. A minimum raised since then is respected.
+        The config decides between static and dynamic: a state of the other kind, or any state for a
+        static scale, leaves the scale of the config. A minimum raised since then is respected.
         """
         names = ("dynamic", "scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
         missing = [name for name in names if name not in state_dict]
@@ -143,9 +176,12 @@ class LossScaler:
     def _after_overflow(self) -> None:
         if self.cur_hysteresis > 1:
             self.cur_hysteresis -= 1
-            outcome = f"the scale stays at {self.scale:g}, hysteresis falls to {self.cur_hysteresis}"
+            outcome = (
+                f"the scale stays at {self.scale:g}, hysteresis falls to {self.cur_hysteresis}"
+            )
         else:
-            before, self.scale = self.scale, self._lower()
+            before = self.scale
+            self.scale = self._lower()
             outcome = f"the scale falls from {before:g} to {self.scale:g}"
         self.last_overflow_iter = self.cur_iter
         log_once(f"gradients overflowed, step {self.cur_iter + 1} skipped: {outcome}.")
@@ -154,8 +190,12 @@ class LossScaler:
         least = self.settings.min_loss_scale
         if self.scale <= least and self.settings.gives_up:
             raise LossScaleError(
-                f"Current loss scale already at minimum - cannot decrease scale anymore ({least:g}).",
-                why="gradients are infinite or NaN at the smallest scale allowed, so the scale is not the cause.",
+                "Current loss scale already at minimum - cannot decrease scale anymore "
+                f"({least:g}).",
+                why=(
+                    "gradients are infinite or NaN at the smallest scale allowed, so the scale is "
+                    "not the cause."
+                ),
                 fix="look for the first non-finite loss, lower the learning rate or clip gradients, train in bf16, or "
                 "set a smaller fp16.min_loss_scale.",
             )
