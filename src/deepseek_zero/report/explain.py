@@ -1,4 +1,5 @@
-"""Where a step went, and what bounds it, in sentences: phases of the clock, waits and sums of the meter, links.
+"""Where a step went, and what bounds it, in sentences: phases of the clock, waits and sums of the
+meter, links.
 
 And, from a log of what travelled, how much of that ran beside something else.
 """
@@ -17,15 +18,20 @@ from .links import Link
 Span = tuple[float, float]  # from when to when, in seconds of time.perf_counter
 
 WORTH_SAYING = 0.02  # of a step
-LANES = {"gather": "waiting for weights", "reduce": "waiting for gradients", "rows": "waiting to agree"}
+LANES = {
+    "gather": "waiting for weights",
+    "reduce": "waiting for gradients",
+    "rows": "waiting to agree",
+}
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What of the settings a sentence of advice is made from.  ahead_numel: elements gathered ahead of their use.
+    """What of the settings a sentence of advice is made from.  ahead_numel: elements gathered ahead
+    of their use.
 
-    window_numel: gathered elements at a time.  largest_numel: of a unit.  in_place: gathers move nothing, so a wait is
-    for a slower rank.
+    window_numel: gathered elements at a time.  largest_numel: of a unit.  in_place: gathers move
+    nothing, so a wait is for a slower rank.
     """
 
     ahead_numel: int
@@ -34,18 +40,24 @@ class Advice:
     in_place: bool
 
 
-COMPUTING, OPTIMIZER = "computing", "the optimizer"
+COMPUTING = "computing"
+OPTIMIZER = "the optimizer"
 OWN = (COMPUTING, OPTIMIZER, AWAY, BETWEEN)  # parts in which a rank waits for no other
 
 
 def seconds_by_part(meter: Meter) -> dict[str, float]:
-    """Parts of the steps so far, in seconds.  Waits and sums are taken out of the phases around them."""
+    """Parts of the steps so far, in seconds.  Waits and sums are taken out of the phases around
+    them.
+    """
     seconds = meter.clock.seconds
     parts = {LANES[lane]: waited for lane, waited in meter.wait_seconds.items()}
     parts["adding gradients up"] = meter.sum_seconds
-    # Weights are waited for in forward and backward, gradients in backward, agreement in the step: taken from the sum.
+    # Weights are waited for in forward and backward, gradients in backward, agreement in the step:
+    # taken from the sum.
     parts[COMPUTING] = seconds.get("forward", 0.0) + seconds.get("backward", 0.0)
-    parts[COMPUTING] -= sum(parts[each] for each in (LANES["gather"], LANES["reduce"]) if each in parts)
+    parts[COMPUTING] -= sum(
+        parts[each] for each in (LANES["gather"], LANES["reduce"]) if each in parts
+    )
     parts[COMPUTING] -= meter.sum_seconds
     parts[OPTIMIZER] = seconds.get("optimizer", 0.0) - parts.get(LANES["rows"], 0.0)
     parts[AWAY] = seconds.get(AWAY, 0.0)
@@ -59,7 +71,9 @@ def shares(meter: Meter) -> dict[str, float]:
     if not total:
         return {}
     parts = seconds_by_part(meter)
-    return dict(sorted(((name, part / total) for name, part in parts.items()), key=lambda item: -item[1]))
+    return dict(
+        sorted(((name, part / total) for name, part in parts.items()), key=lambda item: -item[1])
+    )
 
 
 def where_steps_went(meter: Meter, advice: Advice) -> list[str]:
@@ -78,11 +92,16 @@ def where_steps_went(meter: Meter, advice: Advice) -> list[str]:
 
 
 def what_moved(links: Sequence[Link]) -> list[str]:
-    """Two lines per link that carried something, and a sentence of advice on the one that is waited for most."""
+    """Two lines per link that carried something, and a sentence of advice on the one that is waited
+    for most.
+    """
     lines = [line for link in links for line in _carried(link)]
     slowest = max(links, key=lambda link: link.waited_seconds, default=None)
     if slowest is not None and slowest.waited_seconds > WORTH_SAYING * slowest.step_seconds:
-        lines.append(f"  waiting for the {slowest.name} {_LINK_BOUND if _is_too_slow(slowest) else _COULD_HIDE}")
+        lines.append(
+            f"  waiting for the {slowest.name} "
+            f"{_LINK_BOUND if _is_too_slow(slowest) else _COULD_HIDE}"
+        )
     return lines
 
 
@@ -91,12 +110,12 @@ def _carried(link: Link) -> list[str]:
     if not link.moved_bytes:
         return [rest]
     return [
-        f"{rest}; a step reads {format_bytes(link.read_bytes)} and writes {format_bytes(link.written_bytes)} at "
-        f"{link.rate / 1e9:.2f} GB/s, {link.hidden:.0%} of that time hidden, {format_seconds(link.waited_seconds)} "
-        "waited for",
-        f"  bound {format_seconds(link.bound_seconds)} a step, {link.reached:.0%} of it reached: the {link.name} at "
-        f"its best ({link.best_rate / 1e9:.2f} GB/s) needs {format_seconds(link.needed_seconds)}, the work "
-        f"{format_seconds(link.working_seconds)}",
+        f"{rest}; a step reads {format_bytes(link.read_bytes)} and writes "
+        f"{format_bytes(link.written_bytes)} at {link.rate / 1e9:.2f} GB/s, {link.hidden:.0%} of "
+        f"that time hidden, {format_seconds(link.waited_seconds)} waited for",
+        f"  bound {format_seconds(link.bound_seconds)} a step, {link.reached:.0%} of it reached: "
+        f"the {link.name} at its best ({link.best_rate / 1e9:.2f} GB/s) needs "
+        f"{format_seconds(link.needed_seconds)}, the work {format_seconds(link.working_seconds)}",
     ]
 
 
@@ -106,8 +125,8 @@ def _is_too_slow(link: Link) -> bool:
 
 _LINK_BOUND = "cannot be hidden: more tokens per step give it more work to hide behind"
 _COULD_HIDE = (
-    "could be hidden: a larger offload_optimizer.buffer_count lets updates run further ahead, a larger "
-    "stage3_prefetch_bucket_size gathers"
+    "could be hidden: a larger offload_optimizer.buffer_count lets updates run further ahead, a "
+    "larger stage3_prefetch_bucket_size gathers"
 )
 
 
@@ -118,9 +137,14 @@ def _advice(lane: str, advice: Advice) -> str:
             return f"stage3_prefetch_bucket_size of {two} elements would start them two units ahead"
         if advice.window_numel < 3 * advice.largest_numel:
             return f"stage3_max_live_parameters of {three} elements would let them start earlier"
-        return "weights travel slower than they are used; a larger micro-batch computes more with each"
+        return (
+            "weights travel slower than they are used; a larger micro-batch computes more with each"
+        )
     if lane == "reduce" and not advice.in_place:
-        return "gradients travel slower than backward makes them; fewer micro-batch boundaries would send fewer"
+        return (
+            "gradients travel slower than backward makes them; fewer micro-batch boundaries would "
+            "send fewer"
+        )
     return "another rank comes later; give ranks equal batches and equal machines"
 
 
@@ -128,7 +152,9 @@ def _advice(lane: str, advice: Advice) -> str:
 
 
 class Travel(Protocol):
-    """What a log has of each collective and each transfer: when its bytes moved, when this rank waited for it."""
+    """What a log has of each collective and each transfer: when its bytes moved, when this rank
+    waited for it.
+    """
 
     @property
     def under_way(self) -> tuple[float, float]: ...
@@ -139,14 +165,17 @@ class Travel(Protocol):
 
 @dataclass
 class Timeline:
-    """Everything that travelled while somebody recorded, in the order it was waited for or, if transfers, asked for."""
+    """Everything that travelled while somebody recorded, in the order it was waited for or, if
+    transfers, asked for.
+    """
 
     collectives: list[Event] = field(default_factory=list)
     transfers: list[TransferEvent] = field(default_factory=list)
 
 
 def overlap_share(travels: Sequence[Travel], others: Sequence[Travel] = ()) -> float:
-    """Of the time in which one of these was under way, the part in which this rank did something else; 0 if none.
+    """Of the time in which one of these was under way, the part in which this rank did something
+    else; 0 if none.
 
     others: waiting for these is not doing something else either.
     """
@@ -160,8 +189,12 @@ def under_way_seconds(travels: Sequence[Travel]) -> float:
 
 
 def exposed_seconds(travels: Sequence[Travel], others: Sequence[Travel] = ()) -> float:
-    """How long one was under way and this rank did nothing else than wait, for one of these or of `others`."""
-    return _common_seconds(_under_way(travels), _merged([each.waited for each in (*travels, *others)]))
+    """How long one was under way and this rank did nothing else than wait, for one of these or of
+    `others`.
+    """
+    return _common_seconds(
+        _under_way(travels), _merged([each.waited for each in (*travels, *others)])
+    )
 
 
 def _under_way(travels: Sequence[Travel]) -> list[Span]:
@@ -170,7 +203,9 @@ def _under_way(travels: Sequence[Travel]) -> list[Span]:
 
 def _common_seconds(left: Sequence[Span], right: Sequence[Span]) -> float:
     """Both are in order and overlap nothing of their own."""
-    found, mine, theirs = 0.0, 0, 0
+    found = 0.0
+    mine = 0
+    theirs = 0
     while mine < len(left) and theirs < len(right):
         (start, stop), (since, until) = left[mine], right[theirs]
         found += max(0.0, min(stop, until) - max(start, since))

@@ -1,4 +1,5 @@
-"""The floating-point operations of a model's forward, by module, counted on the operators that really ran.
+"""The floating-point operations of a model's forward, by module, counted on the operators that
+really ran.
 
 Counts by torch's flop counter, which knows matrix products, convolutions and attention; elementwise
 operators count nothing.  A module's count includes that of the modules in it.
@@ -19,7 +20,8 @@ from ..base.quantities import format_count, format_seconds
 
 @dataclass(frozen=True)
 class FlopsSettings:
-    """Which forward is counted (after `step` steps) and how it is shown.  depth: -1 for all; output_file: None logs it.
+    """Which forward is counted (after `step` steps) and how it is shown.  depth: -1 for all;
+    output_file: None logs it.
 
     recompute: share of the forward that backward repeats.
     """
@@ -48,7 +50,8 @@ class ModuleCost:
 
 @dataclass
 class ForwardCost:
-    """Counts forwards of a model between `start` and `stop`; several add up.  Backward is not counted.
+    """Counts forwards of a model between `start` and `stop`; several add up.  Backward is not
+    counted.
 
     rows: by name, "" for the model itself, in the order of named_modules().
     """
@@ -56,7 +59,9 @@ class ForwardCost:
     model: nn.Module
     rows: dict[str, ModuleCost] = field(default_factory=dict)
     _hooks: list[Any] = field(default_factory=list)
-    _open: dict[str, tuple[int, float]] = field(default_factory=dict)  # operations and time at entry
+    _open: dict[str, tuple[int, float]] = field(
+        default_factory=dict
+    )  # operations and time at entry
     _counter: FlopCounterMode | None = None
 
     def start(self) -> None:
@@ -66,8 +71,12 @@ class ForwardCost:
         for name, module in self.model.named_modules():
             params = sum(param.numel() for param in module.parameters())
             self.rows.setdefault(name, ModuleCost(name, type(module).__name__, params))
-            self._hooks.append(module.register_forward_pre_hook(partial(self._on_forward_start, name)))
-            self._hooks.append(module.register_forward_hook(partial(self._on_forward_end, name), always_call=True))
+            self._hooks.append(
+                module.register_forward_pre_hook(partial(self._on_forward_start, name))
+            )
+            self._hooks.append(
+                module.register_forward_hook(partial(self._on_forward_end, name), always_call=True)
+            )
 
     def stop(self) -> None:
         """Remove the hooks; the counts stay."""
@@ -78,13 +87,16 @@ class ForwardCost:
     def reset(self) -> None:
         """Set all counts to zero."""
         for row in self.rows.values():
-            row.flops, row.seconds = 0, 0.0
+            row.flops = 0
+            row.seconds = 0.0
 
     def _on_forward_start(self, name: str, module: nn.Module, inputs: Any) -> None:
         if not name:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
-        if self._counter is not None:  # a module called on its own, outside the model's forward, is not counted
+        if (
+            self._counter is not None
+        ):  # a module called on its own, outside the model's forward, is not counted
             self._open[name] = self._counter.get_total_flops(), time.perf_counter()
 
     def _on_forward_end(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -101,9 +113,12 @@ class ForwardCost:
 def flops_table(cost: ForwardCost, settings: FlopsSettings) -> str:
     """Print the counts as lines of text: the model, and each module below it if `detailed`."""
     total = cost.rows[""]
-    step = total.flops * (3 + settings.recompute)  # backward: once for the inputs, once for the weights
+    step = total.flops * (
+        3 + settings.recompute
+    )  # backward: once for the inputs, once for the weights
     lines = [
-        f"Flops profile after step {settings.step}: matrix products, convolutions and attention, as they ran",
+        f"Flops profile after step {settings.step}: matrix products, convolutions and attention, "
+        "as they ran",
         f"  parameters {format_count(total.params)}, forward {format_count(total.flops)}FLOPS in "
         f"{format_seconds(total.seconds)}, forward and backward about {format_count(step)}FLOPS",
     ]
@@ -114,6 +129,6 @@ def flops_table(cost: ForwardCost, settings: FlopsSettings) -> str:
 def _line(row: ModuleCost, total: ModuleCost) -> str:
     share = f"{row.flops / total.flops:.1%}" if total.flops else "-"
     return (
-        f"  {'  ' * row.depth}{row.name or '(model)'}: {row.kind}, {format_count(row.params)} parameters, "
-        f"{format_count(row.flops)}FLOPS ({share}), {format_seconds(row.seconds)}"
+        f"  {'  ' * row.depth}{row.name or '(model)'}: {row.kind}, {format_count(row.params)} "
+        f"parameters, {format_count(row.flops)}FLOPS ({share}), {format_seconds(row.seconds)}"
     )

@@ -1,6 +1,8 @@
-"""The traffic of the link to each other memory in a mean step, and how near the step came to its bound.
+"""The traffic of the link to each other memory in a mean step, and how near the step came to its
+bound.
 
-    bound = the larger of: the seconds that the bytes take at the best rate seen, the seconds that this rank computes
+    bound = the larger of: the seconds that the bytes take at the best rate seen, the seconds that
+    this rank computes
 
 Owns the arithmetic; explain.py makes sentences of it.
 """
@@ -17,10 +19,13 @@ NAMES = {Tier.HOST: "host", Tier.NVME: "disk"}
 
 @dataclass(frozen=True)
 class Link:
-    """One memory's link on this rank; all but resting_bytes per step, and 0 before there were two steps.
+    """One memory's link on this rank; all but resting_bytes per step, and 0 before there were two
+    steps.
 
-    busy_seconds: a transfer was under way.  waited_seconds: this rank waited for one.  best_rate: bytes a second over
-    the fastest stretch.  working_seconds: the step without all waits, for links and for other ranks.
+    busy_seconds: a transfer was under way.  waited_seconds: this rank waited for one.  best_rate:
+    bytes a second over
+    the fastest stretch.  working_seconds: the step without all waits, for links and for other
+    ranks.
     """
 
     name: str
@@ -65,7 +70,10 @@ class Link:
 
 def links_of(tiers: Tiers, meter: Meter) -> list[Link]:
     """The links of this rank, one for each memory beside the device."""
-    return [_link(NAMES[tier], each.reserved_bytes, each.traffic, meter) for tier, each in tiers.memories.items()]
+    return [
+        _link(NAMES[tier], each.reserved_bytes, each.traffic, meter)
+        for tier, each in tiers.memories.items()
+    ]
 
 
 def _link(name: str, resting_bytes: int, moved: Traffic, meter: Meter) -> Link:

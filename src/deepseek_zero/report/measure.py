@@ -18,8 +18,8 @@ STATES = ("weight", "grad", "master", "moments", "buffers")  # in the order of t
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes on this rank by state. `measured["other"]`: live storages that belong to no state (batches, client
-    tensors).
+    """Bytes on this rank by state. `measured["other"]`: live storages that belong to no state
+    (batches, client tensors).
     """
 
     predicted: Mapping[str, int]
@@ -38,7 +38,8 @@ class MemoryReport:
 def live_storages(device_type: str | None = None) -> dict[int, int]:
     """Address -> bytes of every storage that a Python tensor refers to.
 
-    Shared pages count where they are written, on the rank whose slice they are, and not where they are only looked at.
+    Shared pages count where they are written, on the rank whose slice they are, and not where they
+    are only looked at.
     """
     gc.collect()
     found: dict[int, int] = {}
@@ -50,12 +51,18 @@ def live_storages(device_type: str | None = None) -> dict[int, int]:
                 if tensor is None or tensor.device.type != (device_type or tensor.device.type):
                     continue
                 storage = tensor.untyped_storage()
-                if storage.device.type == "meta":  # torch.compile leaves fake tensors, which claim a real device
+                if (
+                    storage.device.type == "meta"
+                ):  # torch.compile leaves fake tensors, which claim a real device
                     continue
                 found[storage.data_ptr()] = storage.nbytes()
     found.pop(0, None)
     seen_only = segment_views()
-    return {at: nbytes for at, nbytes in found.items() if not any(at in addresses for addresses in seen_only)}
+    return {
+        at: nbytes
+        for at, nbytes in found.items()
+        if not any(at in addresses for addresses in seen_only)
+    }
 
 
 def bytes_of(tensors: Iterable[Tensor], seen: set[int]) -> int:
@@ -71,12 +78,19 @@ def bytes_of(tensors: Iterable[Tensor], seen: set[int]) -> int:
 
 def moments_of(state: Mapping[object, Mapping[str, object]]) -> list[Tensor]:
     """The tensors in an optimizer's state."""
-    return [value for entry in state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+    return [
+        value
+        for entry in state.values()
+        for value in entry.values()
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Bytes of one rank at one stage, by state, as the plan predicts them and as found in live storages."""
+    """Bytes of one rank at one stage, by state, as the plan predicts them and as found in live
+    storages.
+    """
 
     stage: int
     predicted: Mapping[str, int]
@@ -96,9 +110,13 @@ class MemoryRow:
 
 def states_of(rows: Sequence[MemoryRow]) -> list[str]:
     """The states that take room in any row: the usual five first, others in order of appearance."""
-    sizes = [item for row in rows for kind in (row.predicted, row.measured) for item in kind.items()]
+    sizes = [
+        item for row in rows for kind in (row.predicted, row.measured) for item in kind.items()
+    ]
     found = {state: None for state, size in sizes if size}
-    return [state for state in STATES if state in found] + [state for state in found if state not in STATES]
+    return [state for state in STATES if state in found] + [
+        state for state in found if state not in STATES
+    ]
 
 
 def common_unit(rows: Sequence[MemoryRow]) -> tuple[float, str]:

@@ -10,15 +10,22 @@ from rich.text import Text
 
 from .measure import MemoryRow, common_unit, states_of
 
-_MAX_DIFFERENCE = 0.01  # above one per cent the plan and the allocation no longer tell the same story
+_MAX_DIFFERENCE = (
+    0.01  # above one per cent the plan and the allocation no longer tell the same story
+)
 
 
 def memory_table(rows: Sequence[MemoryRow], title: str = "Memory per rank") -> Table:
-    """One row per stage: predicted bytes by state, predicted total, measured total, difference in per cent."""
+    """One row per stage: predicted bytes by state, predicted total, measured total, difference in
+    per cent.
+    """
     states = states_of(rows)
     unit_bytes, unit = common_unit(rows)
-    table = Table(title=f"{title} ({unit})", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    table.title_style, table.title_justify = "bold", "left"
+    table = Table(
+        title=f"{title} ({unit})", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False
+    )
+    table.title_style = "bold"
+    table.title_justify = "left"
     table.add_column("stage", justify="center", no_wrap=True)
     for state in states:
         table.add_column(state, justify="right", style="dim", no_wrap=True)

@@ -1,8 +1,8 @@
 """Memory over a step, by kind: every storage that an operator makes, from then until it is gone.
 
-Nothing is guessed from sizes. A storage that an engine holds under a name (its states, gathered weights, parked
-activations) is of that kind as long as it does; any other one is called after the phase that made it, "forward" for
-what is between an operator and its backward: activations.
+Nothing is guessed from sizes. A storage that an engine holds under a name (its states, gathered
+weights, parked activations) is of that kind as long as it does; any other one is called after the
+phase that made it, "forward" for what is between an operator and its backward: activations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from torch import Tensor
 from ..base.device import WeakStorage, dispatch_mode, without_torch_function
 from ..base.memory import segment_views
 from ..base.quantities import format_bytes, unit_of
-from .plots import GREY, INK, OTHER_COLOUR, STATE_COLOURS, add_titles, new_figure, save_figure, style_axes
+from .plots import (
+    GREY,
+    INK,
+    OTHER_COLOUR,
+    STATE_COLOURS,
+    add_titles,
+    new_figure,
+    save_figure,
+    style_axes,
+)
 
 Held = Callable[[], Mapping[str, Iterable[Tensor]]]
 ACTIVATIONS = "activations"
@@ -44,7 +53,9 @@ class MemoryTrace:
     phase: Callable[[], str]
     samples: list[dict[str, int]] = field(default_factory=list)
     marks: list[tuple[int, str]] = field(default_factory=list)  # (sample, phase that began there)
-    _made: dict[WeakStorage, tuple[int, int, str]] = field(default_factory=dict)  # address, bytes, phase
+    _made: dict[WeakStorage, tuple[int, int, str]] = field(
+        default_factory=dict
+    )  # address, bytes, phase
 
     @property
     def peak(self) -> dict[str, int]:
@@ -76,7 +87,10 @@ class MemoryTrace:
             self.marks.append((len(self.samples), phase))
         has_changed = self._forget_gone() or not self.samples
         before = len(self._made)
-        given = {tensor.untyped_storage().data_ptr() for tensor in _plain_tensors((*args, *kwargs.values()))}
+        given = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in _plain_tensors((*args, *kwargs.values()))
+        }
         for tensor in _plain_tensors(result):
             self._follow(tensor, phase, given)
         if has_changed or len(self._made) != before:
@@ -86,7 +100,9 @@ class MemoryTrace:
     def _follow(self, tensor: Tensor, phase: str, given: set[int]) -> None:
         storage = tensor.untyped_storage()
         if storage.nbytes() >= SMALLEST_BYTES and storage.data_ptr() not in given:
-            self._made.setdefault(WeakStorage(storage), (storage.data_ptr(), storage.nbytes(), phase))
+            self._made.setdefault(
+                WeakStorage(storage), (storage.data_ptr(), storage.nbytes(), phase)
+            )
 
     def sample(self) -> None:
         """Note what is there now."""
@@ -108,7 +124,10 @@ class MemoryTrace:
 
     def draw(self, path: Path | str, title: str = "Memory over a step") -> None:
         """Draw bytes over operators, stacked by kind, as a PNG."""
-        order = [*COLOURS, *sorted({kind for sample in self.samples for kind in sample} - {*COLOURS})]
+        order = [
+            *COLOURS,
+            *sorted({kind for sample in self.samples for kind in sample} - {*COLOURS}),
+        ]
         kinds = [kind for kind in order if any(sample.get(kind) for sample in self.samples)]
         unit_bytes, unit = unit_of(self.peak_bytes)
         figure = new_figure(8.4, 4.8)
@@ -116,7 +135,9 @@ class MemoryTrace:
         style_axes(axes)
         rows = [[sample.get(kind, 0) / unit_bytes for sample in self.samples] for kind in kinds]
         colours = [COLOURS.get(kind, OTHER_COLOUR) for kind in kinds]
-        axes.stackplot(range(len(self.samples)), *rows, colors=colours, labels=kinds, step="post", linewidth=0)
+        axes.stackplot(
+            range(len(self.samples)), *rows, colors=colours, labels=kinds, step="post", linewidth=0
+        )
         for place, phase in self.marks:
             axes.axvline(place, color=GREY, linewidth=0.8, linestyle=(0, (2, 3)))
             where = axes.get_xaxis_transform()
@@ -125,10 +146,16 @@ class MemoryTrace:
         axes.set_ylabel(f"memory ({unit})")
         axes.set_xlabel("operators that make or free memory")
         axes.legend(
-            loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, labelcolor=INK, fontsize=9, reverse=True
+            loc="upper left",
+            bbox_to_anchor=(1.0, 1.0),
+            frameon=False,
+            labelcolor=INK,
+            fontsize=9,
+            reverse=True,
         )
         largest = ", ".join(
-            f"{kind} {format_bytes(count)}" for kind, count in sorted(self.peak.items(), key=lambda each: -each[1])[:3]
+            f"{kind} {format_bytes(count)}"
+            for kind, count in sorted(self.peak.items(), key=lambda each: -each[1])[:3]
         )
         add_titles(axes, title, f"peak {format_bytes(self.peak_bytes)}: {largest}")
         save_figure(figure, path)

@@ -1,7 +1,8 @@
-"""Pictures of a run's axes: who stands where on the mesh, and when each stage of a pipeline computes.
+"""Pictures of a run's axes: who stands where on the mesh, and when each stage of a pipeline
+computes.
 
-Draws nothing that is not planned elsewhere: places are `Mesh`'s arithmetic, times the schedule's own simulation
-(pipeline/verify.py).  Needs matplotlib, as plots.py does.
+Draws nothing that is not planned elsewhere: places are `Mesh`'s arithmetic, times the schedule's
+own simulation (pipeline/verify.py).  Needs matplotlib, as plots.py does.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from ..base.mesh import AXES, Mesh
 from ..planner.pieces import PipelinePlan
 from .plots import BLUE, FAINT, GREY, INK, add_titles, style_axes
 
-FORWARD, BACKWARD = BLUE, "#7b5ea7"
+FORWARD = BLUE
+BACKWARD = "#7b5ea7"
 PALEST = 0.45  # how far towards white the last virtual stage of a rank is
-MOST = 3  # places of an axis that are shown, where there are many ranks: the first ones and the last
+MOST = (
+    3  # places of an axis that are shown, where there are many ranks: the first ones and the last
+)
 FEW_RANKS = 32
 BACKWARD_FORWARDS = 2.0  # a backward, in forwards
 MESH_POINTS = 190.0  # the width of the picture of a mesh
@@ -27,7 +31,9 @@ LEAST_POINTS = 4.5  # of a number in a picture
 
 @dataclass(frozen=True)
 class Place:
-    """One rank in the picture of a mesh.  row, column: in cells; gaps between groups are columns, or rows, too."""
+    """One rank in the picture of a mesh.  row, column: in cells; gaps between groups are columns,
+    or rows, too.
+    """
 
     rank: int
     row: float
@@ -40,19 +46,26 @@ def axes_shown(mesh: Mesh) -> list[str]:
 
 
 def shown_places(size: int, many: int) -> list[int]:
-    """The places of one axis that are shown, of a mesh of so many ranks: all, or the first ones and the last."""
+    """The places of one axis that are shown, of a mesh of so many ranks: all, or the first ones and
+    the last.
+    """
     return list(range(size)) if many <= FEW_RANKS or size <= MOST else [*range(MOST - 1), size - 1]
 
 
 def places_on(mesh: Mesh) -> list[Place]:
-    """Where each rank stands: the slowest axis goes down, the others go right, the fastest in neighbouring columns."""
+    """Where each rank stands: the slowest axis goes down, the others go right, the fastest in
+    neighbouring columns.
+    """
     axes = axes_shown(mesh)
-    down, right = axes[:1], axes[1:]
+    down = axes[:1]
+    right = axes[1:]
     if len(axes) == 1:
-        down, right = [], axes
+        down = []
+        right = axes
     found = []
     for row, above in enumerate(_coordinates(mesh, down)):
-        column, before = 0.0, None
+        column = 0.0
+        before = None
         for along in _coordinates(mesh, right):
             if before is not None:
                 column += 1.0 + _gap(right, before, along)
@@ -75,7 +88,8 @@ def _gap(axes: Sequence[str], before: dict[str, int], now: dict[str, int]) -> fl
 
 def draw_mesh(panel: Any, mesh: Mesh) -> None:
     """Draw a grid of ranks, with the axes' names and this rank marked."""
-    names, places = axes_shown(mesh), places_on(mesh)
+    names = axes_shown(mesh)
+    places = places_on(mesh)
     right = names[1:] if len(names) > 1 else names
     _bare(panel)
     widest = max(place.column for place in places)
@@ -85,8 +99,15 @@ def draw_mesh(panel: Any, mesh: Mesh) -> None:
         is_own = place.rank == mesh.rank
         style = {"facecolor": BLUE if is_own else FAINT, "edgecolor": "white", "linewidth": 1.0}
         panel.broken_barh([(place.column - 0.46, 0.92)], (place.row - 0.42, 0.84), **style)
-        look = {"ha": "center", "va": "center", "fontsize": size, "fontweight": "bold" if is_own else "normal"}
-        panel.text(place.column, place.row, str(place.rank), color="white" if is_own else INK, **look)
+        look = {
+            "ha": "center",
+            "va": "center",
+            "fontsize": size,
+            "fontweight": "bold" if is_own else "normal",
+        }
+        panel.text(
+            place.column, place.row, str(place.rank), color="white" if is_own else INK, **look
+        )
     _write_columns(panel, mesh, right, places)
     rows = sorted({place.row for place in places})
     if len(names) > 1:
@@ -102,7 +123,9 @@ def draw_mesh(panel: Any, mesh: Mesh) -> None:
 
 
 def _write_columns(panel: Any, mesh: Mesh, axes: Sequence[str], places: Sequence[Place]) -> None:
-    """Name the places of each axis above its columns, the slowest on top, with a line over what stands together."""
+    """Name the places of each axis above its columns, the slowest on top, with a line over what
+    stands together.
+    """
     first = [place for place in places if place.row == 0]
     coordinates = [replace(mesh, rank=place.rank).coordinates for place in first]
     for level, axis in enumerate(axes):
@@ -110,16 +133,26 @@ def _write_columns(panel: Any, mesh: Mesh, axes: Sequence[str], places: Sequence
         keys = [tuple(each[name] for name in axes[: level + 1]) for each in coordinates]
         for key in dict.fromkeys(keys):
             columns = [place.column for place, own in zip(first, keys, strict=True) if own == key]
-            middle, is_fastest = (columns[0] + columns[-1]) / 2, level == len(axes) - 1
+            middle = (columns[0] + columns[-1]) / 2
+            is_fastest = level == len(axes) - 1
             if not is_fastest or len(columns) > 1:
-                panel.plot([columns[0] - 0.4, columns[-1] + 0.4], [height + 0.2] * 2, color=GREY, linewidth=0.8)
-            panel.text(middle, height, str(key[-1]), ha="center", va="center", color=INK, fontsize=8.5)
+                panel.plot(
+                    [columns[0] - 0.4, columns[-1] + 0.4],
+                    [height + 0.2] * 2,
+                    color=GREY,
+                    linewidth=0.8,
+                )
+            panel.text(
+                middle, height, str(key[-1]), ha="center", va="center", color=INK, fontsize=8.5
+            )
         panel.text(-0.72, height, axis, ha="right", va="center", color=INK, fontsize=8.5)
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One computation in the picture of a pipeline.  start, length: in forwards of a whole rank's stages."""
+    """One computation in the picture of a pipeline.  start, length: in forwards of a whole rank's
+    stages.
+    """
 
     rank: int
     kind: pipeline.StageActionKind
@@ -130,7 +163,8 @@ class Bar:
 
 
 def bars_of(plan: PipelinePlan) -> tuple[list[Bar], float, float]:
-    """Return the computations of a step, how long it takes, and the share of that in which ranks are idle.
+    """Return the computations of a step, how long it takes, and the share of that in which ranks
+    are idle.
 
     A forward of all stages of a rank takes 1, a backward 2; messages take no time.
     """
@@ -152,7 +186,8 @@ def bars_of(plan: PipelinePlan) -> tuple[list[Bar], float, float]:
 
 
 def draw_pipeline(panel: Any, plan: PipelinePlan, inches: float) -> None:
-    """Draw a row for each pipeline rank, a bar for each forward and backward with its micro-batch's number, and the
+    """Draw a row for each pipeline rank, a bar for each forward and backward with its micro-batch's
+    number, and the
     idle time hatched.  inches: the width of the panel.
     """
     bars, length, idle = bars_of(plan)
@@ -160,14 +195,21 @@ def draw_pipeline(panel: Any, plan: PipelinePlan, inches: float) -> None:
     panel.grid(False)
     panel.spines["bottom"].set_visible(False)
     for rank in range(plan.ranks):
-        hatched = {"facecolor": "white", "edgecolor": "#d5dbe0", "hatch": "//////", "linewidth": 0.0}
+        hatched = {
+            "facecolor": "white",
+            "edgecolor": "#d5dbe0",
+            "hatch": "//////",
+            "linewidth": 0.0,
+        }
         panel.broken_barh([(0, length)], (rank - 0.4, 0.8), **hatched)
         kinds = (pipeline.StageActionKind.FORWARD, pipeline.StageActionKind.BACKWARD)
         for kind, chunk in itertools.product(kinds, range(plan.virtual)):
             own = [bar for bar in bars if (bar.rank, bar.kind, bar.chunk) == (rank, kind, chunk)]
             spans = [(bar.start, bar.length) for bar in own]
             colour = shade(kind, chunk, plan.virtual)
-            panel.broken_barh(spans, (rank - 0.4, 0.8), facecolor=colour, edgecolor="white", linewidth=0.6)
+            panel.broken_barh(
+                spans, (rank - 0.4, 0.8), facecolor=colour, edgecolor="white", linewidth=0.6
+            )
     for bar in bars:
         text = str(bar.micro)
         size = min(8.5, 72 * inches * bar.length / length / (0.62 * len(text) + 0.25))
@@ -186,13 +228,18 @@ def draw_pipeline(panel: Any, plan: PipelinePlan, inches: float) -> None:
     panel.set_xlabel("time of one step, a backward taken as two forwards", fontsize=9)
     name = f"{plan.schedule}, {plan.micro_batches} micro-batches"
     name += f", {plan.virtual} stages on each rank" if plan.virtual > 1 else ""
-    add_titles(panel, "When stages compute", f"{name}: ranks are idle {idle:.0%} of the time (hatched)")
+    add_titles(
+        panel, "When stages compute", f"{name}: ranks are idle {idle:.0%} of the time (hatched)"
+    )
 
 
 def legend_of(plan: PipelinePlan) -> list[tuple[str, str]]:
     """The colours of a pipeline's picture, and what they are."""
     found = []
-    for kind, word in ((pipeline.StageActionKind.FORWARD, "forward"), (pipeline.StageActionKind.BACKWARD, "backward")):
+    for kind, word in (
+        (pipeline.StageActionKind.FORWARD, "forward"),
+        (pipeline.StageActionKind.BACKWARD, "backward"),
+    ):
         for chunk in range(plan.virtual):
             where = f", stage {chunk + 1} of the rank" if plan.virtual > 1 else " of a micro-batch"
             found.append((shade(kind, chunk, plan.virtual), word + where))

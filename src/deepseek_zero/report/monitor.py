@@ -1,7 +1,8 @@
-"""DeepSpeed's monitors: events (tag, value, step) to TensorBoard, CSV files, Weights & Biases and Comet, from rank 0.
+"""DeepSpeed's monitors: events (tag, value, step) to TensorBoard, CSV files, Weights & Biases and
+Comet, from rank 0.
 
-Owns the four writers and their settings; which events exist is the engine's business.  A package that is missing is
-named on every rank before anything is written, so that no rank fails alone.
+Owns the four writers and their settings; which events exist is the engine's business.  A package
+that is missing is named on every rank before anything is written, so that no rank fails alone.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class WandbSettings:
 
 @dataclass(frozen=True)
 class CometSettings:
-    """Which Comet experiment receives the events; a tag is sent at most every `samples_log_interval` samples."""
+    """Which Comet experiment receives the events; a tag is sent at most every
+    `samples_log_interval` samples.
+    """
 
     enabled: bool = False
     samples_log_interval: int = 100
@@ -80,14 +83,18 @@ class Writer(Protocol):
 
 
 class MonitorMaster:
-    """Hands events to every monitor that is switched on; on ranks other than 0 it only checks the packages."""
+    """Hands events to every monitor that is switched on; on ranks other than 0 it only checks the
+    packages.
+    """
 
     def __init__(self, settings: MonitorSettings) -> None:
         wanted = [name for name in _WRITERS if getattr(settings, name).enabled]
         for name in wanted:
             _require(name)
         self.enabled = bool(wanted)
-        self._writers = [_WRITERS[name](getattr(settings, name)) for name in wanted] if is_rank_zero() else []
+        self._writers = (
+            [_WRITERS[name](getattr(settings, name)) for name in wanted] if is_rank_zero() else []
+        )
 
     def write_events(self, events: Sequence[Event]) -> None:
         """Record (tag, value, step) events on rank 0."""
@@ -102,7 +109,9 @@ class MonitorMaster:
 
 
 class CsvWriter:
-    """One CSV file per tag, named after it: `Train/Samples/lr` becomes Train_Samples_lr.csv with columns step, lr."""
+    """One CSV file per tag, named after it: `Train/Samples/lr` becomes Train_Samples_lr.csv with
+    columns step, lr.
+    """
 
     def __init__(self, settings: FileSettings) -> None:
         self._folder = settings.folder
@@ -135,7 +144,9 @@ class TensorBoardWriter:
 
     def __init__(self, settings: FileSettings) -> None:
         settings.folder.mkdir(parents=True, exist_ok=True)
-        self._writer: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(settings.folder))
+        self._writer: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
+            str(settings.folder)
+        )
 
     def write_events(self, events: Sequence[Event]) -> None:
         """Add a scalar per event."""
@@ -153,7 +164,9 @@ class WandbWriter:
 
     def __init__(self, settings: WandbSettings) -> None:
         wandb = importlib.import_module("wandb")
-        self._run: Any = wandb.init(project=settings.project, group=settings.group, entity=settings.team)
+        self._run: Any = wandb.init(
+            project=settings.project, group=settings.group, entity=settings.team
+        )
 
     def write_events(self, events: Sequence[Event]) -> None:
         """Log each event at its step."""
@@ -170,7 +183,9 @@ class CometWriter:
 
     def __init__(self, settings: CometSettings) -> None:
         names = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
-        stated = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
+        stated = {
+            name: getattr(settings, name) for name in names if getattr(settings, name) is not None
+        }
         self.experiment: Any = importlib.import_module("comet_ml").start(**stated)
         if settings.experiment_name is not None:
             self.experiment.set_name(settings.experiment_name)

@@ -1,4 +1,5 @@
-"""What a step sends between hosts and inside one: bytes with and without codes, and how much of the line that is.
+"""What a step sends between hosts and inside one: bytes with and without codes, and how much of the
+line that is.
 
 Made of what the meter counts in any case and of the plan, when somebody asks.
 """
@@ -14,7 +15,8 @@ from ..comm.measure import Line
 from ..planner.plan import Plan
 from ..sharding.buffer import CommContext
 
-BETWEEN_HOSTS, INSIDE_A_HOST = "between hosts", "inside a host"
+BETWEEN_HOSTS = "between hosts"
+INSIDE_A_HOST = "inside a host"
 
 
 @dataclass(frozen=True)
@@ -40,37 +42,47 @@ class NetworkLink:
         words = f"{self.name}: this rank sends {format_bytes(self.sent_bytes)} a step"
         if self.uncoded_bytes > self.sent_bytes:
             times = self.uncoded_bytes / self.sent_bytes
-            words += f" instead of {format_bytes(self.uncoded_bytes)} without codes ({times:.2f} x less)"
+            words += (
+                f" instead of {format_bytes(self.uncoded_bytes)} without codes ({times:.2f} x less)"
+            )
         words += f", {format_bytes(self.rate)}/s over a whole step"
         if self.line is not None:
             words += (
-                f": {self.rate / self.line.rate:.0%} of the {format_bytes(self.line.rate)}/s that {self.line.source}"
+                f": {self.rate / self.line.rate:.0%} of the {format_bytes(self.line.rate)}/s that "
+                f"{self.line.source}"
             )
         return words
 
 
-def network_links(plan: Plan, meter: Meter, line: Line | None, comm_ctx: CommContext) -> list[NetworkLink]:
+def network_links(
+    plan: Plan, meter: Meter, line: Line | None, comm_ctx: CommContext
+) -> list[NetworkLink]:
     """Return the links that carried something, far ones first; none before there were two steps.
 
-    Where ranks of a host read each other's memory, what others would be sent counts as sent inside the host.  What
-    codes save is saved among the ranks that share slices, each of which is sent the same: sums over replicas, and what
-    is gathered from a second copy, are sent as they are.
+    Where ranks of a host read each other's memory, what others would be sent counts as sent inside
+    the host.  What codes save is saved among the ranks that share slices, each of which is sent the
+    same: sums over replicas, and what is gathered from a second copy, are sent as they are.
     """
     steps = meter.counted_steps
     if steps <= 0:
         return []
     sent, far = meter.counted_bytes
-    exact, coded = plan.uncoded().volume(), plan.volume()
+    exact = plan.uncoded().volume()
+    coded = plan.volume()
     saved = exact.state_bytes - coded.state_bytes
     if (hosts := comm_ctx.hosts) is None:
         saved_far = saved * far_share(comm_ctx.comm)
     else:
         saved_near = exact.inside_hosts - coded.inside_hosts
-        saved_far = saved_near * far_share(hosts.near) + (saved - saved_near) * far_share(hosts.across)
+        saved_far = saved_near * far_share(hosts.near) + (saved - saved_near) * far_share(
+            hosts.across
+        )
     seconds = sum(meter.clock.seconds.values()) / meter.clock.steps
     found = (
         NetworkLink(BETWEEN_HOSTS, far / steps, far / steps + saved_far, seconds, line),
-        NetworkLink(INSIDE_A_HOST, (sent - far) / steps, (sent - far) / steps + saved - saved_far, seconds),
+        NetworkLink(
+            INSIDE_A_HOST, (sent - far) / steps, (sent - far) / steps + saved - saved_far, seconds
+        ),
     )
     return [link for link in found if link.sent_bytes]
 

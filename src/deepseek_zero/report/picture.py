@@ -1,7 +1,8 @@
-"""The plan as a picture: what of each unit rests where, beside when it is gathered, used and released.
+"""The plan as a picture: what of each unit rests where, beside when it is gathered, used and
+released.
 
-Draws nothing that is not estimated or printed elsewhere: bytes are `Plan.bytes_of_unit`, times are the
-schedule's list of actions.  Needs matplotlib, as plots.py does.
+Draws nothing that is not estimated or printed elsewhere: bytes are `Plan.bytes_of_unit`, times are
+the schedule's list of actions.  Needs matplotlib, as plots.py does.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from .plots import BLUE, FAINT, GREY, INK, ORANGE, add_titles, new_figure, save_
 
 TIER_COLOURS = {Tier.DEVICE: BLUE, Tier.HOST: "#3f8f5b", Tier.NVME: ORANGE}
 PALER = {"weight": 0.0, "grad": 0.3, "master": 0.52, "moments": 0.7}  # how far towards white
-GATHERED, FORWARD, BACKWARD = "#c3d9ee", BLUE, "#7b5ea7"
+GATHERED = "#c3d9ee"
+FORWARD = BLUE
+BACKWARD = "#7b5ea7"
 TIMES = [
     (FORWARD, "forward"),
     (GATHERED, "gathered"),
@@ -35,13 +38,15 @@ TIMES = [
     (INK, "gradients reduced after it"),
 ]
 MESH_TO_PIPELINE = (1, 2.2)  # widths
-WIDTH, FEW = 11.0, 12  # inches; rows up to which each has its number of bytes
+# inches; rows up to which each has its number of bytes
+WIDTH = 11.0
+FEW = 12
 
 
 @dataclass(frozen=True)
 class UnitPlace:
-    """One unit on one rank: bytes by state and where it rests.  is_gathered: its weight is sharded.  is_promoted: it
-    computes in fp32 in a run of 16 bits (precision "auto").
+    """One unit on one rank: bytes by state and where it rests.  is_gathered: its weight is sharded.
+    is_promoted: it computes in fp32 in a run of 16 bits (precision "auto").
     """
 
     name: str
@@ -69,9 +74,11 @@ def places_of(plan: Plan) -> list[UnitPlace]:
 
 @dataclass
 class Strip:
-    """A list of actions in columns, one for each use.  gathered: (unit, first column, column after its last).
+    """A list of actions in columns, one for each use.  gathered: (unit, first column, column after
+    its last).
 
-    used: (unit, column, whether forward or backward).  reduced: (unit, column after which its gradients travel).
+    used: (unit, column, whether forward or backward).  reduced: (unit, column after which its
+    gradients travel).
     """
 
     gathered: list[tuple[int, int, int]] = field(default_factory=list)
@@ -80,8 +87,11 @@ class Strip:
 
 
 def strip_of(actions: Sequence[Action]) -> Strip:
-    """What is gathered before a use is there from that column on, what is released after one until its end."""
-    strip, since = Strip(), dict[int, int]()
+    """What is gathered before a use is there from that column on, what is released after one until
+    its end.
+    """
+    strip = Strip()
+    since = dict[int, int]()
     for action in actions:
         column = len(strip.used)
         match action.kind:
@@ -97,7 +107,9 @@ def strip_of(actions: Sequence[Action]) -> Strip:
 
 
 def draw(plan: Plan, path: Path | str) -> None:
-    """Draw a plan as a PNG: its units, and where it has axes, the mesh and the pipeline's schedule below."""
+    """Draw a plan as a PNG: its units, and where it has axes, the mesh and the pipeline's schedule
+    below.
+    """
     draw_plan(places_of(plan), plan.schedule, path, plan.explain()[0], plan.mesh, plan.pipeline)
 
 
@@ -109,10 +121,11 @@ def draw_plan(
     mesh: Mesh | None = None,
     pipeline: PipelinePlan | None = None,
 ) -> None:
-    """One row per unit, in the order of their use: to the left its bytes, to the right its times.  Below, the ranks of
-    a mesh with several, and the schedule of a pipeline.
+    """One row per unit, in the order of their use: to the left its bytes, to the right its times.
+    Below, the ranks of a mesh with several, and the schedule of a pipeline.
     """
-    order, rows = schedule.forward.order, len(places)
+    order = schedule.forward.order
+    rows = len(places)
     height = max(1.2, min(0.28 * rows, 4 + 0.07 * rows, 16))  # of the rows; inches
     axes_height = _axes_height(mesh, pipeline)
     figure = new_figure(WIDTH, height + 1.9 + axes_height)
@@ -130,7 +143,9 @@ def draw_plan(
     points = 72 * height / rows
     size = max(6.0, min(9.0, 0.8 * points))
     shown = range(0, rows, math.ceil(1.1 * size / points))
-    left.set_yticks(shown, [f"{order[row]}  {places[order[row]].label}" for row in shown], fontsize=size)
+    left.set_yticks(
+        shown, [f"{order[row]}  {places[order[row]].label}" for row in shown], fontsize=size
+    )
     left.set_ylim(rows - 0.5, -0.5)
     save_figure(figure, path)
 
@@ -160,10 +175,14 @@ def _draw_axes(figure: Any, mesh: Mesh | None, pipeline: PipelinePlan | None) ->
 def _draw_bytes(axes: Any, places: Sequence[UnitPlace]) -> None:
     style_axes(axes, along="y", ticks=0)
     unit_bytes, unit = unit_of(max((place.total for place in places), default=0))
-    rows, ends, keys = range(len(places)), [0.0] * len(places), _keys(places)
+    rows = range(len(places))
+    ends = [0.0] * len(places)
+    keys = _keys(places)
     for state, tier in keys:
         widths = [place.nbytes.get((state, tier), 0) / unit_bytes for place in places]
-        axes.barh(rows, widths, 0.74, ends, color=_colour(state, tier), edgecolor="white", linewidth=0.5)
+        axes.barh(
+            rows, widths, 0.74, ends, color=_colour(state, tier), edgecolor="white", linewidth=0.5
+        )
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
     for row, place in enumerate(places):
         if len(places) <= FEW or row == 0 or place.total != places[row - 1].total:
@@ -176,17 +195,24 @@ def _draw_bytes(axes: Any, places: Sequence[UnitPlace]) -> None:
 def _draw_times(axes: Any, places: Sequence[UnitPlace], schedule: Schedule) -> None:
     style_axes(axes, along="y", ticks=0)
     axes.grid(False)
-    strip, row = strip_of(schedule.actions()), {unit: at for at, unit in enumerate(schedule.forward.order)}
+    strip = strip_of(schedule.actions())
+    row = {unit: at for at, unit in enumerate(schedule.forward.order)}
     whole = [row[unit] for unit in row if not places[unit].is_gathered]
-    moving = [(row[unit], start, stop) for unit, start, stop in strip.gathered if places[unit].is_gathered]
+    moving = [
+        (row[unit], start, stop) for unit, start, stop in strip.gathered if places[unit].is_gathered
+    ]
     axes.barh(whole, len(strip.used), 0.3, 0, color=FAINT)
     for at, start, stop in moving:
         axes.barh(at, stop - start, 0.74, start, color=GATHERED)
     for unit, column, kind in strip.used:
-        axes.barh(row[unit], 1, 0.74, column, color=FORWARD if kind is ActionKind.FORWARD else BACKWARD)
+        axes.barh(
+            row[unit], 1, 0.74, column, color=FORWARD if kind is ActionKind.FORWARD else BACKWARD
+        )
     thick = max(0.5, min(1.5, 120 / len(strip.used)))  # points; less than a column
     for unit, column in strip.reduced:
-        axes.plot(column, row[unit], "|", color=INK, markersize=7, markeredgewidth=thick, clip_on=False)
+        axes.plot(
+            column, row[unit], "|", color=INK, markersize=7, markeredgewidth=thick, clip_on=False
+        )
     axes.axvline(len(strip.used) / 2, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)))
     axes.set_xlim(0, len(strip.used))
     axes.set_xticks([len(strip.used) / 4, 3 * len(strip.used) / 4], ["forward", "backward"])
@@ -206,7 +232,9 @@ def _keys(places: Sequence[UnitPlace]) -> list[tuple[str, Tier]]:
 
 
 def _named_colours(places: Sequence[UnitPlace]) -> tuple[list[tuple[str, str]], int]:
-    """The legend of bytes and its columns: a row per tier, a column per state, which is how it is read."""
+    """The legend of bytes and its columns: a row per tier, a column per state, which is how it is
+    read.
+    """
     keys = _keys(places)
     tiers = [tier for tier in Tier if any(tier is where for _, where in keys)]
     states = [state for state in STATES if any(state == each for each, _ in keys)]
@@ -228,10 +256,21 @@ def _legend(axes: Any, entries: Sequence[tuple[str, str]], columns: int) -> None
     patch = importlib.import_module("matplotlib.patches").Patch
     shift = importlib.import_module("matplotlib.transforms").ScaledTranslation
     place = axes.transAxes + shift(0, -0.52, axes.figure.dpi_scale_trans)  # inches
-    look = {"frameon": False, "labelcolor": INK, "fontsize": 8.5, "handlelength": 1, "handleheight": 1}
+    look = {
+        "frameon": False,
+        "labelcolor": INK,
+        "fontsize": 8.5,
+        "handlelength": 1,
+        "handleheight": 1,
+    }
     room = {"borderaxespad": 0, "borderpad": 0, "columnspacing": 1.2, "handletextpad": 0.5}
     handles = [patch(color=colour, label=label) for colour, label in entries]
     legend = axes.legend(
-        handles, [label for _, label in entries], ncols=max(1, columns), loc="upper left", **look, **room
+        handles,
+        [label for _, label in entries],
+        ncols=max(1, columns),
+        loc="upper left",
+        **look,
+        **room,
     )
     legend.set_bbox_to_anchor((0, 0), transform=place)

@@ -1,7 +1,8 @@
-"""What a person sees while a model trains: a bar on a terminal, and one line every few steps on a terminal or in a log.
+"""What a person sees while a model trains: a bar on a terminal, and one line every few steps on a
+terminal or in a log.
 
-Owns the wording and the layout; rank 0 prints, the other ranks print nothing.  A plain log gets the lines only, without
-control characters.
+Owns the wording and the layout; rank 0 prints, the other ranks print nothing.  A plain log gets the
+lines only, without control characters.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from .records import StepRecord
 
 @dataclass
 class _Window:
-    """Sums since the last line, so that a line is about all its steps and not about the last one only."""
+    """Sums since the last line, so that a line is about all its steps and not about the last one
+    only.
+    """
 
     steps: int = 0
     trained: int = 0
@@ -48,9 +51,11 @@ class _Window:
 
 @dataclass
 class Progress:
-    """Progress over `total_steps`, with a line at the first step, every `every` steps and at the last one.
+    """Progress over `total_steps`, with a line at the first step, every `every` steps and at the
+    last one.
 
-    Use as a context manager; `step` once per optimizer step.  console: where to write (default: standard output).
+    Use as a context manager; `step` once per optimizer step.  console: where to write (default:
+    standard output).
     """
 
     total_steps: int
@@ -73,7 +78,12 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -88,7 +98,11 @@ class Progress:
             speed = f"{format_count(record.tokens_per_second)} tok/s"
             loss = "" if record.loss is None else f"loss {record.loss:.3f}"
             self._bar.update(self._task, completed=record.step, loss=loss, speed=speed)
-        if record.step in (1, self.total_steps) or record.step % self.every == 0 or record.held_out_loss is not None:
+        if (
+            record.step in (1, self.total_steps)
+            or record.step % self.every == 0
+            or record.held_out_loss is not None
+        ):
             self.print_line(self._line(record))
             self._window = _Window()
 
@@ -98,7 +112,8 @@ class Progress:
             self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def _line(self, record: StepRecord) -> str:
-        width, mean = len(str(self.total_steps)), self._window.mean_loss
+        width = len(str(self.total_steps))
+        mean = self._window.mean_loss
         parts = [
             f"step {record.step:>{width}}/{self.total_steps}",
             *([] if mean is None else [f"loss {mean:.3f}"]),

@@ -1,6 +1,8 @@
-"""The run's own records: one line per step in metrics.jsonl and in metrics.csv, written by rank 0 as it happens.
+"""The run's own records: one line per step in metrics.jsonl and in metrics.csv, written by rank 0
+as it happens.
 
-Owns the record, its two files and what a killed run leaves in them.  Drawing and printing are plots.py and progress.py.
+Owns the record, its two files and what a killed run leaves in them.  Drawing and printing are
+plots.py and progress.py.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ CSV_NAME = "metrics.csv"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step.  Bytes are this rank's; tokens per second are the whole world's.  promoted: units in fp32.
+    """One optimizer step.  Bytes are this rank's; tokens per second are the whole world's.
+    promoted: units in fp32.
 
     loss: the mean of this rank's losses; None if no backward of a scalar was seen.
     """
@@ -47,8 +50,9 @@ class StepRecord:
 class RecordWriter:
     """Appends records to both files of a folder; on ranks other than 0 it does nothing.
 
-    Each record is flushed, so a killed run loses at most the line it was writing, and that half line is dropped when
-    the files are opened again.  A step that a restarted run repeats stands twice; `read_records` keeps the later one.
+    Each record is flushed, so a killed run loses at most the line it was writing, and that half
+    line is dropped when the files are opened again.  A step that a restarted run repeats stands
+    twice; `read_records` keeps the later one.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -57,13 +61,20 @@ class RecordWriter:
         if is_rank_zero():
             self.folder.mkdir(parents=True, exist_ok=True)
             header = csv_line([field.name for field in fields(StepRecord)])
-            table = open_for_append(self.folder / CSV_NAME, header)  # first: the one that can be refused
+            table = open_for_append(
+                self.folder / CSV_NAME, header
+            )  # first: the one that can be refused
             self._files = (open_for_append(self.folder / JSONL_NAME), table)
 
     def __enter__(self) -> RecordWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     def write(self, record: StepRecord) -> None:
@@ -71,7 +82,9 @@ class RecordWriter:
         if self._files is None:
             return
         values = asdict(record)
-        for file, line in zip(self._files, (_json_line(values), csv_line(list(values.values()))), strict=True):
+        for file, line in zip(
+            self._files, (_json_line(values), csv_line(list(values.values()))), strict=True
+        ):
             file.write(line)
             file.flush()
 
@@ -91,13 +104,16 @@ def read_records(folder: Path | str) -> list[StepRecord]:
         try:
             record = _from_json(json.loads(line))
         except (ValueError, TypeError, AttributeError) as error:
-            raise UsageError(f"{path}, line {number} is not a step record: {error}", fix="delete the line.") from error
+            raise UsageError(
+                f"{path}, line {number} is not a step record: {error}", fix="delete the line."
+            ) from error
         by_step[record.step] = record
     return [by_step[step] for step in sorted(by_step)]
 
 
 def open_for_append(path: Path, header: str = "") -> IO[str]:
-    """Open a file of lines for appending: drop a half-written last line, and write the header into an empty file.
+    """Open a file of lines for appending: drop a half-written last line, and write the header into
+    an empty file.
 
     An existing file with another header is refused: its columns would no longer mean what they say.
     """
@@ -130,14 +146,24 @@ def csv_line(values: list[Any]) -> str:
 
 def _json_line(values: Mapping[str, Any]) -> str:
     # JSON has no NaN and no infinity, and a reader in another language would refuse the file.
-    odd = {name: None for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+    odd = {
+        name: None
+        for name, value in values.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    }
     return json.dumps({**values, **odd}) + "\n"
 
 
 def _from_json(values: dict[str, Any]) -> StepRecord:
     known = {field.name for field in fields(StepRecord)}
-    missing = {name: math.nan for name, value in values.items() if value is None and name != "held_out_loss"}
-    return StepRecord(**{name: value for name, value in {**values, **missing}.items() if name in known})
+    missing = {
+        name: math.nan
+        for name, value in values.items()
+        if value is None and name != "held_out_loss"
+    }
+    return StepRecord(
+        **{name: value for name, value in {**values, **missing}.items() if name in known}
+    )
 
 
 def _complete_lines(content: bytes) -> list[bytes]:

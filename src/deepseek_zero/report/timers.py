@@ -1,7 +1,7 @@
 """Where a step's time goes: named timers for `wall_clock_breakdown`.
 
-Owns starting, stopping and the sentence that reports them.  On a GPU a timer waits for the queued kernels at both
-ends, so timing costs overlap; that is why it is off unless asked for.
+Owns starting, stopping and the sentence that reports them.  On a GPU a timer waits for the queued
+kernels at both ends, so timing costs overlap; that is why it is off unless asked for.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Timer:
     def stop(self) -> float:
         """End the call and return its seconds."""
         if self._started is None:
-            raise UsageError(f"timer {self.name!r} was stopped before it was started.", fix="call start() first.")
+            raise UsageError(
+                f"timer {self.name!r} was stopped before it was started.", fix="call start() first."
+            )
         self.wait()
         elapsed = time.perf_counter() - self._started
         self._started = None
@@ -54,7 +56,9 @@ class Timer:
 
     def reset(self) -> None:
         """Forget all calls."""
-        self.seconds, self.calls, self._started = 0.0, 0, None
+        self.seconds = 0.0
+        self.calls = 0
+        self._started = None
 
 
 class Timers:
