@@ -1,8 +1,9 @@
 """Reading and changing sharded parameters from outside forward and backward.
 
-Owns `GatheredParameters` and the full values of weights' masters and gradients.  Everything here is collective: all
-ranks of the engine call it, with the same parameters.  Full is what this rank's model computes with: of a parameter
-that is split along "tp" its own part, which `join_split` joins with the others'.
+Owns `GatheredParameters` and the full values of weights' masters and gradients.  Everything here is
+collective: all ranks of the engine call it, with the same parameters.  Full is what this rank's
+model computes with: of a parameter that is split along "tp" its own part, which `join_split` joins
+with the others'.
 """
 
 from __future__ import annotations
@@ -28,16 +29,20 @@ from .sharded_parameter import owner_of
 
 
 def groups_of(params: Iterable[nn.Parameter]) -> list[ParamGroup]:
-    """The groups these parameters belong to, each once, in the engine's order; unwrapped parameters are passed over."""
+    """The groups these parameters belong to, each once, in the engine's order; unwrapped parameters
+    are passed over.
+    """
     found = {id(owner): owner for owner in map(owner_of, params) if isinstance(owner, ParamGroup)}
     ordered: list[ParamGroup] = []
     for group in found.values():
         runtime = group.runtime()
         if runtime is None:
             raise UsageError(
-                f"parameters such as '{group.members[0].name}' belong to an engine that was deleted.",
+                f"parameters such as '{group.members[0].name}' belong to an engine that was "
+                "deleted.",
                 "Each rank holds only its slice, and only the engine can gather them.",
-                "keep the engine as long as the model is used; take state_dict() before deleting it.",
+                "keep the engine as long as the model is used; take state_dict() before deleting "
+                "it.",
             )
         ordered += [each for each in runtime.groups if id(each) in found and each not in ordered]
     return ordered
@@ -48,7 +53,9 @@ def gather_full(buffer: FlatBuffer, group: ParamGroup, what: str) -> Tensor:
     full = FlatBuffer(
         group.layout,
         buffer.spec.gathered(),
-        torch.empty(group.layout.padded_numel, dtype=buffer.spec.dtype, device=group.comm_ctx.pool.device),
+        torch.empty(
+            group.layout.padded_numel, dtype=buffer.spec.dtype, device=group.comm_ctx.pool.device
+        ),
     )
     if buffer.spec.placement is S:
         move(buffer, full, group.comm_ctx, what).wait()
@@ -58,19 +65,25 @@ def gather_full(buffer: FlatBuffer, group: ParamGroup, what: str) -> Tensor:
 
 
 def join_split(values: Tensor, split: Split, comm: Comm, what: str) -> Tensor:
-    """Return a parameter's state over all ranks along "tp", flat, in new memory; `values` itself unless it is split.
+    """Return a parameter's state over all ranks along "tp", flat, in new memory; `values` itself
+    unless it is split.
 
-    values: this rank's part, flat, in memory that stays as it is meanwhile.  comm: the ranks along "tp".  Collective
-    among them, where the parameter is split; waits.
+    values: this rank's part, flat, in memory that stays as it is meanwhile.  comm: the ranks along
+    "tp".  Collective among them, where the parameter is split; waits.
     """
     if split.kind != "split":
         return values
     shapes = [split.local_shape(coordinate) for coordinate in range(comm.size)]
-    boxes = [values if peer == comm.rank else values.new_empty(prod(shape)) for peer, shape in enumerate(shapes)]
+    boxes = [
+        values if peer == comm.rank else values.new_empty(prod(shape))
+        for peer, shape in enumerate(shapes)
+    ]
     comm.exchange([values] * comm.size, boxes, "gather", what).wait()
-    whole, dim = values.new_empty(split.shape), split.dim
+    whole = values.new_empty(split.shape)
+    dim = split.dim
     for ranges, shape, box in zip(split.ranges, shapes, boxes, strict=True):
-        part, reached = box.view(shape), 0
+        part = box.view(shape)
+        reached = 0
         for start, stop in ranges:
             end = min(stop, split.shape[dim])  # what is beyond is padding
             if start < end:
@@ -80,21 +93,29 @@ def join_split(values: Tensor, split: Split, comm: Comm, what: str) -> Tensor:
 
 
 class GatheredParameters:
-    """Whole parameters inside the `with` block, of an engine or under zero.Init.  Collective at entry and at exit.
+    """Whole parameters inside the `with` block, of an engine or under zero.Init.  Collective at
+    entry and at exit.
 
-    params: a parameter, parameters, or a module; what is not sharded is passed over. modifier_rank: the rank whose
-    in-place changes every rank takes over at exit;  None = reading only, and a change raises on all ranks (it would be
-    lost).
+    params: a parameter, parameters, or a module; what is not sharded is passed over. modifier_rank:
+    the rank whose in-place changes every rank takes over at exit;  None = reading only, and a
+    change raises on all ranks (it would be lost).
     """
 
     def __init__(
-        self, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+        self,
+        params: Any,
+        modifier_rank: int | None = None,
+        fwd_module: Any = None,
+        enabled: bool = True,
     ) -> None:
         if isinstance(params, nn.Module):
             params = list(params.parameters())
         given: Iterable[Any] = [params] if isinstance(params, Tensor) else params
-        self.params: list[nn.Parameter] = [param for param in given if param is not None]  # a layer without a bias
-        self.modifier_rank, self.enabled = modifier_rank, enabled
+        self.params: list[nn.Parameter] = [
+            param for param in given if param is not None
+        ]  # a layer without a bias
+        self.modifier_rank = modifier_rank
+        self.enabled = enabled
         self.groups: list[ParamGroup] = []
         self.building: list[tuple[nn.Parameter, InitShard]] = []
         self._copies: list[Tensor] = []
@@ -116,10 +137,17 @@ class GatheredParameters:
                 for member in group.members:
                     member.unshard(buffer.view(member.slot))
         if self.modifier_rank is None:
-            self._marks = [_mark(group, copy) for group, copy in zip(self.groups, self._copies, strict=True)]
+            self._marks = [
+                _mark(group, copy) for group, copy in zip(self.groups, self._copies, strict=True)
+            ]
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if not self.enabled:
             return
         try:
@@ -140,13 +168,21 @@ class GatheredParameters:
             if comm.rank == self.modifier_rank:
                 with propagate_errors(comm):
                     _take_replaced(group, copy)
-            scatter(comm, [copy] * comm.size, copy, f"changed {group.members[0].name}", self.modifier_rank)
+            scatter(
+                comm,
+                [copy] * comm.size,
+                copy,
+                f"changed {group.members[0].name}",
+                self.modifier_rank,
+            )
             group.set_full_values(copy)
 
     def _refuse_changes(self) -> None:
         held = zip(self.groups, self._copies, self._marks, strict=True)
         changed = [member_names(group) for group, copy, mark in held if _mark(group, copy) != mark]
-        changed += [shard.name_of(param) for param, shard in self.building if shard.is_changed(param)]
+        changed += [
+            shard.name_of(param) for param, shard in self.building if shard.is_changed(param)
+        ]
         comms = [group.comm_ctx.world for group in self.groups] + [
             shard.session.open_comm() for _, shard in self.building
         ]
@@ -155,7 +191,8 @@ class GatheredParameters:
         row = torch.tensor([len(changed)])
         if int(comms[0].all_gather_rows(row, "changes in GatheredParameters").sum()):
             raise UsageError(
-                "parameters had an in-place modification inside GatheredParameters(modifier_rank=None)"
+                "parameters had an in-place modification inside "
+                "GatheredParameters(modifier_rank=None)"
                 + (f", among {changed[0]}." if changed else " on another rank."),
                 "Each rank would keep a different change, or none.",
                 "name the rank whose change counts: GatheredParameters(params, modifier_rank=0).",
@@ -174,21 +211,34 @@ class GatheredParameters:
                 else:
                     source = group.unsharded if group.unsharded is not None else group.weight
                     member.unshard(source.view(member.slot))
-        self.groups, self.building, self._copies, self._marks = [], [], [], []
+        self.groups = []
+        self.building = []
+        self._copies = []
+        self._marks = []
 
 
 def _under_construction(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, InitShard]]:
-    """Those that zero.Init has cut and no engine has taken, each once, in an order that every rank has."""
+    """Those that zero.Init has cut and no engine has taken, each once, in an order that every rank
+    has.
+    """
     found = {id(param): (param, owner_of(param)) for param in params}
-    shards = [(param, owner) for param, owner in found.values() if isinstance(owner, InitShard) and not owner.is_pinned]
+    shards = [
+        (param, owner)
+        for param, owner in found.values()
+        if isinstance(owner, InitShard) and not owner.is_pinned
+    ]
     return sorted(shards, key=lambda pair: pair[1].number)
 
 
 def _take_replaced(group: ParamGroup, copy: Tensor) -> None:
-    """Write the values of members with replaced memory (`.data = `, `set_`) into the gathered copy.  Local."""
-    start, step = copy.data_ptr(), copy.element_size()
+    """Write the values of members with replaced memory (`.data = `, `set_`) into the gathered copy.
+    Local.
+    """
+    start = copy.data_ptr()
+    step = copy.element_size()
     for member in group.members:
-        param, slot = member.param, member.slot
+        param = member.param
+        slot = member.slot
         if slot.numel and param.data_ptr() != start + slot.start * step:
             refuse_other_form(member.name, param.data, torch.Size(slot.shape), copy.dtype)
             copy[slot.start : slot.stop].view(slot.shape).copy_(param.data)
@@ -197,10 +247,12 @@ def _take_replaced(group: ParamGroup, copy: Tensor) -> None:
 def _mark(group: ParamGroup, copy: Tensor) -> tuple[int, ...]:
     """Return what tells a changed copy.
 
-    In-place operations raise versions, those on `.data` change the sum of the bits, and `.data = ` changes addresses.
+    In-place operations raise versions, those on `.data` change the sum of the bits, and `.data = `
+    changes addresses.
     """
     params = [member.param for member in group.members]
-    versions, addresses = map(version_of, params), (param.data_ptr() for param in params)
+    versions = map(version_of, params)
+    addresses = (param.data_ptr() for param in params)
     return int(copy.view(torch.int64).sum()), *versions, *addresses
 
 
@@ -222,8 +274,12 @@ def full_grad(param: nn.Parameter) -> Tensor | None:
         reduced = group.gradient.reduced() if group.gradient.has(group.index[id(param)]) else None
         if reduced is None or group.gradient.buffer is None:
             return None
-        placement = S if reduced.numel() < group.layout.padded_numel or group.comm_ctx.comm.size == 1 else R
-        return FlatBuffer(group.layout, replace(group.gradient.buffer.spec, placement=placement), reduced)
+        placement = (
+            S if reduced.numel() < group.layout.padded_numel or group.comm_ctx.comm.size == 1 else R
+        )
+        return FlatBuffer(
+            group.layout, replace(group.gradient.buffer.spec, placement=placement), reduced
+        )
 
     found = _full(param, held)
     return found.float() if found is not None else None
@@ -238,4 +294,6 @@ def _full(param: nn.Parameter, choose: Any) -> Tensor | None:
         if buffer is None:
             return None
         slot = owner.members[owner.index[id(param)]].slot
-        return gather_full(buffer, owner, slot.name)[slot.start : slot.stop].view(slot.shape).clone()
+        return (
+            gather_full(buffer, owner, slot.name)[slot.start : slot.stop].view(slot.shape).clone()
+        )

@@ -1,7 +1,8 @@
 """Flat buffers and the one verb that moves them.
 
-`FlatBuffer` = layout + spec + memory. `move` carries a buffer from one placement to another through TRANSITIONS
-(planner/spec.py). `Pool` lends full-size buffers so that the steady state allocates nothing.
+`FlatBuffer` = layout + spec + memory. `move` carries a buffer from one placement to another through
+TRANSITIONS (planner/spec.py). `Pool` lends full-size buffers so that the steady state allocates
+nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +23,33 @@ from ..base.memory import parts_in_lock_ranges, return_pages
 from ..comm.by_host import NEAR, ByHost
 from ..comm.collectives import DONE, Comm, OrderedIssueQueue, Pending, ordered_sum
 from ..comm.transports.base import SymmetricMemory, Use
-from ..planner.layout import BLOCK, SUM_TILE_NUMEL, FlatLayout, Slot, hop_wires, message_rooms, messages_of
+from ..planner.layout import (
+    BLOCK,
+    SUM_TILE_NUMEL,
+    FlatLayout,
+    Slot,
+    hop_wires,
+    message_rooms,
+    messages_of,
+)
 from ..planner.spec import TRANSITIONS, Movement, P, R, S, Spec
 from ..precision.codecs import Blocks, Cast, Codec, work_room
 from ..precision.feedback import Errors
 from ..tiers.budget import DeviceBudget
-from ..tiers.tier import COMPLETED, CopyEngine, CopyEvent, Extent, Tier, Tiers, copy_engine_for, read_now
+from ..tiers.tier import (
+    COMPLETED,
+    CopyEngine,
+    CopyEvent,
+    Extent,
+    Tier,
+    Tiers,
+    copy_engine_for,
+    read_now,
+)
 
-WORTH_RETURNING = 1 << 20  # bytes; having the pages of a smaller buffer again costs more than they are worth
+WORTH_RETURNING = (
+    1 << 20
+)  # bytes; having the pages of a smaller buffer again costs more than they are worth
 
 
 def has_pages_to_return(tensor: Tensor) -> bool:
@@ -41,9 +61,11 @@ def has_pages_to_return(tensor: Tensor) -> bool:
 class Pool:
     """Lends flat tensors by (dtype, numel) and takes them back; counts what it has allocated.
 
-    scratch_numel: elements of fp32 in which sums over ranks and codecs work; None: as many as sums alone need.
-    keeps_pages: idle buffers keep their pages after a step, since the ranks that share slices are on several hosts: a
-    step has more buffers there, of messages and of what is gathered, and would have all of their pages anew.
+    scratch_numel: elements of fp32 in which sums over ranks and codecs work; None: as many as sums
+    alone need.
+    keeps_pages: idle buffers keep their pages after a step, since the ranks that share slices are
+    on several hosts: a step has more buffers there, of messages and of what is gathered, and would
+    have all of their pages anew.
     """
 
     device: torch.device
@@ -51,7 +73,9 @@ class Pool:
     budget: DeviceBudget = field(default_factory=DeviceBudget)
     scratch_numel: int | None = None
     keeps_pages: bool = False
-    _idle: dict[tuple[torch.dtype, int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    _idle: dict[tuple[torch.dtype, int], list[Tensor]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     allocated_bytes: int = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -67,8 +91,8 @@ class Pool:
         return tensor
 
     def give(self, tensor: Tensor) -> None:
-        """Take a tensor back. If a view of it is still alive, it is left to the view's holder and never written
-        again.
+        """Take a tensor back. If a view of it is still alive, it is left to the view's holder and
+        never written again.
         """
         if storage_users(tensor) > 1:
             self._uncount(tensor.nbytes)
@@ -80,7 +104,9 @@ class Pool:
         return [tensor for tensors in self._idle.values() for tensor in tensors]
 
     def return_pages(self) -> None:
-        """Return the pages of large idle buffers to the system until they are lent again, on the CPU, after a step."""
+        """Return the pages of large idle buffers to the system until they are lent again, on the
+        CPU, after a step.
+        """
         if self.keeps_pages:
             return
         for tensor in filter(has_pages_to_return, self.idle()):
@@ -98,25 +124,32 @@ class Pool:
 
 
 class PendingUpdate(Protocol):
-    """An update that is still to come to a group's states, or that came to them before its step was over."""
+    """An update that is still to come to a group's states, or that came to them before its step was
+    over.
+    """
 
     def flush_group(self, group: Any) -> None:
-        """Bring this `ParamGroup`'s states, and nothing more than needs be, to where its last step leaves them."""
+        """Bring this `ParamGroup`'s states, and nothing more than needs be, to where its last step
+        leaves them.
+        """
 
     def flush(self) -> None:
-        """Bring the states of every group there.  StorageError where a disk fails, UsageError after a failed update."""
+        """Bring the states of every group there.  StorageError where a disk fails, UsageError after
+        a failed update.
+        """
 
 
 @dataclass(eq=False)
 class StateGuard:
     """The guard that every access to one group's states passes first.
 
-    pending: an update that a read must not overtake; set and cleared by the optimizer that defers it. reader: called
-    before a write, and returns when the write may happen; a save behind the training (background_write.py) has by then
-    copied the states it has not yet written. Views that may be written come from `FlatBuffer.write` and `local_part`,
-    `MasterWeight` and `Moments`, which all call `before_write`; nothing else writes. writes: how often that was, so
-    that what rests can be told from what was written. refusal: raises, while states of the group are offloaded
-    (engine/state_offload.py).
+    pending: an update that a read must not overtake; set and cleared by the optimizer that defers
+    it. reader: called before a write, and returns when the write may happen; a save behind the
+    training (background_write.py) has by then copied the states it has not yet written. Views that
+    may be written come from `FlatBuffer.write` and `local_part`, `MasterWeight` and `Moments`,
+    which all call `before_write`; nothing else writes. writes: how often that was, so that what
+    rests can be told from what was written. refusal: raises, while states of the group are
+    offloaded (engine/state_offload.py).
     """
 
     pending: PendingUpdate | None = None
@@ -144,7 +177,9 @@ class StateGuard:
 
 @dataclass(eq=False)
 class OffloadedGuard(StateGuard):
-    """The guard of a state that `engine.offload_states` has moved away: every access is an error."""
+    """The guard of a state that `engine.offload_states` has moved away: every access is an
+    error.
+    """
 
     def before_read(self) -> None:
         refuse_offloaded_state()
@@ -164,14 +199,17 @@ def refuse_offloaded_state() -> NoReturn:
 
 @dataclass
 class FlatBuffer:
-    """One state of one group of parameters on this rank: the whole buffer if replicated or partial, a slice if sharded.
+    """One state of one group of parameters on this rank: the whole buffer if replicated or partial,
+    a slice if sharded.
 
-    memory: its elements, flat, in the spec's dtype; with an `extent` they may be offloaded, and `load` and
-    `elements` fetch them.  Where the spec says that they rest as codes it is one message of these, and elements are
-    copies: to be read, or written by `writing`, which codes them again. symmetric: of a sharded weight, the memory
-    through which this rank sees the other slices too. coded_as: of the target of a gather, what slices travel there as;
-    None: exactly, whatever the spec of a state says. errors: of summands that travel as codes, what those before have
-    left out; None: nothing is kept of it.
+    memory: its elements, flat, in the spec's dtype; with an `extent` they may be offloaded, and
+    `load` and `elements` fetch them.  Where the spec says that they rest as codes it is one message
+    of these, and elements are
+    copies: to be read, or written by `writing`, which codes them again. symmetric: of a sharded
+    weight, the memory through which this rank sees the other slices too. coded_as: of the target of
+    a gather, what slices travel there as;
+    None: exactly, whatever the spec of a state says. errors: of summands that travel as codes, what
+    those before have left out; None: nothing is kept of it.
     """
 
     layout: FlatLayout
@@ -186,9 +224,12 @@ class FlatBuffer:
     def load(self) -> Tensor:
         """Return all elements of this rank, flat: to be read, or to be the target of `move`.
 
-        Offloaded ones are fetched as by `elements`; whoever knows that they are not offloaded takes `memory`.
+        Offloaded ones are fetched as by `elements`; whoever knows that they are not offloaded takes
+        `memory`.
         """
-        if self.extent is None and self.spec.rests_as is None:  # as `_is_plain`, which is a call; this one is frequent
+        if (
+            self.extent is None and self.spec.rests_as is None
+        ):  # as `_is_plain`, which is a call; this one is frequent
             self.guard.before_read()
             return self.memory
         return self.elements(0, self.numel)
@@ -207,13 +248,15 @@ class FlatBuffer:
 
     def _decoded(self, codec: Blocks, low: int, high: int) -> Tensor:
         """Return elements [low, high) in new memory, out of the codes that they rest as."""
-        start, stop = low // codec.granule * codec.granule, -(-high // codec.granule) * codec.granule
+        start = low // codec.granule * codec.granule
+        stop = -(-high // codec.granule) * codec.granule
         found = torch.empty(stop - start, dtype=self.spec.dtype, device=self.memory.device)
         codec.decode(self.memory, start, stop, found, work_room(codec, stop - start, found.device))
         return found[low - start : high - start]
 
     def elements(self, low: int, high: int) -> Tensor:
-        """Return a flat view of elements [low, high), fetched if they are offloaded; pending updates run first.
+        """Return a flat view of elements [low, high), fetched if they are offloaded; pending
+        updates run first.
 
         Local. Raises `StorageError` if a disk fails.
         """
@@ -223,8 +266,9 @@ class FlatBuffer:
         return self.memory[low:high] if self.extent is None else self.extent.write(low, high)
 
     def write(self, low: int, high: int) -> Tensor:
-        """Return a view as `elements` does, to be written: a save behind the training has copied the old values by
-        then.  Of elements that do not rest as codes: these are written by `writing`.
+        """Return a view as `elements` does, to be written: a save behind the training has copied
+        the old values by then.  Of elements that do not rest as codes: these are written by
+        `writing`.
         """
         assert self.spec.rests_as is None, "what is written to a copy of decoded elements is lost"
         self.guard.before_write()
@@ -234,15 +278,16 @@ class FlatBuffer:
     def writing(self, low: int, high: int) -> Iterator[Tensor]:
         """Open a block that writes elements [low, high), flat, in the tensor that it is given.
 
-        Where they rest as codes these are made as the block ends, of whole blocks of elements: a part of one is coded
-        with the rest of it, whose codes it may change.
+        Where they rest as codes these are made as the block ends, of whole blocks of elements: a
+        part of one is coded with the rest of it, whose codes it may change.
         """
         codec = self.spec.rests_as
         if codec is None:
             yield self.write(low, high)
             return
         self.guard.before_write()
-        start, stop = low // codec.granule * codec.granule, -(-high // codec.granule) * codec.granule
+        start = low // codec.granule * codec.granule
+        stop = -(-high // codec.granule) * codec.granule
         held = self._decoded(codec, start, stop)
         yield held[low - start : high - start]
         codec.encode(held, self.memory, work_room(codec, stop - start, held.device), start)
@@ -255,7 +300,9 @@ class FlatBuffer:
         return self.extent.read(low, high)
 
     def read_now(self, low: int, high: int) -> Tensor:
-        """Return a view as `read` does, of the values as they are now, whatever update is pending."""
+        """Return a view as `read` does, of the values as they are now, whatever update is
+        pending.
+        """
         if self._is_plain:
             return self.memory[low:high]
         return self.read(low, high) if self.extent is None else read_now(self.extent, low, high)
@@ -266,16 +313,26 @@ class FlatBuffer:
 
     @classmethod
     def empty(cls, layout: FlatLayout, spec: Spec, device: torch.device) -> FlatBuffer:
-        resting, numel = spec.resting, spec.numel(layout.padded_numel, layout.ranks)
-        return cls(layout, spec, torch.zeros(resting.length(numel), dtype=resting.dtype, device=device))
+        resting = spec.resting
+        numel = spec.numel(layout.padded_numel, layout.ranks)
+        return cls(
+            layout, spec, torch.zeros(resting.length(numel), dtype=resting.dtype, device=device)
+        )
 
     @classmethod
     def allocate(
-        cls, layout: FlatLayout, spec: Spec, comm_ctx: CommContext, what: str, *, is_copied: bool = True
+        cls,
+        layout: FlatLayout,
+        spec: Spec,
+        comm_ctx: CommContext,
+        what: str,
+        *,
+        is_copied: bool = True,
     ) -> FlatBuffer:
         """Allocate a state in the memory that its plan names. Local.
 
-        is_copied: in another memory than the training device's, that device copies it, from it or to it.
+        is_copied: in another memory than the training device's, that device copies it, from it or
+        to it.
         """
         if spec.tier is Tier.DEVICE:
             return cls.empty(layout, spec, comm_ctx.pool.device).counted(comm_ctx, what)
@@ -286,11 +343,18 @@ class FlatBuffer:
 
     @classmethod
     def allocate_weight(
-        cls, layout: FlatLayout, spec: Spec, comm_ctx: CommContext, what: str, *, is_copied: bool = False
+        cls,
+        layout: FlatLayout,
+        spec: Spec,
+        comm_ctx: CommContext,
+        what: str,
+        *,
+        is_copied: bool = False,
     ) -> FlatBuffer:
         """Allocate a weight; a sharded one in symmetric memory, where there is some.  Collective.
 
-        is_copied: what a gather brings is no slice itself, but codes of it or, once in a while, a second copy.
+        is_copied: what a gather brings is no slice itself, but codes of it or, once in a while, a
+        second copy.
         """
         if spec.placement is not S:
             return cls.allocate_for_comm(layout, spec, comm_ctx, what)
@@ -303,28 +367,45 @@ class FlatBuffer:
 
     @classmethod
     def allocate_for_comm(
-        cls, layout: FlatLayout, spec: Spec, comm_ctx: CommContext, what: str, *, is_zeroed: bool = True
+        cls,
+        layout: FlatLayout,
+        spec: Spec,
+        comm_ctx: CommContext,
+        what: str,
+        *,
+        is_zeroed: bool = True,
     ) -> FlatBuffer:
-        """Allocate a buffer in the memory that other ranks reach best. is_zeroed: otherwise contents are arbitrary."""
+        """Allocate a buffer in the memory that other ranks reach best. is_zeroed: otherwise
+        contents are arbitrary.
+        """
         memory = comm_ctx.pool.comm.empty(spec.numel(layout.padded_numel, layout.ranks), spec.dtype)
         if is_zeroed:
             memory.zero_()
         return cls(layout, spec, memory).counted(comm_ctx, what)
 
     def counted(self, comm_ctx: CommContext, what: str) -> FlatBuffer:
-        """Count this buffer against the training device's budget for as long as it lives, and return it."""
+        """Count this buffer against the training device's budget for as long as it lives, and
+        return it.
+        """
         return comm_ctx.tiers.budget.reserve_for(self, self.memory.nbytes, what)
 
     def lend_whole(self, pool: Pool, coded_as: Codec | None = None) -> FlatBuffer:
-        """Return the buffer that `move` brings all slices to: where they can be seen already, else one of the pool's.
+        """Return the buffer that `move` brings all slices to: where they can be seen already, else
+        one of the pool's.
 
         coded_as: what they travel there as.  Until `return_whole`.
         """
-        whole = pool.take(self.layout.padded_numel, self.spec.dtype) if self.symmetric is None else self.symmetric.whole
+        whole = (
+            pool.take(self.layout.padded_numel, self.spec.dtype)
+            if self.symmetric is None
+            else self.symmetric.whole
+        )
         return FlatBuffer(self.layout, Spec(R, self.spec.dtype), whole, coded_as=coded_as)
 
     def return_whole(self, whole: FlatBuffer, pool: Pool) -> None:
-        """End the use of what `lend_whole` returned; nobody may hold a view of it that is still read."""
+        """End the use of what `lend_whole` returned; nobody may hold a view of it that is still
+        read.
+        """
         if self.symmetric is None:
             pool.give(whole.memory)
         else:
@@ -338,20 +419,22 @@ class FlatBuffer:
         return self.load()[rank * numel : (rank + 1) * numel]
 
     def view(self, slot: Slot) -> Tensor:
-        """Return a view of a parameter's elements in its own shape. Only of a buffer that holds every element."""
+        """Return a view of a parameter's elements in its own shape. Only of a buffer that holds
+        every element.
+        """
         values = self.load()
         return values.as_strided(slot.shape, slot.strides, values.storage_offset() + slot.start)
 
     def local_part(self, slot: Slot, rank: int) -> tuple[int, int, Tensor]:
-        """Return (start, stop, view): the range of a parameter that this rank's buffer holds, and its elements,
-        flat, to be written as those of `write`.
+        """Return (start, stop, view): the range of a parameter that this rank's buffer holds, and
+        its elements, flat, to be written as those of `write`.
         """
         start, stop, place = self.local_range(slot, rank)
         return start, stop, self.write(place, place + stop - start)
 
     def local_range(self, slot: Slot, rank: int) -> tuple[int, int, int]:
-        """Return (start, stop, place): the range of a parameter that this rank's buffer holds, and the place of its
-        first element there.
+        """Return (start, stop, place): the range of a parameter that this rank's buffer holds, and
+        the place of its first element there.
         """
         if self.spec.placement is R:
             return 0, slot.numel, slot.start
@@ -372,12 +455,14 @@ class FlatBuffer:
 
 @dataclass(frozen=True)
 class CommContext:
-    """The means of a move: the ranks among which states are cut, the pool its scratch comes from, message size, divisor
-    of sums.
+    """The means of a move: the ranks among which states are cut, the pool its scratch comes from,
+    message size, divisor of sums.
 
-    tiers: the memories for offloaded states. issue_queue: gathers out of them. copy_engine: copies between them and the
-    device. replicas: the ranks that hold the same slices, if there are others, among which sums travel too. inner: the
-    ranks among which second copies of weights are cut, if there are some. hosts: the two hops of movements, where sums
+    tiers: the memories for offloaded states. issue_queue: gathers out of them. copy_engine: copies
+    between them and the
+    device. replicas: the ranks that hold the same slices, if there are others, among which sums
+    travel too. inner: the ranks among which second copies of weights are cut, if there are some.
+    hosts: the two hops of movements, where sums
     are formed by host. gather_kind: as what the meter counts gathers.
     """
 
@@ -399,15 +484,21 @@ class CommContext:
         return self.pool.comm
 
     @classmethod
-    def over(cls, comm: Comm, pool: Pool, bucket_numel: int, divisor: float, tiers: Tiers) -> CommContext:
-        """Make the context of the ranks with one piece of a model, laid out on a mesh. divisor: of the sum over all of
-        them.
+    def over(
+        cls, comm: Comm, pool: Pool, bucket_numel: int, divisor: float, tiers: Tiers
+    ) -> CommContext:
+        """Make the context of the ranks with one piece of a model, laid out on a mesh. divisor: of
+        the sum over all of them.
         """
-        plain = cls(comm.shard, pool, bucket_numel, divisor, tiers, copy_engine=copy_engine_for(pool.device))
+        plain = cls(
+            comm.shard, pool, bucket_numel, divisor, tiers, copy_engine=copy_engine_for(pool.device)
+        )
         return plain if comm.replicas is None else plain.with_replicas(comm.replicas, divisor)
 
     def with_replicas(self, comm: Comm, divisor: float) -> CommContext:
-        """Return this context with those ranks for the outer sum of each slice. divisor: of the inner and outer sum."""
+        """Return this context with those ranks for the outer sum of each slice. divisor: of the
+        inner and outer sum.
+        """
         # Sums are divided once, where they are formed first, before they are rounded.
         inner, outer = (divisor, 1.0) if self.comm.size > 1 else (1.0, divisor)
         replicas = CommContext(comm, self.pool, self.bucket_numel, outer, self.tiers)
@@ -415,17 +506,23 @@ class CommContext:
 
     def with_inner(self, comm: Comm) -> CommContext:
         """Return this context with those ranks for the gathers of second copies."""
-        return replace(self, inner=CommContext(comm, self.pool, tiers=self.tiers, gather_kind="inner_gather"))
+        return replace(
+            self, inner=CommContext(comm, self.pool, tiers=self.tiers, gather_kind="inner_gather")
+        )
 
 
-def move(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str, *, add: bool = False) -> Pending:
-    """Bring `source` to `target`'s placement, dtype and memory; `add` sums onto the values of target.
+def move(
+    source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str, *, add: bool = False
+) -> Pending:
+    """Bring `source` to `target`'s placement, dtype and memory; `add` sums onto the values of
+    target.
 
-    An offloaded source is fetched first, pending updates before that, and leaves memory again when it has been copied;
-    sums for an offloaded target are made on the device and sent there. Source and target may share storage (a partial
-    gradient reduced in place). Summands travel as the source's spec says, slices exactly unless `target.coded_as` says
-    how. Neither may be touched before `wait()`, which raises `PeerError` if another rank failed, `StorageError` if a
-    disk did. Collective unless the movement is local: every rank calls it, in the same order within its lane.
+    An offloaded source is fetched first, pending updates before that, and leaves memory again when
+    it has been copied; sums for an offloaded target are made on the device and sent there. Source
+    and target may share storage (a partial gradient reduced in place). Summands travel as the
+    source's spec says, slices exactly unless `target.coded_as` says how. Neither may be touched
+    before `wait()`, which raises `PeerError` if another rank failed, `StorageError` if a disk did.
+    Collective unless the movement is local: every rank calls it, in the same order within its lane.
     """
     match TRANSITIONS[source.spec.placement, target.spec.placement]:
         case Movement.ALL_GATHER:
@@ -451,10 +548,11 @@ def move(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: st
 
 @dataclass(frozen=True)
 class Message:
-    """What travels of a flat buffer: itself, or codes in a lent one.  The one place for codecs on the wire.
+    """What travels of a flat buffer: itself, or codes in a lent one.  The one place for codecs on
+    the wire.
 
-    A slice's message is all of it, or as many messages one after another as it is cut into.  errors: what the codes
-    before have left out, to be added.
+    A slice's message is all of it, or as many messages one after another as it is cut into.
+    errors: what the codes before have left out, to be added.
     """
 
     wire: Codec
@@ -465,10 +563,14 @@ class Message:
 
     @classmethod
     def of(cls, buffer: FlatBuffer, wire: Codec | None, pool: Pool) -> Message:
-        """Return the message of a whole or partial buffer, with nothing written yet.  wire: None: it travels itself."""
+        """Return the message of a whole or partial buffer, with nothing written yet.  wire: None:
+        it travels itself.
+        """
         if wire is None or wire == Cast(buffer.spec.dtype):
             return cls(Cast(buffer.spec.dtype), buffer.memory, pool, is_lent=False)
-        return cls(wire, pool.take(wire.length(buffer.layout.padded_numel), wire.dtype), pool, is_lent=True)
+        return cls(
+            wire, pool.take(wire.length(buffer.layout.padded_numel), wire.dtype), pool, is_lent=True
+        )
 
     def piece(self, low: int, high: int) -> Tensor:
         """Return what elements [low, high) travel in."""
@@ -479,8 +581,8 @@ class Message:
         self.write(values, self.piece(low, low + values.numel()), low)
 
     def write(self, values: Tensor, piece: Tensor, place: int) -> None:
-        """Write these elements into a piece of a message.  place: of the first one among those of which errors are
-        kept.  Local.
+        """Write these elements into a piece of a message.  place: of the first one among those of
+        which errors are kept.  Local.
         """
         scratch = lend_scratch(self.pool)
         if self.errors is None:
@@ -496,18 +598,24 @@ class Message:
         self.pool.give(scratch)
 
     def add(self, low: int, out: Tensor) -> None:
-        """Add the elements from the flat index `low` on, a whole message, to `out`, in fp32, rounded once.  Local."""
-        scratch, piece = lend_scratch(self.pool), self.piece(low, low + out.numel())
+        """Add the elements from the flat index `low` on, a whole message, to `out`, in fp32,
+        rounded once.  Local.
+        """
+        scratch = lend_scratch(self.pool)
+        piece = self.piece(low, low + out.numel())
         half = scratch.numel() // 2
         for start in range(0, out.numel(), half):
             stop = min(start + half, out.numel())
             self.wire.decode(piece, start, stop, scratch[: stop - start], scratch[half:])
-            out[start:stop].copy_(scratch[: stop - start].add_(out[start:stop]))  # no name keeps a view of what is lent
+            out[start:stop].copy_(
+                scratch[: stop - start].add_(out[start:stop])
+            )  # no name keeps a view of what is lent
         self.pool.give(scratch)
 
     def sum(self, received: Sequence[Tensor], into: Tensor, *, divisor: float, add: bool) -> None:
         """Add up a message from each rank (`ordered_sum`).  Local."""
-        wire, scratch = self.wire, lend_scratch(self.pool)
+        wire = self.wire
+        scratch = lend_scratch(self.pool)
         if isinstance(wire, Blocks):
             end = 2 * (int(scratch.numel() / (2 + wire.decode_scratch)) // BLOCK * BLOCK)
             ordered_sum(
@@ -516,7 +624,9 @@ class Message:
                 scratch[:end],
                 divisor=divisor,
                 add=add,
-                decode=lambda piece, start, stop, out: wire.decode(piece, start, stop, out, scratch[end:]),
+                decode=lambda piece, start, stop, out: wire.decode(
+                    piece, start, stop, out, scratch[end:]
+                ),
             )
         else:
             ordered_sum(received, into, scratch, divisor=divisor, add=add)
@@ -528,13 +638,19 @@ class Message:
             self.pool.give(self.memory)
 
 
-def move_differences(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str) -> Pending:
-    """Add to a whole `target`, on every rank, what the slices of `source` differ from it, as the target's spec has them
+def move_differences(
+    source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str
+) -> Pending:
+    """Add to a whole `target`, on every rank, what the slices of `source` differ from it, as the
+    target's spec has them
     coded: source is left as it is, and target comes near it.
 
-    source: fp32, wherever it rests.  Neither may be written before `wait()`.  Collective within "gather".
+    source: fp32, wherever it rests.  Neither may be written before `wait()`.  Collective within
+    "gather".
     """
-    comm, pool, numel = comm_ctx.comm, comm_ctx.pool, target.layout.slice_numel
+    comm = comm_ctx.comm
+    pool = comm_ctx.pool
+    numel = target.layout.slice_numel
     if not numel:
         return DONE
     message = Message.of(target, target.spec.wire, pool)
@@ -560,12 +676,15 @@ def lend_scratch(pool: Pool) -> Tensor:
 def _gather_offloaded(
     source: FlatBuffer, extent: Extent, target: FlatBuffer, comm_ctx: CommContext, what: str
 ) -> Pending:
-    """Fetch this rank's slice, gather when it is its turn in the lane, and evict the slice when it has been copied."""
+    """Fetch this rank's slice, gather when it is its turn in the lane, and evict the slice when it
+    has been copied.
+    """
     source.guard.before_read()
     numel = source.memory.numel()
 
     def start() -> Pending:
-        here, own = extent.read(0, numel), target.shard(comm_ctx.comm.rank)
+        here = extent.read(0, numel)
+        own = target.shard(comm_ctx.comm.rank)
         with comm_ctx.copy_engine.h2d(extent) as copy_event:
             for part in parts_in_lock_ranges(here):
                 own[part].copy_(here[part], non_blocking=True)
@@ -584,7 +703,8 @@ def _gather_offloaded(
 
 
 def _all_gather(own: Tensor, target: FlatBuffer, comm_ctx: CommContext, what: str) -> Pending:
-    comm, slice_numel = comm_ctx.comm, target.layout.slice_numel
+    comm = comm_ctx.comm
+    slice_numel = target.layout.slice_numel
     lane = "gather" if target.spec.placement is R else "reduce"
     if target.coded_as is not None and comm.size > 1:
         message = Message.of(target, target.coded_as, comm_ctx.pool)
@@ -598,9 +718,12 @@ def _all_gather(own: Tensor, target: FlatBuffer, comm_ctx: CommContext, what: st
     return all_gather(target.load(), lane, comm_ctx, what)
 
 
-def _gather_codes(codes: Tensor, codec: Blocks, target: FlatBuffer, comm_ctx: CommContext, what: str) -> Pending:
+def _gather_codes(
+    codes: Tensor, codec: Blocks, target: FlatBuffer, comm_ctx: CommContext, what: str
+) -> Pending:
     """Gather a state that rests as codes: they travel as they are, and the target is decoded."""
-    comm, slice_numel = comm_ctx.comm, target.layout.slice_numel
+    comm = comm_ctx.comm
+    slice_numel = target.layout.slice_numel
     if comm.size == 1:
         message = Message(codec, codes, comm_ctx.pool, is_lent=False)
     else:
@@ -609,9 +732,14 @@ def _gather_codes(codes: Tensor, codec: Blocks, target: FlatBuffer, comm_ctx: Co
     return _gather_message(message, target, comm_ctx, what)
 
 
-def _gather_message(message: Message, target: FlatBuffer, comm_ctx: CommContext, what: str) -> Pending:
-    """Gather a message of which this rank's piece is written, and decode all of it into the target."""
-    comm, slice_numel = comm_ctx.comm, target.layout.slice_numel
+def _gather_message(
+    message: Message, target: FlatBuffer, comm_ctx: CommContext, what: str
+) -> Pending:
+    """Gather a message of which this rank's piece is written, and decode all of it into the
+    target.
+    """
+    comm = comm_ctx.comm
+    slice_numel = target.layout.slice_numel
     pending = DONE if comm.size == 1 else all_gather(message.memory, "gather", comm_ctx, what)
 
     def decode() -> None:  # this rank's own slice too: every rank computes with the same bits
@@ -623,20 +751,28 @@ def _gather_message(message: Message, target: FlatBuffer, comm_ctx: CommContext,
 
 
 def all_gather(full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pending:
-    """Fill `full` from every rank's slice, in two hops where sums are formed by host.  Collective within the lane."""
+    """Fill `full` from every rank's slice, in two hops where sums are formed by host.  Collective
+    within the lane.
+    """
     way = comm_ctx.comm if comm_ctx.hosts is None else comm_ctx.hosts
     return way.all_gather(full, lane, what, comm_ctx.gather_kind)
 
 
 def _reduce_scatter(
-    source: FlatBuffer, own: Tensor, comm_ctx: CommContext, what: str, add: bool, extent: Extent | None = None
+    source: FlatBuffer,
+    own: Tensor,
+    comm_ctx: CommContext,
+    what: str,
+    add: bool,
+    extent: Extent | None = None,
 ) -> Pending:
-    """Reduce message by message, so that the bytes in flight do not depend on the model's size (ZeRO-R's constant
-    buffers).
+    """Reduce message by message, so that the bytes in flight do not depend on the model's size
+    (ZeRO-R's constant buffers).
 
     extent: the one that `own` lies in.
     """
-    comm, layout = comm_ctx.comm, source.layout
+    comm = comm_ctx.comm
+    layout = source.layout
     if not layout.slice_numel:
         return DONE
     wire = source.spec.wire or Cast(source.spec.dtype)
@@ -645,13 +781,19 @@ def _reduce_scatter(
     message = Message.of(source, wires[0], comm_ctx.pool)
     if comm.size == 1 and own.data_ptr() == message.memory.data_ptr():
         return DONE
-    step, depth = messages_of(layout.slice_numel, layout.ranks, comm_ctx.bucket_numel, wire.message_numel)
-    cuts = [(low, min(low + step, layout.slice_numel)) for low in range(0, layout.slice_numel, step)]
+    step, depth = messages_of(
+        layout.slice_numel, layout.ranks, comm_ctx.bucket_numel, wire.message_numel
+    )
+    cuts = [
+        (low, min(low + step, layout.slice_numel)) for low in range(0, layout.slice_numel, step)
+    ]
     arriving = message  # what the last hop brings, in codes
     if wires[1] is not wires[0] or source.errors is not None:
         arriving = replace(message, wire=wires[1], errors=source.errors)
     message = message if comm_ctx.hosts is not None else arriving
-    rooms = [MessageRoom(comm_ctx, message, arriving, step, layout.slice_numel) for _ in range(depth)]
+    rooms = [
+        MessageRoom(comm_ctx, message, arriving, step, layout.slice_numel) for _ in range(depth)
+    ]
 
     def start(number: int) -> Pending:
         low, high = cuts[number]
@@ -662,7 +804,9 @@ def _reduce_scatter(
                 message.write(source.shard(rank)[low:high], piece, start)
         kept = own[low:high]
         landing = (
-            HostGradStaging(kept, step, extent, comm_ctx, add=add) if kept.device != comm_ctx.pool.device else None
+            HostGradStaging(kept, step, extent, comm_ctx, add=add)
+            if kept.device != comm_ctx.pool.device
+            else None
         )
 
         def add_up(received: Sequence[Tensor]) -> None:
@@ -698,14 +842,27 @@ def _reduce_scatter(
 
 
 class MessageRoom:
-    """The lent buffers in which one part of a message after another is received and added up, and the way it takes."""
+    """The lent buffers in which one part of a message after another is received and added up, and
+    the way it takes.
+    """
 
     def __init__(
-        self, comm_ctx: CommContext, message: Message, arriving: Message, numel: int, slice_numel: int
+        self,
+        comm_ctx: CommContext,
+        message: Message,
+        arriving: Message,
+        numel: int,
+        slice_numel: int,
     ) -> None:
-        """arriving: what the last hop brings.  numel: elements that each rank sends to each, at most, of so many."""
-        self.comm_ctx, self.message, self.arriving, self.slice_numel = comm_ctx, message, arriving, slice_numel
-        comm, hosts = comm_ctx.comm, comm_ctx.hosts
+        """arriving: what the last hop brings.  numel: elements that each rank sends to each, at
+        most, of so many.
+        """
+        self.comm_ctx = comm_ctx
+        self.message = message
+        self.arriving = arriving
+        self.slice_numel = slice_numel
+        comm = comm_ctx.comm
+        hosts = comm_ctx.hosts
         sizes = message_rooms(
             numel,
             (message.wire, arriving.wire),
@@ -717,18 +874,24 @@ class MessageRoom:
         )
         self._lent = [comm_ctx.pool.take(length, dtype) for dtype, length in sizes]
 
-    def exchange(self, pieces: Sequence[Tensor], low: int, high: int, what: str, add_up: Use) -> Pending:
-        """Send pieces[r] to rank r, and call `add_up` with those for this one, or with the sums of the hosts.
+    def exchange(
+        self, pieces: Sequence[Tensor], low: int, high: int, what: str, add_up: Use
+    ) -> Pending:
+        """Send pieces[r] to rank r, and call `add_up` with those for this one, or with the sums of
+        the hosts.
 
-        low, high: of each slice, the elements that a piece is of.  Collective within the lane "reduce".  The room is
-        free for the next part when the wait is over.
+        low, high: of each slice, the elements that a piece is of.  Collective within the lane
+        "reduce".  The room is free for the next part when the wait is over.
         """
-        comm, hosts, length = self.comm_ctx.comm, self.comm_ctx.hosts, pieces[0].numel()
+        comm = self.comm_ctx.comm
+        hosts = self.comm_ctx.hosts
+        length = pieces[0].numel()
         numel = high - low
         if hosts is None:
             (boxes,) = boxes_in(self._lent[0] if self._lent else None, comm, length)
             return comm.exchange(pieces, boxes, "reduce", what, add_up)
-        near, across = hosts.near, hosts.across
+        near = hosts.near
+        across = hosts.across
         sums, *inboxes = self._lent
         wire = self.arriving.wire
         sent = inboxes.pop(0) if isinstance(wire, Blocks) else sums
@@ -745,7 +908,9 @@ class MessageRoom:
             for host, (own, boxes) in enumerate(zip(of_hosts, near_boxes, strict=True)):
                 here = pieces[host * near.size : (host + 1) * near.size]
                 use = partial(self.message.sum, into=own, divisor=1.0, add=False)
-                found.append(near.exchange(here, boxes, "reduce", what, use, NEAR + "reduce_scatter"))
+                found.append(
+                    near.exchange(here, boxes, "reduce", what, use, NEAR + "reduce_scatter")
+                )
             return found
 
         def between() -> Pending:
@@ -761,8 +926,12 @@ class MessageRoom:
             self.comm_ctx.pool.give(tensor)
 
 
-def boxes_in(room: Tensor | None, comm: Comm, length: int, count: int = 1) -> list[list[Tensor | None]]:
-    """Return boxes for so many exchanges, by rank, out of one buffer; without one, pieces are read in place."""
+def boxes_in(
+    room: Tensor | None, comm: Comm, length: int, count: int = 1
+) -> list[list[Tensor | None]]:
+    """Return boxes for so many exchanges, by rank, out of one buffer; without one, pieces are read
+    in place.
+    """
     if room is None or comm.size == 1:
         return [[None] * comm.size for _ in range(count)]
     boxes = torch.split(room[: count * (comm.size - 1) * length], length)
@@ -774,11 +943,14 @@ def boxes_in(room: Tensor | None, comm: Comm, length: int, count: int = 1) -> li
 
 
 def all_reduce(values: Tensor, comm_ctx: CommContext, what: str) -> Pending:
-    """Replace flat values by their sum over the ranks, ascending in fp32, rounded once.  Collective.
+    """Replace flat values by their sum over the ranks, ascending in fp32, rounded once.
+    Collective.
 
-    values: one-dimensional, of one length on every rank, on any device; neither read nor written before `wait()`.
+    values: one-dimensional, of one length on every rank, on any device; neither read nor written
+    before `wait()`.
     """
-    comm, pool = comm_ctx.comm, comm_ctx.pool
+    comm = comm_ctx.comm
+    pool = comm_ctx.pool
     if comm.size == 1 or not values.numel():
         return DONE
     numel = -(-values.numel() // comm.size) * comm.size
@@ -787,7 +959,8 @@ def all_reduce(values: Tensor, comm_ctx: CommContext, what: str) -> Pending:
         lent = pool.take(numel, values.dtype)
         lent[: values.numel()].copy_(values)
         lent[values.numel() :].zero_()
-    layout, travels = FlatLayout((), numel // comm.size, comm.size), values if lent is None else lent
+    layout = FlatLayout((), numel // comm.size, comm.size)
+    travels = values if lent is None else lent
     partial = FlatBuffer(layout, Spec(P, values.dtype), travels)
     pending = move(partial, FlatBuffer(layout, Spec(R, values.dtype), travels), comm_ctx, what)
 
@@ -800,14 +973,18 @@ def all_reduce(values: Tensor, comm_ctx: CommContext, what: str) -> Pending:
 
 
 class HostGradStaging:
-    """A buffer on the device for the sum of one message that is stored in another memory: sums are made where their
-    summands are.
+    """A buffer on the device for the sum of one message that is stored in another memory: sums are
+    made where their summands are.
     """
 
-    def __init__(self, kept: Tensor, numel: int, extent: Extent | None, comm_ctx: CommContext, *, add: bool) -> None:
+    def __init__(
+        self, kept: Tensor, numel: int, extent: Extent | None, comm_ctx: CommContext, *, add: bool
+    ) -> None:
         """numel: of the buffer, the same for all messages. add: onto the stored values."""
         assert extent is not None
-        self.kept, self.extent, self.comm_ctx = kept, extent, comm_ctx
+        self.kept = kept
+        self.extent = extent
+        self.comm_ctx = comm_ctx
         self._lent = comm_ctx.pool.take(numel, kept.dtype)
         self._copied: CopyEvent = COMPLETED
         if add:
@@ -826,6 +1003,8 @@ class HostGradStaging:
 
     def send(self) -> None:
         """Start to copy the written sum to its memory, beside what is computed next."""
-        with self.comm_ctx.copy_engine.d2h(self.extent, lambda: self.comm_ctx.pool.give(self._lent)):
+        with self.comm_ctx.copy_engine.d2h(
+            self.extent, lambda: self.comm_ctx.pool.give(self._lent)
+        ):
             for part in parts_in_lock_ranges(self.kept):
                 self.kept[part].copy_(self._sum[part], non_blocking=True)

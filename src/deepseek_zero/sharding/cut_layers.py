@@ -1,13 +1,15 @@
-"""Layers above a limit become tiles of rows, each a unit of its own (`zero_optimization.tile_above`).
+"""Layers above a limit become tiles of rows, each a unit of its own
+(`zero_optimization.tile_above`).
 
-A row of an nn.Linear's weight makes one output feature, a row of an nn.Embedding's is one entry.  So a tile computes
-elements of the output alone, and no sum is cut but one: the gradient of a linear layer's input is added up over tiles,
-in their order.  (A library that multiplies matrices may add each sum up in an order that depends on the shape, so that
-a linear layer equals the whole one to rounding; an embedding has its bits.)  Layers that share a weight share its
-tiles.
+A row of an nn.Linear's weight makes one output feature, a row of an nn.Embedding's is one entry.
+So a tile computes elements of the output alone, and no sum is cut but one: the gradient of a linear
+layer's input is added up over tiles, in their order.  (A library that multiplies matrices may add
+each sum up in an order that depends on the shape, so that a linear layer equals the whole one to
+rounding; an embedding has its bits.)  Layers that share a weight share its tiles.
 
-A layer stays the object that it is, with the same hooks and the same place in the model; its class changes.  Its state
-dict has the names and shapes of the whole layer, and so have files (`planner/rows.py`).
+A layer stays the object that it is, with the same hooks and the same place in the model; its class
+changes.  Its state dict has the names and shapes of the whole layer, and so have files
+(`planner/rows.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Holder:
 
 @dataclass(frozen=True)
 class LayerCut:
-    """A weight that becomes tiles: its holders, its first name in the model, and where rows are cut, ends included."""
+    """A weight that becomes tiles: its holders, its first name in the model, and where rows are
+    cut, ends included.
+    """
 
     weight: nn.Parameter
     holders: tuple[Holder, ...]
@@ -57,18 +61,21 @@ class CutChoice:
     left: tuple[str, ...]
 
 
-def choose_cuts(model: nn.Module, limit: int, dtype_of: Callable[[torch.dtype], torch.dtype]) -> CutChoice:
+def choose_cuts(
+    model: nn.Module, limit: int, dtype_of: Callable[[torch.dtype], torch.dtype]
+) -> CutChoice:
     """Return how layers of more than `limit` bytes are cut into tiles of at most that many.  Pure.
 
-    dtype_of: the dtype that a parameter computes in.  It depends on neither ranks nor stage, so that any run of the
-    model has the same tiles.  UsageError where one row is above the limit, NotBuiltError where a layer does what tiles
-    cannot.
+    dtype_of: the dtype that a parameter computes in.  It depends on neither ranks nor stage, so
+    that any run of the model has the same tiles.  UsageError where one row is above the limit,
+    NotBuiltError where a layer does what tiles cannot.
     """
     holders: dict[int, list[tuple[nn.Parameter, str, nn.Module, str]]] = {}
     for prefix, module in model.named_modules(remove_duplicate=True):
         for key, param in module.named_parameters(recurse=False):
             holders.setdefault(id(param), []).append((param, key, module, prefix))
-    cuts, left = list[LayerCut](), list[str]()
+    cuts = list[LayerCut]()
+    left = list[str]()
     for held in holders.values():
         weight, key, _, prefix = held[0]
         name = f"{prefix}.{key}" if prefix else key
@@ -88,8 +95,8 @@ def choose_cuts(model: nn.Module, limit: int, dtype_of: Callable[[torch.dtype], 
 def cut_layers(cuts: Sequence[LayerCut]) -> dict[str, str]:
     """Cut layers in place; map the name of each tile's parameter to that of the whole one.
 
-    A client's optimizer may still hold the whole weights: `ties.without_twins` puts their tiles in the place.
-    Collective where weights are slices of zero.Init: one of them at a time is gathered.
+    A client's optimizer may still hold the whole weights: `ties.without_twins` puts their tiles in
+    the place. Collective where weights are slices of zero.Init: one of them at a time is gathered.
     """
     found: dict[str, str] = {}
     for cut in cuts:
@@ -102,13 +109,17 @@ def cut_layers(cuts: Sequence[LayerCut]) -> dict[str, str]:
 
 
 class RowTile(nn.Module):
-    """Rows of a weight: a unit.  Layers that share the weight share the tile, and use it each their way."""
+    """Rows of a weight: a unit.  Layers that share the weight share the tile, and use it each their
+    way.
+    """
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
 
-    def forward(self, given: Tensor, *more: Tensor, use: Callable[..., Tensor] = functional.linear) -> Tensor:
+    def forward(
+        self, given: Tensor, *more: Tensor, use: Callable[..., Tensor] = functional.linear
+    ) -> Tensor:
         """Return use(given, weight, *more)."""
         return use(given, self.weight, *more)
 
@@ -117,9 +128,11 @@ class RowTile(nn.Module):
 
 
 class CutLayer(nn.Module):
-    """What cut layers have in common: tiles in the order of their rows, and `places`, where rows are cut.
+    """What cut layers have in common: tiles in the order of their rows, and `places`, where rows
+    are cut.
 
-    A bias stays the layer's own parameter, whole: it is small, and belongs to the unit around the layer.
+    A bias stays the layer's own parameter, whole: it is small, and belongs to the unit around the
+    layer.
     """
 
     children_are_units: ClassVar[bool] = True
@@ -129,8 +142,9 @@ class CutLayer(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
             raise AttributeError(
-                f"this {type(self).__name__} has no weight of its own: zero_optimization.tile_above has cut it into "
-                "tiles.  What reads a layer's weight itself, without calling the layer, needs tile_above left out"
+                f"this {type(self).__name__} has no weight of its own: "
+                "zero_optimization.tile_above has cut it into tiles.  What reads a layer's weight "
+                "itself, without calling the layer, needs tile_above left out"
             )
         return super().__getattr__(name)
 
@@ -145,7 +159,9 @@ class CutLinear(CutLayer, nn.Linear):
         if self.bias is None:
             return run_tiles([[tile] for tile in self.tiles], [input], self.out_features)
         biases = self.bias.split([high - low for low, high in pairwise(self.places)])
-        rows = [[partial(_with_bias, tile, bias)] for tile, bias in zip(self.tiles, biases, strict=True)]
+        rows = [
+            [partial(_with_bias, tile, bias)] for tile, bias in zip(self.tiles, biases, strict=True)
+        ]
         return run_tiles(rows, [input], self.out_features)
 
 
@@ -156,7 +172,8 @@ class CutEmbedding(CutLayer, nn.Embedding):
         whole: Tensor | None = None
         last = len(self.tiles) - 1
         for number, (low, high) in enumerate(pairwise(self.places)):
-            # An index below the first row or beyond the last goes to the tile at that end, which refuses it.
+            # An index below the first row or beyond the last goes to the tile at that end, which
+            # refuses it.
             here = input < high if number == 0 else input >= low
             if 0 < number < last:
                 here &= input < high
@@ -203,12 +220,16 @@ KINDS: dict[type[nn.Module], type[CutLayer]] = {nn.Linear: CutLinear, nn.Embeddi
 
 
 def _is_cuttable(layer: nn.Module) -> bool:
-    """Return whether a layer computes what torch's class does: neither a subclass nor one with a forward of its own."""
+    """Return whether a layer computes what torch's class does: neither a subclass nor one with a
+    forward of its own.
+    """
     return type(layer) in KINDS and "forward" not in layer.__dict__
 
 
 def _refuse_unlike(holder: Holder) -> None:
-    """Raise NotBuiltError where an embedding changes its weight in forward, or has a sparse gradient."""
+    """Raise NotBuiltError where an embedding changes its weight in forward, or has a sparse
+    gradient.
+    """
     layer = holder.layer
     if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.sparse):
         what = "max_norm" if layer.max_norm is not None else "sparse gradients"
@@ -221,7 +242,8 @@ def _refuse_unlike(holder: Holder) -> None:
 
 def _places(name: str, shape: tuple[int, ...], limit: int, itemsize: int) -> tuple[int, ...]:
     """Return where rows are cut: as few tiles as the limit allows, the first ones a row larger."""
-    rows, each = shape[0], prod(shape[1:]) * itemsize
+    rows = shape[0]
+    each = prod(shape[1:]) * itemsize
     if each > limit:
         raise UsageError(
             f"one row of '{name}' has {each} bytes, and zero_optimization.tile_above is {limit}.",
@@ -234,10 +256,14 @@ def _places(name: str, shape: tuple[int, ...], limit: int, itemsize: int) -> tup
 
 
 def _tiles_of(cut: LayerCut) -> list[nn.Parameter]:
-    """Return a weight's tiles: views of it, or slices where it is one.  Collective in the latter case."""
-    shape, owner = tuple(cut.weight.shape), owner_of(cut.weight)
+    """Return a weight's tiles: views of it, or slices where it is one.  Collective in the latter
+    case.
+    """
+    shape = tuple(cut.weight.shape)
+    owner = owner_of(cut.weight)
     values, _ = take_values(cut.weight)
-    whole, tiles = values.view(shape), list[nn.Parameter]()
+    whole = values.view(shape)
+    tiles = list[nn.Parameter]()
     for low, high in pairwise(cut.places):
         tile = nn.Parameter(whole[low:high].detach(), requires_grad=cut.weight.requires_grad)
         set_rows(tile, Rows(cut.name, shape, low))
@@ -253,7 +279,8 @@ def _become(layer: nn.Module, tiles: Sequence[RowTile], places: tuple[int, ...])
     del layer.weight
     layer.__class__ = KINDS[type(layer)]
     assert isinstance(layer, CutLayer)
-    layer.tiles, layer.places = nn.ModuleList(tiles), places
+    layer.tiles = nn.ModuleList(tiles)
+    layer.places = places
     layer.register_state_dict_post_hook(_join_state)  # type: ignore[no-untyped-call]
     layer.register_load_state_dict_pre_hook(_cut_state)  # type: ignore[no-untyped-call]
 

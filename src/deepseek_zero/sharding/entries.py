@@ -1,10 +1,10 @@
 """Scales gradients that enter an engine's part of the autograd graph past its outputs.
 
 Gradients inside an engine carry its loss scale / accumulation steps.  The aliases of its outputs
-multiply what enters there.  A tensor that leaves the forward in another way (an attribute, a list, a hook) and
-a parameter that the loss reads directly have no alias.  Before a backward begins, `scale_entries`
-walks the graph outside of all engines and finds the edges into an engine.  A hook on the outside node
-multiplies the gradient of such an edge.
+multiply what enters there.  A tensor that leaves the forward in another way (an attribute, a list,
+a hook) and a parameter that the loss reads directly have no alias.  Before a backward begins,
+`scale_entries` walks the graph outside of all engines and finds the edges into an engine.  A hook
+on the outside node multiplies the gradient of such an edge.
 
 A node belongs to the forward during which autograd numbered it.  Numbers count up per thread.
 """
@@ -26,12 +26,16 @@ from ..base.device import number_of_node
 _KEPT = 4096  # forwards that are remembered
 _MARK = "deepseek_zero.entries"
 
-Factor = Callable[[], float | None]  # what a gradient that enters is multiplied by; None: its engine is gone
+Factor = Callable[
+    [], float | None
+]  # what a gradient that enters is multiplied by; None: its engine is gone
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """Numbers of the nodes of one outermost forward: [begin, end), and [end, stop) for the aliases of its outputs."""
+    """Numbers of the nodes of one outermost forward: [begin, end), and [end, stop) for the aliases
+    of its outputs.
+    """
 
     begin: int
     end: int
@@ -54,7 +58,9 @@ class _Forwards(threading.local):
         self.stops.append(recorded.stop)
 
     def around(self, number: int) -> _Recorded | None:
-        """Return the innermost forward that made the node with this number; None if no forward made it."""
+        """Return the innermost forward that made the node with this number; None if no forward made
+        it.
+        """
         for recorded in self.recorded[bisect_right(self.stops, number) :]:
             if recorded.begin <= number:
                 return recorded
@@ -76,12 +82,13 @@ def record_forward(begin: int, end: int, stop: int, factor: Factor) -> None:
     _FORWARDS.add(_Recorded(begin, end, stop, factor))
 
 
-def scale_entries(roots: Sequence[Tensor], factor_of_leaf: Callable[[Tensor], Factor | None]) -> list[Tensor]:
+def scale_entries(
+    roots: Sequence[Tensor], factor_of_leaf: Callable[[Tensor], Factor | None]
+) -> list[Tensor]:
     """Hook the edges by which a backward from `roots` enters an engine past its outputs.
 
-    Args:
-        roots: What is differentiated.
-        factor_of_leaf: Returns the factor of the engine that holds a parameter, None for other leaves.
+    Args: roots: What is differentiated. factor_of_leaf: Returns the factor of the engine that holds
+        a parameter, None for other leaves.
 
     Returns:
         The roots; one that is itself inside an engine is replaced by an alias outside of it.
@@ -94,7 +101,8 @@ def scale_entries(roots: Sequence[Tensor], factor_of_leaf: Callable[[Tensor], Fa
             continue
         node = root.grad_fn
         if node is None:
-            factor, is_end = factor_of_leaf(root), True
+            factor = factor_of_leaf(root)
+            is_end = True
         else:
             factor, is_end = _factor_of(node, factor_of_leaf)
         if factor is not None:
@@ -122,8 +130,12 @@ def scale_entries(roots: Sequence[Tensor], factor_of_leaf: Callable[[Tensor], Fa
     return found
 
 
-def _factor_of(node: Any, factor_of_leaf: Callable[[Tensor], Factor | None]) -> tuple[Factor | None, bool]:
-    """Return the factor of the engine that a node is inside of, and whether the outside ends at the node."""
+def _factor_of(
+    node: Any, factor_of_leaf: Callable[[Tensor], Factor | None]
+) -> tuple[Factor | None, bool]:
+    """Return the factor of the engine that a node is inside of, and whether the outside ends at the
+    node.
+    """
     if (leaf := getattr(node, "variable", None)) is not None:
         return factor_of_leaf(leaf), True
     number = number_of_node(node)
@@ -134,15 +146,20 @@ def _factor_of(node: Any, factor_of_leaf: Callable[[Tensor], Factor | None]) -> 
 
 
 class _ScaleEdges:
-    """The hook of a node outside of all engines.  entries: by the place of an edge, the factor behind it."""
+    """The hook of a node outside of all engines.  entries: by the place of an edge, the factor
+    behind it.
+    """
 
     def __init__(self, entries: dict[int, Factor]) -> None:
         self.entries = entries
 
-    def __call__(self, after: Sequence[Tensor | None], before: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def __call__(
+        self, after: Sequence[Tensor | None], before: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
         grads = list(after)
         for place, factor_now in self.entries.items():
-            grad, factor = grads[place], factor_now()
+            grad = grads[place]
+            factor = factor_now()
             if grad is not None and factor is not None and factor != 1.0:
                 grads[place] = grad * factor
         return tuple(grads)

@@ -1,18 +1,20 @@
-"""Runs the program of a step: the actions of planner/schedule.py, when torch's hooks say that they may run.
+"""Runs the program of a step: the actions of planner/schedule.py, when torch's hooks say that they
+may run.
 
-A `Unit` is parameter groups that are gathered, released and reduced together (a transformer block, say), and owns their
-state machine.  `Executor` is the order in which units move.  Two lanes carry collectives, each in the program's order
-on every rank: "gather" (G) and "reduce" (S, and A among the replicas).  Every rank runs the whole program, actions of
-units that it skips included.  Releases (R) are decided here and nowhere else, updates (U) are the optimizer's, which
-`Updates` stands for.  Forwards and backwards (F, B) are the model's; where a unit takes micro-batches in turn, it asks
-`forwards` which come next.
+A `Unit` is parameter groups that are gathered, released and reduced together (a transformer block,
+say), and owns their state machine.  `Executor` is the order in which units move.  Two lanes carry
+collectives, each in the program's order
+on every rank: "gather" (G) and "reduce" (S, and A among the replicas).  Every rank runs the whole
+program, actions of units that it skips included.  Releases (R) are decided here and nowhere else,
+updates (U) are the optimizer's, which `Updates` stands for.  Forwards and backwards (F, B) are the
+model's; where a unit takes micro-batches in turn, it asks `forwards` which come next.
 
-A model that strays from the program is served on demand: a unit that is used before its turn has the program run up to
-it; one that is used again is gathered again.  Until the ranks have agreed on an order, the order of uses is recorded;
-so is who reads whose parameters.
+A model that strays from the program is served on demand: a unit that is used before its turn has
+the program run up to it; one that is used again is gathered again.  Until the ranks have agreed on
+an order, the order of uses is recorded; so is who reads whose parameters.
 
-A gradient that arrives after its unit was reduced (a block shared by two reentrant checkpoints) is added in a second
-reduction, which all ranks agree on before the step.
+A gradient that arrives after its unit was reduced (a block shared by two reentrant checkpoints) is
+added in a second reduction, which all ranks agree on before the step.
 """
 
 from __future__ import annotations
@@ -51,25 +53,38 @@ MOVES = {
 
 
 class Unit:
-    """Groups of parameters that move together. `module`: its forward needs them; the root unit has the remaining ones.
+    """Groups of parameters that move together. `module`: its forward needs them; the root unit has
+    the remaining ones.
 
     is_tile: a unit for the sake of memory alone, wherever it stands (auto_wrap_policy.py).
     """
 
     def __init__(
-        self, name: str, module: nn.Module, groups: Sequence[ParamGroup], number: int, *, is_tile: bool = False
+        self,
+        name: str,
+        module: nn.Module,
+        groups: Sequence[ParamGroup],
+        number: int,
+        *,
+        is_tile: bool = False,
     ) -> None:
-        self.name, self.module, self.number = name, module, number
+        self.name = name
+        self.module = module
+        self.number = number
         self._state = UnitState.SHARDED
         self._gathers: list[Pending] = []
         self._reduces: list[Pending] = []
-        self.arrived: set[int] = set()  # id(param) of gradients that arrived in the backward under way
+        self.arrived: set[int] = (
+            set()
+        )  # id(param) of gradients that arrived in the backward under way
         self.set_groups(groups)
         self.reduced_in_backward = False
         self.is_held = False  # stays gathered whatever the program says (`Executor.hold`)
         self.is_promoted = False  # precision "auto" found that 16 bits do not do here
         self.is_tile = is_tile
-        self.watch: Callable[[Unit], None] | None = None  # is called when its weights have been gathered
+        self.watch: Callable[[Unit], None] | None = (
+            None  # is called when its weights have been gathered
+        )
 
     def set_groups(self, groups: Sequence[ParamGroup]) -> None:
         """Replace the unit's groups."""
@@ -78,7 +93,9 @@ class Unit:
         self.trained = [group for group in self.groups if group.trainable]
         trained = [(member, group) for group in self.trained for member in group.members]
         self.group_of = {id(member.param): group for member, group in trained}
-        self.expected: set[int] = {id(member.param) for member, _ in trained if not member.is_frozen}
+        self.expected: set[int] = {
+            id(member.param) for member, _ in trained if not member.is_frozen
+        }
 
     @property
     def has_frozen_shards(self) -> bool:
@@ -86,8 +103,12 @@ class Unit:
 
     @property
     def waits_for_states(self) -> bool:
-        """Return whether an update of a sharded weight is pending whose states come from another memory."""
-        return any(group.guard.pending is not None and group.plan.is_offloaded for group in self.sharded)
+        """Return whether an update of a sharded weight is pending whose states come from another
+        memory.
+        """
+        return any(
+            group.guard.pending is not None and group.plan.is_offloaded for group in self.sharded
+        )
 
     @property
     def state(self) -> UnitState:
@@ -95,7 +116,9 @@ class Unit:
 
     def _enter(self, state: UnitState) -> None:
         if (self._state, state) not in MOVES:
-            raise AssertionError(f"unit '{self.name}' cannot go from {self._state.value} to {state.value}")
+            raise AssertionError(
+                f"unit '{self.name}' cannot go from {self._state.value} to {state.value}"
+            )
         self._state = state
 
     @property
@@ -110,8 +133,8 @@ class Unit:
 
     @property
     def is_copied(self) -> bool:
-        """Return whether a gather makes copies, which a release frees; else weights are used in the memory they lie
-        in.
+        """Return whether a gather makes copies, which a release frees; else weights are used in the
+        memory they lie in.
         """
         return any(map(gathers_a_copy, self.sharded))
 
@@ -142,8 +165,8 @@ class Unit:
     # -- weights
 
     def unshard(self) -> None:
-        """Start the all-gathers of its groups; do nothing if they are under way or done. Collective within the
-        gather lane.
+        """Start the all-gathers of its groups; do nothing if they are under way or done. Collective
+        within the gather lane.
         """
         if self._state is UnitState.SHARDED and self.sharded:
             for group in self.sharded:
@@ -152,8 +175,8 @@ class Unit:
             self._gathers = [group.gather(self.name) for group in self.sharded]
 
     def wait_for_unshard(self) -> None:
-        """Wait for the all-gathers and point the parameters at the gathered weights; raise `PeerError` if a rank
-        failed.
+        """Wait for the all-gathers and point the parameters at the gathered weights; raise
+        `PeerError` if a rank failed.
         """
         if self._state is UnitState.UNSHARDING:
             for pending in self._gathers:
@@ -166,8 +189,8 @@ class Unit:
                 self.watch(self)
 
     def reshard(self) -> None:
-        """Shard the parameters again; a gather under way is waited for first, since the transport still writes its
-        buffer.
+        """Shard the parameters again; a gather under way is waited for first, since the transport
+        still writes its buffer.
         """
         self.wait_for_unshard()
         if self._state is UnitState.UNSHARDED and not self.is_held:
@@ -180,18 +203,30 @@ class Unit:
     @property
     def is_complete(self) -> bool:
         """Return whether every gradient that is expected in this backward has arrived."""
-        return bool(self.trained) and len(self.expected) <= len(self.arrived) and self.expected <= self.arrived
+        return (
+            bool(self.trained)
+            and len(self.expected) <= len(self.arrived)
+            and self.expected <= self.arrived
+        )
 
     def reduce_grads(self) -> None:
         """Start to sum the ranks' gradients. Collective within the reduce lane."""
-        self._reduces += [group.gradient.reduce(self.name) for group in self.trained if not group.is_idle]
+        self._reduces += [
+            group.gradient.reduce(self.name) for group in self.trained if not group.is_idle
+        ]
 
     def sum_over_replicas(self) -> None:
         """Start to sum the replicas' sums. Collective among them."""
-        self._reduces += [group.gradient.sum_over_replicas(self.name) for group in self.trained if not group.is_idle]
+        self._reduces += [
+            group.gradient.sum_over_replicas(self.name)
+            for group in self.trained
+            if not group.is_idle
+        ]
 
     def issue_reduces(self) -> None:
-        """Issue the messages of its sums that are still to be issued.  Collective within the reduce lane."""
+        """Issue the messages of its sums that are still to be issued.  Collective within the reduce
+        lane.
+        """
         for pending in self._reduces:
             pending.issue_all()
 
@@ -208,14 +243,17 @@ class Updates(Protocol):
         """Carry out the U behind a unit's S, where its time has come.  Local."""
 
     def refuse_regrouping(self) -> None:
-        """Raise where the optimizer could not follow parameters into other groups; nothing has changed yet."""
+        """Raise where the optimizer could not follow parameters into other groups; nothing has
+        changed yet.
+        """
 
     def regroup(self, groups: Sequence[ParamGroup]) -> None:
         """These groups are new."""
 
 
 class Executor:
-    """Runs the program of one wrapped model.  updates: the optimizer, held weakly; None where nothing is updated.
+    """Runs the program of one wrapped model.  updates: the optimizer, held weakly; None where
+    nothing is updated.
     most_reductions: of units, under way at once.
     """
 
@@ -228,7 +266,10 @@ class Executor:
         queue: OrderedIssueQueue,
         most_reductions: int = 1,
     ) -> None:
-        self.units, self.settings, self.comm, self.issue_queue = list(units), settings, comm, queue
+        self.units = list(units)
+        self.settings = settings
+        self.comm = comm
+        self.issue_queue = queue
         self.most_reductions = most_reductions
         self.updates: Callable[[], Updates | None] = lambda: None
         tuner = Tuner(settings, [unit.numel for unit in units], comm)
@@ -240,7 +281,9 @@ class Executor:
         self._part: frozenset[int] | None = None  # the units that passes go to; None: all
         self._walks_of_parts: dict[tuple[int, frozenset[int]], tuple[Pass, Pass]] = {}
         self._reached = 0  # places of the walk whose gathers have been asked for
-        self._to_gather: deque[int] = deque()  # asked for, and held back by an update that comes first
+        self._to_gather: deque[int] = (
+            deque()
+        )  # asked for, and held back by an update that comes first
         self._resident_before: frozenset[int] = frozenset()
         self.late: set[int] = set()  # units with gradients that came after their sum
         self._ends_step = True  # the backward under way does what is done once a step
@@ -248,7 +291,9 @@ class Executor:
         self._in_flight: deque[Unit] = deque()  # whose reductions are under way
         self._apart: Unit | None = None
         self._passes_begun: set[str] = set()
-        self._first_pass = LongWork("", 0)  # the progress of a first pass; without a total there is none
+        self._first_pass = LongWork(
+            "", 0
+        )  # the progress of a first pass; without a total there is none
         self._follow(schedule)
 
     def _follow(self, schedule: Schedule) -> None:
@@ -261,7 +306,8 @@ class Executor:
         self.reduces = [number for number in backward.reduces if self.units[number].trained]
         self.all_reduces = [number for number in backward.all_reduces if self.units[number].trained]
         self._reduced_before = {  # how many reductions stand before backward comes to a unit
-            unit: sum(number in backward.released_before(unit) for number in self.reduces) for unit in backward.order
+            unit: sum(number in backward.released_before(unit) for number in self.reduces)
+            for unit in backward.order
         }
 
     @property
@@ -272,7 +318,9 @@ class Executor:
     # -- the order of units
 
     def agree_on_order(self) -> None:
-        """Follow the order of the rank that used most units; the units it did not use come last.  Collective."""
+        """Follow the order of the rank that used most units; the units it did not use come last.
+        Collective.
+        """
         row = torch.full((len(self.units),), -1, dtype=torch.int64)
         row[: len(self._recorded)] = torch.tensor(self._recorded, dtype=torch.int64)
         rows = self.comm.all_gather_rows(row, "order of units")
@@ -284,12 +332,15 @@ class Executor:
         self._plan(order)
 
     def replan(self, settings: PlanSettings | None = None) -> None:
-        """Go on with other sizes, groups or updates of the units, in the same order; between two steps."""
+        """Go on with other sizes, groups or updates of the units, in the same order; between two
+        steps.
+        """
         self.settings = settings or self.settings
         self._plan(self.schedule.forward.order)
 
     def _plan(self, order: Sequence[int]) -> None:
-        deferred, ahead = self.schedule.forward.updated, self.schedule.backward.updated
+        deferred = self.schedule.forward.updated
+        ahead = self.schedule.backward.updated
         planned = [unit.planned for unit in self.units]
         self._follow(schedule_units(planned, self.settings, order, deferred=deferred, ahead=ahead))
 
@@ -301,12 +352,17 @@ class Executor:
             is_backward = walk is self.schedule.backward or walk is self.schedule.accumulate
             self.comm.shard.barrier_begin("backward" if is_backward else "forward")
         self._show_first(walk)
-        self._walk, self._reached = self._walk_of_part(walk), 0
+        self._walk = self._walk_of_part(walk)
+        self._reached = 0
         self._to_gather.clear()
-        self._resident_before = frozenset(unit.number for unit in self.units if unit.state is not UnitState.SHARDED)
+        self._resident_before = frozenset(
+            unit.number for unit in self.units if unit.state is not UnitState.SHARDED
+        )
 
     def _show_first(self, walk: Pass) -> None:
-        """Show the progress of the first forward and the first backward: weights may come from slow memories."""
+        """Show the progress of the first forward and the first backward: weights may come from slow
+        memories.
+        """
         self._first_pass.finish()
         is_backward = walk is self.schedule.backward or walk is self.schedule.accumulate
         name = "backward" if is_backward else "forward"
@@ -317,8 +373,8 @@ class Executor:
         self._first_pass = LongWork(f"first {name} pass", total, "parameters")
 
     def keep_to(self, part: frozenset[int] | None) -> None:
-        """Let passes go to these units alone, by number and the root among them, as a model's forward does of which a
-        part is left out; None: to all.  Between two passes, on every rank.
+        """Let passes go to these units alone, by number and the root among them, as a model's
+        forward does of which a part is left out; None: to all.  Between two passes, on every rank.
         """
         self._part = part
 
@@ -333,15 +389,16 @@ class Executor:
         return known[1]
 
     def forwards(self, unit: Unit) -> tuple[Action, ...]:
-        """Return the forwards of a unit that the program has for a batch that is trained on, in their order: one of the
-        whole batch, or one of each micro-batch.  Local.
+        """Return the forwards of a unit that the program has for a batch that is trained on, in
+        their order: one of the whole batch, or one of each micro-batch.  Local.
         """
         return self.schedule.forward.computes[unit.number]
 
     def use(self, unit: Unit, *, in_turn: bool = True) -> None:
         """Have the unit's weights unsharded when this returns.  Collective within the gather lane.
 
-        in_turn: the pass goes on to it.  A tile that backward recomputes is used out of turn: its own comes later.
+        in_turn: the pass goes on to it.  A tile that backward recomputes is used out of turn: its
+        own comes later.
         """
         if not self.order_is_agreed and unit.number not in self._recorded:
             self._recorded.append(unit.number)
@@ -354,8 +411,9 @@ class Executor:
             self._first_pass.advance(unit.numel)
 
     def use_apart(self, unit: Unit) -> None:
-        """Have the weights of a tile that several layers share unsharded for the backward of a later use of it, until
-        `end_apart`; its turn is that of its first use.  Collective within the gather lane.
+        """Have the weights of a tile that several layers share unsharded for the backward of a
+        later use of it, until `end_apart`; its turn is that of its first use.  Collective within
+        the gather lane.
         """
         if self._apart is unit:
             return
@@ -366,7 +424,8 @@ class Executor:
     def end_apart(self) -> None:
         """Release what `use_apart` has gathered."""
         if self._apart is not None:
-            unit, self._apart = self._apart, None
+            unit = self._apart
+            self._apart = None
             with torch.no_grad():
                 unit.reshard()
 
@@ -377,8 +436,8 @@ class Executor:
             self.use(other)
 
     def remember_external(self, reader: Unit, owner: Unit) -> None:
-        """`reader`'s forward reads a parameter of `owner`; its backward will too, where autograd saved the parameter
-        itself.
+        """`reader`'s forward reads a parameter of `owner`; its backward will too, where autograd
+        saved the parameter itself.
         """
         known = self._externals.setdefault(reader.number, [])
         if owner not in known and owner is not reader:
@@ -390,10 +449,13 @@ class Executor:
         if owner in known:
             known.remove(owner)
 
-    def after_forward(self, unit: Unit, *, training: bool, recomputes: bool, was_unsharded: bool) -> None:
+    def after_forward(
+        self, unit: Unit, *, training: bool, recomputes: bool, was_unsharded: bool
+    ) -> None:
         """Release a unit whose forward is over, where the program says so.
 
-        recomputes: backward runs this forward again; it releases units itself, but for a tile that came for this alone.
+        recomputes: backward runs this forward again; it releases units itself, but for a tile that
+        came for this alone.
         """
         if recomputes:
             if unit.is_tile and not was_unsharded:
@@ -404,12 +466,16 @@ class Executor:
             unit.reshard()
 
     def gather_before(self, unit: Unit) -> None:
-        """Start the gathers of units that this rank skipped on its way to `unit`: others may need them to go on."""
+        """Start the gathers of units that this rank skipped on its way to `unit`: others may need
+        them to go on.
+        """
         if self._walk is not None:
             self._gather_for_others(self._walk.position[unit.number] - 1)
 
     def end(self) -> None:
-        """Run the pass to its end: gather what this rank has not come to, release what the program lets go."""
+        """Run the pass to its end: gather what this rank has not come to, release what the program
+        lets go.
+        """
         walk = self._walk
         if walk is None:
             return
@@ -423,7 +489,9 @@ class Executor:
                     unit.reshard()
 
     def gather_rest(self) -> None:
-        """Start the gathers this rank has not come to, without waiting: other ranks may need them to go on."""
+        """Start the gathers this rank has not come to, without waiting: other ranks may need them
+        to go on.
+        """
         if self._walk is not None:
             self._gather_for_others(len(self._walk.order) - 1)
 
@@ -435,14 +503,17 @@ class Executor:
             unit.reshard()
 
     def hold(self, part: Collection[int] | None = None) -> None:
-        """Let units stay gathered once they are, until `let_go`: many forwards and backwards use them in turn.  Local,
+        """Let units stay gathered once they are, until `let_go`: many forwards and backwards use
+        them in turn.  Local,
         and on every rank.  part: the units, by number; None: all.
         """
         for unit in self.units:
             unit.is_held = unit.is_held or part is None or unit.number in part
 
     def let_go(self, part: Collection[int] | None = None) -> None:
-        """End `hold`, and release the units.  Before a step: what is gathered is of the weights before it."""
+        """End `hold`, and release the units.  Before a step: what is gathered is of the weights
+        before it.
+        """
         for unit in self.units:
             unit.is_held = unit.is_held and part is not None and unit.number not in part
         if part is None:
@@ -453,15 +524,21 @@ class Executor:
                 unit.reshard()
 
     def reshard_frozen_before(self, unit: Unit) -> None:
-        """Release frozen units that stand before a unit: they have no gradient whose reduction would be the sign."""
-        gone = self.schedule.backward.released_before(unit.number) if self._frozen else frozenset[int]()
+        """Release frozen units that stand before a unit: they have no gradient whose reduction
+        would be the sign.
+        """
+        gone = (
+            self.schedule.backward.released_before(unit.number)
+            if self._frozen
+            else frozenset[int]()
+        )
         for other in self._frozen:
             if other.number in gone and (other.is_complete or not other.trained):
                 other.reshard()
 
     def _gather_for_others(self, place: int) -> None:
-        """Nobody here waits for these gathers, so their transfers are waited for: a reduction may be next, for which
-        ranks that are behind come only after them.
+        """Nobody here waits for these gathers, so their transfers are waited for: a reduction may
+        be next, for which ranks that are behind come only after them.
         """
         if place >= self._reached:
             with torch.inference_mode(False), torch.no_grad():
@@ -469,9 +546,9 @@ class Executor:
                 self.issue_queue.issue_all()
 
     def _gather_up_to(self, place: int) -> None:
-        """Run G and U up to a use.  Gathers beyond it stop before an update that waits for states: that is made when
-        its unit is used, so that the states of the next tiles travel meanwhile.  Where it is gathers that travel, an
-        update is made beside those before it.
+        """Run G and U up to a use.  Gathers beyond it stop before an update that waits for states:
+        that is made when its unit is used, so that the states of the next tiles travel meanwhile.
+        Where it is gathers that travel, an update is made beside those before it.
         """
         assert self._walk is not None
         for index in range(self._reached, place + 1):
@@ -488,8 +565,8 @@ class Executor:
 
     @property
     def reduces_now(self) -> bool:
-        """Return whether the backward under way sums gradients: the one that ends a step does, and every one where
-        gradients are sharded.
+        """Return whether the backward under way sums gradients: the one that ends a step does, and
+        every one where gradients are sharded.
         """
         return self._ends_step or bool(self.schedule.accumulate.reduces)
 
@@ -498,24 +575,32 @@ class Executor:
 
         ends_step: no other backward comes before the step.
         """
-        self._ends_step, self._reduced = ends_step, 0
+        self._ends_step = ends_step
+        self._reduced = 0
         for unit in self.units:
             unit.arrived.clear()
             unit.reduced_in_backward = False
         self.begin(self.schedule.backward if ends_step else self.schedule.accumulate)
 
     def advance(self) -> None:
-        """Reduce the units whose turn has come and whose gradients are all here, and release them."""
-        while self._reduced < len(self.reduces) and self.units[self.reduces[self._reduced]].is_complete:
+        """Reduce the units whose turn has come and whose gradients are all here, and release
+        them.
+        """
+        while (
+            self._reduced < len(self.reduces)
+            and self.units[self.reduces[self._reduced]].is_complete
+        ):
             unit = self._reduce_next()
             if unit.number and not unit.has_frozen_shards:  # the root stays until the pass ends
                 unit.reshard()
 
     def skip_past(self, unit: Unit) -> None:
-        """Backward has come to `unit`: what lies well behind it gets no more gradients, so it is not waited for.
+        """Backward has come to `unit`: what lies well behind it gets no more gradients, so it is
+        not waited for.
 
-        A rank that skips a parameter would otherwise keep the others waiting for a reduction that it starts only at the
-        end, while it waits for their next gather.  Should a gradient come after all, it is late (`reduce_late`).
+        A rank that skips a parameter would otherwise keep the others waiting for a reduction that
+        it starts only at the end, while it waits for their next gather.  Should a gradient come
+        after all, it is late (`reduce_late`).
         """
         margin = 2 if self.settings.overlap else 1
         reached = self._reduced_before[unit.number] if unit.trained else 0
@@ -523,7 +608,9 @@ class Executor:
             self._reduce_next()
 
     def reduce_rest(self) -> None:
-        """Reduce what is left, in order, and wait for all of it; then run A where this backward ends a step."""
+        """Reduce what is left, in order, and wait for all of it; then run A where this backward
+        ends a step.
+        """
         while self._reduced < len(self.reduces):
             self._reduce_next()
         self.wait_for_reduce()
@@ -531,7 +618,9 @@ class Executor:
             self.all_reduce()
 
     def reduce_late(self) -> None:
-        """Before a step: reduce what any rank collected too late.  Collective; where none did, nobody need call."""
+        """Before a step: reduce what any rank collected too late.  Collective; where none did,
+        nobody need call.
+        """
         mask = torch.zeros(len(self.units), dtype=torch.uint8)
         mask[list(self.late)] = 1
         agreed = self.comm.all_gather_rows(mask, "late gradients").amax(dim=0)
@@ -543,8 +632,8 @@ class Executor:
         self.all_reduce()
 
     def all_reduce(self) -> None:
-        """Run A: add up the sums that replicas have of this step, each slice among the ranks that hold it, two units
-        under way at a time; what they have added up already is left alone.
+        """Run A: add up the sums that replicas have of this step, each slice among the ranks that
+        hold it, two units under way at a time; what they have added up already is left alone.
 
         Collective among them.
         """
@@ -562,19 +651,29 @@ class Executor:
         self._update(unit)
 
     def refuse_unused(self) -> None:
-        """Raise if a trainable parameter got no gradient in this backward (ignore_unused_parameters: false)."""
-        members = [member for unit in self.units for group in unit.trained for member in group.members]
+        """Raise if a trainable parameter got no gradient in this backward
+        (ignore_unused_parameters: false).
+        """
+        members = [
+            member for unit in self.units for group in unit.trained for member in group.members
+        ]
         got = {number for unit in self.units for number in unit.arrived}
-        unused = [each.name for each in members if id(each.param) not in got and each.param.requires_grad]
+        unused = [
+            each.name for each in members if id(each.param) not in got and each.param.requires_grad
+        ]
         if unused:
             raise UsageError(
-                f"{len(unused)} parameters got no gradient in this backward, among them '{unused[0]}'.",
+                f"{len(unused)} parameters got no gradient in this backward, among them "
+                f"'{unused[0]}'.",
                 "ignore_unused_parameters is false: an unused parameter is an error.",
-                "use them in forward, freeze them (requires_grad_(False)), or set ignore_unused_parameters to true.",
+                "use them in forward, freeze them (requires_grad_(False)), or set "
+                "ignore_unused_parameters to true.",
             )
 
     def update_expected(self) -> None:
-        """Expect next time what arrived this time; a unit that got nothing keeps its expectation."""
+        """Expect next time what arrived this time; a unit that got nothing keeps its
+        expectation.
+        """
         for unit in self.units:
             if unit.arrived:
                 unit.expected = set(unit.arrived)
@@ -598,7 +697,9 @@ class Executor:
         unit.reduced_in_backward = True
         self._in_flight.append(unit)
         if landed is not None:
-            self._after_reduce(landed)  # when the next one is on its way, since other ranks wait for that
+            self._after_reduce(
+                landed
+            )  # when the next one is on its way, since other ranks wait for that
         if not self.settings.overlap:
             self.wait_for_reduce()
 

@@ -1,9 +1,9 @@
 """`zero.Init`: build a model shard by shard, with the values the plain construction would give.
 
-A submodule is complete when its parent registers it; that is when its parameters are cut, each into equal slices,
-rank 0's values winning.  Initialisation that comes later (`model.apply(init_weights)`) finds sharded parameters; they
-are gathered for the one operation and cut again.  Only torch's own registration hook is used. wrap.py turns these
-slices into units.
+A submodule is complete when its parent registers it; that is when its parameters are cut, each into
+equal slices, rank 0's values winning.  Initialisation that comes later
+(`model.apply(init_weights)`) finds sharded parameters; they are gathered for the one operation and
+cut again.  Only torch's own registration hook is used. wrap.py turns these slices into units.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ NUMBERS = itertools.count()
 
 @dataclass(eq=False)
 class InitShard:
-    """One parameter of a model under construction: this rank's slice of it, and how to get the whole."""
+    """One parameter of a model under construction: this rank's slice of it, and how to get the
+    whole.
+    """
 
     param: weakref.ref[nn.Parameter]
     param_class: type[nn.Parameter]
@@ -58,7 +60,9 @@ class InitShard:
         padded.chunk(comm.size)[comm.rank].copy_(self.slice) if padded.numel() else None
         if comm.size > 1 and padded.numel():
             comm.all_gather(padded, "gather", "a parameter under construction").wait()
-        return padded.resize_(self.numel)  # not a view, which would keep the padded tensor as a second user
+        return padded.resize_(
+            self.numel
+        )  # not a view, which would keep the padded tensor as a second user
 
     # -- GatheredParameters before there is an engine; both collective
 
@@ -68,16 +72,22 @@ class InitShard:
         if self.unsharded is None:
             self.unsharded = self.whole()
             unshard(param, self.param_class, self.unsharded.view(self.shape))
-        self.is_pinned, self.mark = True, _mark_of(param) if watch else (0, 0)
+        self.is_pinned = True
+        self.mark = _mark_of(param) if watch else (0, 0)
 
     def is_changed(self, param: nn.Parameter) -> bool:
         """Return whether it differs from the value that `pin_unsharded` gave."""
         return _mark_of(param) != self.mark or self._is_replaced(param)
 
     def _is_replaced(self, param: nn.Parameter) -> bool:
-        """Return whether the whole parameter uses other memory than was gathered for it (`.data = `, `set_`)."""
+        """Return whether the whole parameter uses other memory than was gathered for it (`.data =
+        `, `set_`).
+        """
         whole = self.unsharded
-        return whole is not None and param.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+        return (
+            whole is not None
+            and param.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+        )
 
     def cut_replaced(self, param: nn.Parameter) -> bool:
         """Cut a parameter after its memory was replaced, in the shape and dtype that it has now.
@@ -92,17 +102,22 @@ class InitShard:
         return True
 
     def lend_scratch(self, param: nn.Parameter) -> bool:
-        """Run an initialisation at rest on temporary memory; return False if it must be refused.  Local.
+        """Run an initialisation at rest on temporary memory; return False if it must be refused.
+        Local.
 
-        After rank r has initialised a parameter inside GatheredParameters(modifier_rank=r), another initialisation
-        does nothing on the other ranks: transformers marks initialised parameters on rank r only, and initialises them
-        again elsewhere.  On rank r, and of parameters that no rank has initialised like this, it is refused.
+        After rank r has initialised a parameter inside GatheredParameters(modifier_rank=r), another
+        initialisation
+        does nothing on the other ranks: transformers marks initialised parameters on rank r only,
+        and initialises them again elsewhere.  On rank r, and of parameters that no rank has
+        initialised like this, it is refused.
         """
         if self.modifier is None or self.modifier == self.session.open_comm().rank:
             return False
         self.session.end_scratch()
         self.session.scratch = weakref.ref(param)
-        scratch = torch.full(self.shape, float("nan"), dtype=self.slice.dtype, device=self.slice.device)
+        scratch = torch.full(
+            self.shape, float("nan"), dtype=self.slice.dtype, device=self.slice.device
+        )
         unshard(param, self.param_class, scratch)
         return True
 
@@ -122,14 +137,17 @@ class InitShard:
             values = param.data if comm.rank == source else self.slice.new_empty(self.shape)
             self.slice.copy_(_scatter_slices(comm, values, source, self.slice.dtype))
             self.modifier = source
-        self.unsharded, self.is_pinned = None, False
+        self.unsharded = None
+        self.is_pinned = False
         self.session.awake = [shard for shard in self.session.awake if shard is not self]
         reshard(param, _placeholder(self.slice, self.shape))
 
     # -- what handles ask (sharded_parameter.py, Owner)
 
     def fetch_for(self, param: nn.Parameter) -> bool:
-        """Gather for one operation of a later initialisation.  Collective: every rank builds the same model."""
+        """Gather for one operation of a later initialisation.  Collective: every rank builds the
+        same model.
+        """
         if not self.session.is_open:
             return False
         self.session.reshard_pinned()
@@ -157,8 +175,9 @@ class InitShard:
 class Init:
     """Context in which modules are built sharded.  Collective: every rank builds the same model.
 
-    module: shard one that exists already. dtype: cast the values when they are cut. enabled=False does nothing.
-    Without a launcher (a world of one) each slice is the whole parameter and the same code runs.
+    module: shard one that exists already. dtype: cast the values when they are cut. enabled=False
+    does nothing. Without a launcher (a world of one) each slice is the whole parameter and the same
+    code runs.
     """
 
     def __init__(
@@ -168,23 +187,43 @@ class Init:
         dtype: torch.dtype | None = None,
         enabled: bool = True,
     ) -> None:
-        self.enabled, self.dtype, self.is_open = enabled, dtype, False
+        self.enabled = enabled
+        self.dtype = dtype
+        self.is_open = False
         self.awake: list[InitShard] = []
-        self.scratch: Callable[[], Any] = lambda: None  # weak: the parameter of `InitShard.lend_scratch`
+        self.scratch: Callable[[], Any] = lambda: (
+            None
+        )  # weak: the parameter of `InitShard.lend_scratch`
         self._handle: Any = None
         self._comm: Comm | None = None
         self._device = default_device()
         if not isinstance(module, nn.Module | None):
-            raise refuse("zero.Init", "module", module, "a torch.nn.Module that exists already", "leave it out.")
+            raise refuse(
+                "zero.Init",
+                "module",
+                module,
+                "a torch.nn.Module that exists already",
+                "leave it out.",
+            )
         if not isinstance(dtype, torch.dtype | None):
-            raise refuse("zero.Init", "dtype", dtype, "a torch.dtype", "pass one, for example torch.bfloat16.")
+            raise refuse(
+                "zero.Init",
+                "dtype",
+                dtype,
+                "a torch.dtype",
+                "pass one, for example torch.bfloat16.",
+            )
         if module is not None and enabled:
             self.shard(module)
 
     def open_comm(self) -> Comm:
-        """Return the communicator of the ranks that build together; the first call makes it.  Collective."""
+        """Return the communicator of the ranks that build together; the first call makes it.
+        Collective.
+        """
         if self._comm is None:
-            self._comm = Comm(current_mesh(self._device, store_of=launchers_store).device, trains=False)
+            self._comm = Comm(
+                current_mesh(self._device, store_of=launchers_store).device, trains=False
+            )
         return self._comm
 
     def __enter__(self) -> Init:
@@ -193,7 +232,12 @@ class Init:
             self._handle = register_module_module_registration_hook(self._on_registration)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -215,7 +259,9 @@ class Init:
 
     def _cut(self, param: nn.Parameter) -> None:
         mine = _scatter_slices(self.open_comm(), param.data, 0, self.dtype or param.dtype)
-        shard = InitShard(weakref.ref(param), type(param), param.shape, mine.clone(), self, next(NUMBERS))
+        shard = InitShard(
+            weakref.ref(param), type(param), param.shape, mine.clone(), self, next(NUMBERS)
+        )
         keep_alive(param, shard)
         reshard(param, _placeholder(mine, param.shape))
 
@@ -227,17 +273,21 @@ class Init:
 
     def end_scratch(self) -> None:
         """Drop what an initialisation wrote to memory of `InitShard.lend_scratch`.  Local."""
-        param, self.scratch = self.scratch(), lambda: None
+        param = self.scratch()
+        self.scratch = lambda: None
         shard = owner_of(param) if param is not None else None
         if param is not None and isinstance(shard, InitShard):
             reshard(param, _placeholder(shard.slice, shard.shape))
 
     def reshard_pinned(self) -> None:
-        """Cut again the parameters that an initialisation had gathered, unless a view of one is still alive."""
+        """Cut again the parameters that an initialisation had gathered, unless a view of one is
+        still alive.
+        """
         self.end_scratch()
         busy = []
         for shard in self.awake:
-            param, full = shard.param(), shard.unsharded
+            param = shard.param()
+            full = shard.unsharded
             if param is None or full is None:
                 continue
             if shard.is_pinned:
@@ -245,7 +295,9 @@ class Init:
                 continue
             with torch.no_grad():
                 if not shard.cut_replaced(param):
-                    if storage_users(full) > 2:  # the tensor itself and the parameter; more is a view of the caller's
+                    if (
+                        storage_users(full) > 2
+                    ):  # the tensor itself and the parameter; more is a view of the caller's
                         busy.append(shard)
                         continue
                     shard.slice.copy_(_scatter_slices(self.open_comm(), full, 0, shard.slice.dtype))
@@ -258,8 +310,9 @@ def refuse_other_form(name: str, value: Tensor, shape: torch.Size, dtype: torch.
     """Raise UsageError if a value that replaces a parameter's memory has another shape or dtype."""
     if value.shape != shape or value.dtype != dtype:
         raise UsageError(
-            f"inside GatheredParameters the memory of '{name}' was replaced by a tensor of shape {tuple(value.shape)} "
-            f"and {value.dtype}; the parameter has shape {tuple(shape)} and {dtype}.",
+            f"inside GatheredParameters the memory of '{name}' was replaced by a tensor of shape "
+            f"{tuple(value.shape)} and {value.dtype}; the parameter has shape {tuple(shape)} and "
+            f"{dtype}.",
             "Every rank holds a slice of that shape and dtype.",
             "assign a tensor of the same shape and dtype, or change the values in place (`copy_`).",
         )
@@ -288,14 +341,17 @@ def _mark_of(param: nn.Parameter) -> tuple[int, int]:
 
 
 def materialise(model: nn.Module, comm: Comm, device: torch.device) -> Iterator[nn.Module]:
-    """Give a model built on the meta device its values, module by module, keeping only this rank's slices. Collective.
+    """Give a model built on the meta device its values, module by module, keeping only this rank's
+    slices. Collective.
 
-    Yields each module whose own parameters have just got theirs, so that they need not all be held at once. Each
-    module's own `reset_parameters` draws them, in the order modules were registered: the values of a plain construction
-    with the same seed wherever that is all its construction draws.
+    Yields each module whose own parameters have just got theirs, so that they need not all be held
+    at once. Each module's own `reset_parameters` draws them, in the order modules were registered:
+    the values of a plain construction with the same seed wherever that is all its construction
+    draws.
     """
     session = Init()
-    session._comm, session._device = comm, device
+    session._comm = comm
+    session._device = device
     for name, module in model.named_modules():
         own = {key: value for key, value in module.named_parameters(recurse=False) if value.is_meta}
         stray = [key for key, value in module.named_buffers(recurse=False) if value.is_meta]
@@ -304,14 +360,19 @@ def materialise(model: nn.Module, comm: Comm, device: torch.device) -> Iterator[
         reset = getattr(module, "reset_parameters", None)
         if reset is None:
             raise UsageError(
-                f"'{name or type(model).__name__}' ({type(module).__name__}) is on the meta device and has no "
-                "reset_parameters(), so its values cannot be drawn.",
+                f"'{name or type(model).__name__}' ({type(module).__name__}) is on the meta device "
+                "and has no reset_parameters(), so its values cannot be drawn.",
                 "A model on the meta device has shapes and no values.",
-                "give the class a reset_parameters(), or build the model under `with deepseek_zero.zero.Init():`.",
+                "give the class a reset_parameters(), or build the model under `with "
+                "deepseek_zero.zero.Init():`.",
             )
         for param in own.values():
-            real = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
-            torch.utils.swap_tensors(param, real)  # the same object: optimizers built earlier stay valid
+            real = nn.Parameter(
+                torch.empty_like(param, device=device), requires_grad=param.requires_grad
+            )
+            torch.utils.swap_tensors(
+                param, real
+            )  # the same object: optimizers built earlier stay valid
         for key in stray:
             setattr(module, key, torch.empty_like(getattr(module, key), device=device))
         reset()
@@ -328,7 +389,9 @@ Reading = Callable[
 
 
 def take_slice(param: nn.Parameter, session: Init, read: Reading) -> None:
-    """Give a parameter on the meta device, or one that was cut before, this rank's slice of a value.  Local."""
+    """Give a parameter on the meta device, or one that was cut before, this rank's slice of a
+    value.  Local.
+    """
     shard = owner_of(param)
     if isinstance(shard, InitShard):
         shard.session.reshard_pinned()
@@ -336,15 +399,21 @@ def take_slice(param: nn.Parameter, session: Init, read: Reading) -> None:
         shard = _empty_shard(param, session)
     start = shard.session.open_comm().rank * shard.slice.numel()
     for low, part in read(start, min(start + shard.slice.numel(), shard.numel)):
-        cast_master(part.to(shard.slice.device), shard.slice[low - start : low - start + part.numel()])
+        cast_master(
+            part.to(shard.slice.device), shard.slice[low - start : low - start + part.numel()]
+        )
 
 
 def _empty_shard(param: nn.Parameter, session: Init) -> InitShard:
     """Return a slice for a parameter on the meta device, which is sharded from now on."""
-    dtype, shape, kind = session.dtype or param.dtype, param.shape, type(param)
+    dtype = session.dtype or param.dtype
+    shape = param.shape
+    kind = type(param)
     per_rank = -(-param.numel() // session.open_comm().size)
     values = torch.zeros(per_rank, dtype=dtype, device=session._device)
-    nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=values.device)
+    nothing = torch.full(
+        (), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=values.device
+    )
     real = nn.Parameter(nothing.expand(shape), requires_grad=param.requires_grad)
     torch.utils.swap_tensors(param, real)  # the same object: optimizers built earlier stay valid
     shard = InitShard(weakref.ref(param), kind, shape, values, session, next(NUMBERS))
@@ -360,8 +429,8 @@ def keep_alive(param: nn.Parameter, shard: InitShard) -> None:
 
 
 def take_values(param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
-    """A parameter's own values, flat, and its class in use; a slice under construction is gathered and let go.
-    Collective then.
+    """A parameter's own values, flat, and its class in use; a slice under construction is gathered
+    and let go. Collective then.
     """
     owner = owner_of(param)
     if not isinstance(owner, InitShard):

@@ -1,18 +1,20 @@
-"""The factor loss scale / accumulation steps of an engine's gradients, and the process-wide state of scaled losses.
+"""The factor loss scale / accumulation steps of an engine's gradients, and the process-wide state
+of scaled losses.
 
-`LossFactor` multiplies every gradient of an engine by loss scale / accumulation steps, once, however backward is
-reached.  Gradients inside an engine's forward carry that factor.  Outside they carry what the loss that is
-differentiated was multiplied by: nothing in a plain `loss.backward()`, the factor of the engine whose `scale` or
-`backward` was called otherwise.  So at the border, where an outermost forward returns and where it takes arguments, a
-gradient is multiplied by what is missing, or divided again.  Gradients that enter past the outputs are multiplied as
-well (entries.py).
+`LossFactor` multiplies every gradient of an engine by loss scale / accumulation steps, once,
+however backward is reached.  Gradients inside an engine's forward carry that factor.  Outside they
+carry what the loss that is
+differentiated was multiplied by: nothing in a plain `loss.backward()`, the factor of the engine
+whose `scale` or `backward` was called otherwise.  So at the border, where an outermost forward
+returns and where it takes arguments, a gradient is multiplied by what is missing, or divided again.
+Gradients that enter past the outputs are multiplied as well (entries.py).
 
     differentiated                   outside carries          at an output x          at an input x
     plain                            1                        scale / accumulation    accumulation / scale
     engine.scale, engine.backward    scale' (/ accumulation') scale / scale'          scale' / scale
 
-with ' for the engine that scaled the loss, which may be another one: a loss over the outputs of several engines is
-divided by the accumulation of the engine that was asked.
+with ' for the engine that scaled the loss, which may be another one: a loss over the outputs of
+several engines is divided by the accumulation of the engine that was asked.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ _SCALERS: weakref.WeakSet[LossFactor] = weakref.WeakSet()  # of those that scale
 
 
 class _UnderWay:
-    """The backward of a scaled loss that runs in this process.  scale: what it was scaled by; None: there is none."""
+    """The backward of a scaled loss that runs in this process.  scale: what it was scaled by; None:
+    there is none.
+    """
 
     def __init__(self) -> None:
         self.scale: float | None = None
@@ -50,25 +54,32 @@ class _UnderWay:
             if self.scale != scale:
                 raise UsageError(
                     f"one backward got losses scaled by {self.scale:g} and by {scale:g}.",
-                    "Two engines have scaled them, and where their gradients meet nobody can tell the parts apart.",
-                    "add the losses up first and scale the sum with one engine, or call backward on each.",
+                    "Two engines have scaled them, and where their gradients meet nobody can tell "
+                    "the parts apart.",
+                    "add the losses up first and scale the sum with one engine, or call backward "
+                    "on each.",
                 )
             return
-        self.scale, self.number = scale, number
+        self.scale = scale
+        self.number = number
         callback = _End(self, number)
         queue_backward_callback(callback)
-        weakref.finalize(callback, self.end, number).atexit = False  # torch drops it unrun when backward raises
+        weakref.finalize(
+            callback, self.end, number
+        ).atexit = False  # torch drops it unrun when backward raises
 
     def end(self, number: int) -> None:
         if self.number == number:
-            self.scale, self.number = None, -1
+            self.scale = None
+            self.number = -1
 
 
 class _End:
     """The callback of a backward's end."""
 
     def __init__(self, under_way: _UnderWay, number: int) -> None:
-        self.under_way, self.number = under_way, number
+        self.under_way = under_way
+        self.number = number
 
     def __call__(self) -> None:
         self.under_way.end(self.number)
@@ -81,13 +92,21 @@ class LossFactor:
     """One engine's factor."""
 
     def __init__(self, accumulation: Callable[[], int]) -> None:
-        """accumulation: Returns the number of micro-batches of a step now; holds the runtime weakly."""
+        """accumulation: Returns the number of micro-batches of a step now; holds the runtime
+        weakly.
+        """
         self._accumulation = accumulation
         self._scaler: LossScaler | None = None
-        self.is_strict = False  # a loss of the engine's own forward has to be scaled, as in DeepSpeed
+        self.is_strict = (
+            False  # a loss of the engine's own forward has to be scaled, as in DeepSpeed
+        )
         self._is_entered = False  # inside `entered`
-        self._is_of_engine = False  # the last recorded forward was the engine's, not the model's own
-        self.is_recorded = False  # a backward since the last step was recorded, to be differentiated again
+        self._is_of_engine = (
+            False  # the last recorded forward was the engine's, not the model's own
+        )
+        self.is_recorded = (
+            False  # a backward since the last step was recorded, to be differentiated again
+        )
         self._scaled: Callable[[], Tensor | None] = lambda: None  # the last loss it has scaled
         self._is_carried = False  # gradients that come in have the factor (`carried`)
         self.at_entry = factor_from(weakref.ref(self))
@@ -125,7 +144,9 @@ class LossFactor:
 
     @property
     def has_border(self) -> bool:
-        """Return whether gradients may have to be multiplied where they enter this engine, or leave it."""
+        """Return whether gradients may have to be multiplied where they enter this engine, or leave
+        it.
+        """
         return self.accumulation != 1 or bool(_SCALERS)
 
     @property
@@ -134,16 +155,19 @@ class LossFactor:
         return _UNDER_WAY.scale is None and not self._is_carried
 
     def at_output(self) -> float:
-        """What a gradient is multiplied by that comes in through an output; it is divided by it at an input."""
+        """What a gradient is multiplied by that comes in through an output; it is divided by it at
+        an input.
+        """
         applied = self.scale if self._is_carried else _UNDER_WAY.scale
         return self.scale / self.accumulation if applied is None else self.scale / applied
 
     @contextmanager
     def carried(self) -> Iterator[None]:
-        """Open a block of backwards whose gradients carry this engine's factor already: they come from a later stage of
-        the same model, whose loss was multiplied by it.
+        """Open a block of backwards whose gradients carry this engine's factor already: they come
+        from a later stage of the same model, whose loss was multiplied by it.
         """
-        before, self._is_carried = self._is_carried, True
+        before = self._is_carried
+        self._is_carried = True
         try:
             yield
         finally:
@@ -173,20 +197,24 @@ class LossFactor:
         self._is_of_engine = self._is_entered
 
     def refuse_unscaled(self) -> None:
-        """Raise UsageError if a plain backward begins that differentiates the engine's own forward in fp16.
+        """Raise UsageError if a plain backward begins that differentiates the engine's own forward
+        in fp16.
 
-        Behind DeepSpeed's name the program scales such a loss. After `engine.module(...)` it does not have to: one
-        loss of several engines cannot be scaled by each of them. The factor is then applied at the outputs.
+        Behind DeepSpeed's name the program scales such a loss. After `engine.module(...)` it does
+        not have to: one loss of several engines cannot be scaled by each of them. The factor is
+        then applied at the outputs.
         """
         if self.is_strict and self._is_of_engine and self._scaler is not None and self.is_plain:
             raise UsageError(
-                "Loss scaling is required for this configuration, and backward() was called without it.",
+                "Loss scaling is required for this configuration, and backward() was called "
+                "without it.",
                 "Gradients in fp16 are lost below its smallest number.",
                 "call engine.backward(loss) or engine.scale(loss).backward().",
             )
 
     def refuse_gradient_of_gradient(self) -> None:
-        """As a backward begins: UsageError if it is plain and may differentiate an earlier one, which was recorded.
+        """As a backward begins: UsageError if it is plain and may differentiate an earlier one,
+        which was recorded.
 
         Such gradients reach the parameters without having passed an output.
         """
@@ -194,12 +222,14 @@ class LossFactor:
             self.is_recorded = True
         elif self.is_recorded and _UNDER_WAY.scale is None and self.at_output() != 1.0:
             raise UsageError(
-                "a plain backward() came after a backward with create_graph=True, so it may hold a gradient of a "
-                "gradient.",
-                f"Gradients are multiplied by {self.at_output():g} (loss scale / accumulation steps) where they enter "
-                "the model through its outputs, and a gradient of a gradient enters elsewhere.",
-                "call engine.backward(loss) or engine.scale(loss).backward(); without an engine leave "
-                "gradient_accumulation_steps out and divide the loss yourself, in fp32 or bf16.",
+                "a plain backward() came after a backward with create_graph=True, so it may hold a "
+                "gradient of a gradient.",
+                f"Gradients are multiplied by {self.at_output():g} (loss scale / accumulation "
+                "steps) where they enter the model through its outputs, and a gradient of a "
+                "gradient enters elsewhere.",
+                "call engine.backward(loss) or engine.scale(loss).backward(); without an engine "
+                "leave gradient_accumulation_steps out and divide the loss yourself, in fp32 or "
+                "bf16.",
             )
 
     def apply(self, loss: Tensor, *, by_accumulation: bool = True) -> Tensor:
@@ -213,8 +243,10 @@ class LossFactor:
         if self.has_scaled(loss):
             raise UsageError(
                 "a loss was scaled a second time.",
-                "engine.scale has multiplied it by loss scale and 1/accumulation, as engine.backward does too.",
-                "call backward() on what engine.scale returned, or engine.backward(loss) on the loss itself.",
+                "engine.scale has multiplied it by loss scale and 1/accumulation, as "
+                "engine.backward does too.",
+                "call backward() on what engine.scale returned, or engine.backward(loss) on the "
+                "loss itself.",
             )
         if not self.has_border:
             return loss
@@ -233,12 +265,16 @@ class LossFactor:
 
 
 def watch_backwards() -> None:
-    """Hook every backward of this process, to scale gradients that enter an engine past its outputs."""
+    """Hook every backward of this process, to scale gradients that enter an engine past its
+    outputs.
+    """
     hook_every_backward(_scale_entries_of)
 
 
 def _scale_entries_of(roots: list[Tensor]) -> tuple[list[Tensor], None]:
-    """Before a backward: scale what enters an engine past its outputs, if a factor is missing there."""
+    """Before a backward: scale what enters an engine past its outputs, if a factor is missing
+    there.
+    """
     factors = list(_FACTORS)
     if any(factor.is_carried for factor in factors):
         return roots, None
@@ -250,7 +286,9 @@ def _scale_entries_of(roots: list[Tensor]) -> tuple[list[Tensor], None]:
 
 
 def factor_of_leaf(leaf: Tensor) -> Factor | None:
-    """Return the factor of the engine that holds a parameter; None inside its forward, whose gradients have none."""
+    """Return the factor of the engine that holds a parameter; None inside its forward, whose
+    gradients have none.
+    """
     owner = owner_of(leaf)
     runtime = owner.runtime() if isinstance(owner, ParamGroup) else None
     if runtime is None or runtime.forward.active:

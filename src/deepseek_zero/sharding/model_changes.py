@@ -1,8 +1,10 @@
-"""Checks that a wrapped model is still the model that was wrapped, and raises if a change would lose values.
+"""Checks that a wrapped model is still the model that was wrapped, and raises if a change would
+lose values.
 
-A parameter that joins the model later would train unsynchronised.  If the memory of a whole parameter is replaced (a
-cast, a move, `.data = ...`), the optimizer no longer updates that parameter.  If the memory of a gathered parameter is
-replaced by other values, these values are lost when its group is resharded.
+A parameter that joins the model later would train unsynchronised.  If the memory of a whole
+parameter is replaced (a cast, a move, `.data = ...`), the optimizer no longer updates that
+parameter.  If the memory of a gathered parameter is replaced by other values, these values are lost
+when its group is resharded.
 """
 
 from __future__ import annotations
@@ -52,20 +54,28 @@ class Structure:
     def __init__(self, model: nn.Module, groups: Sequence[WrappedGroup]) -> None:
         self.model = model
         self.groups = list(groups)
-        self.takes_strangers = False  # parameters that join the model later stay as they are, with a warning
+        self.takes_strangers = (
+            False  # parameters that join the model later stay as they are, with a warning
+        )
         self._seen: list[tuple[nn.Module, list[int]]] = []
-        self._frozen_strangers: list[tuple[str, nn.Parameter]] = []  # they joined later and need no reduction
+        self._frozen_strangers: list[
+            tuple[str, nn.Parameter]
+        ] = []  # they joined later and need no reduction
 
     def follow(self, groups: Sequence[WrappedGroup]) -> None:
         """The parameters are in other groups now."""
         self.groups = list(groups)
 
     def check(self) -> None:
-        """Raise if the model has parameters that no group holds, or if a whole parameter left its buffer."""
+        """Raise if the model has parameters that no group holds, or if a whole parameter left its
+        buffer.
+        """
         if not self._seen or any(_holds(module) != held for module, held in self._seen):
             strangers = _strangers_of(self.model, self.groups)
             _refuse_trained(strangers, only_warn=self.takes_strangers)
-            self._frozen_strangers = [(name, param) for name, param in strangers if not param.requires_grad]
+            self._frozen_strangers = [
+                (name, param) for name, param in strangers if not param.requires_grad
+            ]
             self._seen = [(module, _holds(module)) for module in self.model.modules()]
         elif self._frozen_strangers:
             _refuse_trained(self._frozen_strangers, only_warn=self.takes_strangers)
@@ -80,7 +90,9 @@ def _holds(module: nn.Module) -> list[int]:
     return [id(held) for held in held_by(module)]
 
 
-def _strangers_of(model: nn.Module, groups: Sequence[WrappedGroup]) -> list[tuple[str, nn.Parameter]]:
+def _strangers_of(
+    model: nn.Module, groups: Sequence[WrappedGroup]
+) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters of a model that no group holds, with their names."""
     known = {id(member.param) for group in groups for member in group.members}
     if all(id(param) in known for param in model.parameters()):
@@ -89,21 +101,24 @@ def _strangers_of(model: nn.Module, groups: Sequence[WrappedGroup]) -> list[tupl
 
 
 def _refuse_trained(strangers: Sequence[tuple[str, nn.Parameter]], *, only_warn: bool) -> None:
-    """Raise if a parameter that joined the model later requires a gradient; a frozen one needs no reduction."""
+    """Raise if a parameter that joined the model later requires a gradient; a frozen one needs no
+    reduction.
+    """
     new = next((name for name, param in strangers if param.requires_grad), None)
     if new is None:
         return
     if only_warn:
         log_once(
-            f"parameter '{new}' joined the model after initialize(): each rank keeps it whole, and nothing reduces "
-            "its gradient or updates it.",
+            f"parameter '{new}' joined the model after initialize(): each rank keeps it whole, and "
+            "nothing reduces its gradient or updates it.",
             logging.WARNING,
         )
         return
     raise UsageError(
         f"parameter '{new}' joined the model after it was wrapped.",
         "Its gradient would not be reduced, nor its values kept equal on all ranks.",
-        "change the model (adapters, resized embeddings, new heads) before initialize() or DeepSeekZeRO3 wraps it.",
+        "change the model (adapters, resized embeddings, new heads) before initialize() or "
+        "DeepSeekZeRO3 wraps it.",
     )
 
 
@@ -111,26 +126,33 @@ def _refuse_moved(groups: Sequence[WrappedGroup]) -> None:
     for group in groups:
         if group.is_sharded or group.is_pinned:
             continue  # a sharded parameter guards itself (sharded_parameter.py)
-        start, step = group.weight.memory.data_ptr(), group.weight.memory.element_size()
+        start = group.weight.memory.data_ptr()
+        step = group.weight.memory.element_size()
         for member in group.members:
             if member.param.data_ptr() != start + member.slot.start * step and member.slot.numel:
                 raise UsageError(
-                    f"the memory of parameter '{member.name}' was replaced after the model was wrapped; it is now "
-                    f"{member.param.dtype}, {tuple(member.param.shape)} on {member.param.device}.",
-                    "Casting or moving the model, or assigning to `.data`, parts it from what the optimizer updates.",
-                    "cast, move and resize before wrapping; change values in place (`copy_`, load_state_dict).",
+                    f"the memory of parameter '{member.name}' was replaced after the model was "
+                    f"wrapped; it is now {member.param.dtype}, {tuple(member.param.shape)} on "
+                    f"{member.param.device}.",
+                    "Casting or moving the model, or assigning to `.data`, parts it from what the "
+                    "optimizer updates.",
+                    "cast, move and resize before wrapping; change values in place (`copy_`, "
+                    "load_state_dict).",
                 )
 
 
 def error_of_lost_values(members: Sequence[WrappedParam], full: FlatBuffer) -> UsageError | None:
-    """Return the error for the first member that uses other memory than the gathered buffer `full`, with other values.
+    """Return the error for the first member that uses other memory than the gathered buffer `full`,
+    with other values.
 
-    The same values in another dtype do not count: some layers cast their parameters in each forward.
+    The same values in another dtype do not count: some layers cast their parameters in each
+    forward.
     """
     start = full.memory.data_ptr()
     step = full.memory.element_size()
     for member in members:
-        param, slot = member.param, member.slot
+        param = member.param
+        slot = member.slot
         is_in_place = param.data_ptr() == start + slot.start * step
         if is_in_place or not slot.numel or type(param) is ShardedParameter:
             continue
@@ -138,10 +160,12 @@ def error_of_lost_values(members: Sequence[WrappedParam], full: FlatBuffer) -> U
         gathered = full.view(slot)
         if value.shape != gathered.shape or not torch.equal(gathered.to(value), value):
             return UsageError(
-                f"the memory of parameter '{member.name}' was replaced by other values during forward or backward.",
-                "At stage 3 a block uses a gathered copy of its parameters. The copy is freed after the block, so the "
-                "new values would be lost.",
-                "assign them inside `with deepseek_zero.zero.GatheredParameters(param, modifier_rank=0):` on all "
-                "ranks, or compute with the changed tensor and leave the parameter as it is.",
+                f"the memory of parameter '{member.name}' was replaced by other values during "
+                "forward or backward.",
+                "At stage 3 a block uses a gathered copy of its parameters. The copy is freed "
+                "after the block, so the new values would be lost.",
+                "assign them inside `with deepseek_zero.zero.GatheredParameters(param, "
+                "modifier_rank=0):` on all ranks, or compute with the changed tensor and leave the "
+                "parameter as it is.",
             )
     return None

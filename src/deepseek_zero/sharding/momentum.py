@@ -1,8 +1,9 @@
-"""The momentum of one group that ranks exchange as signs, instead of reducing its gradients (optim/one_bit_adam.py).
+"""The momentum of one group that ranks exchange as signs, instead of reducing its gradients
+(optim/one_bit_adam.py).
 
-Of a group of P elements whose slices N ranks own, in each step every rank sends each owner signs of its own new
-momentum, and every owner sends all ranks signs of their mean: 2 (N - 1) messages of P/N bits and a scale.  What signs
-leave out stays where they were made, and is added the next time.
+Of a group of P elements whose slices N ranks own, in each step every rank sends each owner signs of
+its own new momentum, and every owner sends all ranks signs of their mean: 2 (N - 1) messages of P/N
+bits and a scale.  What signs leave out stays where they were made, and is added the next time.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ SIGNS = Signs()
 class Momentum:
     """The momentum of one group.  Making one is collective within "reduce".
 
-    worker: what signs have left out of this rank's momenta, (padded numel,) fp32.  server: out of the means of its
-    slice, (slice numel,) fp32.  signs: the momentum, every owner's message one after another.
+    worker: what signs have left out of this rank's momenta, (padded numel,) fp32.  server: out of
+    the means of its slice, (slice numel,) fp32.  signs: the momentum, every owner's message one
+    after another.
     """
 
     def __init__(
@@ -36,21 +38,31 @@ class Momentum:
         saved: Mapping[str, Tensor],
         what: str,
     ) -> None:
-        """own: this rank's slice of the momentum so far.  saved: `states` of the same rank before, or nothing."""
-        self.layout, self.comm_ctx, self.beta1 = planned.layout, comm_ctx, beta1
-        comm, device = comm_ctx.comm, comm_ctx.pool.device
+        """own: this rank's slice of the momentum so far.  saved: `states` of the same rank before,
+        or nothing.
+        """
+        self.layout = planned.layout
+        self.comm_ctx = comm_ctx
+        self.beta1 = beta1
+        comm = comm_ctx.comm
+        device = comm_ctx.pool.device
         self._length = SIGNS.length(self.layout.slice_numel)
-        self.signs, self._coming = (comm_ctx.world.empty(comm.size * self._length, SIGNS.dtype) for _ in range(2))
+        self.signs, self._coming = (
+            comm_ctx.world.empty(comm.size * self._length, SIGNS.dtype) for _ in range(2)
+        )
         self.worker = torch.zeros(self.layout.padded_numel, device=device)
         self.server = torch.zeros(self.layout.slice_numel, device=device)
         self._has_come = False
         budget = comm_ctx.tiers.budget
-        budget.reserve_for(self, sum(each.nbytes for each in self.tensors()), f"what signs leave out of {what}")
+        budget.reserve_for(
+            self, sum(each.nbytes for each in self.tensors()), f"what signs leave out of {what}"
+        )
         if saved:
             for name, values in self.states().items():
                 values.copy_(saved[name])
             return
-        # The first signs are of the momentum itself; what they leave out of it comes with the next means.
+        # The first signs are of the momentum itself; what they leave out of it comes with the next
+        # means.
         self.server.copy_(own)
         self._send_mean(self.signs, what)
         self.server.mul_(beta1)
@@ -63,21 +75,31 @@ class Momentum:
         """Return all that is held."""
         return [*self.states().values(), self._coming]
 
-    def exchange(self, partial_grad: FlatBuffer, into: Tensor, what: str, loss_scale: float) -> Pending:
-        """Start to exchange momenta: `into` is the new one of all ranks, of this rank's slice or of all elements.
+    def exchange(
+        self, partial_grad: FlatBuffer, into: Tensor, what: str, loss_scale: float
+    ) -> Pending:
+        """Start to exchange momenta: `into` is the new one of all ranks, of this rank's slice or of
+        all elements.
 
-        partial_grad: this rank's own gradient, whole, multiplied by loss_scale; momenta, and what signs leave out of
+        partial_grad: this rank's own gradient, whole, multiplied by loss_scale; momenta, and what
+        signs leave out of
         them, are not.  into: fp32, maybe a view of it.  Collective within "reduce".
         """
-        comm, pool, length = self.comm_ctx.comm, self.comm_ctx.pool, self._length
+        comm = self.comm_ctx.comm
+        pool = self.comm_ctx.pool
+        length = self._length
         sent = pool.take(comm.size * length, SIGNS.dtype)
         room = None if comm.reads_in_place else pool.take((comm.size - 1) * length, SIGNS.dtype)
         (boxes,) = boxes_in(room, comm, length)
-        pieces, scratch = sent.split(length), lend_scratch(pool)
-        weight = (1 - self.beta1) * comm.size / self.comm_ctx.divisor / loss_scale  # of a gradient in the new momentum
+        pieces = sent.split(length)
+        scratch = lend_scratch(pool)
+        weight = (
+            (1 - self.beta1) * comm.size / self.comm_ctx.divisor / loss_scale
+        )  # of a gradient in the new momentum
         for rank in range(comm.size):
             low, high = self.layout.bounds(rank)
-            old, grad = self._piece(self.signs, rank), partial_grad.memory[low:high]
+            old = self._piece(self.signs, rank)
+            grad = partial_grad.memory[low:high]
             self._add_own(self.worker[low:high], old, grad, weight, scratch)
         self._clear_padding(self.worker, 0)
         for rank, piece in enumerate(pieces):
@@ -87,7 +109,14 @@ class Momentum:
 
         def add_mean(received: Sequence[Tensor]) -> None:
             working = lend_scratch(pool)
-            ordered_sum(received, self.server, working, divisor=float(comm.size), add=True, decode=SIGNS.decode)
+            ordered_sum(
+                received,
+                self.server,
+                working,
+                divisor=float(comm.size),
+                add=True,
+                decode=SIGNS.decode,
+            )
             pool.give(working)
 
         def finish() -> None:
@@ -104,8 +133,8 @@ class Momentum:
         return comm.exchange(pieces, boxes, "reduce", what, add_mean).then(finish)
 
     def settle(self, *, keep: bool) -> None:
-        """End a step: the new momentum takes the old one's place, or, of a step that is skipped, is dropped with all
-        that signs have left out.  Local; every rank does so.
+        """End a step: the new momentum takes the old one's place, or, of a step that is skipped, is
+        dropped with all that signs have left out.  Local; every rank does so.
         """
         if not keep:
             self.worker.zero_()
@@ -117,12 +146,15 @@ class Momentum:
     def _piece(self, message: Tensor, rank: int) -> Tensor:
         return message[rank * self._length : (rank + 1) * self._length]
 
-    def _add_own(self, total: Tensor, old: Tensor, grad: Tensor, weight: float, scratch: Tensor) -> None:
+    def _add_own(
+        self, total: Tensor, old: Tensor, grad: Tensor, weight: float, scratch: Tensor
+    ) -> None:
         """total += beta1 m + weight g, each product rounded before it is added."""
         tile = scratch.numel() // 2
         for low in range(0, total.numel(), tile):
             high = min(low + tile, total.numel())
-            kept, new = scratch[: high - low], scratch[tile : tile + high - low]
+            kept = scratch[: high - low]
+            new = scratch[tile : tile + high - low]
             SIGNS.decode(old, low, high, kept)
             new.copy_(grad[low:high]).mul_(weight)
             total[low:high].add_(kept.mul_(self.beta1)).add_(new)
@@ -139,7 +171,8 @@ class Momentum:
 
     def _send_mean(self, message: Tensor, what: str) -> None:
         """Send all ranks signs of this rank's means, and wait for theirs."""
-        comm, scratch = self.comm_ctx.comm, lend_scratch(self.comm_ctx.pool)
+        comm = self.comm_ctx.comm
+        scratch = lend_scratch(self.comm_ctx.pool)
         self._clear_padding(self.server, comm.rank)
         self._sign(self.server, self._piece(message, comm.rank), comm.rank, scratch)
         self.comm_ctx.pool.give(scratch)

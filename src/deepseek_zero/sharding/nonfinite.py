@@ -1,5 +1,5 @@
-"""Finds the unit where a number first stops being finite; looked for only after a step was skipped, at the borders of
-units.
+"""Finds the unit where a number first stops being finite; looked for only after a step was skipped,
+at the borders of units.
 
 Owns one step's observations; optim/nonfinite.py draws the conclusion.
 """
@@ -16,7 +16,9 @@ from ..base.nested import map_tensors
 
 
 class NonFiniteDetector:
-    """Records whether each unit's inputs, outputs and incoming gradients were finite in the current step."""
+    """Records whether each unit's inputs, outputs and incoming gradients were finite in the current
+    step.
+    """
 
     def __init__(self) -> None:
         self._sick: dict[tuple[str, int], Tensor] = {}
@@ -38,8 +40,8 @@ class NonFiniteDetector:
         return found is not None and bool(found)
 
     def origin_in_forward(self, order: Sequence[int]) -> int | None:
-        """The first unit, in forward order, that made something non-finite of finite inputs; the root for what blocks
-        were given.
+        """The first unit, in forward order, that made something non-finite of finite inputs; the
+        root for what blocks were given.
         """
         root, *blocks = order
         for unit in blocks:
@@ -50,7 +52,9 @@ class NonFiniteDetector:
         return root if self.has_nonfinite("output", root) else None
 
     def origin_in_backward(self, order: Sequence[int], sick_gradients: set[int]) -> int | None:
-        """The first unit, in backward order, whose parameters got non-finite gradients from a finite incoming one."""
+        """The first unit, in backward order, whose parameters got non-finite gradients from a
+        finite incoming one.
+        """
         root, *blocks = order
         for unit in blocks:
             if unit in sick_gradients and not self.has_nonfinite("grad", unit):

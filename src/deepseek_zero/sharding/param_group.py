@@ -1,11 +1,14 @@
-"""The parameters of one unit that share a plan, and their flat buffers: weight, master and gradient.
+"""The parameters of one unit that share a plan, and their flat buffers: weight, master and
+gradient.
 
-`ParamGroup` owns the weight's storage and its movements; `MasterWeight` the values that the optimizer updates, wherever
-they lie: a buffer of their own, the weight's storage (fp32 training), or the live bf16 weight and a buffer of
-remainders (precision/policy.py).  `Gradient` collects from autograd, reduces over the ranks, and exposes `.grad`;
-`DelayedGradient` is the reduced gradient of an earlier step, for delayed updates: two buffers are swapped, so that one
-is updated from while the other collects.  None of them knows hooks or order (runtime.py, executor.py), nor optimizers
-(optim/sharded.py), which work on the slices they show.
+`ParamGroup` owns the weight's storage and its movements; `MasterWeight` the values that the
+optimizer updates, wherever
+they lie: a buffer of their own, the weight's storage (fp32 training), or the live bf16 weight and a
+buffer of remainders (precision/policy.py).  `Gradient` collects from autograd, reduces over the
+ranks, and exposes `.grad`; `DelayedGradient` is the reduced gradient of an earlier step, for
+delayed updates: two buffers are swapped, so that one is updated from while the other collects.
+None of them knows hooks or order (runtime.py, executor.py), nor optimizers (optim/sharded.py),
+which work on the slices they show.
 """
 
 from __future__ import annotations
@@ -58,13 +61,17 @@ _WRITE_NUMEL = 1 << 20  # values that are copied at once before they are split
 
 @dataclass(eq=False)
 class ParamInfo:
-    """One parameter of a group. param_class: the class it had before wrapping and has while unsharded."""
+    """One parameter of a group. param_class: the class it had before wrapping and has while
+    unsharded.
+    """
 
     param: nn.Parameter
     slot: Slot
     param_class: type[nn.Parameter]
     placeholder: Tensor = field(init=False)  # its data while sharded
-    is_frozen: bool = field(init=False)  # `requires_grad` was off when all ranks looked last (regroup.py)
+    is_frozen: bool = field(
+        init=False
+    )  # `requires_grad` was off when all ranks looked last (regroup.py)
 
     def __post_init__(self) -> None:
         with without_torch_function():
@@ -86,7 +93,9 @@ class ParamInfo:
 
 
 class ParamGroup:
-    """Flat buffers of parameters with one plan.  Building one is collective: rank 0's values win."""
+    """Flat buffers of parameters with one plan.  Building one is collective: rank 0's values
+    win.
+    """
 
     def __init__(
         self,
@@ -94,7 +103,9 @@ class ParamGroup:
         planned: GroupPlan,
         comm_ctx: CommContext,
     ) -> None:
-        self.members, self.planned, self.comm_ctx = list(members), planned, comm_ctx
+        self.members = list(members)
+        self.planned = planned
+        self.comm_ctx = comm_ctx
         plan = planned.plan
         self.index = {id(member.param): number for number, member in enumerate(self.members)}
         self.gradient = Gradient(self)
@@ -102,17 +113,29 @@ class ParamGroup:
         self.master: MasterWeight | None = None
         self.secondary: SecondaryWeight | None = None
         self.momentum: Momentum | None = None  # that ranks exchange instead of reducing gradients
-        self._reduced_plan = plan  # while they do, the row of the plan by which gradients are reduced
+        self._reduced_plan = (
+            plan  # while they do, the row of the plan by which gradients are reduced
+        )
         self.unsharded: FlatBuffer | None = None
         self.is_idle = False  # every member was frozen after it was wrapped: nothing to reduce
         self.weight_is_written = False  # by a load, where it is a state beside its master
-        self.not_updated: frozenset[int] = frozenset()  # members that no optimizer updates: the norm leaves them out
-        self.is_pinned = False  # by a GatheredParameters block: whole until it ends, whatever runs inside it
-        self.runtime: Callable[[], Any] = lambda: None  # weak: set by the runtime that drives this group
-        self.optimizer: Callable[[], Any] = lambda: None  # weak: set by the optimizer that updates this group
+        self.not_updated: frozenset[int] = (
+            frozenset()
+        )  # members that no optimizer updates: the norm leaves them out
+        self.is_pinned = (
+            False  # by a GatheredParameters block: whole until it ends, whatever runs inside it
+        )
+        self.runtime: Callable[[], Any] = lambda: (
+            None
+        )  # weak: set by the runtime that drives this group
+        self.optimizer: Callable[[], Any] = lambda: (
+            None
+        )  # weak: set by the optimizer that updates this group
         self.guard = StateGuard()  # of weight, master, moments and the gradient that waits
         nothing = float("nan") if plan.weight.dtype.is_floating_point else 0
-        self.placeholder = torch.full((), nothing, dtype=plan.weight.dtype, device=comm_ctx.pool.device)
+        self.placeholder = torch.full(
+            (), nothing, dtype=plan.weight.dtype, device=comm_ctx.pool.device
+        )
         self._views: list[Tensor] = []  # of members in symmetric memory, which stay where they are
         self.build()
 
@@ -138,15 +161,25 @@ class ParamGroup:
         return self.plan.grad is not None
 
     def follow_optimizer(self, updated: Collection[int]) -> None:
-        """Restrict the gradient norm to members with these parameter ids. Local; every rank must call it."""
-        numbers = frozenset(number for number, member in enumerate(self.members) if id(member.param) not in updated)
+        """Restrict the gradient norm to members with these parameter ids. Local; every rank must
+        call it.
+        """
+        numbers = frozenset(
+            number for number, member in enumerate(self.members) if id(member.param) not in updated
+        )
         if numbers != self.not_updated:
             self.not_updated = numbers
             self.gradient.known_squares = None
 
     def updated_ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield the elements [start, stop) of the layout that the optimizer updates, neighbours joined."""
-        slots = [member.slot for number, member in enumerate(self.members) if number not in self.not_updated]
+        """Yield the elements [start, stop) of the layout that the optimizer updates, neighbours
+        joined.
+        """
+        slots = [
+            member.slot
+            for number, member in enumerate(self.members)
+            if number not in self.not_updated
+        ]
         for number, slot in enumerate(slots):
             if number == 0 or slots[number - 1].stop != slot.start:
                 start = slot.start
@@ -160,16 +193,23 @@ class ParamGroup:
             return not all(member.param.requires_grad for member in self.members)
 
     def build(self) -> None:
-        """Lay the members out as planned, take rank 0's values, and shard every parameter. Collective."""
+        """Lay the members out as planned, take rank 0's values, and shard every parameter.
+        Collective.
+        """
         names = self.planned.names
         self.members = [
-            replace(member, slot=slot) for member, slot in zip(self.members, self.layout.slots, strict=True)
+            replace(member, slot=slot)
+            for member, slot in zip(self.members, self.layout.slots, strict=True)
         ]
         set_placeholders(self.members, self.placeholder)
         comm = self.comm_ctx.comm
         built = (self.plan.moments or self.plan.weight).dtype
-        full = FlatBuffer(self.layout, replace(self.plan.weight.gathered(), dtype=built), self._packed(built))
-        broadcast_from_first(full, comm, f"values of {names[0]}" if names else "values", only_own=self.is_sharded)
+        full = FlatBuffer(
+            self.layout, replace(self.plan.weight.gathered(), dtype=built), self._packed(built)
+        )
+        broadcast_from_first(
+            full, comm, f"values of {names[0]}" if names else "values", only_own=self.is_sharded
+        )
         self._take_from_first_replica(full)
         self._allocate_weight(names[0])
         self._views = []
@@ -195,27 +235,39 @@ class ParamGroup:
 
     def _allocate_weight(self, what: str) -> None:
         """Allocate the weight, and its second copy if it has one.  Collective."""
-        what, has_secondary = f"the weights of {what}", self.plan.secondary is not None
+        what = f"the weights of {what}"
+        has_secondary = self.plan.secondary is not None
         is_copied = has_secondary or self.plan.weight.wire is not None
         self.weight = FlatBuffer.allocate_weight(
             self.layout, self.plan.weight, self.comm_ctx, what, is_copied=is_copied
         )
         self.weight.guard = self.guard
         self.secondary = (
-            SecondaryWeight(self.planned, self.comm_ctx, f"the second copy (zero_hpz_partition_size) of {what}")
+            SecondaryWeight(
+                self.planned, self.comm_ctx, f"the second copy (zero_hpz_partition_size) of {what}"
+            )
             if has_secondary
             else None
         )
 
     def _take_from_first_replica(self, full: FlatBuffer) -> None:
-        """Let every replica have the values of the first: its slice where the weight is cut, else all.  Collective."""
+        """Let every replica have the values of the first: its slice where the weight is cut, else
+        all.  Collective.
+        """
         replicas = self.comm_ctx.replicas
         if replicas is not None and self.layout.padded_numel:
             values = full.shard(self.comm_ctx.comm.rank) if self.is_sharded else full.memory
-            scatter(replicas.comm, [values] * replicas.comm.size, values, f"replicas of {self.members[0].name}")
+            scatter(
+                replicas.comm,
+                [values] * replicas.comm.size,
+                values,
+                f"replicas of {self.members[0].name}",
+            )
 
     def relayout(self, granularity: str) -> None:
-        """Cut the group anew, keeping the bits of weight and master. Collective; gradients are dropped."""
+        """Cut the group anew, keeping the bits of weight and master. Collective; gradients are
+        dropped.
+        """
         source = self.master.values() if self.master is not None else self.weight
         full = FlatBuffer(self.layout, source.spec.gathered(), self._whole(source))
         for member in self.members:
@@ -225,8 +277,8 @@ class ParamGroup:
         self.build()
 
     def restore_params(self) -> None:
-        """Make every member whole and plain again, with the master's values (when an engine is destroyed).
-        Collective.
+        """Make every member whole and plain again, with the master's values (when an engine is
+        destroyed). Collective.
         """
         source = self.master.values() if self.master is not None else self.weight
         full = FlatBuffer(self.layout, source.spec.gathered(), self._whole(source))
@@ -235,13 +287,17 @@ class ParamGroup:
             clear_owner(member.param)
 
     def _whole(self, source: FlatBuffer) -> Tensor:
-        storage = torch.empty(self.layout.padded_numel, dtype=source.spec.dtype, device=self.comm_ctx.pool.device)
+        storage = torch.empty(
+            self.layout.padded_numel, dtype=source.spec.dtype, device=self.comm_ctx.pool.device
+        )
         full = FlatBuffer(self.layout, source.spec.gathered(), storage)
         move(source, full, self.comm_ctx, self.members[0].name).wait()
         return storage
 
     def promote_to_fp32(self, what: str) -> None:
-        """Store weight and gradient in fp32 from now on, cut from the master. Collective; gradients are dropped."""
+        """Store weight and gradient in fp32 from now on, cut from the master. Collective; gradients
+        are dropped.
+        """
         if self.master is None or self.plan.weight.dtype == torch.float32:
             return
         values = self.master.values()
@@ -249,8 +305,8 @@ class ParamGroup:
         self._store_anew(values, what)
 
     def demote(self, what: str) -> None:
-        """Store weight and gradient again as before `promote_to_fp32`, cut from the master. Collective; gradients are
-        dropped.
+        """Store weight and gradient again as before `promote_to_fp32`, cut from the master.
+        Collective; gradients are dropped.
         """
         if self.master is None or self.planned.low is None:
             return
@@ -268,10 +324,15 @@ class ParamGroup:
             self.master.write_consuming(0, values.memory.numel(), values.memory)
         else:
             values.guard = self.guard
-            beneath = None if self.plan.sends_differences else weight_shard(self.weight, self.plan, self.master.rank)
+            beneath = (
+                None
+                if self.plan.sends_differences
+                else weight_shard(self.weight, self.plan, self.master.rank)
+            )
             self.master = replace(self.master, buffer=values, weight=beneath, is_split=False)
             self.master.copy_to_weight(0, values.memory.numel())
-        self.placeholder, self._views = self.placeholder.to(self.plan.weight.dtype), []
+        self.placeholder = self.placeholder.to(self.plan.weight.dtype)
+        self._views = []
         set_placeholders(self.members, self.placeholder)
         self.gradient = Gradient(self)
         for member in self.members:
@@ -283,8 +344,8 @@ class ParamGroup:
         self.refresh(what).wait()
 
     def _packed(self, dtype: torch.dtype) -> Tensor:
-        """Return this rank's own values, flat; each original is dropped as it is copied, so that two never exist
-        side by side.
+        """Return this rank's own values, flat; each original is dropped as it is copied, so that
+        two never exist side by side.
         """
         flat = self.comm_ctx.pool.take(self.layout.padded_numel, dtype)
         for low, high in self.layout.gaps:
@@ -309,7 +370,8 @@ class ParamGroup:
         return found + (self.master.extents() if self.master is not None else [])
 
     def follow_frozen(self) -> None:
-        """Note whether there is still a member to train, after some were frozen or unfrozen on all ranks. Local.
+        """Note whether there is still a member to train, after some were frozen or unfrozen on all
+        ranks. Local.
 
         What codes left out is forgotten: of what is frozen now nothing more may come.
         """
@@ -317,24 +379,30 @@ class ParamGroup:
         self.is_idle = self.trainable and all(member.is_frozen for member in self.members)
 
     def set_grad_dtype(self, dtype: torch.dtype) -> None:
-        """Keep gradients in another dtype from now on, between two steps; every rank does so. Local."""
+        """Keep gradients in another dtype from now on, between two steps; every rank does so.
+        Local.
+        """
         assert self.plan.grad is not None
         if dtype != self.plan.grad.dtype:
             self.planned = self.planned.with_grad_dtype(dtype)
             self.gradient.drop_buffers()
 
     def send_as(self, settings: PlanSettings) -> None:
-        """Send weights and gradients as other settings have it from now on, between two steps; every rank does so.
-        Local.
+        """Send weights and gradients as other settings have it from now on, between two steps;
+        every rank does so. Local.
         """
         planned = self.planned.sent_as(settings)
         if planned != self.planned:
-            assert self.weight.symmetric is None, "what lies in pages that others read in place does not travel"
-            self.planned, self.weight.spec = planned, planned.plan.weight
+            assert self.weight.symmetric is None, (
+                "what lies in pages that others read in place does not travel"
+            )
+            self.planned = planned
+            self.weight.spec = planned.plan.weight
             self.gradient.follow_wires()
 
     def exchange_momenta(self, beta1: float, own: Tensor, saved: Mapping[str, Tensor]) -> None:
-        """Exchange momenta from now on instead of reducing gradients, between two steps.  Collective within "reduce".
+        """Exchange momenta from now on instead of reducing gradients, between two steps.
+        Collective within "reduce".
 
         own, saved: as `Momentum` takes them.
         """
@@ -342,7 +410,9 @@ class ParamGroup:
             self._reduced_plan = self.plan
             self.gradient.drop_buffers()
         self.planned = replace(self.planned, plan=self._reduced_plan.exchanging(SIGNS))
-        self.momentum = Momentum(self.planned, self.comm_ctx, beta1, own, saved, self.members[0].name)
+        self.momentum = Momentum(
+            self.planned, self.comm_ctx, beta1, own, saved, self.members[0].name
+        )
 
     def reduce_gradients(self) -> None:
         """Reduce gradients again, between two steps; every rank does so.  Local."""
@@ -352,7 +422,9 @@ class ParamGroup:
             self.gradient.drop_buffers()
 
     def own_states(self) -> dict[str, Tensor]:
-        """Return the states that are each rank's own, and belong to no element of the model, by name."""
+        """Return the states that are each rank's own, and belong to no element of the model, by
+        name.
+        """
         errors = self.gradient.errors
         kept = {} if errors is None else {"gradients": errors.memory}
         return kept if self.momentum is None else {**kept, **self.momentum.states()}
@@ -364,19 +436,21 @@ class ParamGroup:
     # -- weights
 
     def gather(self, what: str) -> Pending:
-        """Start to all-gather the weight: (numel,) in the weight's dtype; `point_to_unsharded` shows it after the wait.
+        """Start to all-gather the weight: (numel,) in the weight's dtype; `point_to_unsharded`
+        shows it after the wait.
 
-        A pending update runs first; the executor comes here for others only in their turn, so that states travel
-        meanwhile.
+        A pending update runs first; the executor comes here for others only in their turn, so that
+        states travel meanwhile.
 
-        Collective within the gather lane. The wait raises `PeerError` if another rank failed, `StorageError` if a disk
-        did.
+        Collective within the gather lane. The wait raises `PeerError` if another rank failed,
+        `StorageError` if a disk did.
         """
         if not self.is_sharded or self.unsharded is not None or self.is_pinned:
             return DONE
         if self.guard.pending is not None:
             if self.weight.extent is not None:
-                self.weight.extent.pin()  # what the update writes stays in memory until it has been gathered
+                # What the update writes stays in memory until it has been gathered
+                self.weight.extent.pin()
             self.guard.pending.flush_group(self)
         self.unsharded = self.weight.lend_whole(self.comm_ctx.pool, self.plan.weight.wire)
         if self.secondary is not None:
@@ -384,8 +458,8 @@ class ParamGroup:
         return move(self.weight, self.unsharded, self.comm_ctx, what)
 
     def weights_changed(self) -> None:
-        """Let the next gather be of the weights as they are now, and not of a copy.  Local; every rank does so, between
-        the same two gathers.
+        """Let the next gather be of the weights as they are now, and not of a copy.  Local; every
+        rank does so, between the same two gathers.
         """
         if self.secondary is not None:
             self.secondary.is_current = False
@@ -402,8 +476,8 @@ class ParamGroup:
     def reshard(self) -> None:
         """Shard every parameter and return the gathered buffer to the pool. Local.
 
-        Raises:
-            UsageError: The program replaced the memory of a parameter while it was gathered, and changed its values.
+        Raises: UsageError: The program replaced the memory of a parameter while it was gathered,
+            and changed its values.
         """
         full = self.unsharded
         if full is None:
@@ -422,11 +496,11 @@ class ParamGroup:
             raise error
 
     def refresh(self, what: str, *, is_update: bool = False) -> Pending:
-        """Start to bring the weight to its placement after the master changed: an all-gather at stages 1 and 2.
-        Collective.
+        """Start to bring the weight to its placement after the master changed: an all-gather at
+        stages 1 and 2. Collective.
 
-        is_update: by a step, after which differences alone are sent where the plan says so; otherwise weights become
-        what is written of them, or their masters' casts.
+        is_update: by a step, after which differences alone are sent where the plan says so;
+        otherwise weights become what is written of them, or their masters' casts.
         """
         plan = self.plan
         if self.master is None or plan.weight.placement is not R or self.master.placement is not S:
@@ -437,7 +511,8 @@ class ParamGroup:
                 return move_differences(self.master.buffer, self.weight, self.comm_ctx, what)
             if not self.weight_is_written:
                 cast_master(
-                    self.master.read(0, self.layout.slice_numel).to(self.weight.memory.device), self._own_weight
+                    self.master.read(0, self.layout.slice_numel).to(self.weight.memory.device),
+                    self._own_weight,
                 )
             self.weight_is_written = False
         own = FlatBuffer(self.layout, replace(plan.weight, placement=S), self._own_weight)
@@ -449,11 +524,13 @@ class ParamGroup:
         return self.weight.shard(self.comm_ctx.comm.rank)
 
     def write_own_weight(self, slot: Slot, values: Tensor | None, low: int = 0) -> None:
-        """Write values of this rank's part of a parameter, from its element `low` on, into a weight that follows its
-        master by differences; None: the master's casts.  The next `refresh` spreads them.  Local.
+        """Write values of this rank's part of a parameter, from its element `low` on, into a weight
+        that follows its master by differences; None: the master's casts.  The next `refresh`
+        spreads them.  Local.
         """
         assert self.master is not None
-        view, (place, end) = self.weight.owned_view(slot, self.comm_ctx.comm.rank), self.master.owned_range(slot)
+        view = self.weight.owned_view(slot, self.comm_ctx.comm.rank)
+        (place, end) = self.master.owned_range(slot)
         self.weight_is_written = True
         if values is None:
             cast_master(self.master.read(place, end).to(view.device), view)
@@ -461,8 +538,8 @@ class ParamGroup:
             view[low : low + values.numel()].copy_(values)
 
     def set_full_values(self, full: Tensor) -> None:
-        """Write new whole values (flat, weight's dtype) into this rank's part of weight and master; unchanged
-        elements of the master keep their bits.
+        """Write new whole values (flat, weight's dtype) into this rank's part of weight and master;
+        unchanged elements of the master keep their bits.
         """
         self.guard.before_write()
         self.weights_changed()
@@ -501,15 +578,20 @@ class ParamGroup:
         return runtime is not None and not runtime.is_destroyed
 
     def write_param(self, param: nn.Parameter, value: Tensor) -> None:
-        """Write this rank's part of a whole new value into weight and master. Every rank must do it."""
+        """Write this rank's part of a whole new value into weight and master. Every rank must do
+        it.
+        """
         if self.weight.symmetric is not None:  # others may still be reading the old one
             self.comm_ctx.comm.barrier(f"writing {self.name_of(param)}")
         self.weights_changed()
-        slot, rank = self.members[self.index[id(param)]].slot, self.comm_ctx.comm.rank
+        slot = self.members[self.index[id(param)]].slot
+        rank = self.comm_ctx.comm.rank
         flat = value.detach().to(self.comm_ctx.pool.device).expand(slot.shape).reshape(-1)
         start, stop, low = self.weight.local_range(slot, rank)
         with self.weight.writing(low, low + stop - start) as weight:
-            cast_master(flat[start:stop].float() if flat.is_floating_point() else flat[start:stop], weight)
+            cast_master(
+                flat[start:stop].float() if flat.is_floating_point() else flat[start:stop], weight
+            )
         if self.master is not None and not self.plan.master_is_weight:
             start, stop, place = self.master.local_range(slot)
             self.master.write(place, place + stop - start, flat[start:stop])
@@ -541,10 +623,11 @@ class ParamGroup:
 
 @dataclass(eq=False)
 class MasterWeight:
-    """The master of one group. buffer: fp32 values, or int16 remainders if the master `is_split` and `weight` holds the
-    upper halves.
+    """The master of one group. buffer: fp32 values, or int16 remainders if the master `is_split`
+    and `weight` holds the upper halves.
 
-    weight: this rank's part of the live weight, None if the master is that weight, or if that follows it by
+    weight: this rank's part of the live weight, None if the master is that weight, or if that
+    follows it by
     differences. is_exposed: programs see it between steps and may change it.
     """
 
@@ -556,7 +639,9 @@ class MasterWeight:
     is_exposed: bool = True
     update_device: torch.device = CPU  # where it is updated
     copy_engine: CopyEngine = field(default_factory=CopyEngine)
-    staged: StagedTile | None = field(init=False, default=None)  # of what the host updates and the device has
+    staged: StagedTile | None = field(
+        init=False, default=None
+    )  # of what the host updates and the device has
 
     def __post_init__(self) -> None:
         if self.update_device == CPU:
@@ -576,13 +661,19 @@ class MasterWeight:
 
     @property
     def is_copied_for_update(self) -> bool:
-        """Return whether the values do not lie in one place on the update's device between steps."""
+        """Return whether the values do not lie in one place on the update's device between
+        steps.
+        """
         return not self.is_updated_in_place or self.buffer.is_offloaded
 
     @property
     def is_updated_in_place(self) -> bool:
         """Return whether an optimizer works on the values themselves, not on a copy."""
-        return not self.is_split and not self.is_rounded and self.buffer.memory.device == self.update_device
+        return (
+            not self.is_split
+            and not self.is_rounded
+            and self.buffer.memory.device == self.update_device
+        )
 
     @property
     def placement(self) -> Placement:
@@ -591,8 +682,8 @@ class MasterWeight:
     # -- where a parameter lies
 
     def local_range(self, slot: Slot) -> tuple[int, int, int]:
-        """Return (start, stop, place): the range of a parameter that is held here, and the place of its first
-        element.
+        """Return (start, stop, place): the range of a parameter that is held here, and the place of
+        its first element.
         """
         if self.placement is R:
             return 0, slot.numel, slot.start
@@ -601,7 +692,9 @@ class MasterWeight:
         return start, start + end - place, place
 
     def owned_range(self, slot: Slot) -> tuple[int, int]:
-        """Return the range [place, end) of a parameter's elements that this rank owns; every element has one owner."""
+        """Return the range [place, end) of a parameter's elements that this rank owns; every
+        element has one owner.
+        """
         layout = self.buffer.layout
         start, stop = layout.owned(slot, self.rank)
         low = 0 if self.placement is R else layout.bounds(self.rank)[0]
@@ -610,12 +703,16 @@ class MasterWeight:
     # -- values
 
     def in_place_view(self, place: int, end: int) -> Tensor | None:
-        """Return a flat view of the values, to be written; None if they lie in two halves, or are updated elsewhere."""
+        """Return a flat view of the values, to be written; None if they lie in two halves, or are
+        updated elsewhere.
+        """
         return self.buffer.write(place, end) if self.is_updated_in_place else None
 
-    def read(self, place: int, end: int, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-        """Return elements [place, end), flat, in the master's dtype: a view if they lie together, a copy (in `out`)
-        if they are joined.
+    def read(
+        self, place: int, end: int, out: Tensor | None = None, scratch: Tensor | None = None
+    ) -> Tensor:
+        """Return elements [place, end), flat, in the master's dtype: a view if they lie together, a
+        copy (in `out`) if they are joined.
         """
         lower = self._at_update_device(self.buffer, place, end)
         if not self.is_split or self.weight is None:
@@ -627,12 +724,19 @@ class MasterWeight:
         return out
 
     def read_now(self, place: int, end: int) -> Tensor:
-        """Return the values as `read` does, whatever update is pending: a view or a copy, to be read only."""
+        """Return the values as `read` does, whatever update is pending: a view or a copy, to be
+        read only.
+        """
         lower = self.buffer.read_now(place, end)
         if not self.is_split or self.weight is None:
             return lower.to(self.dtype)
         out = torch.empty(end - place, dtype=self.dtype, device=lower.device)
-        join(self.weight.read_now(place, end).to(lower.device), lower, out, is_exposed=self.is_exposed)
+        join(
+            self.weight.read_now(place, end).to(lower.device),
+            lower,
+            out,
+            is_exposed=self.is_exposed,
+        )
         return out
 
     def write(self, place: int, end: int, values: Tensor) -> None:
@@ -645,9 +749,11 @@ class MasterWeight:
             part = values[start - place : start - place + _WRITE_NUMEL]
             self.write_consuming(start, start + part.numel(), part.to(self.dtype, copy=True))
 
-    def write_consuming(self, place: int, end: int, values: Tensor, chance: Tensor | None = None) -> None:
-        """Write as `write`; `values` (in the master's dtype) are scratch afterwards. chance: random bits, if it
-        `is_rounded`.
+    def write_consuming(
+        self, place: int, end: int, values: Tensor, chance: Tensor | None = None
+    ) -> None:
+        """Write as `write`; `values` (in the master's dtype) are scratch afterwards. chance: random
+        bits, if it `is_rounded`.
         """
         self.buffer.guard.before_write()
         lower = self._at_update_device(self.buffer, place, end)
@@ -664,10 +770,12 @@ class MasterWeight:
             upper.copy_(near)
 
     def for_kernel(self, place: int, end: int) -> tuple[Tensor, Tensor | None]:
-        """Return the main weight, and the other tensor of it that an update writes, flat, on the update's device.
+        """Return the main weight, and the other tensor of it that an update writes, flat, on the
+        update's device.
 
-        A split main weight is its bf16 weight; the other tensor has the remainders. Else the main weight is fp32, and
-        the other tensor is the weight in its own dtype, or None if `copy_to_weight` has to write it to another device.
+        A split main weight is its bf16 weight; the other tensor has the remainders. Else the main
+        weight is fp32, and the other tensor is the weight in its own dtype, or None if
+        `copy_to_weight` has to write it to another device.
         """
         self.buffer.guard.before_write()
         own = self._at_update_device(self.buffer, place, end)
@@ -679,18 +787,27 @@ class MasterWeight:
         return own, other if other.device == own.device else None
 
     def copy_to_weight(self, place: int, end: int) -> None:
-        """Cast the values into this rank's part of the weight, unless the weight is the master, or half of it."""
+        """Cast the values into this rank's part of the weight, unless the weight is the master, or
+        half of it.
+        """
         if self.weight is not None and not self.is_split:
             self.buffer.guard.before_write()
-            values, upper = self.buffer.elements(place, end), self._at_update_device(self.weight, place, end)
+            values = self.buffer.elements(place, end)
+            upper = self._at_update_device(self.weight, place, end)
             near = staging_like(upper, values)
             cast_master(values, near)
             if near is not upper:
                 upper.copy_(near)
 
     def _at_update_device(self, buffer: FlatBuffer, place: int, end: int) -> Tensor:
-        """Return these elements on the update's device: the staged copy of an update under way, else the buffer's."""
-        came = self.staged.view(place, end) if self.staged is not None and buffer is self._on_device else None
+        """Return these elements on the update's device: the staged copy of an update under way,
+        else the buffer's.
+        """
+        came = (
+            self.staged.view(place, end)
+            if self.staged is not None and buffer is self._on_device
+            else None
+        )
         return buffer.elements(place, end) if came is None else came
 
     def extents(self) -> list[Extent]:
@@ -715,22 +832,28 @@ class MasterWeight:
 class GradState(Enum):
     """The states of a group's gradient within one step.
 
-    Where the plan shards gradients, a summand that comes beside a sum (of the next micro-batch, or a late one) leaves
-    the state as it is: the sum stays, and the summand is added when it is reduced.  Where it replicates them, the
-    summand takes the sum's memory, and an earlier sum is set aside.
+    Where the plan shards gradients, a summand that comes beside a sum (of the next micro-batch, or
+    a late one) leaves
+    the state as it is: the sum stays, and the summand is added when it is reduced.  Where it
+    replicates them, the summand takes the sum's memory, and an earlier sum is set aside.
     """
 
     EMPTY = "empty"  # no gradient has come since the last step
     COLLECTING = "collecting"  # this rank's summand is under way, and there is no sum
     REDUCING = "reducing"  # the sum is under way; the buffer belongs to the transport
-    PARTIAL = "partially reduced"  # the sum of one replica's ranks, of which every replica has its own
+    PARTIAL = (
+        "partially reduced"  # the sum of one replica's ranks, of which every replica has its own
+    )
     REDUCED = "reduced"  # the sum of all ranks
     DEFERRED = "deferred"  # a step is over, and its update, still to come, needs the sum
 
 
 GRAD_MOVES = {
     (GradState.EMPTY, GradState.COLLECTING),
-    (GradState.EMPTY, GradState.REDUCED),  # zeros that a program changes, or the delayed gradient of a step before
+    (
+        GradState.EMPTY,
+        GradState.REDUCED,
+    ),  # zeros that a program changes, or the delayed gradient of a step before
     (GradState.EMPTY, GradState.DEFERRED),  # the update of parameters that are all absent
     (GradState.COLLECTING, GradState.REDUCING),
     (GradState.COLLECTING, GradState.REDUCED),  # such zeros, made beside the summand
@@ -747,24 +870,30 @@ GRAD_MOVES = {
     (GradState.REDUCED, GradState.EMPTY),
     (GradState.DEFERRED, GradState.EMPTY),
 }
-_SUMMED = frozenset((GradState.REDUCING, GradState.PARTIAL, GradState.REDUCED))  # of the step under way
+_SUMMED = frozenset(
+    (GradState.REDUCING, GradState.PARTIAL, GradState.REDUCED)
+)  # of the step under way
 
 
 class Gradient:
-    """Collects, reduces and exposes the gradient of one trainable group: (numel,) while partial, a slice when
-    reduced.
+    """Collects, reduces and exposes the gradient of one trainable group: (numel,) while partial, a
+    slice when reduced.
 
-    buffer: of the sum, None before the first. absent: indices of members whose `.grad` is None, which are not updated;
-    None: no backward has ended. is_edited: the program has set values that may differ between ranks. known_squares: of
-    this rank's slice; None where it may have changed. delayed: the gradient of an earlier step. errors: what codes have
-    left out of this rank's summands, None before the first.
+    buffer: of the sum, None before the first. absent: indices of members whose `.grad` is None,
+    which are not updated;
+    None: no backward has ended. is_edited: the program has set values that may differ between
+    ranks. known_squares: of this rank's slice; None where it may have changed. delayed: the
+    gradient of an earlier step. errors: what codes have left out of this rank's summands, None
+    before the first.
     """
 
     def __init__(self, group: ParamGroup) -> None:
         self.group = group
         self.predivide = group.planned.predivide
         self.buffer: FlatBuffer | None = None
-        self.guard = StateGuard()  # a checkpoint takes no gradient but the one that waits: no reader
+        self.guard = (
+            StateGuard()
+        )  # a checkpoint takes no gradient but the one that waits: no reader
         self._state = GradState.EMPTY
         self._clear()
         self.delayed = DelayedGradient(self)
@@ -781,7 +910,9 @@ class Gradient:
         self._partial: FlatBuffer | None = None  # this rank's summand while one is under way
         self._arrived: set[int] = set()  # indices of members that are in it
         self._reduction: Pending = DONE  # into `buffer`, maybe still under way
-        self._carried_sum: Tensor | None = None  # an earlier sum of the same step, to be added to the next
+        self._carried_sum: Tensor | None = (
+            None  # an earlier sum of the same step, to be added to the next
+        )
         self._carried_state = GradState.EMPTY  # that it had
 
     @property
@@ -791,7 +922,9 @@ class Gradient:
     def _enter(self, state: GradState) -> None:
         if (self._state, state) not in GRAD_MOVES:
             name = self.group.members[0].name
-            raise AssertionError(f"the gradient of '{name}' cannot go from {self._state.value} to {state.value}")
+            raise AssertionError(
+                f"the gradient of '{name}' cannot go from {self._state.value} to {state.value}"
+            )
         self._state = state
 
     @property
@@ -826,9 +959,12 @@ class Gradient:
         assert group.plan.grad is not None
         if group.plan.grad.placement is P:
             buffer = self.ensure_buffer()
-            self._reduction.wait()  # a late gradient: the sum under way lands where this one is to be collected
+            # A late gradient: the sum under way lands where this one is to be collected
+            self._reduction.wait()
             group.comm_ctx.world.wait_until_read(buffer.memory)
-            if self._state in _SUMMED:  # a second backward nobody announced: keep the first one's sum aside
+            if (
+                self._state in _SUMMED
+            ):  # a second backward nobody announced: keep the first one's sum aside
                 self._carry(self._own(buffer))
             self._partial = buffer
         else:
@@ -848,8 +984,8 @@ class Gradient:
         return buffer.memory if self.is_whole else buffer.shard(self.group.comm_ctx.comm.rank)
 
     def reduce(self, what: str) -> Pending:
-        """Start to sum the ranks' partial gradients, in fp32 in rank order; missing members and the padding count as
-        zeros.
+        """Start to sum the ranks' partial gradients, in fp32 in rank order; missing members and the
+        padding count as zeros.
 
         Collective within the reduce lane: a rank that skipped the unit calls it too.
         """
@@ -869,16 +1005,22 @@ class Gradient:
             partial.errors = self.ensure_errors()
         if group.momentum is not None and self._carried_sum is not None:
             raise UsageError(
-                f"the gradient of '{group.members[0].name}' comes in two parts behind OneBitAdam's freeze_step.",
+                f"the gradient of '{group.members[0].name}' comes in two parts behind OneBitAdam's "
+                "freeze_step.",
                 "Momenta are exchanged once a step, when all of its gradient is here.",
                 "say with gradient_accumulation_steps how many backwards a step has.",
             )
-        self._partial, self._arrived = None, set()
+        self._partial = None
+        self._arrived = set()
         if group.plan.grad.placement is P:
             return self._reduce_in_place(partial, what)
         if group.comm_ctx.replicas is not None and self._state is GradState.REDUCED:
-            self._carry(self.ensure_buffer().load())  # a backward that comes after the replicas have met
-        pending = move(partial, self.ensure_buffer(), group.comm_ctx, what, add=self._state in _SUMMED)
+            self._carry(
+                self.ensure_buffer().load()
+            )  # a backward that comes after the replicas have met
+        pending = move(
+            partial, self.ensure_buffer(), group.comm_ctx, what, add=self._state in _SUMMED
+        )
         self._enter(GradState.REDUCING)
         return pending.then(lambda: self._finish_shard(partial))
 
@@ -889,7 +1031,9 @@ class Gradient:
 
     def _summed(self) -> None:
         """Note that the sum over the ranks of one replica is there."""
-        self._enter(GradState.REDUCED if self.group.comm_ctx.replicas is None else GradState.PARTIAL)
+        self._enter(
+            GradState.REDUCED if self.group.comm_ctx.replicas is None else GradState.PARTIAL
+        )
 
     def _finish_shard(self, partial: FlatBuffer) -> None:
         """Release the summands of a finished sum; if it is offloaded, take its norm on the way."""
@@ -901,7 +1045,9 @@ class Gradient:
     def _store_offloaded(self, buffer: FlatBuffer) -> None:
         if buffer.extent is not None and buffer.is_offloaded:
             values = buffer.load()
-            first = 0 if self.is_whole else self.group.layout.bounds(self.group.comm_ctx.comm.rank)[0]
+            first = (
+                0 if self.is_whole else self.group.layout.bounds(self.group.comm_ctx.comm.rank)[0]
+            )
             self.known_squares = self._squares_of(values, first)
             buffer.extent.store(0, buffer.memory.numel())
 
@@ -920,11 +1066,13 @@ class Gradient:
         return self.buffer
 
     def release(self) -> None:
-        """Free the memory of the sum until the next backward, if nothing is in it and this rank alone uses it. Local.
+        """Free the memory of the sum until the next backward, if nothing is in it and this rank
+        alone uses it. Local.
 
         On a CPU it is kept: its pages would have to come again.
         """
-        comm_ctx, buffer = self.group.comm_ctx, self.buffer
+        comm_ctx = self.group.comm_ctx
+        buffer = self.buffer
         if buffer is None or buffer.spec.placement is not P or comm_ctx.pool.device.type == "cpu":
             return
         is_empty = self._state is GradState.EMPTY and self._partial is None
@@ -933,11 +1081,15 @@ class Gradient:
             self._staged = None
 
     def ensure_errors(self) -> Errors | None:
-        """Return `errors`, zeros on its first use; None where nothing is kept of what codes leave out."""
-        feedback, comm_ctx = self.group.plan.feedback, self.group.comm_ctx
+        """Return `errors`, zeros on its first use; None where nothing is kept of what codes leave
+        out.
+        """
+        feedback = self.group.plan.feedback
+        comm_ctx = self.group.comm_ctx
         if self.errors is None and feedback is not None:
             self.errors = feedback.zeros(self.group.planned.errors_numel, comm_ctx.pool.device)
-            budget, nbytes = comm_ctx.tiers.budget, self.errors.memory.nbytes
+            budget = comm_ctx.tiers.budget
+            nbytes = self.errors.memory.nbytes
             budget.reserve_for(self.errors, nbytes, f"what codes leave out of {self._what}")
         return self.errors
 
@@ -948,15 +1100,22 @@ class Gradient:
             self.errors.forget()
 
     def scale_errors(self, factor: float) -> None:
-        """Let what codes have left out be that of gradients multiplied by so much more.  Local; every rank does so."""
+        """Let what codes have left out be that of gradients multiplied by so much more.  Local;
+        every rank does so.
+        """
         if self.errors is not None:
             self.group.guard.before_write()
             self.errors.scale(factor)
 
     def new_slice(self, spec: Spec) -> FlatBuffer:
         """Return a buffer for this rank's slice of the sum."""
-        layout, comm_ctx = self.group.layout, self.group.comm_ctx
-        if spec.tier is not Tier.DEVICE or comm_ctx.pool.device.type != "cpu" or not layout.padded_numel:
+        layout = self.group.layout
+        comm_ctx = self.group.comm_ctx
+        if (
+            spec.tier is not Tier.DEVICE
+            or comm_ctx.pool.device.type != "cpu"
+            or not layout.padded_numel
+        ):
             found = FlatBuffer.allocate(layout, spec, comm_ctx, self._what)
             found.guard = self.guard
             return found
@@ -968,9 +1127,12 @@ class Gradient:
         return f"gradients of {self.group.members[0].name}"
 
     def _reduce_in_place(self, partial: FlatBuffer, what: str) -> Pending:
-        """Replace this rank's slice of the partial gradient by the sum (stage 1), then every slice (stage 0)."""
+        """Replace this rank's slice of the partial gradient by the sum (stage 1), then every slice
+        (stage 0).
+        """
         group = self.group
-        own, waits = self._own(partial), group.comm_ctx.replicas is not None
+        own = self._own(partial)
+        waits = group.comm_ctx.replicas is not None
         if group.momentum is not None:
             group.guard.before_write()
             pending = group.momentum.exchange(partial, own, what, group.optimizer().loss_scale)
@@ -981,13 +1143,17 @@ class Gradient:
             cut = partial.shard(group.comm_ctx.comm.rank)
             target = FlatBuffer(group.layout, replace(partial.spec, placement=S), cut)
         else:
-            target = FlatBuffer(group.layout, replace(partial.spec, placement=R if self.is_whole else S), own)
+            target = FlatBuffer(
+                group.layout, replace(partial.spec, placement=R if self.is_whole else S), own
+            )
         pending = move(partial, target, group.comm_ctx, what)
         self._enter(GradState.REDUCING)
 
         def finish() -> None:
             self._summed()
-            if self._carried_sum is not None and self._carried_state is self._state:  # else it is added to the total
+            if (
+                self._carried_sum is not None and self._carried_state is self._state
+            ):  # else it is added to the total
                 own.add_(self._carried_sum)
                 self._carried_sum = None
 
@@ -997,10 +1163,11 @@ class Gradient:
     def sum_over_replicas(self, what: str) -> Pending:
         """Start to sum the replicas' sums of one step, once for all its backwards.
 
-        Collective among the ranks that hold this slice; does nothing if they have met for this sum, or if there is one
-        replica.
+        Collective among the ranks that hold this slice; does nothing if they have met for this sum,
+        or if there is one replica.
         """
-        comm_ctx, buffer = self.group.comm_ctx, self.buffer
+        comm_ctx = self.group.comm_ctx
+        buffer = self.buffer
         if comm_ctx.replicas is None or buffer is None or self._state is not GradState.PARTIAL:
             return DONE
         self._enter(GradState.REDUCING)
@@ -1039,18 +1206,24 @@ class Gradient:
         return self._state in _SUMMED or self._state is GradState.DEFERRED
 
     def reduced(self) -> Tensor | None:
-        """Return a flat view of the reduced gradient of this rank's master; None before a backward."""
+        """Return a flat view of the reduced gradient of this rank's master; None before a
+        backward.
+        """
         return self._own(self.buffer) if self.buffer is not None and self._has_sum else None
 
     def own_summand(self, number: int) -> Tensor | None:
-        """Return a view of what this rank has collected for a member, flat; None where that is nothing yet."""
+        """Return a view of what this rank has collected for a member, flat; None where that is
+        nothing yet.
+        """
         if self._partial is None or number not in self._arrived:
             return None
         slot = self.group.members[number].slot
         return self._partial.memory[slot.start : slot.stop]
 
     def read(self, low: int, high: int) -> Tensor | None:
-        """Return elements [low, high) of `reduced`, to be read only: offloaded ones are not written a second time."""
+        """Return elements [low, high) of `reduced`, to be read only: offloaded ones are not written
+        a second time.
+        """
         if self.buffer is None or not self._has_sum:
             return None
         came = self._staged.view(low, high) if self._staged is not None else None
@@ -1061,14 +1234,18 @@ class Gradient:
         return self._own(self.buffer)[low:high]
 
     def staged_tile(self) -> StagedTile | None:
-        """Return what brings the sum from the training device to the host that updates; None if nothing must."""
+        """Return what brings the sum from the training device to the host that updates; None if
+        nothing must.
+        """
         self._staged = staged_gradient(self.group, self.buffer, self._staged)
         return self._staged
 
     def defer(self) -> None:
         """Keep the sum for an update that is still to come; `finish_deferred` drops it. Local."""
         if self._state is GradState.EMPTY:
-            self.absent = set(range(len(self.group.members)))  # nobody has a gradient, so that nobody is updated
+            self.absent = set(
+                range(len(self.group.members))
+            )  # nobody has a gradient, so that nobody is updated
         self._enter(GradState.DEFERRED)
 
     def finish_deferred(self) -> None:
@@ -1077,8 +1254,8 @@ class Gradient:
         self.discard()
 
     def discard(self) -> None:
-        """Drop the gradient (zero_grad, a finished or skipped step) unless a deferred update needs it; its memory
-        stays for the next. Local.
+        """Drop the gradient (zero_grad, a finished or skipped step) unless a deferred update needs
+        it; its memory stays for the next. Local.
 
         On the CPU the pages of a shard are the system's until then.
         """
@@ -1095,12 +1272,20 @@ class Gradient:
             self.guard.before_read()  # an update made ahead of its step goes with the gradient
             shard.extent.wait_for_copy()
             shard.extent.discard(0, shard.memory.numel())
-        elif shard is not None and not self.group.comm_ctx.pool.keeps_pages and has_pages_to_return(shard.memory):
+        elif (
+            shard is not None
+            and not self.group.comm_ctx.pool.keeps_pages
+            and has_pages_to_return(shard.memory)
+        ):
             return_pages(shard.memory)
 
     def drop_buffers(self) -> None:
-        """Free the memory of the sum and of the delayed gradient, for others of another dtype; both must be empty."""
-        assert self._state is GradState.EMPTY and not self.delayed.is_full, "a gradient's memory was dropped with it"
+        """Free the memory of the sum and of the delayed gradient, for others of another dtype; both
+        must be empty.
+        """
+        assert self._state is GradState.EMPTY and not self.delayed.is_full, (
+            "a gradient's memory was dropped with it"
+        )
         self.buffer = None
         self.delayed.buffer = None
 
@@ -1108,15 +1293,20 @@ class Gradient:
         """Send what is collected in the sum's memory as the plan has it now.  Local."""
         planned = self.group.plan.grad
         if self.buffer is not None and planned is not None:
-            self.buffer.spec = replace(self.buffer.spec, wire=planned.wire, wire_inside=planned.wire_inside)
+            self.buffer.spec = replace(
+                self.buffer.spec, wire=planned.wire, wire_inside=planned.wire_inside
+            )
 
-    def swap_delayed(self, buffer: FlatBuffer | None, absent: set[int] | None, *, is_full: bool) -> None:
-        """Take a delayed gradient's place: buffer (None: its values are here already), absent members, whether there
-        is one.
+    def swap_delayed(
+        self, buffer: FlatBuffer | None, absent: set[int] | None, *, is_full: bool
+    ) -> None:
+        """Take a delayed gradient's place: buffer (None: its values are here already), absent
+        members, whether there is one.
         """
         if buffer is not None:
             self.buffer = buffer
-        self.absent, self.known_squares = absent, None
+        self.absent = absent
+        self.known_squares = None
         state = GradState.REDUCED if is_full else GradState.EMPTY
         if self._state is not state:
             self._enter(state)
@@ -1124,17 +1314,22 @@ class Gradient:
     # -- what `.grad` shows, and what the program makes of it
 
     def expose(self, *, joined: bool = True) -> None:
-        """Set `.grad` of every member that has a gradient. joined: False if this rank skipped a backward.
+        """Set `.grad` of every member that has a gradient. joined: False if this rank skipped a
+        backward.
 
         A frozen member has none unless one came before it was frozen, as in torch.
         """
         self._is_exposed = True
         if not self._sharded_grads:
-            self._sharded_grads = [sharded_gradient(member.param, member.placeholder) for member in self.group.members]
+            self._sharded_grads = [
+                sharded_gradient(member.param, member.placeholder) for member in self.group.members
+            ]
         is_first = self.absent is None
         absent = self.absent = set() if self.absent is None else self.absent
         with without_torch_function():
-            for number, (member, grad) in enumerate(zip(self.group.members, self._sharded_grads, strict=True)):
+            for number, (member, grad) in enumerate(
+                zip(self.group.members, self._sharded_grads, strict=True)
+            ):
                 if not member.param.requires_grad:
                     if is_first:
                         absent.add(number)
@@ -1144,10 +1339,8 @@ class Gradient:
 
     def take_assigned(self) -> None:
         """Take over the values that the program has assigned to `.grad`. Local."""
-        members, shown = (
-            self.group.members,
-            self._sharded_grads if self._is_exposed else [None] * len(self.group.members),
-        )
+        members = self.group.members
+        shown = self._sharded_grads if self._is_exposed else [None] * len(self.group.members)
         assigned: list[tuple[int, Tensor | None]] = []
         with without_torch_function():
             for number, (member, grad) in enumerate(zip(members, shown, strict=True)):
@@ -1174,14 +1367,17 @@ class Gradient:
                 member.param.grad = None
 
     def assign(self, number: int, value: Tensor) -> None:
-        """Set a member's gradient: a whole tensor, of which each rank takes its part, or another handle's."""
+        """Set a member's gradient: a whole tensor, of which each rank takes its part, or another
+        handle's.
+        """
         part = self._part_of(number)
         name = self.group.members[number].name
         if isinstance(value, ShardedGradient):
             theirs, own = own_part_of(value)
             if theirs is not self.group.members[number].param:
                 raise UsageError(
-                    f"the gradient of '{name}' was set to the sharded gradient of another parameter.",
+                    f"the gradient of '{name}' was set to the sharded gradient of another "
+                    "parameter.",
                     "Ranks hold different elements of the two.",
                     "assign a whole tensor: `other.grad.full_tensor()`, taken on all ranks.",
                 )
@@ -1193,11 +1389,12 @@ class Gradient:
 
     def assign_shard(self, number: int, mine: Tensor) -> None:
         """Set this rank's part of a member's gradient, flat."""
-        part, name = self._part_of(number), self.group.members[number].name
+        part = self._part_of(number)
+        name = self.group.members[number].name
         if mine.numel() != part.values.numel():
             raise UsageError(
-                f"the gradient of '{name}' was set to one of {mine.numel()} elements where {part.values.numel()} are "
-                "held.",
+                f"the gradient of '{name}' was set to one of {mine.numel()} elements where "
+                f"{part.values.numel()} are held.",
                 "It was calculated before the ranks' gradients were added up.",
                 "assign to `.grad` what is calculated from it after the same backward.",
             )
@@ -1229,7 +1426,8 @@ class Gradient:
                 self._partial.view(self.group.members[number].slot).mul_(factor)
 
     def summand(self, number: int) -> Tensor:
-        """Return this rank's own sum of a member's gradient, flat, which is still to be reduced; zeros if none came.
+        """Return this rank's own sum of a member's gradient, flat, which is still to be reduced;
+        zeros if none came.
 
         Of a group whose gradients are reduced once a step, between its backwards.  Local.
         """
@@ -1239,7 +1437,8 @@ class Gradient:
     def _part_of(self, number: int) -> Part:
         """Return a member's gradient on this rank, to be changed; zeros if there is none yet.
 
-        Between the micro-batches of a step it is this rank's own sum if that is still to be reduced.
+        Between the micro-batches of a step it is this rank's own sum if that is still to be
+        reduced.
         """
         slot = self.group.members[number].slot
         if self._partial is not None and self._partial is self.buffer:
@@ -1250,7 +1449,11 @@ class Gradient:
             return Part(values, 0, is_whole=True)
         self._seed()
         values = self.of(slot)
-        low = 0 if self.is_whole else self.group.layout.owned(slot, self.group.comm_ctx.comm.rank)[0] - slot.start
+        low = (
+            0
+            if self.is_whole
+            else self.group.layout.owned(slot, self.group.comm_ctx.comm.rank)[0] - slot.start
+        )
         return Part(values, low, self.is_whole)
 
     def _seed(self) -> None:
@@ -1264,8 +1467,14 @@ class Gradient:
     def _changed(self, number: int) -> None:
         """Note that a member's part was written."""
         self.known_squares = None
-        if self.buffer is not None and self.buffer.extent is not None and self.buffer.spec.placement is S:
-            place, end = self.buffer.owned_range(self.group.members[number].slot, self.group.comm_ctx.comm.rank)
+        if (
+            self.buffer is not None
+            and self.buffer.extent is not None
+            and self.buffer.spec.placement is S
+        ):
+            place, end = self.buffer.owned_range(
+                self.group.members[number].slot, self.group.comm_ctx.comm.rank
+            )
             self.buffer.extent.evict(place, end)
 
     def edited(self, number: int, *, alike: bool) -> None:
@@ -1276,20 +1485,27 @@ class Gradient:
             self.is_edited = True
 
     def _refuse_partial_sum(self, name: str) -> None:
-        """Raise UsageError while each replica has a sum of its own: what is set now would count once for each."""
+        """Raise UsageError while each replica has a sum of its own: what is set now would count
+        once for each.
+        """
         if self._state is GradState.PARTIAL:
             raise UsageError(
-                f"the gradient of '{name}' was changed between the micro-batches of a step, on a mesh with replicas.",
-                "Until the last backward of a step each replica has its own sum, to which a change would be added.",
+                f"the gradient of '{name}' was changed between the micro-batches of a step, on a "
+                "mesh with replicas.",
+                "Until the last backward of a step each replica has its own sum, to which a change "
+                "would be added.",
                 "change `.grad` after the last backward of the step.",
             )
 
     def spread(self, what: str) -> Pending:
-        """Make copies of a changed gradient equal: among replicas, and of each slice if ranks hold all. Collective."""
+        """Make copies of a changed gradient equal: among replicas, and of each slice if ranks hold
+        all. Collective.
+        """
         comm_ctx = self.group.comm_ctx
         if comm_ctx.replicas is not None:
             self._seed()
-            own, comm = self._own(self.ensure_buffer()), comm_ctx.replicas.comm
+            own = self._own(self.ensure_buffer())
+            comm = comm_ctx.replicas.comm
             scatter(comm, [own] * comm.size, own, f"changed gradients of {what}")
             self.known_squares = None
         if not self.is_whole:
@@ -1306,18 +1522,23 @@ class Gradient:
         return self.buffer.owned_view(slot, self.group.comm_ctx.comm.rank)
 
     def norm_of(self, number: int, part: Part, order: float) -> Tensor:
-        """Return the norm of a member's gradient. Collective, every rank must ask, unless the part is whole."""
-        own, comm = part.values.double().abs(), self.group.comm_ctx.comm
+        """Return the norm of a member's gradient. Collective, every rank must ask, unless the part
+        is whole.
+        """
+        own = part.values.double().abs()
+        comm = self.group.comm_ctx.comm
         mine, together = _powers(own, order)
         if not part.is_whole:
-            rows = comm.all_gather_rows(mine.cpu().reshape(1), f"norm of {self.group.members[number].name}")
+            rows = comm.all_gather_rows(
+                mine.cpu().reshape(1), f"norm of {self.group.members[number].name}"
+            )
             mine = together(rows)
         is_root = order not in (0.0, float("inf"), -float("inf"))
         return (mine.pow(1.0 / order) if is_root else mine).to(own.device, torch.float32)
 
     def squares(self) -> list[float | Tensor]:
-        """Return the sum of squares of each rank's slice, in rank order; 0.0 for slices that this rank does not
-        hold. `squares_of` reads those that an accelerator computes.
+        """Return the sum of squares of each rank's slice, in rank order; 0.0 for slices that this
+        rank does not hold. `squares_of` reads those that an accelerator computes.
         """
         comm = self.group.comm_ctx.comm
         sums: list[float | Tensor] = [0.0] * comm.size
@@ -1336,7 +1557,8 @@ class Gradient:
         return sums
 
     def _squares_of(self, values: Tensor, first: int) -> float | Tensor:
-        """Return the sum of squares of elements [first, ...) of the layout, of those that the optimizer updates.
+        """Return the sum of squares of elements [first, ...) of the layout, of those that the
+        optimizer updates.
 
         The device of the update computes it, so that every stage finds the same bits.
         """
@@ -1345,18 +1567,24 @@ class Gradient:
             values = self.group.comm_ctx.copy_engine.to_host(values)
         parts = [(values, first)]
         if self.group.not_updated:
-            parts, last = [], first + values.numel()
+            parts = []
+            last = first + values.numel()
             for start, stop in self.group.updated_ranges():
-                low, high = max(start, first), min(stop, last)
+                low = max(start, first)
+                high = min(stop, last)
                 if low < high:
                     parts.append((values[low - first : high - first], low))
         if home.type == "cpu":
-            return sum(squares_on_cpu(part, place, threads_for(ranks_of_this_host())) for part, place in parts)
+            return sum(
+                squares_on_cpu(part, place, threads_for(ranks_of_this_host()))
+                for part, place in parts
+            )
         return _squares_on_accelerator([part for part, _ in parts], home)
 
 
 class DelayedGradient:
-    """The gradient of an earlier step, for a delayed update. buffer: this rank's slice of it, allocated on first
+    """The gradient of an earlier step, for a delayed update. buffer: this rank's slice of it,
+    allocated on first
     use. absent: as of the gradient under way.
     """
 
@@ -1375,21 +1603,28 @@ class DelayedGradient:
     @property
     def extents(self) -> list[Extent]:
         """Return the extent that holds it, if it is offloaded."""
-        return [self.buffer.extent] if self.buffer is not None and self.buffer.extent is not None else []
+        return (
+            [self.buffer.extent]
+            if self.buffer is not None and self.buffer.extent is not None
+            else []
+        )
 
     def swap(self, *, keep: bool) -> None:
         """Exchange the delayed and the reduced gradient; `keep`: False drops the reduced one."""
-        gradient, comes = self.gradient, self._is_full
+        gradient = self.gradient
+        comes = self._is_full
         if not (keep or comes):
             return
         gradient.group.guard.before_write()
-        theirs, mine = gradient.ensure_buffer(), self._ensure_buffer()
+        theirs = gradient.ensure_buffer()
+        mine = self._ensure_buffer()
         is_cut = theirs.spec.placement is S
         if is_cut:
             self.buffer = theirs
         else:
             _change_places(theirs.shard(gradient.group.comm_ctx.comm.rank), mine.load())
-        absent, self.absent = self.absent, gradient.absent
+        absent = self.absent
+        self.absent = gradient.absent
         gradient.swap_delayed(mine if is_cut else None, absent, is_full=comes)
         self._is_full = keep
         if not keep:
@@ -1403,7 +1638,9 @@ class DelayedGradient:
         return self.buffer.read(low, high) if came is None else came
 
     def staged_tile(self) -> StagedTile | None:
-        """Return what brings it from the training device to the host that updates; None if nothing must."""
+        """Return what brings it from the training device to the host that updates; None if nothing
+        must.
+        """
         self._staged = staged_gradient(self.gradient.group, self.buffer, self._staged)
         return self._staged
 
@@ -1413,7 +1650,9 @@ class DelayedGradient:
         return self._ensure_buffer().owned_view(slot, self.gradient.group.comm_ctx.comm.rank)
 
     def restore_absent(self, absent: set[int] | None) -> None:
-        """Take the members that had no gradient from a checkpoint, which fills `owned` for the others."""
+        """Take the members that had no gradient from a checkpoint, which fills `owned` for the
+        others.
+        """
         self.absent = absent
 
     def restore(self, *, is_full: bool) -> None:
@@ -1423,7 +1662,8 @@ class DelayedGradient:
     def discard(self) -> None:
         """Drop it: no update will use it."""
         self.gradient.group.guard.before_write()
-        self._is_full, self.absent = False, None
+        self._is_full = False
+        self.absent = None
         for extent in self.extents:
             extent.discard(0, extent.memory.numel())
 
@@ -1436,7 +1676,9 @@ class DelayedGradient:
 
 
 def complete(full: Tensor, group: ParamGroup, slot: Slot, what: str) -> None:
-    """Complete a parameter-sized flat tensor whose owned part each rank has filled in.  Collective."""
+    """Complete a parameter-sized flat tensor whose owned part each rank has filled in.
+    Collective.
+    """
     comm = group.comm_ctx.comm
     if comm.size == 1:
         return
@@ -1447,14 +1689,20 @@ def complete(full: Tensor, group: ParamGroup, slot: Slot, what: str) -> None:
     comm.exchange([parts[comm.rank]] * comm.size, parts, "gather", what).wait()
 
 
-def build_group(planned: GroupPlan, params: Mapping[str, nn.Parameter], comm_ctx: CommContext) -> ParamGroup:
+def build_group(
+    planned: GroupPlan, params: Mapping[str, nn.Parameter], comm_ctx: CommContext
+) -> ParamGroup:
     """Build a group as planned, from whole parameters by full name.  Collective."""
-    members = [ParamInfo(params[slot.name], slot, type(params[slot.name])) for slot in planned.layout.slots]
+    members = [
+        ParamInfo(params[slot.name], slot, type(params[slot.name])) for slot in planned.layout.slots
+    ]
     return ParamGroup(members, planned, comm_ctx)
 
 
 def gathers_a_copy(group: ParamGroup) -> bool:
-    """Return whether a gather brings the weight into a lent buffer; else it is used in the memory it lies in."""
+    """Return whether a gather brings the weight into a lent buffer; else it is used in the memory
+    it lies in.
+    """
     return group.weight.symmetric is None
 
 
@@ -1462,32 +1710,52 @@ def weight_shard(weight: FlatBuffer, plan: ShardPlan, rank: int) -> FlatBuffer:
     """Return the part of a weight whose values this rank's master has."""
     if plan.master is None or plan.master.placement is plan.weight.placement:
         return weight
-    return FlatBuffer(weight.layout, replace(plan.weight, placement=S), weight.shard(rank), guard=weight.guard)
+    return FlatBuffer(
+        weight.layout, replace(plan.weight, placement=S), weight.shard(rank), guard=weight.guard
+    )
 
 
 def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> MasterWeight | None:
     """Return an empty master beside a weight, or on it; None if nothing is trained."""
     if plan.master is None or plan.moments is None:
         return None
-    layout, rank = weight.layout, comm_ctx.comm.rank
+    layout = weight.layout
+    rank = comm_ctx.comm.rank
     home = comm_ctx.pool.device if plan.moments.tier is Tier.DEVICE else CPU
     beneath = weight_shard(weight, plan, rank)
     if plan.master_is_weight:
-        buffer = FlatBuffer(layout, plan.master, beneath.memory, extent=beneath.extent, guard=weight.guard)
-        return MasterWeight(buffer, rank, plan.moments.dtype, update_device=home, copy_engine=comm_ctx.copy_engine)
+        buffer = FlatBuffer(
+            layout, plan.master, beneath.memory, extent=beneath.extent, guard=weight.guard
+        )
+        return MasterWeight(
+            buffer, rank, plan.moments.dtype, update_device=home, copy_engine=comm_ctx.copy_engine
+        )
     what = f"the master of {layout.slots[0].name}"
-    buffer = FlatBuffer.allocate(layout, plan.master, comm_ctx, what, is_copied=plan.sends_differences)
+    buffer = FlatBuffer.allocate(
+        layout, plan.master, comm_ctx, what, is_copied=plan.sends_differences
+    )
     buffer.guard = weight.guard
     if plan.sends_differences:
-        return MasterWeight(buffer, rank, plan.moments.dtype, update_device=home, copy_engine=comm_ctx.copy_engine)
+        return MasterWeight(
+            buffer, rank, plan.moments.dtype, update_device=home, copy_engine=comm_ctx.copy_engine
+        )
     exposed = is_exposed(plan, comm_ctx)
     return MasterWeight(
-        buffer, rank, plan.moments.dtype, beneath, plan.master_is_split, exposed, home, comm_ctx.copy_engine
+        buffer,
+        rank,
+        plan.moments.dtype,
+        beneath,
+        plan.master_is_split,
+        exposed,
+        home,
+        comm_ctx.copy_engine,
     )
 
 
 def is_exposed(plan: ShardPlan, comm_ctx: CommContext) -> bool:
-    """Return whether programs see a group's weight between steps, and may change it past its guard."""
+    """Return whether programs see a group's weight between steps, and may change it past its
+    guard.
+    """
     return plan.weight.placement is not S or comm_ctx.comm.size == 1
 
 
@@ -1498,7 +1766,9 @@ def set_placeholders(members: Sequence[ParamInfo], placeholder: Tensor) -> None:
 
 
 def broadcast_from_first(full: FlatBuffer, comm: Comm, what: str, *, only_own: bool) -> None:
-    """Write rank 0's values of a whole buffer to every rank; `only_own`: each rank's slice alone. Collective."""
+    """Write rank 0's values of a whole buffer to every rank; `only_own`: each rank's slice alone.
+    Collective.
+    """
     slices = [full.shard(rank) for rank in range(comm.size)]
     scatter(comm, slices, slices[comm.rank], what)
     if not only_own:
@@ -1514,8 +1784,11 @@ def _powers(own: Tensor, order: float) -> tuple[Tensor, Callable[[Tensor], Tenso
     return (own != 0).double().sum() if order == 0.0 else own.pow(order).sum(), torch.sum
 
 
-def staged_gradient(group: ParamGroup, buffer: FlatBuffer | None, known: StagedTile | None) -> StagedTile | None:
-    """Return the staged tile of this rank's slice of a gradient, if the training device has it and the host updates.
+def staged_gradient(
+    group: ParamGroup, buffer: FlatBuffer | None, known: StagedTile | None
+) -> StagedTile | None:
+    """Return the staged tile of this rank's slice of a gradient, if the training device has it and
+    the host updates.
 
     known: of the last call; it is kept while the memory is the same.
     """
@@ -1538,7 +1811,9 @@ def home_of(gradient: Gradient) -> torch.device:
 
 
 def squares_of(groups: Sequence[ParamGroup]) -> list[list[float]]:
-    """Return `Gradient.squares` of each group, all read; the host waits for an accelerator once at most."""
+    """Return `Gradient.squares` of each group, all read; the host waits for an accelerator once at
+    most.
+    """
     found = [group.gradient.squares() for group in groups]
     unread = [each for of_group in found for each in of_group if isinstance(each, Tensor)]
     numbers = iter(torch.stack(unread).tolist() if unread else ())
@@ -1547,14 +1822,17 @@ def squares_of(groups: Sequence[ParamGroup]) -> list[list[float]]:
         known = group.gradient.known_squares
         if isinstance(known, Tensor):
             group.gradient.known_squares = read[id(known)]
-    return [[read[id(each)] if isinstance(each, Tensor) else each for each in of_group] for of_group in found]
+    return [
+        [read[id(each)] if isinstance(each, Tensor) else each for each in of_group]
+        for of_group in found
+    ]
 
 
 def _squares_on_accelerator(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of squares on a device, float64, which the host has not read.
 
-    Sums in float64 differ so little by their order that a factor of fp32, made of the norm, is that of a CPU. The norms
-    of tiles are one pass over memory on a GPU.
+    Sums in float64 differ so little by their order that a factor of fp32, made of the norm, is that
+    of a CPU. The norms of tiles are one pass over memory on a GPU.
     """
     tiles = [tile for part in parts if part.numel() for tile in part.split(_NORM_TILE_NUMEL)]
     if not tiles:
@@ -1570,7 +1848,7 @@ def _change_places(left: Tensor, right: Tensor) -> None:
 
 
 def staging_like(upper: Tensor, lower: Tensor) -> Tensor:
-    """Return the buffer through which a weight is written: itself, or one on `lower`'s device, so that it is copied
-    across once.
+    """Return the buffer through which a weight is written: itself, or one on `lower`'s device, so
+    that it is copied across once.
     """
     return upper if upper.device == lower.device else torch.empty_like(upper, device=lower.device)

@@ -1,8 +1,10 @@
 """Lets the groups of a wrapped model follow `requires_grad_`, between two steps.
 
-A parameter that is frozen keeps its place, its main weight and its moments.  A group whose members are all frozen is
-not reduced.  A parameter that was frozen when the model was wrapped has a weight only.  When it is unfrozen, its group
-is divided: the unfrozen members form a group that is trained.  All ranks compare what changed before a group changes.
+A parameter that is frozen keeps its place, its main weight and its moments.  A group whose members
+are all frozen is not reduced.  A parameter that was frozen when the model was wrapped has a weight
+only.  When it is unfrozen, its group
+is divided: the unfrozen members form a group that is trained.  All ranks compare what changed
+before a group changes.
 """
 
 from __future__ import annotations
@@ -47,15 +49,21 @@ class Regrouped(Protocol):
 
 
 def _changed_among(groups: Sequence[ParamGroup]) -> list[ParamInfo]:
-    """Return the members whose `requires_grad` is not what it was when all ranks compared it last."""
+    """Return the members whose `requires_grad` is not what it was when all ranks compared it
+    last.
+    """
     with without_torch_function():
         return [
-            member for group in groups for member in group.members if member.param.requires_grad is member.is_frozen
+            member
+            for group in groups
+            for member in group.members
+            if member.param.requires_grad is member.is_frozen
         ]
 
 
 def follow_requires_grad(runtime: Regrouped) -> None:
-    """Let the groups of a model follow `requires_grad`.  Collective if it changed; no forward is under way.
+    """Let the groups of a model follow `requires_grad`.  Collective if it changed; no forward is
+    under way.
 
     Raises:
         UsageError: A parameter without a place for its gradient was unfrozen within a step.
@@ -79,16 +87,23 @@ def follow_requires_grad(runtime: Regrouped) -> None:
 
 
 def _refuse_late(runtime: Regrouped, changed: Sequence[ParamInfo]) -> None:
-    """Within a step a parameter may be frozen, and unfrozen where its gradient still has a place."""
-    ready = {id(member) for group in runtime.trained_groups if not group.is_idle for member in group.members}
+    """Within a step a parameter may be frozen, and unfrozen where its gradient still has a
+    place.
+    """
+    ready = {
+        id(member)
+        for group in runtime.trained_groups
+        if not group.is_idle
+        for member in group.members
+    }
     thawed = [member.name for member in changed if member.is_frozen and id(member) not in ready]
     if thawed:
         raise UsageError(
-            f"'{thawed[0]}' was unfrozen between the micro-batches of a step, or behind a forward that no backward "
-            "followed.",
+            f"'{thawed[0]}' was unfrozen between the micro-batches of a step, or behind a forward "
+            "that no backward followed.",
             "Its gradient gets a place when a step begins.",
-            "call requires_grad_(True) after step() and before the next forward; run forwards that nothing is learnt "
-            "from under torch.no_grad().",
+            "call requires_grad_(True) after step() and before the next forward; run forwards that "
+            "nothing is learnt from under torch.no_grad().",
         )
 
 
@@ -102,7 +117,8 @@ def _apply(runtime: Regrouped, changed: Sequence[ParamInfo]) -> None:
     parts = {group: members for group, members in parts.items() if members}
     if held := [group for group in parts if group.is_pinned]:
         raise UsageError(
-            f"'{held[0].members[0].name}' was unfrozen and a forward begun inside GatheredParameters.",
+            f"'{held[0].members[0].name}' was unfrozen and a forward begun inside "
+            "GatheredParameters.",
             "Its memory is about to be laid out anew.",
             "leave the block before the forward.",
         )
@@ -113,7 +129,11 @@ def _apply(runtime: Regrouped, changed: Sequence[ParamInfo]) -> None:
         member.is_frozen = not member.is_frozen
     new: list[ParamGroup] = []
     for unit in runtime.units:
-        groups = [each for group in unit.groups for each in _divide(runtime, unit.name, group, parts.get(group))]
+        groups = [
+            each
+            for group in unit.groups
+            for each in _divide(runtime, unit.name, group, parts.get(group))
+        ]
         fresh = [group for group in groups if group not in unit.groups]
         for group in groups:
             group.follow_frozen()
@@ -128,7 +148,9 @@ def _apply(runtime: Regrouped, changed: Sequence[ParamInfo]) -> None:
         optimizer.regroup(new)
 
 
-def _divide(runtime: Regrouped, unit: str, group: ParamGroup, thawed: list[ParamInfo] | None) -> list[ParamGroup]:
+def _divide(
+    runtime: Regrouped, unit: str, group: ParamGroup, thawed: list[ParamInfo] | None
+) -> list[ParamGroup]:
     """A frozen group as one that is trained and one of what is still frozen.  Collective."""
     if not thawed:
         return [group]
@@ -137,10 +159,14 @@ def _divide(runtime: Regrouped, unit: str, group: ParamGroup, thawed: list[Param
     group.restore_params()
     found = []
     for trainable in (True, False):
-        params = {member.name: member.param for member in group.members if (member in thawed) is trainable}
+        params = {
+            member.name: member.param for member in group.members if (member in thawed) is trainable
+        }
         if params:
             key = replace(group.planned.key, trainable=trainable)
             shapes = [tuple(param.shape) for param in params.values()]
-            planned = plan_group(unit, key, list(params), shapes, runtime.settings, runtime.plan.mesh)
+            planned = plan_group(
+                unit, key, list(params), shapes, runtime.settings, runtime.plan.mesh
+            )
             found.append(build_group(planned, params, runtime.comm_ctx))
     return found

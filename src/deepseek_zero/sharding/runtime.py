@@ -1,9 +1,9 @@
 """ZeRO at work: what happens to one wrapped model when torch calls.
 
-`Runtime` owns the phase (idle, forward, backward) and the steps; `Forward` what happens around each unit's forward; the
-hooks at the end of this file are where torch calls in.  `executor.py` runs the program.  Optimizers read the slices of
-`groups`; `loss.backward()` alone drives everything.  Hooks hold the runtime weakly, so that dropping an engine returns
-its memory at once.
+`Runtime` owns the phase (idle, forward, backward) and the steps; `Forward` what happens around each
+unit's forward; the hooks at the end of this file are where torch calls in.  `executor.py` runs the
+program.  Optimizers read the slices of `groups`; `loss.backward()` alone drives everything.  Hooks
+hold the runtime weakly, so that dropping an engine returns its memory at once.
 """
 
 from __future__ import annotations
@@ -58,13 +58,18 @@ PHASE_MOVES = {
     (Phase.IDLE, Phase.FORWARD),
     (Phase.IDLE, Phase.BACKWARD),
     (Phase.FORWARD, Phase.IDLE),  # it ended, or an exception ended it
-    (Phase.FORWARD, Phase.BACKWARD),  # of an output so far: inside the forward, or after an exception ended it
+    (
+        Phase.FORWARD,
+        Phase.BACKWARD,
+    ),  # of an output so far: inside the forward, or after an exception ended it
     (Phase.BACKWARD, Phase.IDLE),  # as above
 }
 
 
 class Driver(Protocol):
-    """Who runs the forwards and backwards of a wrapped model, where its root is not called as a whole."""
+    """Who runs the forwards and backwards of a wrapped model, where its root is not called as a
+    whole.
+    """
 
     def before_step(self) -> None:
         """Finish the gradients of the step to come, or raise.  Collective."""
@@ -78,20 +83,32 @@ class Driver(Protocol):
 class Runtime:
     """One wrapped model at work."""
 
-    def __init__(self, model: nn.Module, units: list[Unit], comm_ctx: CommContext, plan: Plan) -> None:
-        self.model, self.units, self.settings, self.machine = model, units, plan.settings, plan.machine
+    def __init__(
+        self, model: nn.Module, units: list[Unit], comm_ctx: CommContext, plan: Plan
+    ) -> None:
+        self.model = model
+        self.units = units
+        self.settings = plan.settings
+        self.machine = plan.machine
         self._planned = plan
-        self.comm, self.comm_ctx = comm_ctx.world, comm_ctx
+        self.comm = comm_ctx.world
+        self.comm_ctx = comm_ctx
         self._phase = Phase.IDLE
-        self.is_boundary = True  # the backward to come ends an accumulation: replicated gradients are reduced
+        self.is_boundary = (
+            True  # the backward to come ends an accumulation: replicated gradients are reduced
+        )
         self.loss_factor = LossFactor(partial(_accumulation_of, weakref.ref(self)))
-        self.nonfinite: NonFiniteDetector | None = None  # after a skipped step, under precision "auto"
+        self.nonfinite: NonFiniteDetector | None = (
+            None  # after a skipped step, under precision "auto"
+        )
         self.driver: Callable[[], Driver | None] = lambda: None  # weak, where there is one
         self.backwards = 0  # finished since the last step
         self.has_gradients = False  # a backward has brought one since they were dropped
         self.is_graphless = False  # a loss without a graph was given since the last step
         most_reductions = self.machine.most_reductions
-        self.executor = Executor(units, plan.settings, plan.schedule, self.comm, comm_ctx.issue_queue, most_reductions)
+        self.executor = Executor(
+            units, plan.settings, plan.schedule, self.comm, comm_ctx.issue_queue, most_reductions
+        )
         self.forward = Forward(self)
         self._backward_id = -1
         for group in self.groups:
@@ -108,17 +125,22 @@ class Runtime:
     def enter(self, phase: Phase) -> None:
         """Go on to another phase; only what is in this file does."""
         if (self._phase, phase) not in PHASE_MOVES:
-            raise AssertionError(f"a wrapped model cannot go from {self._phase.value} to {phase.value}")
+            raise AssertionError(
+                f"a wrapped model cannot go from {self._phase.value} to {phase.value}"
+            )
         self._phase = phase
 
     @property
     def plan(self) -> Plan:
         """The plan this run follows now.
 
-        Since it was built groups may have been divided, promoted or laid out anew, and the order of units agreed.
+        Since it was built groups may have been divided, promoted or laid out anew, and the order of
+        units agreed.
         """
         units = tuple(unit.planned for unit in self.units)
-        return replace(self._planned, settings=self.settings, units=units, schedule=self.executor.schedule)
+        return replace(
+            self._planned, settings=self.settings, units=units, schedule=self.executor.schedule
+        )
 
     @property
     def root(self) -> Unit:
@@ -138,7 +160,8 @@ class Runtime:
     def is_in_step(self) -> bool:
         """Return whether a forward or a backward now belongs to a step.
 
-        It does not if every parameter is frozen and no backward came before: another model is trained through this one.
+        It does not if every parameter is frozen and no backward came before: another model is
+        trained through this one.
         """
         if self.backwards:
             return True
@@ -167,13 +190,17 @@ class Runtime:
         self._handles = []
 
     def add_group(self, unit: Unit, group: ParamGroup) -> None:
-        """Drive a group that regrouping has put into a unit, and hook its gradients if it is trained."""
+        """Drive a group that regrouping has put into a unit, and hook its gradients if it is
+        trained.
+        """
         group.runtime = weakref.ref(self)
         if group.trainable:
             self._handles += watch_grads(self, unit.number, group)
 
     def replan(self) -> None:
-        """Plan the schedule and the checks again after units got other groups; every rank does so.  Local."""
+        """Plan the schedule and the checks again after units got other groups; every rank does so.
+        Local.
+        """
         self.comm_ctx.pool.clear()
         self.executor.replan()
         self.forward.structure.follow(self.groups)
@@ -184,20 +211,26 @@ class Runtime:
         self.forward.any_promoted = True
 
     def demote(self, unit: Unit) -> None:
-        """Compute a promoted unit in 16 bits again.  Collective; raises if the unit is not sharded."""
+        """Compute a promoted unit in 16 bits again.  Collective; raises if the unit is not
+        sharded.
+        """
         unit.demote()
         self.forward.any_promoted = any(each.is_promoted for each in self.units)
 
     @property
     def comm_of_units(self) -> Comm:
-        """The ranks whose units are the same ones, whatever part of them each has: all but those of other stages."""
+        """The ranks whose units are the same ones, whatever part of them each has: all but those of
+        other stages.
+        """
         return self.comm if "pp" in self.comm.along else self.comm.whole
 
     def unit_of(self, group: ParamGroup) -> Unit:
         return next(unit for unit in self.units if group in unit.groups)
 
     def fetch(self, group: ParamGroup) -> bool:
-        """Gather a group's unit because something reads a parameter at rest; False outside forward and backward."""
+        """Gather a group's unit because something reads a parameter at rest; False outside forward
+        and backward.
+        """
         if self._phase is Phase.IDLE and not self.forward.active and backward_id() == -1:
             return False
         unit = self.unit_of(group)
@@ -207,7 +240,9 @@ class Runtime:
         return True
 
     def fetch_saved(self, group: ParamGroup) -> None:
-        """Gather a group's unit because the backward now running needs a weight that its forward saved."""
+        """Gather a group's unit because the backward now running needs a weight that its forward
+        saved.
+        """
         if self._phase is not Phase.BACKWARD and backward_id() != -1:
             self._open_backward()
         self.fetch(group)
@@ -224,7 +259,9 @@ class Runtime:
 
         is_first: of its outputs in this forward, the first, which backward comes to last.
         """
-        if self._phase is not Phase.BACKWARD or (unit is self.root and self._backward_id != backward_id()):
+        if self._phase is not Phase.BACKWARD or (
+            unit is self.root and self._backward_id != backward_id()
+        ):
             self._open_backward()
         if self.nonfinite is not None:
             self.nonfinite.record("grad", unit.number, grad)
@@ -255,7 +292,8 @@ class Runtime:
         self.executor.begin_backward(ends_step=self.is_boundary)
 
     def before_grad(self) -> None:
-        """Open the backward before autograd writes a parameter's first `.grad`, if no output was reached before.
+        """Open the backward before autograd writes a parameter's first `.grad`, if no output was
+        reached before.
 
         A loss that uses only hidden states or parameters reaches no output.
         """
@@ -263,7 +301,9 @@ class Runtime:
             self._open_backward()
 
     def on_grad(self, unit: Unit, param: nn.Parameter) -> None:
-        """A parameter's gradient of this backward is complete.  Called where nothing is recorded for autograd."""
+        """A parameter's gradient of this backward is complete.  Called where nothing is recorded
+        for autograd.
+        """
         self.comm.progress()
         self.has_gradients = True
         unit.group_of[id(param)].gradient.collect(param)
@@ -274,9 +314,12 @@ class Runtime:
             self.executor.advance()
 
     def end_backward(self, *, joined: bool = True) -> None:
-        """Every gradient of this backward has been computed on this rank.  joined: False where it skipped it."""
+        """Every gradient of this backward has been computed on this rank.  joined: False where it
+        skipped it.
+        """
         with torch.no_grad():
-            # A rank that skipped units owes the others gathers and reductions; it waits for none before it starts all.
+            # A rank that skipped units owes the others gathers and reductions; it waits for none
+            # before it starts all.
             self.executor.gather_rest()
             if self.settings.unused_is_error:
                 self.executor.refuse_unused()
@@ -288,7 +331,8 @@ class Runtime:
             self.executor.update_expected()
             if self._phase is not Phase.IDLE:  # a rank that skipped the backward was not in it
                 self.enter(Phase.IDLE)
-            self._backward_id, self.forward.count = -1, 0
+            self._backward_id = -1
+            self.forward.count = 0
             if self.is_in_step:
                 self.backwards += 1
                 for group in self.trained_groups:
@@ -296,7 +340,9 @@ class Runtime:
         self.comm.meter.clock.enter(BETWEEN)
 
     def join_skipped_passes(self) -> None:
-        """Take part in a forward and a backward that this rank skipped: gathers are walked, gradients are zeros."""
+        """Take part in a forward and a backward that this rank skipped: gathers are walked,
+        gradients are zeros.
+        """
         with torch.no_grad():
             if self.forward.count == 0:
                 self.executor.begin(self.executor.schedule.forward)
@@ -307,7 +353,8 @@ class Runtime:
             self.end_backward(joined=False)
 
     def reduce_step(self) -> None:
-        """Reduce the gradients of the backwards since the last step, none of which ended it.  Collective.
+        """Reduce the gradients of the backwards since the last step, none of which ended it.
+        Collective.
 
         For gradients that are changed between a step's last backward and their reduction.
         """
@@ -324,8 +371,8 @@ class Runtime:
     # -- steps
 
     def before_step(self) -> None:
-        """Take part in what this rank has skipped, and take over what the program made of `.grad`; what came too late
-        (`executor.late`) is still to be reduced.  Collective.
+        """Take part in what this rank has skipped, and take over what the program made of `.grad`;
+        what came too late (`executor.late`) is still to be reduced.  Collective.
         """
         self.comm.meter.clock.enter("optimizer")
         if (driver := self.driver()) is not None:
@@ -338,11 +385,17 @@ class Runtime:
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank has no gradient: no backward has brought one, and the program has made none."""
-        return not self.has_gradients and not any(group.gradient.is_edited for group in self.trained_groups)
+        """Whether this rank has no gradient: no backward has brought one, and the program has made
+        none.
+        """
+        return not self.has_gradients and not any(
+            group.gradient.is_edited for group in self.trained_groups
+        )
 
     def after_step(self, *, drop: bool = True) -> None:
-        """Forget the gradients (`drop`) and, once, agree on the order units were used in.  Collective."""
+        """Forget the gradients (`drop`) and, once, agree on the order units were used in.
+        Collective.
+        """
         if drop:
             self.drop_grads()
         elif (driver := self.driver()) is not None:
@@ -355,10 +408,17 @@ class Runtime:
         tuner = self.executor.tuner
         if tuner is not None and (changed := tuner.after_step()) is not None:
             # Sizes alone: the tuner does not hear of what else has changed since it began.
-            self.resize(replace(self.settings, ahead_numel=changed.ahead_numel, bucket_numel=changed.bucket_numel))
+            self.resize(
+                replace(
+                    self.settings,
+                    ahead_numel=changed.ahead_numel,
+                    bucket_numel=changed.bucket_numel,
+                )
+            )
 
     def send_as(self, compression: Compression) -> None:
-        """Send matrices as another compression of the same layout says, between two steps; every rank does so.
+        """Send matrices as another compression of the same layout says, between two steps; every
+        rank does so.
 
         Local.
         """
@@ -386,23 +446,31 @@ class Runtime:
             group.gradient.discard()
         if (driver := self.driver()) is not None:
             driver.forget()
-        if not self.settings.streams_weights:  # gathered weights would have their pages again a moment later
+        if (
+            not self.settings.streams_weights
+        ):  # gathered weights would have their pages again a moment later
             self.comm_ctx.pool.return_pages()
 
     def discard_step(self) -> None:
-        """Forget the backwards since the last step and their gradients; local, but all ranks must do it."""
+        """Forget the backwards since the last step and their gradients; local, but all ranks must
+        do it.
+        """
         self.drop_grads()
         self.backwards = 0
 
     # -- trouble
 
     def on_backward_dropped(self, number: int) -> None:
-        """A backward call is over; unless it came to its end, an exception ended it, which others wait to hear."""
+        """A backward call is over; unless it came to its end, an exception ended it, which others
+        wait to hear.
+        """
         if self._phase is Phase.BACKWARD and self._backward_id == number:
             self.comm.post_error(RuntimeError("its backward ended early; its own output tells why"))
 
     def recover(self) -> None:
-        """After a forward or backward that an exception ended: drain, drop the half-made gradients, start clean."""
+        """After a forward or backward that an exception ended: drain, drop the half-made gradients,
+        start clean.
+        """
         self.comm.withdraw_error()
         if self._phase is Phase.IDLE:
             return
@@ -426,18 +494,24 @@ def _accumulation_of(reference: weakref.ref[Runtime]) -> int:
 
 
 class ForwardFrame:
-    """A unit whose forward runs now, and the contexts to leave after it (saved-tensor hooks, autocast).
+    """A unit whose forward runs now, and the contexts to leave after it (saved-tensor hooks,
+    autocast).
 
-    was_here: its weights were gathered before.  is_border: gradients enter and leave the engine around it.  is_first:
-    it has not been used before in this forward; of tiles alone.  has_returned: its forward came to its end.
+    was_here: its weights were gathered before.  is_border: gradients enter and leave the engine
+    around it.  is_first: it has not been used before in this forward; of tiles alone.
+    has_returned: its forward came to its end.
     """
 
     def __init__(self, unit: Unit, *, is_border: bool, is_first: bool) -> None:
-        self.unit, self.was_here, self.is_border = unit, unit.state is not UnitState.SHARDED, is_border
+        self.unit = unit
+        self.was_here = unit.state is not UnitState.SHARDED
+        self.is_border = is_border
         self.is_first = is_first
         self.contexts: list[Any] = []
         self.has_returned = False
-        self.begin = next_node_number() if is_border else 0  # number of the first node of autograd's inside
+        self.begin = (
+            next_node_number() if is_border else 0
+        )  # number of the first node of autograd's inside
 
 
 class Forward:
@@ -451,11 +525,17 @@ class Forward:
         self.active: list[ForwardFrame] = []
         self.count = 0
         self._tiles_used: set[int] = set()  # in the forward under way
-        self.any_promoted = False  # so units differ in compute dtype, and what passes between them must be cast
+        self.any_promoted = (
+            False  # so units differ in compute dtype, and what passes between them must be cast
+        )
         self.structure = Structure(runtime.model, runtime.groups)
-        self._parts: list[nn.Module] = []  # of the root, that run outside any unit's forward; outermost first
+        self._parts: list[
+            nn.Module
+        ] = []  # of the root, that run outside any unit's forward; outermost first
         self._begin_of_part = 0  # number of autograd's first node inside the outermost of them
-        self._gathered_for: nn.Module | None = None  # the one of these that the root was gathered for
+        self._gathered_for: nn.Module | None = (
+            None  # the one of these that the root was gathered for
+        )
 
     @property
     def runtime(self) -> Runtime:
@@ -486,12 +566,16 @@ class Forward:
                 self.runtime.loss_factor.forward_begins()
                 follow_requires_grad(self.runtime)
             schedule = self.runtime.executor.schedule
-            self.runtime.executor.begin(schedule.forward if torch.is_grad_enabled() else schedule.inference)
+            self.runtime.executor.begin(
+                schedule.forward if torch.is_grad_enabled() else schedule.inference
+            )
         if unit is self.runtime.root and begins_a_step:
             self.structure.check()
             for group in self.runtime.trained_groups:
                 group.gradient.release()
-        again = unit.is_tile and self.runtime.phase is Phase.BACKWARD  # recomputed: one tile at a time, as in forward
+        again = (
+            unit.is_tile and self.runtime.phase is Phase.BACKWARD
+        )  # recomputed: one tile at a time, as in forward
         self.runtime.executor.use_with_externals(unit, in_turn=not again)
         if is_border:
             args, kwargs = self._inside((args, kwargs))
@@ -505,7 +589,10 @@ class Forward:
 
     def as_computed(self, unit: Unit, given: tuple[Any, Any]) -> tuple[Any, Any]:
         """Return a unit's arguments in the dtype that it computes in."""
-        if not (unit is self.runtime.root and self.runtime.settings.policy.auto_cast) and not self.any_promoted:
+        if (
+            not (unit is self.runtime.root and self.runtime.settings.policy.auto_cast)
+            and not self.any_promoted
+        ):
             return given
         dtype = self.compute_dtype_of(unit)
         return cast_inputs(given[0], dtype), cast_inputs(given[1], dtype)
@@ -516,7 +603,9 @@ class Forward:
         return cast_inputs(output, self.compute_dtype_of(self.runtime.root)) if is_cast else output
 
     def _is_first_use(self, tile: Unit) -> bool:
-        """Whether no layer has used a tile before in this forward; a recomputed use is none of its own."""
+        """Whether no layer has used a tile before in this forward; a recomputed use is none of its
+        own.
+        """
         if self.runtime.phase is not Phase.FORWARD:
             return True
         known = tile.number in self._tiles_used
@@ -524,7 +613,9 @@ class Forward:
         return not known
 
     def _is_outermost(self) -> bool:
-        """Whether a forward here is one that backward will come out of and go into: recorded, and not recomputed."""
+        """Whether a forward here is one that backward will come out of and go into: recorded, and
+        not recomputed.
+        """
         if self.active or self._parts or not torch.is_grad_enabled():
             return False
         return self.runtime.phase is not Phase.BACKWARD or self.runtime.was_interrupted
@@ -539,12 +630,18 @@ class Forward:
 
         def alias(tensor: Tensor) -> Tensor:
             is_param = isinstance(tensor, nn.Parameter)
-            return tensor if is_param else _alias(self.runtime, outside.get(id(tensor), tensor), _unscale)
+            return (
+                tensor
+                if is_param
+                else _alias(self.runtime, outside.get(id(tensor), tensor), _unscale)
+            )
 
         return map_inputs(given, alias)
 
     def _outside(self, output: Any, begin: int) -> Any:
-        """Return an output that multiplies its gradients by the engine's factor.  begin: see `record_forward`."""
+        """Return an output that multiplies its gradients by the engine's factor.  begin: see
+        `record_forward`.
+        """
         watch_backwards()
         end = next_node_number()
         output = map_tensors(output, partial(output_alias, self.runtime))
@@ -563,24 +660,32 @@ class Forward:
         autocast = self.runtime.settings.policy.autocast
         if unit is self.runtime.root and autocast is not None:
             yield torch.autocast(self.runtime.comm_ctx.pool.device.type, dtype=autocast)
-        goes = unit.is_copied and unit.number not in self.runtime.executor.schedule.kept  # between forward and backward
-        again = self.runtime.phase is Phase.BACKWARD and not unit.is_tile  # recomputed, to be used by backward at once
+        goes = (
+            unit.is_copied and unit.number not in self.runtime.executor.schedule.kept
+        )  # between forward and backward
+        again = (
+            self.runtime.phase is Phase.BACKWARD and not unit.is_tile
+        )  # recomputed, to be used by backward at once
         if goes and not again and torch.is_grad_enabled():
             yield weight_hooks(unit, self.runtime.fetch_saved)
 
     def returned(self) -> None:
-        """The innermost forward has come to its end; without this word it has raised when it is left."""
+        """The innermost forward has come to its end; without this word it has raised when it is
+        left.
+        """
         self.active[-1].has_returned = True
 
     def post_forward(self, unit: Unit, given: Any, output: Any) -> Any:
-        """After a unit's forward, whether it returned or raised.  given: its arguments, where a unit that returns
-        nothing has left its result.
+        """After a unit's forward, whether it returned or raised.  given: its arguments, where a
+        unit that returns nothing has left its result.
         """
         active = self.active.pop()
         for context in reversed(active.contexts):
             context.__exit__(None, None, None)
         if not active.has_returned:
-            error = sys.exception()  # torch calls this hook while it handles what the forward raised
+            error = (
+                sys.exception()
+            )  # torch calls this hook while it handles what the forward raised
             if error is not None and not ends_recomputation(error):
                 self.runtime.comm.post_error(error)
             return output
@@ -601,7 +706,9 @@ class Forward:
             return output
         recomputes = self.runtime.phase is Phase.BACKWARD
         was_unsharded = active.was_here
-        self.runtime.executor.after_forward(unit, training=training, recomputes=recomputes, was_unsharded=was_unsharded)
+        self.runtime.executor.after_forward(
+            unit, training=training, recomputes=recomputes, was_unsharded=was_unsharded
+        )
         return output
 
     def _end_forward(self, training: bool) -> None:
@@ -614,8 +721,8 @@ class Forward:
             self.count += 1
 
     def pre_forward_part(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Before a part of the root.  One that is called by itself, outside any forward, has the root gathered for it.
-        Collective.
+        """Before a part of the root.  One that is called by itself, outside any forward, has the
+        root gathered for it. Collective.
         """
         runtime = self.runtime
         if self.active:
@@ -624,7 +731,11 @@ class Forward:
         self._parts.append(module)
         if is_border:
             self._begin_of_part = next_node_number()
-        if runtime.phase is Phase.IDLE and runtime.root.sharded and runtime.root.state is UnitState.SHARDED:
+        if (
+            runtime.phase is Phase.IDLE
+            and runtime.root.sharded
+            and runtime.root.state is UnitState.SHARDED
+        ):
             self._gathered_for = module
             runtime.executor.use(runtime.root)
         return self._inside((args, kwargs)) if is_border else None
@@ -641,7 +752,11 @@ class Forward:
             return output
         for tensor in tensors_in(output):
             watch_output(self.runtime, self.runtime.root.number, tensor)
-        return self._outside(output, self._begin_of_part) if self.runtime.loss_factor.has_border else output
+        return (
+            self._outside(output, self._begin_of_part)
+            if self.runtime.loss_factor.has_border
+            else output
+        )
 
 
 # -- where torch calls in
@@ -651,15 +766,25 @@ def install_hooks(runtime: Runtime) -> list[Any]:
     """Hook every unit of a runtime; returns torch's handles."""
     handles: list[Any] = []
     for unit in runtime.units:
-        before, after = (_bound(hook, runtime, unit.number) for hook in (_before_forward, _after_forward))
-        handles.append(unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-        returned = _bound(_forward_returned, runtime)  # torch calls it, before the other, only where nothing was raised
+        before, after = (
+            _bound(hook, runtime, unit.number) for hook in (_before_forward, _after_forward)
+        )
+        handles.append(
+            unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        )
+        returned = _bound(
+            _forward_returned, runtime
+        )  # torch calls it, before the other, only where nothing was raised
         handles.append(unit.module.register_forward_hook(returned))
         handles.append(unit.module.register_forward_hook(after, with_kwargs=True, always_call=True))
         for group in unit.trained:
             handles += watch_grads(runtime, unit.number, group)
     for part in _parts_of_root(runtime):
-        handles.append(part.register_forward_pre_hook(_bound(_before_part, runtime), with_kwargs=True, prepend=True))
+        handles.append(
+            part.register_forward_pre_hook(
+                _bound(_before_part, runtime), with_kwargs=True, prepend=True
+            )
+        )
         handles.append(part.register_forward_hook(_bound(_after_part, runtime), always_call=True))
     return handles
 
@@ -676,25 +801,30 @@ def watch_grads(runtime: Runtime, number: int, group: ParamGroup) -> list[Any]:
 
 
 def _parts_of_root(runtime: Runtime) -> list[nn.Module]:
-    """Modules inside the root that own its parameters: a custom generate() may call an embedding by itself."""
+    """Modules inside the root that own its parameters: a custom generate() may call an embedding by
+    itself.
+    """
     mine = {id(member.param) for group in runtime.root.groups for member in group.members}
     return [
         module
         for module in runtime.root.module.modules()
-        if module is not runtime.root.module and any(id(param) in mine for param in module.parameters(recurse=False))
+        if module is not runtime.root.module
+        and any(id(param) in mine for param in module.parameters(recurse=False))
     ]
 
 
 def watch_output(runtime: Runtime, number: int, tensor: Tensor, *, is_first: bool = True) -> None:
-    """Tell the runtime when backward reaches a unit's output.  is_first: as `Runtime.on_output_grad` takes it."""
+    """Tell the runtime when backward reaches a unit's output.  is_first: as
+    `Runtime.on_output_grad` takes it.
+    """
     tensor.register_hook(_bound(_on_output_grad, runtime, number, is_first))
 
 
 def output_alias(runtime: Runtime, tensor: Tensor) -> Tensor:
     """A view whose gradient is multiplied by what it lacks of the engine's factor (`LossFactor`).
 
-    An alias, because a hook on the tensor itself would also scale what other outputs (a loss computed from logits)
-    send back through it.
+    An alias, because a hook on the tensor itself would also scale what other outputs (a loss
+    computed from logits) send back through it.
     """
     return _alias(runtime, tensor, _scale)
 
@@ -710,10 +840,13 @@ def _alias(runtime: Runtime, tensor: Tensor, hook: Callable[..., Any]) -> Tensor
 def at_backward_end(runtime: Runtime) -> Callable[[], None]:
     """The callback that ends a backward.
 
-    torch drops it unrun when an exception ends the backward; that is how a plain `loss.backward()` that failed is seen.
+    torch drops it unrun when an exception ends the backward; that is how a plain `loss.backward()`
+    that failed is seen.
     """
     callback = _bound(_on_backward_end, runtime)
-    weakref.finalize(callback, _on_backward_dropped, weakref.ref(runtime), backward_id()).atexit = False
+    weakref.finalize(
+        callback, _on_backward_dropped, weakref.ref(runtime), backward_id()
+    ).atexit = False
     return callback
 
 
@@ -722,7 +855,11 @@ def _bound(function: Callable[..., Any], runtime: Runtime, *first: Any) -> Calla
 
 
 def _call(
-    reference: weakref.ref[Runtime], function: Callable[..., Any], first: tuple[Any, ...], *args: Any, **kwargs: Any
+    reference: weakref.ref[Runtime],
+    function: Callable[..., Any],
+    first: tuple[Any, ...],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     runtime = reference()
     if runtime is None and function in (_forward_returned, _after_forward, _after_part):
@@ -734,21 +871,27 @@ def _call(
             "keep the engine as long as the model is used; take state_dict() before deleting it.",
         )
     if torch.compiler.is_compiling():
-        # A compiled block runs our hooks and traces none.  Only here, because importing the compiler takes a second.
+        # A compiled block runs our hooks and traces none.  Only here, because importing the
+        # compiler takes a second.
         return torch.compiler.disable(function, recursive=True)(runtime, *first, *args, **kwargs)
     return function(runtime, *first, *args, **kwargs)
 
 
-def _before_forward(runtime: Runtime, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _before_forward(
+    runtime: Runtime, number: int, module: nn.Module, args: Any, kwargs: Any
+) -> Any:
     unit = runtime.units[number]
     if in_torch_func():
         if unit.sharded:
             raise NotBuiltError(
-                f"torch.func differentiates the forward of '{unit.name}', whose weights are sharded.",
-                "What it keeps for its backward are the weights themselves, which are released before.",
+                f"torch.func differentiates the forward of '{unit.name}', whose weights are "
+                "sharded.",
+                "What it keeps for its backward are the weights themselves, which are released "
+                "before.",
                 "use loss.backward() or torch.autograd.grad at stage 3, or stages 0 to 2.",
             )
-        # The transform differentiates by itself and asks for no gradient of a parameter: nothing is watched.
+        # The transform differentiates by itself and asks for no gradient of a parameter: nothing is
+        # watched.
         with outside_torch_func(), torch.no_grad():
             runtime.forward.pre_forward(unit, (), {})
         return runtime.forward.as_computed(unit, (args, kwargs))
@@ -759,7 +902,9 @@ def _forward_returned(runtime: Runtime, module: nn.Module, args: Any, output: An
     runtime.forward.returned()
 
 
-def _after_forward(runtime: Runtime, number: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+def _after_forward(
+    runtime: Runtime, number: int, module: nn.Module, args: Any, kwargs: Any, output: Any
+) -> Any:
     unit = runtime.units[number]
     if in_torch_func():
         if unit.sharded:  # refused before it ran
@@ -794,7 +939,9 @@ class BeforeGrad:
         runtime = self._runtime()
         if runtime is None or runtime.phase is Phase.BACKWARD:
             return
-        if runtime.forward.active:  # torch.autograd.grad inside a forward writes no `.grad` (tiled_loss.py)
+        if (
+            runtime.forward.active
+        ):  # torch.autograd.grad inside a forward writes no `.grad` (tiled_loss.py)
             return
         runtime.before_grad()
 

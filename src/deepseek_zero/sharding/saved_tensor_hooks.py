@@ -1,11 +1,13 @@
 """What autograd saves of gathered weights: a place, not the memory.
 
-Most operators save a view of the weight (`weight.t()`), which would keep the gathered buffer alive until backward.
-While a unit that is to be released runs its forward, these hooks save such views as (group, offset, size, stride) and
-restore them from the buffer gathered for backward.  They save memory only: without them a saved view keeps its old
-buffer and reads the same values.  Other tensors are kept as autograd would.  Where hooks of others are in force
-(checkpoint, save_on_cpu) everything goes to them: checkpoint saves nothing anyway, and counts what it sees, so a weight
-taken out of its sight would make the recomputation seem to differ.  A tile's weights are taken out of it all the same,
+Most operators save a view of the weight (`weight.t()`), which would keep the gathered buffer alive
+until backward. While a unit that is to be released runs its forward, these hooks save such views as
+(group, offset, size, stride) and restore them from the buffer gathered for backward.  They save
+memory only: without them a saved view keeps its old buffer and reads the same values.  Other
+tensors are kept as autograd would.  Where hooks of others are in force (checkpoint, save_on_cpu)
+everything goes to them: checkpoint saves nothing anyway, and counts what it sees, so a weight taken
+out of its sight would make the recomputation seem to differ.  A tile's weights are taken out of it
+all the same,
 when it is recomputed too: a recomputed layer would otherwise keep all its tiles.
 """
 
@@ -29,7 +31,9 @@ Fetch = Callable[[ParamGroup], object]
 
 @dataclass(frozen=True)
 class SavedWeight:
-    """A view of a gathered buffer, by place. fetch(group) gathers the group's unit if backward finds it sharded."""
+    """A view of a gathered buffer, by place. fetch(group) gathers the group's unit if backward
+    finds it sharded.
+    """
 
     group: ParamGroup
     fetch: Fetch
@@ -40,7 +44,9 @@ class SavedWeight:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Any other tensor, with the version it had: hooks switch autograd's own check for in-place changes off."""
+    """Any other tensor, with the version it had: hooks switch autograd's own check for in-place
+    changes off.
+    """
 
     tensor: Tensor
     version: int
@@ -49,7 +55,9 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedByOthers:
-    """Any other tensor where hooks of others are in force: what they made of it, and how it becomes a tensor again."""
+    """Any other tensor where hooks of others are in force: what they made of it, and how it becomes
+    a tensor again.
+    """
 
     packed: Any
     restore: Unpack
@@ -59,12 +67,21 @@ Saved = SavedWeight | SavedTensor | SavedByOthers
 
 
 class WeightHooks:
-    """The hooks for one forward of a gathered unit. outer: those of the unit around it; others: another package's."""
+    """The hooks for one forward of a gathered unit. outer: those of the unit around it; others:
+    another package's.
+    """
 
     def __init__(
-        self, unit: Unit, fetch: Fetch, outer: WeightHooks | None, others: tuple[Pack, Unpack] | None = None
+        self,
+        unit: Unit,
+        fetch: Fetch,
+        outer: WeightHooks | None,
+        others: tuple[Pack, Unpack] | None = None,
     ) -> None:
-        self.unit, self.fetch, self.outer, self.others = unit.name, fetch, outer, others
+        self.unit = unit.name
+        self.fetch = fetch
+        self.outer = outer
+        self.others = others
         self.places = {
             group.unsharded.memory.untyped_storage().data_ptr(): group
             for group in unit.sharded
@@ -74,7 +91,9 @@ class WeightHooks:
     def pack(self, tensor: Tensor) -> Saved:
         group = self.places.get(tensor.untyped_storage().data_ptr())
         if group is not None and tensor.dtype == group.plan.weight.dtype:
-            return SavedWeight(group, self.fetch, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            return SavedWeight(
+                group, self.fetch, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+            )
         if self.outer is not None:
             return self.outer.pack(tensor)
         if self.others is not None:
@@ -93,9 +112,9 @@ class WeightHooks:
             return saved.group.unsharded.memory.as_strided(saved.size, saved.stride, saved.offset)
         if version_of(saved.tensor) != saved.version:
             raise UsageError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor of shape {tuple(saved.tensor.shape)} is at version {version_of(saved.tensor)}, "
-                f"expected {saved.version}.",
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a tensor of shape {tuple(saved.tensor.shape)} is at version "
+                f"{version_of(saved.tensor)}, expected {saved.version}.",
                 f"It was saved for backward in unit '{saved.unit}'.",
                 "replace the in-place operation (x += ..., relu_(x)) by its out-of-place form.",
             )
@@ -114,7 +133,9 @@ def others_see() -> bool:
 
 
 def weight_hooks(unit: Unit, fetch: Fetch) -> AbstractContextManager[Any]:
-    """The context for one forward of a gathered unit; does nothing inside the hooks of others, but for a tile's."""
+    """The context for one forward of a gathered unit; does nothing inside the hooks of others, but
+    for a tile's.
+    """
     if others_see() and not unit.is_tile:
         return nullcontext()
     ours = _ours_in_force()

@@ -1,9 +1,10 @@
-"""The `.grad` of a sharded gradient: a tensor of the parameter's shape whose operations act on this rank's part.
+"""The `.grad` of a sharded gradient: a tensor of the parameter's shape whose operations act on this
+rank's part.
 
-Element-wise operations act on every rank's part, without communication: in place (`mul_`, `+=`, `clamp_`,
-`torch._foreach_add_`) they change the gradient that the step uses, out of place they return another such tensor, which
-may be assigned to `.grad`. Norms are taken over all ranks. Every other operation that would read or change elements
-raises, and says what to write.
+Element-wise operations act on every rank's part, without communication: in place (`mul_`, `+=`,
+`clamp_`, `torch._foreach_add_`) they change the gradient that the step uses, out of place they
+return another such tensor, which may be assigned to `.grad`. Norms are taken over all ranks. Every
+other operation that would read or change elements raises, and says what to write.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from .sharded_parameter import (
 
 @dataclass(frozen=True)
 class Part:
-    """Elements of one gradient that this rank has, flat.  start: place of the first in the parameter.
+    """Elements of one gradient that this rank has, flat.  start: place of the first in the
+    parameter.
 
     is_whole: every rank has all elements, so that norms need no other rank.
     """
@@ -66,7 +68,8 @@ class GradientOwner(Protocol):
         ...
 
 
-# Functions whose result at one element depends on that element alone; with "_" behind them, in place.
+# Functions whose result at one element depends on that element alone; with "_" behind them, in
+# place.
 ELEMENT_WISE = frozenset(
     """
     abs absolute add addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor clamp clamp_max clamp_min clip clone
@@ -77,7 +80,9 @@ ELEMENT_WISE = frozenset(
     """.split()
 )
 # Operators that torch hands on under their own names.
-OPERATORS = frozenset("__rsub__ __rdiv__ __rtruediv__ __pow__ __rpow__ __ipow__ __and__ __or__ __xor__".split())
+OPERATORS = frozenset(
+    "__rsub__ __rdiv__ __rtruediv__ __pow__ __rpow__ __ipow__ __and__ __or__ __xor__".split()
+)
 NORMS = frozenset("norm linalg_norm linalg_vector_norm vector_norm".split())
 NUMBER = (bool, int, float)
 
@@ -104,7 +109,9 @@ class ShardedGradient(Tensor):
             return args[0]
         if (found := answer_without_elements(function, name, args, kwargs)) is not NEEDS_ELEMENTS:
             return found
-        if name.endswith("_like"):  # of the whole shape, so that the same seed draws the same on any number of ranks
+        if name.endswith(
+            "_like"
+        ):  # of the whole shape, so that the same seed draws the same on any number of ranks
             with without_torch_function():
                 return function(args[0].as_subclass(Tensor), *args[1:], **kwargs)
         if name.startswith("_foreach_"):
@@ -135,9 +142,11 @@ class ShardedGradient(Tensor):
         raise _unreadable(self, "pickle")
 
 
-def sharded_gradient(param: nn.Parameter, nothing: Tensor, own: Part | None = None) -> ShardedGradient:
-    """Make a handle. nothing: one element, expanded to the parameter's shape. own: its elements; None: the
-    parameter's gradient at the time of each operation.
+def sharded_gradient(
+    param: nn.Parameter, nothing: Tensor, own: Part | None = None
+) -> ShardedGradient:
+    """Make a handle. nothing: one element, expanded to the parameter's shape. own: its elements;
+    None: the parameter's gradient at the time of each operation.
     """
     grad = nothing.as_subclass(ShardedGradient)
     grad.__dict__.update(param=weakref.ref(param), own=own)
@@ -162,10 +171,16 @@ def _known(grad: Tensor, name: str) -> tuple[nn.Parameter, GradientOwner, Part]:
 
 
 def _first(args: Any, kwargs: Mapping[str, Any]) -> ShardedGradient:
-    return next(value for value in tensors_among((*args, *kwargs.values())) if isinstance(value, ShardedGradient))
+    return next(
+        value
+        for value in tensors_among((*args, *kwargs.values()))
+        if isinstance(value, ShardedGradient)
+    )
 
 
-def _element_wise(function: Callable[..., Any], name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _element_wise(
+    function: Callable[..., Any], name: str, args: Any, kwargs: Mapping[str, Any]
+) -> Any:
     """Call the function on this rank's part of every tensor among the arguments."""
     first = _first(args, kwargs)
     param, owner, part = _known(first, name)
@@ -199,7 +214,10 @@ def _element_wise(function: Callable[..., Any], name: str, args: Any, kwargs: Ma
     if in_place:
         others = (*args[1:], *kwargs.values())
         owner.grad_changed(
-            param, alike=all(value is None or isinstance(value, NUMBER) or _is_number(value) for value in others)
+            param,
+            alike=all(
+                value is None or isinstance(value, NUMBER) or _is_number(value) for value in others
+            ),
         )
         return args[0]
     blank = torch.zeros((), dtype=result.dtype, device=result.device).expand(shape)
@@ -226,16 +244,25 @@ def _foreach(name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
         if name.removesuffix("_") in ("_foreach_addcdiv", "_foreach_addcmul") and len(given) == 4:
             found.append(single(*given[:3], value=given[3]))
         else:
-            found.append(single(*given, **{key: of(number, value) for key, value in kwargs.items()}))
+            found.append(
+                single(*given, **{key: of(number, value) for key, value in kwargs.items()})
+            )
     return None if name.endswith("_") else found
 
 
 def _norm(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Tensor:
-    grad, name = _first(args, kwargs), function_name(function)
+    grad = _first(args, kwargs)
+    name = function_name(function)
     given = dict(zip(("order", "dim", "keepdim"), args[1:], strict=False))
     given |= {"order" if key in ("p", "ord") else key: value for key, value in kwargs.items()}
-    order, dtype = given.get("order"), given.get("dtype")
-    if given.get("dim") is not None or given.get("keepdim") or given.get("out") is not None or order == "nuc":
+    order = given.get("order")
+    dtype = given.get("dtype")
+    if (
+        given.get("dim") is not None
+        or given.get("keepdim")
+        or given.get("out") is not None
+        or order == "nuc"
+    ):
         raise _unreadable(grad, f"{name} along a dimension")
     param, owner, part = _known(grad, name)
     found = owner.norm_over_ranks(param, part, 2.0 if order in (None, "fro") else float(order))
@@ -244,7 +271,8 @@ def _norm(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) ->
 
 def _mixed(param: nn.Parameter, other: Tensor, name: str) -> AtRestError:
     return AtRestError(
-        f"'{name}' was given the sharded gradients of '{name_of(param)}' and '{name_of(other)}' together.",
+        f"'{name}' was given the sharded gradients of '{name_of(param)}' and '{name_of(other)}' "
+        "together.",
         "Ranks hold different elements of the two.",
         "gather one of them: `grad.full_tensor()`, on all ranks.",
     )
@@ -254,15 +282,18 @@ def _unreadable(grad: ShardedGradient, name: str) -> AtRestError:
     param, _ = own_part_of(grad)
     if name.startswith("_amp_"):
         return AtRestError(
-            f"a torch.amp.GradScaler reads the gradient of '{name_of(param) if param is not None else '?'}', which is "
-            "sharded.",
+            "a torch.amp.GradScaler reads the gradient of "
+            f"'{name_of(param) if param is not None else '?'}', which is sharded.",
             "Each rank holds only its slice of the reduced gradient.",
-            'leave the scaler out: "fp16": {"enabled": true} scales losses and skips steps by itself.',
+            'leave the scaler out: "fp16": {"enabled": true} scales losses and skips steps by '
+            "itself.",
         )
     return AtRestError(
-        f"the gradient of '{name_of(param) if param is not None else '?'}' is sharded; '{name}' cannot use it.",
-        "Each rank holds only its slice of the reduced gradient.  What works element by element (mul_, add, clamp_, "
-        "where, ...) acts on the slices, and norm() on all of them; views would be lost.",
-        "take the whole one on all ranks, `param.grad.full_tensor()` (or deepseek_zero.utils.safe_get_full_grad), and "
-        "assign what is made of it to `param.grad`.",
+        f"the gradient of '{name_of(param) if param is not None else '?'}' is sharded; '{name}' "
+        "cannot use it.",
+        "Each rank holds only its slice of the reduced gradient.  What works element by element "
+        "(mul_, add, clamp_, where, ...) acts on the slices, and norm() on all of them; views "
+        "would be lost.",
+        "take the whole one on all ranks, `param.grad.full_tensor()` (or "
+        "deepseek_zero.utils.safe_get_full_grad), and assign what is made of it to `param.grad`.",
     )

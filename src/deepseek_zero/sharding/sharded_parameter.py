@@ -1,8 +1,10 @@
-"""A sharded parameter: it has its true shape, costs four bytes, and explains itself to code that reads it.
+"""A sharded parameter: it has its true shape, costs four bytes, and explains itself to code that
+reads it.
 
-The same `nn.Parameter` object lives from before wrapping to after the last step; only its class and its `.data` change.
-Unsharded it is a plain Parameter that views a gathered buffer; sharded its class is `ShardedParameter` over a stride-0
-NaN scalar. Its `.grad` is a `ShardedGradient` (sharded_gradient.py).
+The same `nn.Parameter` object lives from before wrapping to after the last step; only its class and
+its `.data` change. Unsharded it is a plain Parameter that views a gathered buffer; sharded its
+class is `ShardedParameter` over a stride-0 NaN scalar. Its `.grad` is a `ShardedGradient`
+(sharded_gradient.py).
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class Owner(Protocol):
         ...
 
     def write_param(self, param: nn.Parameter, value: Tensor) -> None:
-        """Store this rank's part of a full value (what a loader's copy_ means for a sharded parameter)."""
+        """Store this rank's part of a full value (what a loader's copy_ means for a sharded
+        parameter).
+        """
         ...
 
     def name_of(self, param: nn.Parameter) -> str: ...
@@ -53,11 +57,14 @@ SAFE = frozenset(
 
 
 def is_safe(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call reads no elements.  `type` tells a dtype, and with an argument converts."""
+    """Return whether a call reads no elements.  `type` tells a dtype, and with an argument
+    converts.
+    """
     return name in SAFE and (name != "type" or len(args) + len(kwargs) == 1)
 
 
-# What model.to(), .float(), .cpu() call on every parameter, and the dtype or device that the name alone asks for.
+# What model.to(), .float(), .cpu() call on every parameter, and the dtype or device that the name
+# alone asks for.
 CONVERSIONS: dict[str, torch.dtype | str | None] = {
     "to": None,
     "float": torch.float32,
@@ -71,10 +78,14 @@ CONVERSIONS: dict[str, torch.dtype | str | None] = {
 NEEDS_ELEMENTS: Any = object()
 
 
-def answer_without_elements(function: Callable[..., Any], name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Return what a call gives that reads no elements, or would convert its tensor to what it is; else NEEDS_ELEMENTS.
+def answer_without_elements(
+    function: Callable[..., Any], name: str, args: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """Return what a call gives that reads no elements, or would convert its tensor to what it is;
+    else NEEDS_ELEMENTS.
 
-    name: the function's. Every `__torch_function__` of a tensor whose elements are elsewhere asks this first.
+    name: the function's. Every `__torch_function__` of a tensor whose elements are elsewhere asks
+    this first.
     """
     if is_safe(name, args, kwargs):
         with without_torch_function():
@@ -93,7 +104,9 @@ def function_name(function: Callable[..., Any]) -> str:
 
 
 class OwnerReference:
-    """The one weak back-reference from a parameter to its group; a pickled parameter leaves it behind."""
+    """The one weak back-reference from a parameter to its group; a pickled parameter leaves it
+    behind.
+    """
 
     def __init__(self, owner: Owner | None = None) -> None:
         self.get: Callable[[], Any] = weakref.ref(owner) if owner is not None else _no_owner
@@ -118,7 +131,9 @@ def set_owner(param: Tensor, owner: Owner) -> None:
 
 
 class Hook(partial[Any]):
-    """A hook on a wrapped module.  It stands for the engine, so a module that carries one is not copied."""
+    """A hook on a wrapped module.  It stands for the engine, so a module that carries one is not
+    copied.
+    """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise _not_copied("deepcopy")
@@ -131,8 +146,8 @@ def _not_copied(operation: str) -> UsageError:
     return UsageError(
         f"{operation} of a wrapped model is not possible.",
         "Its modules carry the hooks of one engine, whose communication cannot be copied.",
-        "build a second model and give it `model.state_dict()`, which gathers full tensors on all ranks; or copy the "
-        "model before it is wrapped.",
+        "build a second model and give it `model.state_dict()`, which gathers full tensors on all "
+        "ranks; or copy the model before it is wrapped.",
     )
 
 
@@ -156,7 +171,11 @@ class ShardedParameter(nn.Parameter):
         name = function_name(function)
         if (found := answer_without_elements(function, name, args, kwargs)) is not NEEDS_ELEMENTS:
             return found
-        resting = [value for value in tensors_among((*args, *kwargs.values())) if type(value) is ShardedParameter]
+        resting = [
+            value
+            for value in tensors_among((*args, *kwargs.values()))
+            if type(value) is ShardedParameter
+        ]
         if name == "copy_" and resting and resting[0] is args[0] and len(resting) == 1:
             return _write(args[0], args[1] if len(args) > 1 else kwargs["src"])
         if name == "data" and len(args) == 2 and (_is_placeholder(args[1]) or args[1] is args[0]):
@@ -176,7 +195,9 @@ class ShardedParameter(nn.Parameter):
         return function(*args, **kwargs)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's, while zero.Init builds the model; torch does not call `__torch_function__` for it."""
+        """As torch's, while zero.Init builds the model; torch does not call `__torch_function__`
+        for it.
+        """
         owner = owner_of(self)
         if owner is None or hasattr(owner, "runtime") or not owner.fetch_for(self):
             raise _at_rest(self, "set_")
@@ -185,7 +206,8 @@ class ShardedParameter(nn.Parameter):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         with without_torch_function():
             return (
-                f"AtRest(name={name_of(self)!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+                f"AtRest(name={name_of(self)!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+                f"device={self.device})"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -195,11 +217,15 @@ class ShardedParameter(nn.Parameter):
         raise _at_rest(self, "pickle")
 
 
-def _under_construction(owner: Any, param: nn.Parameter, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Return what a call gives for a parameter of a model that zero.Init has built, before there is an engine.
+def _under_construction(
+    owner: Any, param: nn.Parameter, name: str, args: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """Return what a call gives for a parameter of a model that zero.Init has built, before there is
+    an engine.
 
-    `detach` and `.data` give the parameter itself, which still guards itself.  A conversion gives a handle; assigned to
-    `.data` (`module.to(dtype)` does that) it converts the slice.  NEEDS_ELEMENTS: none of these.
+    `detach` and `.data` give the parameter itself, which still guards itself.  A conversion gives a
+    handle; assigned to `.data` (`module.to(dtype)` does that) it converts the slice.
+    NEEDS_ELEMENTS: none of these.
     """
     if not args or args[0] is not param:
         return NEEDS_ELEMENTS
@@ -216,7 +242,9 @@ def _under_construction(owner: Any, param: nn.Parameter, name: str, args: Any, k
     if wanted is None:
         return NEEDS_ELEMENTS
     with without_torch_function():
-        nothing = torch.full((), float("nan") if wanted.is_floating_point else 0, dtype=wanted, device=param.device)
+        nothing = torch.full(
+            (), float("nan") if wanted.is_floating_point else 0, dtype=wanted, device=param.device
+        )
         return _handle(owner, nothing.expand(param.shape))
 
 
@@ -231,7 +259,9 @@ def _stands_for(value: Any, owner: Any) -> bool:
 
 
 def _handle(owner: Owner, nothing: Tensor) -> nn.Parameter:
-    """Return a sharded parameter that stands for another one in another dtype; reading it raises."""
+    """Return a sharded parameter that stands for another one in another dtype; reading it
+    raises.
+    """
     handle = nn.Parameter(nothing, requires_grad=False)
     set_owner(handle, owner)
     handle.__class__ = ShardedParameter
@@ -254,14 +284,16 @@ def dtype_of_conversion(name: str, args: Any, kwargs: Mapping[str, Any]) -> torc
 
 
 def reshard(param: nn.Parameter, nothing: Tensor) -> None:
-    """Turn an unsharded parameter into a sharded one. nothing: one NaN of its dtype, expanded to its shape."""
+    """Turn an unsharded parameter into a sharded one. nothing: one NaN of its dtype, expanded to
+    its shape.
+    """
     param.data = nothing
     param.__class__ = ShardedParameter
 
 
 def unshard(param: nn.Parameter, kind: type[nn.Parameter], data: Tensor) -> None:
-    """Turn a sharded parameter into an unsharded one that views `data`; its class becomes what it was before
-    wrapping.
+    """Turn a sharded parameter into an unsharded one that views `data`; its class becomes what it
+    was before wrapping.
     """
     param.__class__ = kind
     param.data = data
@@ -291,16 +323,22 @@ def _is_placeholder(value: Any) -> bool:
     return value.numel() != 1 and not any(value.stride())
 
 
-def changes_nothing(args: Any, kwargs: Mapping[str, Any], implied: torch.dtype | str | None) -> bool:
+def changes_nothing(
+    args: Any, kwargs: Mapping[str, Any], implied: torch.dtype | str | None
+) -> bool:
     param = args[0]
     wanted = [
-        value for value in (*args[1:], *kwargs.values()) if isinstance(value, (str, int, torch.device, torch.dtype))
+        value
+        for value in (*args[1:], *kwargs.values())
+        if isinstance(value, (str, int, torch.device, torch.dtype))
     ]
     wanted = [value for value in wanted if not isinstance(value, bool)]
     wanted += [implied] if implied is not None else []
     with without_torch_function():
         return all(
-            value == param.dtype if isinstance(value, torch.dtype) else torch.device(value) == param.device
+            value == param.dtype
+            if isinstance(value, torch.dtype)
+            else torch.device(value) == param.device
             for value in wanted
         )
 
@@ -311,26 +349,34 @@ def name_of(param: Tensor) -> str:
 
 
 def _at_rest(
-    param: nn.Parameter, operation: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    param: nn.Parameter,
+    operation: str,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
 ) -> AtRestError:
     owner = owner_of(param)
-    engine = getattr(owner, "runtime", None)  # a parameter of zero.Init has an owner and no engine yet
+    engine = getattr(
+        owner, "runtime", None
+    )  # a parameter of zero.Init has an owner and no engine yet
     runtime = engine() if engine is not None else None
     if owner is None or (engine is not None and (runtime is None or runtime.is_destroyed)):
         end = "deleted" if runtime is None else "destroyed"
         return AtRestError(
-            f"parameter '{name_of(param)}' is sharded and its engine was {end}; '{operation}' cannot use it.",
+            f"parameter '{name_of(param)}' is sharded and its engine was {end}; '{operation}' "
+            "cannot use it.",
             "Each rank holds only its slice, and only the engine can gather them.",
             "keep the engine as long as the model is used; take state_dict() before its end.",
         )
     if engine is None:
         return AtRestError(
-            f"{name_of(param)} is sharded, and no engine holds it yet; '{operation}' cannot use it.",
-            "Each rank holds only its slice.  transformers builds models so, also after training, while a ZeRO-3 "
-            "configuration lives (HfDeepSpeedConfig, or the Trainer's arguments).",
-            "pass the model to initialize; read or change a parameter inside `with deepseek_zero.zero."
-            "GatheredParameters(param, modifier_rank=0):` on all ranks; or, for a whole model, drop that configuration "
-            "first: transformers.integrations.deepspeed.unset_hf_deepspeed_config().",
+            f"{name_of(param)} is sharded, and no engine holds it yet; '{operation}' cannot use "
+            "it.",
+            "Each rank holds only its slice.  transformers builds models so, also after training, "
+            "while a ZeRO-3 configuration lives (HfDeepSpeedConfig, or the Trainer's arguments).",
+            "pass the model to initialize; read or change a parameter inside `with "
+            "deepseek_zero.zero.GatheredParameters(param, modifier_rank=0):` on all ranks; or, for "
+            "a whole model, drop that configuration first: "
+            "transformers.integrations.deepspeed.unset_hf_deepspeed_config().",
         )
     return AtRestError(
         f"parameter '{name_of(param)}' is sharded; '{operation}' cannot use it here.",
@@ -348,35 +394,41 @@ def _advice_at_rest(operation: str, args: Sequence[Any], kwargs: Mapping[str, An
     """Return what to do instead of an operation on a sharded parameter."""
     if (optimizer := _optimizer_that_steps()) is not None:
         return (
-            f"do not step torch's {optimizer} on these parameters; pass it to initialize(model=..., optimizer=...) and "
-            "call engine.step(), or use deepseek_zero.ZeroOptimizer with DeepSeekZeRO3."
+            f"do not step torch's {optimizer} on these parameters; pass it to "
+            "initialize(model=..., optimizer=...) and call engine.step(), or use "
+            "deepseek_zero.ZeroOptimizer with DeepSeekZeRO3."
         )
     if args and dtype_of_conversion(operation, args, kwargs) is not None:
         return (
-            'cast the model before initialize() or DeepSeekZeRO3, or state the dtype in the configuration: "bf16" or '
-            '"fp16": {"enabled": true}; export(path, dtype=...) writes weights in another dtype; for a copy of one '
-            f"parameter in another dtype convert it inside {GATHERED.format('')}."
+            "cast the model before initialize() or DeepSeekZeRO3, or state the dtype in the "
+            'configuration: "bf16" or "fp16": {"enabled": true}; export(path, dtype=...) '
+            "writes weights in another dtype; for a copy of one parameter in another dtype convert "
+            f"it inside {GATHERED.format('')}."
         )
     if operation in MOVES_DEVICE:
         return (
-            "leave the move out: initialize() and DeepSeekZeRO3 place the model on the device of this rank; "
-            "state_dict() gathers a whole copy on all ranks, which may be moved."
+            "leave the move out: initialize() and DeepSeekZeRO3 place the model on the device of "
+            "this rank; state_dict() gathers a whole copy on all ranks, which may be moved."
         )
     if operation in COPIES:
         return (
-            "build a second model and give it state_dict(), which gathers full tensors on all ranks; for a copy of one "
-            f"parameter clone it inside {GATHERED.format('')}."
+            "build a second model and give it state_dict(), which gathers full tensors on all "
+            f"ranks; for a copy of one parameter clone it inside {GATHERED.format('')}."
         )
     if operation.endswith("_") and not operation.endswith("__"):
-        return f"change it inside {GATHERED.format(', modifier_rank=0')}; load_state_dict() takes whole tensors."
+        return (
+            f"change it inside {GATHERED.format(', modifier_rank=0')}; load_state_dict() takes "
+            "whole tensors."
+        )
     if operation == "data":
         return (
-            f"read it inside {GATHERED.format('')}, or assign to it inside {GATHERED.format(', modifier_rank=0')}; "
-            "in a hook of forward or backward no block is needed."
+            f"read it inside {GATHERED.format('')}, or assign to it inside "
+            f"{GATHERED.format(', modifier_rank=0')}; in a hook of forward or backward no block is "
+            "needed."
         )
     return (
-        f"read it inside {GATHERED.format('')}, change it with modifier_rank=0; for a copy of the model use "
-        "state_dict(), which gathers full tensors on all ranks."
+        f"read it inside {GATHERED.format('')}, change it with modifier_rank=0; for a copy of the "
+        "model use state_dict(), which gathers full tensors on all ranks."
     )
 
 

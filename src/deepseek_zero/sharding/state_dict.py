@@ -1,12 +1,14 @@
-"""`state_dict()` gathers real tensors and `load_state_dict()` shards them, through torch's own hooks, unit by unit.
+"""`state_dict()` gathers real tensors and `load_state_dict()` shards them, through torch's own
+hooks, unit by unit.
 
-state_dict: collective; every rank gets full tensors of its own (on the CPU where the model trains on a GPU), never
-more than one unit gathered at a time. load_state_dict: local; every rank reads its slices out of the full values it
-is given. Parameters that are split along "tp" are whole in both. Of a model in stages the state dict is the whole
-model's on every rank, that of a part of it is this rank's own; what is loaded may be either.
+state_dict: collective; every rank gets full tensors of its own (on the CPU where the model trains
+on a GPU), never more than one unit gathered at a time. load_state_dict: local; every rank reads its
+slices out of the full values it is given. Parameters that are split along "tp" are whole in both.
+Of a model in stages the state dict is the whole model's on every rank, that of a part of it is this
+rank's own; what is loaded may be either.
 
-With `StateDictMode.gathers` false, state_dict() is local, as in DeepSpeed: a sharded parameter is an empty tensor under
-its name, and a gathered one is this rank's copy of it.
+With `StateDictMode.gathers` false, state_dict() is local, as in DeepSpeed: a sharded parameter is
+an empty tensor under its name, and a gathered one is this rank's copy of it.
 """
 
 from __future__ import annotations
@@ -32,14 +34,16 @@ from .param_group import ParamInfo
 from .sharded_parameter import Hook, ShardedParameter
 
 EMPTY_VALUES = (
-    "state_dict() does not communicate, as in DeepSpeed: parameters that are sharded now are empty tensors in it.  "
-    "For whole values call engine.module_state_dict() or engine.save_16bit_model() on all ranks, or state_dict() "
-    "inside zero.GatheredParameters.  This is said once."
+    "state_dict() does not communicate, as in DeepSpeed: parameters that are sharded now are empty "
+    "tensors in it.  For whole values call engine.module_state_dict() or engine.save_16bit_model() "
+    "on all ranks, or state_dict() inside zero.GatheredParameters.  This is said once."
 )
 
 
 class StateDictMode:
-    """Says whether `state_dict()` of one wrapped model gathers what is sharded (a collective) or is local."""
+    """Says whether `state_dict()` of one wrapped model gathers what is sharded (a collective) or is
+    local.
+    """
 
     def __init__(self) -> None:
         self.gathers = True
@@ -56,15 +60,18 @@ class StateDictMode:
 
 
 def shard_state_dicts(units: Sequence[Unit], mode: StateDictMode) -> list[Any]:
-    """Hook every module that holds parameters, so that the state dict of a part of a unit works too; returns torch's
-    handles.
+    """Hook every module that holds parameters, so that the state dict of a part of a unit works
+    too; returns torch's handles.
     """
     handles: list[Any] = []
     for unit in units:
-        saver, loader = _Saver(unit, mode), _Loader(unit)
+        saver = _Saver(unit, mode)
+        loader = _Loader(unit)
         mine = {id(member.param) for member in unit.members()}
         for module in unit.module.modules():
-            if module is unit.module or any(id(param) in mine for param in module.parameters(recurse=False)):
+            if module is unit.module or any(
+                id(param) in mine for param in module.parameters(recurse=False)
+            ):
                 # torch marks the hooks it is given, and a bound method cannot be marked.
                 handles += [
                     module.register_state_dict_pre_hook(Hook(saver.before)),
@@ -76,14 +83,18 @@ def shard_state_dicts(units: Sequence[Unit], mode: StateDictMode) -> list[Any]:
 
 
 def own_names(unit: Unit, module: nn.Module) -> list[str]:
-    """Names, relative to a module, under which a unit's parameters stand in a state dict (tied ones under each)."""
+    """Names, relative to a module, under which a unit's parameters stand in a state dict (tied ones
+    under each).
+    """
     mine = {id(member.param) for member in unit.members()}
-    return [name for name, param in module.named_parameters(remove_duplicate=False) if id(param) in mine]
+    return [
+        name for name, param in module.named_parameters(remove_duplicate=False) if id(param) in mine
+    ]
 
 
 def join_stages(model: nn.Module, comm: Comm, mode: StateDictMode) -> list[Any]:
-    """Let a model of which each rank has some stages give and take the state dict of the whole one; returns torch's
-    handles. Collective.
+    """Let a model of which each rank has some stages give and take the state dict of the whole one;
+    returns torch's handles. Collective.
 
     comm: of the ranks along "pp".
     """
@@ -102,18 +113,34 @@ class _Stages:
         self.mode = mode
         own = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         for prefix, module in model.named_modules(remove_duplicate=False):
-            buffers = [name for name, _ in module.named_buffers(recurse=False) if is_persistent_buffer(module, name)]
+            buffers = [
+                name
+                for name, _ in module.named_buffers(recurse=False)
+                if is_persistent_buffer(module, name)
+            ]
             own += [f"{prefix}.{name}" if prefix else name for name in buffers]
-        everyone = [json.loads(text) for text in comm.all_gather_text(json.dumps(own), "names of all stages")]
+        everyone = [
+            json.loads(text)
+            for text in comm.all_gather_text(json.dumps(own), "names of all stages")
+        ]
         self.others = {name for names in everyone for name in names} - set(own)
 
     def after(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Make a state dict whole: stage by stage, of what several have the first one's. Collective."""
+        """Make a state dict whole: stage by stage, of what several have the first one's.
+        Collective.
+        """
         if not self.mode.gathers:
             return
-        here = {name.removeprefix(prefix): state[name] for name in list(state) if name.startswith(prefix)}
+        here = {
+            name.removeprefix(prefix): state[name]
+            for name in list(state)
+            if name.startswith(prefix)
+        }
         own = {name: value.detach() for name, value in here.items() if isinstance(value, Tensor)}
-        forms = [(name, str(each.dtype).removeprefix("torch."), *each.shape) for name, each in own.items()]
+        forms = [
+            (name, str(each.dtype).removeprefix("torch."), *each.shape)
+            for name, each in own.items()
+        ]
         with propagate_errors(self.comm), torch.no_grad():
             told = self.comm.all_gather_text(json.dumps(forms), "state dict: forms")
             everyone = [{name: form for name, *form in json.loads(text)} for text in told]
@@ -124,7 +151,9 @@ class _Stages:
                         lacking = [name not in others for others in everyone]
                         value = here.get(name)
                         if any(lacking):
-                            there = self._brought(own.get(name), getattr(torch, dtype), shape, lacking, owner, name)
+                            there = self._brought(
+                                own.get(name), getattr(torch, dtype), shape, lacking, owner, name
+                            )
                             value = there if value is None else value
                         whole[name] = value
         for name in here:
@@ -132,10 +161,17 @@ class _Stages:
         state.update({prefix + name: value for name, value in (whole | here).items()})
 
     def _brought(
-        self, value: Tensor | None, dtype: torch.dtype, shape: list[int], lacking: list[bool], owner: int, name: str
+        self,
+        value: Tensor | None,
+        dtype: torch.dtype,
+        shape: list[int],
+        lacking: list[bool],
+        owner: int,
+        name: str,
     ) -> Tensor:
         """Return the owner's tensor on the ranks that lack it, on the CPU."""
-        comm, pieces = self.comm, list[Tensor]()
+        comm = self.comm
+        pieces = list[Tensor]()
         is_mine = comm.rank == owner
         if is_mine and value is not None:
             flat = value.to(comm.device).contiguous().reshape(-1).view(torch.uint8)
@@ -158,11 +194,16 @@ class _Saver:
     """
 
     def __init__(self, unit: Unit, mode: StateDictMode) -> None:
-        self.unit, self.woken = unit, False
+        self.unit = unit
+        self.woken = False
         self.mode = mode
-        self.resting: list[ParamInfo] | None = None  # of a local state dict, the parameters that are sharded now
+        self.resting: list[ParamInfo] | None = (
+            None  # of a local state dict, the parameters that are sharded now
+        )
         self.exact: GatheredParameters | None = None
-        self.outermost: nn.Module | None = None  # whose state dict is being made; the modules inside it have no part
+        self.outermost: nn.Module | None = (
+            None  # whose state dict is being made; the modules inside it have no part
+        )
 
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self.outermost is None and not self.mode.gathers:
@@ -170,11 +211,17 @@ class _Saver:
             self.resting = _show_empty(self.unit)
         elif self.outermost in (None, module):
             self.woken = self.unit.state is UnitState.SHARDED
-            if coded := [group for group in self.unit.sharded if group.plan.weight.wire is not None]:
-                self.exact = GatheredParameters([member.param for group in coded for member in group.members])
+            if coded := [
+                group for group in self.unit.sharded if group.plan.weight.wire is not None
+            ]:
+                self.exact = GatheredParameters(
+                    [member.param for group in coded for member in group.members]
+                )
                 self.exact.__enter__()
             runtime = self.unit.groups[0].runtime() if self.unit.groups else None
-            lone_call = runtime.comm.lone_call("state_dict()") if runtime is not None else nullcontext()
+            lone_call = (
+                runtime.comm.lone_call("state_dict()") if runtime is not None else nullcontext()
+            )
             with torch.inference_mode(False), torch.no_grad(), lone_call:
                 self.unit.unshard()
                 self.unit.wait_for_unshard()
@@ -205,7 +252,9 @@ class _Saver:
                 self.unit.reshard()
 
     def _joined(self, value: Tensor, split: Split | None, name: str) -> Tensor:
-        """Return the whole value of a parameter, in its shape.  Collective along "tp" where it is split."""
+        """Return the whole value of a parameter, in its shape.  Collective along "tp" where it is
+        split.
+        """
         value = value.detach()
         if split is None or (comm := along_tp(self.unit)) is None:
             return value
@@ -230,24 +279,35 @@ def along_tp(unit: Unit) -> Comm | None:
 
 
 def _splits(unit: Unit, module: nn.Module) -> dict[str, Split]:
-    """How a unit's parameters lie along "tp", by their names relative to a module; those that are split alone."""
+    """How a unit's parameters lie along "tp", by their names relative to a module; those that are
+    split alone.
+    """
     mine = {id(member.param): split_of(member.param) for member in unit.members()}
-    found = {name: mine.get(id(param)) for name, param in module.named_parameters(remove_duplicate=False)}
-    return {name: split for name, split in found.items() if split is not None and split.kind == "split"}
+    found = {
+        name: mine.get(id(param)) for name, param in module.named_parameters(remove_duplicate=False)
+    }
+    return {
+        name: split for name, split in found.items() if split is not None and split.kind == "split"
+    }
 
 
 class _Loader:
-    """Shards a unit while torch copies values in, so that each copy reaches slice and master (sharded_parameter.py)."""
+    """Shards a unit while torch copies values in, so that each copy reaches slice and master
+    (sharded_parameter.py).
+    """
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.outermost: nn.Module | None = None
 
-    def before(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *details: Any) -> None:
+    def before(
+        self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *details: Any
+    ) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise UsageError(
                 "load_state_dict(assign=True) cannot be used on a wrapped model.",
-                "It would put other tensors in the place of parameters whose slices the engine holds.",
+                "It would put other tensors in the place of parameters whose slices the engine "
+                "holds.",
                 "leave assign out: the values are copied into the slices.",
             )
         if self.outermost in (None, module):
@@ -260,7 +320,9 @@ class _Loader:
                             member.reshard()
 
     def _cut(self, module: nn.Module, state: Any, prefix: str) -> None:
-        """Put this rank's parts in the place of whole values, in torch's own copy of the dictionary."""
+        """Put this rank's parts in the place of whole values, in torch's own copy of the
+        dictionary.
+        """
         comm = along_tp(self.unit)
         if comm is None:
             return

@@ -1,8 +1,8 @@
-"""Parameters before a model is cut: one Parameter where two are the same view of one memory, an error where they
-overlap in part, hold numbers that are not real, or are somebody's already.
+"""Parameters before a model is cut: one Parameter where two are the same view of one memory, an
+error where they overlap in part, hold numbers that are not real, or are somebody's already.
 
-Two Parameters over one storage (`b.weight = nn.Parameter(a.weight.data)`) are tied through their memory.  Cutting
-copies values into flat buffers, which would part them without a word.
+Two Parameters over one storage (`b.weight = nn.Parameter(a.weight.data)`) are tied through their
+memory.  Cutting copies values into flat buffers, which would part them without a word.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Place:
 
 
 def refuse_owned(model: nn.Module, split: str | None = None) -> None:
-    """Raise UsageError where a parameter belongs to an engine already, or NotBuiltError where it is a slice of what
-    will be split over a mesh axis, too.  Local.
+    """Raise UsageError where a parameter belongs to an engine already, or NotBuiltError where it is
+    a slice of what will be split over a mesh axis, too.  Local.
 
     split: the axis; None: no such axis.
     """
@@ -51,21 +51,25 @@ def refuse_owned(model: nn.Module, split: str | None = None) -> None:
             raise UsageError(
                 f"parameter '{name}' already belongs to an engine.",
                 "A parameter lives in one engine at a time.",
-                "call destroy() on the first engine, or build the second from its own copy of the model.",
+                "call destroy() on the first engine, or build the second from its own copy of the "
+                "model.",
             )
         if owner is not None and split is not None:
             raise NotBuiltError(
                 f"a model built under zero.Init is not split over mesh axis {split}.",
                 "Its parameters are slices of whole ones, and the split would need other slices.",
-                "build it without zero.Init; initialize() leaves each rank its own part, in slices.",
+                "build it without zero.Init; initialize() leaves each rank its own part, in "
+                "slices.",
             )
 
 
 def tie_shared(model: nn.Module, known: Iterable[nn.Parameter] = ()) -> None:
-    """Let Parameters that are the same view of one memory be one Parameter: the first in the model's order.
+    """Let Parameters that are the same view of one memory be one Parameter: the first in the
+    model's order.
 
-    known: parameters outside the model that come before its own.  Local; UsageError, before anything changes, where
-    numbers are complex, memory is shared in part, or one of two is frozen.  Parameters on the meta device share none.
+    known: parameters outside the model that come before its own.  Local; UsageError, before
+    anything changes, where numbers are complex, memory is shared in part, or one of two is frozen.
+    Parameters on the meta device share none.
     """
     _refuse_complex(model)
     one: dict[int, nn.Parameter] = {}
@@ -79,12 +83,15 @@ def tie_shared(model: nn.Module, known: Iterable[nn.Parameter] = ()) -> None:
                 raise UsageError(
                     f"'{first.name}' and '{place.name}' are one memory, and one of them is frozen.",
                     "The other's updates would move it.",
-                    "freeze both, or give one its own values: nn.Parameter(weight.detach().clone()).",
+                    "freeze both, or give one its own values: "
+                    "nn.Parameter(weight.detach().clone()).",
                 )
             assert isinstance(first.tensor, nn.Parameter)
             one[id(place.tensor)] = first.tensor
         if views:
-            _refuse_overlaps([*views.values(), *(place for place in together if not place.is_parameter())])
+            _refuse_overlaps(
+                [*views.values(), *(place for place in together if not place.is_parameter())]
+            )
     for module in model.modules() if one else ():
         for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(param) in one:
@@ -93,8 +100,8 @@ def tie_shared(model: nn.Module, known: Iterable[nn.Parameter] = ()) -> None:
 
 
 def without_twins(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups as an optimizer was given them, with each Parameter that `tie_shared` made one with another left
-    out, and tiles in the place of those that `cut_layers` has cut.
+    """Parameter groups as an optimizer was given them, with each Parameter that `tie_shared` made
+    one with another left out, and tiles in the place of those that `cut_layers` has cut.
     """
     found: list[dict[str, Any]] = []
     seen: dict[int, int] = {}
@@ -104,10 +111,11 @@ def without_twins(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             one = param.__dict__.get(TIED_TO, param)
             if seen.setdefault(id(one), number) != number:
                 raise UsageError(
-                    f"a parameter of shape {tuple(one.shape)} is in the parameter groups {seen[id(one)]} and {number}: "
-                    "two Parameters there are one memory.",
+                    f"a parameter of shape {tuple(one.shape)} is in the parameter groups "
+                    f"{seen[id(one)]} and {number}: two Parameters there are one memory.",
                     "Each element is updated once, by the hyper-parameters of one group.",
-                    "put both into one group, or give one its own values: nn.Parameter(weight.detach().clone()).",
+                    "put both into one group, or give one its own values: "
+                    "nn.Parameter(weight.detach().clone()).",
                 )
             for each in one.__dict__.get(CUT_INTO, (one,)):
                 mine[id(each)] = each
@@ -116,12 +124,16 @@ def without_twins(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _refuse_complex(model: nn.Module) -> None:
-    """Raise if a parameter holds complex numbers: sums, masters and moments are those of real ones.  Local."""
+    """Raise if a parameter holds complex numbers: sums, masters and moments are those of real ones.
+    Local.
+    """
     for name, param in model.named_parameters():
         if param.dtype.is_complex:
             raise UsageError(
-                f"parameter '{name}' holds complex numbers ({str(param.dtype).removeprefix('torch.')}).",
-                "Gradients are added, and masters and moments kept, as real numbers: imaginary parts would be lost.",
+                f"parameter '{name}' holds complex numbers "
+                f"({str(param.dtype).removeprefix('torch.')}).",
+                "Gradients are added, and masters and moments kept, as real numbers: imaginary "
+                "parts would be lost.",
                 "hold real and imaginary parts, nn.Parameter(torch.view_as_real(value)), and use "
                 "torch.view_as_complex(parameter) in forward; a constant may be a buffer.",
             )
@@ -146,12 +158,16 @@ def _place(name: str, tensor: Tensor) -> Iterator[Place]:
     ):
         return
     if start := tensor.data_ptr():
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        last = sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         yield Place(name, tensor, start, start + (last + 1) * tensor.element_size())
 
 
 def _overlapping(places: Sequence[Place]) -> Iterator[list[Place]]:
-    """Those whose bytes, from the first to the last, meet; several at a time, in the order given."""
+    """Those whose bytes, from the first to the last, meet; several at a time, in the order
+    given.
+    """
     order = {id(place): number for number, place in enumerate(places)}
     cluster: list[Place] = []
     end = (torch.device("meta"), 0)
@@ -162,19 +178,22 @@ def _overlapping(places: Sequence[Place]) -> Iterator[list[Place]]:
             continue
         if len(cluster) > 1:
             yield sorted(cluster, key=lambda each: order[id(each)])
-        cluster, end = [place], (place.tensor.device, place.stop)
+        cluster = [place]
+        end = (place.tensor.device, place.stop)
     if len(cluster) > 1:
         yield sorted(cluster, key=lambda each: order[id(each)])
 
 
 def _refuse_overlaps(places: Sequence[Place]) -> None:
-    """Raise if a parameter has a byte in common with what comes before or after it; columns of one matrix have none.
+    """Raise if a parameter has a byte in common with what comes before or after it; columns of one
+    matrix have none.
 
     places: parameters first, then buffers, which may overlap among themselves.
     """
     if len(places) < 2:
         return
-    low, high = min(place.start for place in places), max(place.stop for place in places)
+    low = min(place.start for place in places)
+    high = max(place.stop for place in places)
     owner = torch.full((high - low,), -1, dtype=torch.int32)
     for number, place in enumerate(places):
         size = place.tensor.element_size()
@@ -192,7 +211,8 @@ def _partly(first: Place, other: Place) -> UsageError:
         what = "share memory, and one of them is a buffer"
     return UsageError(
         f"'{first.name}' and '{other.name}' {what}.",
-        "Each parameter gets its place in a flat buffer, so that a change of one would no longer reach the other.",
+        "Each parameter gets its place in a flat buffer, so that a change of one would no longer "
+        "reach the other.",
         "make one parameter of them and cut it in forward, or give one its own values: "
         "nn.Parameter(weight.detach().clone()).",
     )

@@ -1,7 +1,9 @@
-"""Message and prefetch sizes that grow while that shortens waiting: seed 000's dynamic adjustment, on all ranks alike.
+"""Message and prefetch sizes that grow while that shortens waiting: seed 000's dynamic adjustment,
+on all ranks alike.
 
-Every PERIOD steps the ranks compare how long the slowest of them waited. If that is long enough a size doubles; it
-stays if the wait fell, else it goes back for good. Only sizes that the user left open are changed, and no result
+Every PERIOD steps the ranks compare how long the slowest of them waited. If that is long enough a
+size doubles; it stays if the wait fell, else it goes back for good. Only sizes that the user left
+open are changed, and no result
 depends on them: a sum's order is the plan's, whatever the message.
 """
 
@@ -36,9 +38,12 @@ class Knob:
     is_done: bool = False
 
     def adjust(self, share: float) -> bool:
-        """Go on from the share of a step that the slowest rank waited; True if the value changed."""
+        """Go on from the share of a step that the slowest rank waited; True if the value
+        changed.
+        """
         if self.before is not None and share > GAIN * self.before[1]:
-            self.value, self.is_done = self.before[0], True
+            self.value = self.before[0]
+            self.is_done = True
             return True
         if share < WORTH or self.value >= self.ceiling:
             self.is_done = True
@@ -52,9 +57,12 @@ class Tuner:
     """Looks at the waits of one engine, one knob after the other."""
 
     def __init__(self, settings: PlanSettings, sizes: Sequence[int], comm: Comm) -> None:
-        self.settings, self.comm, self.steps = settings, comm, 0
+        self.settings = settings
+        self.comm = comm
+        self.steps = 0
         self._seen: dict[str, float] = {}
-        largest, total = max(sizes, default=0), sum(sizes)
+        largest = max(sizes, default=0)
+        total = sum(sizes)
         limits = {
             "ahead_numel": (2 * largest, min(settings.window_numel, total)),
             "bucket_numel": (0, largest),
@@ -64,22 +72,31 @@ class Tuner:
         self.knobs = [Knob(name, getattr(settings, name), *limits[name]) for name in names]
 
     def after_step(self) -> PlanSettings | None:
-        """After a step: the settings to go on with, where they change.  Collective every PERIOD steps until done."""
+        """After a step: the settings to go on with, where they change.  Collective every PERIOD
+        steps until done.
+        """
         self.steps += 1
         knob = next((knob for knob in self.knobs if not knob.is_done), None)
         if knob is None or self.steps % PERIOD:
             return None
-        meter, lane = self.comm.meter, LANES[knob.name]
+        meter = self.comm.meter
+        lane = LANES[knob.name]
         totals = {**meter.wait_seconds, "all": sum(meter.clock.seconds.values())}
-        waited, passed = (totals.get(name, 0.0) - self._seen.get(name, 0.0) for name in (lane, "all"))
+        waited, passed = (
+            totals.get(name, 0.0) - self._seen.get(name, 0.0) for name in (lane, "all")
+        )
         self._seen = totals
         shares = self.comm.all_gather_rows(
             torch.tensor([waited / passed if passed > 0 else 0.0], dtype=torch.float64), "waits"
         )
-        share, old = float(shares.max()), knob.value
+        share = float(shares.max())
+        old = knob.value
         if not knob.adjust(share):
             return None
-        log_once(f"{KEYS[knob.name]} {old:,} -> {knob.value:,} elements: {share:.1%} of a step waits for a {lane}")
+        log_once(
+            f"{KEYS[knob.name]} {old:,} -> {knob.value:,} elements: {share:.1%} of a step waits "
+            f"for a {lane}"
+        )
         changed: dict[str, Any] = {knob.name: knob.value}
         self.settings = replace(self.settings, **changed)
         return self.settings

@@ -1,4 +1,5 @@
-"""Turns a model into units on flat buffers, unit by unit, so that the peak is the model plus one unit.
+"""Turns a model into units on flat buffers, unit by unit, so that the peak is the model plus one
+unit.
 
 Collective: ranks first compare what they are about to shard, then take rank 0's values.
 """
@@ -34,38 +35,54 @@ from .runtime import Runtime
 
 
 def wrap_model(model: nn.Module, plan: Plan, comm: Comm, tiers: Tiers | None = None) -> Runtime:
-    """Shard a model in place, as planned, and hook it.  Collective: every rank passes the same model and settings.
+    """Shard a model in place, as planned, and hook it.  Collective: every rank passes the same
+    model and settings.
 
-    comm: the world's, laid out on its mesh.  tiers: the memories that the plan names beside the training device.
+    comm: the world's, laid out on its mesh.  tiers: the memories that the plan names beside the
+    training device.
     """
     device = plan.mesh.device
     compare_ranks(model, plan, comm)
     tiers = tiers or Tiers()
-    pool = Pool(device, comm, tiers.budget, scratch_numel(plan.units, device), plan.machine.spans_hosts)
+    pool = Pool(
+        device, comm, tiers.budget, scratch_numel(plan.units, device), plan.machine.spans_hosts
+    )
     settings = plan.settings
-    divisor = (plan.mesh.reduce_size if settings.mean else 1.0) / predivide_of(settings, plan.mesh.reduce_size)
+    divisor = (plan.mesh.reduce_size if settings.mean else 1.0) / predivide_of(
+        settings, plan.mesh.reduce_size
+    )
     comm_ctx = CommContext.over(comm, pool, settings.bucket_numel, divisor, tiers)
     if 1 < settings.secondary_ranks < plan.mesh.shard_size:
         inner = comm.whole.split(plan.mesh.inner_groups(settings.secondary_ranks), "inner")
         comm_ctx = comm_ctx.with_inner(inner)
     per_host = settings.ranks_per_host or 1
     if plan.mesh.near_size(per_host) > 1:
-        comm_ctx = replace(comm_ctx, hosts=ByHost.over(comm.whole, *plan.mesh.host_groups(per_host)))
+        comm_ctx = replace(
+            comm_ctx, hosts=ByHost.over(comm.whole, *plan.mesh.host_groups(per_host))
+        )
     contexts = {1: comm_ctx}
     wanted = {_sharers(group.key) for unit in plan.units for group in unit.groups}
     for neighbours in _of_all_ranks(wanted, comm.whole):
         sharers = comm.whole.split(plan.mesh.replica_groups(neighbours), f"tp{neighbours}")
         contexts[neighbours] = comm_ctx.with_replicas(sharers, divisor)
-    params, modules = dict(model.named_parameters()), dict(model.named_modules(remove_duplicate=False))
+    params = dict(model.named_parameters())
+    modules = dict(model.named_modules(remove_duplicate=False))
     built: dict[int, list[ParamGroup]] = {}
     with LongWork("building the engine", plan.numel, "parameters") as work:
         for number in _as_they_get_values(model, plan, params, comm):
             built[number] = [
-                build_group(group, params, contexts[_sharers(group.key)]) for group in plan.units[number].groups
+                build_group(group, params, contexts[_sharers(group.key)])
+                for group in plan.units[number].groups
             ]
             work.advance(sum(group.layout.numel for group in plan.units[number].groups))
     units = [
-        Unit(unit.name, modules[unit.name] if number else model, built[number], number, is_tile=unit.is_tile)
+        Unit(
+            unit.name,
+            modules[unit.name] if number else model,
+            built[number],
+            number,
+            is_tile=unit.is_tile,
+        )
         for number, unit in enumerate(plan.units)
     ]
     pool.clear()  # what units were packed in on their way to their slices
@@ -79,7 +96,9 @@ def _sharers(key: GroupKey | None) -> int:
 
 
 def _of_all_ranks(wanted: Collection[int], world: Comm) -> list[int]:
-    """Return what any rank wants beyond its own, in one order: pieces of a model differ in it.  Collective."""
+    """Return what any rank wants beyond its own, in one order: pieces of a model differ in it.
+    Collective.
+    """
     if world.size == 1:
         return []
     everyone = world.all_gather_text(json.dumps(sorted(wanted)), "who shares parameters")
@@ -88,7 +107,9 @@ def _of_all_ranks(wanted: Collection[int], world: Comm) -> list[int]:
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """The memories beside the training device.  pins_host: page-lock host memory beside a GPU.  path: of a disk."""
+    """The memories beside the training device.  pins_host: page-lock host memory beside a GPU.
+    path: of a disk.
+    """
 
     pins_host: bool = False
     path: Path = Path()
@@ -100,7 +121,8 @@ def open_tiers(plan: Plan, settings: MemorySettings, comm: Comm, chunk_numel: in
 
     Raises on every rank where one rank's disk refuses.
     """
-    chosen, memories = plan.settings, dict[Tier, Memory]()
+    chosen = plan.settings
+    memories = dict[Tier, Memory]()
     wanted = {chosen.weight_tier, chosen.state_tier}
     wanted |= {tier for unit in chosen.unit_tiers for tier in (unit.weights, unit.states)}
     if Tier.HOST in wanted:
@@ -125,16 +147,27 @@ def check_room(plan: Plan, tiers: Tiers, comm: Comm) -> None:
 
 
 def commit(tiers: Tiers, comm: Comm) -> None:
-    """Give the memories of a plan their pages, after the model's own values are gone.  Collective."""
+    """Give the memories of a plan their pages, after the model's own values are gone.
+    Collective.
+    """
     with AllRanks(comm, "reserving host memory"):
         for memory in tiers.memories.values():
             memory.commit(ranks_of_this_host())
 
 
-def _as_they_get_values(model: nn.Module, plan: Plan, params: Mapping[str, nn.Parameter], comm: Comm) -> Iterator[int]:
-    """Numbers of units whose parameters all have values: of a model on the meta device, as soon as they have."""
+def _as_they_get_values(
+    model: nn.Module, plan: Plan, params: Mapping[str, nn.Parameter], comm: Comm
+) -> Iterator[int]:
+    """Numbers of units whose parameters all have values: of a model on the meta device, as soon as
+    they have.
+    """
     lacking = {
-        number: {id(params[name]) for group in unit.groups for name in group.names if params[name].is_meta}
+        number: {
+            id(params[name])
+            for group in unit.groups
+            for name in group.names
+            if params[name].is_meta
+        }
         for number, unit in enumerate(plan.units)
     }
     yield from (number for number, missing in lacking.items() if not missing)
@@ -161,14 +194,25 @@ def _place_buffers(model: nn.Module, comm: Comm, device: torch.device) -> None:
 
 
 def compare_ranks(model: nn.Module, plan: Plan, comm: Comm) -> None:
-    """Raise on every rank if ranks differ in parameters (names, shapes, dtypes, order), buffers, units or settings."""
-    why = "Each rank holds a slice of the same flat buffers, so names, shapes, dtypes, order and settings must agree."
+    """Raise on every rank if ranks differ in parameters (names, shapes, dtypes, order), buffers,
+    units or settings.
+    """
+    why = (
+        "Each rank holds a slice of the same flat buffers, so names, shapes, dtypes, order and "
+        "settings must agree."
+    )
     fix = "build the model and the configuration from the same arguments on every rank."
     agree_on(comm, values_in(plan.settings, "plan"), "what they are about to shard", why, fix)
     lines = [f"unit {unit.name}" for unit in plan.units]
     for name, param in model.named_parameters():
-        lines.append(f"parameter {name} {tuple(param.shape)} {param.dtype} requires_grad={param.requires_grad}")
-    lines += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
+        lines.append(
+            f"parameter {name} {tuple(param.shape)} {param.dtype} "
+            f"requires_grad={param.requires_grad}"
+        )
+    lines += [
+        f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"
+        for name, buffer in model.named_buffers()
+    ]
     agree(
         comm,
         lines,
