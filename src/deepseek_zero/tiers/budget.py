@@ -1,6 +1,7 @@
 """The part of the training device's memory that an engine may take, and what it has taken.
 
-On a CPU the device's memory and the host's are the same chips, so this budget is also what tells them apart.
+On a CPU the device's memory and the host's are the same chips, so this budget is also what tells
+them apart.
 """
 
 from __future__ import annotations
@@ -19,17 +20,22 @@ class DeviceBudget:
     """A number of bytes, and how many of them are taken."""
 
     def __init__(self, limit_bytes: int = NO_LIMIT) -> None:
-        self.limit_bytes, self.taken_bytes, self.most_bytes = limit_bytes, 0, 0
+        self.limit_bytes = limit_bytes
+        self.taken_bytes = 0
+        self.most_bytes = 0
 
     def reserve(self, nbytes: int, what: str) -> None:
-        """Count bytes that are about to be allocated; raise `OutOfMemoryError` if that is more than allowed."""
+        """Count bytes that are about to be allocated; raise `OutOfMemoryError` if that is more than
+        allowed.
+        """
         if self.taken_bytes + nbytes > self.limit_bytes:
             raise OutOfMemoryError(
-                f"{what} needs {format_bytes(nbytes)} of the training device; {format_bytes(self.taken_bytes)} of the "
-                f"{format_bytes(self.limit_bytes)} that memory_budget.device allows are taken.",
+                f"{what} needs {format_bytes(nbytes)} of the training device; "
+                f"{format_bytes(self.taken_bytes)} of the {format_bytes(self.limit_bytes)} that "
+                "memory_budget.device allows are taken.",
                 "Asked before anything is allocated.",
-                "allow more, offload more (offload_optimizer, offload_param), or gather less at a time "
-                "(stage3_max_live_parameters, stage3_prefetch_bucket_size).",
+                "allow more, offload more (offload_optimizer, offload_param), or gather less at a "
+                "time (stage3_max_live_parameters, stage3_prefetch_bucket_size).",
             )
         self.taken_bytes += nbytes
         self.most_bytes = max(self.most_bytes, self.taken_bytes)

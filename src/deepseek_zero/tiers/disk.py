@@ -1,8 +1,9 @@
-"""A disk as a tier: one unnamed file per rank, moved in chunks by a few threads, past the page cache where possible.
+"""A disk as a tier: one unnamed file per rank, moved in chunks by a few threads, past the page
+cache where possible.
 
-The file has no name (or loses it at once): no other process can open it, and a killed job leaves nothing behind. Every
-chunk that comes back is compared with the sum of the bytes that were written. An extent's memory is address space; a
-chunk has pages only while it is used.
+The file has no name (or loses it at once): no other process can open it, and a killed job leaves
+nothing behind. Every chunk that comes back is compared with the sum of the bytes that were written.
+An extent's memory is address space; a chunk has pages only while it is used.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class State(Enum):
     """The place of a chunk's bytes: memory, the file, or on the way."""
 
     HERE = "here"  # at their address; the file may have older ones
-    LEAVING = "leaving"  # a thread writes them, and returns their pages unless they are held meanwhile
+    LEAVING = (
+        "leaving"  # a thread writes them, and returns their pages unless they are held meanwhile
+    )
     AWAY = "away"  # in the file
     ARRIVING = "arriving"  # a thread reads them
 
@@ -69,19 +72,26 @@ class Disk:
     """The disk tier of one rank."""
 
     def __init__(self, directory: Path, settings: DiskSettings | None = None) -> None:
-        self.directory, self.settings = directory, settings or DiskSettings()
-        self.reserved_bytes, self.traffic, self.lock = 0, Traffic(), threading.Lock()
+        self.directory = directory
+        self.settings = settings or DiskSettings()
+        self.reserved_bytes = 0
+        self.traffic = Traffic()
+        self.lock = threading.Lock()
         self.descriptor, self.is_direct = _open_unnamed(directory)
         self.promises_room = True  # whether the file system sets aside what is reserved
         self._pool = ThreadPoolExecutor(self.settings.threads, "deepseek_zero disk")
-        # No job is under way when this object goes, since jobs hold it; and a finalizer may run anywhere (inside
-        # Thread.start, even), so it must not join threads: an executor's end with it by themselves.
+        # No job is under way when this object goes, since jobs hold it; and a finalizer may run
+        # anywhere (inside Thread.start, even), so it must not join threads: an executor's end with
+        # it by themselves.
         self._end = weakref.finalize(self, os.close, self.descriptor)
 
     def capabilities(self) -> list[Capability]:
         name = f"states on '{self.directory}'"
         if not self.is_direct:
-            why = "the file system refuses O_DIRECT; each block is written twice: to the cache, and from there"
+            why = (
+                "the file system refuses O_DIRECT; each block is written twice: to the cache, and "
+                "from there"
+            )
             return [Capability(name, "through the page cache", why)]
         if not self.promises_room:
             why = "the file system knows no fallocate; a full disk shows at a write"
@@ -94,30 +104,39 @@ class Disk:
         if nbytes * sharers > free:
             raise StorageError(
                 f"offloaded states need {format_bytes(nbytes * sharers)} on '{self.directory}' "
-                f"({format_bytes(nbytes)} for each of {sharers} ranks), {format_bytes(free)} are free.",
+                f"({format_bytes(nbytes)} for each of {sharers} ranks), {format_bytes(free)} are "
+                "free.",
                 "Checked before anything is written, so nothing is lost.",
-                f"free some, name another nvme_path, or train a model of {free / (nbytes * sharers):.0%} of this size.",
+                "free some, name another nvme_path, or train a model of "
+                f"{free / (nbytes * sharers):.0%} of this size.",
             )
 
     @staticmethod
     def free_bytes(directory: Path) -> int:
-        """Return the bytes this user can have of the disk under a directory, which need not exist yet; 0 without a
-        disk.
+        """Return the bytes this user can have of the disk under a directory, which need not exist
+        yet; 0 without a disk.
         """
         try:
-            found = os.statvfs(next(path for path in (directory, *directory.absolute().parents) if path.exists()))
+            found = os.statvfs(
+                next(path for path in (directory, *directory.absolute().parents) if path.exists())
+            )
         except OSError:
             return 0  # opening a file there says why
         return found.f_bavail * found.f_frsize
 
-    def reserve(self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str, *, is_copied: bool = True) -> Extent:
-        """Return a zeroed extent with its place in the file; raise `StorageError` if the disk is full."""
+    def reserve(
+        self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str, *, is_copied: bool = True
+    ) -> Extent:
+        """Return a zeroed extent with its place in the file; raise `StorageError` if the disk is
+        full.
+        """
         if not numel:
             return Extent(torch.empty(0, dtype=dtype))
         padded = -(-numel * dtype.itemsize // PAGE) * PAGE
         with _named(self, f"reserving {format_bytes(padded)} for {what}"):
             self.promises_room &= _allocate(self.descriptor, self.reserved_bytes, padded)
-        start, self.reserved_bytes = self.reserved_bytes, self.reserved_bytes + padded
+        start = self.reserved_bytes
+        self.reserved_bytes = self.reserved_bytes + padded
         chunk = min(-(-chunk_numel * dtype.itemsize // PAGE) * PAGE, padded)
         return DiskExtent(self, numel, dtype, range(start, start + padded, chunk), what)
 
@@ -142,10 +161,14 @@ class Disk:
         with self.traffic.transfer(event):
             self._transfer(os.pwritev, source, offset)
 
-    def _transfer(self, call: Callable[[int, list[memoryview], int], int], memory: memoryview, offset: int) -> None:
+    def _transfer(
+        self, call: Callable[[int, list[memoryview], int], int], memory: memoryview, offset: int
+    ) -> None:
         done = 0
         while done < len(memory):
-            moved = call(self.descriptor, [memory[done : done + self.settings.block_bytes]], offset + done)
+            moved = call(
+                self.descriptor, [memory[done : done + self.settings.block_bytes]], offset + done
+            )
             if moved <= 0:
                 raise OSError(errno.EIO, f"{done} of {len(memory)} bytes were there")
             done += moved
@@ -156,14 +179,21 @@ class Disk:
 
 
 class Chunk:
-    """A stretch of an extent that is moved as a whole: its bytes in memory, and their place in the file."""
+    """A stretch of an extent that is moved as a whole: its bytes in memory, and their place in the
+    file.
+    """
 
     def __init__(self, disk: Disk, piece: Tensor, offset: int, what: str) -> None:
-        self.disk, self.piece, self.offset, self.what = disk, piece, offset, what
+        self.disk = disk
+        self.piece = piece
+        self.offset = offset
+        self.what = what
         self.state = State.HERE
         self.sum: int | None = None  # of what the file has; None: nothing of it
         self.is_changed = False  # may have other bytes than the file
-        self._job: tuple[Future[bool], TransferEvent] | None = None  # the result: whether the bytes are here
+        self._job: tuple[Future[bool], TransferEvent] | None = (
+            None  # the result: whether the bytes are here
+        )
         # Both are the writer's too, so they change under the disk's lock.
         self._is_wanted = False  # while it leaves
         self._is_let_go = False  # written, and given back unless it was wanted
@@ -219,7 +249,8 @@ class Chunk:
         self._is_kept = False
         if self.state in (State.ARRIVING, State.LEAVING):
             self.wait()
-        self.sum, self.is_changed = None, False
+        self.sum = None
+        self.is_changed = False
         if self.state is State.AWAY:
             self._enter(State.HERE)
         return_pages(self.piece)
@@ -300,7 +331,9 @@ class DiskExtent(Extent):
         memory = private_pages(place.stop - place.start, torch.uint8)
         super().__init__(memory.view(dtype)[:numel])
         self._chunk_numel = place.step // dtype.itemsize
-        self.chunks = [Chunk(disk, memory[at - place.start :][: place.step], at, what) for at in place]
+        self.chunks = [
+            Chunk(disk, memory[at - place.start :][: place.step], at, what) for at in place
+        ]
 
     @property
     def is_offloaded(self) -> bool:
@@ -366,10 +399,11 @@ class Transfer:
 
 
 def sum_of(piece: Tensor) -> int:
-    """Return the checksum of a chunk: each sector's sum of 8-byte words times an odd number of its place, modulo 2^64.
+    """Return the checksum of a chunk: each sector's sum of 8-byte words times an odd number of its
+    place, modulo 2^64.
 
-    It differs after any change of one word, and where sectors or pages have changed places. A disk moves nothing
-    smaller.
+    It differs after any change of one word, and where sectors or pages have changed places. A disk
+    moves nothing smaller.
     """
     sectors = piece.numpy().view(np.uint64).reshape(-1, SECTOR // 8)
     return int(np.einsum("ij->i", sectors) @ _odd_numbers(len(sectors)))
@@ -389,8 +423,8 @@ def _view(piece: Tensor) -> memoryview:
 
 
 def _open_unnamed(directory: Path) -> tuple[int, bool]:
-    """Open a file without a name in a directory, which is made if need be; return (descriptor, is it past the page
-    cache).
+    """Open a file without a name in a directory, which is made if need be; return (descriptor, is
+    it past the page cache).
     """
     try:
         _make_private(directory)
@@ -399,7 +433,9 @@ def _open_unnamed(directory: Path) -> tuple[int, bool]:
             try:
                 descriptor = _unnamed(directory, flag)
                 page = private_pages(PAGE, torch.uint8)
-                os.pwritev(descriptor, [_view(page)], 0)  # some file systems take the flag and refuse what follows
+                os.pwritev(
+                    descriptor, [_view(page)], 0
+                )  # some file systems take the flag and refuse what follows
                 return descriptor, flag != 0
             except OSError as error:
                 if descriptor >= 0:
@@ -412,8 +448,12 @@ def _open_unnamed(directory: Path) -> tuple[int, bool]:
 
 
 def _make_private(directory: Path) -> None:
-    """Make a directory and its missing parents for this user alone; leave an existing one as it is."""
-    for path in [path for path in (*reversed(directory.absolute().parents), directory) if not path.exists()]:
+    """Make a directory and its missing parents for this user alone; leave an existing one as it
+    is.
+    """
+    for path in [
+        path for path in (*reversed(directory.absolute().parents), directory) if not path.exists()
+    ]:
         with suppress(FileExistsError):  # another rank was faster
             path.mkdir(0o700)
 
@@ -422,7 +462,9 @@ def _unnamed(directory: Path, flag: int) -> int:
     flags = os.O_RDWR | os.O_CLOEXEC | flag
     with suppress(OSError, AttributeError):
         return os.open(directory, flags | os.O_TMPFILE, 0o600)
-    handle, name = tempfile.mkstemp(prefix="deepseek_zero-", dir=directory)  # a file system without O_TMPFILE
+    handle, name = tempfile.mkstemp(
+        prefix="deepseek_zero-", dir=directory
+    )  # a file system without O_TMPFILE
     try:
         return os.open(name, flags)
     finally:
@@ -446,7 +488,8 @@ class _named:
     """Turn an OSError of the disk into a `StorageError` that says what was being done."""
 
     def __init__(self, disk: Disk, what: str) -> None:
-        self.disk, self.what = disk, what
+        self.disk = disk
+        self.what = what
 
     def __enter__(self) -> None:
         pass

@@ -1,8 +1,9 @@
-"""Host memory as a tier: exactly as many bytes as a state has, page-locked where copies of a GPU go.
+"""Host memory as a tier: exactly as many bytes as a state has, page-locked where copies of a GPU
+go.
 
-torch's own page-locked tensors take the next power of two; these take whole pages. What a plan names is mapped in two
-slabs, one of which is locked. They get their pages at the end of building an engine (`HostMemory.commit`), with several
-threads, so that no step waits for pages or for locks.
+torch's own page-locked tensors take the next power of two; these take whole pages. What a plan
+names is mapped in two slabs, one of which is locked. They get their pages at the end of building an
+engine (`HostMemory.commit`), with several threads, so that no step waits for pages or for locks.
 """
 
 from __future__ import annotations
@@ -53,13 +54,19 @@ class HostMemory:
         self.reserved_bytes = 0
         self.traffic = Traffic()
         self._pieces = pieces
-        self._slabs: dict[bool, Slab] | None = None  # by whether they are locked; None: not mapped yet
+        self._slabs: dict[bool, Slab] | None = (
+            None  # by whether they are locked; None: not mapped yet
+        )
 
     def capabilities(self) -> list[Capability]:
         name = "states on the host"
         if self.pinned or default_device().type != "cuda":
             return [Capability(name, "page-locked" if self.pinned else "in place")]
-        return [Capability(name, "pageable", '"pin_memory": true lets copies to and from the GPU run beside it')]
+        return [
+            Capability(
+                name, "pageable", '"pin_memory": true lets copies to and from the GPU run beside it'
+            )
+        ]
 
     def check_room(self, nbytes: int, sharers: int) -> None:
         """Raise `OutOfMemoryError` if `sharers` ranks cannot have so many bytes each."""
@@ -67,14 +74,19 @@ class HostMemory:
         if nbytes * sharers > free:
             raise OutOfMemoryError(
                 f"offloaded states need {format_bytes(nbytes * sharers)} of host memory "
-                f"({format_bytes(nbytes)} for each of {sharers} ranks), {format_bytes(free)} are free.",
+                f"({format_bytes(nbytes)} for each of {sharers} ranks), {format_bytes(free)} are "
+                "free.",
                 "Checked before anything is allocated, so nothing is lost.",
-                f'put them on a disk ("device": "nvme"), or train a model of {free / (nbytes * sharers):.0%} of this '
-                "size.",
+                'put them on a disk ("device": "nvme"), or train a model of '
+                f"{free / (nbytes * sharers):.0%} of this size.",
             )
 
-    def reserve(self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str, *, is_copied: bool = True) -> Extent:
-        """Return a zeroed extent; raise `OutOfMemoryError` if the system or CUDA refuses the pages."""
+    def reserve(
+        self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str, *, is_copied: bool = True
+    ) -> Extent:
+        """Return a zeroed extent; raise `OutOfMemoryError` if the system or CUDA refuses the
+        pages.
+        """
         if not numel:
             return Extent(torch.empty(0, dtype=dtype))
         nbytes = -(-numel * dtype.itemsize // PAGE) * PAGE
@@ -91,7 +103,11 @@ class HostMemory:
         if self._slabs is None:
             self._slabs = {}
             for is_locked in (False, True):
-                sizes = [each.nbytes for each in self._pieces if (self.pinned and each.is_copied) is is_locked]
+                sizes = [
+                    each.nbytes
+                    for each in self._pieces
+                    if (self.pinned and each.is_copied) is is_locked
+                ]
                 if sizes:
                     self._slabs[is_locked] = Slab(sizes)
         return self._slabs
@@ -120,7 +136,9 @@ class HostMemory:
 
 
 def free_host_bytes() -> int:
-    """Return the bytes this process can have: what the machine has free, or what its control group allows."""
+    """Return the bytes this process can have: what the machine has free, or what its control group
+    allows.
+    """
     free = int(psutil.virtual_memory().available)
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()

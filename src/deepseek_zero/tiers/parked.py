@@ -1,8 +1,9 @@
 """The bytes of whole storages, kept elsewhere while their memory is returned.
 
-Every view of a storage stays valid: after `restore` it shows the same bits. Between `park` and `restore` no view may be
-used. A storage of an accelerator is kept in host memory and resized to nothing. A storage of the CPU is kept in a file
-without a name, and its pages are returned to the system.
+Every view of a storage stays valid: after `restore` it shows the same bits. Between `park` and
+`restore` no view may be used. A storage of an accelerator is kept in host memory and resized to
+nothing. A storage of the CPU is kept in a file without a name, and its pages are returned to the
+system.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class ParkedStorages:
         self._pinned = pinned
         self._in_file = in_file
         self._file: BinaryIO | None = None
-        self._on_host: list[tuple[Tensor, Tensor]] = []  # a view of all bytes of the storage, and their copy
+        self._on_host: list[
+            tuple[Tensor, Tensor]
+        ] = []  # a view of all bytes of the storage, and their copy
         self._filed: list[Tensor] = []  # such views, in the order of the file
         self._known: set[int] = set()
         self.nbytes = 0
@@ -49,7 +52,8 @@ class ParkedStorages:
         """
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            address, nbytes = storage.data_ptr(), storage.nbytes()
+            address = storage.data_ptr()
+            nbytes = storage.nbytes()
             is_small = tensor.device.type == "cpu" and nbytes < 2 * PAGE
             if not nbytes or is_small or address in self._known:
                 continue
@@ -89,7 +93,9 @@ class ParkedStorages:
         self.drop()
 
     def drop(self) -> None:
-        """Forget what is parked, and close the file. Storages that were not restored have lost their values."""
+        """Forget what is parked, and close the file. Storages that were not restored have lost
+        their values.
+        """
         if self._file is not None:
             self._file.close()
         self._on_host = []
@@ -111,7 +117,9 @@ class ParkedStorages:
     def _read(self, values: Tensor) -> None:
         assert self._file is not None
         for part in values.split(_AT_ONCE):
-            near = part if part.device.type == "cpu" else torch.empty(part.numel(), dtype=torch.uint8)
+            near = (
+                part if part.device.type == "cpu" else torch.empty(part.numel(), dtype=torch.uint8)
+            )
             data = memoryview(near.numpy().data)
             read = 0
             while read < len(data):
@@ -124,7 +132,9 @@ class ParkedStorages:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return a view of all bytes of a tensor's storage; it stays one while the storage is resized to nothing."""
+    """Return a view of all bytes of a tensor's storage; it stays one while the storage is resized
+    to nothing.
+    """
     nbytes = tensor.untyped_storage().nbytes()
     with torch.inference_mode(False), torch.no_grad():
         return tensor.detach().as_strided((nbytes // tensor.itemsize,), (1,), 0).view(torch.uint8)
@@ -138,5 +148,6 @@ def _describing(folder: Path) -> Iterator[None]:
         raise StorageError(
             f"offloaded states cannot be kept in a file in '{folder}': {error}.",
             "Without another memory than the host's they are kept on a disk.",
-            "set nvme_path (offload_optimizer, offload_param) or TMPDIR to a folder with room for the states.",
+            "set nvme_path (offload_optimizer, offload_param) or TMPDIR to a folder with room for "
+            "the states.",
         ) from error

@@ -1,4 +1,6 @@
-"""Page-locked host memory through which tiles of an accelerator's tensors pass while the host updates them."""
+"""Page-locked host memory through which tiles of an accelerator's tensors pass while the host
+updates them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Copy(Protocol):
 
 @dataclass(eq=False)
 class _Room:
-    """Bytes [start, stop) of the ring that are in use. copy_event: of the last copy; None: the user has them."""
+    """Bytes [start, stop) of the ring that are in use. copy_event: of the last copy; None: the user
+    has them.
+    """
 
     start: int
     stop: int
@@ -38,8 +42,8 @@ class _Room:
 class StagingRing:
     """A ring of bytes that is handed out in order and comes back in about the same order.
 
-    A room that was given back is used again when its copy is over. If the ring is full, `take` waits for the oldest
-    copy. What does not fit gets a spare room outside of the ring.
+    A room that was given back is used again when its copy is over. If the ring is full, `take`
+    waits for the oldest copy. What does not fit gets a spare room outside of the ring.
     """
 
     def __init__(self, *, is_locked: bool) -> None:
@@ -56,7 +60,9 @@ class StagingRing:
         return self._memory.numel()
 
     def reserve(self, nbytes: int) -> None:
-        """Make the ring at least so large, up to `LOCK_BYTES`; wait for copies under way. Only between updates."""
+        """Make the ring at least so large, up to `LOCK_BYTES`; wait for copies under way. Only
+        between updates.
+        """
         nbytes = min(nbytes, LOCK_BYTES)
         if nbytes <= self.nbytes:
             return
@@ -104,7 +110,8 @@ class StagingRing:
             self._rooms.popleft()
         if not self._rooms:
             return 0 if size <= self.nbytes else None
-        first, last = self._rooms[0].start, self._rooms[-1].stop
+        first = self._rooms[0].start
+        last = self._rooms[-1].stop
         if self._rooms[-1].start < first:  # the newest rooms are in front of the oldest
             return last if last + size <= first else None
         if last + size <= self.nbytes:
@@ -112,7 +119,9 @@ class StagingRing:
         return 0 if size <= first else None
 
 
-def _wait_for_all(rooms: Iterable[_Room], spare: Mapping[int, Iterable[tuple[Copy, Tensor]]]) -> None:
+def _wait_for_all(
+    rooms: Iterable[_Room], spare: Mapping[int, Iterable[tuple[Copy, Tensor]]]
+) -> None:
     """Wait for every copy under way: memory must not be freed before."""
     copies = [room.copy_event for room in rooms]
     copies += [copy_event for given in spare.values() for copy_event, _ in given]

@@ -1,14 +1,15 @@
-"""Memories that hold states outside the training device's own, and the copies between them and the device.
+"""Memories that hold states outside the training device's own, and the copies between them and the
+device.
 
-`Memory` reserves `Extent`s, `Tiers` opens memories.  An extent is a flat tensor at one address for as long as it lives.
-Tiers differ in where its bytes are between uses.  A user calls `fetch` before a use, `store` after a change and `evict`
-after a read; a view that was not fetched is waited for.  `Traffic` counts what moves, where it moves (disk.py), and on
-demand records each transfer.
+`Memory` reserves `Extent`s, `Tiers` opens memories.  An extent is a flat tensor at one address for
+as long as it lives. Tiers differ in where its bytes are between uses.  A user calls `fetch` before
+a use, `store` after a change and `evict` after a read; a view that was not fetched is waited for.
+`Traffic` counts what moves, where it moves (disk.py), and on demand records each transfer.
 
-On a CPU `CopyEngine` has nothing to copy across: every call has done its work on return.  Beside an accelerator each
-direction has a stream of its own, so that a copy runs while the device computes.  Two rules keep that safe: the device
-waits for a `CopyEvent` before it uses the result, and the host leaves an extent alone until its copy is over
-(`Extent.wait_for_copy`).
+On a CPU `CopyEngine` has nothing to copy across: every call has done its work on return.  Beside an
+accelerator each direction has a stream of its own, so that a copy runs while the device computes.
+Two rules keep that safe: the device waits for a `CopyEvent` before it uses the result, and the host
+leaves an extent alone until its copy is over (`Extent.wait_for_copy`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from .budget import DeviceBudget
 from .staging import StagingRing
 
 STRIDE_BYTES = 2 << 20  # of a tensor that is copied to the host step by step
-STRETCH_BYTES = 256 << 20  # many times what is under way at once, so that a burst is not taken for the link's speed
+STRETCH_BYTES = (
+    256 << 20
+)  # many times what is under way at once, so that a burst is not taken for the link's speed
 
 
 class Tier(Enum):
@@ -56,7 +59,9 @@ class CopyEvent(Work, Protocol):
     """A copy to or from the training device."""
 
     def wait_stream(self) -> None:
-        """Order what the device is asked for from now on behind this copy; the host does not wait."""
+        """Order what the device is asked for from now on behind this copy; the host does not
+        wait.
+        """
 
 
 class CompletedWork:
@@ -79,8 +84,8 @@ COMPLETED = CompletedWork()
 class TransferEvent:
     """One transfer on this rank, in seconds of time.perf_counter; 0.0: not yet, or never.
 
-    issued: when it was asked for.  began, ended: when its bytes moved.  waited: from when to when this rank did nothing
-    else than wait for it.
+    issued: when it was asked for.  began, ended: when its bytes moved.  waited: from when to when
+    this rank did nothing else than wait for it.
     """
 
     what: str
@@ -100,15 +105,17 @@ class TransferEvent:
 class Traffic:
     """Counts since `reset`, and a list of transfers while one is recorded.
 
-    seconds: time with a transfer under way. waited_seconds: time in which the rank stood and waited for one. best_rate:
-    bytes a second over the fastest stretch; 0 before there was one. clock: is told of waits.
+    seconds: time with a transfer under way. waited_seconds: time in which the rank stood and waited
+    for one. best_rate: bytes a second over the fastest stretch; 0 before there was one. clock: is
+    told of waits.
     """
 
     def __init__(self) -> None:
         self.clock = PhaseClock()
         self.events: list[TransferEvent] | None = None
         self._lock = threading.Lock()
-        self._active, self._since = 0, 0.0
+        self._active = 0
+        self._since = 0.0
         self.reset()
 
     def reset(self) -> None:
@@ -145,7 +152,8 @@ class Traffic:
     @contextmanager
     def waiting(self, event: TransferEvent) -> Iterator[None]:
         """Count a block in which this rank does nothing but wait for the transfer."""
-        before, began = self.clock.enter(AWAY), time.perf_counter()
+        before = self.clock.enter(AWAY)
+        began = time.perf_counter()
         try:
             yield
         finally:
@@ -162,17 +170,19 @@ class Traffic:
         return now
 
     def _compare(self) -> None:
-        total, (moved, seconds) = self.read_bytes + self.written_bytes, self._stretch
+        total = self.read_bytes + self.written_bytes
+        (moved, seconds) = self._stretch
         if total - moved >= STRETCH_BYTES and self.seconds > seconds:
             self.best_rate = max(self.best_rate, (total - moved) / (self.seconds - seconds))
             self._stretch = total, self.seconds
 
 
 class Extent:
-    """A flat state in a tier's memory; one of this class never leaves it. Ranges are elements: [low, high).
+    """A flat state in a tier's memory; one of this class never leaves it. Ranges are elements:
+    [low, high).
 
-    All verbs act on this rank alone and change no values. `fetch`, `read` and `write` raise `StorageError` where bytes
-    do not come back as they were written.
+    All verbs act on this rank alone and change no values. `fetch`, `read` and `write` raise
+    `StorageError` where bytes do not come back as they were written.
     """
 
     copy_event: CopyEvent = COMPLETED  # under way between its elements and the training device
@@ -186,18 +196,25 @@ class Extent:
 
     def wait_for_copy(self) -> None:
         """Wait until every copy to or from the training device is over."""
-        copy_event, self.copy_event = self.copy_event, COMPLETED
+        copy_event = self.copy_event
+        self.copy_event = COMPLETED
         copy_event.wait()
 
     def fetch(self, low: int, high: int) -> Work:
-        """Start to bring elements [low, high) to their address; return a completed `Work` if they are there."""
+        """Start to bring elements [low, high) to their address; return a completed `Work` if they
+        are there.
+        """
         return COMPLETED
 
     def pin(self) -> None:
-        """Keep elements at their address after `store`, until `evict`: a fetch of the whole extent follows soon."""
+        """Keep elements at their address after `store`, until `evict`: a fetch of the whole extent
+        follows soon.
+        """
 
     def read(self, low: int, high: int) -> Tensor:
-        """Return a read-only view of elements [low, high), valid until `store` or `evict`; it waits for their fetch."""
+        """Return a read-only view of elements [low, high), valid until `store` or `evict`; it waits
+        for their fetch.
+        """
         self.wait_for_copy()
         return self.memory[low:high]
 
@@ -210,7 +227,9 @@ class Extent:
         return COMPLETED
 
     def evict(self, low: int, high: int) -> None:
-        """Free the pages of elements that are not needed for a while; changed ones are stored first."""
+        """Free the pages of elements that are not needed for a while; changed ones are stored
+        first.
+        """
 
     def discard(self, low: int, high: int) -> None:
         """Drop the values: the next ones are written before they are read."""
@@ -222,8 +241,8 @@ class Extent:
 
 
 def read_now(extent: Extent, low: int, high: int) -> Tensor:
-    """Return a read-only view of elements as they lie, past every guard; safe from another thread where they never
-    move.
+    """Return a read-only view of elements as they lie, past every guard; safe from another thread
+    where they never move.
     """
     extent.copy_event.wait()
     if not extent.is_offloaded:
@@ -242,9 +261,13 @@ class Memory(Protocol):
         """Describe how bytes come and go here, and what a faster way would need."""
 
     def check_room(self, nbytes: int, sharers: int) -> None:
-        """Raise if each of `sharers` ranks of this host cannot have so many bytes; reserve nothing."""
+        """Raise if each of `sharers` ranks of this host cannot have so many bytes; reserve
+        nothing.
+        """
 
-    def reserve(self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str, *, is_copied: bool = True) -> Extent:
+    def reserve(
+        self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str, *, is_copied: bool = True
+    ) -> Extent:
         """Return a zeroed extent, moved in chunks of so many elements.
 
         is_copied: the training device copies it, from it or to it.
@@ -261,7 +284,8 @@ class Memory(Protocol):
 class Tiers:
     """The memories beside the training device's that one rank's states may be kept in.
 
-    chunk_numel: elements that are moved, and updated, together. budget: counts what is taken of the training device.
+    chunk_numel: elements that are moved, and updated, together. budget: counts what is taken of the
+    training device.
     """
 
     memories: Mapping[Tier, Memory] = field(default_factory=dict)
@@ -282,9 +306,13 @@ class Tiers:
         for memory in self.memories.values():
             memory.traffic.events = events
 
-    def reserve(self, tier: Tier, numel: int, dtype: torch.dtype, what: str, *, is_copied: bool = True) -> Extent:
+    def reserve(
+        self, tier: Tier, numel: int, dtype: torch.dtype, what: str, *, is_copied: bool = True
+    ) -> Extent:
         """Return a zeroed extent on a tier. is_copied: as `Memory.reserve` takes it."""
-        return self.memories[tier].reserve(numel, dtype, self.chunk_numel, what, is_copied=is_copied)
+        return self.memories[tier].reserve(
+            numel, dtype, self.chunk_numel, what, is_copied=is_copied
+        )
 
 
 class CopyEngine:
@@ -297,12 +325,16 @@ class CopyEngine:
 
     @contextmanager
     def h2d(self, extent: Extent) -> Iterator[CopyEvent]:
-        """Open a block whose non_blocking copies read an extent, to send it to other ranks; yield their `CopyEvent`."""
+        """Open a block whose non_blocking copies read an extent, to send it to other ranks; yield
+        their `CopyEvent`.
+        """
         yield COMPLETED
 
     @contextmanager
     def d2h(self, extent: Extent, finish: Callable[[], None]) -> Iterator[None]:
-        """Open a block whose non_blocking copies write an extent; call `finish` when their source is free again."""
+        """Open a block whose non_blocking copies write an extent; call `finish` when their source
+        is free again.
+        """
         yield
         finish()
 
@@ -310,7 +342,8 @@ class CopyEngine:
         """Free the sources of all copies to the host: no more go out for a while."""
 
     def staged_tile(self, there: Tensor, *, is_read: bool) -> StagedTile | None:
-        """Return a `StagedTile` through which the host works on a tensor of the device; None if it can do so directly.
+        """Return a `StagedTile` through which the host works on a tensor of the device; None if it
+        can do so directly.
 
         is_read: the host also reads the tensor.
         """
@@ -348,7 +381,8 @@ class StreamCopyEngine(CopyEngine):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._h2d, self._d2h = torch.Stream(device=device), torch.Stream(device=device)
+        self._h2d = torch.Stream(device=device)
+        self._d2h = torch.Stream(device=device)
         self._last_out: tuple[CopyEvent, Callable[[], None]] | None = None
         self.ring = StagingRing(is_locked=locks_pages(device))
 
@@ -360,8 +394,8 @@ class StreamCopyEngine(CopyEngine):
 
     @contextmanager
     def d2h(self, extent: Extent, finish: Callable[[], None]) -> Iterator[None]:
-        """Copy as `CopyEngine.d2h`; the source stays taken until the next copy has begun, since waiting at once would
-        stop the device.
+        """Copy as `CopyEngine.d2h`; the source stays taken until the next copy has begun, since
+        waiting at once would stop the device.
         """
         with self.on_side_stream(is_inward=False) as copy_event:
             yield
@@ -370,10 +404,12 @@ class StreamCopyEngine(CopyEngine):
         self._last_out = copy_event, finish
 
     def synchronize(self) -> None:
-        last, self._last_out = self._last_out, None
+        last = self._last_out
+        self._last_out = None
         if last is not None:
             copy_event, finish = last
-            copy_event.wait_stream()  # the next user of the source is queued on the device behind this
+            # The next user of the source is queued on the device behind this
+            copy_event.wait_stream()
             finish()
 
     def staged_tile(self, there: Tensor, *, is_read: bool) -> StagedTile | None:
@@ -381,7 +417,9 @@ class StreamCopyEngine(CopyEngine):
 
     @contextmanager
     def on_side_stream(self, *, is_inward: bool) -> Iterator[CopyEvent]:
-        """Open a block whose copies wait for all that the device was asked for before, and for nothing after."""
+        """Open a block whose copies wait for all that the device was asked for before, and for
+        nothing after.
+        """
         stream = self._h2d if is_inward else self._d2h
         stream.wait_stream(torch.accelerator.current_stream(self.device))
         copy_event = RecordedEvent(torch.Event(device=self.device), self.device)
@@ -418,12 +456,14 @@ class StreamCopyEngine(CopyEngine):
 
 
 class StagedTile:
-    """A tensor of the device that the host works on through page-locked memory: tiles are copied in early and copied
-    back late.
+    """A tensor of the device that the host works on through page-locked memory: tiles are copied in
+    early and copied back late.
     """
 
     def __init__(self, there: Tensor, copy_engine: StreamCopyEngine, is_read: bool) -> None:
-        self.on_device, self.copy_engine, self.is_read = there, copy_engine, is_read
+        self.on_device = there
+        self.copy_engine = copy_engine
+        self.is_read = is_read
         self._staged: dict[tuple[int, int], tuple[CopyEvent, Tensor]] = {}
 
     def fetch(self, low: int, high: int) -> Work:
