@@ -1,4 +1,6 @@
-"""DeepSpeed's `deepspeed.utils`: access to sharded state, leaf modules, logging.  Re-exports only."""
+"""DeepSpeed's `deepspeed.utils`: access to sharded state, leaf modules, logging.  Re-exports
+only.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ from ..compat.deepspeed.parameters import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from ..compat.deepspeed.utils import RepeatingLoader, log_dist, see_memory_usage, set_log_level_from_string
+from ..compat.deepspeed.utils import (
+    RepeatingLoader,
+    log_dist,
+    see_memory_usage,
+    set_log_level_from_string,
+)
 from . import logging
 
 __all__ = [

@@ -1,4 +1,6 @@
-"""DeepSpeed's `deepspeed.utils.zero_to_fp32`: whole fp32 weights out of a checkpoint folder.  Re-exports only."""
+"""DeepSpeed's `deepspeed.utils.zero_to_fp32`: whole fp32 weights out of a checkpoint folder.
+Re-exports only.
+"""
 
 from __future__ import annotations
 
