@@ -1,7 +1,8 @@
 """deepseek_zero: train models far larger than memory, on whatever there is.
 
-Two doors: seed 000's (`DeepSeekZeRO3`, `ZeroOptimizer`) and DeepSpeed's words (`initialize`, `engine.backward`, ...).
-Names load on first use, so that importing the package costs little more than importing torch.
+Two doors: seed 000's (`DeepSeekZeRO3`, `ZeroOptimizer`) and DeepSpeed's words (`initialize`,
+`engine.backward`, ...). Names load on first use, so that importing the package costs little more
+than importing torch.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if sys.platform != "linux":  # before anything fails for want of memfd, SO_PEERCRED or /proc, and says so less clearly
+if (
+    sys.platform != "linux"
+):  # before anything fails for want of memfd, SO_PEERCRED or /proc, and says so less clearly
     raise ImportError(
-        f"deepseek_zero runs on Linux only, and this is {sys.platform}: its ranks use memory, sockets and disks as "
-        "other systems do not offer them. On Windows use WSL 2, on a Mac a Linux container or virtual machine."
+        f"deepseek_zero runs on Linux only, and this is {sys.platform}: its ranks use memory, "
+        "sockets and disks as other systems do not offer them. On Windows use WSL 2, on a Mac a "
+        "Linux container or virtual machine."
     )
 
 from .base.lazy import import_at_once
@@ -27,7 +31,11 @@ if TYPE_CHECKING:
     from .compat.deepspeed.arguments import add_config_arguments
     from .compat.deepspeed.comm import init_distributed
     from .compat.deepspeed.configuration import ConfigKeywords
-    from .compat.deepspeed.dropin import install_as_deepspeed, is_dropin_active, uninstall_as_deepspeed
+    from .compat.deepspeed.dropin import (
+        install_as_deepspeed,
+        is_dropin_active,
+        uninstall_as_deepspeed,
+    )
     from .compat.deepspeed.engine import DeepSpeedEngine
     from .compat.deepspeed.initialize import initialize
     from .deepseek import DeepSeekZeRO3, ZeroOptimizer
@@ -40,7 +48,9 @@ __version__ = "0.1.0"
 if "torch.distributed" in sys.modules or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
     import_module(f"{__name__}.base.restarts").separate_starts()
 
-_LAYOUT_MODULES.append("deepseek_zero.compat.deepspeed.checkpoint")  # checkpoints of DeepSpeed's are read as ours are
+_LAYOUT_MODULES.append(
+    "deepseek_zero.compat.deepspeed.checkpoint"
+)  # checkpoints of DeepSpeed's are read as ours are
 
 __all__ = [
     "ConfigKeywords",
@@ -78,7 +88,9 @@ _HOMES = {
     "plan": "engine.start",
     "uninstall_as_deepspeed": "compat.deepspeed.dropin",
 }
-_ROOMS = {name: name for name in ("zero", "utils", "comm", "checkpointing", "optimizer")} | {"dist": "comm"}
+_ROOMS = {name: name for name in ("zero", "utils", "comm", "checkpointing", "optimizer")} | {
+    "dist": "comm"
+}
 
 
 def __getattr__(name: str) -> Any:

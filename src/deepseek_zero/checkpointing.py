@@ -1,4 +1,6 @@
-"""DeepSpeed's `deepspeed.checkpointing`: recomputing activations (not saving models).  Re-exports only."""
+"""DeepSpeed's `deepspeed.checkpointing`: recomputing activations (not saving models).  Re-exports
+only.
+"""
 
 from __future__ import annotations
 

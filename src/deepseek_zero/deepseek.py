@@ -1,7 +1,8 @@
-"""Seed 000's words: `DeepSeekZeRO3(model, **zero_config)` and `ZeroOptimizer(params, lr=, optimizer_type=)`.
+"""Seed 000's words: `DeepSeekZeRO3(model, **zero_config)` and `ZeroOptimizer(params, lr=,
+optimizer_type=)`.
 
-The model is wrapped in place and used as before, by itself or through what `DeepSeekZeRO3` returns: `model(...)`,
-`loss.backward()`, `optimizer.step()`.
+The model is wrapped in place and used as before, by itself or through what `DeepSeekZeRO3` returns:
+`model(...)`, `loss.backward()`, `optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -43,44 +44,76 @@ from .sharding.sharded_parameter import owner_of
 
 # What only an engine of `initialize` reads; nothing is ignored silently.
 ENGINE_ONLY = (
-    *("scheduler", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level", "records"),
-    *("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "checkpoint", "dataloader_drop_last"),
+    *(
+        "scheduler",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "log_level",
+        "records",
+    ),
+    *(
+        "tensorboard",
+        "csv_monitor",
+        "wandb",
+        "comet",
+        "flops_profiler",
+        "checkpoint",
+        "dataloader_drop_last",
+    ),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 )
 _ZERO = "zero_optimization"
 
 
 def configuration_of(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn the keywords of `DeepSeekZeRO3` (seed 000's `stage`, and top-level keys) into a configuration of stage 3."""
+    """Turn the keywords of `DeepSeekZeRO3` (seed 000's `stage`, and top-level keys) into a
+    configuration of stage 3.
+    """
     config = dict(keywords)
     section = config.get(_ZERO, {})
     if not isinstance(section, Mapping):
         if type(section) is not int or section not in range(4):
             return config  # for `load` to refuse
         fix = f'write {{"stage": {section}}}, or stage={section} without it.'
-        raise UsageError(f"DeepSeekZeRO3: {_ZERO} = {shown(section)}", f"{_ZERO} is a section of keys.", fix)
+        raise UsageError(
+            f"DeepSeekZeRO3: {_ZERO} = {shown(section)}", f"{_ZERO} is a section of keys.", fix
+        )
     stage = config.pop("stage", None)
     twice = stage is not None and "stage" in section
     if twice and not (type(stage) is type(section["stage"]) is int and stage == section["stage"]):
         raise UsageError(
-            f"DeepSeekZeRO3 was given stage={shown(stage)} and {_ZERO}={{'stage': {shown(section['stage'])}}}.",
+            f"DeepSeekZeRO3 was given stage={shown(stage)} and {_ZERO}={{'stage': "
+            f"{shown(section['stage'])}}}.",
             "They name one thing, and differ.",
             "keep one of the two.",
         )
     config[_ZERO] = {"stage": 3 if stage is None else stage, **section}
-    optimizer, rate = config.get("optimizer"), config.pop("lr", None)
+    optimizer = config.get("optimizer")
+    rate = config.pop("lr", None)
     if isinstance(optimizer, str):
         resolve_optimizer(config.pop("optimizer"), {} if rate is None else {"lr": rate})
-    elif optimizer is not None and (not isinstance(optimizer, Mapping) or {"type", "params"} & optimizer.keys()):
+    elif optimizer is not None and (
+        not isinstance(optimizer, Mapping) or {"type", "params"} & optimizer.keys()
+    ):
         wanted = "the name of the optimizer that ZeroOptimizer will be"
-        raise refuse(_DOOR, "optimizer", optimizer, wanted, "give type and arguments to ZeroOptimizer.")
-    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float | torch.Tensor)):
-        raise refuse(_DOOR, "lr", rate, "the learning rate that ZeroOptimizer will have", "pass a number.")
+        raise refuse(
+            _DOOR, "optimizer", optimizer, wanted, "give type and arguments to ZeroOptimizer."
+        )
+    if rate is not None and (
+        isinstance(rate, bool) or not isinstance(rate, int | float | torch.Tensor)
+    ):
+        raise refuse(
+            _DOOR, "lr", rate, "the learning rate that ZeroOptimizer will have", "pass a number."
+        )
     return config
 
 
 def _asks(stated: Any) -> bool:
-    """Return whether a key, or one of a section, asks for something: switched off and empty it does not."""
+    """Return whether a key, or one of a section, asks for something: switched off and empty it does
+    not.
+    """
     return any(map(_asks, stated.values())) if isinstance(stated, Mapping) else bool(stated)
 
 
@@ -90,9 +123,10 @@ _DOOR = "DeepSeekZeRO3"
 class DeepSeekZeRO3(StandsForModule):
     """Shards a model in place, by seed 000's keywords or any key of the configuration.  Collective.
 
-    The name says 3; `stage` may be 0 to 3.  The object stands for the model it has wrapped (`module`): it computes what
-    the model computes and has the model's names, without a prefix, so `model = DeepSeekZeRO3(model)` and going on with
-    the model itself are equally good.  It tells (`explain`), exports, and can be dropped.
+    The name says 3; `stage` may be 0 to 3.  The object stands for the model it has wrapped
+    (`module`): it computes what the model computes and has the model's names, without a prefix, so
+    `model = DeepSeekZeRO3(model)` and going on with the model itself are equally good.  It tells
+    (`explain`), exports, and can be dropped.
     """
 
     def __init__(self, model: nn.Module, **zero_config: Unpack[ZeroKeywords]) -> None:
@@ -103,29 +137,44 @@ class DeepSeekZeRO3(StandsForModule):
         given = keywords.pop("mesh") if not isinstance(keywords.get("mesh", {}), Mapping) else None
         raw = load(configuration_of(keywords))
         prepare_process(raw)
-        mesh = choose_mesh(statements_of(raw, given), current_mesh(default_device(), store_of=launchers_store))
+        mesh = choose_mesh(
+            statements_of(raw, given), current_mesh(default_device(), store_of=launchers_store)
+        )
         if idle := [key for key in ENGINE_ONLY if _asks(raw.get(key))]:
             told = f"{', '.join(idle)} {'changes' if len(idle) == 1 else 'change'} nothing"
-            log_once(f"DeepSeekZeRO3 makes no engine, and {told} without one: initialize() does.", logging.WARNING)
+            log_once(
+                f"DeepSeekZeRO3 makes no engine, and {told} without one: initialize() does.",
+                logging.WARNING,
+            )
         self.config = resolve(raw, facts_of(request, mesh))
         example = partial(example_of, request)
-        parts = assemble(self.config, model, mesh, None, None, leaf_module_names(model), example, None)
+        parts = assemble(
+            self.config, model, mesh, None, None, leaf_module_names(model), example, None
+        )
         parts.told = {name: keywords[name] for name in ("optimizer", "lr") if name in keywords}
-        self.module, self.runtime, self._loop = model, parts.runtime, parts.loop
+        self.module = model
+        self.runtime = parts.runtime
+        self._loop = parts.loop
         # The model keeps what drives it: a caller who drops this object still trains.
         model.register_forward_pre_hook(_Keep(parts))
         _parts[parts.runtime] = weakref.ref(parts)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward on this rank's micro-batch; over stages, in training, its backward too."""
+        """The model's forward on this rank's micro-batch; over stages, in training, its backward
+        too.
+        """
         return self.module(*args, **kwargs) if self._loop is None else self._loop(args, kwargs)
 
     def explain(self) -> str:
         """Return the schedule of gathers, uses, releases and reductions as text."""
         return str(self.runtime.executor.schedule)
 
-    def export(self, path: str | Path, dtype: torch.dtype | str | None = None, **settings: Any) -> Path:
-        """Write the whole weights for others to read, as `DeepSpeedEngine.export` does.  Collective."""
+    def export(
+        self, path: str | Path, dtype: torch.dtype | str | None = None, **settings: Any
+    ) -> Path:
+        """Write the whole weights for others to read, as `DeepSpeedEngine.export` does.
+        Collective.
+        """
         return exporting.export(self.runtime, path, dtype, **settings)
 
     def load_weights(self, path: str | Path, strict: bool = True) -> None:
@@ -148,11 +197,14 @@ class DeepSeekZeRO3(StandsForModule):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Take whole tensors under the model's names; every rank passes them and keeps its slices."""
+        """Take whole tensors under the model's names; every rank passes them and keeps its
+        slices.
+        """
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
 
-# What this door has wrapped, for the optimizers that come later; both weakly, since the model holds the parts (_Keep).
+# What this door has wrapped, for the optimizers that come later; both weakly, since the model holds
+# the parts (_Keep).
 _parts: weakref.WeakKeyDictionary[Runtime, weakref.ref[Parts]] = weakref.WeakKeyDictionary()
 
 
@@ -169,11 +221,13 @@ class _Keep:
 class ZeroOptimizer(ScalesItself, Optimizer):
     """An optimizer over a model that is, or will be, wrapped by `DeepSeekZeRO3`.
 
-    params: parameters or groups. optimizer_type: any name of the registry.  Other keywords are the optimizer's own.
-    Gradients stay until `zero_grad`, as with torch's optimizers.
+    params: parameters or groups. optimizer_type: any name of the registry.  Other keywords are the
+    optimizer's own. Gradients stay until `zero_grad`, as with torch's optimizers.
     """
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3, optimizer_type: str = "adam", **options: Any) -> None:
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, optimizer_type: str = "adam", **options: Any
+    ) -> None:
         groups = parameters_of("ZeroOptimizer", "params", params)
         self.client = resolve_optimizer(optimizer_type, {"lr": lr, **options}).build(groups)
         self.asked = {"optimizer": str(optimizer_type), "lr": lr}
@@ -192,9 +246,13 @@ class ZeroOptimizer(ScalesItself, Optimizer):
         return self.client.defaults
 
     def _attach(self) -> ShardedOptimizer | Optimizer:
-        """Return the sharded optimizer once the parameters are wrapped; before that, the plain one."""
+        """Return the sharded optimizer once the parameters are wrapped; before that, the plain
+        one.
+        """
         if self.sharded is None:
-            owners = (owner_of(each) for group in self.client.param_groups for each in group["params"])
+            owners = (
+                owner_of(each) for group in self.client.param_groups for each in group["params"]
+            )
             owner = next((each for each in owners if isinstance(each, ParamGroup)), None)
             runtime = owner.runtime() if owner is not None else None
             if runtime is None:
@@ -205,22 +263,32 @@ class ZeroOptimizer(ScalesItself, Optimizer):
             for name, told in parts.told.items():
                 if str(told).lower() != str(self.asked[name]).lower():
                     own = f"the optimizer has {name}={self.asked[name]}"
-                    log_once(f"DeepSeekZeRO3 was told {name}={told}, {own}, which holds.", logging.WARNING)
+                    log_once(
+                        f"DeepSeekZeRO3 was told {name}={told}, {own}, which holds.",
+                        logging.WARNING,
+                    )
             settings = replace(
-                parts.step_settings, keep_grads=True, granularity=granularities(self.client, self.client.param_groups)
+                parts.step_settings,
+                keep_grads=True,
+                granularity=granularities(self.client, self.client.param_groups),
             )
             groups = list(self.client.param_groups)
             states = client_states(self.client, runtime.plan.mesh.coordinates["tp"])
             self.sharded = ShardedOptimizer(
-                runtime, groups, adopting(self.client), settings, parts.scaler, initial_states=states
+                runtime,
+                groups,
+                adopting(self.client),
+                settings,
+                parts.scaler,
+                initial_states=states,
             )
         return self.sharded
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the weights.
 
-        Raises:
-            UsageError: This process is one of several, and no model of these parameters was wrapped.
+        Raises: UsageError: This process is one of several, and no model of these parameters was
+            wrapped.
 
         Note:
             Collective once the model is wrapped.
@@ -249,14 +317,20 @@ class ZeroOptimizer(ScalesItself, Optimizer):
 
 def _refuse_unmanaged(optimizer: Optimizer) -> None:
     """Raise UsageError if an optimizer has parameters to update; no wrapped model holds them."""
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    params = [
+        param
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.requires_grad
+    ]
     if params:
         raise UsageError(
-            f"ZeroOptimizer.step() on one of {size()} ranks has {len(params)} parameters that no wrapped model holds, "
-            f"the first of shape {tuple(params[0].shape)}.",
-            "Each rank would train a model of its own: nothing reduces the gradients or keeps the weights equal.",
-            "call DeepSeekZeRO3(model) before the first step; to train one model per process on purpose set "
-            f"{ALONE}=1, or use an optimizer of torch.",
+            f"ZeroOptimizer.step() on one of {size()} ranks has {len(params)} parameters that no "
+            f"wrapped model holds, the first of shape {tuple(params[0].shape)}.",
+            "Each rank would train a model of its own: nothing reduces the gradients or keeps the "
+            "weights equal.",
+            "call DeepSeekZeRO3(model) before the first step; to train one model per process on "
+            f"purpose set {ALONE}=1, or use an optimizer of torch.",
         )
 
 

@@ -1,4 +1,5 @@
-"""DeepSpeed's `deepspeed.zero`: building sharded, gathering parameters, announcing external ones, tiled layers.
+"""DeepSpeed's `deepspeed.zero`: building sharded, gathering parameters, announcing external ones,
+tiled layers.
 
 Re-exports only.
 """
