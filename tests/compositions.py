@@ -1,8 +1,9 @@
-"""Axes of ranks together, with every stage of ZeRO and every number format: a run on them, and the run it must equal.
+"""Axes of ranks together, with every stage of ZeRO and every number format: a run on them, and the
+run it must equal.
 
-The reference is one process: the virtual axis in place of "tp", the micro-batches of all ranks accumulated in the
-contract's order (tests/reference.py).  Ranks are threads of this process (tests/in_process.py); their engines are built
-as `initialize` builds them.
+The reference is one process: the virtual axis in place of "tp", the micro-batches of all ranks
+accumulated in the contract's order (tests/reference.py).  Ranks are threads of this process
+(tests/in_process.py); their engines are built as `initialize` builds them.
 """
 
 from __future__ import annotations
@@ -38,13 +39,22 @@ Tokens = dict[str, Tensor]
 
 
 def llama(layers: int) -> nn.Module:
-    """A tiny model with as many key and value heads as heads, so that ranks along "tp" share none."""
+    """A tiny model with as many key and value heads as heads, so that ranks along "tp" share
+    none.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+    }
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        model: nn.Module = LlamaForCausalLM(LlamaConfig(num_attention_heads=8, num_key_value_heads=8, **sizes))
+        model: nn.Module = LlamaForCausalLM(
+            LlamaConfig(num_attention_heads=8, num_key_value_heads=8, **sizes)
+        )
     return model.train()
 
 
@@ -64,9 +74,16 @@ class Here(threading.local):
     rank: Rank
 
     def start(
-        self, rank: Rank, model: nn.Module, config: dict[str, Any], kind: type[Engine] = Engine, **request: Any
+        self,
+        rank: Rank,
+        model: nn.Module,
+        config: dict[str, Any],
+        kind: type[Engine] = Engine,
+        **request: Any,
     ) -> Any:
-        """The engine of one rank, as `initialize` builds it, of that class.  request: of `Request`."""
+        """The engine of one rank, as `initialize` builds it, of that class.  request: of
+        `Request`.
+        """
         self.rank = rank
         return start_file.start(load(config), start_file.Request(model, **request), kind)
 
@@ -82,7 +99,9 @@ def engines_of_threads() -> Iterator[Here]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start_file, "current_mesh", current_mesh)
         patch.setattr(assemble_file, "Comm", lambda *args, **kwargs: here.rank.comm)
-        patch.setattr(Comm, "capabilities", lambda comm: [])  # it names the library's own transports
+        patch.setattr(
+            Comm, "capabilities", lambda comm: []
+        )  # it names the library's own transports
         yield here
 
 
@@ -96,14 +115,18 @@ def config_of(stage: int, dtype: str, clipping: float = 0.0) -> dict[str, Any]:
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
     if dtype != "fp32":
-        found[dtype] = {"enabled": True, **({"initial_scale_power": SCALE_POWER} if dtype == "fp16" else {})}
+        found[dtype] = {
+            "enabled": True,
+            **({"initial_scale_power": SCALE_POWER} if dtype == "fp16" else {}),
+        }
     return found
 
 
 @dataclass
 class Found:
-    """What one rank saw.  losses: by step, those of its micro-batches, or one mean over all; parts: name -> (its part
-    of the weight, which part of the whole that is)."""
+    """What one rank saw.  losses: by step, those of its micro-batches, or one mean over all; parts:
+    name -> (its part of the weight, which part of the whole that is).
+    """
 
     losses: list[list[float]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -126,7 +149,10 @@ def train(
     pp, dp, tp, sp = sizes
     mesh = Mesh(pp=pp, dp_shard=dp, tp=tp, sp=sp)
     model = llama(max(2, pp))
-    made, config = OPTIMIZERS[optimizer](list(model.parameters())), config_of(stage, dtype, clipping)
+    made, config = (
+        OPTIMIZERS[optimizer](list(model.parameters())),
+        config_of(stage, dtype, clipping),
+    )
     config["zero_optimization"] |= zero or {}
     engine = here.start(rank, model, config, optimizer=made, mesh=mesh)
     found = Found(mesh=engine.mesh)
@@ -161,7 +187,9 @@ def one_step(engine: Engine, step: int) -> list[float]:
 
 
 class OfTokens(Reference):
-    """The reference of a language model that takes tokens, with a loss scale that is a power of two."""
+    """The reference of a language model that takes tokens, with a loss scale that is a power of
+    two.
+    """
 
     scale = 1.0
 
@@ -171,9 +199,13 @@ class OfTokens(Reference):
             weight.grad = None
         loss = self.model(**batch, use_cache=False).loss
         (loss.float() * (self.scale / self.accumulation)).backward()
-        return loss.detach(), [torch.zeros_like(each) if each.grad is None else each.grad for each in self.weights]
+        return loss.detach(), [
+            torch.zeros_like(each) if each.grad is None else each.grad for each in self.weights
+        ]
 
-    def gradients(self, batches: Sequence[Sequence[Any]]) -> tuple[list[list[Tensor]], list[Tensor]]:
+    def gradients(
+        self, batches: Sequence[Sequence[Any]]
+    ) -> tuple[list[list[Tensor]], list[Tensor]]:
         """See `Reference`."""
         losses, reduced = super().gradients(batches)
         return losses, [grad.float() / self.scale for grad in reduced]
@@ -181,7 +213,9 @@ class OfTokens(Reference):
 
 @dataclass
 class Expected:
-    """losses: by step, data coordinate and micro-batch.  norms: of the gradient.  weights: of the whole model."""
+    """losses: by step, data coordinate and micro-batch.  norms: of the gradient.  weights: of the
+    whole model.
+    """
 
     losses: list[list[list[float]]]
     norms: list[float]
@@ -190,17 +224,27 @@ class Expected:
 
 @cache
 def expected_of(
-    layers: int, tp: int, data: int, adds_first: bool, dtype: str, optimizer: str, clipping: float = 0.0
+    layers: int,
+    tp: int,
+    data: int,
+    adds_first: bool,
+    dtype: str,
+    optimizer: str,
+    clipping: float = 0.0,
 ) -> Expected:
     """One process over the batches of so many data coordinates."""
     model = llama(layers)
     if tp > 1:
         virtual(model, tp)
-    reference = OfTokens(model, data, MANY, adds_first, DTYPES[dtype], OPTIMIZERS[optimizer], clipping)
+    reference = OfTokens(
+        model, data, MANY, adds_first, DTYPES[dtype], OPTIMIZERS[optimizer], clipping
+    )
     reference.scale = 2.0**SCALE_POWER if dtype == "fp16" else 1.0
     losses, norms = [], []
     for step in range(STEPS):
-        found, norm = reference.step([[batch(step, micro, each) for micro in range(MANY)] for each in range(data)])
+        found, norm = reference.step(
+            [[batch(step, micro, each) for micro in range(MANY)] for each in range(data)]
+        )
         losses.append([[loss.item() for loss in of_rank] for of_rank in found])
         norms.append(norm)
     return Expected(losses, norms, reference.values())
@@ -212,11 +256,14 @@ def expected_of(
 def run(sizes: Sizes, stage: int, dtype: str, clipping: float = 0.0) -> str:
     """Train on the ranks of a composition and compare; return "bitwise" or "close" (along "sp").
 
-    clipping: the largest norm of a gradient; with it the comparison is close too, since a norm's sum has another order.
+    clipping: the largest norm of a gradient; with it the comparison is close too, since a norm's
+    sum has another order.
     """
     pp, dp, tp, sp = sizes
     is_close = sp > 1 or clipping > 0
-    optimizer = "sgd" if is_close else "adamw"  # a gradient that is nearly zero decides the sign of Adam's first step
+    optimizer = (
+        "sgd" if is_close else "adamw"
+    )  # a gradient that is nearly zero decides the sign of Adam's first step
     with engines_of_threads() as here:
         found = run_ranks(
             pp * dp * tp * sp,
@@ -235,24 +282,35 @@ def run(sizes: Sizes, stage: int, dtype: str, clipping: float = 0.0) -> str:
 
 
 def compare(found: Found, expected: Expected, tolerance: float | None) -> None:
-    """Compare one rank with one process: to the bit, or within a tolerance relative to the largest value."""
+    """Compare one rank with one process: to the bit, or within a tolerance relative to the largest
+    value.
+    """
     mesh = found.mesh
     for step, losses in enumerate(found.losses):
         wanted = expected.losses[step]
         if mesh.pp > 1:
             flat = [loss for of_rank in wanted for loss in of_rank]
-            assert losses == [pytest.approx(sum(flat) / len(flat), rel=max(1e-6, tolerance or 0.0))], step
+            assert losses == [
+                pytest.approx(sum(flat) / len(flat), rel=max(1e-6, tolerance or 0.0))
+            ], step
         elif tolerance is None:
             assert losses == wanted[mesh.data_index], step
         else:
             assert losses == pytest.approx(wanted[mesh.data_index], rel=tolerance), step
     assert found.norms == pytest.approx(expected.norms, rel=max(1e-5, tolerance or 0.0))
     for name, value in found.weights.items():
-        whole, split = expected.weights[name], found.parts.get(name)  # other stages' weights come whole
-        is_whole = split is None or value.shape == whole.shape  # a checkpoint's state is gathered along "tp"
+        whole, split = (
+            expected.weights[name],
+            found.parts.get(name),
+        )  # other stages' weights come whole
+        is_whole = (
+            split is None or value.shape == whole.shape
+        )  # a checkpoint's state is gathered along "tp"
         part = whole if is_whole else cut(whole, split, mesh.coordinates["tp"])
         if tolerance is None:
-            assert torch.equal(value, part), f"{name} on {mesh.coordinates}: {(value - part).abs().max()}"
+            assert torch.equal(value, part), (
+                f"{name} on {mesh.coordinates}: {(value - part).abs().max()}"
+            )
         else:
             far = (value - part).abs().max() / max(1.0, float(part.abs().max()))
             assert far <= tolerance, f"{name} on {mesh.coordinates}: {far}"

@@ -17,7 +17,8 @@ ROWS = Config.field_table()
 class KeyNotBuilt:
     """A key that is known and not built.
 
-    switch: the key that must be on for it to be read. goes_on: DeepSpeed's name accepts it with a warning.
+    switch: the key that must be on for it to be read. goes_on: DeepSpeed's name accepts it with a
+    warning.
     """
 
     path: str
@@ -33,12 +34,16 @@ def _keys(row: NotBuilt) -> Iterator[KeyNotBuilt]:
     if not row.switch:
         switch = row.only_above_one[0] if row.only_above_one else ""
         example = {row.keys.split()[0]: 1} if row.keys else _other_than(row.default, row.kind)
-        yield KeyNotBuilt(row.path, row.default, example, row.kind or type(row.default), switch, goes_on)
+        yield KeyNotBuilt(
+            row.path, row.default, example, row.kind or type(row.default), switch, goes_on
+        )
     for name, default in row.defaults.items():
         path = f"{row.path}.{name}"
         switch = f"{row.path}.{row.switch}" if row.switch and name != row.switch else ""
         is_covered = goes_on and name not in row.strict
-        yield KeyNotBuilt(path, default, _other_than(default, None), type(default), switch, is_covered)
+        yield KeyNotBuilt(
+            path, default, _other_than(default, None), type(default), switch, is_covered
+        )
 
 
 def _other_than(default: Any, kind: Any) -> Any:

@@ -1,6 +1,8 @@
-"""Configurations, most of which nobody means: real ones of DeepSpeed's users, made from the schema, spoiled, and junk.
+"""Configurations, most of which nobody means: real ones of DeepSpeed's users, made from the schema,
+spoiled, and junk.
 
-Everything follows from one seed.  Paths stay relative, so that what a configuration writes lies where the test runs.
+Everything follows from one seed.  Paths stay relative, so that what a configuration writes lies
+where the test runs.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from tests import config_keys
 ROWS = (*config_keys.ROWS, *config_keys.NOT_BUILT_KEYS)
 ROOT = Path(__file__).resolve().parents[1]
 
-# As shipped: Hugging Face's two, accelerate's plugin, Axolotl's, ZeRO-Infinity's, DeepSpeed's tutorials.
+# As shipped: Hugging Face's two, accelerate's plugin, Axolotl's, ZeRO-Infinity's, DeepSpeed's
+# tutorials.
 REAL: list[dict[str, Any]] = [
     {
         "fp16": {
@@ -41,7 +44,11 @@ REAL: list[dict[str, Any]] = [
         },
         "scheduler": {
             "type": "WarmupLR",
-            "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+            "params": {
+                "warmup_min_lr": "auto",
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+            },
         },
         "zero_optimization": {
             "stage": 3,
@@ -76,7 +83,10 @@ REAL: list[dict[str, Any]] = [
         },
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
+        "optimizer": {
+            "type": "Adam",
+            "params": {"lr": 1e-3, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+        },
     },
     {
         "train_batch_size": "auto",
@@ -114,7 +124,12 @@ REAL: list[dict[str, Any]] = [
         "train_batch_size": 1,
         "zero_optimization": {
             "stage": 3,
-            "offload_param": {"device": "nvme", "nvme_path": "states", "buffer_count": 5, "buffer_size": 1e8},
+            "offload_param": {
+                "device": "nvme",
+                "nvme_path": "states",
+                "buffer_count": 5,
+                "buffer_size": 1e8,
+            },
             "offload_optimizer": {"device": "nvme", "nvme_path": "states", "pipeline_read": True},
         },
         "aio": {"block_size": 1048576, "queue_depth": 8, "thread_count": 1, "single_submit": False},
@@ -124,7 +139,10 @@ REAL: list[dict[str, Any]] = [
     {
         "train_batch_size": 16,
         "steps_per_print": 100,
-        "optimizer": {"type": "Lamb", "params": {"lr": 1e-2, "bias_correction": True, "max_coeff": 0.3}},
+        "optimizer": {
+            "type": "Lamb",
+            "params": {"lr": 1e-2, "bias_correction": True, "max_coeff": 0.3},
+        },
         "scheduler": {
             "type": "OneCycle",
             "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 10},
@@ -170,10 +188,57 @@ def _deep(levels: int) -> list[Any]:
     return [found, items]
 
 
-NUMBERS = [0, 1, -1, 2, 3, 4, 8, 1e-3, 0.5, 0.9, 5e8, -1.5, 2**31, 2**63 - 1, 2**63, -(2**63), 10**400, 1e308]
+NUMBERS = [
+    0,
+    1,
+    -1,
+    2,
+    3,
+    4,
+    8,
+    1e-3,
+    0.5,
+    0.9,
+    5e8,
+    -1.5,
+    2**31,
+    2**63 - 1,
+    2**63,
+    -(2**63),
+    10**400,
+    1e308,
+]
 NUMBERS += [float("inf"), -float("inf"), float("nan")]
-TEXTS = ["", "auto", "AUTO", " auto ", "none", "null", "true", "False", "cpu", "nvme", "gpu", "5e8", "-3", "1e999"]
-TEXTS += ["inf", "nan", "é", "a\0b", "\ud800", "a/../b", "x" * 100_000, "9" * 5000, "fp16", "bf16", "AdamW", "WarmupLR"]
+TEXTS = [
+    "",
+    "auto",
+    "AUTO",
+    " auto ",
+    "none",
+    "null",
+    "true",
+    "False",
+    "cpu",
+    "nvme",
+    "gpu",
+    "5e8",
+    "-3",
+    "1e999",
+]
+TEXTS += [
+    "inf",
+    "nan",
+    "é",
+    "a\0b",
+    "\ud800",
+    "a/../b",
+    "x" * 100_000,
+    "9" * 5000,
+    "fp16",
+    "bf16",
+    "AdamW",
+    "WarmupLR",
+]
 TEXTS += [
     "SGD",
     "Lion",
@@ -187,14 +252,69 @@ TEXTS += [
     "\n",
     "%s{}",
 ]
-OBJECTS = [None, True, False, [], [1], [[]], ["a", "b"], [0.9, 0.99], (1, 2), {}, {"a": 1}, {1: 2}, {None: 1}]
-OBJECTS += [{"enabled": True}, {"enabled": "auto"}, {"device": "cpu"}, {"type": "AdamW"}, {"a": {1: {}}}, _Named(a=1)]
-OBJECTS += [{"type": "AdamW", "params": {"lr": 1e-3}}, {"x" * 100_000: 1}, {str(n): n for n in range(300)}, b"bytes"]
-OBJECTS += [set(), object(), int, len, range(3), 1j, Path("states"), torch.float16, torch.tensor(3), torch.ones(3)]
-OBJECTS += [np.int64(3), np.float32(0.5), np.ones(2), np.bool_(True), _Unspeakable(), _Incomparable()]
+OBJECTS = [
+    None,
+    True,
+    False,
+    [],
+    [1],
+    [[]],
+    ["a", "b"],
+    [0.9, 0.99],
+    (1, 2),
+    {},
+    {"a": 1},
+    {1: 2},
+    {None: 1},
+]
+OBJECTS += [
+    {"enabled": True},
+    {"enabled": "auto"},
+    {"device": "cpu"},
+    {"type": "AdamW"},
+    {"a": {1: {}}},
+    _Named(a=1),
+]
+OBJECTS += [
+    {"type": "AdamW", "params": {"lr": 1e-3}},
+    {"x" * 100_000: 1},
+    {str(n): n for n in range(300)},
+    b"bytes",
+]
+OBJECTS += [
+    set(),
+    object(),
+    int,
+    len,
+    range(3),
+    1j,
+    Path("states"),
+    torch.float16,
+    torch.tensor(3),
+    torch.ones(3),
+]
+OBJECTS += [
+    np.int64(3),
+    np.float32(0.5),
+    np.ones(2),
+    np.bool_(True),
+    _Unspeakable(),
+    _Incomparable(),
+]
 OBJECTS += [dataclasses.make_dataclass("Given", ["a"])(1), *_circular(), *_deep(3000)]
 JUNK: list[Any] = [*NUMBERS, *TEXTS, *OBJECTS]
-PARAMS = ["lr", "betas", "eps", "weight_decay", "momentum", "amsgrad", "nesterov", "foreach", "fused", "capturable"]
+PARAMS = [
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "momentum",
+    "amsgrad",
+    "nesterov",
+    "foreach",
+    "fused",
+    "capturable",
+]
 PARAMS += [
     "warmup_num_steps",
     "total_num_steps",
@@ -216,7 +336,15 @@ def _put(config: dict[Any, Any], path: list[str], value: Any) -> None:
 
 def _typo(rng: random.Random, name: str) -> str:
     at = rng.randrange(len(name))
-    return rng.choice([name[:at] + name[at + 1 :], name + "s", name.upper(), name[:at] + "_" + name[at:], f"{name}.x"])
+    return rng.choice(
+        [
+            name[:at] + name[at + 1 :],
+            name + "s",
+            name.upper(),
+            name[:at] + "_" + name[at:],
+            f"{name}.x",
+        ]
+    )
 
 
 def _value(rng: random.Random, row: Any, meant: float) -> Any:
@@ -238,11 +366,15 @@ def _spoil(rng: random.Random, config: dict[Any, Any], meant: float) -> None:
         path = [rng.choice(["optimizer", "scheduler"]), "params", rng.choice(PARAMS)]
     _put(config, path, _value(rng, row, meant))
     if rng.random() < 0.02:
-        config[rng.choice([1, None, 2.5, (1,), "x" * 100_000, b"b", "", "\ud800", "."])] = rng.choice(JUNK)
+        config[rng.choice([1, None, 2.5, (1,), "x" * 100_000, b"b", "", "\ud800", "."])] = (
+            rng.choice(JUNK)
+        )
 
 
 def made(rng: random.Random, meant: float = 0.6) -> Any:
-    """One configuration as a dict, or what stands in its place.  meant: the share of values that keys know."""
+    """One configuration as a dict, or what stands in its place.  meant: the share of values that
+    keys know.
+    """
     if rng.random() < 0.01:
         return rng.choice(JUNK)
     config = dict(rng.choice(REAL)) if rng.random() < 0.5 else {}
@@ -254,7 +386,9 @@ def made(rng: random.Random, meant: float = 0.6) -> Any:
 
 
 def written(rng: random.Random, config: Any) -> Any:
-    """The same as text, as a file's path would give it, or as base64; some of the text is spoiled."""
+    """The same as text, as a file's path would give it, or as base64; some of the text is
+    spoiled.
+    """
     try:
         text = json.dumps(config, ensure_ascii=rng.random() < 0.5)
     except (TypeError, ValueError, RecursionError):
@@ -262,7 +396,9 @@ def written(rng: random.Random, config: Any) -> Any:
     for _ in range(rng.choice([0, 0, 1, 3])):
         at = rng.randrange(len(text)) if text else 0
         text = (
-            text[:at] + rng.choice(["", ",", '"', "{", "}", "[", "//", "/*", "#", "NaN", "\n", "\0"]) + text[at + 1 :]
+            text[:at]
+            + rng.choice(["", ",", '"', "{", "}", "[", "//", "/*", "#", "NaN", "\n", "\0"])
+            + text[at + 1 :]
         )
     if rng.random() < 0.1:
         return base64.urlsafe_b64encode(text.encode("utf-8", "replace")).decode()
@@ -272,9 +408,17 @@ def written(rng: random.Random, config: Any) -> Any:
 def keywords(rng: random.Random, meant: float = 0.6) -> dict[str, Any]:
     """Keywords for the other door: names are texts, values are anybody's."""
     found = made(rng, meant)
-    config = {str(name): value for name, value in found.items()} if isinstance(found, dict) else {"stage": found}
+    config = (
+        {str(name): value for name, value in found.items()}
+        if isinstance(found, dict)
+        else {"stage": found}
+    )
     config.pop("$schema", None)
-    for name, choices in (("stage", [0, 1, 2, 3]), ("lr", [1e-3]), ("optimizer", ["adam", "sgd", "lion"])):
+    for name, choices in (
+        ("stage", [0, 1, 2, 3]),
+        ("lr", [1e-3]),
+        ("optimizer", ["adam", "sgd", "lion"]),
+    ):
         if rng.random() < 0.3:
             config[name] = rng.choice(choices) if rng.random() < 0.8 else rng.choice(JUNK)
     if isinstance(config.get("optimizer"), dict) and rng.random() < 0.8:
@@ -300,20 +444,49 @@ SETTINGS: list[Any] = [
     [0.5] * 3,
     {"a": 1},
 ]
-SETTINGS += [[], [1, 2], [[1]], [None, 1e-3], ["a", "b"], float("nan"), float("inf"), 1e308, 2**63, 2**62]
-SCHEDULES = {name: cls for name, cls in {**vars(torch.optim.lr_scheduler), **OURS}.items() if isinstance(cls, type)}
+SETTINGS += [
+    [],
+    [1, 2],
+    [[1]],
+    [None, 1e-3],
+    ["a", "b"],
+    float("nan"),
+    float("inf"),
+    1e308,
+    2**63,
+    2**62,
+]
+SCHEDULES = {
+    name: cls
+    for name, cls in {**vars(torch.optim.lr_scheduler), **OURS}.items()
+    if isinstance(cls, type)
+}
 
 
 def trained(rng: random.Random) -> dict[str, Any]:
-    """An optimizer, and mostly a schedule, by names that exist, with arguments of theirs and values of any kind."""
+    """An optimizer, and mostly a schedule, by names that exist, with arguments of theirs and values
+    of any kind.
+    """
     name = rng.choice(VALID_OPTIMIZERS)
-    cls = next((value for key, value in vars(torch.optim).items() if key.lower() == name), torch.optim.AdamW)
-    config: dict[str, Any] = {"optimizer": {"type": name, "params": _arguments(rng, [*known_arguments(cls), "lr"])}}
+    cls = next(
+        (value for key, value in vars(torch.optim).items() if key.lower() == name),
+        torch.optim.AdamW,
+    )
+    config: dict[str, Any] = {
+        "optimizer": {"type": name, "params": _arguments(rng, [*known_arguments(cls), "lr"])}
+    }
     if rng.random() < 0.6:
         kind = rng.choice([*VALID_LR_SCHEDULES, *SCHEDULES])
         known = known_arguments(SCHEDULES[kind])
-        needed = [argument for argument, default in known.items() if default is REQUIRED and rng.random() < 0.8]
-        params = {**{argument: rng.choice(SETTINGS) for argument in needed}, **_arguments(rng, [*known, "last_epoch"])}
+        needed = [
+            argument
+            for argument, default in known.items()
+            if default is REQUIRED and rng.random() < 0.8
+        ]
+        params = {
+            **{argument: rng.choice(SETTINGS) for argument in needed},
+            **_arguments(rng, [*known, "last_epoch"]),
+        }
         config["scheduler"] = {"type": kind, "params": params}
     return config
 

@@ -1,4 +1,5 @@
-"""What every test shares: one seed, and the marker that runs a test's body on every rank of a world.
+"""What every test shares: one seed, and the marker that runs a test's body on every rank of a
+world.
 
     @pytest.mark.ranks(2)                       two gloo processes, from a pool reused over the session
     @pytest.mark.ranks("world")                 the size is the parametrised argument `world`
@@ -7,8 +8,8 @@
     @pytest.mark.ranks(4, hosts=2)              ranks 0 and 1 on one host, 2 and 3 on another (tests/hosts.py); as root
     @pytest.mark.ranks(3, dies=[1])             rank 1 must die during the test; the others must pass (implies fresh)
 
-The test is a plain module-level function; its arguments must be picklable (parametrised values; tmp_path, one for all
-ranks).  `monkeypatch` is each rank's own, undone there when the body ends.
+The test is a plain module-level function; its arguments must be picklable (parametrised values;
+tmp_path, one for all ranks).  `monkeypatch` is each rank's own, undone there when the body ends.
 """
 
 from __future__ import annotations
@@ -48,14 +49,19 @@ class RanksMark:
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Accept the options of pyproject.toml without their plugin: a GPU machine may have only pytest."""
+    """Accept the options of pyproject.toml without their plugin: a GPU machine may have only
+    pytest.
+    """
     if not pluginmanager.hasplugin("timeout"):
-        parser.addini("timeout", "seconds for a test; pytest-timeout is not installed, so nothing ends one")
+        parser.addini(
+            "timeout", "seconds for a test; pytest-timeout is not installed, so nothing ends one"
+        )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "ranks(size, timeout=60, fresh=False, dies=(), hosts=1): run the body on every rank"
+        "markers",
+        "ranks(size, timeout=60, fresh=False, dies=(), hosts=1): run the body on every rank",
     )
     config.stash[POOLS] = {}
     config.add_cleanup(lambda: [pool.close() for pool in config.stash[POOLS].values()])
@@ -63,12 +69,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 MAKES_HOSTS = (
     "unit/test_hosts",
-    *(f"ranks/test_{name}" for name in "faults hosts lost_hosts sockets_between_hosts stragglers worlds".split()),
+    *(
+        f"ranks/test_{name}"
+        for name in "faults hosts lost_hosts sockets_between_hosts stragglers worlds".split()
+    ),
 )
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    """Name what fails when it does: the run takes a quarter of an hour, and pytest says it at the end."""
+    """Name what fails when it does: the run takes a quarter of an hour, and pytest says it at the
+    end.
+    """
     if not report.failed:
         return None
     kind = "failed" if report.when == "call" else "error"
@@ -77,15 +88,17 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 
 @pytest.hookimpl(optionalhook=True)  # of xdist's
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let two workers take the tests file by file (scripts/test); those that make hosts of namespaces, which limit and
-    cut links, follow each other in one of them.
+    """Let two workers take the tests file by file (scripts/test); those that make hosts of
+    namespaces, which limit and cut links, follow each other in one of them.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::", 1)[0]
-            return "hosts" if file.removeprefix("tests/").removesuffix(".py") in MAKES_HOSTS else file
+            return (
+                "hosts" if file.removeprefix("tests/").removesuffix(".py") in MAKES_HOSTS else file
+            )
 
     return Scheduling(config, log)
 
@@ -99,7 +112,12 @@ def _seed() -> Iterator[None]:
     handlers = [(number, signal.getsignal(number)) for number in HEARD]
     listening = {name: os.environ.get(name) for name in (INTERFACE, PORTS, GLOO_INTERFACE)}
     yield
-    for name, value in listening.items():  # an engine that was told where to listen tells all that are started later
+    for (
+        name,
+        value,
+    ) in (
+        listening.items()
+    ):  # an engine that was told where to listen tells all that are started later
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
@@ -154,7 +172,10 @@ def _task(item: pytest.Function) -> Task:
     try:
         pickled = pickle.dumps(arguments)
     except Exception as error:
-        message = f"The arguments of a test marked `ranks` must be picklable, {sorted(arguments)} are not: {error}"
+        message = (
+            f"The arguments of a test marked `ranks` must be picklable, {sorted(arguments)} are "
+            f"not: {error}"
+        )
         raise pytest.fail.Exception(message, pytrace=False) from None
     filters = pickle.dumps(list(warnings.filters))
     return Task(function.__module__, str(item.path), function.__name__, pickled, filters)
@@ -162,15 +183,34 @@ def _task(item: pytest.Function) -> Task:
 
 def _judge(outcome: Outcome, mark: RanksMark) -> None:
     """Turn the answers into a pass, a skip or a failure that names each rank."""
-    lines = [f"rank {rank} failed:\n{a.text}" for rank, a in sorted(outcome.answers.items()) if a.kind == "failed"]
-    lines += [f"rank {rank} died, exit code {code}" for rank, code in outcome.dead.items() if rank not in mark.dies]
-    lines += [f"rank {rank} did not answer; its stacks:\n{stack}" for rank, stack in outcome.silent.items()]
-    lines += [f"rank {rank} was expected to die and did not" for rank in mark.dies if rank in outcome.answers]
+    lines = [
+        f"rank {rank} failed:\n{a.text}"
+        for rank, a in sorted(outcome.answers.items())
+        if a.kind == "failed"
+    ]
+    lines += [
+        f"rank {rank} died, exit code {code}"
+        for rank, code in outcome.dead.items()
+        if rank not in mark.dies
+    ]
+    lines += [
+        f"rank {rank} did not answer; its stacks:\n{stack}"
+        for rank, stack in outcome.silent.items()
+    ]
+    lines += [
+        f"rank {rank} was expected to die and did not"
+        for rank in mark.dies
+        if rank in outcome.answers
+    ]
     skipped = {rank: a.text for rank, a in outcome.answers.items() if a.kind == "skipped"}
     if skipped and len(skipped) < len(outcome.answers):
         lines.append(f"only some ranks skipped: {skipped}")
     if lines:
-        limit = [f"(limit {mark.timeout:g} s)"] if outcome.silent and len(lines) == len(outcome.silent) else []
+        limit = (
+            [f"(limit {mark.timeout:g} s)"]
+            if outcome.silent and len(lines) == len(outcome.silent)
+            else []
+        )
         pytest.fail("\n".join(lines + limit), pytrace=False)
     if skipped:
         pytest.skip(next(iter(skipped.values())))

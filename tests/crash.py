@@ -1,8 +1,9 @@
 """A disk that remembers what was done to it, and what of it a power cut would leave.
 
-Records the verbs of deepseek_zero.checkpoint.files while they work as always.  Then any prefix of them can be replayed
-into a folder: as a kill leaves it (everything that was done), or as a power cut may (a file has what it had at its
-last sync, a folder the names it had at its own), or anything between.
+Records the verbs of deepseek_zero.checkpoint.files while they work as always.  Then any prefix of
+them can be replayed
+into a folder: as a kill leaves it (everything that was done), or as a power cut may (a file has
+what it had at its last sync, a folder the names it had at its own), or anything between.
 """
 
 from __future__ import annotations
@@ -46,10 +47,21 @@ class Recorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            for verb in ("create", "write", "truncate", "sync", "make_folder", "sync_folder", "rename", "remove"):
+            for verb in (
+                "create",
+                "write",
+                "truncate",
+                "sync",
+                "make_folder",
+                "sync_folder",
+                "rename",
+                "remove",
+            ):
                 patch.setattr(files, verb, self._recorded(verb, getattr(files, verb)))
             patch.setattr(files, "open_to_lock", self._recorded("create", files.open_to_lock))
-            patch.setattr(files, "remove_empty_folder", self._recorded("remove", files.remove_empty_folder))
+            patch.setattr(
+                files, "remove_empty_folder", self._recorded("remove", files.remove_empty_folder)
+            )
             patch.setattr(files, "remove_folder", self._remove_folder)
             yield
 
@@ -57,7 +69,9 @@ class Recorder:
         def recorded(*given: Any) -> Any:
             with self._lock:  # one at a time: the record's order is the disk's
                 result = act(*given)
-                plain = tuple(bytes(each) if isinstance(each, memoryview) else each for each in given)
+                plain = tuple(
+                    bytes(each) if isinstance(each, memoryview) else each for each in given
+                )
                 self.operations.append((verb, (result, *plain) if verb == "create" else plain))
             return result
 
@@ -128,7 +142,9 @@ class Disk:
         folder.names.pop(name, None)  # another rank's, which its own record has
 
     def leave(self, into: Path, chance: random.Random | None, kept: float) -> None:
-        """Write what is left into a folder. kept: the share of what was not synced that is there all the same."""
+        """Write what is left into a folder. kept: the share of what was not synced that is there
+        all the same.
+        """
         _leave(self.top, into, chance or random.Random(0), kept)
 
 

@@ -1,4 +1,5 @@
-"""A stand-in for CUDA's runtime: it lists page-locked ranges, refuses overlaps and keeps its last error, as CUDA does.
+"""A stand-in for CUDA's runtime: it lists page-locked ranges, refuses overlaps and keeps its last
+error, as CUDA does.
 
 cudart = install(monkeypatch)    # torch.cuda.cudart() returns it, and host tiers lock their pages
 ...
@@ -29,7 +30,8 @@ NAMES = {
 class Cudart:
     """The functions of torch.cuda.cudart() that lock memory.
 
-    ranges: the locked ranges, by address.  limit: bytes that may be locked.  last_error: of the next launch.
+    ranges: the locked ranges, by address.  limit: bytes that may be locked.  last_error: of the
+    next launch.
     most: the largest number of bytes that were locked together.
     """
 
@@ -41,7 +43,10 @@ class Cudart:
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         assert is_mapped(address, nbytes)
-        if any(start < address + nbytes and address < start + size for start, size in self.ranges.items()):
+        if any(
+            start < address + nbytes and address < start + size
+            for start, size in self.ranges.items()
+        ):
             return self._failed(ALREADY)
         if sum(self.ranges.values()) + nbytes > self.limit:
             return self._failed(NO_MEMORY)
@@ -51,12 +56,17 @@ class Cudart:
 
     def is_locked(self, address: int, nbytes: int) -> bool:
         """Return whether one locked range has all of these bytes."""
-        return any(start <= address and address + nbytes <= start + size for start, size in self.ranges.items())
+        return any(
+            start <= address and address + nbytes <= start + size
+            for start, size in self.ranges.items()
+        )
 
     def cudaHostUnregister(self, address: int) -> int:
         if address not in self.ranges:
             return self._failed(NOT_LOCKED)
-        assert is_mapped(address, self.ranges.pop(address)), "the memory was freed while it was locked"
+        assert is_mapped(address, self.ranges.pop(address)), (
+            "the memory was freed while it was locked"
+        )
         return 0
 
     def cudaGetErrorString(self, error: int) -> str:

@@ -1,11 +1,13 @@
-"""The table of faults, played on hosts made of namespaces: what must be said, by whom, and within which time.
+"""The table of faults, played on hosts made of namespaces: what must be said, by whom, and within
+which time.
 
     python -m tests.faults                          every row once
     python -m tests.faults --rows cut-lost --repeat 20 --load 1.5
 
-Each play starts the launcher on every host, waits until the ranks train, does the damage, and measures from there to
-what the row promises; then it looks for what is left: processes, listening sockets, shared memory, folders.  Exit code
-1 if a promise was broken.  load: by which every bound is multiplied, on a machine that does other things meanwhile.
+Each play starts the launcher on every host, waits until the ranks train, does the damage, and
+measures from there to what the row promises; then it looks for what is left: processes, listening
+sockets, shared memory, folders.  Exit code 1 if a promise was broken.  load: by which every bound
+is multiplied, on a machine that does other things meanwhile.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ PAUSE_SECONDS = 0.02  # of every step: time of the rank's own, as computing is
 STEPS = 30  # until what is slow is named
 STRANGERS = 1000
 CALM_STEPS = 1000
-SAVED_AFTER, SAVED_EVERY = 3, 25  # steps: before the first damage, and more than those that name who is slow
+SAVED_AFTER, SAVED_EVERY = (
+    3,
+    25,
+)  # steps: before the first damage, and more than those that name who is slow
 # Read by every Python program of the hosts as it starts: launchers and ranks.
 NO_PICKLES = """
 import pickle
@@ -65,8 +70,10 @@ SAID = (b"", b"\x01" + b"raised/1" * 20, b"GET / HTTP/1.1\r\n\r\n" * 9, b"\x00\x
 class Job:
     """A training on hosts, by one launcher on each, and everything it has said.
 
-    lines: (host, when, what) of the launchers' outputs. every: `time.monotonic()`, which hosts of one machine share.
-    own_clocks: `set_clock` will be called. config: keys that the training's configuration has beside its own.
+    lines: (host, when, what) of the launchers' outputs. every: `time.monotonic()`, which hosts of
+    one machine share.
+    own_clocks: `set_clock` will be called. config: keys that the training's configuration has
+    beside its own.
     """
 
     machines: Sequence[Host]
@@ -87,11 +94,19 @@ class Job:
         secret.touch(mode=0o600)
         secret.write_bytes(secrets.token_bytes(32))
         (self.folder / "sitecustomize.py").write_text(NO_PICKLES)
-        environment = {"DEEPSEEK_ZERO_SECRET_FILE": str(secret), "OMP_NUM_THREADS": "1", "COLUMNS": "400"}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(self.folder), os.environ.get("PYTHONPATH"))))
+        environment = {
+            "DEEPSEEK_ZERO_SECRET_FILE": str(secret),
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "400",
+        }
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (str(self.folder), os.environ.get("PYTHONPATH")))
+        )
         if self.own_clocks:
             need(shutil.which("cc") is not None, "a C compiler, to make a clock that jumps")
-            subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", self.folder / "clock.so", CLOCK], check=True)
+            subprocess.run(
+                ["cc", "-shared", "-fPIC", "-O1", "-o", self.folder / "clock.so", CLOCK], check=True
+            )
             environment["LD_PRELOAD"] = str(self.folder / "clock.so")
         for host in self.machines:
             (self.folder / host.name).mkdir()
@@ -99,15 +114,31 @@ class Job:
             if self.own_clocks:
                 self.set_clock(host, 0)
                 environment["CLOCK_AHEAD"] = str(self._clock_of(host))
-            words = [f"--num_nodes={len(self.machines)}", f"--node_rank={host.number}", f"--nproc={self.each}"]
-            words += [f"--master_addr={self.machines[0].address}", f"--master_port={PORT}", "--interface=v0"]
+            words = [
+                f"--num_nodes={len(self.machines)}",
+                f"--node_rank={host.number}",
+                f"--nproc={self.each}",
+            ]
+            words += [
+                f"--master_addr={self.machines[0].address}",
+                f"--master_port={PORT}",
+                "--interface=v0",
+            ]
             words += [f"--ports={PORTS[0]}-{PORTS[-1]}"]
             words += [f"--dead-after={options.dead_after:g}", "--module", "tests.faults"]
             words += ["--as-rank", str(self.folder), "--transport", options.transport]
             words += ["--config", json.dumps(self.config)]
-            self.launchers.append(host.run([sys.executable, "-m", "deepseek_zero.cli", "run", *words], environment))
-            threading.Thread(target=self._listen, args=(host, self.launchers[-1]), daemon=True).start()
-        self.until(lambda: all(len(self.steps(rank)) > 3 for rank in self.ranks), START_SECONDS, "the ranks train")
+            self.launchers.append(
+                host.run([sys.executable, "-m", "deepseek_zero.cli", "run", *words], environment)
+            )
+            threading.Thread(
+                target=self._listen, args=(host, self.launchers[-1]), daemon=True
+            ).start()
+        self.until(
+            lambda: all(len(self.steps(rank)) > 3 for rank in self.ranks),
+            START_SECONDS,
+            "the ranks train",
+        )
 
     def _clock_of(self, host: Host) -> Path:
         return self.folder / f"{host.name}.clock"
@@ -129,11 +160,16 @@ class Job:
                 self.lines.append((host, time.monotonic(), line.rstrip()))
 
     def until(self, true: Callable[[], Any], seconds: float, what: str) -> float:
-        """Wait, and return when it was so; AssertionError with everything that was said if it is not in time."""
+        """Wait, and return when it was so; AssertionError with everything that was said if it is
+        not in time.
+        """
         deadline = time.monotonic() + seconds
         while not true():
             assert time.monotonic() < deadline, "\n".join(
-                [f"not after {seconds:g} s: {what}", *(f"{host.name}| {text}" for host, _, text in self.lines)]
+                [
+                    f"not after {seconds:g} s: {what}",
+                    *(f"{host.name}| {text}" for host, _, text in self.lines),
+                ]
             )
             time.sleep(LOOK_SECONDS)
         return time.monotonic()
@@ -153,8 +189,14 @@ class Job:
         return None
 
     def when_raised(self, ranks: Sequence[int], pattern: str) -> float:
-        """Wait until each of these ranks has raised something like this; return when the last one did."""
-        self.until(lambda: all(self.error(rank) for rank in ranks), END_SECONDS, f"ranks {list(ranks)} raise {pattern}")
+        """Wait until each of these ranks has raised something like this; return when the last one
+        did.
+        """
+        self.until(
+            lambda: all(self.error(rank) for rank in ranks),
+            END_SECONDS,
+            f"ranks {list(ranks)} raise {pattern}",
+        )
         found = [error for rank in ranks if (error := self.error(rank)) is not None]
         for _, text in found:
             assert re.search(pattern, text), f"{pattern} is not in {text}"
@@ -164,16 +206,24 @@ class Job:
         """Wait until each of these hosts' launchers has said this; return when the last one did."""
 
         def first(host: Host) -> float | None:
-            said = (when for where, when, text in list(self.lines) if where is host and re.search(pattern, text))
+            said = (
+                when
+                for where, when, text in list(self.lines)
+                if where is host and re.search(pattern, text)
+            )
             return next(said, None)
 
         names = ", ".join(host.name for host in machines)
-        self.until(lambda: all(first(host) for host in machines), END_SECONDS, f"{names} says {pattern}")
+        self.until(
+            lambda: all(first(host) for host in machines), END_SECONDS, f"{names} says {pattern}"
+        )
         return max(first(host) or 0.0 for host in machines)
 
     def when_gone(self, machines: Sequence[Host]) -> float:
         """Wait until no process is left on these hosts."""
-        return self.until(lambda: not any(host.pids() for host in machines), END_SECONDS, "all processes are gone")
+        return self.until(
+            lambda: not any(host.pids() for host in machines), END_SECONDS, "all processes are gone"
+        )
 
     def finish(self) -> None:
         """Have the ranks end well, a few steps from now."""
@@ -194,24 +244,38 @@ class Job:
             reference[rank] = max(found, expected, key=len)
 
     def assert_last_checkpoint_is_good(self) -> None:
-        """Load what `latest` names, every byte checked, and compare the next loss with the run's own."""
+        """Load what `latest` names, every byte checked, and compare the next loss with the run's
+        own.
+        """
         command = [sys.executable, "-m", "tests.faults", "--as-loader", str(self.folder)]
         alone = {"OMP_NUM_THREADS": "1", "DEEPSEEK_ZERO_LOG_LEVEL": "error"}
         done = subprocess.run(command, env={**os.environ, **alone}, capture_output=True, text=True)
         assert not done.returncode, done.stderr
         saved, loss = json.loads(done.stdout)
-        assert saved % SAVED_EVERY == SAVED_AFTER and saved <= min(len(self.steps(rank)) for rank in self.ranks)
-        assert [loss] * len(self.steps(0)[saved : saved + 1]) == [each for _, each in self.steps(0)[saved : saved + 1]]
+        assert saved % SAVED_EVERY == SAVED_AFTER and saved <= min(
+            len(self.steps(rank)) for rank in self.ranks
+        )
+        assert [loss] * len(self.steps(0)[saved : saved + 1]) == [
+            each for _, each in self.steps(0)[saved : saved + 1]
+        ]
 
     def leftovers(self, machines: Sequence[Host]) -> list[str]:
-        """Return what is left on hosts that still are: processes, listening sockets, shared memory, folders."""
+        """Return what is left on hosts that still are: processes, listening sockets, shared memory,
+        folders.
+        """
         found = []
         for host in machines:
             found += [f"{host.name}: process {pid}" for pid in host.pids()]
             found += [f"{host.name}: listens at {place}" for place in host.ports()]
             shm = Path("/proc", str(host.pid), "root", "dev", "shm")
-            found += [f"{host.name}: /dev/shm/{path.name}" for path in shm.iterdir() if path.name != "hosts"]
-            found += [f"{host.name}: folder {path.name}" for path in (self.folder / host.name).iterdir()]
+            found += [
+                f"{host.name}: /dev/shm/{path.name}"
+                for path in shm.iterdir()
+                if path.name != "hosts"
+            ]
+            found += [
+                f"{host.name}: folder {path.name}" for path in (self.folder / host.name).iterdir()
+            ]
         return found
 
 
@@ -242,21 +306,29 @@ def cut_healed(
     time.sleep(max(0.0, began + 7.0 - time.monotonic()))
     healed = time.monotonic()
     heal(h1)
-    went_on = job.until(lambda: all(job.steps(rank)[-1][0] > healed + 0.1 for rank in job.ranks), 60, "steps go on")
+    went_on = job.until(
+        lambda: all(job.steps(rank)[-1][0] > healed + 0.1 for rank in job.ranks), 60, "steps go on"
+    )
     yield Measure("goes on", went_on - healed, 2.0)
     job.when_said([h0, h1], r"heard again")
     job.finish()
     job.assert_same_bits(UNDISTURBED)
 
 
-def cut_lost(job: Job, options: argparse.Namespace, cut: Callable[[Host], None] = Host.cut) -> Iterator[Measure]:
+def cut_lost(
+    job: Job, options: argparse.Namespace, cut: Callable[[Host], None] = Host.cut
+) -> Iterator[Measure]:
     h0, h1 = job.machines
     near, far = job.ranks[: job.each], job.ranks[job.each :]
     began = time.monotonic()
     cut(h1)
     bound = options.dead_after + 1.0
-    yield Measure("HostLost, far side", job.when_raised(far, lost(h0, near, options)) - began, bound)
-    yield Measure("HostLost, near side", job.when_raised(near, lost(h1, far, options)) - began, bound)
+    yield Measure(
+        "HostLost, far side", job.when_raised(far, lost(h0, near, options)) - began, bound
+    )
+    yield Measure(
+        "HostLost, near side", job.when_raised(near, lost(h1, far, options)) - began, bound
+    )
     job.when_said([h0], lost(h1, far, options))
     job.when_said([h1], r"HostLost: (h0|node 0)")
     yield Measure("all gone", job.when_gone([h0, h1]) - began, options.dead_after + 6.0)
@@ -280,7 +352,9 @@ def kill_rank(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
 
 def kill_agent(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
     h0, h1 = job.machines
-    launcher = next(pid for pid in h1.pids() if "--node_rank=1" in words_of(pid) and "run" in words_of(pid)[:5])
+    launcher = next(
+        pid for pid in h1.pids() if "--node_rank=1" in words_of(pid) and "run" in words_of(pid)[:5]
+    )
     began = time.monotonic()
     os.kill(launcher, signal.SIGKILL)
     yield Measure("named", job.when_said([h0], r"h1 .*ended") - began, 1.0)
@@ -312,7 +386,9 @@ def stopped_rank(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
     pid = pid_of(job, h1, victim)
     began = time.monotonic()
     os.kill(pid, signal.SIGSTOP)
-    yield Measure("said, everywhere", job.when_said([h0, h1], rf"rank {victim} on h1 is stopped") - began, 7.0)
+    yield Measure(
+        "said, everywhere", job.when_said([h0, h1], rf"rank {victim} on h1 is stopped") - began, 7.0
+    )
     time.sleep(max(0.0, began + options.dead_after + 2.0 - time.monotonic()))
     os.kill(pid, signal.SIGCONT)
     job.when_said([h0, h1], rf"rank {victim} on h1 runs again")
@@ -333,7 +409,9 @@ def slow_rank(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
 
 
 def slow_host(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
-    """A host whose programs get a core for a third of the time, as where somebody else has it, too."""
+    """A host whose programs get a core for a third of the time, as where somebody else has it,
+    too.
+    """
     h0, h1 = job.machines
     began = len(job.steps(0))
     with h1.slowed(2 / 3):
@@ -341,7 +419,9 @@ def slow_host(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
         yield Measure("steps until named", len(job.steps(0)) - began, STEPS)
         time.sleep(options.dead_after)
     goes_on(job, 3)
-    told = [text for *_, text in job.lines if re.search("silent|HostLost|is stopped|has ended", text)]
+    told = [
+        text for *_, text in job.lines if re.search("silent|HostLost|is stopped|has ended", text)
+    ]
     assert not told, told
     job.finish()
     job.assert_same_bits(UNDISTURBED)
@@ -359,7 +439,9 @@ def slow_link(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
 
 
 def strangers(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
-    """Half-open connections, garbage and an announced gigabyte at every port of ours; gloo asks nobody for anything."""
+    """Half-open connections, garbage and an announced gigabyte at every port of ours; gloo asks
+    nobody for anything.
+    """
     h1 = job.machines[1]
     open_ports = [(host.address, port) for host in job.machines for _, port in host.ports()]
     places = [(host, port) for host, port in open_ports if port == PORT or port in PORTS]
@@ -370,14 +452,24 @@ def strangers(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
     job.finish()
     job.assert_same_bits(UNDISTURBED)
     for host in job.machines:
-        said = [text for where, _, text in job.lines if where is host and "closed a connection from" in text]
+        said = [
+            text
+            for where, _, text in job.lines
+            if where is host and "closed a connection from" in text
+        ]
         assert len(said) <= 1 + job.each, said
 
 
 def goes_on(job: Job, steps: int) -> float:
-    """Wait until every rank has made so many more steps; return the longest time between two of one rank."""
+    """Wait until every rank has made so many more steps; return the longest time between two of one
+    rank.
+    """
     first = {rank: len(job.steps(rank)) for rank in job.ranks}
-    job.until(lambda: all(len(job.steps(rank)) >= first[rank] + steps for rank in job.ranks), 2 * END_SECONDS, "steps")
+    job.until(
+        lambda: all(len(job.steps(rank)) >= first[rank] + steps for rank in job.ranks),
+        2 * END_SECONDS,
+        "steps",
+    )
     ends = [[when for when, _ in job.steps(rank)[first[rank] - 1 :]] for rank in job.ranks]
     return max(after - before for each in ends for before, after in pairwise(each))
 
@@ -414,7 +506,9 @@ def delay(job: Job, options: argparse.Namespace, loss: float = 0.0) -> Iterator[
     job.assert_same_bits(UNDISTURBED)
     assert (counts["lost"] > 0) == (loss > 0), counts
     for rank in job.ranks:
-        assert re.search(LINK, (job.folder / f"{rank}.explained").read_text()), f"rank {rank} explains no link"
+        assert re.search(LINK, (job.folder / f"{rank}.explained").read_text()), (
+            f"rank {rank} explains no link"
+        )
 
 
 def loss_and_delay(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
@@ -422,7 +516,9 @@ def loss_and_delay(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
 
 
 def flipped_bits(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
-    """Bits that TCP's checksum does not see: the messages' own does, and they are sent again over a new connection."""
+    """Bits that TCP's checksum does not see: the messages' own does, and they are sent again over a
+    new connection.
+    """
     h1 = job.machines[1]
     with h1.disturbed(flip_every=1500) as counts:
         yield Measure("longest step", goes_on(job, 40), 5.0)
@@ -443,7 +539,9 @@ def clock_jumps(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
         while time.monotonic() < until:
             longest = max(longest, goes_on(job, 10))
         seen = {rank: job.wall_clock(rank) for rank in (0, far)}
-        assert abs(seen[far] - ahead) < 5.0 and abs(seen[0]) < 5.0, f"clocks of ranks are ahead by {seen}, not {ahead}"
+        assert abs(seen[far] - ahead) < 5.0 and abs(seen[0]) < 5.0, (
+            f"clocks of ranks are ahead by {seen}, not {ahead}"
+        )
     yield Measure("longest step", longest, 2.0)
     job.finish()
     job.assert_same_bits(UNDISTURBED)
@@ -452,13 +550,17 @@ def clock_jumps(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
 
 
 def cut_between(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
-    """Two hosts do not reach each other any more, and both reach host 0; gloo says neither which host nor when."""
+    """Two hosts do not reach each other any more, and both reach host 0; gloo says neither which
+    host nor when.
+    """
     h1, h2 = job.machines[1:]
     began = time.monotonic()
     h1.isolate()
     h2.isolate()
     bound = options.dead_after + (1.0 if options.transport == "tcp" else 5.0)
-    said = r"HostLost: h[12] \(ranks? [\d, ]+\) silent" if options.transport == "tcp" else "PeerError"
+    said = (
+        r"HostLost: h[12] \(ranks? [\d, ]+\) silent" if options.transport == "tcp" else "PeerError"
+    )
     yield Measure("raised, both", job.when_raised(job.ranks[job.each :], said) - began, bound)
     yield Measure("all gone", job.when_gone(job.machines) - began, bound + 5.0)
 
@@ -473,7 +575,9 @@ def two_hosts_lost(*gone: int) -> Play:
         for number in gone:
             job.machines[number].kill()
         named = "|".join(f"h{number}" for number in gone)
-        said = rf"HostLost: (.* and )?({named}) \(ranks? [\d, ]+\) silent for {options.dead_after:g} s"
+        said = (
+            rf"HostLost: (.* and )?({named}) \(ranks? [\d, ]+\) silent for {options.dead_after:g} s"
+        )
         yield Measure("HostLost", job.when_raised(ranks, said) - began, options.dead_after + 1.0)
         job.when_said([survivor], rf"HostLost: ({named}|node 0)")
         yield Measure("all gone", job.when_gone([survivor]) - began, options.dead_after + 6.0)
@@ -491,9 +595,15 @@ def flipped_in(what: str, every: int) -> Play:
         began = job.until((job.folder / "flipped").exists, END_SECONDS, "a bit flips")
         job.when_raised(job.ranks, rf"IntegrityError: step \d+: .*{what}.* on rank {victim}")
         named = {
-            int(text.split("step ")[1].split(":")[0]) for rank in job.ranks for _, text in [job.error(rank) or (0, "")]
+            int(text.split("step ")[1].split(":")[0])
+            for rank in job.ranks
+            for _, text in [job.error(rank) or (0, "")]
         }
-        yield Measure("steps until named, by all", max(named) - int((job.folder / "flipped").read_text()), every)
+        yield Measure(
+            "steps until named, by all",
+            max(named) - int((job.folder / "flipped").read_text()),
+            every,
+        )
         yield Measure("gone", job.when_gone(job.machines) - began, 5.0 + every * 0.1)
 
     return flipped
@@ -575,7 +685,9 @@ def play(row: str, options: argparse.Namespace) -> list[Measure]:
     with playing(ROWS[row], options) as job:
         found = list(ROWS[row].play(job, options))
         living = [host for host in job.machines if Path(f"/proc/{host.pid}").exists()]
-        job.until(lambda: not job.leftovers(living), 5.0, f"nothing is left, but {job.leftovers(living)}")
+        job.until(
+            lambda: not job.leftovers(living), 5.0, f"nothing is left, but {job.leftovers(living)}"
+        )
         return found
 
 
@@ -633,7 +745,9 @@ def be_a_rank(options: argparse.Namespace) -> None:
 
 
 def be_a_loader(options: argparse.Namespace) -> None:
-    """Load what was saved last; write the steps that it has behind it, and rank 0's loss of the next one."""
+    """Load what was saved last; write the steps that it has behind it, and rank 0's loss of the
+    next one.
+    """
     engine, next_batch = begin(0, options)
     engine.load_checkpoint(Path(options.as_loader) / "checkpoints")
     for _ in range(engine.global_steps):
@@ -672,7 +786,9 @@ def flip(values: Any) -> None:
 
 
 def be_a_stranger(places: Sequence[tuple[str, int]]) -> None:
-    """Knock at every place without the secret; write the longest time that a door kept such a connection."""
+    """Knock at every place without the secret; write the longest time that a door kept such a
+    connection.
+    """
     import socket
 
     longest = 0.0

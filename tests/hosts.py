@@ -1,11 +1,13 @@
-"""Hosts on one machine, each with its own network, host name, processes, /dev/shm and IPC, on one switch.
+"""Hosts on one machine, each with its own network, host name, processes, /dev/shm and IPC, on one
+switch.
 
     with hosts(2, rate="1gbit") as (h0, h1):
         ranks = [h0.run(command, env), h1.run(command, env)]
 
-Root makes them, from namespaces.  The first process of a host reads a pipe of ours until it ends, so that a host ends
-with the process that made it, however that one ends, and takes its processes, mounts and network along: nothing has a
-name that could be left behind.  What hosts share is the kernel, the clock and the file systems but /dev/shm.
+Root makes them, from namespaces.  The first process of a host reads a pipe of ours until it ends,
+so that a host ends with the process that made it, however that one ends, and takes its processes,
+mounts and network along: nothing has a name that could be left behind.  What hosts share is the
+kernel, the clock and the file systems but /dev/shm.
 """
 
 from __future__ import annotations
@@ -38,9 +40,12 @@ RELAY = str(Path(__file__).with_name("relay.py"))
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 RECEIVED, SENT = 0, 8  # columns of bytes in /proc/net/dev
 LISTENS = "0A"  # the kernel's word in /proc/net/tcp
-FREE_PORTS = range(20_000, 29_000)  # below those that systems give to connections, and those that tests name
+FREE_PORTS = range(
+    20_000, 29_000
+)  # below those that systems give to connections, and those that tests name
 END_SECONDS = 60.0
-# The first process of its namespace: it takes in orphans that have ended, as bash does while it reads.
+# The first process of its namespace: it takes in orphans that have ended, as bash does while it
+# reads.
 HOST = """
 hostname "$1" && mount -t tmpfs -o size=4g,mode=1777 shm /dev/shm && printf %s "$2" > /dev/shm/hosts \\
     && mount --bind /dev/shm/hosts /etc/hosts && rm /dev/shm/hosts && ip link set lo up && echo ready && read -r _
@@ -49,18 +54,24 @@ SWITCH = "ip link add br0 type bridge && ip link set br0 up && echo ready && rea
 
 
 class Process(subprocess.Popen[str]):
-    """A program on a host.  Signals reach the program itself; it ends with this handle's process at the latest."""
+    """A program on a host.  Signals reach the program itself; it ends with this handle's process at
+    the latest.
+    """
 
     def send_signal(self, sig: int) -> None:
         inside = _children(self.pid) if self.poll() is None else []
         for pid in inside:
             os.kill(pid, sig)
-        if not inside or sig == signal.SIGCONT:  # nsenter stops with its child, and waits to be continued itself
+        if (
+            not inside or sig == signal.SIGCONT
+        ):  # nsenter stops with its child, and waits to be continued itself
             super().send_signal(sig)
 
 
 class Host:
-    """One host.  name: "h0", "h1", ...; address: on the switch; pid: of its first process, as seen from outside."""
+    """One host.  name: "h0", "h1", ...; address: on the switch; pid: of its first process, as seen
+    from outside.
+    """
 
     def __init__(self, number: int, switch: Namespace, start: Namespace) -> None:
         self.number, self.name, self.address = number, f"h{number}", str(NETWORK[number + 1])
@@ -71,9 +82,13 @@ class Host:
             f"link add {self._port} type veth peer name {DEVICE} netns {self.pid}",
             f"link set {self._port} master br0 up",
         )
-        start.ip(f"addr add {self.address}/{NETWORK.prefixlen} dev {DEVICE}", f"link set {DEVICE} up")
+        start.ip(
+            f"addr add {self.address}/{NETWORK.prefixlen} dev {DEVICE}", f"link set {DEVICE} up"
+        )
 
-    def run(self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> Process:
+    def run(
+        self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
+    ) -> Process:
         """Start a program in this folder, with this process's environment and `env`.
 
         options: Popen's; without them both outputs come through one pipe, as text.
@@ -87,7 +102,9 @@ class Host:
         return process
 
     def cut(self) -> None:
-        """Lose every packet to and from this host from now on; nobody is told, and its link stays up."""
+        """Lose every packet to and from this host from now on; nobody is told, and its link stays
+        up.
+        """
         self._switch.ip(f"link set {self._port} nomaster")
 
     def heal(self) -> None:
@@ -95,7 +112,9 @@ class Host:
         self._switch.ip(f"link set {self._port} master br0")
 
     def unplug(self) -> None:
-        """Take the carrier from the link: its host's kernel knows at once that nothing leaves any more."""
+        """Take the carrier from the link: its host's kernel knows at once that nothing leaves any
+        more.
+        """
         self._switch.ip(f"link set {self._port} down")
 
     def plug(self) -> None:
@@ -107,15 +126,21 @@ class Host:
         self._switch.ip(f"link set {self._port} type bridge_slave isolated on")
 
     @contextmanager
-    def disturbed(self, *, loss: float = 0.0, delay: float = 0.0, flip_every: int = 0) -> Iterator[dict[str, int]]:
-        """Lose, delay or damage frames to and from this host within a block (relay.py); at its end they are counted.
+    def disturbed(
+        self, *, loss: float = 0.0, delay: float = 0.0, flip_every: int = 0
+    ) -> Iterator[dict[str, int]]:
+        """Lose, delay or damage frames to and from this host within a block (relay.py); at its end
+        they are counted.
 
-        loss: the share of frames, each way.  delay: in seconds, each way.  flip_every: frames with much data from one
-        damaged one to the next; 0: none is.  Yields a dict that has the counts of frames passed, lost and damaged after
-        the block.
+        loss: the share of frames, each way.  delay: in seconds, each way.  flip_every: frames with
+        much data from one damaged one to the next; 0: none is.  Yields a dict that has the counts
+        of frames passed, lost and damaged after the block.
         """
         counts: dict[str, int] = {}
-        near, far = f"q{self.number}", f"r{self.number}"  # the relay's second device, and its other end at the switch
+        near, far = (
+            f"q{self.number}",
+            f"r{self.number}",
+        )  # the relay's second device, and its other end at the switch
         whole_frames = [sys.executable, "-S", RELAY]
         self._start.call(*whole_frames, DEVICE)
         self._switch.ip(f"link add {near} type veth peer name {far}", f"link set {near} up")
@@ -123,7 +148,9 @@ class Host:
         self._switch.ip(f"link set {far} master br0 up", f"link set {self._port} nomaster")
         words = [f"--loss={loss}", f"--delay={delay}", f"--flip-every={flip_every}"]
         command = [*self._switch.enter, *whole_frames, self._port, near, *words]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as relay:
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as relay:
             assert relay.stdin is not None and relay.stdout is not None
             try:
                 assert relay.stdout.readline() == "ready\n"
@@ -146,10 +173,11 @@ class Host:
 
     @contextmanager
     def slowed(self, stopped: float, period: float = 0.1) -> Iterator[None]:
-        """Stop every process of this host for a part of each period, within a block; its kernel goes on.
+        """Stop every process of this host for a part of each period, within a block; its kernel
+        goes on.
 
-        stopped: that part. period: in seconds, the mean of many lengths: of one length they may fall in step with what
-        runs there, and stop it only while it waits.
+        stopped: that part. period: in seconds, the mean of many lengths: of one length they may
+        fall in step with what runs there, and stop it only while it waits.
         """
         over = threading.Event()
 
@@ -194,7 +222,9 @@ class Host:
         return self._counter(RECEIVED)
 
     def ports(self) -> set[tuple[str, int]]:
-        """Return where its programs listen for TCP: addresses and ports; "::" and "0.0.0.0" mean all addresses."""
+        """Return where its programs listen for TCP: addresses and ports; "::" and "0.0.0.0" mean
+        all addresses.
+        """
         found = set()
         for table, is_little in (("tcp", 4), ("tcp6", 16)):
             for line in Path(f"/proc/{self.pid}/net/{table}").read_text().splitlines()[1:]:
@@ -225,7 +255,8 @@ class Host:
 class Namespace:
     """The namespaces of a host or of the switch, and the process in them that keeps them.
 
-    enter: the words before a command that is to run inside.  first: that process, as seen from outside.
+    enter: the words before a command that is to run inside.  first: that process, as seen from
+    outside.
     """
 
     def __init__(self, script: str, *arguments: str, kinds: Sequence[str]) -> None:
@@ -261,11 +292,15 @@ class Namespace:
             raise OSError(f"{' '.join(command)} {text!r}: {done.stderr.strip()}")
 
     def end(self) -> None:
-        """End every process inside at once, as far as they have pids of their own; calls after the first do nothing."""
+        """End every process inside at once, as far as they have pids of their own; calls after the
+        first do nothing.
+        """
         if self._process.returncode is not None:
             return
         with suppress(ProcessLookupError):
-            os.kill(self.first, signal.SIGKILL)  # without its first process the kernel ends all others
+            os.kill(
+                self.first, signal.SIGKILL
+            )  # without its first process the kernel ends all others
         self._process.wait(END_SECONDS)
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             assert pipe is not None
@@ -275,7 +310,8 @@ class Namespace:
 def free_port() -> int:
     """Return a port of this machine that nobody has taken.
 
-    Between this and its use no connection of another program is given it, as one bound to port 0 may be.
+    Between this and its use no connection of another program is given it, as one bound to port 0
+    may be.
     """
     while True:
         port = secrets.choice(FREE_PORTS)  # `random` begins every test, of every worker, alike
@@ -286,22 +322,32 @@ def free_port() -> int:
 
 @contextmanager
 def hosts(count: int, rate: str | None = None, own: str | None = None) -> Iterator[list[Host]]:
-    """Make so many hosts on one switch; they end with the block.  Skips the test without root or the programs.
+    """Make so many hosts on one switch; they end with the block.  Skips the test without root or
+    the programs.
 
-    rate: of every link, each way, in tc's words ("100mbit", "1gbit"); None: as fast as the machine.  own: what a host's
-    name means on itself ("127.0.1.1", as Debian writes); None: what it means on the others.
+    rate: of every link, each way, in tc's words ("100mbit", "1gbit"); None: as fast as the machine.
+    own: what a host's name means on itself ("127.0.1.1", as Debian writes); None: what it means on
+    the others.
     """
     need(os.geteuid() == 0, "root, to make hosts of namespaces")
     need(all(map(shutil.which, PROGRAMS)), f"{', '.join(PROGRAMS)} (iproute2 and util-linux)")
-    need(subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode == 0, "leave to make namespaces")
+    need(
+        subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode == 0,
+        "leave to make namespaces",
+    )
     with ExitStack() as stack:
         switch = Namespace(SWITCH, kinds=("net",))
         stack.callback(switch.end)
         found = []
         for number in range(count):
             kinds = ("net", "uts", "mount", "ipc", "pid")
-            meant = {f"h{each}": NETWORK[each + 1] for each in range(count)} | ({f"h{number}": own} if own else {})
-            names = "".join(f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **meant}.items())
+            meant = {f"h{each}": NETWORK[each + 1] for each in range(count)} | (
+                {f"h{number}": own} if own else {}
+            )
+            names = "".join(
+                f"{address} {name}\n"
+                for name, address in {"localhost": "127.0.0.1", **meant}.items()
+            )
             start = Namespace(HOST, f"h{number}", names, kinds=kinds)
             stack.callback(start.end)
             found.append(Host(number, switch, start))
@@ -320,17 +366,24 @@ def run_ranks(
     each: int = 1,
     timeout: float | None = None,
 ) -> str:
-    """Run a module of this folder as the ranks of one world, `each` of them on a host; return what rank 0 wrote.
+    """Run a module of this folder as the ranks of one world, `each` of them on a host; return what
+    rank 0 wrote.
 
     arguments: behind `--as-rank`.  SystemExit with everything that was written where a rank failed.
     """
-    world = {"WORLD_SIZE": str(each * len(pair)), "MASTER_ADDR": pair[0].address, "MASTER_PORT": str(port)}
+    world = {
+        "WORLD_SIZE": str(each * len(pair)),
+        "MASTER_ADDR": pair[0].address,
+        "MASTER_PORT": str(port),
+    }
     command = [sys.executable, "-m", module, "--as-rank", *map(str, arguments)]
     running = []
     for number, host in enumerate(pair):
         for place in range(each):
             here = {"RANK": number * each + place, "LOCAL_RANK": place, "LOCAL_WORLD_SIZE": each}
-            running.append(host.run(command, {**world, **{name: str(value) for name, value in here.items()}}))
+            running.append(
+                host.run(command, {**world, **{name: str(value) for name, value in here.items()}})
+            )
     said = [rank.communicate(timeout=timeout)[0] for rank in running]
     if any(rank.returncode for rank in running):
         raise SystemExit("\n".join(said))
@@ -338,7 +391,8 @@ def run_ranks(
 
 
 def enter_host(pid: int) -> None:
-    """Move this process into the network, name and IPC of a host; it keeps its place among processes and its mounts.
+    """Move this process into the network, name and IPC of a host; it keeps its place among
+    processes and its mounts.
 
     pid: of the host's first process.
     """
@@ -368,7 +422,9 @@ def _counters(path: str) -> list[int]:
 
 def _children(pid: int) -> list[int]:
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     except OSError:  # it has ended
         return []
 

@@ -1,11 +1,13 @@
 """A world of ranks in one process: threads that take turns, and a transport between them.
 
-One rank runs at a time, and the turn passes only where a rank waits for others: to the next one that can go on, or,
-with a seed, to any of them.  So a run repeats exactly, a failure is where its traceback says, and a deadlock is seen
-at once (`Deadlock` names what each rank waits for).  Above the transport everything is the library's own.
+One rank runs at a time, and the turn passes only where a rank waits for others: to the next one
+that can go on, or, with a seed, to any of them.  So a run repeats exactly, a failure is where its
+traceback says, and a deadlock is seen at once (`Deadlock` names what each rank waits for).  Above
+the transport everything is the library's own.
 
-The transport is as mean as `Transport` allows: data moves as late as it may, in one piece for all ranks, and until then
-buffers that are to be filled hold NaN.  Who reads before `wait()` or writes what still travels gets wrong numbers.
+The transport is as mean as `Transport` allows: data moves as late as it may, in one piece for all
+ranks, and until then buffers that are to be filled hold NaN.  Who reads before `wait()` or writes
+what still travels gets wrong numbers.
 """
 
 from __future__ import annotations
@@ -50,13 +52,17 @@ class Deadlock(AssertionError):
 class Baton:
     """Lets one of several threads run at a time.
 
-    seed: chooses who runs next, at every wait; None: a rank runs until it has to wait, then the next one that can.
-    timeouts: how often a rank that waits is told that time passed, where no rank can go on, before that is a deadlock.
+    seed: chooses who runs next, at every wait; None: a rank runs until it has to wait, then the
+    next one that can.
+    timeouts: how often a rank that waits is told that time passed, where no rank can go on, before
+    that is a deadlock.
     """
 
     def __init__(self, size: int, seed: int | None, timeouts: int) -> None:
         self._turns = [threading.Semaphore(0) for _ in range(size)]
-        self._waits: dict[int, tuple[Ready, str]] = dict.fromkeys(range(size), (lambda: True, "its first turn"))
+        self._waits: dict[int, tuple[Ready, str]] = dict.fromkeys(
+            range(size), (lambda: True, "its first turn")
+        )
         self._random = None if seed is None else random.Random(seed)
         self._timeouts = self._timeouts_left = timeouts
         self._deadlock = ""
@@ -72,7 +78,10 @@ class Baton:
                 del self._waits[rank]
                 self._pass_on(rank)
 
-        threads = [threading.Thread(target=run_one, args=(rank,), daemon=True) for rank in range(len(bodies))]
+        threads = [
+            threading.Thread(target=run_one, args=(rank,), daemon=True)
+            for rank in range(len(bodies))
+        ]
         for thread in threads:
             thread.start()
         self._pass_on(-1)
@@ -91,17 +100,23 @@ class Baton:
 
     def _pass_on(self, rank: int) -> None:
         size = len(self._turns)
-        waiting = [each for step in range(1, size + 1) if (each := (rank + step) % size) in self._waits]
+        waiting = [
+            each for step in range(1, size + 1) if (each := (rank + step) % size) in self._waits
+        ]
         able = [each for each in waiting if self._waits[each][0]()]
         if able:
             self._timeouts_left = self._timeouts
         elif waiting and self._timeouts_left:
             self._timeouts_left -= 1
         elif waiting and not self._deadlock:
-            self._deadlock = "; ".join(f"rank {each} waits for {self._waits[each][1]}" for each in sorted(waiting))
+            self._deadlock = "; ".join(
+                f"rank {each} waits for {self._waits[each][1]}" for each in sorted(waiting)
+            )
         chosen = able if able and self._random is not None else (able or waiting)[:1]
         if chosen:
-            self._turns[self._random.choice(chosen) if self._random is not None else chosen[0]].release()
+            self._turns[
+                self._random.choice(chosen) if self._random is not None else chosen[0]
+            ].release()
 
 
 class Texts(dict[str, str]):
@@ -118,7 +133,9 @@ class Texts(dict[str, str]):
 
 
 class Piece:
-    """A tensor that other ranks read, or write, where it lies; its owner alone counts as holding it."""
+    """A tensor that other ranks read, or write, where it lies; its owner alone counts as holding
+    it.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.storage = tensor.untyped_storage()  # keeps the memory, and is no view of it
@@ -131,13 +148,17 @@ class Piece:
 
 @dataclass
 class Message:
-    """One collective under way.  By member: what it sends to each, where it receives from each, who has received."""
+    """One collective under way.  By member: what it sends to each, where it receives from each, who
+    has received.
+    """
 
     size: int
     outgoing: dict[int, list[Piece]] = field(default_factory=dict)
     incoming: dict[int, list[Piece | None]] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
-    arrivals: list[list[float]] = field(default_factory=list)  # of every member that has come, for the time of arrival
+    arrivals: list[list[float]] = field(
+        default_factory=list
+    )  # of every member that has come, for the time of arrival
     has_travelled: bool = False
 
     @property
@@ -179,7 +200,8 @@ class Receipt:
             else:
                 message.travel()
             found = [
-                message.outgoing[peer][self.member].seen if box is None else box for peer, box in enumerate(self.inbox)
+                message.outgoing[peer][self.member].seen if box is None else box
+                for peer, box in enumerate(self.inbox)
             ]
             found[self.member] = self.own
             self.use(found)
@@ -189,7 +211,8 @@ class Receipt:
 class InProcess:
     """A `Transport` between threads.  ranks: the members of its group.  rank: index of this one's.
 
-    Where ranks read in place, one that waits for anything takes what has come meanwhile, as `SharedMemory` does.
+    Where ranks read in place, one that waits for anything takes what has come meanwhile, as
+    `SharedMemory` does.
     """
 
     device = CPU
@@ -205,11 +228,17 @@ class InProcess:
         slices = full.chunk(len(self.ranks))
         return self._issue([slices[self.rank]] * len(slices), slices, cid, lambda received: None)
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use) -> Wait:
-        assert self.reads_in_place or all(box is not None for peer, box in enumerate(inbox) if peer != self.rank)
+    def exchange(
+        self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
+    ) -> Wait:
+        assert self.reads_in_place or all(
+            box is not None for peer, box in enumerate(inbox) if peer != self.rank
+        )
         return self._issue(pieces, inbox, cid, use)
 
-    def _issue(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use) -> Wait:
+    def _issue(
+        self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
+    ) -> Wait:
         name = self.context.position(cid.lane, cid.sequence, self.ranks).name()
         self.world.issued[self.context.rank].append((cid.lane, name))
         for peer, box in enumerate(inbox):
@@ -242,7 +271,9 @@ class InProcess:
         return wait
 
     def _has_news(self, cid: CollectiveId) -> bool:
-        """Whether any collective was completed since this rank could last issue what waits for one."""
+        """Whether any collective was completed since this rank could last issue what waits for
+        one.
+        """
         is_hurried = cid.patience is not None and cid.patience() < base.POLL_SECONDS
         return is_hurried and self.context.seen < self.world.completed
 
@@ -252,7 +283,9 @@ class InProcess:
             return False
         memory, here = tensor.untyped_storage().data_ptr(), self.context.rank
         return any(
-            piece.seen.numel() and piece.storage.data_ptr() == memory and member not in message.done | {mine}
+            piece.seen.numel()
+            and piece.storage.data_ptr() == memory
+            and member not in message.done | {mine}
             for (ranks, *_), message in self.world.messages.items()
             if here in ranks and (mine := ranks.index(here)) in message.outgoing
             for member, piece in enumerate(message.outgoing[mine])
@@ -277,7 +310,9 @@ class InProcess:
 
     def progress(self) -> None:
         for receipt in [each for each in self.context.expected if each.message.is_complete]:
-            if receipt in self.context.expected:  # a sum may wait for memory, and so come here again
+            if (
+                receipt in self.context.expected
+            ):  # a sum may wait for memory, and so come here again
                 self.context.expected.remove(receipt)
                 receipt.take(in_place=True)
 
@@ -291,7 +326,8 @@ class Context(WorldContext):
     def __init__(self, world: World, rank: int) -> None:
         self._in_process = world
         self.expected: list[Receipt] = []  # what this rank has issued and not yet taken
-        self.seen = 0  # collectives that had been completed when this rank last stopped waiting to look around
+        # Collectives that had been completed when this rank last stopped waiting to look around
+        self.seen = 0
         keys = tuple(f"host {each * world.hosts // world.size}" for each in range(world.size))
         hosts = Hosts(rank, keys, keys)
         super().__init__(hosts, FlightRecorder(hosts, world.store))
@@ -318,15 +354,18 @@ class Rank:
         return self.comm.size
 
     def issued(self, lane: str) -> list[str]:
-        """The names of this rank's collectives so far, in the order of one lane ("engine 0/gather")."""
+        """The names of this rank's collectives so far, in the order of one lane ("engine
+        0/gather").
+        """
         return [name for each, name in self.world.issued[self.index] if each == lane]
 
 
 class World(Generic[T]):
-    """Ranks that run one after the other.  reads_in_place: they read each other's memory, as ranks of one host do.
+    """Ranks that run one after the other.  reads_in_place: they read each other's memory, as ranks
+    of one host do.
 
-    seed, timeouts: see `Baton`.  hosts: that ranks say they are on, in runs.  issued: by rank, (lane, name) of every
-    collective, in order.
+    seed, timeouts: see `Baton`.  hosts: that ranks say they are on, in runs.  issued: by rank,
+    (lane, name) of every collective, in order.
     """
 
     def __init__(
@@ -362,7 +401,9 @@ class World(Generic[T]):
         return found
 
     def run(self, body: Callable[[Rank], T]) -> list[T]:
-        """As `outcomes`; the first error is raised, one that is no Deadlock before those that are."""
+        """As `outcomes`; the first error is raised, one that is no Deadlock before those that
+        are.
+        """
         found = self.outcomes(body)
         for error in sorted(self.errors, key=lambda error: isinstance(error, Deadlock)):
             raise error
@@ -377,11 +418,15 @@ def run_ranks(size: int, body: Callable[[Rank], T], **options: Any) -> list[T]:
 def poisoned(tensor: Tensor) -> Tensor:
     """The same tensor, with values that nobody may use."""
     with torch.no_grad():
-        return tensor.fill_(float("nan") if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).max)
+        return tensor.fill_(
+            float("nan") if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).max
+        )
 
 
 def build_one(rank: Rank, model: nn.Module, **settings: Any) -> ParamGroup:
-    """Build the one group of a model that is a single unit of one dtype, without hooks.  settings: as for `sharded`."""
+    """Build the one group of a model that is a single unit of one dtype, without hooks.  settings:
+    as for `sharded`.
+    """
     chosen = PlanSettings(**{"persistence_numel": 0, **settings})
     plan = plan_model(model, chosen, Mesh().on_world(rank.size, rank.index))
     (planned,) = plan.units[0].groups
@@ -390,15 +435,24 @@ def build_one(rank: Rank, model: nn.Module, **settings: Any) -> ParamGroup:
 
 
 def sharded(rank: Rank, model: nn.Module, mesh: Mesh | None = None, **settings: Any) -> Runtime:
-    """Wrap a model on this rank as planned.  settings: of `PlanSettings`; nothing is too small to be cut."""
+    """Wrap a model on this rank as planned.  settings: of `PlanSettings`; nothing is too small to
+    be cut.
+    """
     here = (mesh or Mesh()).on_world(rank.size, rank.index)
     chosen = PlanSettings(**{"persistence_numel": 0, **settings})
     in_place = rank.comm.reads_in_place
-    plan = plan_model(model, chosen, here, Machine(in_place, near_read_in_place=in_place, far_read_in_place=in_place))
+    plan = plan_model(
+        model,
+        chosen,
+        here,
+        Machine(in_place, near_read_in_place=in_place, far_read_in_place=in_place),
+    )
     return wrap_model(model, plan, rank.comm.lay_out(here))
 
 
-def optimizer_over(runtime: Runtime, make: MakeOptimizer, max_norm: float = 0.0) -> ShardedOptimizer:
+def optimizer_over(
+    runtime: Runtime, make: MakeOptimizer, max_norm: float = 0.0
+) -> ShardedOptimizer:
     """An optimizer over the slices of a wrapped model."""
     groups = [{"params": list(runtime.model.parameters())}]
     return ShardedOptimizer(runtime, groups, make, StepSettings(max_norm=max_norm))

@@ -1,4 +1,6 @@
-"""Updates that every kernel is tested with: variants of the formulas, and layouts. CUDA kernels that run with NumPy."""
+"""Updates that every kernel is tested with: variants of the formulas, and layouts. CUDA kernels
+that run with NumPy.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ VARIANTS = {
     "sgd with momentum": Variant("sgd", _SGD),
     "sgd with momentum, first": Variant("sgd", _SGD, decays=True, first=True),
     "sgd nesterov": Variant("sgd", _SGD, decays=True, nesterov=True),
-    "sgd nesterov, first, maximize": Variant("sgd", _SGD, maximizes=True, first=True, nesterov=True),
+    "sgd nesterov, first, maximize": Variant(
+        "sgd", _SGD, maximizes=True, first=True, nesterov=True
+    ),
     "adagrad": Variant("adagrad", ("sum",)),
     "adagrad with L2, maximize": Variant("adagrad", ("sum",), maximizes=True, decays=True),
     "lion": Variant("lion", ("exp_avg",)),
@@ -48,7 +52,11 @@ LAYOUTS = {
 
 @cache
 def ptx(variant: Variant, layout: Layout, scalar_count: int, capability: int = 80) -> str:
-    return cuda.compiled_for(variant, layout, scalar_count, capability, to_ptx=True).decode().rstrip("\0")
+    return (
+        cuda.compiled_for(variant, layout, scalar_count, capability, to_ptx=True)
+        .decode()
+        .rstrip("\0")
+    )
 
 
 class EmulatedKernel:
@@ -60,7 +68,9 @@ class EmulatedKernel:
 
     launches = 0
 
-    def __init__(self, variant: Variant, layout: Layout, scalar_count: int, device: torch.device) -> None:
+    def __init__(
+        self, variant: Variant, layout: Layout, scalar_count: int, device: torch.device
+    ) -> None:
         self.program = Program.from_text(ptx(variant, layout, scalar_count))
         self.device = device
 

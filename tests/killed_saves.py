@@ -1,9 +1,11 @@
-"""Ranks that do nothing but save are killed at random moments, again and again; prints what was found as JSON.
+"""Ranks that do nothing but save are killed at random moments, again and again; prints what was
+found as JSON.
 
     python tests/killed_saves.py FOLDER KILLS SEED
 
-Each life of the two ranks begins with the checkpoint that the one before left.  Ranks are forked from a process that
-has imported everything, so that a life takes a fraction of a second.  Run by tests/ranks/test_crash.py.
+Each life of the two ranks begins with the checkpoint that the one before left.  Ranks are forked
+from a process that has imported everything, so that a life takes a fraction of a second.  Run by
+tests/ranks/test_crash.py.
 """
 
 from __future__ import annotations
@@ -31,11 +33,17 @@ PATIENCE_SECONDS, END_SECONDS = 60.0, 10.0
 
 
 def live(rank: int, port: int, folder: Path, told: int) -> None:
-    """One rank: go on from the newest checkpoint, then save after every step, at once and behind in turn.
+    """One rank: go on from the newest checkpoint, then save after every step, at once and behind in
+    turn.
 
     told: gets a byte when the rank is ready, and one after every call of save_checkpoint.
     """
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(RANKS),
+        "LOCAL_WORLD_SIZE": str(RANKS),
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     base.POLL_SECONDS = 0.1
     engine = engine_of()
@@ -105,7 +113,11 @@ def main() -> None:
         hung += one_life(folder, chance)
         found.append(newest(folder))  # raises where a byte is wrong
         leftovers += any(name.startswith(".") for name in names_in(folder))
-    sys.stdout.write(json.dumps({"kills": kills, "different": len(set(found)), "hung": hung, "leftovers": leftovers}))
+    sys.stdout.write(
+        json.dumps(
+            {"kills": kills, "different": len(set(found)), "hung": hung, "leftovers": leftovers}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ VOCABULARY, WIDTH, HEADS, HIDDEN, LENGTH = 37, 15, 3, 41, 7
 
 
 class Block(nn.Module):
-    """A transformer block: attention and a two-layer net, each behind a norm and beside a residual path."""
+    """A transformer block: attention and a two-layer net, each behind a norm and beside a residual
+    path.
+    """
 
     def __init__(self, width: int = WIDTH, heads: int = HEADS, hidden: int = HIDDEN) -> None:
         super().__init__()
@@ -26,7 +28,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        heads = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, width // self.heads).unbind(2)
+        heads = (
+            self.qkv(self.norm_1(x))
+            .view(batch, length, 3, self.heads, width // self.heads)
+            .unbind(2)
+        )
         q, k, v = (each.transpose(1, 2) for each in heads)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
@@ -34,7 +40,9 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A language model of a few blocks; with targets it returns the mean loss, without them the logits."""
+    """A language model of a few blocks; with targets it returns the mean loss, without them the
+    logits.
+    """
 
     def __init__(
         self,
@@ -60,12 +68,20 @@ class Gpt(nn.Module):
 
 
 class Odd(nn.Module):
-    """Parameters of sizes that divide by nothing, one of a single element and one of none; computes nothing."""
+    """Parameters of sizes that divide by nothing, one of a single element and one of none; computes
+    nothing.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        for name, shape in {"a": (701, 3), "b": (1999,), "c": (), "d": (0, 4), "e": (13, 7)}.items():
+        for name, shape in {
+            "a": (701, 3),
+            "b": (1999,),
+            "c": (),
+            "d": (0, 4),
+            "e": (13, 7),
+        }.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
 
 

@@ -1,4 +1,6 @@
-"""What a test needs of the machine: without it the test is skipped, and under MUST_RUN, which CI sets, it fails."""
+"""What a test needs of the machine: without it the test is skipped, and under MUST_RUN, which CI
+sets, it fails.
+"""
 
 from __future__ import annotations
 

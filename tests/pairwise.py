@@ -1,4 +1,5 @@
-"""Few cases out of a product: every pair of values of two different axes stands in at least one case.
+"""Few cases out of a product: every pair of values of two different axes stands in at least one
+case.
 
 CI runs these; DEEPSEEK_ZERO_FULL=1 runs the whole product.
 """
@@ -21,14 +22,21 @@ def pairs_of(case: Case) -> set[Pair]:
     return {(a, case[a], b, case[b]) for a, b in itertools.combinations(range(len(case)), 2)}
 
 
-def pairwise(axes: Mapping[str, Sequence[Any]], fits: Callable[[Case], bool] = lambda case: True) -> list[Case]:
+def pairwise(
+    axes: Mapping[str, Sequence[Any]], fits: Callable[[Case], bool] = lambda case: True
+) -> list[Case]:
     """Cases, one value per axis, that cover every pair; greedy, and the same at every call.
 
     fits: whether a case exists; a pair that no case has is not missed.
     """
     product = list(filter(fits, itertools.product(*axes.values())))
-    numbers: dict[Pair, int] = {}  # a bit for each pair: thousands of cases are compared again and again
-    masks = [sum(1 << numbers.setdefault(pair, len(numbers)) for pair in pairs_of(case)) for case in product]
+    numbers: dict[
+        Pair, int
+    ] = {}  # a bit for each pair: thousands of cases are compared again and again
+    masks = [
+        sum(1 << numbers.setdefault(pair, len(numbers)) for pair in pairs_of(case))
+        for case in product
+    ]
     missing = (1 << len(numbers)) - 1
     chosen: list[Case] = []
     while missing:
@@ -44,10 +52,12 @@ def is_full() -> bool:
 
 
 def cases(
-    axes: Mapping[str, Sequence[Any]], always: Sequence[Case] = (), fits: Callable[[Case], bool] = lambda case: True
+    axes: Mapping[str, Sequence[Any]],
+    always: Sequence[Case] = (),
+    fits: Callable[[Case], bool] = lambda case: True,
 ) -> tuple[str, Iterable[Case]]:
-    """What `@parametrize(*cases(AXES))` takes.  always: cases that run beside the pairwise ones.  fits: see
-    `pairwise`.
+    """What `@parametrize(*cases(AXES))` takes.  always: cases that run beside the pairwise ones.
+    fits: see `pairwise`.
     """
     if is_full():
         return ",".join(axes), list(filter(fits, itertools.product(*axes.values())))

@@ -1,7 +1,8 @@
-"""The unsharded reference: one plain copy of the model per rank, all in this process, stepped by their mean gradient.
+"""The unsharded reference: one plain copy of the model per rank, all in this process, stepped by
+their mean gradient.
 
-Each copy sees one rank's data, so its buffers (running statistics) are that rank's too.  Used by tests/ranks, whose
-worlds compare an engine with it, parameter by parameter.
+Each copy sees one rank's data, so its buffers (running statistics) are that rank's too.  Used by
+tests/ranks, whose worlds compare an engine with it, parameter by parameter.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ import deepseek_zero
 LEARNING_RATE = 0.1
 LATE_SECONDS = 0.02  # longer than a backward of these models
 BACKWARD = Callable[..., Any]
-# body(model, rank, step, backward): one step's forwards and backwards on one rank's data; returns tensors to compare.
+# body(model, rank, step, backward): one step's forwards and backwards on one rank's data; returns
+# tensors to compare.
 Body = Callable[[nn.Module, int, int, BACKWARD], Any]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A stage and, at stage 3, whether units are released between forward and backward (window 0) or kept (default)."""
+    """A stage and, at stage 3, whether units are released between forward and backward (window 0)
+    or kept (default).
+    """
 
     stage: int
     window: int | None = None
@@ -51,10 +55,20 @@ class Setting:
         }
 
 
-STAGE_0, STAGE_1, STAGE_2, STAGE_3, STAGE_3_BARE = Setting(0), Setting(1), Setting(2), Setting(3), Setting(3, 0)
+STAGE_0, STAGE_1, STAGE_2, STAGE_3, STAGE_3_BARE = (
+    Setting(0),
+    Setting(1),
+    Setting(2),
+    Setting(3),
+    Setting(3, 0),
+)
 on_stages_1_and_3 = pytest.mark.parametrize("setting", [STAGE_1, STAGE_3, STAGE_3_BARE], ids=str)
-on_stages_0_to_3 = pytest.mark.parametrize("setting", [STAGE_0, STAGE_1, STAGE_2, STAGE_3, STAGE_3_BARE], ids=str)
-on_stages_1_to_3 = pytest.mark.parametrize("setting", [STAGE_1, STAGE_2, STAGE_3, STAGE_3_BARE], ids=str)
+on_stages_0_to_3 = pytest.mark.parametrize(
+    "setting", [STAGE_0, STAGE_1, STAGE_2, STAGE_3, STAGE_3_BARE], ids=str
+)
+on_stages_1_to_3 = pytest.mark.parametrize(
+    "setting", [STAGE_1, STAGE_2, STAGE_3, STAGE_3_BARE], ids=str
+)
 on_stage_3 = pytest.mark.parametrize("setting", [STAGE_3, STAGE_3_BARE], ids=str)
 
 
@@ -82,11 +96,15 @@ def engine_for(model: nn.Module, setting: Setting, **top: Any) -> Any:
 
 
 class Plain:
-    """One plain copy per rank; `step` runs a body on each and updates all by plain SGD on the mean gradient."""
+    """One plain copy per rank; `step` runs a body on each and updates all by plain SGD on the mean
+    gradient.
+    """
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         self.copies = [seeded(build) for _ in range(world())]
-        self.optimizers = [torch.optim.SGD(copy.parameters(), lr=LEARNING_RATE) for copy in self.copies]
+        self.optimizers = [
+            torch.optim.SGD(copy.parameters(), lr=LEARNING_RATE) for copy in self.copies
+        ]
 
     @property
     def mine(self) -> nn.Module:
@@ -100,7 +118,10 @@ class Plain:
 
     def update(self) -> None:
         for params in zip(*(copy.parameters() for copy in self.copies), strict=True):
-            grads = [torch.zeros_like(param) if param.grad is None else _dense(param.grad) for param in params]
+            grads = [
+                torch.zeros_like(param) if param.grad is None else _dense(param.grad)
+                for param in params
+            ]
             if params[0].requires_grad:
                 mean = torch.stack(grads).sum(dim=0) / len(grads)
                 for param in params:
@@ -151,10 +172,12 @@ def assert_same_outputs(found: Any, expected: Any) -> None:
 def assert_trains_like_plain(
     build: Callable[[], nn.Module], body: Body, setting: Setting, steps: int = 3, **top: Any
 ) -> Any:
-    """Train an engine and the plain copies; losses, outputs and every parameter and buffer agree.  Returns the engine.
+    """Train an engine and the plain copies; losses, outputs and every parameter and buffer agree.
+    Returns the engine.
 
-    Odd steps go through engine.backward, even ones through loss.backward alone.  The ranks take turns at being late, so
-    that what one of them waits for is really under way while its own backward goes on.
+    Odd steps go through engine.backward, even ones through loss.backward alone.  The ranks take
+    turns at being late, so that what one of them waits for is really under way while its own
+    backward goes on.
     """
     plain = Plain(build)
     model = seeded(build)

@@ -1,4 +1,5 @@
-"""What the process imports that ranks are forked off (tests/rank_pool.py): it need not be imported in each of them.
+"""What the process imports that ranks are forked off (tests/rank_pool.py): it need not be imported
+in each of them.
 
 It must compute nothing and start no thread: no thread survives a fork.
 """

@@ -1,11 +1,12 @@
-"""Runs compiled PTX with NumPy, so that the code of a GPU kernel is tested on a machine without a GPU.
+"""Runs compiled PTX with NumPy, so that the code of a GPU kernel is tested on a machine without a
+GPU.
 
-A register is an array with an element per thread. Of the threads that have not returned, those at the earliest
-instruction run next, so threads that branched apart meet again. Only instructions that our kernels use are there; any
-other raises.
+A register is an array with an element per thread. Of the threads that have not returned, those at
+the earliest instruction run next, so threads that branched apart meet again. Only instructions that
+our kernels use are there; any other raises.
 
-As on NVIDIA GPUs, each fp32 operation that results in a NaN gives 0x7FFFFFFF.
-Memory is one array. An access outside of an allocation, or at an address that is no multiple of its size, raises.
+As on NVIDIA GPUs, each fp32 operation that results in a NaN gives 0x7FFFFFFF. Memory is one array.
+An access outside of an allocation, or at an address that is no multiple of its size, raises.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ COMPARE: dict[str, Callable[[Array, Array], Array]] = {
 def fused(a: Array, b: Array, c: Array) -> Array:
     """Return a * b + c of fp32 numbers, rounded once.
 
-    The product is exact in a long double, which has more than 2 * 24 + 2 bits. If the sum is not exact, its last bit is
-    set (rounding to odd), so that rounding it to fp32 is rounding the exact sum.
+    The product is exact in a long double, which has more than 2 * 24 + 2 bits. If the sum is not
+    exact, its last bit is set (rounding to odd), so that rounding it to fp32 is rounding the exact
+    sum.
     """
     product, addend = a.astype(np.longdouble) * b, c.astype(np.longdouble)
     total = product + addend
@@ -71,7 +73,9 @@ class Memory:
         self.top = self.GAP
 
     def put(self, values: Array, offset: int = 0) -> int:
-        """Copy an array to an address that is `offset` bytes behind a multiple of 64, and return the address."""
+        """Copy an array to an address that is `offset` bytes behind a multiple of 64, and return
+        the address.
+        """
         address = -(-self.top // 64) * 64 + offset
         end = address + values.nbytes
         self.bytes[address:end] = values.reshape(-1).view(np.uint8)
@@ -84,12 +88,18 @@ class Memory:
         return self.bytes[address : address + like.nbytes].view(like.dtype).copy()
 
     def places(self, addresses: Array, dtype: Any, count: int) -> tuple[Array, Array]:
-        """Return memory as numbers, and the indices of `count` of them at each address; one row per address."""
+        """Return memory as numbers, and the indices of `count` of them at each address; one row per
+        address.
+        """
         size = np.dtype(dtype).itemsize
         if (addresses % (size * count)).any():
-            raise ValueError(f"an access of {size * count} bytes at an address that is no multiple of it")
+            raise ValueError(
+                f"an access of {size * count} bytes at an address that is no multiple of it"
+            )
         starts = addresses.astype(np.int64)
-        if not (self.is_allocated[starts].all() and self.is_allocated[starts + size * count - 1].all()):
+        if not (
+            self.is_allocated[starts].all() and self.is_allocated[starts + size * count - 1].all()
+        ):
             raise ValueError("an access outside of every allocation")
         return self.bytes.view(dtype), starts[:, None] // size + np.arange(count)
 
@@ -103,7 +113,9 @@ class ProcessMemory(Memory):
     def places(self, addresses: Array, dtype: Any, count: int) -> tuple[Array, Array]:
         size = np.dtype(dtype).itemsize
         if (addresses % (size * count)).any():
-            raise ValueError(f"an access of {size * count} bytes at an address that is no multiple of it")
+            raise ValueError(
+                f"an access of {size * count} bytes at an address that is no multiple of it"
+            )
         first = int(addresses.min())
         span = int(addresses.max()) - first + size * count
         numbers = np.frombuffer((ctypes.c_uint8 * span).from_address(first), dtype)
@@ -160,7 +172,9 @@ class Launch:
         stored: Bytes that they wrote.
     """
 
-    def __init__(self, program: Program, memory: Memory, grid: int, block: int, arguments: Sequence[Any]) -> None:
+    def __init__(
+        self, program: Program, memory: Memory, grid: int, block: int, arguments: Sequence[Any]
+    ) -> None:
         self.program = program
         self.memory = memory
         self.arguments = [np.asarray(argument).reshape(-1) for argument in arguments]
@@ -285,7 +299,10 @@ class Launch:
 
     def _selp(self, modifiers: list[str], target: str, yes: str, no: str, predicate: str) -> None:
         kind = modifiers[-1]
-        self.write(target, np.where(self.read(predicate, "pred"), self.read(yes, kind), self.read(no, kind)))
+        self.write(
+            target,
+            np.where(self.read(predicate, "pred"), self.read(yes, kind), self.read(no, kind)),
+        )
 
     def _setp(self, modifiers: list[str], target: str, a: str, b: str) -> None:
         relation, kind = modifiers
@@ -306,7 +323,9 @@ class Launch:
 
     # -- integers
 
-    def _integer(self, modifiers: list[str], target: str, operation: Callable[..., Array], *sources: str) -> None:
+    def _integer(
+        self, modifiers: list[str], target: str, operation: Callable[..., Array], *sources: str
+    ) -> None:
         kind = modifiers[-1]
         self.write(target, operation(*(self.read(source, kind) for source in sources)))
 
@@ -376,7 +395,9 @@ class Launch:
     def _neg(self, modifiers: list[str], target: str, a: str) -> None:
         self._integer(modifiers, target, np.negative, a)
 
-    def _arithmetic(self, modifiers: list[str], target: str, operation: Callable[..., Array], *sources: str) -> None:
+    def _arithmetic(
+        self, modifiers: list[str], target: str, operation: Callable[..., Array], *sources: str
+    ) -> None:
         if modifiers[-1] == "f32":
             self._rounded(modifiers, target, operation, *sources)
         elif len(modifiers) == 1:
@@ -384,7 +405,9 @@ class Launch:
         else:
             raise NotImplementedError(f"{operation.__name__} {'.'.join(modifiers)}")
 
-    def _rounded(self, modifiers: list[str], target: str, operation: Callable[..., Array], *sources: str) -> None:
+    def _rounded(
+        self, modifiers: list[str], target: str, operation: Callable[..., Array], *sources: str
+    ) -> None:
         if modifiers != ["rn", "f32"]:
             raise NotImplementedError(f"{operation.__name__} {'.'.join(modifiers)}")
         found = operation(*(self.read(source, "f32") for source in sources))

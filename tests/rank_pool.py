@@ -1,9 +1,10 @@
 """Worlds of gloo processes that run the bodies of tests marked `ranks`.
 
-A pool is one world: its processes are forked off one that has imported what tests use (tests/preloaded.py) and computed
-nothing, and then run test after test.  The parent owns the TCP
-store, so no port is guessed.  A pool that saw a failure is closed by its caller, because its groups may be out of step.
-Knows nothing of pytest's items; tests/conftest.py turns a test into a Task and an Outcome into a verdict.
+A pool is one world: its processes are forked off one that has imported what tests use
+(tests/preloaded.py) and computed nothing, and then run test after test.  The parent owns the TCP
+store, so no port is guessed.  A pool that saw a failure is closed by its caller, because its groups
+may be out of step. Knows nothing of pytest's items; tests/conftest.py turns a test into a Task and
+an Outcome into a verdict.
 """
 
 from __future__ import annotations
@@ -40,9 +41,14 @@ from tests.hosts import hosts as make_hosts
 
 SEED = 1234
 START_SECONDS = 240.0
-POLL_SECONDS = 0.2  # between looks at the notice board: errors between ranks of one machine need no more
-GRACE_SECONDS = 3.0  # what the other ranks get once one has failed: they may be waiting for it inside a collective
-GROUP_TIMEOUT = timedelta(minutes=30)  # longer than any test: the pool's own limit is the one that speaks
+POLL_SECONDS = (
+    0.2  # between looks at the notice board: errors between ranks of one machine need no more
+)
+# What the other ranks get once one has failed: they may be waiting for it inside a collective
+GRACE_SECONDS = 3.0
+GROUP_TIMEOUT = timedelta(
+    minutes=30
+)  # longer than any test: the pool's own limit is the one that speaks
 PORT_ON_HOSTS = 29500  # of the store that rank 0 keeps where the parent's own cannot be reached
 
 
@@ -59,7 +65,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is.  host: the first process of its host, 0: this machine.  store: the world's address and port.
+    """Where a rank is.  host: the first process of its host, 0: this machine.  store: the world's
+    address and port.
 
     local: variables of the ranks of a host, which a launcher may leave out.
     """
@@ -71,7 +78,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank says after a task: kind is "ok", "failed" or "skipped"; text is a traceback or a reason."""
+    """What one rank says after a task: kind is "ok", "failed" or "skipped"; text is a traceback or
+    a reason.
+    """
 
     kind: str
     text: str = ""
@@ -79,7 +88,9 @@ class Answer:
 
 @dataclass
 class Outcome:
-    """The answers by rank; `silent` maps a rank that never answered to its stack, `dead` to its exit code."""
+    """The answers by rank; `silent` maps a rank that never answered to its stack, `dead` to its
+    exit code.
+    """
 
     answers: dict[int, Answer] = field(default_factory=dict)
     silent: dict[int, str] = field(default_factory=dict)
@@ -87,7 +98,11 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        return bool(self.silent or self.dead or any(answer.kind == "failed" for answer in self.answers.values()))
+        return bool(
+            self.silent
+            or self.dead
+            or any(answer.kind == "failed" for answer in self.answers.values())
+        )
 
 
 def seed_everything() -> None:
@@ -112,7 +127,10 @@ class RankPool:
         pairs = [context.Pipe() for _ in range(size)]
         self._pipes = [ours for ours, _ in pairs]
         self._processes = [
-            context.Process(target=_serve, args=(rank, size, place, theirs, str(self._stacks(rank)), environment))
+            context.Process(
+                target=_serve,
+                args=(rank, size, place, theirs, str(self._stacks(rank)), environment),
+            )
             for rank, ((_, theirs), place) in enumerate(zip(pairs, places, strict=True))
         ]
         for process, (_, theirs) in zip(self._processes, pairs, strict=True):
@@ -144,18 +162,28 @@ class RankPool:
 
     def _places(self, hosts: int) -> list[Place]:
         if hosts == 1:
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=GROUP_TIMEOUT)
-            numbers = [{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self.size)} for rank in range(self.size)]
+            self._store = dist.TCPStore(
+                "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=GROUP_TIMEOUT
+            )
+            numbers = [
+                {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self.size)}
+                for rank in range(self.size)
+            ]
             return [Place(0, ("127.0.0.1", self._store.port), local) for local in numbers]
         machines = self._hosts.enter_context(make_hosts(hosts))
         pids = [machines[rank * hosts // self.size].pid for rank in range(self.size)]
-        return [Place(pid, (machines[0].address, PORT_ON_HOSTS), {"GLOO_SOCKET_IFNAME": DEVICE}) for pid in pids]
+        return [
+            Place(pid, (machines[0].address, PORT_ON_HOSTS), {"GLOO_SOCKET_IFNAME": DEVICE})
+            for pid in pids
+        ]
 
     def _collect(self, timeout: float) -> Outcome:
         outcome = Outcome()
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         deadline = time.monotonic() + timeout
-        while waiting and (ready := connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+        while waiting and (
+            ready := connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        ):
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
@@ -185,7 +213,12 @@ class RankPool:
 
 
 def _serve(
-    rank: int, size: int, place: Place, pipe: connection.Connection, stacks: str, environment: dict[str, str]
+    rank: int,
+    size: int,
+    place: Place,
+    pipe: connection.Connection,
+    stacks: str,
+    environment: dict[str, str],
 ) -> None:
     """The life of one rank: join the world, then run tasks until the parent closes the pipe.
 
@@ -193,7 +226,9 @@ def _serve(
     """
     os.environ.clear()
     os.environ.update(environment)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends the ranks
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the parent ends the ranks
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115 (open for life)
     if place.host:
         enter_host(place.host)
@@ -204,12 +239,15 @@ def _serve(
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # a second init_process_group("env://") joins the parent's store too
+        # A second init_process_group("env://") joins the parent's store too
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     torch.set_num_threads(1)
     base.POLL_SECONDS = POLL_SECONDS
     keeps = bool(place.host) and rank == 0
-    store = dist.TCPStore(address, port, is_master=keeps, wait_for_workers=False, timeout=GROUP_TIMEOUT)
+    store = dist.TCPStore(
+        address, port, is_master=keeps, wait_for_workers=False, timeout=GROUP_TIMEOUT
+    )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
     pipe.send(Answer("ok"))
     while True:
@@ -238,12 +276,15 @@ def _run(task: Task) -> Answer:
     except BaseException:
         return Answer("failed", _told())
     finally:
-        for patch in [value for value in arguments.values() if isinstance(value, pytest.MonkeyPatch)]:
+        for patch in [
+            value for value in arguments.values() if isinstance(value, pytest.MonkeyPatch)
+        ]:
             patch.undo()  # a copy of the fixture's, which knows nothing of it
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)
-        gc.collect()  # a test's model and engine end with the test, not in the middle of a later one
+        # A test's model and engine end with the test, not in the middle of a later one
+        gc.collect()
     return Answer("ok")
 
 
@@ -252,7 +293,11 @@ def _told() -> str:
     error = sys.exception()
     assert error is not None
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__ and frames.tb_next is not None:
+    while (
+        frames is not None
+        and frames.tb_frame.f_code.co_filename == __file__
+        and frames.tb_next is not None
+    ):
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames))
 
@@ -272,5 +317,6 @@ def _load(task: Task) -> Callable[..., Any]:
             del sys.modules[task.module]
             raise
         gc.collect()
-        gc.freeze()  # what imports have made stays; tests that look at every object look at their own
+        # What imports have made stays; tests that look at every object look at their own
+        gc.freeze()
     return getattr(sys.modules[task.module], task.function)

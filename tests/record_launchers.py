@@ -1,11 +1,12 @@
-"""Record what real launchers say to their processes, on three hosts of namespaces: the rows of `test_recorded.py`.
+"""Record what real launchers say to their processes, on three hosts of namespaces: the rows of
+`test_recorded.py`.
 
     python -m tests.record_launchers        # as root; half a minute
 
 Needs Debian's openmpi-bin, mpich, slurmctld, slurmd, slurm-client, munge and openssh-server.
 
-Every case starts a program that writes its environment, as far as launchers speak in it, and its host's address.
-What is kept names no path and no secret.  Writes `tests/unit/base/launchers.json`.
+Every case starts a program that writes its environment, as far as launchers speak in it, and its
+host's address. What is kept names no path and no secret.  Writes `tests/unit/base/launchers.json`.
 """
 
 from __future__ import annotations
@@ -63,11 +64,16 @@ SlurmdLogFile={folder}/%n.log
 NodeName=h[0-1] CPUs=4 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES State=UP OverSubscribe=YES
 """
-SSH = "Host *\n IdentityFile {folder}/key\n StrictHostKeyChecking no\n UserKnownHostsFile /dev/null\n LogLevel ERROR\n"
+SSH = (
+    "Host *\n IdentityFile {folder}/key\n StrictHostKeyChecking no\n UserKnownHostsFile "
+    "/dev/null\n LogLevel ERROR\n"
+)
 
 
 class Recorder:
-    """Starts cases and collects what their processes wrote.  folder: scratch of this run, which hosts share."""
+    """Starts cases and collects what their processes wrote.  folder: scratch of this run, which
+    hosts share.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.rows = folder, folder / "rows"
@@ -76,11 +82,15 @@ class Recorder:
         self.program = [sys.executable, "-S", str(folder / "rank.py")]
         self.cases: dict[str, Any] = {}
 
-    def record(self, name: str, host: Host, command: Sequence[str], count: int, **environ: str) -> None:
+    def record(
+        self, name: str, host: Host, command: Sequence[str], count: int, **environ: str
+    ) -> None:
         """Run a command that starts `count` copies of the program, and keep what they were told."""
         print(f"{name} ...", flush=True)  # noqa: T201
         environ = {"SLURM_CONF": f"{self.folder}/slurm.conf", **environ}
-        said = host.run([*command, *self.program], environ, cwd=str(self.folder)).communicate(timeout=SECONDS)[0]
+        said = host.run([*command, *self.program], environ, cwd=str(self.folder)).communicate(
+            timeout=SECONDS
+        )[0]
         found = [json.loads(path.read_text()) for path in sorted(self.rows.glob("*.json"))]
         for path in self.rows.glob("*.json"):
             path.unlink()
@@ -112,7 +122,9 @@ def running(*programs: Process | subprocess.Popen[str]) -> Iterator[None]:
 
 def _ssh(folder: Path, everyone: Sequence[Host]) -> list[Process]:
     for name in ("key", "host_key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True
+        )
     (folder / "config").write_text(SSH.format(folder=folder))
     (folder / "ssh").write_text(f'#!/bin/sh\nexec ssh -F {folder}/config "$@"\n')
     (folder / "ssh").chmod(0o700)
@@ -159,9 +171,28 @@ def record(folder: Path, everyone: Sequence[Host]) -> dict[str, Any]:
     at, keep = Recorder(folder), str(folder / "ssh")
     open_mpi = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"]
     over_two = [*open_mpi, "--mca", "plm_rsh_agent", keep, "--host", "h0:2,h1:2", "-np", "4"]
-    hydra = ["mpiexec.hydra", "-launcher", "ssh", "-launcher-exec", keep, "-hosts", "h0,h1", "-ppn", "2", "-n", "4"]
+    hydra = [
+        "mpiexec.hydra",
+        "-launcher",
+        "ssh",
+        "-launcher-exec",
+        keep,
+        "-hosts",
+        "h0,h1",
+        "-ppn",
+        "2",
+        "-n",
+        "4",
+    ]
     srun = ["srun", "--overcommit", "-N2"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--no-python",
+    ]
     at.record("torchrun", h0, torchrun, 2)
     with running(*_ssh(folder, everyone)):
         time.sleep(1)
@@ -178,23 +209,65 @@ def record(folder: Path, everyone: Sequence[Host]) -> dict[str, Any]:
         at.record("srun from a third host", h2, [*srun, "-n2"], 2)
         at.record("srun with PMI2", h0, [*srun, "-n4", "--mpi=pmi2"], 4)
         parts = ["-N1", "-n2", "--overcommit"], ["-N1", "-n1"]
-        at.record("a heterogeneous job", h0, ["salloc", *parts[0], ":", *parts[1], "srun", "--het-group=0,1"], 3)
+        at.record(
+            "a heterogeneous job",
+            h0,
+            ["salloc", *parts[0], ":", *parts[1], "srun", "--het-group=0,1"],
+            3,
+        )
         at.record("srun of one task", h0, ["srun", "-n1"], 1)
         at.record("an allocation without srun", h0, ["salloc", "-N2", "-n4", "--overcommit"], 1)
         batch = folder / "batch.sh"
         batch.write_text("#!/bin/sh\nexec " + " ".join(at.program) + "\n")
-        at.record("a batch script without srun", h0, ["sbatch", "--wait", "-N2", "-n4", "--overcommit", str(batch)], 1)
-        at.record("Open MPI in an allocation", h0, ["salloc", "-N2", "-n4", "--overcommit", *open_mpi, "-np", "4"], 4)
-        two = ["salloc", "-N2", "-n2", "--overcommit", *open_mpi, "--map-by", "ppr:1:node", "-np", "2"]
+        at.record(
+            "a batch script without srun",
+            h0,
+            ["sbatch", "--wait", "-N2", "-n4", "--overcommit", str(batch)],
+            1,
+        )
+        at.record(
+            "Open MPI in an allocation",
+            h0,
+            ["salloc", "-N2", "-n4", "--overcommit", *open_mpi, "-np", "4"],
+            4,
+        )
+        two = [
+            "salloc",
+            "-N2",
+            "-n2",
+            "--overcommit",
+            *open_mpi,
+            "--map-by",
+            "ppr:1:node",
+            "-np",
+            "2",
+        ]
         at.record("Open MPI in an allocation, one on each host", h0, two, 2)
-        at.record("MPICH in an allocation", h0, ["salloc", "-N2", "-n4", "--overcommit", "mpiexec.hydra", "-n", "4"], 4)
-        one_host = ["salloc", "-N2", "-n2", "--overcommit", "mpiexec.hydra", "-hosts", "h0", "-n", "2"]
+        at.record(
+            "MPICH in an allocation",
+            h0,
+            ["salloc", "-N2", "-n4", "--overcommit", "mpiexec.hydra", "-n", "4"],
+            4,
+        )
+        one_host = [
+            "salloc",
+            "-N2",
+            "-n2",
+            "--overcommit",
+            "mpiexec.hydra",
+            "-hosts",
+            "h0",
+            "-n",
+            "2",
+        ]
         at.record("MPICH in an allocation, as many ranks as hosts, all on one", h0, one_host, 2)
     return at.cases
 
 
 def main() -> None:
-    missing = [name for name in PROGRAMS if shutil.which(name, path="/usr/sbin:/usr/bin:/bin") is None]
+    missing = [
+        name for name in PROGRAMS if shutil.which(name, path="/usr/sbin:/usr/bin:/bin") is None
+    ]
     if missing:
         raise SystemExit(f"{', '.join(missing)}: not installed")
     with tempfile.TemporaryDirectory() as scratch, hosts(3) as everyone:

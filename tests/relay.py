@@ -1,11 +1,13 @@
-"""Passes frames between two network devices, and on the way loses some, delays all, or damages a bit of some.
+"""Passes frames between two network devices, and on the way loses some, delays all, or damages a
+bit of some.
 
     python tests/relay.py p1 q1 --loss 0.01 --delay 0.025 --flip-every 2000
 
 Many kernels have no netem.  A damaged frame gets the TCP checksum of what it has become, as where
-the memory of a switch flips a bit: nobody on the way notices.  It is a frame with much data: lines between programs are
-short, and known by TCP's checksum alone.  Ends with its standard input; then it writes how many frames it passed, lost
-and damaged.  Run by path, standard library only; needs root, and frames with checksums (`without_offload`).
+the memory of a switch flips a bit: nobody on the way notices.  It is a frame with much data: lines
+between programs are short, and known by TCP's checksum alone.  Ends with its standard input; then
+it writes how many frames it passed, lost and damaged.  Run by path, standard library only; needs
+root, and frames with checksums (`without_offload`).
 """
 
 from __future__ import annotations
@@ -36,16 +38,27 @@ def without_offload(device: str) -> None:
     """Have the kernel send whole frames through a device: segments of their own, with checksums."""
     value = ctypes.create_string_buffer(struct.pack("II", ETHTOOL_STXCSUM, 0))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        fcntl.ioctl(any_socket, SIOCETHTOOL, struct.pack("16sP", device.encode(), ctypes.addressof(value)))
+        fcntl.ioctl(
+            any_socket, SIOCETHTOOL, struct.pack("16sP", device.encode(), ctypes.addressof(value))
+        )
 
 
 def damaged(frame: bytes, chance: random.Random) -> bytes | None:
-    """Return the frame with another bit and the checksum that goes with it; None if it has little data or no TCP."""
+    """Return the frame with another bit and the checksum that goes with it; None if it has little
+    data or no TCP.
+    """
     changed = bytearray(frame)
-    if len(frame) < MUCH_DATA or WORD.unpack_from(frame, ETHERNET - 2)[0] != IPV4 or frame[ETHERNET + 9] != TCP:
+    if (
+        len(frame) < MUCH_DATA
+        or WORD.unpack_from(frame, ETHERNET - 2)[0] != IPV4
+        or frame[ETHERNET + 9] != TCP
+    ):
         return None
     tcp = ETHERNET + 4 * (frame[ETHERNET] & 15)
-    data, end = tcp + 4 * (frame[tcp + 12] >> 4), ETHERNET + WORD.unpack_from(frame, ETHERNET + 2)[0]
+    data, end = (
+        tcp + 4 * (frame[tcp + 12] >> 4),
+        ETHERNET + WORD.unpack_from(frame, ETHERNET + 2)[0],
+    )
     if end - data < MUCH_DATA:
         return None
     place = chance.randrange(data, end - 1)
@@ -75,7 +88,10 @@ def relay(names: list[str], loss: float, delay: float, flip_every: int, seed: in
     """Pass frames until standard input ends; return how many were passed, lost and damaged."""
     chance, counts = random.Random(seed), Counter(passed=0, lost=0, damaged=0)
     devices = [open_device(name) for name in names]
-    waiting: list[deque[tuple[float, bytes]]] = [deque(), deque()]  # for each device: when due, and what
+    waiting: list[deque[tuple[float, bytes]]] = [
+        deque(),
+        deque(),
+    ]  # for each device: when due, and what
     data_frames = 0
     say("ready")
     while True:
@@ -95,7 +111,11 @@ def relay(names: list[str], loss: float, delay: float, flip_every: int, seed: in
                     counts["lost"] += 1
                     continue
                 data_frames += len(frame) > MUCH_DATA
-                if flip_every and data_frames >= flip_every and (other := damaged(frame, chance)) is not None:
+                if (
+                    flip_every
+                    and data_frames >= flip_every
+                    and (other := damaged(frame, chance)) is not None
+                ):
                     frame, data_frames = other, 0
                     counts["damaged"] += 1
                 waiting[1 - number].append((now + delay, frame))
@@ -116,11 +136,16 @@ def say(line: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("devices", nargs="+", help="two; or one, that is to send whole frames from now on")
+    parser.add_argument(
+        "devices", nargs="+", help="two; or one, that is to send whole frames from now on"
+    )
     parser.add_argument("--loss", type=float, default=0.0, help="the share of frames, each way")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds, each way")
     parser.add_argument(
-        "--flip-every", type=int, default=0, help="frames with much data from one damaged one to the next"
+        "--flip-every",
+        type=int,
+        default=0,
+        help="frames with much data from one damaged one to the next",
     )
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()

@@ -1,15 +1,17 @@
-"""Train a small GPT under torchrun, ended at chosen moments, and go on from the last checkpoint after each restart.
+"""Train a small GPT under torchrun, ended at chosen moments, and go on from the last checkpoint
+after each restart.
 
-    torchrun --standalone --nproc-per-node=2 --max-restarts=N tests/restarted.py FOLDER STEPS WAY ENDS
+    torchrun --standalone --nproc-per-node=2 --max-restarts=N tests/restarted.py FOLDER STEPS WAY
+    ENDS
 
-WAY: which call joins the process group first: "engine", "torch" or "deepspeed". ENDS: a JSON list with one entry for
-each start that is to fail, [rank, moment, seconds]. That rank is ended so many seconds after the moment, by a signal
-that runs no code of the process. Moments are "start" (before torch is imported), "joining" (the process group), "built"
-(the engine) and "step N".
+WAY: which call joins the process group first: "engine", "torch" or "deepspeed". ENDS: a JSON list
+with one entry for each start that is to fail, [rank, moment, seconds]. That rank is ended so many
+seconds after the moment, by a signal that runs no code of the process. Moments are "start" (before
+torch is imported), "joining" (the process group), "built" (the engine) and "step N".
 
-Rank 0 appends "STEP LOSS" for each step to FOLDER/restarted. After the last start it trains once more from the
-beginning, without an interruption, and appends those losses to FOLDER/undisturbed. FOLDER/reached has the step at which
-each of these trainings began.
+Rank 0 appends "STEP LOSS" for each step to FOLDER/restarted. After the last start it trains once
+more from the beginning, without an interruption, and appends those losses to FOLDER/undisturbed.
+FOLDER/reached has the step at which each of these trainings began.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ SAVE_EVERY = 3
 def at(moment: str) -> None:
     """Start the timer if this rank is to end after this moment."""
     if END is not None and END[:2] == [RANK, moment]:
-        signal.setitimer(signal.ITIMER_REAL, END[2])  # its signal ends a process that has no handler
+        signal.setitimer(
+            signal.ITIMER_REAL, END[2]
+        )  # its signal ends a process that has no handler
 
 
 def note(name: str, line: str) -> None:

@@ -1,4 +1,6 @@
-"""Training on sequences that ranks share, beside one process on whole ones: the same losses, gradients and weights."""
+"""Training on sequences that ranks share, beside one process on whole ones: the same losses,
+gradients and weights.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +40,21 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 def same_gradients(model: nn.Module, engine: Any, prefix: str = "") -> None:
-    """Compare every gradient with that of one process, within 1e-6.  prefix: of the engine's names."""
+    """Compare every gradient with that of one process, within 1e-6.  prefix: of the engine's
+    names.
+    """
     parts = dict(engine.module.named_parameters())
     for name, parameter in model.named_parameters():
         found = safe_get_full_grad(parts[prefix + name])
-        assert found is not None and parameter.grad is not None and close(found, parameter.grad), name
+        assert found is not None and parameter.grad is not None and close(found, parameter.grad), (
+            name
+        )
 
 
 def same_step(model: nn.Module, expected: Sequence[Tensor], engine: Any, loss: Tensor) -> None:
-    """Take a step of SGD by hand, over the mean of all ranks' losses, and the engine's over this rank's."""
+    """Take a step of SGD by hand, over the mean of all ranks' losses, and the engine's over this
+    rank's.
+    """
     model.zero_grad()
     torch.stack(tuple(expected)).mean().backward()
     engine.backward(loss)
@@ -62,7 +70,9 @@ def by_hand(model: nn.Module) -> None:
 
 
 def same_training(model: nn.Module, engine: Any, batches: list[list[dict[str, Tensor]]]) -> None:
-    """Train both; each step's batches are those of the data coordinates. Same losses, gradients and weights."""
+    """Train both; each step's batches are those of the data coordinates. Same losses, gradients and
+    weights.
+    """
     for step in batches:
         losses = [model(**each).loss for each in step]
         index = engine.mesh.data_index

@@ -17,7 +17,11 @@ import deepseek_zero
 from tests.models import Gpt, batch_of, seeded
 
 Prepare = Callable[[nn.Module], Any]
-ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4}  # gradients that ought to be zero stay small
+ADAMW: dict[str, Any] = {
+    "lr": 0.01,
+    "weight_decay": 0.1,
+    "eps": 1e-4,
+}  # gradients that ought to be zero stay small
 
 
 def nothing_first(model: nn.Module) -> None:
@@ -25,7 +29,9 @@ def nothing_first(model: nn.Module) -> None:
 
 
 class Plainly:
-    """Unsharded: `.grad` is the mean of what both ranks' micro-batches give, over `accumulation`."""
+    """Unsharded: `.grad` is the mean of what both ranks' micro-batches give, over
+    `accumulation`.
+    """
 
     def __init__(self, accumulation: int = 1, prepare: Prepare = nothing_first) -> None:
         self.model, self.accumulation = seeded(Gpt), accumulation
@@ -40,7 +46,11 @@ class Plainly:
             batch = batch_of(step, micro, rank)
             loss = self.model(batch.tokens, batch.targets) / self.accumulation
             grads = torch.autograd.grad(loss, wanted)
-            sums = [one + other for one, other in zip(sums, grads, strict=True)] if sums else list(grads)
+            sums = (
+                [one + other for one, other in zip(sums, grads, strict=True)]
+                if sums
+                else list(grads)
+            )
         for each, total in zip(wanted, sums, strict=True):
             each.grad = total / ranks + (0.0 if each.grad is None else each.grad)
 
@@ -52,10 +62,16 @@ class Plainly:
 class ByEngine:
     """`initialize` and its engine."""
 
-    def __init__(self, stage: int, accumulation: int = 1, prepare: Prepare = nothing_first, **sections: Any) -> None:
+    def __init__(
+        self, stage: int, accumulation: int = 1, prepare: Prepare = nothing_first, **sections: Any
+    ) -> None:
         self.model = seeded(Gpt)
         prepare(self.model)
-        zero = {"stage": stage, "stage3_param_persistence_threshold": 20, "stage3_max_live_parameters": 0}
+        zero = {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 20,
+            "stage3_max_live_parameters": 0,
+        }
         config = {
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": accumulation,
@@ -85,7 +101,9 @@ class ByHand:
         prepare(self.model)
         zero |= {"stage3_param_persistence_threshold": 20, "stage3_max_live_parameters": 0}
         self.wrapped = deepseek_zero.DeepSeekZeRO3(self.model, stage=stage, zero_optimization=zero)
-        self.optimizer = deepseek_zero.ZeroOptimizer(self.model.parameters(), optimizer_type="adamw", **ADAMW)
+        self.optimizer = deepseek_zero.ZeroOptimizer(
+            self.model.parameters(), optimizer_type="adamw", **ADAMW
+        )
 
     def backward(self, step: int, micro: int) -> None:
         batch = batch_of(step, micro, dist.get_rank())

@@ -1,7 +1,9 @@
-"""A model whose parameters lie in every way along "tp" and "pp", and whose steps are the same on every mesh.
+"""A model whose parameters lie in every way along "tp" and "pp", and whose steps are the same on
+every mesh.
 
-Its gradients are given numbers, element by element of the whole parameters, so a mesh decides where an element is and
-nothing else.  Nobody computes along the axes: what is tested is where states are and what files hold.
+Its gradients are given numbers, element by element of the whole parameters, so a mesh decides where
+an element is and nothing else.  Nobody computes along the axes: what is tested is where states are
+and what files hold.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class Held(nn.Module):
 
     def forward(self, gradients: dict[str, Tensor], prefix: str) -> Tensor:
         own = {name: param for name, param in self.named_parameters() if param.requires_grad}
-        return torch.stack([(param * gradients[f"{prefix}.{name}"]).sum() for name, param in own.items()]).sum()
+        return torch.stack(
+            [(param * gradients[f"{prefix}.{name}"]).sum() for name, param in own.items()]
+        ).sum()
 
 
 class Absent(nn.Module):
@@ -39,7 +43,9 @@ class Absent(nn.Module):
 
 
 class SplitModel(nn.Module):
-    """An embedding, blocks, a norm that is declared before them, and a head that is tied to the embedding."""
+    """An embedding, blocks, a norm that is declared before them, and a head that is tied to the
+    embedding.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,12 +90,26 @@ def splits_of(model: nn.Module, tp: int, *, pads: bool) -> dict[str, Split]:
 def _split_of(leaf: str, shape: tuple[int, ...], tp: int, *, pads: bool) -> Split:
     if leaf == "kv":  # 2 heads, of which each of 4 ranks shares one with another
         edges = [4 * rank // tp for rank in range(tp + 1)]
-        rows = [(edges[rank], edges[rank + 1]) if tp < 4 else (rank // 2 * 2, rank // 2 * 2 + 2) for rank in range(tp)]
-        return Split("split", shape, 0, tuple((each,) for each in rows)) if tp > 1 else Split.whole("equal", shape, tp)
-    if leaf == "weight" and len(shape) == 2:  # padded to a multiple: the last range ends behind the table
+        rows = [
+            (edges[rank], edges[rank + 1]) if tp < 4 else (rank // 2 * 2, rank // 2 * 2 + 2)
+            for rank in range(tp)
+        ]
+        return (
+            Split("split", shape, 0, tuple((each,) for each in rows))
+            if tp > 1
+            else Split.whole("equal", shape, tp)
+        )
+    if (
+        leaf == "weight" and len(shape) == 2
+    ):  # padded to a multiple: the last range ends behind the table
         each = -(-shape[0] // tp)
         most = each * tp if pads else shape[0]
-        return Split("split", shape, 0, tuple(((rank * each, min(most, rank * each + each)),) for rank in range(tp)))
+        return Split(
+            "split",
+            shape,
+            0,
+            tuple(((rank * each, min(most, rank * each + each)),) for rank in range(tp)),
+        )
     if leaf in ("qkv", "fused"):  # three blocks, cut unevenly: heads of 2
         dim = 0 if leaf == "qkv" else 1
         heads = [4 // tp + (rank < 4 % tp) for rank in range(tp)]
@@ -105,7 +125,9 @@ def _split_of(leaf: str, shape: tuple[int, ...], tp: int, *, pads: bool) -> Spli
         )
     if leaf in ("down", "kernel"):
         edges = [HIDDEN * rank // tp for rank in range(tp + 1)]
-        return Split("split", shape, 1, tuple(((edges[rank], edges[rank + 1]),) for rank in range(tp)))
+        return Split(
+            "split", shape, 1, tuple(((edges[rank], edges[rank + 1]),) for rank in range(tp))
+        )
     return Split.whole("partial" if leaf == "bias" else "equal", shape, tp)
 
 
@@ -118,7 +140,9 @@ def cut(whole: Tensor, split: Split, coordinate: int) -> Tensor:
     for start, stop in split.ranges[coordinate]:
         end = min(stop, split.shape[split.dim])
         if start < end:
-            found.narrow(split.dim, reached, end - start).copy_(whole.narrow(split.dim, start, end - start))
+            found.narrow(split.dim, reached, end - start).copy_(
+                whole.narrow(split.dim, start, end - start)
+            )
         reached += stop - start
     return found
 
@@ -132,12 +156,16 @@ class MadePiece:
     mesh: Mesh
 
     def gradients(self, step: int) -> dict[str, Tensor]:
-        """This rank's, by name: of summands along "tp" the first is the whole gradient, the others are zero."""
+        """This rank's, by name: of summands along "tp" the first is the whole gradient, the others
+        are zero.
+        """
         found, coordinate = {}, self.mesh.coordinates["tp"]
         for name, split in self.splits.items():
             generator = torch.Generator().manual_seed(1000 * step + sum(map(ord, name)))
             whole = torch.randn(split.shape, generator=generator)
-            others = [each for each in split.summands(coordinate, self.mesh.tp) if each < coordinate]
+            others = [
+                each for each in split.summands(coordinate, self.mesh.tp) if each < coordinate
+            ]
             found[name] = cut(whole, split, coordinate) * (0 if others else 1)
         found["head.weight"] = found["embed.weight"]
         return found
@@ -171,7 +199,9 @@ def _take_stage(model: SplitModel, mesh: Mesh) -> None:
         model.norm, model.head = Absent(), Absent()  # type: ignore[assignment]
     if stage == mesh.pp - 1:
         model.uses_head = True
-        if mesh.pp == 2:  # the copy keeps its first name, as a stage that is cut out of a model does
+        if (
+            mesh.pp == 2
+        ):  # the copy keeps its first name, as a stage that is cut out of a model does
             del model.embed.scale
             model.embed.forward = Absent().forward  # type: ignore[method-assign]
             return

@@ -1,4 +1,5 @@
-"""A small model with all that files of weights must get right, and how it is built, trained and compared.
+"""A small model with all that files of weights must get right, and how it is built, trained and
+compared.
 
 Used by the tests of checkpoints, export, import and DeepSpeed's layout.
 """
@@ -18,12 +19,16 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window":
 
 
 class Tower(nn.Module):
-    """Odd sizes, repeated blocks, running statistics, a tied and a frozen parameter, a buffer that is not saved."""
+    """Odd sizes, repeated blocks, running statistics, a tied and a frozen parameter, a buffer that
+    is not saved.
+    """
 
     def __init__(self, width: int = 13) -> None:
         super().__init__()
         self.read = nn.Linear(7, width)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)])
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)]
+        )
         self.norm = nn.BatchNorm1d(width)
         self.frozen = nn.Linear(width, width)
         self.frozen.requires_grad_(False)
@@ -78,12 +83,15 @@ def differences(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
     return lonely + [
         name
         for name in left
-        if name in right and not (left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]))
+        if name in right
+        and not (left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]))
     ]
 
 
 def whole(engine: Any) -> dict[str, Tensor]:
-    """Masters where there are any, weights and buffers elsewhere: the most precise state dict there is.  Collective."""
+    """Masters where there are any, weights and buffers elsewhere: the most precise state dict there
+    is.  Collective.
+    """
     from deepseek_zero.utils import safe_get_full_fp32_param
 
     state = dict(engine.module.state_dict())

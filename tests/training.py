@@ -1,7 +1,7 @@
 """The loop that tests of the truth contract share: one engine, a few steps, what a run may vary.
 
-Owns the description of a run and its loop.  Models and batches are tests/models.py's; the run without sharding is
-tests/reference.py's.
+Owns the description of a run and its loop.  Models and batches are tests/models.py's; the run
+without sharding is tests/reference.py's.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ ALL = 10**9  # a window that never closes
 
 @dataclass(frozen=True)
 class Run:
-    """What the truth contract is parametrised over. ahead: stage3_prefetch_bucket_size; fused: take torch's default
-    kernels.  tier: where everything rests that the stage lets rest elsewhere.  updates: keys of offload_optimizer.
+    """What the truth contract is parametrised over. ahead: stage3_prefetch_bucket_size; fused: take
+    torch's default
+    kernels.  tier: where everything rests that the stage lets rest elsewhere.  updates: keys of
+    offload_optimizer.
     """
 
     stage: int
@@ -71,24 +73,32 @@ class Run:
                 "stage3_prefetch_bucket_size": self.ahead,
                 "reduce_bucket_size": self.bucket,
                 "overlap_comm": self.overlap,
-                **offload(self.tier, states=self.stage >= 1, weights=self.stage == 3, **dict(self.updates)),
+                **offload(
+                    self.tier, states=self.stage >= 1, weights=self.stage == 3, **dict(self.updates)
+                ),
             },
         }
 
 
 def offload(tier: str, *, states: bool = True, weights: bool = True, **keys: Any) -> dict[str, Any]:
-    """The keys that put states, weights, or both to rest on a tier ("none", "cpu", "nvme").  keys: of offload_optimizer
-    too.
+    """The keys that put states, weights, or both to rest on a tier ("none", "cpu", "nvme").  keys:
+    of offload_optimizer too.
     """
     place = {"device": tier, "nvme_path": tempfile.gettempdir()}
     asked = {"offload_optimizer": states, "offload_param": weights}
-    return {name: place | (keys if states and name == "offload_optimizer" else {}) for name in asked if asked[name]}
+    return {
+        name: place | (keys if states and name == "offload_optimizer" else {})
+        for name in asked
+        if asked[name]
+    }
 
 
 @contextmanager
-def a_disk_that_refuses(call: str, number: int, monkeypatch: pytest.MonkeyPatch, *, rank: int) -> Iterator[None]:
-    """A block that must end in an error on every rank, since `os.call` of this rank gives errno `number`: StorageError
-    there, on the others a PeerError that quotes it.
+def a_disk_that_refuses(
+    call: str, number: int, monkeypatch: pytest.MonkeyPatch, *, rank: int
+) -> Iterator[None]:
+    """A block that must end in an error on every rank, since `os.call` of this rank gives errno
+    `number`: StorageError there, on the others a PeerError that quotes it.
     """
 
     def refuse(*given: object) -> int:
@@ -103,7 +113,9 @@ def a_disk_that_refuses(call: str, number: int, monkeypatch: pytest.MonkeyPatch,
 
 
 def start_engine(run: Run, model: nn.Module, make: MakeOptimizer | None = None) -> Any:
-    """The engine of a run over `model`, with the run's optimizer or `make`'s.  Collective in a world of several."""
+    """The engine of a run over `model`, with the run's optimizer or `make`'s.  Collective in a
+    world of several.
+    """
     optimizer = (make or OPTIMIZERS[run.optimizer])(list(model.parameters()))
     return deepseek_zero.initialize(model=model, optimizer=optimizer, config=run.config())[0]
 
@@ -121,7 +133,9 @@ def train_step(engine: Any, run: Run, step: int) -> list[Tensor]:
 
 
 def assert_is_sharded(engine: Any) -> None:
-    """Stage 3 with persistence 0: every parameter is at rest and each rank stores padded numel / ranks elements."""
+    """Stage 3 with persistence 0: every parameter is at rest and each rank stores padded numel /
+    ranks elements.
+    """
     ranks = dist.get_world_size()
     assert all(type(parameter) is ShardedParameter for parameter in engine.module.parameters())
     for group in engine.runtime.groups:

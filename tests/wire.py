@@ -60,7 +60,9 @@ class Wire:
             pass
 
     def reset(self) -> None:
-        """Break every connection as a lost route does: both ends see a reset, and what was under way is gone."""
+        """Break every connection as a lost route does: both ends see a reset, and what was under
+        way is gone.
+        """
         for each in list(self.ends):
             with suppress(ValueError):
                 self.ends.remove(each)
@@ -73,6 +75,8 @@ class Wire:
         self.is_open = False
         self.silent.clear()
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # a close alone would leave its thread in accept
+            self._listener.shutdown(
+                socket.SHUT_RDWR
+            )  # a close alone would leave its thread in accept
         self._listener.close()
         self.reset()

@@ -1,4 +1,6 @@
-"""Lightning lets DeepSpeed run on CUDA alone, though nothing else in it asks for that.  This lifts the gate on CPUs."""
+"""Lightning lets DeepSpeed run on CUDA alone, though nothing else in it asks for that.  This lifts
+the gate on CPUs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""An accelerate loop with DeepSpeed at a stage, as its documentation writes it: STAGE FOLDER.  Rank 0 prints JSON."""
+"""An accelerate loop with DeepSpeed at a stage, as its documentation writes it: STAGE FOLDER.  Rank
+0 prints JSON.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,27 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     x = torch.randn(ROWS, 8)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), TensorDataset(x, x.sum(1, keepdim=True))
+    return (
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        TensorDataset(x, x.sum(1, keepdim=True)),
+    )
 
 
 def main(stage: int, folder: str) -> None:
     plugin = DeepSpeedPlugin(
-        zero_stage=stage, gradient_accumulation_steps=ACCUMULATION, gradient_clipping=CLIP, zero3_save_16bit_model=True
+        zero_stage=stage,
+        gradient_accumulation_steps=ACCUMULATION,
+        gradient_clipping=CLIP,
+        zero3_save_16bit_model=True,
     )
     plugin.deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     accelerator = Accelerator(
         deepspeed_plugin=plugin,
         gradient_accumulation_steps=ACCUMULATION,
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],  # accelerate takes CPU ranks for one process else
+        kwargs_handlers=[
+            InitProcessGroupKwargs(backend="gloo")
+        ],  # accelerate takes CPU ranks for one process else
     )
     model, optimizer, data = parts()
     loader = DataLoader(data, batch_size=BATCH // accelerator.num_processes)
@@ -57,7 +68,13 @@ def main(stage: int, folder: str) -> None:
     kinds = sorted({type(param).__name__ for param in accelerator.unwrap_model(model).parameters()})
     if accelerator.is_main_process:
         weights = {name: value.tolist() for name, value in state.items()}
-        told = {"first": first, "second": second, "again": again, "kinds": kinds, "weights": weights}
+        told = {
+            "first": first,
+            "second": second,
+            "again": again,
+            "kinds": kinds,
+            "weights": weights,
+        }
         told["world"] = accelerator.num_processes
         told["engine"] = type(model).__module__
         print("TOLD", json.dumps(told))  # noqa: T201

@@ -1,4 +1,6 @@
-"""An accelerate loop on a tiny Llama over ranks along an axis: AXIS (none, tp or sp) STAGE.  Rank 0 prints JSON."""
+"""An accelerate loop on a tiny Llama over ranks along an axis: AXIS (none, tp or sp) STAGE.  Rank 0
+prints JSON.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,26 @@ def accelerator_of(axis: str, stage: int) -> Accelerator:
     config = plugin.deepspeed_config
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     config["train_micro_batch_size_per_gpu"] = BATCH
-    given: dict[str, Any] = {"deepspeed_plugin": plugin, "kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]}
+    given: dict[str, Any] = {
+        "deepspeed_plugin": plugin,
+        "kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")],
+    }
     if axis == "tp":
         config["tensor_parallel"] = {"autotp_size": ranks}
     else:
-        handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
-        given["parallelism_config"] = ParallelismConfig(sp_size=ranks, sp_backend="deepspeed", sp_handler=handler)
+        handler = DeepSpeedSequenceParallelConfig(
+            sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
+        )
+        given["parallelism_config"] = ParallelismConfig(
+            sp_size=ranks, sp_backend="deepspeed", sp_handler=handler
+        )
     return Accelerator(**given)
 
 
 def loss_of(model: Any, batch: dict[str, torch.Tensor], axis: str) -> torch.Tensor:
-    """The model's loss; over shared sequences accelerate's documentation weighs it by the tokens that count."""
+    """The model's loss; over shared sequences accelerate's documentation weighs it by the tokens
+    that count.
+    """
     output = model(**batch, use_cache=False)
     if axis != "sp":
         return output.loss
@@ -56,7 +67,9 @@ def main(axis: str, stage: int) -> None:
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(LlamaConfig(**TINY))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Rows(ROWS), batch_size=BATCH))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(Rows(ROWS), batch_size=BATCH)
+    )
     losses = []
     for batch in loader:
         loss = loss_of(model, batch, axis)

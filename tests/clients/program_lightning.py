@@ -1,7 +1,8 @@
-"""Lightning's Trainer or Fabric on a small model: KIND (fit, resume, convert, fabric) STAGE (-1: plain) FOLDER.
+"""Lightning's Trainer or Fabric on a small model: KIND (fit, resume, convert, fabric) STAGE (-1:
+plain) FOLDER.
 
-resume: go on from the checkpoint of the first epoch.  convert: make one file of the last one, on one process.
-Rank 0 prints JSON.
+resume: go on from the checkpoint of the first epoch.  convert: make one file of the last one, on
+one process. Rank 0 prints JSON.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def loader() -> DataLoader[Any]:
 
 
 class Regression(lightning.LightningModule):
-    """A regression that remembers the mean loss over the ranks of every micro-batch and of every validation."""
+    """A regression that remembers the mean loss over the ranks of every micro-batch and of every
+    validation.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,8 +102,18 @@ def fit(stage: int, folder: Path, resume: bool) -> dict[str, Any]:
         use_distributed_sampler=False,
     )
     model = Regression()
-    trainer.fit(model, loader(), loader(), ckpt_path=str(folder / "run" / "epoch=0.ckpt") if resume else None)
-    told = {"loss": model.seen, "val": [*model.validated], "steps": trainer.global_step, "world": trainer.world_size}
+    trainer.fit(
+        model,
+        loader(),
+        loader(),
+        ckpt_path=str(folder / "run" / "epoch=0.ckpt") if resume else None,
+    )
+    told = {
+        "loss": model.seen,
+        "val": [*model.validated],
+        "steps": trainer.global_step,
+        "world": trainer.world_size,
+    }
     trainer.validate(model, loader(), verbose=False)  # a new engine around the same model
     return told | {"after": model.validated[-1], "kinds": kinds(model)}
 
@@ -112,13 +125,17 @@ def convert(folder: Path) -> dict[str, Any]:
     model = Regression()
     model.configure_model()
     model.load_state_dict(torch.load(file, weights_only=False)["state_dict"])
-    trainer = lightning.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False
+    )
     return {"val": trainer.validate(model, loader(), ckpt_path=file, weights_only=False)[0]["val"]}
 
 
 def fabric(stage: int, folder: Path) -> dict[str, Any]:
     strategy: Any = (
-        FabricStrategy(config=deepspeed_config(stage) | {"gradient_clipping": 0.5}) if stage >= 0 else "auto"
+        FabricStrategy(config=deepspeed_config(stage) | {"gradient_clipping": 0.5})
+        if stage >= 0
+        else "auto"
     )
     fabric = lightning.Fabric(accelerator="cpu", devices=WORLD, strategy=strategy)
     fabric.launch()
@@ -158,7 +175,11 @@ def main(kind: str, stage: int, folder: Path) -> None:
     if kind == "convert":
         told = convert(folder)
     else:
-        told = fabric(stage, folder) if kind == "fabric" else fit(stage, folder, resume=kind == "resume")
+        told = (
+            fabric(stage, folder)
+            if kind == "fabric"
+            else fit(stage, folder, resume=kind == "resume")
+        )
     if int(os.environ.get("RANK", "0")) == 0:
         print("TOLD", json.dumps(told))  # noqa: T201
 

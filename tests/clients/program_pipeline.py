@@ -30,7 +30,9 @@ def main(stages: int, way: str) -> None:
     }
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],  # accelerate takes CPU ranks for one process else
+        kwargs_handlers=[
+            InitProcessGroupKwargs(backend="gloo")
+        ],  # accelerate takes CPU ranks for one process else
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**TINY))

@@ -1,10 +1,12 @@
-"""transformers' Trainer on a tiny Llama, unmodified: STAGE (-1: without DeepSpeed) FOLDER [WORD ...].
+"""transformers' Trainer on a tiny Llama, unmodified: STAGE (-1: without DeepSpeed) FOLDER [WORD
+...].
 
-pretrained: FOLDER/base is the model.  peft: with LoRA's weights.  mixed: a base in bf16 under adapters in fp32.  bf16:
+pretrained: FOLDER/base is the model.  peft: with LoRA's weights.  mixed: a base in bf16 under
+adapters in fp32.  bf16:
 computing in it.  reentrant, direct: activation checkpointing, and which kind.  untrained: evaluate
-alone.  tp: all ranks along tp (DeepSpeed's AutoTP).  sp: all ranks share sequences (DeepSpeed's Ulysses).  pp: all
-ranks are stages of one pipeline.  metrics: a figure of the logits, in each evaluation.  resume: go on from
-FOLDER/run/checkpoint-2.  Rank 0 prints JSON.
+alone.  tp: all ranks along tp (DeepSpeed's AutoTP).  sp: all ranks share sequences (DeepSpeed's
+Ulysses).  pp: all ranks are stages of one pipeline.  metrics: a figure of the logits, in each
+evaluation.  resume: go on from FOLDER/run/checkpoint-2.  Rank 0 prints JSON.
 """
 
 from __future__ import annotations
@@ -44,11 +46,23 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 def deepspeed_config(stage: int, tp: int = 1, pp: int = 1) -> dict[str, Any]:
     zero = {"stage": stage, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
-    zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
-    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+    zero |= {
+        "stage3_param_persistence_threshold": 0,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    auto = (
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "train_batch_size",
+        "gradient_clipping",
+    )
     axes: dict[str, Any] = {"tensor_parallel": {"autotp_size": tp}} if tp > 1 else {}
     axes |= {"pipeline": {"stages": pp, "rows": "own"}} if pp > 1 else {}
-    told = axes | {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"}}
+    told = axes | {
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": "auto"},
+    }
     return dict.fromkeys(auto, "auto") | told
 
 
@@ -60,10 +74,14 @@ def arguments(stage: int, folder: Path, words: list[str]) -> TrainingArguments:
         from accelerate import ParallelismConfig
         from accelerate.utils import DeepSpeedSequenceParallelConfig
 
-        handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+        handler = DeepSpeedSequenceParallelConfig(
+            sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
+        )
         config = ParallelismConfig(sp_size=ranks, sp_backend="deepspeed", sp_handler=handler)
         sequences = {"parallelism_config": config}
-    again = {"use_reentrant": "reentrant" in words} if {"reentrant", "direct"} & set(words) else None
+    again = (
+        {"use_reentrant": "reentrant" in words} if {"reentrant", "direct"} & set(words) else None
+    )
     return TrainingArguments(
         str(folder / "run"),
         per_device_train_batch_size=4 if sequences else 4 // (ranks // tp),
@@ -83,7 +101,9 @@ def arguments(stage: int, folder: Path, words: list[str]) -> TrainingArguments:
         bf16="bf16" in words,
         gradient_checkpointing=again is not None,
         gradient_checkpointing_kwargs=again,
-        deepspeed=deepspeed_config(stage, tp, ranks if "pp" in words else 1) if stage >= 0 else None,
+        deepspeed=deepspeed_config(stage, tp, ranks if "pp" in words else 1)
+        if stage >= 0
+        else None,
         **sequences,
     )
 
@@ -92,13 +112,18 @@ def model_for(folder: Path, words: list[str]) -> Any:
     torch.manual_seed(0)
     if "pretrained" not in words:
         return LlamaForCausalLM(LlamaConfig(**TINY))
-    model = LlamaForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16 if "mixed" in words else "auto")
+    model = LlamaForCausalLM.from_pretrained(
+        folder / "base", dtype=torch.bfloat16 if "mixed" in words else "auto"
+    )
     if "peft" in words:
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(3)
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
-        model.enable_input_require_grads()  # for the reentrant kind, whose inputs must want a gradient
+        model = get_peft_model(
+            model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        )
+        # For the reentrant kind, whose inputs must want a gradient
+        model.enable_input_require_grads()
     return model
 
 
@@ -109,16 +134,26 @@ def mean_logit(found: Any) -> dict[str, float]:
 
 
 def main(stage: int, folder: Path, words: list[str]) -> None:
-    settings = arguments(stage, folder, words)  # first: from_pretrained asks it whether to build under zero.Init
+    settings = arguments(
+        stage, folder, words
+    )  # first: from_pretrained asks it whether to build under zero.Init
     model = model_for(folder, words)
     metrics = mean_logit if "metrics" in words else None
-    trainer = Trainer(model, settings, train_dataset=Rows(32), eval_dataset=Rows(4), compute_metrics=metrics)
+    trainer = Trainer(
+        model, settings, train_dataset=Rows(32), eval_dataset=Rows(4), compute_metrics=metrics
+    )
     if "untrained" not in words:
-        trainer.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-2") if "resume" in words else None)
+        trainer.train(
+            resume_from_checkpoint=str(folder / "run" / "checkpoint-2")
+            if "resume" in words
+            else None
+        )
     trainer.evaluate()  # of the best model, which training has loaded at its end
     trainer.save_model(str(folder / "final"))
     history = trainer.state.log_history
-    told: dict[str, Any] = {key: [row[key] for row in history if key in row] for key in ("loss", "eval_loss")}
+    told: dict[str, Any] = {
+        key: [row[key] for row in history if key in row] for key in ("loss", "eval_loss")
+    }
     told["mean_logit"] = [row["eval_mean_logit"] for row in history if "eval_mean_logit" in row]
     told["norm"] = [row["grad_norm"] for row in history if "loss" in row]
     told["kinds"] = sorted({type(param).__name__ for param in model.parameters()})

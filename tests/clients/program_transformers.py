@@ -1,4 +1,5 @@
-"""transformers without its Trainer: a pretrained model under zero.Init, other embeddings, generation: FOLDER.
+"""transformers without its Trainer: a pretrained model under zero.Init, other embeddings,
+generation: FOLDER.
 
 FOLDER/base holds the model.  Without `deepspeed` the same on one process.  Rank 0 prints JSON.
 """
@@ -31,7 +32,12 @@ def generated(model: Any, ranks: int) -> list[list[int]]:
     rank = torch.distributed.get_rank() if ranks > 1 else 0
     found = []
     for prompt in PROMPTS[rank::ranks]:
-        settings = {"do_sample": False, "max_new_tokens": 4 + len(prompt), "eos_token_id": None, "pad_token_id": 0}
+        settings = {
+            "do_sample": False,
+            "max_new_tokens": 4 + len(prompt),
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
         out = model.generate(torch.tensor([prompt]), **settings)
         found.append(out[0].tolist())
     if ranks == 1:
@@ -60,7 +66,10 @@ def main(folder: Path) -> None:
         assert settings.is_zero3()
         engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
         engine.eval()
-        gathered, ranks = lambda: deepspeed.zero.GatheredParameters(model.parameters()), deepspeed.comm.get_world_size()
+        gathered, ranks = (
+            lambda: deepspeed.zero.GatheredParameters(model.parameters()),
+            deepspeed.comm.get_world_size(),
+        )
         told["kinds"] = sorted({type(param).__name__ for param in model.parameters()})
     told["generated"] = generated(model, ranks)
     with gathered():

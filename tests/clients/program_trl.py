@@ -1,6 +1,8 @@
-"""TRL's trainers on a tiny Llama, unmodified: KIND (base, sft, dpo) STAGE (-1: without DeepSpeed) FOLDER [WORD ...].
+"""TRL's trainers on a tiny Llama, unmodified: KIND (base, sft, dpo) STAGE (-1: without DeepSpeed)
+FOLDER [WORD ...].
 
-base: writes FOLDER/base, the pretrained model and its tokenizer, that the others read.  peft: trains LoRA's weights.
+base: writes FOLDER/base, the pretrained model and its tokenizer, that the others read.  peft:
+trains LoRA's weights.
 resume: go on from FOLDER/run/checkpoint-2.  Rank 0 prints JSON.
 """
 
@@ -16,7 +18,12 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl.models.utils import unwrap_model_for_generation
 
@@ -26,11 +33,15 @@ WORDS = "a river runs under the old stone bridge and children throw small sticks
 
 
 def write_base(folder: Path) -> None:
-    """The model that every run starts from, with a tokenizer of whole words; nothing is downloaded."""
+    """The model that every run starts from, with a tokenizer of whole words; nothing is
+    downloaded.
+    """
     vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
     fast.save_pretrained(folder / "base")
     torch.manual_seed(5)
     LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(folder / "base")
@@ -69,8 +80,14 @@ def trainer_of(kind: str, stage: int, folder: Path, words: list[str]) -> Any:
             "rejected": " " + sentence(at + 9, 4),
         },
     }[kind]
-    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if "peft" in words else None
-    given = settings(arguments, stage, folder)  # first: from_pretrained asks it whether to build under zero.Init
+    adapters = (
+        LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        if "peft" in words
+        else None
+    )
+    given = settings(
+        arguments, stage, folder
+    )  # first: from_pretrained asks it whether to build under zero.Init
     torch.manual_seed(3)
     return makes(
         AutoModelForCausalLM.from_pretrained(folder / "base"),
@@ -82,24 +99,35 @@ def trainer_of(kind: str, stage: int, folder: Path, words: list[str]) -> Any:
 
 
 def generated(trainer: Any) -> list[int]:
-    """What the trained model says, with the gathering and the surgery on hooks of TRL's online trainers."""
+    """What the trained model says, with the gathering and the surgery on hooks of TRL's online
+    trainers.
+    """
     with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
         prompt = torch.tensor([[3, 4, 5]])
-        return model.generate(prompt, attention_mask=prompt > 0, do_sample=False, max_new_tokens=8)[0].tolist()
+        return model.generate(prompt, attention_mask=prompt > 0, do_sample=False, max_new_tokens=8)[
+            0
+        ].tolist()
 
 
 def main(kind: str, stage: int, folder: Path, words: list[str]) -> None:
     if kind == "base":
         return write_base(folder)
     trainer = trainer_of(kind, stage, folder, words)
-    trainer.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-2") if "resume" in words else None)
+    trainer.train(
+        resume_from_checkpoint=str(folder / "run" / "checkpoint-2") if "resume" in words else None
+    )
     told: dict[str, Any] = {"generated": generated(trainer)}
     trainer.save_model(str(folder / "final"))
     history = trainer.state.log_history
     told["loss"] = [row["loss"] for row in history if "loss" in row]
     told["norm"] = [row["grad_norm"] for row in history if "loss" in row]
-    models = [trainer.model, *([trainer.ref_model] if getattr(trainer, "ref_model", None) is not None else [])]
-    told["kinds"] = [sorted({type(param).__name__ for param in model.parameters()}) for model in models]
+    models = [
+        trainer.model,
+        *([trainer.ref_model] if getattr(trainer, "ref_model", None) is not None else []),
+    ]
+    told["kinds"] = [
+        sorted({type(param).__name__ for param in model.parameters()}) for model in models
+    ]
     told["world"] = trainer.accelerator.num_processes
     if trainer.is_world_process_zero():
         print("TOLD", json.dumps(told))  # noqa: T201

@@ -18,7 +18,8 @@ from tests.needs import need
 HERE = Path(__file__).parent
 PATHS = f"{Path(deepseek_zero.__path__[0]).parent}:{HERE.parents[1]}"
 OURS = [sys.executable, "-m", "deepseek_zero.cli"]
-# CI's minutes: it runs one program of accelerate and one of transformers; `make clients` sets this and runs the others.
+# CI's minutes: it runs one program of accelerate and one of transformers; `make clients` sets this
+# and runs the others.
 BY_HAND = pytest.mark.skipif(
     not os.environ.get("DEEPSEEK_ZERO_ALL_CLIENTS"), reason="DEEPSEEK_ZERO_ALL_CLIENTS=1 runs it"
 )
@@ -32,10 +33,14 @@ def need_client(*names: str) -> None:
 
 def start(line: list[str], program: str, *words: object) -> subprocess.Popen[str]:
     """A program in processes of its own, offline, with a core each."""
-    environment = {name: value for name, value in os.environ.items() if name != "DEEPSEEK_ZERO_AS_DEEPSPEED"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "DEEPSEEK_ZERO_AS_DEEPSPEED"
+    }
     environment |= {"PYTHONPATH": PATHS, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [*line, str(HERE / program), *map(str, words)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def told(process: subprocess.Popen[str]) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Real clients of DeepSpeed, unmodified, behind its name: the losses are those of the same program without it."""
+"""Real clients of DeepSpeed, unmodified, behind its name: the losses are those of the same program
+without it.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,33 @@ def plain_accelerate_losses() -> tuple[list[float], dict[str, Any]]:
     return losses, model.state_dict()
 
 
-BY_HAND_TOO = [pytest.param(stage, ranks, marks=BY_HAND) for stage, ranks in ((2, 2), (3, 1), (2, 1))]
+BY_HAND_TOO = [
+    pytest.param(stage, ranks, marks=BY_HAND) for stage, ranks in ((2, 2), (3, 1), (2, 1))
+]
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(3, 2), *BY_HAND_TOO])
 def test_accelerate_launch_trains_saves_and_goes_on(stage: int, ranks: int, tmp_path: Path) -> None:
     need_client("accelerate")
-    launch = ["exec", sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--zero_stage", str(stage)]
+    launch = [
+        "exec",
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--use_deepspeed",
+        "--zero_stage",
+        str(stage),
+    ]
     launch += ["--num_processes", str(ranks), "--num_machines", "1"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no"]
-    seen = told(start([*OURS, *launch, "--main_process_port", "0"], "program_accelerate.py", stage, tmp_path / "state"))
+    seen = told(
+        start(
+            [*OURS, *launch, "--main_process_port", "0"],
+            "program_accelerate.py",
+            stage,
+            tmp_path / "state",
+        )
+    )
     losses, weights = plain_accelerate_losses()
     assert seen["world"] == ranks and seen["engine"] == "deepseek_zero.compat.deepspeed.engine"
     assert seen["kinds"] == (["ShardedParameter"] if stage == 3 else ["Parameter"])
@@ -66,8 +85,25 @@ def test_accelerate_over_an_axis_has_the_losses_of_one_process(axis: str, stage:
 @BY_HAND
 def test_an_accelerate_that_counted_one_process_is_told_on_every_rank_what_to_do() -> None:
     need_client("accelerate")
-    launch = ["exec", sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--zero_stage", "3"]
-    launch += ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    launch = [
+        "exec",
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--use_deepspeed",
+        "--zero_stage",
+        "3",
+    ]
+    launch += [
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+    ]
     process = start([*OURS, *launch, "--main_process_port", "0"], "program_accelerate_alone.py")
     _, errors = process.communicate(timeout=200)
     assert process.returncode != 0
@@ -86,7 +122,10 @@ def test_an_unmodified_accelerate_program_counts_cpu_ranks_if_a_variable_asks_fo
     process = start([*OURS, *launch], "program_accelerate_alone.py")
     out, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors[-4000:]
-    assert sorted(line for line in out.split() if line.startswith("rank")) == ["rank=0/2", "rank=1/2"]
+    assert sorted(line for line in out.split() if line.startswith("rank")) == [
+        "rank=0/2",
+        "rank=1/2",
+    ]
 
 
 SCRIPT = """
@@ -109,11 +148,16 @@ assert type(engine) is deepspeed.DeepSpeedEngine and deepspeed.comm.get_world_si
 
 
 TWO_GPUS = ["run", "--as-deepspeed", "--num_gpus", "2"]
-OTHER_LAUNCHERS = (["exec", "torchrun", "--nproc-per-node", "2"], ["exec", "deepspeed", "--num_gpus", "2"])
+OTHER_LAUNCHERS = (
+    ["exec", "torchrun", "--nproc-per-node", "2"],
+    ["exec", "deepspeed", "--num_gpus", "2"],
+)
 
 
 @pytest.mark.parametrize(
-    "line", [TWO_GPUS, *(pytest.param(line, marks=BY_HAND) for line in OTHER_LAUNCHERS)], ids=" ".join
+    "line",
+    [TWO_GPUS, *(pytest.param(line, marks=BY_HAND) for line in OTHER_LAUNCHERS)],
+    ids=" ".join,
 )
 def test_a_script_of_deepspeeds_under_every_launcher(line: list[str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -121,12 +165,18 @@ def test_a_script_of_deepspeeds_under_every_launcher(line: list[str], tmp_path: 
     process = start([*OURS, *line], str(script))
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors[-4000:]
-    assert "a_key_of_mine: no such key, ignored" in errors  # behind this name unknown keys only warn
-    assert torch.cuda.is_available() or "torchrun" in line or "running 2 CPU ranks instead" in errors
+    assert (
+        "a_key_of_mine: no such key, ignored" in errors
+    )  # behind this name unknown keys only warn
+    assert (
+        torch.cuda.is_available() or "torchrun" in line or "running 2 CPU ranks instead" in errors
+    )
 
 
 @BY_HAND
-@pytest.mark.parametrize(("seed", "says"), [("seed_001", "epoch 5"), ("seed_002", "Finished Training")])
+@pytest.mark.parametrize(
+    ("seed", "says"), [("seed_001", "epoch 5"), ("seed_002", "Finished Training")]
+)
 def test_the_articles_programs_import_deepspeed(seed: str, says: str, tmp_path: Path) -> None:
     examples = HERE.parents[1] / "examples"
     for path in examples.glob("*.*"):
@@ -134,7 +184,9 @@ def test_the_articles_programs_import_deepspeed(seed: str, says: str, tmp_path: 
     script = tmp_path / f"{seed}.py"
     source = script.read_text(encoding="utf-8")
     assert "import deepseek_zero as deepspeed" in source
-    script.write_text(source.replace("import deepseek_zero as deepspeed", "import deepspeed"), encoding="utf-8")
+    script.write_text(
+        source.replace("import deepseek_zero as deepspeed", "import deepspeed"), encoding="utf-8"
+    )
     small = {"SEED_SAMPLES": "256" if seed == "seed_001" else "64"}
     small |= {} if seed == "seed_001" else {"SEED_BATCH": "16", "SEED_LR": "3e-3"}
     with pytest.MonkeyPatch.context() as patch:

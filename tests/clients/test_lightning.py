@@ -14,12 +14,16 @@ pytestmark = BY_HAND
 PROGRAM = "program_lightning.py"
 
 
-def on_two_ranks_and_plain(what: str, stage: int, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def on_two_ranks_and_plain(
+    what: str, stage: int, folder: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """What both runs told, once ours is known to be sharded."""
     need_client("lightning")
     plain = start([sys.executable], PROGRAM, what, -1, folder / "plain")
     ours, alone = told(start([*OURS, *TWO], PROGRAM, what, stage, folder)), told(plain)
-    assert ours["world"] == 2 and ours["kinds"] == ["ShardedParameter" if stage == 3 else "Parameter"]
+    assert ours["world"] == 2 and ours["kinds"] == [
+        "ShardedParameter" if stage == 3 else "Parameter"
+    ]
     return ours, alone
 
 
@@ -39,5 +43,7 @@ def test_lightning_fits_goes_on_and_converts(stage: int, tmp_path: Path) -> None
 @pytest.mark.parametrize("stage", [2, 3])
 def test_fabric_trains_saves_and_loads(stage: int, tmp_path: Path) -> None:
     ours, alone = on_two_ranks_and_plain("fabric", stage, tmp_path)
-    assert ours["first"] + ours["second"] == pytest.approx(alone["first"] + alone["second"], rel=1e-5)
+    assert ours["first"] + ours["second"] == pytest.approx(
+        alone["first"] + alone["second"], rel=1e-5
+    )
     assert ours["again"] == ours["second"]

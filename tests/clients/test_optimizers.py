@@ -1,4 +1,6 @@
-"""Optimizers of other libraries train, save and resume with the same losses; errors name other states."""
+"""Optimizers of other libraries train, save and resume with the same losses; errors name other
+states.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def bitsandbytes(name: str) -> Make:
     import bitsandbytes as library
 
     # Its 8-bit states begin at so many elements.
-    return lambda params: getattr(library.optim, name)(params, lr=1e-2, **({"min_8bit_size": 1} if "8" in name else {}))
+    return lambda params: getattr(library.optim, name)(
+        params, lr=1e-2, **({"min_8bit_size": 1} if "8" in name else {})
+    )
 
 
 def torchao(name: str) -> Make:
@@ -46,7 +50,9 @@ def galore(name: str) -> Make:
 
     def make(params: Iterable[Any]) -> Any:
         params = list(params)
-        flat, square = ([each for each in params if (each.dim() < 2) is is_flat] for is_flat in (True, False))
+        flat, square = (
+            [each for each in params if (each.dim() < 2) is is_flat] for is_flat in (True, False)
+        )
         groups = [
             {"params": flat},
             {"params": square, "rank": 8, "update_proj_gap": 3, "scale": 0.25, "proj_type": "std"},
@@ -70,10 +76,18 @@ CASES = [
 @BY_HAND
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize(("package", "way", "name"), CASES, ids=[f"{package}-{name}" for package, _, name in CASES])
-def test_an_optimizer_goes_on_after_a_load(tmp_path: Path, stage: int, package: str, way: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    ("package", "way", "name"), CASES, ids=[f"{package}-{name}" for package, _, name in CASES]
+)
+def test_an_optimizer_goes_on_after_a_load(
+    tmp_path: Path, stage: int, package: str, way: Any, name: str
+) -> None:
     need_client(package)
-    with torch.compiler.set_stance("force_eager") if package == "torchao" else contextlib.nullcontext():
+    with (
+        torch.compiler.set_stance("force_eager")
+        if package == "torchao"
+        else contextlib.nullcontext()
+    ):
         toys.goes_on(tmp_path, stage, way(name))
 
 
@@ -90,4 +104,6 @@ def test_galores_projector_is_named_with_what_to_do(tmp_path: Path) -> None:
         engine.destroy()
         return str(found.value)
 
-    assert all("GaLoreProjector" in each and "engine.export" in each for each in toys.on_ranks(body))
+    assert all(
+        "GaLoreProjector" in each and "engine.export" in each for each in toys.on_ranks(body)
+    )

@@ -1,4 +1,6 @@
-"""The pages about clients, from script to resumed run: every named block is written, every command is run."""
+"""The pages about clients, from script to resumed run: every named block is written, every command
+is run.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ PAGES = {
     "trl": ["trl"],
     "lightning": ["lightning"],
 }
-SCRIPT = re.compile(r"^```python no-run (?P<name>\S+\.py)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
+SCRIPT = re.compile(
+    r"^```python no-run (?P<name>\S+\.py)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL
+)
 COMMANDS = re.compile(r"^```bash run\n(?P<lines>.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -33,9 +37,21 @@ def test_the_scripts_and_commands_of_a_clients_page_run(page: str, tmp_path: Pat
     assert lines and text.count("no-run") == len(SCRIPT.findall(text))
     paths = f"{HERE / 'at_start'}:{PATHS}" if page == "lightning" else PATHS
     tools = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | {"PYTHONPATH": paths, "PATH": tools, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": paths,
+        "PATH": tools,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     for line in lines:
         done = subprocess.run(
-            line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+            line,
+            shell=True,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
         )
         assert done.returncode == 0, f"{line}\n{done.stdout[-1000:]}\n{done.stderr[-4000:]}"

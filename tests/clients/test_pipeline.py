@@ -1,4 +1,6 @@
-"""accelerate over pipeline stages: what one process is, where all ranks share the rows; else refused by name."""
+"""accelerate over pipeline stages: what one process is, where all ranks share the rows; else
+refused by name.
+"""
 
 from __future__ import annotations
 

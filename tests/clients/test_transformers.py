@@ -1,4 +1,6 @@
-"""transformers, its Trainer and PEFT behind DeepSpeed's name: what they are without it, within rounding."""
+"""transformers, its Trainer and PEFT behind DeepSpeed's name: what they are without it, within
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,17 @@ def plainly(tmp_path_factory: pytest.TempPathFactory) -> Plainly:
     def run(*words: str) -> dict[str, Any]:
         if words not in done:
             folder = with_base(tmp_path_factory.mktemp("plain"))
-            done[words] = told(start([sys.executable], "program_trainer.py", -1, folder, *words)) | {"folder": folder}
+            done[words] = told(
+                start([sys.executable], "program_trainer.py", -1, folder, *words)
+            ) | {"folder": folder}
         return done[words]
 
     return run
 
 
-def assert_same_training(ours: dict[str, Any], plain: dict[str, Any], rounding: dict[str, float]) -> None:
+def assert_same_training(
+    ours: dict[str, Any], plain: dict[str, Any], rounding: dict[str, float]
+) -> None:
     for key, within in rounding.items():
         assert ours[key] == pytest.approx(plain[key], rel=within), key
     assert (ours["best"] is None) == (plain["best"] is None)
@@ -57,7 +63,9 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return dict(LlamaForCausalLM.from_pretrained(folder, dtype="auto").state_dict())
 
 
-def assert_same_weights(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], **within: float) -> None:
+def assert_same_weights(
+    ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor], **within: float
+) -> None:
     assert ours.keys() == plain.keys()
     for name, value in plain.items():
         torch.testing.assert_close(ours[name], value, **within)
@@ -65,8 +73,12 @@ def assert_same_weights(ours: dict[str, torch.Tensor], plain: dict[str, torch.Te
 
 def test_trainer_from_pretrained_at_stage_3_is_the_trainer(tmp_path: Path) -> None:
     need_client("transformers", "accelerate")
-    plain = start([sys.executable], "program_trainer.py", -1, with_base(tmp_path / "plain"), "pretrained")
-    ours = told(start([*OURS, *TWO], "program_trainer.py", 3, with_base(tmp_path / "ours"), "pretrained"))
+    plain = start(
+        [sys.executable], "program_trainer.py", -1, with_base(tmp_path / "plain"), "pretrained"
+    )
+    ours = told(
+        start([*OURS, *TWO], "program_trainer.py", 3, with_base(tmp_path / "ours"), "pretrained")
+    )
     assert ours["world"] == 2 and ours["kinds"] == ["ShardedParameter"]
     assert_same_training(ours, told(plain), ROUNDING)
     saved = [weights_of(tmp_path / each / "final") for each in ("ours", "plain")]
@@ -91,7 +103,9 @@ def test_pretrained_resized_and_generating_at_stage_3(tmp_path: Path) -> None:
 
 @BY_HAND
 @pytest.mark.parametrize(
-    ("line", "words"), [(ONE, []), (TWO, []), (TWO, ["bf16"])], ids=["one rank", "two ranks", "two ranks in bf16"]
+    ("line", "words"),
+    [(ONE, []), (TWO, []), (TWO, ["bf16"])],
+    ids=["one rank", "two ranks", "two ranks in bf16"],
 )
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_trainer_at_every_stage_saves_and_goes_on(
@@ -105,7 +119,9 @@ def test_trainer_at_every_stage_saves_and_goes_on(
     ]
     assert ours["dtypes"] == ["torch.bfloat16" if words else "torch.float32"]
     assert ours["eval_loss"][-1] == min(ours["eval_loss"])  # after training: the best model's
-    assert_same_weights(weights_of(tmp_path / "final"), weights_of(Path(ours["best"])), rtol=0, atol=0)
+    assert_same_weights(
+        weights_of(tmp_path / "final"), weights_of(Path(ours["best"])), rtol=0, atol=0
+    )
     resumed = told(start([*OURS, *line], "program_trainer.py", stage, tmp_path, *words, "resume"))
     assert resumed["loss"] == ours["loss"] and resumed["eval_loss"] == ours["eval_loss"]
 
@@ -116,40 +132,59 @@ def test_trainer_at_every_stage_saves_and_goes_on(
 def test_trainer_over_tensor_parallel_ranks_saves_and_goes_on(
     stage: int, words: list[str], plainly: Plainly, tmp_path: Path
 ) -> None:
-    """The Trainer's own count of the batch, tp ranks as data-parallel ones, is corrected.  from_pretrained at stage 3
-    beside autotp_size is refused by transformers itself.
+    """The Trainer's own count of the batch, tp ranks as data-parallel ones, is corrected.
+    from_pretrained at stage 3 beside autotp_size is refused by transformers itself.
     """
     need_client("transformers", "accelerate")
-    ours = told(start([*OURS, *TWO], "program_trainer.py", stage, with_base(tmp_path), *words, "tp"))
+    ours = told(
+        start([*OURS, *TWO], "program_trainer.py", stage, with_base(tmp_path), *words, "tp")
+    )
     assert_same_training(ours, plainly(*words), ROUNDING_OF_BF16 if "bf16" in words else ROUNDING)
-    assert_same_weights(weights_of(tmp_path / "final"), weights_of(Path(ours["best"])), rtol=0, atol=0)
-    resumed = told(start([*OURS, *TWO], "program_trainer.py", stage, tmp_path, *words, "tp", "resume"))
+    assert_same_weights(
+        weights_of(tmp_path / "final"), weights_of(Path(ours["best"])), rtol=0, atol=0
+    )
+    resumed = told(
+        start([*OURS, *TWO], "program_trainer.py", stage, tmp_path, *words, "tp", "resume")
+    )
     assert resumed["loss"] == ours["loss"] and resumed["eval_loss"] == ours["eval_loss"]
 
 
 @BY_HAND
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_trainer_over_ranks_that_share_sequences_is_the_trainer(stage: int, plainly: Plainly, tmp_path: Path) -> None:
-    """The loss is the Trainer's own, of a differentiable gather over the ranks; its gradient is not sp times too large
-    at any stage.  It cannot go on from the middle of an epoch: accelerate skips batches of DataLoaders alone.
+def test_trainer_over_ranks_that_share_sequences_is_the_trainer(
+    stage: int, plainly: Plainly, tmp_path: Path
+) -> None:
+    """The loss is the Trainer's own, of a differentiable gather over the ranks; its gradient is not
+    sp times too large at any stage.  It cannot go on from the middle of an epoch: accelerate skips
+    batches of DataLoaders alone.
     """
     need_client("transformers", "accelerate")
     ours = told(start([*OURS, *TWO], "program_trainer.py", stage, tmp_path, "sp"))
     assert_same_training(ours, plainly(), ROUNDING)
-    assert_same_weights(weights_of(tmp_path / "final"), weights_of(Path(ours["best"])), rtol=0, atol=0)
+    assert_same_weights(
+        weights_of(tmp_path / "final"), weights_of(Path(ours["best"])), rtol=0, atol=0
+    )
 
 
 @BY_HAND
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("words", [["metrics"], ["bf16"]], ids=str)
-def test_trainer_over_stages_is_the_trainer(stage: int, words: list[str], plainly: Plainly, tmp_path: Path) -> None:
-    """Every rank has rows of its own, as the Trainer deals them; so have its losses, and the logits of evaluations."""
+def test_trainer_over_stages_is_the_trainer(
+    stage: int, words: list[str], plainly: Plainly, tmp_path: Path
+) -> None:
+    """Every rank has rows of its own, as the Trainer deals them; so have its losses, and the logits
+    of evaluations.
+    """
     need_client("transformers", "accelerate")
     ours = told(start([*OURS, *TWO], "program_trainer.py", stage, tmp_path, *words, "pp"))
     assert_same_training(ours, plainly(*words), ROUNDING_OF_BF16 if "bf16" in words else ROUNDING)
     assert ours["mean_logit"] == pytest.approx(plainly(*words)["mean_logit"], rel=1e-3, abs=1e-4)
-    assert_same_weights(weights_of(tmp_path / "final"), weights_of(Path(ours["best"])), rtol=0, atol=0)
-    resumed = told(start([*OURS, *TWO], "program_trainer.py", stage, tmp_path, *words, "pp", "resume"))
+    assert_same_weights(
+        weights_of(tmp_path / "final"), weights_of(Path(ours["best"])), rtol=0, atol=0
+    )
+    resumed = told(
+        start([*OURS, *TWO], "program_trainer.py", stage, tmp_path, *words, "pp", "resume")
+    )
     assert resumed["loss"] == ours["loss"] and resumed["eval_loss"] == ours["eval_loss"]
 
 
@@ -161,22 +196,31 @@ def test_peft_lora_over_tensor_parallel_ranks(stage: int, plainly: Plainly, tmp_
 
     need_client("transformers", "accelerate", "peft")
     words = ["pretrained", "peft"]
-    ours = told(start([*OURS, *TWO], "program_trainer.py", stage, with_base(tmp_path), *words, "tp"))
+    ours = told(
+        start([*OURS, *TWO], "program_trainer.py", stage, with_base(tmp_path), *words, "tp")
+    )
     plain = plainly(*words)
     assert_same_training(ours, plain, ROUNDING)
     assert ours["dtypes"] == plain["dtypes"]
-    saved = [load_file(folder / "final" / "adapter_model.safetensors") for folder in (tmp_path, plain["folder"])]
+    saved = [
+        load_file(folder / "final" / "adapter_model.safetensors")
+        for folder in (tmp_path, plain["folder"])
+    ]
     assert_same_weights(*saved, rtol=1e-3, atol=1e-5)
 
 
 @BY_HAND
-def test_trainer_evaluates_what_was_not_trained_at_stage_3(plainly: Plainly, tmp_path: Path) -> None:
+def test_trainer_evaluates_what_was_not_trained_at_stage_3(
+    plainly: Plainly, tmp_path: Path
+) -> None:
     need_client("transformers", "accelerate")
     words = ("pretrained", "untrained")
     ours = told(start([*OURS, *TWO], "program_trainer.py", 3, with_base(tmp_path), *words))
     assert_same_training(ours, plainly(*words), ROUNDING)
     assert ours["kinds"] == ["ShardedParameter"]
-    assert_same_weights(weights_of(tmp_path / "final"), weights_of(tmp_path / "base"), rtol=0, atol=0)
+    assert_same_weights(
+        weights_of(tmp_path / "final"), weights_of(tmp_path / "base"), rtol=0, atol=0
+    )
 
 
 @BY_HAND
@@ -190,7 +234,9 @@ def test_peft_lora_at_stage_3_under_both_kinds_of_checkpointing(
     ours = told(start([*OURS, *TWO], "program_trainer.py", 3, with_base(tmp_path), *words))
     plain = plainly(*words)
     assert_same_training(ours, plain, ROUNDING_OF_BF16 if dtypes == "bf16" else ROUNDING)
-    assert ours["kinds"] == ["ShardedParameter"] and (dtypes == "bf16" or ours["dtypes"] == plain["dtypes"])
+    assert ours["kinds"] == ["ShardedParameter"] and (
+        dtypes == "bf16" or ours["dtypes"] == plain["dtypes"]
+    )
     assert len(ours["dtypes"]) == (2 if dtypes == "mixed" else 1)
     assert (tmp_path / "final" / "adapter_model.safetensors").is_file()
     if dtypes == "mixed":

@@ -1,8 +1,9 @@
-"""Who reads what a configuration key became: recorders over its sections and over the settings made of them.
+"""Who reads what a configuration key became: recorders over its sections and over the settings made
+of them.
 
-A key may travel: section -> settings -> settings.  Passing it on proves nothing, and neither does printing it; so a
-read counts where code outside the assembly (engine/settings.py and assemble.py, and for sections engine/optimizer.py)
-asks for the value.
+A key may travel: section -> settings -> settings.  Passing it on proves nothing, and neither does
+printing it; so a read counts where code outside the assembly (engine/settings.py and assemble.py,
+and for sections engine/optimizer.py) asks for the value.
 """
 
 from __future__ import annotations
@@ -37,11 +38,19 @@ def settings_classes() -> tuple[type, ...]:
     """Every dataclass of the library that carries settings."""
     found = set()
     for module in pkgutil.walk_packages(deepseek_zero.__path__, "deepseek_zero."):
-        if module.name.startswith(("deepseek_zero.compat.deepspeed._dropin", "deepseek_zero.__main__")):
+        if module.name.startswith(
+            ("deepseek_zero.compat.deepspeed._dropin", "deepseek_zero.__main__")
+        ):
             continue
         for value in vars(importlib.import_module(module.name)).values():
-            named = isinstance(value, type) and (value.__name__.endswith("Settings") or value.__name__ in SETTINGS)
-            if named and dataclasses.is_dataclass(value) and value.__module__.startswith("deepseek_zero"):
+            named = isinstance(value, type) and (
+                value.__name__.endswith("Settings") or value.__name__ in SETTINGS
+            )
+            if (
+                named
+                and dataclasses.is_dataclass(value)
+                and value.__module__.startswith("deepseek_zero")
+            ):
                 found.add(value)
     return tuple(found)
 
@@ -65,7 +74,8 @@ def home_of(path: str) -> Leaf:
 class Reads:
     """What was asked for while this was recording.
 
-    used: fields somebody used.  touched: sections' fields that anybody in the library read, the assembly included.
+    used: fields somebody used.  touched: sections' fields that anybody in the library read, the
+    assembly included.
     values: all values a field of settings had.
     """
 
@@ -114,7 +124,9 @@ def _asking(kind: type, reads: Reads) -> Any:
 
     def ask(self: Any, name: str) -> Any:
         cls = type(self)
-        if not name.startswith("_") and name in (cls.model_fields if sections else cls.__dataclass_fields__):
+        if not name.startswith("_") and name in (
+            cls.model_fields if sections else cls.__dataclass_fields__
+        ):
             code = sys._getframe(1).f_code
             reads.saw(cls, name, code.co_filename, code.co_name)
         return plain(self, name)
@@ -136,4 +148,8 @@ def _building(kind: Any, reads: Reads) -> Any:
 
 def carriers(moved: Reads, still: Reads) -> set[Leaf]:
     """Fields of settings that had other values in one run than in the other."""
-    return {leaf for leaf in {*moved.values, *still.values} if moved.values.get(leaf) != still.values.get(leaf)}
+    return {
+        leaf
+        for leaf in {*moved.values, *still.values}
+        if moved.values.get(leaf) != still.values.get(leaf)
+    }

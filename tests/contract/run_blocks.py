@@ -1,8 +1,10 @@
-"""Runs the python blocks of Markdown pages, each block in new processes; started by test_docs.py as a program.
+"""Runs the python blocks of Markdown pages, each block in new processes; started by test_docs.py as
+a program.
 
-It reads lines "RANKS PAGE" from standard input, and answers each with one line of JSON: the number of failures and the
-output.  A block runs in forks of this process, which has imported the library once, in an empty folder.  On several
-ranks the forks find each other as a launcher's processes do, and share the folder.
+It reads lines "RANKS PAGE" from standard input, and answers each with one line of JSON: the number
+of failures and the output.  A block runs in forks of this process, which has imported the library
+once, in an empty folder.  On several ranks the forks find each other as a launcher's processes do,
+and share the folder.
 
     ```python                runs on one rank and on two
     ```python one-rank       runs on one rank: the text says why
@@ -27,7 +29,10 @@ from pathlib import Path
 
 import torch
 
-FENCE = re.compile(r"^(?P<indent> *)```python(?P<words>[^\n]*)\n(?P<code>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^(?P<indent> *)```python(?P<words>[^\n]*)\n(?P<code>.*?)^(?P=indent)```",
+    re.MULTILINE | re.DOTALL,
+)
 BLOCK_SECONDS = 200.0
 
 
@@ -37,7 +42,9 @@ def blocks(page: str, ranks: int = 1) -> Iterator[tuple[int, str]]:
         words = found["words"].split()
         if "no-run" not in words and not (ranks > 1 and "one-rank" in words):
             indent = len(found["indent"])
-            code = "".join(line[indent:] or "\n" for line in found["code"].splitlines(keepends=True))
+            code = "".join(
+                line[indent:] or "\n" for line in found["code"].splitlines(keepends=True)
+            )
             yield page.count("\n", 0, found.start()) + 2, code
 
 
@@ -58,7 +65,10 @@ def _run(code: str, name: str, line: int, ranks: int, output: int) -> str:
     """Run a block on every rank; return what went wrong, or nothing."""
     program = compile("\n" * (line - 1) + code, name, "exec")
     where = f" on {ranks} ranks" if ranks > 1 else ""
-    folder, port = tempfile.mkdtemp(), _free_port()  # a TemporaryDirectory would be removed by the first rank that ends
+    folder, port = (
+        tempfile.mkdtemp(),
+        _free_port(),
+    )  # a TemporaryDirectory would be removed by the first rank that ends
     children = {}
     for rank in range(ranks):
         child = os.fork()
@@ -91,9 +101,16 @@ def _run_as(rank: int, ranks: int, port: int, folder: str, program: object, outp
     try:
         os.chdir(folder)
         if ranks > 1:
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            place = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": ranks,
+                "LOCAL_WORLD_SIZE": ranks,
+            }
             os.environ.update({key: str(value) for key, value in place.items()})
-            os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"})
+            os.environ.update(
+                {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+            )
             torch.set_num_threads(1)
         exec(program, {"__name__": "__main__"})  # type: ignore[call-overload]
         status = 0

@@ -24,7 +24,11 @@ def names_of_the_house() -> set[str]:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 found.add(node.name)
             if isinstance(node, ast.ClassDef):
-                found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+                found |= {
+                    f"{node.name}.{each.name}"
+                    for each in node.body
+                    if isinstance(each, ast.FunctionDef)
+                }
     return found
 
 
@@ -44,9 +48,15 @@ def test_the_page_names_no_file_that_is_not_there() -> None:
 
 
 def is_there(name: str) -> bool:
-    """Whether a file that the page names by its last folders, or by its name alone, is part of the repository."""
+    """Whether a file that the page names by its last folders, or by its name alone, is part of the
+    repository.
+    """
     places = [SOURCE, *(ROOT / folder for folder in ("tests", "examples", "benchmarks"))]
-    return any(f"/{path.relative_to(ROOT)}".endswith(f"/{name}") for place in places for path in place.rglob("*.py"))
+    return any(
+        f"/{path.relative_to(ROOT)}".endswith(f"/{name}")
+        for place in places
+        for path in place.rglob("*.py")
+    )
 
 
 def test_the_page_names_no_class_or_method_that_is_not_there() -> None:

@@ -1,6 +1,6 @@
-"""What the page says of each key is so.  An effective one, moved off its default, is used by something: the assembled
-model, schedule or optimizer differs, or what carries its value is read by code that acts, or a test beside it sees what
-it does.  An accepted one is read by nobody.
+"""What the page says of each key is so.  An effective one, moved off its default, is used by
+something: the assembled model, schedule or optimizer differs, or what carries its value is read by
+code that acts, or a test beside it sees what it does.  An accepted one is read by nobody.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in change.items():
         old = result.get(key)
-        result[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        result[key] = (
+            merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        )
     return result
 
 
@@ -93,10 +95,13 @@ BASE: dict[str, Any] = {
     "zero_optimization": {"stage": 3},
     "steps_per_print": 2,
 }
-# Where the key cannot be left out, or the hardware would decide then, what it is compared with is stated.
+# Where the key cannot be left out, or the hardware would decide then, what it is compared with is
+# stated.
 STATED: dict[str, dict[str, Any]] = {
     "torch_autocast.dtype": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
-    "zero_optimization.offload_param.nvme_path": {"zero_optimization": {"offload_param": {"nvme_path": "other"}}},
+    "zero_optimization.offload_param.nvme_path": {
+        "zero_optimization": {"offload_param": {"nvme_path": "other"}}
+    },
     "zero_optimization.offload_optimizer.nvme_path": {
         "zero_optimization": {"offload_optimizer": {"nvme_path": "other"}}
     },
@@ -115,21 +120,33 @@ class Seen:
 
 
 def train(config: dict[str, Any]) -> Seen:
-    """Three steps with overflows, a save, a load and an export; settings are not part of the structure."""
+    """Three steps with overflows, a save, a load and an export; settings are not part of the
+    structure.
+    """
     with recording() as reads:
-        engine, *_ = dz.initialize(model=Net(), config=config, training_data=TensorDataset(torch.ones(32, 8)))
-        inner, scheduler = engine.optimizer.inner if engine.optimizer is not None else None, engine.lr_scheduler
+        engine, *_ = dz.initialize(
+            model=Net(), config=config, training_data=TensorDataset(torch.ones(32, 8))
+        )
+        inner, scheduler = (
+            engine.optimizer.inner if engine.optimizer is not None else None,
+            engine.lr_scheduler,
+        )
         structure = [
-            *(f"{unit.name}: {[group.plan for group in unit.groups]}" for unit in engine.runtime.units),
+            *(
+                f"{unit.name}: {[group.plan for group in unit.groups]}"
+                for unit in engine.runtime.units
+            ),
             str(engine.runtime.executor.schedule),
             f"{type(inner).__name__} {inner.defaults if inner is not None else None}",
             f"{type(scheduler).__name__} {getattr(scheduler, 'settings', None)}",
-            f"vertical {engine.parts.vertical.micro_batches if engine.parts.vertical is not None else None}",
+            "vertical "
+            f"{engine.parts.vertical.micro_batches if engine.parts.vertical is not None else None}",
             f"scale {engine.parts.scaler.scale if engine.parts.scaler is not None else None}",
         ]
         rows = 2 * engine.train_micro_batch_size_per_gpu()
         overflows = (
-            any(config.get(name, {}).get("enabled") for name in ("fp16", "bf16")) or "check_grad_overflow" in config
+            any(config.get(name, {}).get("enabled") for name in ("fp16", "bf16"))
+            or "check_grad_overflow" in config
         )
         with suppress(LossScaleError):
             for step in range(5):
@@ -168,8 +185,12 @@ def train_once(config: dict[str, Any]) -> Seen:
     return KNOWN[text]
 
 
-def proof(path: str, change: dict[str, Any], without_it: Callable[[dict[str, Any]], Seen] = train_once) -> str:
-    """Why a key is alive; "" where it is dead.  without_it: how what the key is compared with is trained."""
+def proof(
+    path: str, change: dict[str, Any], without_it: Callable[[dict[str, Any]], Seen] = train_once
+) -> str:
+    """Why a key is alive; "" where it is dead.  without_it: how what the key is compared with is
+    trained.
+    """
     with_key, without_key = compared(path, change)
     moved = train(with_key)
     if home_of(path) in moved.reads.used:
@@ -182,7 +203,8 @@ def proof(path: str, change: dict[str, Any], without_it: Callable[[dict[str, Any
     return ""
 
 
-# What reads cannot show in this program: a test of its own for what the key does. -----------------------------------
+# What reads cannot show in this program: a test of its own for what the key does.
+# -----------------------------------
 
 
 def engine_with(**change: Any) -> Any:
@@ -211,7 +233,9 @@ def verifies_the_ranks() -> None:
 
 
 def verifies_the_mesh() -> None:
-    """tests/ranks/test_hybrid.py trains on several; here: what does not fit a world of one is refused."""
+    """tests/ranks/test_hybrid.py trains on several; here: what does not fit a world of one is
+    refused.
+    """
     for mesh in ({"dp_replicate": 2}, {"dp_shard": 2}):
         with pytest.raises(UsageError, match="does not fit a world of 1"):
             engine_with(mesh=mesh)
@@ -220,7 +244,9 @@ def verifies_the_mesh() -> None:
 
 
 def states_an_axis() -> None:
-    """Each key that names one is in the mesh that is refused here, since a world of one has no such ranks."""
+    """Each key that names one is in the mesh that is refused here, since a world of one has no such
+    ranks.
+    """
     for key in STATE_AN_AXIS:
         change: Any = 2
         for name in reversed(key.split(".")):
@@ -230,7 +256,9 @@ def states_an_axis() -> None:
 
 
 def settings_differ(path: str, of: Callable[[Config], object]) -> Callable[[], None]:
-    """What only several ranks see (tests/unit/parallel, tests/unit/pipeline): here, that they are told."""
+    """What only several ranks see (tests/unit/parallel, tests/unit/pipeline): here, that they are
+    told.
+    """
 
     def compare() -> None:
         moved = off_default_config(path)
@@ -264,7 +292,10 @@ def locks_pages_beside_a_gpu() -> None:
     for section in ("offload_optimizer", "offload_param"):
         assert pinned(**{section: {"device": "cpu"}})
         assert not pinned(**{section: {"device": "cpu", "pin_memory": False}})
-    both = {"offload_optimizer": {"device": "cpu", "pin_memory": False}, "offload_param": {"device": "cpu"}}
+    both = {
+        "offload_optimizer": {"device": "cpu", "pin_memory": False},
+        "offload_param": {"device": "cpu"},
+    }
     assert pinned(**both)
 
 
@@ -284,18 +315,25 @@ def names_the_transport() -> None:
 
 
 def tells_where_to_listen() -> None:
-    """tests/ranks/test_hosts.py sees ports and addresses; here: what ranks that meet later are told."""
+    """tests/ranks/test_hosts.py sees ports and addresses; here: what ranks that meet later are
+    told.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name in (launch.INTERFACE, launch.PORTS, launch.GLOO_INTERFACE):
             patch.setenv(name, "")
             patch.delenv(name)
         engine_with(network={"interface": "lo", "ports": "29600-29700"}).destroy()
-        assert os.environ[launch.INTERFACE] == "127.0.0.1" and os.environ[launch.GLOO_INTERFACE] == "lo"
+        assert (
+            os.environ[launch.INTERFACE] == "127.0.0.1"
+            and os.environ[launch.GLOO_INTERFACE] == "lo"
+        )
         assert os.environ[launch.PORTS] == "29600-29700"
         engine_with(network={"ports": "4-5"}).destroy()
         assert os.environ[launch.PORTS] == "29600-29700", "what was said first stands"
     for wrong in ({"interface": "far0"}, {"ports": "far"}):
-        with pytest.raises(UsageError, match=r"cannot listen at the interface 'far0'|'far' names no ports"):
+        with pytest.raises(
+            UsageError, match=r"cannot listen at the interface 'far0'|'far' names no ports"
+        ):
             engine_with(network=wrong)
 
 
@@ -337,7 +375,9 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
             "activation_checkpoint_interval",
         )
     },
-    **{  # tests/unit/activations/test_tiled_loss.py and tests/ranks/test_partitioned_activations.py see what they do
+    # Tests/unit/activations/test_tiled_loss.py and tests/ranks/test_partitioned_activations.py see
+    # what they do
+    **{
         f"activation_checkpointing.{name}": settings_differ(f"activation_checkpointing.{name}", of)
         for name, of in (
             ("tiled_loss", tile_settings_of),
@@ -345,7 +385,9 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
             ("partition_activations", recompute_settings_of),
         )
     },
-    "sequence_parallel.attention": settings_differ("sequence_parallel.attention", sequence_settings_of),
+    "sequence_parallel.attention": settings_differ(
+        "sequence_parallel.attention", sequence_settings_of
+    ),
     **{  # one rank sends nothing: tests/ranks/test_codecs.py sees what several do
         f"zero_optimization.{name}": settings_differ(f"zero_optimization.{name}", plan_settings_of)
         for name in (
@@ -367,7 +409,10 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
     },
     **{  # tests/unit/attention/test_hugging_face.py sees what a model does with it
         name: settings_differ(name, partial(sparse_attention_of, mesh=Mesh()))
-        for name in ("sparse_attention", *(f"sparse_attention.{each}" for each in SparseAttention.model_fields))
+        for name in (
+            "sparse_attention",
+            *(f"sparse_attention.{each}" for each in SparseAttention.model_fields),
+        )
     },
     "data_parallel_size": verifies_the_ranks,
     "deterministic": makes_torch_deterministic,
@@ -386,7 +431,9 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.path for row in ROWS])
-def test_an_effective_key_is_used(row: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_effective_key_is_used(
+    row: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     needed = getattr(row, "requires", None)
     if needed and find_spec(needed) is None:
@@ -399,7 +446,9 @@ def test_an_effective_key_is_used(row: Any, tmp_path: Path, monkeypatch: pytest.
 
 def other_than(value: Any) -> Any:
     """A value of the same type that is not the default."""
-    return {bool: lambda: not value, int: lambda: value * 2, float: lambda: value / 2}.get(type(value), lambda: None)()
+    return {bool: lambda: not value, int: lambda: value * 2, float: lambda: value / 2}.get(
+        type(value), lambda: None
+    )()
 
 
 def test_an_accepted_key_is_read_by_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,13 +465,16 @@ def test_an_accepted_key_is_read_by_nobody(tmp_path: Path, monkeypatch: pytest.M
     assert seen.structure == plain.structure
 
 
-# The contract itself can fail: two keys that do nothing, declared as if they did. ------------------------------------
+# The contract itself can fail: two keys that do nothing, declared as if they did.
+# ------------------------------------
 
 DEAD = "zero_optimization.legacy_stage1"
 MOVED = {"zero_optimization": {"stage": 3, "legacy_stage1": True}}
 
 
-def test_a_key_that_nothing_reads_is_found_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_nothing_reads_is_found_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert proof(DEAD, MOVED) == ""
 
@@ -430,7 +482,9 @@ def test_a_key_that_nothing_reads_is_found_dead(tmp_path: Path, monkeypatch: pyt
 def test_a_key_that_is_stored_and_printed_and_never_read_is_found_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `deterministic` once was: written into the settings, told to ranks and logs, and used by nobody."""
+    """As `deterministic` once was: written into the settings, told to ranks and logs, and used by
+    nobody.
+    """
     monkeypatch.chdir(tmp_path)
     plain, kept = assemble.data_settings_of, list[Any]()
 
@@ -443,7 +497,9 @@ def test_a_key_that_is_stored_and_printed_and_never_read_is_found_dead(
         kept.append(DataSettings(**given, is_legacy=config.zero_optimization.legacy_stage1))
         return kept[-1]
 
-    storing.__code__ = storing.__code__.replace(co_filename=assemble.__file__)  # it passes on, as the assembly does
+    storing.__code__ = storing.__code__.replace(
+        co_filename=assemble.__file__
+    )  # it passes on, as the assembly does
     monkeypatch.setattr(assemble, "data_settings_of", storing)
     assert proof(DEAD, MOVED, train) == ""
     assert [one.is_legacy for one in kept] == [True, False]

@@ -1,4 +1,6 @@
-"""config/keywords.pyi says what the schema says, and a type checker takes right programs and refuses a wrong key."""
+"""config/keywords.pyi says what the schema says, and a type checker takes right programs and
+refuses a wrong key.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ WRONG = {
     'dz.DeepSeekZeRO3(model, zero_optimization={"stag": 3})': "zero_optimization",
     'dz.DeepSeekZeRO3(model, bf16=True)': "bf16",
     'c1: ConfigKeywords = {"zero_optimisation": {"stage": 3}}': "zero_optimisation",
-    'c2: ConfigKeywords = {"zero_optimization": {"stage3_prefetch_bucket": 0}}': "zero_optimization",
+    'c2: ConfigKeywords = {"zero_optimization": {"stage3_prefetch_bucket": '
+    "0}}": "zero_optimization",
     'c3: ConfigKeywords = {"optimizer": {"type": 3}}': "optimizer",
     'c4: ConfigKeywords = {"bf16": {"master": "double"}}': "bf16",
     'dz.initialize(model=model, config=5)': "config",
@@ -89,7 +92,9 @@ def keys_of(kind: Any, written: dict[str, Any], prefix: str = "") -> set[str]:
 
 def test_every_key_of_the_schema_can_be_completed_at_both_doors() -> None:
     schema = {row.path for row in rows(Config)} | NOT_BUILT.keys()
-    sections = {path for path in schema if any(other.startswith(path + ".") for other in schema)}  # null or an object
+    sections = {
+        path for path in schema if any(other.startswith(path + ".") for other in schema)
+    }  # null or an object
     written = stub()
     assert schema - sections <= keys_of(written["ConfigKeywords"], written)
     keywords = keys_of(written["ZeroKeywords"], written)
@@ -113,7 +118,8 @@ def test_a_type_checker_takes_right_programs_and_refuses_wrong_keys(tmp_path: Pa
     program = tmp_path / "program.py"
     program.write_text(RIGHT + "\n".join(WRONG) + "\n", encoding="utf-8")
     first = len(RIGHT.splitlines()) + 1
-    # Only the doors are looked at: torch and the rest of the house would take a minute and say nothing new.
+    # Only the doors are looked at: torch and the rest of the house would take a minute and say
+    # nothing new.
     files = [SOURCE / "__init__.py", STUB]
     files += [
         SOURCE / name
@@ -125,8 +131,21 @@ def test_a_type_checker_takes_right_programs_and_refuses_wrong_keys(tmp_path: Pa
             "compat/deepspeed/initialize.py",
         )
     ]
-    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=skip", "--config-file=", "--no-pretty"]
-    command += ["--explicit-package-bases", f"--cache-dir={tmp_path / 'cache'}", str(program), *map(str, files)]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--follow-imports=skip",
+        "--config-file=",
+        "--no-pretty",
+    ]
+    command += [
+        "--explicit-package-bases",
+        f"--cache-dir={tmp_path / 'cache'}",
+        str(program),
+        *map(str, files),
+    ]
     done = subprocess.run(
         command,
         capture_output=True,

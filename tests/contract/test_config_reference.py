@@ -1,4 +1,6 @@
-"""docs/reference/config.md says what the schema says, and the schema keeps its promises about every key."""
+"""docs/reference/config.md says what the schema says, and the schema keeps its promises about every
+key.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_no_key_is_listed_twice() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=named)
 def test_each_key_has_one_sentence_and_a_status(row: FieldRow) -> None:
-    assert row.sentence[0].isupper() or row.sentence.startswith(("fp16", "bf16", "throughput", "fixed_linear"))
+    assert row.sentence[0].isupper() or row.sentence.startswith(
+        ("fp16", "bf16", "throughput", "fixed_linear")
+    )
     assert row.sentence.endswith(".")
     assert row.type
     if row.status is not Status.EFFECTIVE:
@@ -53,8 +57,13 @@ def test_each_key_that_is_not_built_has_one_sentence_and_a_reason(row: NotBuilt)
 def test_each_effective_key_has_an_example_off_its_default_that_loads(
     row: FieldRow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks_room, "find_spec", lambda name: object())  # monitors: as if their packages were there
-    config = resolve(load(off_default_config(row.path)), Facts(world_size=row.example if row.effect == "check" else 1))
+    monkeypatch.setattr(
+        checks_room, "find_spec", lambda name: object()
+    )  # monitors: as if their packages were there
+    config = resolve(
+        load(off_default_config(row.path)),
+        Facts(world_size=row.example if row.effect == "check" else 1),
+    )
     found = lookup(config.model_dump(), row.path)
     expected = tuple(row.example) if isinstance(row.example, list) else row.example
     if isinstance(expected, dict):  # beside it stand the defaults of the section's other keys
@@ -65,7 +74,9 @@ def test_each_effective_key_has_an_example_off_its_default_that_loads(
 
 
 @pytest.mark.parametrize("row", NOT_BUILT_KEYS, ids=named)
-def test_each_key_that_is_not_built_off_its_default_is_an_error_that_names_it(row: KeyNotBuilt) -> None:
+def test_each_key_that_is_not_built_off_its_default_is_an_error_that_names_it(
+    row: KeyNotBuilt,
+) -> None:
     with pytest.raises(NotBuiltError) as error:
         load(off_default_config(row.path))
     assert row.path.rpartition(".")[2] in str(error.value)

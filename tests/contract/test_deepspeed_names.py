@@ -1,4 +1,6 @@
-"""docs/reference/deepspeed-names.md says what the drop-in says, and the drop-in raises from the same table."""
+"""docs/reference/deepspeed-names.md says what the drop-in says, and the drop-in raises from the
+same table.
+"""
 
 from __future__ import annotations
 

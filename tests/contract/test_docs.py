@@ -1,4 +1,6 @@
-"""Every python block in README.md and docs/ runs on one rank and on two, unless its fence says that it cannot."""
+"""Every python block in README.md and docs/ runs on one rank and on two, unless its fence says that
+it cannot.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from tests.contract import run_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = {
-    path: path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    path: path.read_text(encoding="utf-8")
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 }
 RUNS = [
     (str(path.relative_to(ROOT)), ranks)
@@ -30,7 +33,9 @@ class Runner:
 
     def __init__(self) -> None:
         command = [sys.executable, run_blocks.__file__]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def run(self, page: Path, ranks: int) -> dict[str, Any]:
         """Run a page's blocks; return the number of failures, and the output."""
@@ -110,7 +115,9 @@ def test_a_block_that_fails_is_named_by_page_and_line_and_no_run_is_left_out(
     assert "NameError: name 'x' is not defined" in done["output"]
 
 
-def test_a_rank_that_fails_alone_fails_the_block_and_does_not_hang(runner: Runner, tmp_path: Path) -> None:
+def test_a_rank_that_fails_alone_fails_the_block_and_does_not_hang(
+    runner: Runner, tmp_path: Path
+) -> None:
     page = tmp_path / "page.md"
     page.write_text("```python\nimport os\nassert os.environ.get('RANK') != '1'\n```\n")
     assert runner.run(page, 1)["failures"] == 0

@@ -36,16 +36,19 @@ def test_the_version_is_the_installed_ones() -> None:
 
 
 def test_the_import_prints_nothing() -> None:
-    done = subprocess.run([sys.executable, "-c", "import deepseek_zero"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "import deepseek_zero"], capture_output=True, text=True, check=True
+    )
     assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_the_import_adds_little_to_that_of_torch() -> None:
-    # CPU seconds, as other work does not show in them, against torch's own in the same process, as machines differ.
-    # A collection walks torch's objects, whenever it comes: none of ours.
+    # CPU seconds, as other work does not show in them, against torch's own in the same process, as
+    # machines differ. A collection walks torch's objects, whenever it comes: none of ours.
     code = (
-        "import gc, time; gc.disable(); start = time.process_time(); import torch; middle = time.process_time(); "
-        "import deepseek_zero; print((time.process_time() - middle) / (middle - start))"
+        "import gc, time; gc.disable(); start = time.process_time(); import torch; middle = "
+        "time.process_time(); import deepseek_zero; print((time.process_time() - middle) / (middle "
+        "- start))"
     )
     ratios = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(3)]
     assert statistics.median(ratios) < MOST_OF_TORCHS_IMPORT, ratios

@@ -1,8 +1,9 @@
 """Figures in pages are those of the tables that they cite (benchmarks/results).
 
-A figure in the text of a link is in the linked file.  Other figures of a sentence are in the file of the next link, or
-in that of the last one.  Figures in a page's table are in the files that its section cites.  A figure may be rounded,
-and a ratio may stand as a percentage (1.26 as 26 %, 0.96 as 96 %); it may be of thousands (MiB of GiB, ms of s).
+A figure in the text of a link is in the linked file.  Other figures of a sentence are in the file
+of the next link, or in that of the last one.  Figures in a page's table are in the files that its
+section cites.  A figure may be rounded, and a ratio may stand as a percentage (1.26 as 26 %, 0.96
+as 96 %); it may be of thousands (MiB of GiB, ms of s).
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]*)\)")
 NUMBER = re.compile(r"(?<![\w.\-/])(?P<number>\d[\d,]*(?:\.\d+)?)(?P<percent> ?%)?(?![\w/])")
 SENTENCE_END = re.compile(r"(?<=[.;:])\s+(?=[A-Z\"`\[(!*])")
@@ -28,14 +33,21 @@ def figures(text: str) -> Iterator[tuple[str, bool]]:
 
 def values_of(path: Path) -> list[float]:
     """All numbers of a file of results."""
-    return [float(found["number"].replace(",", "")) for found in NUMBER.finditer(path.read_text(encoding="utf-8"))]
+    return [
+        float(found["number"].replace(",", ""))
+        for found in NUMBER.finditer(path.read_text(encoding="utf-8"))
+    ]
 
 
 def is_among(number: str, is_percentage: bool, values: list[float]) -> bool:
     decimals = len(number.partition(".")[2])
     close = 0.5 * 10.0**-decimals + 1e-9
     for value in values:
-        same = (value, value * 100, (value - 1) * 100) if is_percentage else (value, value / 1000, value * 1000)
+        same = (
+            (value, value * 100, (value - 1) * 100)
+            if is_percentage
+            else (value, value / 1000, value * 1000)
+        )
         if any(abs(each - float(number)) <= close for each in same):
             return True
     return False
@@ -51,7 +63,9 @@ def wrong_figures(page: Path) -> list[str]:
             continue
         for paragraph in re.split(r"\n\s*\n|^(?=[-*] )", section, flags=re.MULTILINE):
             if paragraph.startswith("|"):
-                found += _wrong_in_table(paragraph, [value for path in cited for value in values_of(path)])
+                found += _wrong_in_table(
+                    paragraph, [value for path in cited for value in values_of(path)]
+                )
                 continue
             for sentence in SENTENCE_END.split(" ".join(paragraph.split())):
                 found += _wrong_in_sentence(sentence, page)
@@ -60,7 +74,11 @@ def wrong_figures(page: Path) -> list[str]:
 
 def _cited(text: str, page: Path) -> list[tuple[re.Match[str], Path]]:
     links = [(link, (page.parent / link["target"]).resolve()) for link in LINK.finditer(text)]
-    return [(link, path) for link, path in links if path.parent.name == "results" and path.suffix == ".md"]
+    return [
+        (link, path)
+        for link, path in links
+        if path.parent.name == "results" and path.suffix == ".md"
+    ]
 
 
 def _wrong_in_sentence(sentence: str, page: Path) -> list[str]:
@@ -99,7 +117,9 @@ def _is_power_of_two(number: str) -> bool:
     return number.isdigit() and int(number).bit_count() == 1
 
 
-CITING = [str(path.relative_to(ROOT)) for path in PAGES if "results/" in path.read_text(encoding="utf-8")]
+CITING = [
+    str(path.relative_to(ROOT)) for path in PAGES if "results/" in path.read_text(encoding="utf-8")
+]
 
 
 @pytest.mark.parametrize("page", CITING)
@@ -107,7 +127,9 @@ def test_the_figures_of_a_page_are_in_the_tables_that_it_cites(page: str) -> Non
     assert not wrong_figures(ROOT / page)
 
 
-TABLE = "| a | time |\n|---|---|\n| ours | 1.26 |\n| other | 0.96 |\n| long | 20480 |\n| MiB | 1477 |\n"
+TABLE = (
+    "| a | time |\n|---|---|\n| ours | 1.26 |\n| other | 0.96 |\n| long | 20480 |\n| MiB | 1477 |\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +143,10 @@ TABLE = "| a | time |\n|---|---|\n| ours | 1.26 |\n| other | 0.96 |\n| long | 20
         ("Up to 10,240 tokens ([figures](results/a.md)). Another 7.", ["10240"]),
         ("Nothing is cited: 7.", []),
         ("| | tokens |\n|---|---|\n| ours | 20,480 |\n\nSee [figures](results/a.md).", []),
-        ("| | tokens |\n|---|---|\n| ours | 20,481 with 512 |\n\nSee [figures](results/a.md).", ["20481"]),
+        (
+            "| | tokens |\n|---|---|\n| ours | 20,481 with 512 |\n\nSee [figures](results/a.md).",
+            ["20481"],
+        ),
     ],
 )
 def test_a_wrong_figure_would_be_found(tmp_path: Path, text: str, wrong: list[str]) -> None:

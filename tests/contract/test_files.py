@@ -1,6 +1,8 @@
-"""Every change that a checkpoint, an export or a conversion makes to a disk passes checkpoint/files.py.
+"""Every change that a checkpoint, an export or a conversion makes to a disk passes
+checkpoint/files.py.
 
-tests/crash.py records that file's verbs and replays any prefix of them: what passes it by is never tested.
+tests/crash.py records that file's verbs and replays any prefix of them: what passes it by is never
+tested.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ WATCHED = [
     PACKAGE / "compat" / "deepspeed" / "zero_to_fp32.py",
     PACKAGE / "cli" / "checkpoint_pages.py",
 ]
-# Calls that change a disk, whatever they are called on; a name of files.py's own is called as `files.<name>`.
+# Calls that change a disk, whatever they are called on; a name of files.py's own is called as
+# `files.<name>`.
 VERBS = frozenset(
-    "rename replace renames unlink remove removedirs rmdir rmtree mkdir makedirs mkstemp mkdtemp NamedTemporaryFile "
-    "TemporaryFile TemporaryDirectory touch chmod lchmod chown symlink_to hardlink_to symlink link truncate ftruncate "
-    "pwrite pwritev write_text write_bytes copy2 copyfile copytree copyfileobj move save_file posix_fallocate fsync "
-    "fdatasync sync".split()
+    "rename replace renames unlink remove removedirs rmdir rmtree mkdir makedirs mkstemp mkdtemp "
+    "NamedTemporaryFile TemporaryFile TemporaryDirectory touch chmod lchmod chown symlink_to "
+    "hardlink_to symlink link truncate ftruncate pwrite pwritev write_text write_bytes copy2 "
+    "copyfile copytree copyfileobj move save_file posix_fallocate fsync fdatasync sync".split()
 )
 READING = ("r", "rb", "rt")
 ALLOWED = {  # (file, call): why
@@ -39,41 +42,66 @@ def bypasses(tree: ast.AST, file: str) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            if not name.startswith("files.") and (file, name) not in ALLOWED and _changes_a_disk(node, name):
+            if (
+                not name.startswith("files.")
+                and (file, name) not in ALLOWED
+                and _changes_a_disk(node, name)
+            ):
                 yield f"{file}:{node.lineno}: {ast.unparse(node)[:80]}"
 
 
 def _changes_a_disk(node: ast.Call, name: str) -> bool:
     owner, _, verb = name.rpartition(".")
-    if name in ("open", "os.fdopen", "io.open") or (verb == "open" and owner not in ("", "os", "zipfile", "self")):
+    if name in ("open", "os.fdopen", "io.open") or (
+        verb == "open" and owner not in ("", "os", "zipfile", "self")
+    ):
         place = 1 if name in ("open", "os.fdopen", "io.open") else 0
-        modes = [keyword.value for keyword in node.keywords if keyword.arg == "mode"] + node.args[place : place + 1]
+        modes = [keyword.value for keyword in node.keywords if keyword.arg == "mode"] + node.args[
+            place : place + 1
+        ]
         return any(not (isinstance(mode, ast.Constant) and mode.value in READING) for mode in modes)
     if name == "os.open":
         return any(
-            flag in ast.unparse(node.args[1]) for flag in ("O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND")
+            flag in ast.unparse(node.args[1])
+            for flag in ("O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND")
         )
     if verb == "save" and owner == "torch":
-        return not (len(node.args) > 1 and ast.unparse(node.args[1]) == "stream")  # of files.new_file
+        return not (
+            len(node.args) > 1 and ast.unparse(node.args[1]) == "stream"
+        )  # of files.new_file
     return bool(owner) and verb in VERBS and not _is_of_a_value(node, owner, verb)
 
 
 def _is_of_a_value(node: ast.Call, owner: str, verb: str) -> bool:
-    """`text.replace(a, b)` and `replace(value, field=...)` have two arguments, or keywords; of a path it has one."""
-    return verb == "replace" and owner not in ("os", "shutil") and (len(node.args) != 1 or bool(node.keywords))
+    """`text.replace(a, b)` and `replace(value, field=...)` have two arguments, or keywords; of a
+    path it has one.
+    """
+    return (
+        verb == "replace"
+        and owner not in ("os", "shutil")
+        and (len(node.args) != 1 or bool(node.keywords))
+    )
 
 
 def test_no_change_to_a_disk_passes_files_by() -> None:
-    found = [each for path in WATCHED if path != DOOR for each in bypasses(ast.parse(path.read_text()), path.name)]
+    found = [
+        each
+        for path in WATCHED
+        if path != DOOR
+        for each in bypasses(ast.parse(path.read_text()), path.name)
+    ]
     assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "open(path, 'w')", "open(path, mode='ab')", "open(path, how)", "path.open('w')", "path.write_text('x')",
-        "os.replace(a, b)", "path.rename(b)", "path.replace(b)", "path.unlink()", "shutil.rmtree(a)", "path.mkdir()",
-        "os.open(path, os.O_WRONLY | os.O_CREAT)", "torch.save(state, path)", "os.fsync(fd)", "os.chmod(path, 0o600)",
+        "open(path, "
+        "'w')", "open(path, mode='ab')", "open(path, how)", "path.open('w')", "path.write_text('x')",
+        "os.replace(a, "
+        "b)", "path.rename(b)", "path.replace(b)", "path.unlink()", "shutil.rmtree(a)", "path.mkdir()",
+        "os.open(path, os.O_WRONLY | "
+        "os.O_CREAT)", "torch.save(state, path)", "os.fsync(fd)", "os.chmod(path, 0o600)",
         "tempfile.mkdtemp()", "safetensors.torch.save_file(a, b)",
     ],
 )  # fmt: skip

@@ -1,4 +1,6 @@
-"""The layers of pyproject.toml hold, no imports form a ring, and the checks would notice if it were not so."""
+"""The layers of pyproject.toml hold, no imports form a ring, and the checks would notice if it were
+not so.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ def test_the_layers_hold() -> None:
         ("comm", "import deepseek_zero.precision", "siblings never import each other"),
         ("sharding", "import deepseek_zero.config", "Only the doors and the engine"),
         ("report", "import deepseek_zero.config", "Only the doors and the engine"),
-        ("engine", "from deepseek_zero.compat.deepspeed.dropin import is_dropin_imported", "Nothing imports upward"),
+        (
+            "engine",
+            "from deepseek_zero.compat.deepspeed.dropin import is_dropin_imported",
+            "Nothing imports upward",
+        ),
     ],
 )
 def test_a_forbidden_import_is_noticed(tmp_path: Path, room: str, line: str, broken: str) -> None:
@@ -60,10 +66,17 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
     ],
 )
 def test_a_ring_of_imports_is_noticed(tmp_path: Path, line: str) -> None:
-    """Two files of a room, and a page of imports above them, with one import too many in the lower one."""
+    """Two files of a room, and a page of imports above them, with one import too many in the lower
+    one.
+    """
     package = tmp_path / "deepseek_zero"
     (package / "base").mkdir(parents=True)
-    files = {"__init__": "", "zero": "from .base.above import verb", "base/__init__": "", "base/below": ""}
+    files = {
+        "__init__": "",
+        "zero": "from .base.above import verb",
+        "base/__init__": "",
+        "base/below": "",
+    }
     for name, text in {**files, "base/above": "from .below import verb"}.items():
         (package / f"{name}.py").write_text(text)
     assert first_ring(import_graph(package)) == []
@@ -73,7 +86,9 @@ def test_a_ring_of_imports_is_noticed(tmp_path: Path, line: str) -> None:
 
 
 def import_graph(package: Path) -> dict[str, set[str]]:
-    """Map every file of a package to those it imports, by dotted name; also for type checkers and in functions."""
+    """Map every file of a package to those it imports, by dotted name; also for type checkers and
+    in functions.
+    """
     paths = {_dotted(package, path): path for path in package.rglob("*.py")}
     graph = {}
     for name, path in paths.items():
@@ -84,7 +99,9 @@ def import_graph(package: Path) -> dict[str, set[str]]:
 
 
 def first_ring(graph: dict[str, set[str]]) -> list[str]:
-    """The files of one ring, in the order of their imports, the first one again at the end; none without a ring."""
+    """The files of one ring, in the order of their imports, the first one again at the end; none
+    without a ring.
+    """
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -98,7 +115,9 @@ def _dotted(package: Path, path: Path) -> str:
 
 
 def _imported(tree: ast.AST, room: str, known: set[str]) -> Iterator[str]:
-    """Yield the files that a file in `room` imports: of `from a import b` the file a.b where it is one, else a."""
+    """Yield the files that a file in `room` imports: of `from a import b` the file a.b where it is
+    one, else a.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from {alias.name for alias in node.names} & known
@@ -106,7 +125,9 @@ def _imported(tree: ast.AST, room: str, known: set[str]) -> Iterator[str]:
             above = room.split(".")[: len(room.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
-                yield from next(({each} for each in (f"{base}.{alias.name}", base) if each in known), set())
+                yield from next(
+                    ({each} for each in (f"{base}.{alias.name}", base) if each in known), set()
+                )
 
 
 def _lint(source: Path) -> subprocess.CompletedProcess[str]:
@@ -120,5 +141,11 @@ def _lint(source: Path) -> subprocess.CompletedProcess[str]:
     ]
     environment = os.environ | {"PYTHONPATH": str(source)}
     return subprocess.run(
-        command, cwd=source, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command,
+        cwd=source,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )

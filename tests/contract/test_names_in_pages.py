@@ -1,6 +1,8 @@
-"""Every name between backticks in the pages exists: a class, a field, a file, a key, a command, a name of torch's.
+"""Every name between backticks in the pages exists: a class, a field, a file, a key, a command, a
+name of torch's.
 
-A name that is gone is written without backticks: then a reader knows that there is nothing to look up.
+A name that is gone is written without backticks: then a reader knows that there is nothing to look
+up.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "deepseek_zero"
 PAGES = [
     ROOT / "ARCHITECTURE.md",
-    *(path for folder in ("decisions", "concepts", "how-to") for path in sorted((ROOT / "docs" / folder).glob("*.md"))),
+    *(
+        path
+        for folder in ("decisions", "concepts", "how-to")
+        for path in sorted((ROOT / "docs" / folder).glob("*.md"))
+    ),
 ]
 ABBREVIATIONS = {
     "nn": "torch.nn",
@@ -39,7 +45,20 @@ ABBREVIATIONS = {
     "optim": "torch.optim",
 }
 # Commands of the system and of schedulers: no package that this test could ask has them.
-COMMANDS = {"python", "python3", "pip", "srun", "mpirun", "torchrun", "kill", "ls", "df", "mount", "export", "make"}
+COMMANDS = {
+    "python",
+    "python3",
+    "pip",
+    "srun",
+    "mpirun",
+    "torchrun",
+    "kill",
+    "ls",
+    "df",
+    "mount",
+    "export",
+    "make",
+}
 SUBCOMMANDS = {"run", "checkpoint", "convert", "doctor", "exec"}
 # Names of the C library, of the loader and of other packages, for which nothing here can be asked.
 ELSEWHERE = {
@@ -64,11 +83,17 @@ ELSEWHERE = {
 class House:
     """Every name of the house, read from its sources without importing them."""
 
-    members: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # of a class, or of a module
+    members: dict[str, set[str]] = field(
+        default_factory=lambda: defaultdict(set)
+    )  # of a class, or of a module
     bases: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    names: set[str] = field(default_factory=set)  # whatever is defined, as a field, a parameter or a constant too
+    names: set[str] = field(
+        default_factory=set
+    )  # whatever is defined, as a field, a parameter or a constant too
     used: set[str] = field(default_factory=set)  # attributes, keywords, imports: others' names too
-    words: set[str] = field(default_factory=set)  # string constants of src/ but for docstrings: keys, options, values
+    words: set[str] = field(
+        default_factory=set
+    )  # string constants of src/ but for docstrings: keys, options, values
 
     def read(self, path: Path, *, is_source: bool) -> None:
         """Add the names of one file; of `src/` also the attributes and the strings that it uses."""
@@ -88,12 +113,18 @@ class House:
                 self.used |= set(node.module.split("."))
             if isinstance(node, ast.alias):
                 self.used |= {*node.name.split("."), node.asname or node.name}
-            is_string = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+            is_string = (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and id(node) not in docstrings
+            )
             if is_source and is_string:
                 self.words |= {node.value, *re.split(r"[^\w-]+", node.value)}
 
     def _define(self, body: ast.Module | ast.ClassDef | ast.FunctionDef, owner: str) -> None:
-        """Add what `body` defines to the members of `owner`, and go into its classes and functions."""
+        """Add what `body` defines to the members of `owner`, and go into its classes and
+        functions.
+        """
         for node in ast.walk(body) if isinstance(body, ast.FunctionDef) else _statements(body):
             for name in _bound(node, in_method=isinstance(body, ast.FunctionDef)):
                 self.members[owner].add(name)
@@ -101,13 +132,17 @@ class House:
             if node is body:
                 continue
             if isinstance(node, ast.ClassDef):
-                self.bases[node.name] += [ast.unparse(base).partition("[")[0] for base in node.bases]
+                self.bases[node.name] += [
+                    ast.unparse(base).partition("[")[0] for base in node.bases
+                ]
                 self._define(node, node.name)
             elif isinstance(node, ast.FunctionDef) and not isinstance(body, ast.FunctionDef):
                 self._define(node, owner)
 
     def has(self, owner: str, name: str) -> bool:
-        """Whether `name` is a member of a class or a module of the house, or of what the class inherits from."""
+        """Whether `name` is a member of a class or a module of the house, or of what the class
+        inherits from.
+        """
         bases = [base for base in self.bases.get(owner, ()) if base.rpartition(".")[2] != owner]
         return name in self.members.get(owner, ()) or any(
             self.has(base.rpartition(".")[2], name) or _torch_has(base, name) for base in bases
@@ -131,10 +166,20 @@ def _bound(node: ast.AST, *, in_method: bool) -> list[str]:
         return [node.name]
     if isinstance(node, ast.ImportFrom):
         return [alias.asname or alias.name for alias in node.names]
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.AnnAssign)
+        else []
+    )
     flat = [each for one in targets for each in (one.elts if isinstance(one, ast.Tuple) else [one])]
     if in_method:
-        return [each.attr for each in flat if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "self"]
+        return [
+            each.attr
+            for each in flat
+            if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "self"
+        ]
     return [each.id for each in flat if isinstance(each, ast.Name)]
 
 
@@ -151,23 +196,37 @@ def house() -> House:
 
 @cache
 def public_names() -> set[str]:
-    """Return the names that the package exports; it imports most of them when they are first used."""
-    return set((ROOT / "tests" / "contract" / "public_names.txt").read_text(encoding="utf-8").split())
+    """Return the names that the package exports; it imports most of them when they are first
+    used.
+    """
+    return set(
+        (ROOT / "tests" / "contract" / "public_names.txt").read_text(encoding="utf-8").split()
+    )
 
 
 @cache
 def files() -> set[str]:
-    """Return every file and folder of the repository, as a path from its root with a slash before it."""
+    """Return every file and folder of the repository, as a path from its root with a slash before
+    it.
+    """
     folders = ("src", "tests", "benchmarks", "examples", "docs", "scripts")
-    paths = [path for folder in folders for path in (ROOT / folder).rglob("*")] + list(ROOT.iterdir())
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*")] + list(
+        ROOT.iterdir()
+    )
     return {f"/{path.relative_to(ROOT)}" for path in paths if "__pycache__" not in path.parts}
 
 
 def _torch_has(path: str, name: str = "") -> bool:
-    """Whether a dotted path, with `name` behind it, is a name of torch's or of the standard library."""
+    """Whether a dotted path, with `name` behind it, is a name of torch's or of the standard
+    library.
+    """
     root, *rest = [*path.split("."), *([name] if name else [])]
     if root[0].isupper():
-        found: Any = getattr(nn, root, None) or getattr(torch.optim, root, None) or getattr(torch, root, None)
+        found: Any = (
+            getattr(nn, root, None)
+            or getattr(torch.optim, root, None)
+            or getattr(torch, root, None)
+        )
     else:
         root, *more = ABBREVIATIONS.get(root, root).split(".")
         if root != "torch" and root not in sys.stdlib_module_names:
@@ -190,14 +249,20 @@ def missing_in(span: str) -> list[str]:
         return []
     if span.startswith("-") or "deepseek-zero" in span or span.split()[0] in COMMANDS | SUBCOMMANDS:
         words = house().words | {"--help"}
-        return [option for option in re.findall(r"--[\w-]+", span) if not {option, option.replace("_", "-")} & words]
+        return [
+            option
+            for option in re.findall(r"--[\w-]+", span)
+            if not {option, option.replace("_", "-")} & words
+        ]
     if re.fullmatch(r"[\w./*-]+", span):
         return [span]
     return [name for name in _names_of_code(span) if not is_known(name)]
 
 
 def _names_of_code(code: str) -> list[str]:
-    """Return the dotted names of a piece of code, without its strings, its numbers and the names that it binds."""
+    """Return the dotted names of a piece of code, without its strings, its numbers and the names
+    that it binds.
+    """
     bare = re.sub(r"\"[^\"]*\"|'[^']*'", "", code)
     bound = set(re.findall(r"\bfor (\w+) in", bare)) | {"self"}
     names = re.findall(r"(?<![\w.])[A-Za-z_]\w*(?:\.\w+)*", bare)
@@ -209,12 +274,19 @@ def is_known(name: str) -> bool:
     found = house()
     name = name.removesuffix("()").removesuffix("/")
     last = re.sub(r"\d+$", "", name.rpartition("/")[2])
-    if name in ELSEWHERE or name in COMMANDS or {name, last} & found.words or not re.search(r"[A-Za-z]{2}", name):
+    if (
+        name in ELSEWHERE
+        or name in COMMANDS
+        or {name, last} & found.words
+        or not re.search(r"[A-Za-z]{2}", name)
+    ):
         return True
     if name.startswith("/"):
         return Path(name).exists()
     if "*" in name:
-        return bool(fnmatch.filter([*found.names, *found.words, *dir(torch)], name.rpartition(".")[2]))
+        return bool(
+            fnmatch.filter([*found.names, *found.words, *dir(torch)], name.rpartition(".")[2])
+        )
     if "/" in name or re.search(r"\.(py|md|sh|json|toml)$", name):
         file, _, member = name.rpartition(".")  # base/memory.keep_freed_memory
         return _is_file(name) or (_is_file(f"{file}.py") and found.has(Path(file).name, member))
@@ -223,7 +295,9 @@ def is_known(name: str) -> bool:
 
 
 def _is_one_name(name: str) -> bool:
-    """Whether a name without a dot exists: here, in Python, in torch, or as an installed package."""
+    """Whether a name without a dot exists: here, in Python, in torch, or as an installed
+    package.
+    """
     owners = (builtins, torch, nn, torch.Tensor, nn.Module, torch.optim, torch.optim.Optimizer)
     return (
         name in house().names | house().used
@@ -234,12 +308,19 @@ def _is_one_name(name: str) -> bool:
 
 
 def _is_dotted_name(first: str, rest: list[str]) -> bool:
-    """Whether `first.rest` exists: of a class of the house, of one of its modules, of torch, or of an object."""
+    """Whether `first.rest` exists: of a class of the house, of one of its modules, of torch, or of
+    an object.
+    """
     found = house()
     if first == "deepseek_zero":
         path = "/".join([first, *rest])
         is_public = rest[0] in public_names() and len(rest) == 1
-        return is_public or _is_file(path) or _is_file(f"{path}.py") or found.has([first, *rest][-2], rest[-1])
+        return (
+            is_public
+            or _is_file(path)
+            or _is_file(f"{path}.py")
+            or found.has([first, *rest][-2], rest[-1])
+        )
     if first[0].isupper():
         return found.has(first, rest[0]) or _torch_has(first, rest[0])
     if first in {"torch", "nn"}:
@@ -248,7 +329,10 @@ def _is_dotted_name(first: str, rest: list[str]) -> bool:
         return True
     objects = (torch.Tensor, nn.Module, torch.optim.Optimizer)
     known = found.names | found.used | found.words
-    return all(part in known or part.isupper() or any(hasattr(owner, part) for owner in objects) for part in rest)
+    return all(
+        part in known or part.isupper() or any(hasattr(owner, part) for owner in objects)
+        for part in rest
+    )
 
 
 def _is_file(name: str) -> bool:
@@ -275,7 +359,9 @@ def test_no_source_names_a_file_that_is_not_there() -> None:
         for name in re.findall(r"(?<![\w./-])[\w/]+\.py\b", path.read_text(encoding="utf-8"))
     }
     assert len(named) > 100
-    assert {(path, name) for path, name in named if name not in programs and not _is_file(name)} == set()
+    assert {
+        (path, name) for path, name in named if name not in programs and not _is_file(name)
+    } == set()
 
 
 @pytest.mark.parametrize(

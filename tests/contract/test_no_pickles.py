@@ -1,6 +1,8 @@
-"""Ranks tell each other rows of bytes, texts and tensors: nothing that arrives is unpickled, so nobody can have it run.
+"""Ranks tell each other rows of bytes, texts and tensors: nothing that arrives is unpickled, so
+nobody can have it run.
 
-The one unpickler is torch's with an allow-list, which reads files of torch.save (`weights_only=True`).
+The one unpickler is torch's with an allow-list, which reads files of torch.save
+(`weights_only=True`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from deepseek_zero.comm.context import WorldContext
 
 PACKAGE = Path(deepseek_zero.__path__[0])
 OBJECT_COLLECTIVES = {
-    name for name in dir(dist) if "object" in name and callable(getattr(dist, name)) and not name.startswith("_")
+    name
+    for name in dir(dist)
+    if "object" in name and callable(getattr(dist, name)) and not name.startswith("_")
 }
 UNPICKLERS = {"Unpickler", "Unpickling", "loads", "load"}
 MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
@@ -39,7 +43,9 @@ def _offences(tree: ast.Module) -> Iterator[str]:
             yield from (each.name for each in node.names if each.name in wanted)
         elif isinstance(node, ast.Attribute):
             of_pickle = isinstance(node.value, ast.Name) and node.value.id in modules
-            if node.attr in OBJECT_COLLECTIVES or (of_pickle and node.attr.lstrip("_") in UNPICKLERS):
+            if node.attr in OBJECT_COLLECTIVES or (
+                of_pickle and node.attr.lstrip("_") in UNPICKLERS
+            ):
                 yield ast.unparse(node)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
             safe = [each for each in node.keywords if each.arg == "weights_only"]
@@ -51,7 +57,9 @@ def test_src_unpickles_nothing_and_sends_no_objects() -> None:
     files = sorted(PACKAGE.rglob("*.py"))
     assert len(files) > 100
     found = [
-        f"{path.relative_to(PACKAGE)}: {each}" for path in files for each in _offences(ast.parse(path.read_text()))
+        f"{path.relative_to(PACKAGE)}: {each}"
+        for path in files
+        for each in _offences(ast.parse(path.read_text()))
     ]
     assert not found
 
@@ -88,7 +96,9 @@ class Mpu:
 
 
 @pytest.mark.ranks(2, fresh=True)
-def test_ranks_meet_train_and_save_without_unpickling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_meet_train_and_save_without_unpickling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("unpickled")
 
@@ -104,7 +114,9 @@ def test_ranks_meet_train_and_save_without_unpickling(tmp_path: Path, monkeypatc
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     }
     data = torch.ones(4, 4)
-    engine, _, loader, _ = deepseek_zero.initialize(model=nn.Linear(4, 4), config=config, training_data=data, mpu=Mpu())
+    engine, _, loader, _ = deepseek_zero.initialize(
+        model=nn.Linear(4, 4), config=config, training_data=data, mpu=Mpu()
+    )
     for batch in loader:
         engine.backward(engine(batch).square().mean())
         engine.step()

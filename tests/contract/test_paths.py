@@ -1,4 +1,6 @@
-"""No file names a path of one machine; src/ touches no FSDP, and torch's private names in two guarded files only."""
+"""No file names a path of one machine; src/ touches no FSDP, and torch's private names in two
+guarded files only.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,29 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "deepseek_zero"
-MAY_TOUCH_PRIVATE_TORCH = {"base/device.py", "cli/agent.py"}  # each with tests of the names: test_device.py, below
-EVERYWHERE = {Path("/"), Path("/tmp"), Path("/home"), Path("/srv"), Path("/opt")}  # says nothing about one machine
+MAY_TOUCH_PRIVATE_TORCH = {
+    "base/device.py",
+    "cli/agent.py",
+}  # each with tests of the names: test_device.py, below
+EVERYWHERE = {
+    Path("/"),
+    Path("/tmp"),
+    Path("/home"),
+    Path("/srv"),
+    Path("/opt"),
+}  # says nothing about one machine
 
 
 def test_no_file_names_a_path_of_this_machine() -> None:
     places = {str(path) for path in (ROOT, ROOT.parent, Path.home()) if path not in EVERYWHERE}
-    machine = re.compile(r"(?<![\w.\-])(" + "|".join(map(re.escape, sorted(places))) + r"|/(home|Users)/\w+)/")
-    found = [f"{path.relative_to(ROOT)}: {hit.group()}" for path in _files() for hit in machine.finditer(_text(path))]
+    machine = re.compile(
+        r"(?<![\w.\-])(" + "|".join(map(re.escape, sorted(places))) + r"|/(home|Users)/\w+)/"
+    )
+    found = [
+        f"{path.relative_to(ROOT)}: {hit.group()}"
+        for path in _files()
+        for hit in machine.finditer(_text(path))
+    ]
     assert not found
 
 
@@ -59,13 +76,20 @@ def test_a_private_name_of_torchs_is_found_on_whatever_object_it_is_read(source:
 
 
 def test_torchs_agent_still_has_what_the_launchers_agent_changes() -> None:
-    assert {"_remaining_restarts", "_start_workers", "_stop_workers", "_monitor_workers", "_shutdown"} <= (
-        _private_names_of_torchs_agent()
-    )
+    assert {
+        "_remaining_restarts",
+        "_start_workers",
+        "_stop_workers",
+        "_monitor_workers",
+        "_shutdown",
+    } <= (_private_names_of_torchs_agent())
 
 
 def test_a_name_of_our_own_is_no_private_name_of_torchs() -> None:
-    own = "class Ours:\n    def __init__(self): self._version = 1\n    def read(self): return self._version"
+    own = (
+        "class Ours:\n    def __init__(self): self._version = 1\n    def read(self): return "
+        "self._version"
+    )
     assert not _private_torch_names(ast.parse(own))
 
 
@@ -74,7 +98,10 @@ def test_a_name_of_our_own_is_no_private_name_of_torchs() -> None:
     [
         ("import torch\ntorch._C._set()", {"torch._C._set"}),
         ("import torch.distributed as dist\ndist._x()", {"torch.distributed._x"}),
-        ("from torch.utils import _pytree as tree\ntree.map()", {"torch.utils._pytree", "torch.utils._pytree.map"}),
+        (
+            "from torch.utils import _pytree as tree\ntree.map()",
+            {"torch.utils._pytree", "torch.utils._pytree.map"},
+        ),
         ("from torch.distributed.fsdp import fully_shard", {"torch.distributed.fsdp.fully_shard"}),
         ("torch = object()\n'torch._C'", set()),
     ],
@@ -85,17 +112,27 @@ def test_torch_names_are_found_under_their_aliases(source: str, names: set[str])
 
 
 def _private_torch_names(tree: ast.Module) -> list[str]:
-    """Names with one leading underscore that are torch's: under `torch`, or of objects that torch makes.
+    """Names with one leading underscore that are torch's: under `torch`, or of objects that torch
+    makes.
 
     A file may have the same name for something of its own; then it is taken for that.
     """
-    defined = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    defined = {
+        node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    }
     assigned = [target for node in ast.walk(tree) for target in _targets(node)]
-    own = defined | {target.attr for target in assigned if isinstance(target, ast.Attribute) and _is_self(target.value)}
+    own = defined | {
+        target.attr
+        for target in assigned
+        if isinstance(target, ast.Attribute) and _is_self(target.value)
+    }
     private = _private_names_of_torchs_objects() - own
-    bases = [base for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases]
+    bases = [
+        base for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases
+    ]
     if any(isinstance(base, ast.Name) and base.id == SimpleElasticAgent.__name__ for base in bases):
-        # The launcher's agent is a subclass of torch's: what it assigns there is torch's, what it defines is its own.
+        # The launcher's agent is a subclass of torch's: what it assigns there is torch's, what it
+        # defines is its own.
         private |= _private_names_of_torchs_agent() - defined
     found = [name for name in _torch_names(tree) if re.search(r"\._(?!_)", name)]
     for node in ast.walk(tree):
@@ -111,12 +148,16 @@ def _is_self(node: ast.expr) -> bool:
 
 
 def _targets(node: ast.AST) -> list[ast.expr]:
-    """What a statement gives a value that it need not have had before: x in `x = 1`, not in `x += 1`."""
+    """What a statement gives a value that it need not have had before: x in `x = 1`, not in `x +=
+    1`.
+    """
     if isinstance(node, ast.AnnAssign):
         return [node.target]
     if isinstance(node, ast.Assign):
         return [
-            each for target in node.targets for each in (target.elts if isinstance(target, ast.Tuple) else [target])
+            each
+            for target in node.targets
+            for each in (target.elts if isinstance(target, ast.Tuple) else [target])
         ]
     return []
 
@@ -163,7 +204,9 @@ def _torch_names_of_src() -> Iterator[tuple[str, str]]:
 
 
 def _torch_names(tree: ast.Module) -> Iterator[str]:
-    """Every dotted name under torch that a module imports or reads, with its own aliases resolved."""
+    """Every dotted name under torch that a module imports or reads, with its own aliases
+    resolved.
+    """
     aliases = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

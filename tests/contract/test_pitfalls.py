@@ -1,4 +1,6 @@
-"""What goes wrong where ranks share a model, and the tests that see it; the tests that are named here exist."""
+"""What goes wrong where ranks share a model, and the tests that see it; the tests that are named
+here exist.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ PITFALLS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
     ),
     5: (
         "each stage clips by its own norm",
-        {"unit/engine/test_compositions.py": ("test_a_gradient_is_clipped_by_its_norm_over_the_world",)},
+        {
+            "unit/engine/test_compositions.py": (
+                "test_a_gradient_is_clipped_by_its_norm_over_the_world",
+            )
+        },
     ),
     6: (
         "a loss or a gradient is scaled again by each stage, or by tp",
@@ -60,7 +66,8 @@ PITFALLS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
         },
     ),
     8: (
-        "a buffer that was received into is used again while backward needs it, or with another dtype",
+        "a buffer that was received into is used again while backward needs it, or with another "
+        "dtype",
         {
             "ranks/test_pipeline.py": ("test_large_messages_and_a_late_rank",),
             "unit/pipeline/test_executor.py": (
@@ -89,17 +96,24 @@ PITFALLS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
     ),
     11: (
         "replicas of shards sum per micro-batch, not once a step",
-        {"ranks/test_hybrid.py": ("test_a_step_sends_what_sharding_sends_in_a_group_and_one_sum_over_the_groups",)},
+        {
+            "ranks/test_hybrid.py": (
+                "test_a_step_sends_what_sharding_sends_in_a_group_and_one_sum_over_the_groups",
+            )
+        },
     ),
     12: (
-        "hooks behind accumulation do not run where a backward is split in two: such a table is refused",
+        "hooks behind accumulation do not run where a backward is split in two: such a table is "
+        "refused",
         {"unit/pipeline/test_schedule.py": ("test_a_table_of_computations_is_completed",)},
     ),
     13: (
         "labels of another micro-batch",
         {
             "unit/pipeline/test_executor.py": ("test_two_ranks_have_the_bits_of_one_process",),
-            "unit/pipeline/test_families.py": ("test_unmodified_models_have_the_bits_of_one_process",),
+            "unit/pipeline/test_families.py": (
+                "test_unmodified_models_have_the_bits_of_one_process",
+            ),
         },
     ),
     14: (
@@ -113,12 +127,18 @@ PITFALLS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
     ),
     15: (
         "dropout is the same on all ranks inside a region, or differs outside",
-        {"ranks/test_tensor_parallel.py": ("test_dropout_differs_between_heads_and_is_equal_outside",)},
+        {
+            "ranks/test_tensor_parallel.py": (
+                "test_dropout_differs_between_heads_and_is_equal_outside",
+            )
+        },
     ),
     16: (
         "the padding of a vocabulary is in checkpoints",
         {
-            "unit/checkpoint/test_boxes.py": ("test_each_element_of_a_range_is_in_one_box_and_padding_in_none",),
+            "unit/checkpoint/test_boxes.py": (
+                "test_each_element_of_a_range_is_in_one_box_and_padding_in_none",
+            ),
             "unit/checkpoint/test_meshes.py": ("test_every_mesh_saves_the_same_whole_model",),
         },
     ),
@@ -131,13 +151,21 @@ PITFALLS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
     ),
     18: (
         "one rank is missing in a group: an overflow on one stage alone",
-        {"ranks/test_pipeline_engine.py": ("test_an_overflow_on_one_piece_of_the_model_skips_the_step_on_all",)},
+        {
+            "ranks/test_pipeline_engine.py": (
+                "test_an_overflow_on_one_piece_of_the_model_skips_the_step_on_all",
+            )
+        },
     ),
     19: (
         "checkpoints have a stage's own names",
         {
-            "unit/pipeline/test_stage.py": ("test_a_stage_holds_its_own_parameters_under_their_names",),
-            "ranks/test_pipeline_engine.py": ("test_a_checkpoint_of_stages_goes_on_without_them_and_back",),
+            "unit/pipeline/test_stage.py": (
+                "test_a_stage_holds_its_own_parameters_under_their_names",
+            ),
+            "ranks/test_pipeline_engine.py": (
+                "test_a_checkpoint_of_stages_goes_on_without_them_and_back",
+            ),
         },
     ),
     20: (
@@ -156,7 +184,11 @@ PITFALLS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
 def names_in(path: str) -> set[str]:
     """The test functions of one file."""
     tree = ast.parse((TESTS / path).read_text())
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+    return {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
 
 
 @pytest.mark.parametrize("number", PITFALLS)

@@ -1,6 +1,8 @@
-"""The examples seed_000, 001 and 002 are the articles' programs: every line that differs has a stated reason.
+"""The examples seed_000, 001 and 002 are the articles' programs: every line that differs has a
+stated reason.
 
-`pytest -s tests/contract/test_seeds.py` prints the three differences, each changed line under its reason.
+`pytest -s tests/contract/test_seeds.py` prints the three differences, each changed line under its
+reason.
 """
 
 from __future__ import annotations
@@ -20,35 +22,46 @@ REMOVED = {"000": 2, "001": 1, "002": 16}
 """How many lines of each article its example replaces; only ever lower these."""
 
 REASONS = {
-    "our package": r"import (deepspeed|deepseek_zero as deepspeed)|from deepseek_zero import DeepSeekZeRO3(, comm)?",
-    "missing num_epochs": r"num_epochs = \d+|for epoch in range\(num_epochs\):|sampler\.set_epoch\(epoch\)"
+    "our "
+    "package": r"import (deepspeed|deepseek_zero as deepspeed)|from deepseek_zero import DeepSeekZeRO3(, comm)?",
+    "missing "
+    "num_epochs": r"num_epochs = \d+|for epoch in range\(num_epochs\):|sampler\.set_epoch\(epoch\)"
     r"|print\(f.epoch.*",
-    "missing args": r"import argparse|from pathlib import Path|parser\b.*|args = parser\.parse_args\(\)",
+    "missing "
+    "args": r"import argparse|from pathlib import Path|parser\b.*|args = parser\.parse_args\(\)",
     "missing model and optimizer": r"from torch import nn|(model|criterion) = nn\..*"
     r"|(optimizer|lr_scheduler) = torch\..*",
-    "missing dataset": r"from (digits|torch\.utils\.data) import .*|(digits|sampler|dataloader) = .*"
+    "missing "
+    "dataset": r"from (digits|torch\.utils\.data) import .*|(digits|sampler|dataloader) = .*"
     r"|inputs, labels = \(tensor.*in batch\)",
     "JSON words in Python": r"(?!)",  # found by translating, see _translated
-    "CUDA-only calls": r"torch\.cuda\.set_device\(local_rank\)|cuda = .*|device = .*|model = model\.to\(\w+\)"
+    "CUDA-only "
+    "calls": r"torch\.cuda\.set_device\(local_rank\)|cuda = .*|device = .*|model = model\.to\(\w+\)"
     r"|inputs, labels = data\[0\]\.to\(\w+\), data\[1\]\.to\(\w+\)",
     "fp16 needs a GPU to be fast": r'"enabled": (true|cuda),',
-    "CIFAR-10's files or digits, no download": r"trainset = (torchvision\.datasets|vision)\.CIFAR10\(.*"
+    "CIFAR-10's files or digits, no "
+    "download": r"trainset = (torchvision\.datasets|vision)\.CIFAR10\(.*"
     r"|download=True, transform=transform\)",
-    "torchvision does not import everywhere": r"import torchvision(\.transforms as transforms)?|import vision( as \w+)?"
+    "torchvision does not import "
+    "everywhere": r"import torchvision(\.transforms as transforms)?|import vision( as \w+)?"
     r"|model = [\w.]+\.resnet101\(pretrained=False\)",
     "shorter in CI": r"import os|.*SEED_(SAMPLES|BATCH|LR).*|trainloader = .*batch_size=128,"
     r'|"warmup_max_lr": 0\.0001,',
     "repeatable": r"torch\.manual_seed\(0\)",
-    "state_dict() on all ranks, one writes, a barrier": r"torch\.save\(model\.state_dict\(\), 'model\.pth'\)"
+    "state_dict() on all ranks, one writes, a "
+    "barrier": r"torch\.save\(model\.state_dict\(\), 'model\.pth'\)"
     r"|state = model\.state_dict\(\)|if comm\.get_rank\(\) == 0: torch\.save\(.*|comm\.barrier\(\)",
-    "the loss is seen to fall": r"losses.*|deepspeed\.comm\.all_reduce\(losses.*|(first|last|fall)\b.*"
+    "the loss is seen to "
+    "fall": r"losses.*|deepspeed\.comm\.all_reduce\(losses.*|(first|last|fall)\b.*"
     r"|assert .*|print\(f'mean loss.*",
     "a comment": r"#.*",
 }
 
 
 def changes(article: str, program: str) -> list[tuple[str, str]]:
-    """(sign, line) of every line that differs; indentation, blank lines and the docstring do not count."""
+    """(sign, line) of every line that differs; indentation, blank lines and the docstring do not
+    count.
+    """
     return [
         (line[0], line[1:])
         for line in difflib.unified_diff(_lines(article), _lines(program), n=0, lineterm="")
@@ -70,13 +83,19 @@ def _translated(line: str) -> str:
 def reasons(changed: list[tuple[str, str]]) -> list[str | None]:
     """The reason of each changed line; None where there is none."""
     removed, added = ({line for sign, line in changed if sign == which} for which in "-+")
-    json_words = {line for line in removed if _translated(line) != line and _translated(line) in added}
+    json_words = {
+        line for line in removed if _translated(line) != line and _translated(line) in added
+    }
     json_words |= {_translated(line) for line in json_words}
-    return ["JSON words in Python" if line in json_words else _matching(line) for _, line in changed]
+    return [
+        "JSON words in Python" if line in json_words else _matching(line) for _, line in changed
+    ]
 
 
 def _matching(line: str) -> str | None:
-    return next((reason for reason, pattern in REASONS.items() if re.fullmatch(pattern, line)), None)
+    return next(
+        (reason for reason, pattern in REASONS.items() if re.fullmatch(pattern, line)), None
+    )
 
 
 def difference(number: str) -> list[tuple[str, str]]:
@@ -92,7 +111,11 @@ def report(number: str) -> str:
     text = [f"seed {number} -> examples/seed_{number}.py"]
     for reason in dict.fromkeys(found):
         text.append(f"  {reason or 'NO REASON'}")
-        text += [f"    {sign} {line}" for (sign, line), its in zip(changed, found, strict=True) if its == reason]
+        text += [
+            f"    {sign} {line}"
+            for (sign, line), its in zip(changed, found, strict=True)
+            if its == reason
+        ]
     return "\n".join(text)
 
 
@@ -111,7 +134,11 @@ def test_each_reason_is_needed() -> None:
 
 @pytest.mark.parametrize(
     ("article", "program"),
-    [("loss.backward()", "engine.backward(loss)"), ("lr = 1e-4", "lr = 1e-3"), ('"stage": 3,', '"stage": 2,')],
+    [
+        ("loss.backward()", "engine.backward(loss)"),
+        ("lr = 1e-4", "lr = 1e-3"),
+        ('"stage": 3,', '"stage": 2,'),
+    ],
 )
 def test_a_change_that_is_not_stated_is_found(article: str, program: str) -> None:
     assert reasons(changes(article, program)) == [None, None]
@@ -124,13 +151,19 @@ def test_the_configuration_of_seed_001_is_the_articles_to_the_last_character() -
     assert json.loads(ours) == json.loads(article)
 
 
-def test_the_configuration_of_seed_002_keeps_the_articles_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configuration_of_seed_002_keeps_the_articles_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("SEED_LR", raising=False)
     article = (SEEDS / "002.txt").read_text(encoding="utf-8")
-    text = article[article.index("config = {") + len("config = ") : article.index("# 初始化 DeepSpeed 引擎")]
+    text = article[
+        article.index("config = {") + len("config = ") : article.index("# 初始化 DeepSpeed 引擎")
+    ]
     stated = json.loads(re.sub(r"//.*", "", text))
     tree = ast.parse((ROOT / "examples/seed_002.py").read_text(encoding="utf-8"))
     value = next(
-        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "config"
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "config"
     )
     assert eval(ast.unparse(value), {"os": os, "cuda": True}) == stated

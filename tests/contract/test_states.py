@@ -1,7 +1,8 @@
-"""In the rooms that change states, a state is set by its one setter, and looking at a property does nothing.
+"""In the rooms that change states, a state is set by its one setter, and looking at a property does
+nothing.
 
-A property may be read by a debugger, a log line or `repr`, at any time and on one rank alone: it waits for nothing,
-reads no disk, runs no update and asks no other rank.
+A property may be read by a debugger, a log line or `repr`, at any time and on one rank alone: it
+waits for nothing, reads no disk, runs no update and asks no other rank.
 """
 
 from __future__ import annotations
@@ -13,30 +14,49 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "deepseek_zero"
-FILES = [path for room in ("sharding", "optim", "tiers") for path in sorted((PACKAGE / room).glob("*.py"))]
+FILES = [
+    path
+    for room in ("sharding", "optim", "tiers")
+    for path in sorted((PACKAGE / room).glob("*.py"))
+]
 # What waits, moves bytes, runs updates, or takes other ranks to take part.
 VERBS = frozenset(
-    "wait wait_for_copy wait_for_reduce wait_for_unshard wait_until_read wait_stream synchronize barrier barrier_begin "
-    "barrier_end fetch load load_states load_values elements read read_now write evict store discard owned_view "
-    "local_part in_place_view before_read before_write flush flush_group finish undo conclude step step_now "
-    "step_deferred step_speculative move gather unshard reshard reduce reduce_grads reduce_late sum_over_replicas "
-    "all_gather all_gather_rows all_gather_text all_reduce exchange scatter broadcast agree open_comm Comm "
-    "current_mesh refresh result sleep pread preadv pwrite pwritev open".split()
+    "wait wait_for_copy wait_for_reduce wait_for_unshard wait_until_read wait_stream synchronize "
+    "barrier barrier_begin barrier_end fetch load load_states load_values elements read read_now "
+    "write evict store discard owned_view local_part in_place_view before_read before_write flush "
+    "flush_group finish undo conclude step step_now step_deferred step_speculative move gather "
+    "unshard reshard reduce reduce_grads reduce_late sum_over_replicas all_gather all_gather_rows "
+    "all_gather_text all_reduce exchange scatter broadcast agree open_comm Comm current_mesh "
+    "refresh result sleep pread preadv pwrite pwritev open".split()
 )
 ALLOWED = {  # (class, property): why
     ("ShardedOptimizer", "state"): "torch's name, for users; what we call is load_states",
 }
-SETTERS = {"_state": "_enter", "_phase": "enter"}  # attribute: the method that alone may set it, after __init__
+SETTERS = {
+    "_state": "_enter",
+    "_phase": "enter",
+}  # attribute: the method that alone may set it, after __init__
 CHUNK_STATE = ("disk.py", "state", "_enter")  # the one state whose attribute is public
 
 
-def acting_properties(tree: ast.AST, allowed: frozenset[tuple[str, str]] = frozenset()) -> Iterator[str]:
-    """Name the properties that call a verb, themselves or through methods and properties of their own class."""
+def acting_properties(
+    tree: ast.AST, allowed: frozenset[tuple[str, str]] = frozenset()
+) -> Iterator[str]:
+    """Name the properties that call a verb, themselves or through methods and properties of their
+    own class.
+    """
     for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
-        own = {each.name: each for each in cls.body if isinstance(each, ast.FunctionDef) and not _is_setter(each)}
+        own = {
+            each.name: each
+            for each in cls.body
+            if isinstance(each, ast.FunctionDef) and not _is_setter(each)
+        }
         for name, function in own.items():
             if _is_property(function) and (cls.name, name) not in allowed:
-                yield from (f"{cls.name}.{name} calls {verb}" for verb in sorted(set(_verbs(function, own, {name}))))
+                yield from (
+                    f"{cls.name}.{name} calls {verb}"
+                    for verb in sorted(set(_verbs(function, own, {name})))
+                )
 
 
 def _decorators(function: ast.FunctionDef) -> list[str]:
@@ -51,14 +71,24 @@ def _is_property(function: ast.FunctionDef) -> bool:
     return bool({"property", "cached_property"} & set(_decorators(function)))
 
 
-def _verbs(function: ast.FunctionDef, own: dict[str, ast.FunctionDef], seen: set[str]) -> Iterator[str]:
+def _verbs(
+    function: ast.FunctionDef, own: dict[str, ast.FunctionDef], seen: set[str]
+) -> Iterator[str]:
     for node in ast.walk(function):
         if isinstance(node, ast.Call):
-            called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node.func, ast.Attribute) else ""
+            called = (
+                ast.unparse(node.func).rpartition(".")[2]
+                if isinstance(node.func, ast.Attribute)
+                else ""
+            )
             called = node.func.id if isinstance(node.func, ast.Name) else called
             if called in VERBS:
                 yield called
-        of_self = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+        of_self = (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        )
         if of_self and node.attr in own and node.attr not in seen:
             seen.add(node.attr)
             yield from _verbs(own[node.attr], own, seen)
@@ -92,14 +122,16 @@ def test_a_state_is_set_by_its_setter(path: Path) -> None:
 
 def test_what_is_allowed_is_there() -> None:
     found = {
-        line.partition(" ")[0] for path in FILES for line in acting_properties(ast.parse(path.read_text()), frozenset())
+        line.partition(" ")[0]
+        for path in FILES
+        for line in acting_properties(ast.parse(path.read_text()), frozenset())
     }
     assert found == {f"{cls}.{name}" for cls, name in ALLOWED}
 
 
 def test_properties_that_act_are_found() -> None:
-    """`storage` is what FlatBuffer had, `state` what an optimizer has; one acts through a method, one through another
-    property.
+    """`storage` is what FlatBuffer had, `state` what an optimizer has; one acts through a method,
+    one through another property.
     """
     source = """
 class FlatBuffer:

@@ -16,7 +16,8 @@ import deepseek_zero
 from deepseek_zero.base.given import NoSuchNameError
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "deepseek_zero"
-# DeepSpeed as the speaker, and calls under its name: whoever imports deepseek_zero has called neither.
+# DeepSpeed as the speaker, and calls under its name: whoever imports deepseek_zero has called
+# neither.
 FOREIGN = re.compile(
     r"^(DeepSpeed (requires|does not|can ?not|only|expects|needs)\b|Not sure how)|\bin DeepSpeed config\b"
 )
@@ -30,7 +31,9 @@ def foreign_texts(tree: ast.AST) -> list[str]:
     constants = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant | ast.JoinedStr):
-            constants.update({target.id: node.value for target in node.targets if isinstance(target, ast.Name)})
+            constants.update(
+                {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
+            )
         if not isinstance(node, ast.Call) or not SAYS.search(ast.unparse(node.func)):
             continue
         for part in ast.walk(node):
@@ -83,8 +86,12 @@ def engine() -> Any:
         ("load_checkpoints", "load_checkpoint"),
     ],
 )
-def test_a_misspelt_attribute_of_the_engine_names_the_near_one(engine: Any, name: str, meant: str) -> None:
-    with pytest.raises(AttributeError, match=rf"no attribute '{name}' \(did you mean '{meant}'\?\)"):
+def test_a_misspelt_attribute_of_the_engine_names_the_near_one(
+    engine: Any, name: str, meant: str
+) -> None:
+    with pytest.raises(
+        AttributeError, match=rf"no attribute '{name}' \(did you mean '{meant}'\?\)"
+    ):
         getattr(engine, name)
     assert not hasattr(engine, name) and getattr(engine, name, 7) == 7
 
@@ -99,10 +106,12 @@ def test_a_name_like_no_other_gets_no_suggestion(engine: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("initializer", "initialize"), ("DeepSeekZero3", "DeepSeekZeRO3"), ("zer", "zero")]
+    ("name", "meant"),
+    [("initializer", "initialize"), ("DeepSeekZero3", "DeepSeekZeRO3"), ("zer", "zero")],
 )
 def test_a_misspelt_name_of_the_package_names_the_near_one(name: str, meant: str) -> None:
     with pytest.raises(
-        AttributeError, match=rf"'deepseek_zero' has no attribute '{name}' \(did you mean '{meant}'\?\)"
+        AttributeError,
+        match=rf"'deepseek_zero' has no attribute '{name}' \(did you mean '{meant}'\?\)",
     ):
         getattr(deepseek_zero, name)

@@ -1,7 +1,8 @@
-"""Programs written for DeepSpeed save a model by any of its calls, at every stage, under the name `deepspeed`.
+"""Programs written for DeepSpeed save a model by any of its calls, at every stage, under the name
+`deepspeed`.
 
-Each case is a function that every rank calls, as a real program does.  Afterwards the folder has the whole model, and
-the ranks are still in step.
+Each case is a function that every rank calls, as a real program does.  Afterwards the folder has
+the whole model, and the ranks are still in step.
 """
 
 from __future__ import annotations
@@ -107,7 +108,9 @@ def consolidated_on_first(engine: Any, folder: Path) -> Loaded:
 
 
 def save_pretrained_on_all(engine: Any, folder: Path) -> Loaded:
-    """accelerate's example: `save_pretrained` on all ranks, with a state dict on rank 0 and None on the others."""
+    """accelerate's example: `save_pretrained` on all ranks, with a state dict on rank 0 and None on
+    the others.
+    """
     whole = engine._zero3_consolidated_16bit_state_dict()
     engine.module.save_pretrained(folder, is_main_process=is_first(), state_dict=whole)
     dist.barrier()
@@ -115,7 +118,9 @@ def save_pretrained_on_all(engine: Any, folder: Path) -> Loaded:
 
 
 def names_on_first(engine: Any, folder: Path) -> Loaded:
-    """OpenRLHF: gather parameter by parameter, compare with the keys of a state dict that only rank 0 takes."""
+    """OpenRLHF: gather parameter by parameter, compare with the keys of a state dict that only rank
+    0 takes.
+    """
     whole = {}
     for name, param in engine.module.named_parameters():
         with deepseek_zero.zero.GatheredParameters([param]):
@@ -129,7 +134,9 @@ def names_on_first(engine: Any, folder: Path) -> Loaded:
 
 
 def local_file_first(engine: Any, folder: Path) -> Loaded:
-    """DeepSpeed-Chat: rank 0 writes its local state dict, and the whole one over it, if the stage is 3."""
+    """DeepSpeed-Chat: rank 0 writes its local state dict, and the whole one over it, if the stage
+    is 3.
+    """
     if is_first():
         torch.save(engine.module.state_dict(), folder / "model.pt")
     if engine.zero_optimization_partition_weights():

@@ -1,7 +1,7 @@
 """Tests of a device fail by what this library does there, not by warnings of other packages.
 
-Compilers, drivers and plugins of a GPU machine emit unrelated warnings: Inductor reports that TF32 is available,
-for example. A warning that our own code gives is an error here too.
+Compilers, drivers and plugins of a GPU machine emit unrelated warnings: Inductor reports that TF32
+is available, for example. A warning that our own code gives is an error here too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A small model trained by plain PyTorch and by an engine; started as a file, one rank of an engine's run.
+"""A small model trained by plain PyTorch and by an engine; started as a file, one rank of an
+engine's run.
 
 It needs no pytest: benchmarks/gpu/smoke.py and shared.py run it, too.
 """
@@ -20,7 +21,11 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -81,7 +86,10 @@ def plain_run(dtype: str, ranks: int, steps: int) -> list[torch.Tensor]:
     optimizer = torch.optim.AdamW(masters, lr=1e-2, fused=False, foreach=False)
     refresh()
     for step in range(steps):
-        grads = [torch.autograd.grad(loss_of(model, step, rank), list(model.parameters())) for rank in range(ranks)]
+        grads = [
+            torch.autograd.grad(loss_of(model, step, rank), list(model.parameters()))
+            for rank in range(ranks)
+        ]
         for number, master in enumerate(masters):
             total = grads[0][number].float().clone()
             for rank in range(1, ranks):
@@ -105,6 +113,8 @@ def engine_run(stage: int, dtype: str, steps: int, rank: int = 0) -> list[torch.
 
 if __name__ == "__main__":
     number = int(os.environ["RANK"])
-    weights = engine_run(int(os.environ["GPU_STAGE"]), os.environ["GPU_DTYPE"], steps=3, rank=number)
+    weights = engine_run(
+        int(os.environ["GPU_STAGE"]), os.environ["GPU_DTYPE"], steps=3, rank=number
+    )
     if number == 0:
         torch.save(weights, Path(os.environ["GPU_OUT"]) / "weights.pt")

@@ -1,6 +1,8 @@
-"""Codecs write the same messages on a GPU as on a CPU and read the same values out of them; skipped without a GPU.
+"""Codecs write the same messages on a GPU as on a CPU and read the same values out of them; skipped
+without a GPU.
 
-Of a scale that is NaN the bits are the device's own; that it is one is what every device must agree on.
+Of a scale that is NaN the bits are the device's own; that it is one is what every device must agree
+on.
 """
 
 from __future__ import annotations
@@ -13,14 +15,27 @@ from deepseek_zero.precision.codecs import SMALLEST_SCALE, Blocks, Cast, Signs, 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CPU, DEVICE = torch.device("cpu"), torch.device("cuda")
-CODECS = [Blocks(8, 256), Blocks(4, 128), Blocks(8, 32), Blocks(4, 512), Cast(torch.bfloat16), Cast(torch.float16)]
+CODECS = [
+    Blocks(8, 256),
+    Blocks(4, 128),
+    Blocks(8, 32),
+    Blocks(4, 512),
+    Cast(torch.bfloat16),
+    Cast(torch.float16),
+]
 BLOCK, BLOCKS = 512, 64  # of the values: each is whole blocks of every codec
 
 
 def values_of(dtype: torch.dtype) -> Tensor:
-    """Blocks of very different sizes, among them zeros, numbers too small for a scale, and some that are not finite."""
+    """Blocks of very different sizes, among them zeros, numbers too small for a scale, and some
+    that are not finite.
+    """
     shape = (BLOCKS, BLOCK)
-    wide = torch.randn(shape) * torch.exp(4 * torch.randn(shape)) * torch.exp(9 * torch.randn(BLOCKS, 1))
+    wide = (
+        torch.randn(shape)
+        * torch.exp(4 * torch.randn(shape))
+        * torch.exp(9 * torch.randn(BLOCKS, 1))
+    )
     found = wide.clamp(-6e4, 6e4).to(dtype)
     found[1] = 0.0
     found[2, ::2] = -0.0
@@ -48,18 +63,26 @@ def parts_of(codec: Blocks | Cast, message: Tensor) -> tuple[Tensor, ...]:
 
 
 def room(codec: Blocks | Cast, numel: int, device: torch.device) -> Tensor:
-    return work_room(codec, numel, device) if isinstance(codec, Blocks) else torch.empty(0, device=device)
+    return (
+        work_room(codec, numel, device)
+        if isinstance(codec, Blocks)
+        else torch.empty(0, device=device)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_messages_and_what_is_read_out_of_them_are_those_of_a_cpu(codec: Blocks | Cast, dtype: torch.dtype) -> None:
+def test_messages_and_what_is_read_out_of_them_are_those_of_a_cpu(
+    codec: Blocks | Cast, dtype: torch.dtype
+) -> None:
     values, messages = values_of(dtype), dict[torch.device, Tensor]()
     numel = values.numel()
     for device in (CPU, DEVICE):
         messages[device] = torch.empty(codec.length(numel), dtype=codec.dtype, device=device)
         codec.encode(values.to(device), messages[device], room(codec, numel, device))
-    for mine, other in zip(*(parts_of(codec, message) for message in messages.values()), strict=True):
+    for mine, other in zip(
+        *(parts_of(codec, message) for message in messages.values()), strict=True
+    ):
         assert same(mine, other)
     for into in (torch.float32, dtype):
         found = []
@@ -70,7 +93,9 @@ def test_messages_and_what_is_read_out_of_them_are_those_of_a_cpu(codec: Blocks 
         assert same(*found)
         if isinstance(codec, Blocks):
             is_lost = found[1].view(-1, BLOCK).isnan()
-            assert is_lost[6:9].any(1).all() and not is_lost[1:6].any() and not found[1].isinf().any()
+            assert (
+                is_lost[6:9].any(1).all() and not is_lost[1:6].any() and not found[1].isinf().any()
+            )
 
 
 def test_signs_and_their_scale_are_those_of_a_cpu() -> None:
@@ -81,7 +106,9 @@ def test_signs_and_their_scale_are_those_of_a_cpu() -> None:
             values[9] = strange
         messages, found = [], []
         for device in (CPU, DEVICE):
-            messages.append(torch.zeros(codec.length(values.numel()), dtype=torch.uint8, device=device))
+            messages.append(
+                torch.zeros(codec.length(values.numel()), dtype=torch.uint8, device=device)
+            )
             codec.encode(values.to(device), messages[-1], values.numel() - 100)
             found.append(torch.empty(values.numel(), device=device))
             codec.decode(messages[-1], 0, values.numel(), found[-1])

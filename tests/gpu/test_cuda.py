@@ -1,4 +1,6 @@
-"""Stages 0-3 on a GPU against plain PyTorch; skipped where there is none.  Two ranks share the GPU through the host."""
+"""Stages 0-3 on a GPU against plain PyTorch; skipped where there is none.  Two ranks share the GPU
+through the host.
+"""
 
 from __future__ import annotations
 
@@ -51,18 +53,28 @@ except dz.base.errors.UsageError as error:
 
 
 def test_a_deterministic_run_gives_the_same_bits_again_and_is_refused_where_it_cannot() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"
+    }
     runs = [
-        subprocess.run([sys.executable, "-c", TWICE], env=environment, capture_output=True, text=True) for _ in range(2)
+        subprocess.run(
+            [sys.executable, "-c", TWICE], env=environment, capture_output=True, text=True
+        )
+        for _ in range(2)
     ]
     assert not any(run.returncode for run in runs), [run.stderr for run in runs]
-    said = [[line for line in run.stdout.splitlines() if line.startswith(("weights", "refused"))] for run in runs]
+    said = [
+        [line for line in run.stdout.splitlines() if line.startswith(("weights", "refused"))]
+        for run in runs
+    ]
     assert said[0] == said[1]
     assert [line.split()[0] for line in said[0]] == ["weights", "refused"]
 
 
 def test_memory_returns_when_the_engine_goes() -> None:
-    loss_of(Net(512).to(DEVICE).bfloat16(), 0).backward()  # cuBLAS keeps workspaces, which count as allocated
+    loss_of(
+        Net(512).to(DEVICE).bfloat16(), 0
+    ).backward()  # cuBLAS keeps workspaces, which count as allocated
     gc.collect()
     before = torch.cuda.memory_allocated()
     engine, *_ = dz.initialize(
@@ -81,7 +93,9 @@ def test_fp16_with_loss_scaling_trains() -> None:
     torch.manual_seed(0)
     engine, *_ = dz.initialize(
         model=Net().to(DEVICE),
-        config=config(3, "fp32", fp16={"enabled": True}, optimizer={"type": "AdamW", "params": {"lr": 1e-2}}),
+        config=config(
+            3, "fp32", fp16={"enabled": True}, optimizer={"type": "AdamW", "params": {"lr": 1e-2}}
+        ),
     )
     losses = []
     for _ in range(12):
@@ -95,10 +109,27 @@ def test_fp16_with_loss_scaling_trains() -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_ranks_on_one_gpu_agree_with_plain_pytorch(stage: int, dtype: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "GPU_STAGE": str(stage), "GPU_DTYPE": dtype, "GPU_OUT": str(tmp_path)}
-    command = [sys.executable, "-m", "deepseek_zero.cli", "run", "--nproc", "2", str(Path(plain_runs.__file__))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+def test_two_ranks_on_one_gpu_agree_with_plain_pytorch(
+    stage: int, dtype: str, tmp_path: Path
+) -> None:
+    environment = {
+        **os.environ,
+        "GPU_STAGE": str(stage),
+        "GPU_DTYPE": dtype,
+        "GPU_OUT": str(tmp_path),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "deepseek_zero.cli",
+        "run",
+        "--nproc",
+        "2",
+        str(Path(plain_runs.__file__)),
+    ]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = torch.load(tmp_path / "weights.pt", weights_only=True)
     for ours, plain in zip(found, plain_run(dtype, ranks=2, steps=3), strict=True):
@@ -109,17 +140,23 @@ HOST: dict[str, object] = {"device": "cpu", "pin_memory": True}
 
 
 def states_after(place: dict[str, object], dtype: str, folder: Path) -> list[torch.Tensor]:
-    """Weights and masters of a run that clips, whose states rest on the host, on a disk or on the GPU."""
+    """Weights and masters of a run that clips, whose states rest on the host, on a disk or on the
+    GPU.
+    """
     disk = {"device": "nvme", "nvme_path": str(folder)}
     asked = {key: disk if value == "disk" else HOST for key, value in place.items()}
-    top = config(3, dtype, gradient_clipping=0.3, optimizer={"type": "AdamW", "params": {"lr": 1e-2}})
+    top = config(
+        3, dtype, gradient_clipping=0.3, optimizer={"type": "AdamW", "params": {"lr": 1e-2}}
+    )
     top["zero_optimization"] = {**cast("dict[str, object]", top["zero_optimization"]), **asked}
     torch.manual_seed(0)
     engine, *_ = dz.initialize(model=Net().to(DEVICE), config=top)
     for step in range(3):
         engine.backward(loss_of(engine, step))
         engine.step()
-    outside = sum(memory.reserved_bytes for memory in engine.parts.runtime.comm_ctx.tiers.memories.values())
+    outside = sum(
+        memory.reserved_bytes for memory in engine.parts.runtime.comm_ctx.tiers.memories.values()
+    )
     assert bool(outside) == bool(place)
     masters = [safe_get_full_fp32_param(param) for param in engine.module.parameters()]
     return [value.cpu() for value in [*engine.state_dict().values(), *masters] if value is not None]

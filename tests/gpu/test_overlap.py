@@ -1,8 +1,10 @@
-"""On GPUs of their own, ranks gather and reduce while they compute: asked of CUDA's events, not of the host's clock.
+"""On GPUs of their own, ranks gather and reduce while they compute: asked of CUDA's events, not of
+the host's clock.
 
-Three events tell of each transfer: issued (the compute stream has come to it), arrived (its data is here) and asked
-(the compute stream goes no further without it).  What lies between issued and asked is computing, so a transfer that
-arrives before it is asked for was hidden.  Needs two GPUs; the arithmetic is checked without one.
+Three events tell of each transfer: issued (the compute stream has come to it), arrived (its data is
+here) and asked (the compute stream goes no further without it).  What lies between issued and asked
+is computing, so a transfer that arrives before it is asked for was hidden.  Needs two GPUs; the
+arithmetic is checked without one.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Transfer(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """Of its time under way, the part in which the compute stream was busy with something else."""
+        """Of its time under way, the part in which the compute stream was busy with something
+        else.
+        """
         return max(0.0, min(self.asked, self.arrived) - self.issued)
 
 
@@ -58,15 +62,27 @@ def test_gathers_and_reductions_run_beside_computing(tmp_path: Path) -> None:
     assert set(beside) == {"all_gather_into_tensor", "all_to_all"}
     for kind, share in beside.items():
         assert share > 0.7, f"{kind}: {share:.0%} of its time hidden behind computing"
-        assert after[kind] < 0.3, f"{kind}: without overlap_comm nothing is computed meanwhile, yet {after[kind]:.0%}"
+        assert after[kind] < 0.3, (
+            f"{kind}: without overlap_comm nothing is computed meanwhile, yet {after[kind]:.0%}"
+        )
 
 
 def run(folder: Path, overlap: bool) -> dict[str, float]:
     """The hidden share of each kind of collective, in one step of two ranks."""
     folder.mkdir()
     environment = {**os.environ, "OVERLAP": str(int(overlap)), "OUT": str(folder)}
-    command = [sys.executable, "-m", "deepseek_zero.cli", "run", "--nproc", "2", str(Path(__file__))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "deepseek_zero.cli",
+        "run",
+        "--nproc",
+        "2",
+        str(Path(__file__)),
+    ]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     shares: dict[str, float] = json.loads((folder / "shares.json").read_text())
     return shares
@@ -79,7 +95,9 @@ class Watch:
     """Puts events around the collectives that NCCL carries."""
 
     def __init__(self) -> None:
-        self.seen: dict[str, list[tuple[torch.cuda.Event, list[torch.cuda.Event], torch.cuda.Event]]] = {}
+        self.seen: dict[
+            str, list[tuple[torch.cuda.Event, list[torch.cuda.Event], torch.cuda.Event]]
+        ] = {}
         self.stream = torch.cuda.Stream()  # waits for transfers in the compute stream's stead
         for name in ("all_gather_into_tensor", "all_to_all"):
             setattr(dist, name, self._watched(name, getattr(dist, name)))

@@ -20,14 +20,22 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 DEVICE = torch.device("cuda", 0)
 MANY = (1 << 22) + 5
 NO_CHANCE = check.Chance()
-ADAMW = {"lr": 3e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "decoupled_weight_decay": True}
+ADAMW = {
+    "lr": 3e-4,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "decoupled_weight_decay": True,
+}
 
 
 def columns_of(arrays: check.Arrays, offset: int = 0) -> list[Tensor]:
     """Copy arrays to the device, each `offset` elements behind the beginning of its memory."""
     found = []
     for column in arrays.columns():
-        room = torch.empty(len(column) + offset, dtype=torch.from_numpy(column).dtype, device=DEVICE)
+        room = torch.empty(
+            len(column) + offset, dtype=torch.from_numpy(column).dtype, device=DEVICE
+        )
         found.append(room[offset:].copy_(torch.from_numpy(column)))
     return found
 
@@ -79,7 +87,9 @@ def test_a_gpu_and_a_cpu_have_the_same_bits(variant: str, layout: str) -> None:
     for step in range(1, 11):
         chance = check.Chance(8, step, 0, (1, 2, 3))
         cpu.run(VARIANTS[variant], LAYOUTS[layout], arrays, rule.scalars(hypers, step), 0.3, chance)
-        cuda.run(VARIANTS[variant], LAYOUTS[layout], columns, rule.scalars(hypers, step), 0.3, chance)
+        cuda.run(
+            VARIANTS[variant], LAYOUTS[layout], columns, rule.scalars(hypers, step), 0.3, chance
+        )
     assert same(columns, arrays)
 
 
@@ -89,9 +99,13 @@ def test_the_factor_and_the_flag_may_be_on_the_device() -> None:
     arrays = check.sample(variant, layout, "normal", 4099)
     columns = columns_of(arrays)
     factor = torch.tensor(0.25, device=DEVICE)
-    cuda.run(variant, layout, columns, scalars, factor, NO_CHANCE, skip=torch.ones((), device=DEVICE))
+    cuda.run(
+        variant, layout, columns, scalars, factor, NO_CHANCE, skip=torch.ones((), device=DEVICE)
+    )
     assert same(columns, arrays)
-    cuda.run(variant, layout, columns, scalars, factor, NO_CHANCE, skip=torch.zeros((), device=DEVICE))
+    cuda.run(
+        variant, layout, columns, scalars, factor, NO_CHANCE, skip=torch.zeros((), device=DEVICE)
+    )
     assert same(columns, check.expected(variant, layout, arrays, scalars, 0.25))
 
 
@@ -116,7 +130,9 @@ def test_a_thread_that_has_not_used_the_device_updates_on_its_current_stream() -
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_run_with_the_optimizer_on_the_host_has_the_bits_of_a_run_on_the_gpu(name: str, dtype: str) -> None:
+def test_a_run_with_the_optimizer_on_the_host_has_the_bits_of_a_run_on_the_gpu(
+    name: str, dtype: str
+) -> None:
     found = []
     for place in ("none", "cpu"):
         torch.manual_seed(0)
@@ -127,7 +143,10 @@ def test_a_run_with_the_optimizer_on_the_host_has_the_bits_of_a_run_on_the_gpu(n
             engine.backward(loss_of(engine, step))
             engine.step()
         found.append([value.cpu() for value in engine.state_dict().values()])
-        assert any("by compiled kernels" in line for line in engine.optimizer.explain()) or place == "cpu"
+        assert (
+            any("by compiled kernels" in line for line in engine.optimizer.explain())
+            or place == "cpu"
+        )
         engine.destroy()
     for on_gpu, on_host in zip(*found, strict=True):
         assert torch.equal(on_gpu, on_host)

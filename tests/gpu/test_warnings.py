@@ -8,8 +8,15 @@ import pytest
 
 
 def test_a_warning_of_another_package_fails_no_test() -> None:
-    for module in ("torch._inductor.compile_fx", "torch.distributed", "triton.runtime", "pytest_benchmark.logger"):
-        warnings.warn_explicit("TensorFloat32 tensor cores are available", UserWarning, "elsewhere.py", 1, module)
+    for module in (
+        "torch._inductor.compile_fx",
+        "torch.distributed",
+        "triton.runtime",
+        "pytest_benchmark.logger",
+    ):
+        warnings.warn_explicit(
+            "TensorFloat32 tensor cores are available", UserWarning, "elsewhere.py", 1, module
+        )
 
 
 @pytest.mark.parametrize("module", ["deepseek_zero.engine.engine", "tests.gpu.test_warnings"])

@@ -1,4 +1,6 @@
-"""Reading and changing a wrapped model from outside: state dicts, GatheredParameters, parameters at rest, copies."""
+"""Reading and changing a wrapped model from outside: state dicts, GatheredParameters, parameters at
+rest, copies.
+"""
 
 from __future__ import annotations
 
@@ -80,11 +82,14 @@ def train(model: nn.Module, rank: int, step: int, backward: Callable[..., Any]) 
     return loss
 
 
-# -- state_dict --------------------------------------------------------------------------------------------------------
+# -- state_dict
+# --------------------------------------------------------------------------------------------------------
 
 
 @on_stages_1_to_3
-@pytest.mark.parametrize("when", ["before training", "between forward and backward", "after a step"])
+@pytest.mark.parametrize(
+    "when", ["before training", "between forward and backward", "after a step"]
+)
 def test_state_dict_is_the_plain_one_on_every_rank(when: str, setting: Setting) -> None:
     plain, model = Plain(Model), seeded(Model)
     engine = engine_for(model, setting)
@@ -109,7 +114,9 @@ def test_a_state_dict_is_plain_tensors_that_belong_to_the_caller(setting: Settin
     state = model.state_dict()
     assert type(state) is OrderedDict and hasattr(state, "_metadata")
     assert {type(value) for value in state.values()} == {Tensor}
-    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()  # tied weights are saved once
+    assert (
+        state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+    )  # tied weights are saved once
     for name in seeded(Model).state_dict():
         if "norm" not in name and "seen" not in name:  # torch hands out live buffers too
             state[name].fill_(5.0)
@@ -117,7 +124,9 @@ def test_a_state_dict_is_plain_tensors_that_belong_to_the_caller(setting: Settin
 
 
 @on_stages_1_and_3
-def test_a_saved_state_dict_is_no_larger_than_the_plain_one_and_loads_into_a_plain_model(setting: Setting) -> None:
+def test_a_saved_state_dict_is_no_larger_than_the_plain_one_and_loads_into_a_plain_model(
+    setting: Setting,
+) -> None:
     model, plain = seeded(Model), seeded(Model, seed=8)
     _engine = engine_for(model, setting)
     mine, plains = io.BytesIO(), io.BytesIO()
@@ -144,11 +153,14 @@ def test_state_dict_of_a_part_a_prefix_and_keep_vars(setting: Setting) -> None:
     assert kept["blocks.0.up.weight"] is model.blocks[0].up.weight
 
 
-# -- load_state_dict ---------------------------------------------------------------------------------------------------
+# -- load_state_dict
+# ---------------------------------------------------------------------------------------------------
 
 
 def other_values() -> OrderedDict[str, Tensor]:
-    return OrderedDict((name, value.clone()) for name, value in seeded(Model, seed=99).state_dict().items())
+    return OrderedDict(
+        (name, value.clone()) for name, value in seeded(Model, seed=99).state_dict().items()
+    )
 
 
 @on_stages_1_to_3
@@ -172,7 +184,9 @@ def test_load_state_dict_reaches_weights_masters_and_buffers(setting: Setting) -
 def test_load_state_dict_of_a_part_and_with_assign(setting: Setting) -> None:
     model, plain = seeded(Model), seeded(Model)
     _engine = engine_for(model, setting)
-    part = OrderedDict((name[9:], value) for name, value in other_values().items() if name.startswith("blocks.2."))
+    part = OrderedDict(
+        (name[9:], value) for name, value in other_values().items() if name.startswith("blocks.2.")
+    )
     for target in (model, plain):
         target.blocks[2].load_state_dict(part)
     assert_same_state(model, plain)
@@ -189,7 +203,9 @@ def test_load_state_dict_tells_missing_unexpected_and_misshapen_entries(setting:
     state = other_values()
     del state["blocks.0.up.weight"]
     state["surprise"] = torch.ones(1)
-    with pytest.raises(RuntimeError, match=r"(?s)blocks.0.up.weight.*surprise|surprise.*blocks.0.up.weight"):
+    with pytest.raises(
+        RuntimeError, match=r"(?s)blocks.0.up.weight.*surprise|surprise.*blocks.0.up.weight"
+    ):
         model.load_state_dict(state)
     found = model.load_state_dict(state, strict=False)
     assert found.missing_keys == ["blocks.0.up.weight"] and found.unexpected_keys == ["surprise"]
@@ -201,15 +217,23 @@ def test_load_state_dict_tells_missing_unexpected_and_misshapen_entries(setting:
 def test_under_bf16_loaded_values_reach_the_masters(stage: int) -> None:
     """Without it the next step would bring the old values back."""
     model = seeded(Model)
-    engine = engine_for(model, Setting(stage), bf16={"enabled": True}, optimizer={"type": "SGD", "params": {"lr": 0.0}})
+    engine = engine_for(
+        model,
+        Setting(stage),
+        bf16={"enabled": True},
+        optimizer={"type": "SGD", "params": {"lr": 0.0}},
+    )
     model.load_state_dict(other_values())
     train(engine, here(), 0, engine.backward)
     engine.step()
     for name, value in seeded(Model, seed=99).named_parameters():
-        assert torch.equal(model.state_dict()[name].float(), value.to(model.state_dict()[name].dtype).float()), name
+        assert torch.equal(
+            model.state_dict()[name].float(), value.to(model.state_dict()[name].dtype).float()
+        ), name
 
 
-# -- whose values count ------------------------------------------------------------------------------------------------
+# -- whose values count
+# ------------------------------------------------------------------------------------------------
 
 
 @on_stages_1_to_3
@@ -276,7 +300,8 @@ def test_models_that_differ_between_ranks_are_an_error_on_every_rank(
     assert all(torch.isfinite(param).all() for param in model.parameters())  # nothing was touched
 
 
-# -- parameters at rest ------------------------------------------------------------------------------------------------
+# -- parameters at rest
+# ------------------------------------------------------------------------------------------------
 
 
 @on_stages_1_to_3
@@ -297,9 +322,15 @@ def test_parameters_tell_their_true_shapes_and_stay_the_same_objects(setting: Se
                 param.dtype,
                 param.ndim,
             )
-            assert (mine.numel(), mine.requires_grad, mine.is_leaf) == (param.numel(), param.requires_grad, True)
+            assert (mine.numel(), mine.requires_grad, mine.is_leaf) == (
+                param.numel(),
+                param.requires_grad,
+                True,
+            )
             assert mine.device == param.device and isinstance(repr(mine), str)
-        assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in plain.parameters())
+        assert sum(p.numel() for p in model.parameters()) == sum(
+            p.numel() for p in plain.parameters()
+        )
 
     check()
     train(engine, here(), 0, engine.backward)
@@ -346,14 +377,18 @@ def test_reading_a_parameter_at_rest_says_which_one_and_what_to_do(setting: Sett
         lambda: bool(model.blocks[0].scale > 0),
     ]
     for number, read in enumerate(readings):
-        with pytest.raises(ZeroError, match=r"(?s)blocks\.0\.(up\.weight|scale).*GatheredParameters") as caught:
+        with pytest.raises(
+            ZeroError, match=r"(?s)blocks\.0\.(up\.weight|scale).*GatheredParameters"
+        ) as caught:
             read()
         assert caught.value.fix, number
 
 
 @on_stages_1_to_3
 @pytest.mark.parametrize("make", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"])
-def test_copying_a_wrapped_model_says_to_use_its_state_dict(make: Callable[[nn.Module], Any], setting: Setting) -> None:
+def test_copying_a_wrapped_model_says_to_use_its_state_dict(
+    make: Callable[[nn.Module], Any], setting: Setting
+) -> None:
     model = seeded(Model)
     engine = engine_for(model, setting)
     for target in (model, engine, model.blocks[0]):
@@ -380,7 +415,9 @@ def test_copy_from_a_loader_writes_weights_and_masters(setting: Setting) -> None
 
 
 @on_stages_1_and_3
-def test_casting_and_moving_a_wrapped_model_says_what_to_do_or_changes_nothing(setting: Setting) -> None:
+def test_casting_and_moving_a_wrapped_model_says_what_to_do_or_changes_nothing(
+    setting: Setting,
+) -> None:
     model = seeded(Model)
     _engine = engine_for(model, setting)
     assert model.to("cpu") is model and model.float() is model and model.cpu() is model
@@ -394,7 +431,9 @@ def test_casting_and_moving_a_wrapped_model_says_what_to_do_or_changes_nothing(s
 
 
 @on_stages_1_and_3
-def test_a_parameter_added_after_wrapping_is_named_before_it_trains_unsynchronised(setting: Setting) -> None:
+def test_a_parameter_added_after_wrapping_is_named_before_it_trains_unsynchronised(
+    setting: Setting,
+) -> None:
     """PEFT and resize_token_embeddings belong before wrapping; afterwards they say so."""
     model = seeded(Model)
     engine = engine_for(model, setting)
@@ -416,12 +455,15 @@ def test_resizing_the_embedding_works_or_says_what_to_do(setting: Setting) -> No
         engine.step()
 
 
-# -- GatheredParameters ------------------------------------------------------------------------------------------------
+# -- GatheredParameters
+# ------------------------------------------------------------------------------------------------
 
 
 @on_stages_1_to_3
 @pytest.mark.parametrize("given", ["one", "list", "generator", "module", "dict values"])
-def test_gathered_parameters_are_whole_inside_the_block_and_at_rest_after(given: str, setting: Setting) -> None:
+def test_gathered_parameters_are_whole_inside_the_block_and_at_rest_after(
+    given: str, setting: Setting
+) -> None:
     model, plain = seeded(Model), seeded(Model)
     _engine = engine_for(model, setting)
     weight = model.blocks[0].up.weight
@@ -481,10 +523,16 @@ def test_what_another_rank_than_the_modifier_changes_is_dropped(setting: Setting
 
 @on_stages_1_to_3
 @pytest.mark.parametrize("changer", [0, 1])
-def test_a_change_without_a_modifier_rank_is_an_error_on_every_rank(changer: int, setting: Setting) -> None:
+def test_a_change_without_a_modifier_rank_is_an_error_on_every_rank(
+    changer: int, setting: Setting
+) -> None:
     model = seeded(Model)
     engine = engine_for(model, setting)
-    with pytest.raises(ZeroError, match="modifier_rank"), torch.no_grad(), Gathered(model.blocks[0].parameters()):
+    with (
+        pytest.raises(ZeroError, match="modifier_rank"),
+        torch.no_grad(),
+        Gathered(model.blocks[0].parameters()),
+    ):
         if here() == changer:
             model.blocks[0].up.weight.zero_()
     assert_same_state(model, seeded(Model))
@@ -528,7 +576,12 @@ def test_nested_blocks_disabled_blocks_and_foreign_parameters(setting: Setting) 
         assert torch.equal(weight, plain.blocks[0].up.weight)
         with torch.no_grad():
             weight.fill_(2.0)
-    with Gathered(weight, enabled=False), Gathered([]), Gathered([foreign]), Gathered([foreign], modifier_rank=1):
+    with (
+        Gathered(weight, enabled=False),
+        Gathered([]),
+        Gathered([foreign]),
+        Gathered([foreign], modifier_rank=1),
+    ):
         pass
     with torch.no_grad():
         plain.blocks[0].up.weight.fill_(2.0)
@@ -556,7 +609,10 @@ def test_gathering_between_forward_and_backward_disturbs_neither(setting: Settin
     tokens = batch(here(), 0)
     loss = F.cross_entropy(engine(tokens), tokens)
     with Gathered(model):
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.mine.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(model.parameters(), plain.mine.parameters(), strict=True)
+        )
     engine.backward(loss)
     engine.step()
     plain.update()
@@ -566,15 +622,23 @@ def test_gathering_between_forward_and_backward_disturbs_neither(setting: Settin
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_under_bf16_gathered_changes_reach_the_masters(stage: int) -> None:
     model = seeded(Model)
-    engine = engine_for(model, Setting(stage), bf16={"enabled": True}, optimizer={"type": "SGD", "params": {"lr": 0.0}})
+    engine = engine_for(
+        model,
+        Setting(stage),
+        bf16={"enabled": True},
+        optimizer={"type": "SGD", "params": {"lr": 0.0}},
+    )
     with Gathered([model.blocks[0].up.weight], modifier_rank=0), torch.no_grad():
         model.blocks[0].up.weight.fill_(0.5)
     train(engine, here(), 0, engine.backward)
     engine.step()
-    assert torch.equal(model.state_dict()["blocks.0.up.weight"].float(), torch.full((2 * WIDTH, WIDTH), 0.5))
+    assert torch.equal(
+        model.state_dict()["blocks.0.up.weight"].float(), torch.full((2 * WIDTH, WIDTH), 0.5)
+    )
 
 
-# -- external parameters -----------------------------------------------------------------------------------------------
+# -- external parameters
+# -----------------------------------------------------------------------------------------------
 
 
 class External(nn.Module):
@@ -593,7 +657,9 @@ class External(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         last, head = Block(), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([self.Reader([last.up, head]), self.Reader([head]), self.Reader([]), last])
+        self.blocks = nn.ModuleList(
+            [self.Reader([last.up, head]), self.Reader([head]), self.Reader([]), last]
+        )
         self.head = head
 
     def forward(self, x: Tensor) -> Tensor:
@@ -608,7 +674,9 @@ def test_announced_external_parameters_train(setting: Setting) -> None:
 
     def body(model: Any, rank: int, step: int, backward: Callable[..., Any]) -> Any:
         if isinstance(model, deepseek_zero.DeepSpeedEngine) and not announced:
-            deepseek_zero.zero.register_external_parameter(model.blocks[0], model.blocks[3].up.weight)
+            deepseek_zero.zero.register_external_parameter(
+                model.blocks[0], model.blocks[3].up.weight
+            )
             deepseek_zero.zero.register_external_parameter(model.blocks[0], model.head.weight)
             deepseek_zero.zero.register_external_parameter(model.blocks[1].up, model.head.weight)
             deepseek_zero.zero.register_external_parameter(model.blocks[2], model.head.weight)
@@ -629,13 +697,16 @@ def test_announcing_an_unwrapped_parameter_says_what_to_do() -> None:
         deepseek_zero.zero.unregister_external_parameter(model, model.embed.weight)
 
 
-# -- clipping and zeroing by torch's own functions ---------------------------------------------------------------------
+# -- clipping and zeroing by torch's own functions
+# ---------------------------------------------------------------------
 
 
 @on_stages_1_to_3
 def test_torchs_own_gradient_clipping_and_norm_see_the_whole_gradient(setting: Setting) -> None:
     plain, model = Plain(Model), seeded(Model)
-    zero = {key: value for key, value in setting.config()["zero_optimization"].items() if key != "stage"}
+    zero = {
+        key: value for key, value in setting.config()["zero_optimization"].items() if key != "stage"
+    }
     deepseek_zero.DeepSeekZeRO3(model, stage=setting.stage, zero_optimization=zero)
     optimizer = deepseek_zero.ZeroOptimizer(model.parameters(), lr=0.1, optimizer_type="sgd")
     for step in range(2):
@@ -645,7 +716,9 @@ def test_torchs_own_gradient_clipping_and_norm_see_the_whole_gradient(setting: S
                 mean = torch.stack([param.grad for param in params]).mean(dim=0)
                 for param in params:
                     param.grad = mean.clone()
-        expected = [nn.utils.clip_grad_norm_(each.parameters(), 0.05) for each in plain.copies][here()]
+        expected = [nn.utils.clip_grad_norm_(each.parameters(), 0.05) for each in plain.copies][
+            here()
+        ]
         for each in plain.optimizers:
             each.step()
             each.zero_grad()

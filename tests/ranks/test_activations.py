@@ -1,4 +1,5 @@
-"""Inputs of checkpoints parked on the host or a disk while units come and go: the bits of a run without.
+"""Inputs of checkpoints parked on the host or a disk while units come and go: the bits of a run
+without.
 
 The names say offload, so that whoever runs the tests of the tiers runs these too.
 """
@@ -56,7 +57,9 @@ class Net(Gpt):
         x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
         for block in self.blocks:
             self.storages.append(weakref.ref(x.untyped_storage()))
-            (x,) = self.run(lambda pair, rate, block=block: [F.dropout(block(pair[0]), rate)], (x, None), 0.1)
+            (x,) = self.run(
+                lambda pair, rate, block=block: [F.dropout(block(pair[0]), rate)], (x, None), 0.1
+            )
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
 
 
@@ -74,7 +77,11 @@ def section(place: str, folder: str | None = None) -> dict[str, Any]:
 def engine_of(place: str, stage: int = 3, zero: dict[str, Any] | None = None, **top: Any) -> Any:
     model = seeded(Net)
     model.run = straight if place == "none" else checkpointing.checkpoint
-    sharding = {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
+    sharding = {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": 0,
+    }
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES,
         "steps_per_print": None,
@@ -126,7 +133,10 @@ def test_offloaded_inputs_of_checkpoints_change_no_bit(
     transport: str,
     forwards: int,
 ) -> None:
-    top: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "bf16": {"enabled": dtype == "bf16"}}
+    top: dict[str, Any] = {
+        "gradient_accumulation_steps": accumulation,
+        "bf16": {"enabled": dtype == "bf16"},
+    }
     zero = offload(states, states=stage >= 1, weights=stage == 3)
     plain = engine_of("none", stage, zero, transport=transport, **top)
     assert not checkpointing.is_configured()
@@ -163,11 +173,20 @@ def test_the_slab_of_offloaded_inputs_is_as_large_as_predicted(place: str) -> No
     for step in range(3):
         train(engine, step)
     parking = parking_of(engine)
-    needed, sector = SAMPLES * 7 * 15 * 4, 4096  # one input is less than sixteen sectors, so it moves in sectors
+    needed, sector = (
+        SAMPLES * 7 * 15 * 4,
+        4096,
+    )  # one input is less than sixteen sectors, so it moves in sectors
     predicted = BLOCKS * -(-needed // sector) * sector
     assert parking.reserved_bytes == parking.memory.reserved_bytes == predicted
-    assert parking.peak_bytes == BLOCKS * needed and parking.unused_bytes == predicted - BLOCKS * needed
-    assert "activations: 60.0 KiB in one arena, 49.2 KiB used at most, gap 10.8 KiB" in engine.explain()
+    assert (
+        parking.peak_bytes == BLOCKS * needed
+        and parking.unused_bytes == predicted - BLOCKS * needed
+    )
+    assert (
+        "activations: 60.0 KiB in one arena, 49.2 KiB used at most, gap 10.8 KiB"
+        in engine.explain()
+    )
     engine.destroy()
 
 
@@ -193,7 +212,9 @@ def test_offloaded_inputs_survive_an_evaluation_and_a_forward_that_fails() -> No
 @pytest.mark.ranks(2)
 def test_what_configure_says_of_offload_holds_for_the_engines_of_the_process() -> None:
     expected = everything(engine_of("none"))
-    checkpointing.configure(None, {"activation_checkpointing": section("nvme")}, checkpoint_in_cpu=False)
+    checkpointing.configure(
+        None, {"activation_checkpointing": section("nvme")}, checkpoint_in_cpu=False
+    )
     engine = engine_of("none")
     engine.module.run = checkpointing.checkpoint
     assert all(map(torch.equal, everything(engine), expected))
@@ -209,11 +230,15 @@ def test_what_configure_says_of_offload_holds_for_the_engines_of_the_process() -
 
 
 @pytest.mark.ranks(2)
-def test_an_offload_directory_that_one_rank_cannot_make_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_an_offload_directory_that_one_rank_cannot_make_is_an_error_on_every_rank(
+    tmp_path: Path,
+) -> None:
     mine = tmp_path / f"rank{dist.get_rank()}" / "inside"
     if dist.get_rank() == 1:
         mine.parent.touch()
-    with pytest.raises(PeerError if dist.get_rank() == 0 else StorageError, match="Not a directory"):
+    with pytest.raises(
+        PeerError if dist.get_rank() == 0 else StorageError, match="Not a directory"
+    ):
         engine_of("none", activation_checkpointing=section("nvme", str(mine)))
     recompute.release(recompute.current())
 

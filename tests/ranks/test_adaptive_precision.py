@@ -1,4 +1,6 @@
-"""Precision "auto" promotes the unit whose gradient fp16 loses, alone, and takes it back when that is over."""
+"""Precision "auto" promotes the unit whose gradient fp16 loses, alone, and takes it back when that
+is over.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Fade(torch.autograd.Function):
 
 
 class Part(nn.Module):
-    """fade: what gradients inside are scaled by; those of its weights alone show it, and Adam undoes it."""
+    """fade: what gradients inside are scaled by; those of its weights alone show it, and Adam
+    undoes it.
+    """
 
     def __init__(self, *, is_curved: bool) -> None:
         super().__init__()
@@ -47,7 +51,9 @@ class Part(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(Fade.apply(x, 1 / self.fade))
-        return x + Fade.apply(self.down(torch.tanh(hidden) if self.is_curved else hidden), self.fade)
+        return x + Fade.apply(
+            self.down(torch.tanh(hidden) if self.is_curved else hidden), self.fade
+        )
 
 
 class Net(nn.Module):
@@ -96,11 +102,15 @@ def train(engine: Any, steps: int) -> list[float]:
 
 
 def switches(engine: Any) -> list[tuple[int, str, bool]]:
-    return [(each.step, each.unit, each.is_promoted) for each in engine.optimizer.fallback.decisions]
+    return [
+        (each.step, each.unit, each.is_promoted) for each in engine.optimizer.fallback.decisions
+    ]
 
 
 @pytest.mark.ranks(2)
-def test_a_layer_whose_gradient_fp16_loses_is_promoted_alone_and_the_loss_is_that_of_fp32(tmp_path: Path) -> None:
+def test_a_layer_whose_gradient_fp16_loses_is_promoted_alone_and_the_loss_is_that_of_fp32(
+    tmp_path: Path,
+) -> None:
     losses = {}
     for kind in KINDS:
         engine = start(kind, 3, 1e-6)
@@ -111,7 +121,10 @@ def test_a_layer_whose_gradient_fp16_loses_is_promoted_alone_and_the_loss_is_tha
             lifted = {name for name, dtype in dtypes.items() if dtype == torch.float32}
             assert lifted == {name for name in dtypes if name.startswith("parts.0.")}
             told = engine.explain()
-            assert "'parts.0' in fp32" in told and "100.0% of its gradient is below fp16's range" in told
+            assert (
+                "'parts.0' in fp32" in told
+                and "100.0% of its gradient is below fp16's range" in told
+            )
             assert engine.observer.record.promoted == 1
             engine.export(tmp_path / "whole")
             engine.load_weights(tmp_path / "whole")  # says nothing of precision

@@ -1,4 +1,6 @@
-"""Each place that states axes starts the same ranks: configuration, arguments, the launcher, both doors."""
+"""Each place that states axes starts the same ranks: configuration, arguments, the launcher, both
+doors.
+"""
 
 from __future__ import annotations
 
@@ -62,12 +64,25 @@ def everyone(value: Any) -> list[Any]:
 
 def mpu_of_tp() -> Any:
     rank = dist.get_rank()
-    return SimpleNamespace(get_model_parallel_world_size=lambda: 2, get_model_parallel_rank=lambda: rank)
+    return SimpleNamespace(
+        get_model_parallel_world_size=lambda: 2, get_model_parallel_rank=lambda: rank
+    )
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    "place", ["mesh", "config", "autotp", "tp_size", "mp_degree", "launcher", "tp_model_init", "mpu", "mesh_param"]
+    "place",
+    [
+        "mesh",
+        "config",
+        "autotp",
+        "tp_size",
+        "mp_degree",
+        "launcher",
+        "tp_model_init",
+        "mpu",
+        "mesh_param",
+    ],
 )
 def test_each_place_starts_the_same_ranks(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, config, given = Mlp(), dict(CONFIG), dict[str, Any]()
@@ -90,7 +105,11 @@ def test_each_place_starts_the_same_ranks(place: str, monkeypatch: pytest.Monkey
     elif place == "tp_model_init":
         tp_model_init(model, 2, None)
     engine = deepseek_zero.initialize(model=model, config=config, **given)[0]
-    assert (engine.mesh.tp, engine.mesh.data_size, engine.train_micro_batch_size_per_gpu()) == (2, 1, 4)
+    assert (engine.mesh.tp, engine.mesh.data_size, engine.train_micro_batch_size_per_gpu()) == (
+        2,
+        1,
+        4,
+    )
     assert (engine.config.mp_degree, engine.config.dp_degree, engine.autotp_size()) == (2, 1, 2)
     assert engine.mp_world_size == groups.get_tensor_model_parallel_world_size() == 2
     assert groups.get_data_parallel_world_size() == 1
@@ -142,7 +161,9 @@ def test_ranks_of_one_layer_that_were_given_different_batches_say_so() -> None:
 def test_a_model_in_slices_is_not_split_again() -> None:
     with deepseek_zero.zero.Init():
         model = Mlp()
-    with pytest.raises(NotBuiltError, match=r"built under zero\.Init is not split over mesh axis tp"):
+    with pytest.raises(
+        NotBuiltError, match=r"built under zero\.Init is not split over mesh axis tp"
+    ):
         deepseek_zero.initialize(model=model, config=CONFIG, mesh={"tp": 2})
 
 
@@ -164,7 +185,14 @@ def test_the_launchers_short_form_starts_whole_copies(tmp_path: Path) -> None:
     """In processes of their own, as a user starts them."""
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "deepseek_zero", "run", "--tp", "2", "train.py"]
-    environment = os.environ | {"PYTHONPATH": str(Path(deepseek_zero.__path__[0]).parent), "CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(deepseek_zero.__path__[0]).parent),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert ended.returncode == 0, ended.stderr
-    assert sorted(ended.stdout.split("\n"))[-2:] == [f"rank {rank} of 2: tp=2" for rank in range(2)], ended.stdout
+    assert sorted(ended.stdout.split("\n"))[-2:] == [
+        f"rank {rank} of 2: tp=2" for rank in range(2)
+    ], ended.stdout

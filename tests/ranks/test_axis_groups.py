@@ -1,4 +1,6 @@
-"""torch's groups of a mesh, for programs that communicate by themselves; an mpu of ranks that differ."""
+"""torch's groups of a mesh, for programs that communicate by themselves; an mpu of ranks that
+differ.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,20 @@ def test_groups_of_a_mesh_are_made_once_and_sum_over_their_ranks() -> None:
 def test_every_rank_hears_which_rank_an_mpu_has_elsewhere() -> None:
     rank = dist.get_rank()
     told = {"get_data_parallel_world_size": lambda: 2, "get_data_parallel_rank": lambda: 0}
-    with pytest.raises(UsageError, match=r"mpu= says that rank 1 is at data=0, and the mesh .* has it at data=1"):
-        deepseek_zero.initialize(model=torch.nn.Linear(2, 2), config={}, mpu=SimpleNamespace(**told))
+    with pytest.raises(
+        UsageError, match=r"mpu= says that rank 1 is at data=0, and the mesh .* has it at data=1"
+    ):
+        deepseek_zero.initialize(
+            model=torch.nn.Linear(2, 2), config={}, mpu=SimpleNamespace(**told)
+        )
     told["get_data_parallel_world_size"] = lambda: 2 + rank
     with pytest.raises(UsageError, match="the mpu of rank 1 tells data=3, that of rank 0 data=2"):
-        deepseek_zero.initialize(model=torch.nn.Linear(2, 2), config={}, mpu=SimpleNamespace(**told))
+        deepseek_zero.initialize(
+            model=torch.nn.Linear(2, 2), config={}, mpu=SimpleNamespace(**told)
+        )
     told |= {"get_data_parallel_world_size": lambda: 2, "get_data_parallel_rank": lambda: rank}
-    engine = deepseek_zero.initialize(model=torch.nn.Linear(2, 2), config={}, mpu=SimpleNamespace(**told))[0]
+    engine = deepseek_zero.initialize(
+        model=torch.nn.Linear(2, 2), config={}, mpu=SimpleNamespace(**told)
+    )[0]
     assert engine.data_parallel_group is dist.group.WORLD
     assert dist.get_process_group_ranks(engine.get_sequence_parallel_group()) == [rank]

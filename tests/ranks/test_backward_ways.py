@@ -1,7 +1,8 @@
 """Every way to reach backward gives the gradient of plain torch, once divided and once scaled.
 
-One table: ways x fp32, bf16, fp16 x accumulation 1 and 4 x stages 0 to 3.  The reference is the model of this file in
-fp32, unsharded, over every rank's data, with each micro-batch's loss divided by the accumulation.
+One table: ways x fp32, bf16, fp16 x accumulation 1 and 4 x stages 0 to 3.  The reference is the
+model of this file in fp32, unsharded, over every rank's data, with each micro-batch's loss divided
+by the accumulation.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from deepseek_zero.utils import safe_get_full_grad
 from tests.plain import here, world
 
 SCALE_POWER = 8
-PRECISIONS: dict[str, tuple[dict[str, Any], float]] = {  # with how far a gradient may be from fp32's, of its norm
+PRECISIONS: dict[
+    str, tuple[dict[str, Any], float]
+] = {  # with how far a gradient may be from fp32's, of its norm
     "fp32": ({}, 1e-5),
     "bf16": ({"bf16": {"enabled": True}}, 3e-2),
     "fp16": ({"fp16": {"enabled": True, "initial_scale_power": SCALE_POWER}}, 5e-3),
@@ -57,14 +60,19 @@ def config(stage: int, precision: str, accumulation: int = 1) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": accumulation,
         "steps_per_print": None,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},  # the weights stay, so that every way meets the same ones
+        "optimizer": {
+            "type": "SGD",
+            "params": {"lr": 0.0},
+        },  # the weights stay, so that every way meets the same ones
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         **PRECISIONS[precision][0],
     }
 
 
 def start(stage: int, precision: str, accumulation: int = 1, seed: int = 3) -> Any:
-    return deepseek_zero.initialize(model=net(seed), config=config(stage, precision, accumulation))[0]
+    return deepseek_zero.initialize(model=net(seed), config=config(stage, precision, accumulation))[
+        0
+    ]
 
 
 def one(out: Tensor) -> Tensor:
@@ -166,7 +174,9 @@ def by_module(engine: Any, x: Tensor, accumulation: int) -> None:
 WAYS = [value for name, value in list(globals().items()) if name.startswith("by_")]
 
 
-def plain_gradients(accumulation: int, loss: Callable[[nn.Module, Tensor], Tensor], seed: int = 3) -> dict[str, Tensor]:
+def plain_gradients(
+    accumulation: int, loss: Callable[[nn.Module, Tensor], Tensor], seed: int = 3
+) -> dict[str, Tensor]:
     model = net(seed)
     for micro, rank in itertools.product(range(accumulation), range(world())):
         (loss(model, data(micro, rank)) / accumulation / world()).backward()
@@ -181,23 +191,31 @@ def check(engine: Any, expected: dict[str, Tensor], precision: str, what: str) -
     """Step, and compare norm and gradients with what is expected; collective."""
     within, whole = PRECISIONS[precision][1], norm_of(expected)
     scale = engine.optimizer.loss_scale
-    found = {name: safe_get_full_grad(param) / scale for name, param in engine.module.named_parameters()}
+    found = {
+        name: safe_get_full_grad(param) / scale for name, param in engine.module.named_parameters()
+    }
     engine.optimizer.step()
     norm = engine.optimizer.last.norm
     assert norm == pytest.approx(whole, rel=within), f"{what}: norm {norm}, expected {whole}"
     for name, grad in expected.items():
         far = float((found[name] - grad).norm())
-        assert far <= within * whole, f"{what}: {name} is {far} from a gradient of {float(grad.norm())}"
+        assert far <= within * whole, (
+            f"{what}: {name} is {far} from a gradient of {float(grad.norm())}"
+        )
 
 
 on_stages_and_precisions = pytest.mark.parametrize(
-    ("stage", "precision"), list(itertools.product(range(4), PRECISIONS)), ids=lambda value: str(value)
+    ("stage", "precision"),
+    list(itertools.product(range(4), PRECISIONS)),
+    ids=lambda value: str(value),
 )
 
 
 @pytest.mark.ranks(2)
 @on_stages_and_precisions
-def test_every_way_to_backward_gives_the_gradient_of_plain_torch(stage: int, precision: str) -> None:
+def test_every_way_to_backward_gives_the_gradient_of_plain_torch(
+    stage: int, precision: str
+) -> None:
     for accumulation in (1, 4):
         expected = plain_gradients(accumulation, lambda model, x: both(model(x)))
         engine = start(stage, precision, accumulation)
@@ -233,7 +251,9 @@ def of_parts(model: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.ranks(2)
 @on_stages_and_precisions
-def test_parts_of_a_model_that_are_called_by_themselves_get_the_factor_too(stage: int, precision: str) -> None:
+def test_parts_of_a_model_that_are_called_by_themselves_get_the_factor_too(
+    stage: int, precision: str
+) -> None:
     for accumulation in (1, 4):
         torch.manual_seed(5)
         plain = Towers()
@@ -241,9 +261,15 @@ def test_parts_of_a_model_that_are_called_by_themselves_get_the_factor_too(stage
             (of_parts(plain, data(micro, rank)) / accumulation / world()).backward()
         expected = {name: param.grad for name, param in plain.named_parameters()}
         torch.manual_seed(5)
-        engine = deepseek_zero.initialize(model=Towers(), config=config(stage, precision, accumulation))[0]
+        engine = deepseek_zero.initialize(
+            model=Towers(), config=config(stage, precision, accumulation)
+        )[0]
         dtype = next(iter(engine.parameters())).dtype
-        for way in (Tensor.backward, engine.backward, lambda loss, e=engine: e.scale(loss).backward()):
+        for way in (
+            Tensor.backward,
+            engine.backward,
+            lambda loss, e=engine: e.scale(loss).backward(),
+        ):
             for micro in range(accumulation):
                 engine.set_gradient_accumulation_boundary(micro == accumulation - 1)
                 engine(data(9, here()))  # a forward of the whole model, which nothing is asked of
@@ -260,7 +286,9 @@ def test_an_input_gets_the_gradient_of_what_was_differentiated(stage: int, preci
     expected, within = x.grad, PRECISIONS[precision][1]
     engine = start(stage, precision, 4)
     batch = {"x": data(0, here()).requires_grad_()}
-    both(engine(**batch)).backward()  # as of plain torch: what this engine multiplies by stays inside it
+    both(
+        engine(**batch)
+    ).backward()  # as of plain torch: what this engine multiplies by stays inside it
     assert batch["x"].grad is not None
     assert float((batch["x"].grad - expected).norm()) <= within * float(expected.norm())
     engine.optimizer.zero_grad()
@@ -281,11 +309,16 @@ def penalty(model: Any, x: Tensor) -> Tensor:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_gradient_of_a_gradient_is_scaled_with_the_loss_or_refused(stage: int, precision: str) -> None:
+def test_a_gradient_of_a_gradient_is_scaled_with_the_loss_or_refused(
+    stage: int, precision: str
+) -> None:
     for accumulation in (1, 4):
         expected = plain_gradients(accumulation, penalty)
         engine = start(stage, precision, accumulation)
-        ways: list[Callable[[Tensor], Any]] = [engine.backward, lambda loss, e=engine: e.scale(loss).backward()]
+        ways: list[Callable[[Tensor], Any]] = [
+            engine.backward,
+            lambda loss, e=engine: e.scale(loss).backward(),
+        ]
         has_factor = accumulation > 1 or precision == "fp16"
         for number, way in enumerate([*ways, *([] if has_factor else [Tensor.backward])]):
             for micro in range(accumulation):
@@ -310,16 +343,22 @@ def test_a_loss_is_not_scaled_twice() -> None:
 
 @pytest.mark.ranks(2)
 @on_stages_and_precisions
-def test_a_loss_over_two_engines_gives_both_the_gradient_of_plain_torch(stage: int, precision: str) -> None:
+def test_a_loss_over_two_engines_gives_both_the_gradient_of_plain_torch(
+    stage: int, precision: str
+) -> None:
     def joint(first: Any, second: Any, x: Tensor) -> Tensor:
         made = first(x).float()
-        return both(second(made)) + other(second(x)) + one(made)  # side by side, and one behind the other
+        return (
+            both(second(made)) + other(second(x)) + one(made)
+        )  # side by side, and one behind the other
 
     for accumulation, partner in ((1, precision), (4, precision), (4, "fp32")):
         plain = [net(3), net(4)]
         for micro, rank in itertools.product(range(accumulation), range(world())):
             (joint(*plain, data(micro, rank)) / accumulation / world()).backward()
-        expected = [{name: param.grad for name, param in model.named_parameters()} for model in plain]
+        expected = [
+            {name: param.grad for name, param in model.named_parameters()} for model in plain
+        ]
         pair = [start(stage, precision, accumulation, 3), start(stage, partner, accumulation, 4)]
         ways: list[Callable[[Tensor], Any]] = [
             lambda loss: loss.backward(),
@@ -333,7 +372,12 @@ def test_a_loss_over_two_engines_gives_both_the_gradient_of_plain_torch(stage: i
                     engine.set_gradient_accumulation_boundary(micro == accumulation - 1)
                 way(joint(*pair, data(micro, here())))
             for engine, grads, loose in zip(pair, expected, (precision, "bf16"), strict=True):
-                check(engine, grads, max(precision, loose, key=lambda name: PRECISIONS[name][1]), f"way {number}")
+                check(
+                    engine,
+                    grads,
+                    max(precision, loose, key=lambda name: PRECISIONS[name][1]),
+                    f"way {number}",
+                )
 
 
 @pytest.mark.ranks(2)

@@ -1,8 +1,8 @@
 """The truth contract, bytes: what a step sends is what ZeRO says, counted twice and predicted once.
 
-Counted by the engine's own meter and, independently, by a dispatch mode that sees every c10d.send.  Psi is the padded
-number of elements.  Control rows (norms, late gradients, once the order of units) carry no state and are stated
-apart.
+Counted by the engine's own meter and, independently, by a dispatch mode that sees every c10d.send.
+Psi is the padded number of elements.  Control rows (norms, late gradients, once the order of units)
+carry no state and are stated apart.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ class SendCounter(TorchDispatchMode):
         super().__init__()
         self.sent_bytes = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function.name().startswith("c10d::"):
-            assert function.name() in ("c10d::send", "c10d::recv_"), f"{function.name()} is not counted"
+            assert function.name() in ("c10d::send", "c10d::recv_"), (
+                f"{function.name()} is not counted"
+            )
             if function.name() == "c10d::send":
                 self.sent_bytes += sum(tensor.nbytes for tensor in args[0])
         return function(*args, **(kwargs or {}))
@@ -72,10 +76,16 @@ def test_without_window_and_persistence_the_stages_send_2_2_g_plus_1_and_3g_time
     groups = engine.runtime.groups
     padded = sum(group.layout.padded_numel for group in groups)
     parameters = sum(parameter.numel() for parameter in engine.module.parameters())
-    assert parameters < padded < parameters + 1024 * ranks * len(groups), "padding: under 1,024 elements per slice"
-    rows = 8 * ranks * len(groups) * (ranks - 1)  # a table of norms: one float64 per group and slice
+    assert parameters < padded < parameters + 1024 * ranks * len(groups), (
+        "padding: under 1,024 elements per slice"
+    )
+    rows = (
+        8 * ranks * len(groups) * (ranks - 1)
+    )  # a table of norms: one float64 per group and slice
     rows += 8 * (ranks - 1)  # and whether a gradient came late
-    order = 8 * len(engine.runtime.units) * (ranks - 1)  # after the first step, rank 0's order of units: an int64 each
+    order = (
+        8 * len(engine.runtime.units) * (ranks - 1)
+    )  # after the first step, rank 0's order of units: an int64 each
     expected = TIMES[stage](accumulation) * 4 * padded // ranks * (ranks - 1)
     assert count_step(engine, run, 0) == (expected, rows + order)
     assert count_step(engine, run, 1) == (expected, rows)
@@ -88,7 +98,11 @@ AXES = {
     "dtype": ("fp32", "bf16"),
     "accumulation": (1, 2),
     "ranks": (2, 3),
-    "window": (0, 9000, ALL),  # elements: nothing, some units, every unit stays from forward to backward
+    "window": (
+        0,
+        9000,
+        ALL,
+    ),  # elements: nothing, some units, every unit stays from forward to backward
     "persistence": (0, 300),  # elements: norms, biases and one matrix stay whole
     "bucket": (2048, ALL),  # elements: several messages per reduction, one
     "overlap": (True, False),
@@ -98,15 +112,31 @@ AXES = {
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize(*cases(AXES))
 def test_otherwise_a_step_sends_what_plan_and_schedule_predict(
-    stage: int, dtype: str, accumulation: int, ranks: int, window: int, persistence: int, bucket: int, overlap: bool
+    stage: int,
+    dtype: str,
+    accumulation: int,
+    ranks: int,
+    window: int,
+    persistence: int,
+    bucket: int,
+    overlap: bool,
 ) -> None:
     run = over_gloo(
-        stage, dtype, accumulation, window, optimizer="adamw", persistence=persistence, bucket=bucket, overlap=overlap
+        stage,
+        dtype,
+        accumulation,
+        window,
+        optimizer="adamw",
+        persistence=persistence,
+        bucket=bucket,
+        overlap=overlap,
     )
     engine = start_engine(run, seeded())
     volume = predicted_volume(engine.runtime)
     assert count_step(engine, run, 0) == (volume.state_bytes, volume.rows + volume.first_step_rows)
-    assert predicted_volume(engine.runtime) == volume, "units are used in the order they are declared"
+    assert predicted_volume(engine.runtime) == volume, (
+        "units are used in the order they are declared"
+    )
     assert count_step(engine, run, 1) == (volume.state_bytes, volume.rows)
 
 
@@ -127,7 +157,9 @@ def test_frozen_parameters_are_gathered_and_never_reduced() -> None:
     for parameter in model.blocks[0].parameters():
         parameter.requires_grad_(False)
     engine = start_engine(over_gloo(3), model)
-    frozen = sum(group.layout.padded_numel for group in engine.runtime.groups if not group.trainable)
+    frozen = sum(
+        group.layout.padded_numel for group in engine.runtime.groups if not group.trainable
+    )
     padded = sum(group.layout.padded_numel for group in engine.runtime.groups)
     volume = predicted_volume(engine.runtime)
     assert (volume.gathers, volume.reduces) == (2 * 4 * padded // 2, 4 * (padded - frozen) // 2)

@@ -1,4 +1,6 @@
-"""Every slower way that a run takes is said: once in the log, and in explain(), with the ranks that take it."""
+"""Every slower way that a run takes is said: once in the log, and in explain(), with the ranks that
+take it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ def engine_on(path: Path, **more: Any) -> Any:
         **more,
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": offload},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "offload_optimizer": offload,
+        },
     }
     torch.manual_seed(0)
     return deepseek_zero.initialize(model=nn.Linear(8, 8), config=config)[0]
@@ -65,7 +71,11 @@ def test_a_rank_whose_file_system_refuses_direct_io_says_so(tmp_path: Path) -> N
     finally:
         logger.removeHandler(heard)
         logger.setLevel(level)
-    line = next(line.strip() for line in engines[0].explain().splitlines() if "through the page cache" in line)
+    line = next(
+        line.strip()
+        for line in engines[0].explain().splitlines()
+        if "through the page cache" in line
+    )
     assert line.endswith("[rank 1]"), line
     said = [text for text in heard.texts if "slower ways" in text]
     assert len(said) == (1 if rank == 0 else 0), "once, by the rank that speaks for all"
@@ -79,7 +89,10 @@ def transport_of(engine: Any) -> str:
 @pytest.mark.ranks(2)
 def test_how_ranks_talk_is_said_with_the_reason_of_a_slower_way(tmp_path: Path) -> None:
     assert transport_of(engine_on(tmp_path)) == "between ranks: shared memory"
-    assert transport_of(engine_on(tmp_path, transport="gloo")) == "between ranks: gloo, as the configuration says"
+    assert (
+        transport_of(engine_on(tmp_path, transport="gloo"))
+        == "between ranks: gloo, as the configuration says"
+    )
 
 
 @pytest.mark.ranks(2, fresh=True)
@@ -87,7 +100,9 @@ def test_ranks_of_a_host_that_may_not_connect_say_why_they_take_gloo(tmp_path: P
     def forbidden() -> Any:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    with patch.object(shared_memory, "_listen", forbidden if dist.get_rank() == 1 else shared_memory._listen):
+    with patch.object(
+        shared_memory, "_listen", forbidden if dist.get_rank() == 1 else shared_memory._listen
+    ):
         engine = engine_on(tmp_path)
     why = "ranks of this host cannot share memory: [Errno 1] Operation not permitted"
     assert transport_of(engine) == f"between ranks: gloo ({why})"

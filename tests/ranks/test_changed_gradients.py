@@ -1,6 +1,8 @@
-"""What a program makes of `.grad` between backward and step is what the step uses, as in unsharded torch.
+"""What a program makes of `.grad` between backward and step is what the step uses, as in unsharded
+torch.
 
-Every edit runs unchanged on the wrapped model and on a plain one whose `.grad` is the mean over all ranks' data.
+Every edit runs unchanged on the wrapped model and on a plain one whose `.grad` is the mean over all
+ranks' data.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ def param(model: nn.Module, name: str = INNER) -> nn.Parameter:
 
 
 def noise_like(value: Tensor, step: int) -> Tensor:
-    return torch.randn(value.shape, generator=torch.Generator().manual_seed(step)).to(value.dtype) * 0.01
+    return (
+        torch.randn(value.shape, generator=torch.Generator().manual_seed(step)).to(value.dtype)
+        * 0.01
+    )
 
 
 # -- edits: each takes the model and the number of the step
@@ -93,7 +98,9 @@ def out_of_place(model: nn.Module, step: int) -> None:
         grad = each.grad
         assert grad is not None
         scaled = 0.5 * grad.clone() - grad / 4 + grad.abs() * 0.1 + (1.0 - grad) * 1e-4
-        each.grad = torch.where(grad > 0, scaled, scaled + grad).float()  # continuous, as the runs differ in last bits
+        each.grad = torch.where(
+            grad > 0, scaled, scaled + grad
+        ).float()  # continuous, as the runs differ in last bits
 
 
 def masks(model: nn.Module, step: int) -> None:
@@ -217,7 +224,9 @@ def test_edits_hold_at_the_end_of_an_accumulation_and_with_states_elsewhere(stag
         for tier in ("cpu", "nvme"):
             run = ByEngine(stage, zero_optimization=offloaded(tier, stage))
             compare(edit, run, Plainly(), f"{edit.__name__}, {tier}")
-    compare(assign_none, ByHand(stage, **offloaded("cpu", stage)), Plainly(), "assign_none by hand, cpu")
+    compare(
+        assign_none, ByHand(stage, **offloaded("cpu", stage)), Plainly(), "assign_none by hand, cpu"
+    )
 
 
 # -- between micro-batches, before a backward, without one
@@ -225,7 +234,14 @@ def test_edits_hold_at_the_end_of_an_accumulation_and_with_states_elsewhere(stag
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_edits_between_micro_batches_count(stage: int) -> None:
-    edits: list[Edit] = [assign_a_tensor, none_then_a_tensor, assign_none, zero_all, multiply, assign_none_to_all]
+    edits: list[Edit] = [
+        assign_a_tensor,
+        none_then_a_tensor,
+        assign_none,
+        zero_all,
+        multiply,
+        assign_none_to_all,
+    ]
     for edit in edits:
         run, plain = ByEngine(stage, 2), Plainly(2)
         for step in range(STEPS):
@@ -278,7 +294,9 @@ def test_each_ranks_slice_of_what_it_assigned_counts_and_replicas_stay_equal(sta
             whole = param(run.model).grad.full_tensor()  # type: ignore[union-attr]
             param(run.model).grad = whole * (1 + dist.get_rank())
         run.step()
-    checksum = torch.stack([value.double().sum() for value in run.model.state_dict().values()]).reshape(1, -1)
+    checksum = torch.stack(
+        [value.double().sum() for value in run.model.state_dict().values()]
+    ).reshape(1, -1)
     both = [torch.empty_like(checksum) for _ in range(dist.get_world_size())]
     dist.all_gather(both, checksum)
     assert torch.equal(both[0], both[1])
@@ -292,7 +310,9 @@ def test_a_gradient_that_one_rank_alone_dropped_is_an_error_on_every_rank(stage:
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     if dist.get_rank() == 1:
         param(run.model).grad = None
-    with pytest.raises(ZeroError, match=r"(?s)which parameters have no gradient.*none.*blocks.1.up.weight"):
+    with pytest.raises(
+        ZeroError, match=r"(?s)which parameters have no gradient.*none.*blocks.1.up.weight"
+    ):
         run.step()
     for name, value in run.model.state_dict().items():
         assert torch.equal(value, before[name])
@@ -326,7 +346,9 @@ def test_what_cannot_act_on_a_sharded_gradient_says_so_by_name() -> None:
     for each in refused:
         with pytest.raises(ZeroError, match="full_tensor"):
             each()
-    with pytest.raises(ZeroError, match=r"blocks.1.up.weight.*head.weight|head.weight.*blocks.1.up.weight"):
+    with pytest.raises(
+        ZeroError, match=r"blocks.1.up.weight.*head.weight|head.weight.*blocks.1.up.weight"
+    ):
         grad.mul_(other)
     with pytest.raises(ZeroError, match="another parameter"):
         param(run.model, "blocks.2.up.weight").grad = grad
@@ -354,13 +376,17 @@ def test_under_16_bits_grad_is_as_held_and_assigned_values_reach_the_masters(sta
     ]
     for sections in formats:
         run = ByEngine(stage, **sections)
-        masters = {name: deepseek_zero.utils.safe_get_full_fp32_param(each) for name, each in named(run)}
+        masters = {
+            name: deepseek_zero.utils.safe_get_full_fp32_param(each) for name, each in named(run)
+        }
         reference = [nn.Parameter(value.clone()) for value in masters.values() if value is not None]
         optimizer = torch.optim.AdamW(reference, **ADAMW)
         for step in range(STEPS):
             run.backward(step, 0)
             shown = deepseek_zero.utils.safe_get_full_grad(param(run.model))
-            assert shown is not None and torch.equal(shown, param(run.model).grad.full_tensor().float())  # type: ignore[union-attr]
+            assert shown is not None and torch.equal(
+                shown, param(run.model).grad.full_tensor().float()
+            )  # type: ignore[union-attr]
             for (_name, each), plain in zip(named(run), reference, strict=True):
                 wanted = noise_like(plain.detach(), step)
                 each.grad = (wanted * loss_scale(run)).to(each.dtype)
@@ -379,7 +405,11 @@ def test_under_16_bits_grad_is_as_held_and_assigned_values_reach_the_masters(sta
             found = deepseek_zero.utils.safe_get_full_fp32_param(each)
             assert found is not None
             torch.testing.assert_close(
-                found, plain.detach(), rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+                found,
+                plain.detach(),
+                rtol=1e-5,
+                atol=1e-6,
+                msg=lambda text, name=name: f"{name}: {text}",
             )
         run.end()
 
@@ -414,7 +444,9 @@ def test_a_delayed_update_uses_the_gradient_as_it_was_changed() -> None:
         values = []
         for sharded in (True, False):
             run: Any = (
-                ByEngine(3, zero_optimization=offloaded("cpu", 3, delayed_update_after=0)) if sharded else Plainly()
+                ByEngine(3, zero_optimization=offloaded("cpu", 3, delayed_update_after=0))
+                if sharded
+                else Plainly()
             )
             owed: list[Tensor | None] | None = None
             for step in range(4):
@@ -423,8 +455,13 @@ def test_a_delayed_update_uses_the_gradient_as_it_was_changed() -> None:
                 if sharded:
                     run.step()
                     continue
-                made = [None if each.grad is None else each.grad.clone() for each in run.model.parameters()]
-                for each, grad in zip(run.model.parameters(), owed or [None] * len(made), strict=True):
+                made = [
+                    None if each.grad is None else each.grad.clone()
+                    for each in run.model.parameters()
+                ]
+                for each, grad in zip(
+                    run.model.parameters(), owed or [None] * len(made), strict=True
+                ):
                     each.grad = grad
                 run.step()
                 owed = made
@@ -439,7 +476,9 @@ def test_a_delayed_update_uses_the_gradient_as_it_was_changed() -> None:
 def drop_now_and_then(model: nn.Module, step: int) -> None:
     """After it three kinds of counters stand side by side in one unit."""
     param(model).grad = None if step != 1 else param(model).grad
-    param(model, "blocks.1.proj.weight").grad = None if step == 2 else param(model, "blocks.1.proj.weight").grad
+    param(model, "blocks.1.proj.weight").grad = (
+        None if step == 2 else param(model, "blocks.1.proj.weight").grad
+    )
 
 
 def values_of(run: Any) -> dict[str, Tensor]:

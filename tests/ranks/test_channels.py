@@ -1,4 +1,6 @@
-"""NCCL's groups, counted over gloo: shared by what builds, loads and trains a model, destroyed when nobody is left."""
+"""NCCL's groups, counted over gloo: shared by what builds, loads and trains a model, destroyed when
+nobody is left.
+"""
 
 from __future__ import annotations
 

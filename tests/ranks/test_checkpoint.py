@@ -50,13 +50,20 @@ def moments_of(engine: Any) -> dict[str, Tensor]:
     """First moments by parameter name, whole."""
     from deepseek_zero.utils import safe_get_full_optimizer_state
 
-    found = {name: safe_get_full_optimizer_state(param, "exp_avg") for name, param in engine.module.named_parameters()}
+    found = {
+        name: safe_get_full_optimizer_state(param, "exp_avg")
+        for name, param in engine.module.named_parameters()
+    }
     return {name: value for name, value in found.items() if value is not None}
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("stage", "top"), [(0, BF16), (1, {}), (3, FP16)], ids=["0-bf16", "1-fp32", "3-fp16"])
-def test_three_steps_and_three_after_a_load_are_six(tmp_path: Path, stage: int, top: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("stage", "top"), [(0, BF16), (1, {}), (3, FP16)], ids=["0-bf16", "1-fp32", "3-fp16"]
+)
+def test_three_steps_and_three_after_a_load_are_six(
+    tmp_path: Path, stage: int, top: dict[str, Any]
+) -> None:
     six = build(stage, **top)
     train(six, 0, 6)
     three = build(stage, **top)
@@ -69,7 +76,11 @@ def test_three_steps_and_three_after_a_load_are_six(tmp_path: Path, stage: int, 
     assert_same(six.module_state_dict(), resumed.module_state_dict())
     assert_same(moments_of(six), moments_of(resumed))
     assert six.get_lr() == resumed.get_lr()
-    assert (six.global_steps, six.global_samples) == (resumed.global_steps, resumed.global_samples) == (6, 6 * 4 * 2)
+    assert (
+        (six.global_steps, six.global_samples)
+        == (resumed.global_steps, resumed.global_samples)
+        == (6, 6 * 4 * 2)
+    )
     if resumed.fp16_enabled():
         assert six.parts.scaler.state_dict() == resumed.parts.scaler.state_dict()
 
@@ -97,7 +108,9 @@ def test_ranks_with_folders_of_their_own_save_parts_of_one_checkpoint(tmp_path: 
 
 
 @pytest.mark.ranks(2)
-def test_folders_of_their_own_are_refused_where_files_are_made_of_several_ranks(tmp_path: Path) -> None:
+def test_folders_of_their_own_are_refused_where_files_are_made_of_several_ranks(
+    tmp_path: Path,
+) -> None:
     engine = build(3, checkpoint={"layout": "deepspeed"})
     train(engine, 0, 1)
     with pytest.raises(CheckpointError, match="ranks save into different folders"):
@@ -164,8 +177,13 @@ def test_every_element_is_written_once(tmp_path: Path) -> None:
             for name, facts in manifest["parameters"].items():
                 if kind == "moment" and not facts["trained"]:
                     continue
-                ranges = sorted((c[3], c[4]) for c in manifest["chunks"] if c[:3] == [kind, name, key])
-                assert ranges[0][0] == 0 and ranges[-1][1] == torch.Size(facts["shape"]).numel(), (stage, name)
+                ranges = sorted(
+                    (c[3], c[4]) for c in manifest["chunks"] if c[:3] == [kind, name, key]
+                )
+                assert ranges[0][0] == 0 and ranges[-1][1] == torch.Size(facts["shape"]).numel(), (
+                    stage,
+                    name,
+                )
                 assert all(a[1] == b[0] for a, b in pairwise(ranges)), (stage, name)
         assert not any("scratch" in chunk[1] for chunk in manifest["chunks"])
 
@@ -182,7 +200,9 @@ def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_value_that_only_pickle_could_hold_is_named_on_every_rank_and_leaves_no_file(tmp_path: Path) -> None:
+def test_a_value_that_only_pickle_could_hold_is_named_on_every_rank_and_leaves_no_file(
+    tmp_path: Path,
+) -> None:
     engine = build(3)
     state = {"history": [1, {"model": nn.Linear(1, 1)}]} if here() == 1 else {"history": []}
     with pytest.raises(CheckpointError, match=r"client_state.history\[1\].model is a torch.nn"):
@@ -192,7 +212,9 @@ def test_a_value_that_only_pickle_could_hold_is_named_on_every_rank_and_leaves_n
 
 
 @pytest.mark.ranks(2)
-def test_a_write_that_fails_on_one_rank_fails_on_all_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+def test_a_write_that_fails_on_one_rank_fails_on_all_and_keeps_the_last_checkpoint(
+    tmp_path: Path,
+) -> None:
     engine = build(3)
     engine.save_checkpoint(tmp_path, tag="good")
     with pytest.MonkeyPatch.context() as patch:
@@ -219,7 +241,9 @@ def test_ranks_that_name_different_tags_are_told_or_refused(tmp_path: Path) -> N
     engine.save_checkpoint(tmp_path, tag=f"rank{here()}")
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["rank0"]
     strict = build(3, checkpoint={"tag_validation": "Fail"})
-    with pytest.raises(CheckpointError, match="rank 0 saves under tag 'rank0', rank 1 under 'rank1'"):
+    with pytest.raises(
+        CheckpointError, match="rank 0 saves under tag 'rank0', rank 1 under 'rank1'"
+    ):
         strict.save_checkpoint(tmp_path, tag=f"rank{here()}")
 
 
@@ -229,7 +253,8 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
     train(engine, 0, 1)
     engine.save_checkpoint(tmp_path)
     smaller = deepseek_zero.initialize(
-        model=nn.Sequential(nn.Linear(7, 33)), config={"zero_optimization": {"stage": 3}, "train_batch_size": 2}
+        model=nn.Sequential(nn.Linear(7, 33)),
+        config={"zero_optimization": {"stage": 3}, "train_batch_size": 2},
     )[0]
     before = smaller.module_state_dict()
     with pytest.raises(CheckpointError, match=r"lacks 0.weight, 0.bias and has read.weight"):
@@ -247,7 +272,9 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
 
 
 @pytest.mark.ranks(2)
-def test_no_checkpoint_is_none_and_a_missing_tag_an_error_that_lists_the_others(tmp_path: Path) -> None:
+def test_no_checkpoint_is_none_and_a_missing_tag_an_error_that_lists_the_others(
+    tmp_path: Path,
+) -> None:
     engine = build(3)
     assert engine.load_checkpoint(tmp_path) == (None, None)
     engine.save_checkpoint(tmp_path, tag="here", save_latest=False)
@@ -285,7 +312,9 @@ def test_the_consolidated_weights_are_on_rank_zero_and_in_the_file(tmp_path: Pat
     assert saver.save_fp16_model(tmp_path, "model.safetensors") is True
     from safetensors.torch import load_file
 
-    once = {name: value for name, value in whole.items() if name != "again.weight"}  # tied to write.weight
+    once = {
+        name: value for name, value in whole.items() if name != "again.weight"
+    }  # tied to write.weight
     assert_same(once, load_file(tmp_path / "model.safetensors"))
 
 
@@ -365,7 +394,11 @@ def test_a_step_makes_it_visible_and_what_went_wrong_is_raised_there(tmp_path: P
 
 @pytest.mark.ranks(2)
 def test_training_does_not_wait_for_the_removal_of_what_was_replaced(tmp_path: Path) -> None:
-    engine, may_go, remove = build(3, checkpoint={"keep_last": 1}), threading.Event(), files.remove_folder
+    engine, may_go, remove = (
+        build(3, checkpoint={"keep_last": 1}),
+        threading.Event(),
+        files.remove_folder,
+    )
 
     def late(path: Path) -> None:
         assert may_go.wait(60)
@@ -444,9 +477,15 @@ class Noisy(nn.Module):
 def test_random_numbers_and_the_data_go_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     def noisy() -> tuple[Any, Any]:
         torch.manual_seed(3)
-        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "steps_per_print": None}
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW"},
+            "steps_per_print": None,
+        }
         engine, _, loader, _ = deepseek_zero.initialize(
-            model=Noisy(), config=config, training_data=torch.randn(28, 6, generator=torch.Generator().manual_seed(1))
+            model=Noisy(),
+            config=config,
+            training_data=torch.randn(28, 6, generator=torch.Generator().manual_seed(1)),
         )
         return engine, loader
 
@@ -476,15 +515,23 @@ def test_random_numbers_and_the_data_go_on_in_the_middle_of_an_epoch(tmp_path: P
 def test_a_step_that_was_cut_by_a_save_is_taken_again_from_its_first_micro_batch(
     tmp_path: Path, saved_after: int, by_name: bool
 ) -> None:
-    """Also in a loader made by name, where it may begin in the epoch before: four micro-batches, a step has three."""
+    """Also in a loader made by name, where it may begin in the epoch before: four micro-batches, a
+    step has three.
+    """
 
     def start() -> tuple[Any, Iterator[Any]]:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 1))
-        words = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "steps_per_print": None}
+        words = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 3,
+            "steps_per_print": None,
+        }
         data = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
         words["optimizer"] = {"type": "AdamW"}
-        engine, _, loader, _ = deepseek_zero.initialize(model=model, config=words, training_data=data)
+        engine, _, loader, _ = deepseek_zero.initialize(
+            model=model, config=words, training_data=data
+        )
         if by_name:
             engine.training_dataloader = loader = engine.deepspeed_io(data)
             assert len(loader) == 4
@@ -502,14 +549,24 @@ def test_a_step_that_was_cut_by_a_save_is_taken_again_from_its_first_micro_batch
     resumed, _ = start()
     resumed.load_checkpoint(tmp_path)
     assert resumed.global_samples == resumed.global_steps * 12
-    take(resumed, iter(deepseek_zero.utils.RepeatingLoader(resumed.training_dataloader)), 9 - saved_after // 3 * 3)
-    assert (resumed.global_steps, resumed.global_samples) == (engine.global_steps, engine.global_samples) == (3, 36)
+    take(
+        resumed,
+        iter(deepseek_zero.utils.RepeatingLoader(resumed.training_dataloader)),
+        9 - saved_after // 3 * 3,
+    )
+    assert (
+        (resumed.global_steps, resumed.global_samples)
+        == (engine.global_steps, engine.global_samples)
+        == (3, 36)
+    )
     assert_same(engine.module_state_dict(), resumed.module_state_dict())
 
 
 @pytest.mark.ranks(3, fresh=True)
 def test_another_number_of_ranks_goes_on_with_the_next_sample(tmp_path: Path) -> None:
-    """Steps of six samples among 20: two ranks take one step, three the next two, one rank those of the next epoch."""
+    """Steps of six samples among 20: two ranks take one step, three the next two, one rank those of
+    the next epoch.
+    """
     rank, seen = dist.get_rank(), []
     for number, (ranks, micro, last) in enumerate([(2, 3, 1), (3, 1, 3), (1, 2, 6)]):
         dist.barrier()
@@ -517,9 +574,15 @@ def test_another_number_of_ranks_goes_on_with_the_next_sample(tmp_path: Path) ->
         if rank < ranks:
             store = dist.FileStore(str(tmp_path / f"store{number}"), ranks)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-            config = {"train_batch_size": 6, "train_micro_batch_size_per_gpu": micro, "optimizer": {"type": "SGD"}}
+            config = {
+                "train_batch_size": 6,
+                "train_micro_batch_size_per_gpu": micro,
+                "optimizer": {"type": "SGD"},
+            }
             data = torch.arange(20.0).view(20, 1)
-            engine, _, loader, _ = deepseek_zero.initialize(model=nn.Linear(1, 1), config=config, training_data=data)
+            engine, _, loader, _ = deepseek_zero.initialize(
+                model=nn.Linear(1, 1), config=config, training_data=data
+            )
             if number:
                 engine.load_checkpoint(tmp_path / str(number - 1))
             batches = iter(deepseek_zero.utils.RepeatingLoader(loader))
@@ -535,7 +598,10 @@ def test_another_number_of_ranks_goes_on_with_the_next_sample(tmp_path: Path) ->
         if rank < ranks:
             dist.destroy_process_group()
         dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-    orders = [torch.randperm(20, generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in range(2)]
+    orders = [
+        torch.randperm(20, generator=torch.Generator().manual_seed(epoch)).tolist()
+        for epoch in range(2)
+    ]
     if rank == 0:
         assert seen == [*orders[0], *orders[0][:4], *orders[1][:12]]
 
@@ -544,7 +610,14 @@ def test_another_number_of_ranks_goes_on_with_the_next_sample(tmp_path: Path) ->
 def test_four_ranks_three_one_and_two_have_the_same_bits(tmp_path: Path) -> None:
     rank, walk = (
         dist.get_rank(),
-        [(4, 3, "none"), (3, 3, "nvme"), (1, 3, "cpu"), (2, 1, "none"), (3, 0, "none"), (2, 2, "cpu")],
+        [
+            (4, 3, "none"),
+            (3, 3, "nvme"),
+            (1, 3, "cpu"),
+            (2, 1, "none"),
+            (3, 0, "none"),
+            (2, 2, "cpu"),
+        ],
     )
     for number, (ranks, stage, tier) in enumerate(walk):
         dist.barrier()
@@ -552,9 +625,19 @@ def test_four_ranks_three_one_and_two_have_the_same_bits(tmp_path: Path) -> None
         if rank < ranks:
             store = dist.FileStore(str(tmp_path / f"store{number}"), ranks)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-            places = {"none": {}, "nvme": offload("nvme"), "cpu": offload("cpu", weights=stage == 3)}[tier]
+            places = {
+                "none": {},
+                "nvme": offload("nvme"),
+                "cpu": offload("cpu", weights=stage == 3),
+            }[tier]
             engine = build(
-                stage, **BF16, zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0, **places}
+                stage,
+                **BF16,
+                zero_optimization={
+                    "stage": stage,
+                    "stage3_param_persistence_threshold": 0,
+                    **places,
+                },
             )
             if number:
                 engine.load_checkpoint(tmp_path / str(number - 1))
@@ -581,15 +664,24 @@ def _everyone(folder: Path, rank: int, number: int) -> None:
 
 @pytest.mark.ranks(1)
 def test_moments_on_a_disk_that_a_program_has_read_are_saved(tmp_path: Path) -> None:
-    """Weights and biases are in groups of their own, so their shards alternate in what the disk moves at once."""
+    """Weights and biases are in groups of their own, so their shards alternate in what the disk
+    moves at once.
+    """
 
     def build_groups(places: dict[str, Any]) -> Any:
         torch.manual_seed(3)
         model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
-        groups = [{"params": [layer.weight for layer in model]}, {"params": [layer.bias for layer in model]}]
+        groups = [
+            {"params": [layer.weight for layer in model]},
+            {"params": [layer.bias for layer in model]},
+        ]
         zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **places}
         optimizer = torch.optim.AdamW(groups, lr=0.01)
-        top = {"train_micro_batch_size_per_gpu": 2, "steps_per_print": None, "zero_optimization": zero}
+        top = {
+            "train_micro_batch_size_per_gpu": 2,
+            "steps_per_print": None,
+            "zero_optimization": zero,
+        }
         return deepseek_zero.initialize(model=model, optimizer=optimizer, config=top)[0]
 
     engine = build_groups(offload("nvme"))
@@ -609,13 +701,19 @@ def test_moments_on_a_disk_that_a_program_has_read_are_saved(tmp_path: Path) -> 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "another's", "manifest", "disk"])
-def test_a_damaged_checkpoint_is_refused_and_the_run_goes_on_as_it_was(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_refused_and_the_run_goes_on_as_it_was(
+    tmp_path: Path, damage: str
+) -> None:
     engine = build(3, **BF16)
     train(engine, 0, 1)
     engine.save_checkpoint(tmp_path, tag="older")
     train(engine, 1, 2)
     engine.save_checkpoint(tmp_path, tag="newer")
-    expected, moments, random_state = engine.module_state_dict(), moments_of(engine), torch.get_rng_state()
+    expected, moments, random_state = (
+        engine.module_state_dict(),
+        moments_of(engine),
+        torch.get_rng_state(),
+    )
     path = tmp_path / "newer" / "rank_00001.safetensors"
     if here() == 0:
         whole = path.read_bytes()
@@ -653,20 +751,31 @@ def test_a_damaged_checkpoint_is_refused_and_the_run_goes_on_as_it_was(tmp_path:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("kind", ["weight", "moment"])
-def test_a_damaged_checkpoint_is_refused_by_a_run_that_begins(tmp_path: Path, stage: int, kind: str) -> None:
-    """Its moments are compared as they come into memory of their own, its weights before they replace others."""
+def test_a_damaged_checkpoint_is_refused_by_a_run_that_begins(
+    tmp_path: Path, stage: int, kind: str
+) -> None:
+    """Its moments are compared as they come into memory of their own, its weights before they
+    replace others.
+    """
     saved = build(stage, **BF16)
     train(saved, 0, 1)
     saved.save_checkpoint(tmp_path, tag="whole")
     saved.save_checkpoint(tmp_path, tag="flipped")
     path = tmp_path / "flipped" / "rank_00001.safetensors"
     if here() == 0:
-        place = next(place for name, place in read_header(path).locations.items() if name.startswith(f"{kind}|"))
+        place = next(
+            place
+            for name, place in read_header(path).locations.items()
+            if name.startswith(f"{kind}|")
+        )
         flip(path, place.start)
     dist.barrier()
     begun = build(stage, **BF16)
     expected = begun.module_state_dict()
-    with pytest.raises(CheckpointError, match=rf"rank_00001.safetensors, '.*': {kind}.* differs from what was saved"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"rank_00001.safetensors, '.*': {kind}.* differs from what was saved",
+    ):
         begun.load_checkpoint(tmp_path, tag="flipped")
     assert_same(expected, begun.module_state_dict())
     assert not moments_of(begun)
@@ -691,15 +800,23 @@ def test_moments_are_read_once_where_they_replace_none_and_over_the_old_ones_els
     saved.save_checkpoint(tmp_path)
     begun = build(3)
     begun.load_checkpoint(tmp_path)
-    places = {id(param): state["exp_avg"].data_ptr() for param, state in begun.optimizer.inner.state.items()}
+    places = {
+        id(param): state["exp_avg"].data_ptr()
+        for param, state in begun.optimizer.inner.state.items()
+    }
     begun.load_checkpoint(tmp_path)
     assert left_out == ["moment", ""]
-    assert places == {id(param): state["exp_avg"].data_ptr() for param, state in begun.optimizer.inner.state.items()}
+    assert places == {
+        id(param): state["exp_avg"].data_ptr()
+        for param, state in begun.optimizer.inner.state.items()
+    }
     assert_same(moments_of(saved), moments_of(begun))
 
 
 @pytest.mark.ranks(2)
-def test_two_jobs_do_not_write_into_one_checkpoint_and_leftovers_are_no_obstacle(tmp_path: Path) -> None:
+def test_two_jobs_do_not_write_into_one_checkpoint_and_leftovers_are_no_obstacle(
+    tmp_path: Path,
+) -> None:
     engine = build(3)
     hidden = tmp_path / ".one.saving"
     if here() == 0:

@@ -1,5 +1,6 @@
-"""Codecs on the wire, through the engine's door: N ranks that send codes have the bits of one process that rounds the
-same tensors through the same codes, at every stage, over every transport; and a step sends the bytes of the formula.
+"""Codecs on the wire, through the engine's door: N ranks that send codes have the bits of one
+process that rounds the same tensors through the same codes, at every stage, over every transport;
+and a step sends the bytes of the formula.
 """
 
 from __future__ import annotations
@@ -40,7 +41,12 @@ CODES: dict[str, tuple[Blocks | None, Blocks | None]] = {
 
 
 def start(
-    run: Run, codes: str, model: nn.Module | None = None, hpz: int = 1, inside_bits: int = 16, **keys: Any
+    run: Run,
+    codes: str,
+    model: nn.Module | None = None,
+    hpz: int = 1,
+    inside_bits: int = 16,
+    **keys: Any,
 ) -> Any:
     """The engine of a run whose weights and gradients are coded.  keys: of the configuration."""
     weights, gradients = CODES[codes]
@@ -54,7 +60,9 @@ def start(
         else {},
         "min_numel": 0,
     }
-    optimizer = OPTIMIZERS[run.optimizer]([each for each in model.parameters() if each.requires_grad])
+    optimizer = OPTIMIZERS[run.optimizer](
+        [each for each in model.parameters() if each.requires_grad]
+    )
     return deepseek_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
@@ -87,7 +95,9 @@ class Flat:
 def flats_of(engine: Any) -> list[Flat]:
     """The coded buffers, as the engine lays them out; exactly the matrices must be in them."""
     found = coded_flats(engine)
-    matrices = {name for name, parameter in engine.module.named_parameters() if len(parameter.shape) > 1}
+    matrices = {
+        name for name, parameter in engine.module.named_parameters() if len(parameter.shape) > 1
+    }
     assert {name for flat in found for name in flat.places} == matrices
     return found
 
@@ -95,12 +105,17 @@ def flats_of(engine: Any) -> list[Flat]:
 def coded_flats(engine: Any) -> list[Flat]:
     """The coded buffers, as the engine lays them out."""
     layouts = [group.layout for group in engine.runtime.groups if group.planned.key.is_coded]
-    return [Flat({slot.name: slot.start for slot in layout.slots}, layout.padded_numel) for layout in layouts]
+    return [
+        Flat({slot.name: slot.start for slot in layout.slots}, layout.padded_numel)
+        for layout in layouts
+    ]
 
 
 @dataclass
 class Rounding(Reference):
-    """The reference that rounds weights on their way into a micro-batch, and each rank's summands, through codes."""
+    """The reference that rounds weights on their way into a micro-batch, and each rank's summands,
+    through codes.
+    """
 
     flats: Sequence[Flat] = ()
     codes: tuple[Blocks | None, Blocks | None] = (None, None)
@@ -155,7 +170,9 @@ class Rounding(Reference):
             flat.through(codec, held)
         return [held[name] for name in self.names]
 
-    def gradients(self, batches: Sequence[Sequence[Batch]]) -> tuple[list[list[Tensor]], list[Tensor]]:
+    def gradients(
+        self, batches: Sequence[Sequence[Batch]]
+    ) -> tuple[list[list[Tensor]], list[Tensor]]:
         if not self.adds_first:
             return super().gradients(batches)
         losses, summands = [], []
@@ -167,14 +184,17 @@ class Rounding(Reference):
                 for total, grad in zip(totals, grads, strict=True):
                     total.add_(grad)
             summands.append(self.sent(totals))
-        return losses, [self._mean(list(each)).to(self.grad_dtype) for each in zip(*summands, strict=True)]
+        return losses, [
+            self._mean(list(each)).to(self.grad_dtype) for each in zip(*summands, strict=True)
+        ]
 
 
 def formula(engine: Any, run: Run, codes: str) -> float:
-    """What a rank sends in a step without a window: f P times bytes per element, codes with a scale for each block.
+    """What a rank sends in a step without a window: f P times bytes per element, codes with a scale
+    for each block.
 
-    Weights that rest on a tier are loaded once where they are used as forward ends and again as backward begins: those
-    of the last block, and of the model itself, around it.
+    Weights that rest on a tier are loaded once where they are used as forward ends and again as
+    backward begins: those of the last block, and of the model itself, around it.
     """
     weights, gradients = CODES[codes]
     at_turn = () if run.tier == "none" else ("blocks.2.", "tokens.", "places.", "norm.", "head.")
@@ -184,7 +204,9 @@ def formula(engine: Any, run: Run, codes: str) -> float:
         kept = group.plan.grad.dtype.itemsize if run.stage < 2 else own
         is_coded = len(group.layout.slots[0].shape) > 1
         gathered = weights.bits / 8 + 4 / weights.block if weights is not None and is_coded else own
-        reduced = gradients.bits / 8 + 4 / gradients.block if gradients is not None and is_coded else kept
+        reduced = (
+            gradients.bits / 8 + 4 / gradients.block if gradients is not None and is_coded else kept
+        )
         times = run.accumulation if run.stage > 1 else 1
         loads = 1 if group.layout.slots[0].name.startswith(at_turn) else 2  # of a micro-batch
         whole = {0: kept, 1: gathered, 2: gathered, 3: loads * times * gathered}[run.stage]
@@ -218,7 +240,17 @@ def test_training_has_the_bits_of_one_process_that_rounds_the_same_tensors(
     transport: str,
     tier: str,
 ) -> None:
-    run = Run(stage, dtype, accumulation, window, 0.3, "adamw", transport=transport, tier=tier, bucket=bucket)
+    run = Run(
+        stage,
+        dtype,
+        accumulation,
+        window,
+        0.3,
+        "adamw",
+        transport=transport,
+        tier=tier,
+        bucket=bucket,
+    )
     engine = start(run, codes)
     weights, gradients = CODES[codes] if stage > 0 else (None, CODES[codes][1])
     flats = flats_of(engine) if weights or gradients else []
@@ -246,26 +278,40 @@ def test_training_has_the_bits_of_one_process_that_rounds_the_same_tensors(
             assert meter.total_bytes() == volume.state_bytes + volume.rows
             if not window:
                 assert volume.state_bytes == formula(engine, run, codes)
-        everyone = [[batch_of(step, micro, rank) for micro in range(accumulation)] for rank in range(ranks)]
+        everyone = [
+            [batch_of(step, micro, rank) for micro in range(accumulation)] for rank in range(ranks)
+        ]
         expected, _ = reference.step(everyone, engine.get_global_grad_norm())
-        assert all(map(torch.equal, losses, expected[dist.get_rank()])), f"losses differ in step {step}"
-        assert_same_bits(dict(engine.module.state_dict()), reference.values(), f"weights after step {step}")
+        assert all(map(torch.equal, losses, expected[dist.get_rank()])), (
+            f"losses differ in step {step}"
+        )
+        assert_same_bits(
+            dict(engine.module.state_dict()), reference.values(), f"weights after step {step}"
+        )
     masters = dict(zip(reference.values(), reference.masters, strict=True))
     assert_same_bits(masters_of(engine), masters, "masters")
     report = engine.memory_report()
     assert report.measured_total <= report.predicted_total
-    if stage < 3:  # there buffers are lent later than the schedule says: summands, and messages of offloaded slices
+    if (
+        stage < 3
+        # There buffers are lent later than the schedule says: summands, and messages of offloaded
+        # slices
+    ):
         assert report.measured_total == report.predicted_total
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("codes", ["int4 gradients", "int8 both, small blocks"])
-def test_an_overflow_on_one_rank_skips_the_step_on_all_and_stages_and_transports_agree(codes: str) -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_stages_and_transports_agree(
+    codes: str,
+) -> None:
     def train(stage: int, transport: str) -> tuple[list[float], dict[str, Tensor], int]:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(40, 50), nn.Tanh(), nn.Linear(50, 30))
         fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
-        engine = start(Run(stage, transport=transport, optimizer="adamw"), codes, model, fp16=fp16, bf16={})
+        engine = start(
+            Run(stage, transport=transport, optimizer="adamw"), codes, model, fp16=fp16, bf16={}
+        )
         losses = []
         for step in range(4):
             x = torch.linspace(-1, 1, 80).view(2, 40) * (1 + step + dist.get_rank())
@@ -276,7 +322,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_stages_and_transports
         return losses, masters_of(engine), engine.skipped_steps
 
     stages = (0, 1, 2, 3) if codes == "int4 gradients" else (2,)
-    (losses, masters, skipped), *others = [train(stage, way) for stage in stages for way in ("fastest", "gloo")]
+    (losses, masters, skipped), *others = [
+        train(stage, way) for stage in stages for way in ("fastest", "gloo")
+    ]
     assert skipped == 1 and all(map(torch.isfinite, map(torch.tensor, losses)))
     for found, values, count in others:
         assert (found, count) == (losses, 1)
@@ -302,11 +350,15 @@ def test_whoever_reads_weights_outside_a_forward_gets_exact_ones_and_frozen_ones
     loss = engine(batch.tokens, batch.targets)
     assert torch.equal(loss, plain(batch.tokens, batch.targets))
     assert not torch.equal(held["head.weight"], exact["head.weight"])
-    assert_same_bits(dict(engine.module.state_dict()), exact, "a state dict between forward and backward")
+    assert_same_bits(
+        dict(engine.module.state_dict()), exact, "a state dict between forward and backward"
+    )
     engine.backward(loss)
     masters = masters_of(engine)
     frozen = engine.module.blocks[1].up.weight
-    with deepseek_zero.zero.GatheredParameters([frozen, engine.module.head.weight], modifier_rank=0):
+    with deepseek_zero.zero.GatheredParameters(
+        [frozen, engine.module.head.weight], modifier_rank=0
+    ):
         assert torch.equal(frozen, exact["blocks.1.up.weight"])
         if dist.get_rank() == 0:
             frozen.data[0, 0] = exact["blocks.1.up.weight"][0, 0] = 5.0
@@ -331,7 +383,9 @@ def test_a_second_copy_holds_decoded_weights_and_changes_no_bit() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_small_units_and_models_of_vectors_are_sent_as_they_are_and_explain_says_what_codes_save() -> None:
+def test_small_units_and_models_of_vectors_are_sent_as_they_are_and_explain_says_what_codes_save() -> (
+    None
+):
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
@@ -343,7 +397,9 @@ def test_small_units_and_models_of_vectors_are_sent_as_they_are_and_explain_says
         },
     }
     engine = deepseek_zero.initialize(model=seeded(), config=config)[0]
-    assert not any(group.planned.is_coded for group in engine.runtime.groups), "every unit is below min_numel"
+    assert not any(group.planned.is_coded for group in engine.runtime.groups), (
+        "every unit is below min_numel"
+    )
     assert "codes on the wire" not in engine.explain()
     engine = deepseek_zero.initialize(model=nn.LayerNorm(5), config=config)[0]
     assert not any(group.planned.is_coded for group in engine.runtime.groups)
@@ -353,12 +409,16 @@ def test_small_units_and_models_of_vectors_are_sent_as_they_are_and_explain_says
     plan = engine.runtime.plan
     saved = plan.uncoded().volume().state_bytes / plan.volume().state_bytes
     assert saved > 2 and f"({saved:.2f} x less)" in engine.explain()
-    assert deepseek_zero.plan(seeded(Gpt, width=30), config, ranks=2, rank=0).volume() == plan.volume()
+    assert (
+        deepseek_zero.plan(seeded(Gpt, width=30), config, ranks=2, rank=0).volume() == plan.volume()
+    )
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_weight_that_follows_by_differences_is_saved_and_goes_on_bit_by_bit(dtype: str, tmp_path: Path) -> None:
+def test_a_weight_that_follows_by_differences_is_saved_and_goes_on_bit_by_bit(
+    dtype: str, tmp_path: Path
+) -> None:
     run = Run(2, dtype, optimizer="adamw")
     engine = start(run, "int4 both")
     for step in range(2):
@@ -366,7 +426,9 @@ def test_a_weight_that_follows_by_differences_is_saved_and_goes_on_bit_by_bit(dt
     engine.save_checkpoint(tmp_path, tag="two")
     kept = dict(engine.module.state_dict())
     casts = {name: master.to(kept[name].dtype) for name, master in masters_of(engine).items()}
-    assert not torch.equal(casts["head.weight"], kept["head.weight"]), "codes have left out something"
+    assert not torch.equal(casts["head.weight"], kept["head.weight"]), (
+        "codes have left out something"
+    )
     expected = [train_step(engine, run, step) for step in (2, 3)]
     masters = masters_of(engine)
 
@@ -377,12 +439,19 @@ def test_a_weight_that_follows_by_differences_is_saved_and_goes_on_bit_by_bit(dt
         assert all(map(torch.equal, train_step(other, run, step), losses))
     assert_same_bits(masters_of(other), masters, "masters")
 
-    exact = start(Run(3, dtype, optimizer="adamw"), "int4 gradients")  # has no use for the copy that was saved
+    exact = start(
+        Run(3, dtype, optimizer="adamw"), "int4 gradients"
+    )  # has no use for the copy that was saved
     exact.load_checkpoint(tmp_path, tag="two")
-    assert torch.equal(exact.module.state_dict()["head.weight"], casts["head.weight"]) or dtype == "bf16"
+    assert (
+        torch.equal(exact.module.state_dict()["head.weight"], casts["head.weight"])
+        or dtype == "bf16"
+    )
     exact.save_checkpoint(tmp_path, tag="exact")
     other.load_checkpoint(tmp_path, tag="exact")
-    assert_same_bits(dict(other.module.state_dict()), dict(exact.module.state_dict()), "weights of a plain run")
+    assert_same_bits(
+        dict(other.module.state_dict()), dict(exact.module.state_dict()), "weights of a plain run"
+    )
 
 
 @pytest.mark.ranks(2)
@@ -399,7 +468,9 @@ def test_what_a_program_writes_into_weights_that_follow_by_differences_is_there_
     kept["head.weight"][0, 0] = masters["head.weight"][0, 0] = 3.0
     assert_same_bits(dict(engine.module.state_dict()), kept, "weights")
     assert_same_bits(masters_of(engine), masters, "masters")
-    deepseek_zero.utils.safe_set_full_fp32_param(weight, torch.full_like(weight, 0.1, dtype=torch.float32))
+    deepseek_zero.utils.safe_set_full_fp32_param(
+        weight, torch.full_like(weight, 0.1, dtype=torch.float32)
+    )
     assert torch.equal(weight, torch.full_like(weight, 0.1))
 
 
@@ -408,10 +479,15 @@ def test_what_codes_cannot_keep_is_refused() -> None:
         start(Run(3), "int4 both")
     with pytest.raises(UsageError, match=r"inside_bits is 8, and gradients travel as they are"):
         compression_of(
-            resolve(load({"zero_optimization": {"compression": {"gradients": {"inside_bits": 8}}}}), Facts())
+            resolve(
+                load({"zero_optimization": {"compression": {"gradients": {"inside_bits": 8}}}}),
+                Facts(),
+            )
         )
     open_bits = {"auto": True, "gradients": {"error_feedback": "bf16"}}
-    with pytest.raises(UsageError, match=r"leaves the bits of gradients open beside error feedback"):
+    with pytest.raises(
+        UsageError, match=r"leaves the bits of gradients open beside error feedback"
+    ):
         compression_of(resolve(load({"zero_optimization": {"compression": open_bits}}), Facts()))
     with pytest.raises(UsageError, match=r"bf16 has no master"):
         start(Run(1, "bf16", master="none"), "int8 weights")
@@ -419,22 +495,31 @@ def test_what_codes_cannot_keep_is_refused() -> None:
 
 @dataclass
 class RoundingHosts(Rounding):
-    """The reference whose hosts add up summands, exact or through `inside`, and send each other their sums as codes."""
+    """The reference whose hosts add up summands, exact or through `inside`, and send each other
+    their sums as codes.
+    """
 
     inside: Blocks | None = None
 
     def sent(self, grads: list[Tensor]) -> list[Tensor]:
         return grads if self.inside is None else self.rounded(self.inside, grads)
 
-    def gradients(self, batches: Sequence[Sequence[Batch]]) -> tuple[list[list[Tensor]], list[Tensor]]:
+    def gradients(
+        self, batches: Sequence[Sequence[Batch]]
+    ) -> tuple[list[list[Tensor]], list[Tensor]]:
         runs = [self.micro_batch(of_rank[0]) for of_rank in batches]  # of one micro-batch each
         summands = [self.sent(grads) if self.adds_first else grads for _, grads in runs]
-        hosts = [summands[start : start + self.ranks_per_host] for start in range(0, self.ranks, self.ranks_per_host)]
+        hosts = [
+            summands[start : start + self.ranks_per_host]
+            for start in range(0, self.ranks, self.ranks_per_host)
+        ]
         sums = []
         for host in hosts:
             summed = [self._sum(list(grads)) for grads in zip(*host, strict=True)]
             sums.append(Rounding.sent(self, summed))
-        totals = [self._sum(list(grads)).div_(float(self.ranks)) for grads in zip(*sums, strict=True)]
+        totals = [
+            self._sum(list(grads)).div_(float(self.ranks)) for grads in zip(*sums, strict=True)
+        ]
         return [[loss] for loss, _ in runs], [total.to(self.grad_dtype) for total in totals]
 
 
@@ -452,7 +537,9 @@ class RoundingHosts(Rounding):
 def test_sums_by_host_are_codes_between_hosts_and_inside_a_host_exact_unless_codes_are_asked_for(
     stage: int, dtype: str, transport: str, bucket: int, inside: Blocks | None
 ) -> None:
-    run = Run(stage, dtype, 1, 0, 0.3, "adamw", transport=transport, bucket=bucket, ranks_per_host=2)
+    run = Run(
+        stage, dtype, 1, 0, 0.3, "adamw", transport=transport, bucket=bucket, ranks_per_host=2
+    )
     engine = start(run, "int4 gradients", inside_bits=16 if inside is None else inside.bits)
     reference = RoundingHosts(
         seeded(),
@@ -470,9 +557,15 @@ def test_sums_by_host_are_codes_between_hosts_and_inside_a_host_exact_unless_cod
     for step in range(STEPS):
         engine.runtime.comm.meter.reset()
         losses = train_step(engine, run, step)
-        expected, _ = reference.step([[batch_of(step, 0, rank)] for rank in range(4)], engine.get_global_grad_norm())
-        assert all(map(torch.equal, losses, expected[dist.get_rank()])), f"losses differ in step {step}"
-        assert_same_bits(dict(engine.module.state_dict()), reference.values(), f"weights after step {step}")
+        expected, _ = reference.step(
+            [[batch_of(step, 0, rank)] for rank in range(4)], engine.get_global_grad_norm()
+        )
+        assert all(map(torch.equal, losses, expected[dist.get_rank()])), (
+            f"losses differ in step {step}"
+        )
+        assert_same_bits(
+            dict(engine.module.state_dict()), reference.values(), f"weights after step {step}"
+        )
     engine.runtime.comm.meter.reset()
     train_step(engine, run, STEPS)
     volume, meter = predicted_volume(engine.runtime), engine.runtime.comm.meter
@@ -482,7 +575,9 @@ def test_sums_by_host_are_codes_between_hosts_and_inside_a_host_exact_unless_cod
         own = (group.plan.grad if stage < 2 else group.plan.weight).dtype.itemsize
         is_coded = inside is not None and group.planned.key.is_coded
         near += group.layout.padded_numel * (1 + 4 / 256 if is_coded else own)
-    assert meter.sent_bytes["near_reduce_scatter"] == near / 2, "of two ranks each sends half of all"
+    assert meter.sent_bytes["near_reduce_scatter"] == near / 2, (
+        "of two ranks each sends half of all"
+    )
     report = engine.memory_report()
     assert report.measured_total <= report.predicted_total
 
@@ -501,7 +596,9 @@ def test_frozen_weights_at_rest_as_codes_are_saved_decoded_and_load_to_the_same_
         return deepseek_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
 
     def codes_of(engine: Any) -> list[Tensor]:
-        groups = [group for group in engine.runtime.groups if group.plan.weight.rests_as is not None]
+        groups = [
+            group for group in engine.runtime.groups if group.plan.weight.rests_as is not None
+        ]
         return [group.weight.memory.clone() for group in groups]
 
     run, one = Run(3, dtype), start_frozen(7, codes=True)

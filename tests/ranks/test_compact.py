@@ -1,4 +1,6 @@
-"""Moments in 16 or 8 bits, weights without a master: the same bits on every stage and tier, and near the exact run."""
+"""Moments in 16 or 8 bits, weights without a master: the same bits on every stage and tier, and
+near the exact run.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,17 @@ def everything(run: Run, steps: int = STEPS) -> list[Tensor]:
 def test_tiers_and_stages_have_the_same_bits(
     stage: int, ranks: int, tier: str, accumulation: int, clipping: float, way: str
 ) -> None:
-    run = Run(stage, accumulation=accumulation, clipping=clipping, optimizer="adamw", tier=tier, **WAYS[way])
-    first = 0 if accumulation == 1 or stage < 2 else 2  # stages 2 and 3 reduce every micro-batch: another order
+    run = Run(
+        stage,
+        accumulation=accumulation,
+        clipping=clipping,
+        optimizer="adamw",
+        tier=tier,
+        **WAYS[way],
+    )
+    first = (
+        0 if accumulation == 1 or stage < 2 else 2
+    )  # stages 2 and 3 reduce every micro-batch: another order
     plain = Run(first, accumulation=accumulation, clipping=clipping, optimizer="adamw", **WAYS[way])
     for left, right in zip(everything(run), everything(plain), strict=True):
         assert torch.equal(left, right)
@@ -64,7 +75,9 @@ def test_the_losses_stay_near_those_of_the_exact_run(way: str) -> None:
     steps = 20
     run = Run(3, optimizer="adamw", **WAYS[way])
     exact = Run(3, WAYS[way]["dtype"], optimizer="adamw")
-    found, expected = (torch.stack(everything(each, steps)[:steps]).mean(dim=1) for each in (run, exact))
+    found, expected = (
+        torch.stack(everything(each, steps)[:steps]).mean(dim=1) for each in (run, exact)
+    )
     fall = float(expected[0] - expected[-1])
     assert not torch.equal(found, expected)
     assert float((found - expected).abs().max()) < 0.1 * fall

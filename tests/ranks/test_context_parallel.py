@@ -1,4 +1,6 @@
-"""Sequences shared by gathered keys and values, under the engine; and batches that loops and loaders cut."""
+"""Sequences shared by gathered keys and values, under the engine; and batches that loops and
+loaders cut.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class Sentences(Dataset[dict[str, Tensor]]):
         return 24
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        tokens = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(number))
+        tokens = torch.randint(
+            VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(number)
+        )
         return {"input_ids": tokens, "labels": tokens.clone()}
 
 
@@ -92,11 +96,15 @@ def test_train_batch_cuts_what_it_is_given(attention: str) -> None:
 def test_the_own_loader_cuts() -> None:
     model = tiny("llama", **THREE)
     own, data = copy.deepcopy(model), Sentences()
-    engine, _, loader, _ = deepseek_zero.initialize(model=own, config=config(3), mesh={"sp": 2}, training_data=data)
+    engine, _, loader, _ = deepseek_zero.initialize(
+        model=own, config=config(3), mesh={"sp": 2}, training_data=data
+    )
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).tolist()
     for step, given in zip(range(2), loader, strict=False):
         assert given["input_ids"].shape == (3, LENGTH // 2) and "labels" not in given
-        whole = torch.stack([data[number]["input_ids"] for number in order[3 * step : 3 * step + 3]])
+        whole = torch.stack(
+            [data[number]["input_ids"] for number in order[3 * step : 3 * step + 3]]
+        )
         expected = model(input_ids=whole, labels=whole).loss
         loss = engine(**given).loss
         assert abs(loss.item() / expected.item() - 1) < 1e-6

@@ -1,4 +1,6 @@
-"""A crash between any two operations of a save leaves the checkpoint before it or the new one, whole."""
+"""A crash between any two operations of a save leaves the checkpoint before it or the new one,
+whole.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def step(engine: Any) -> None:
 
 
 def newest(directory: Path) -> str | None:
-    """The identity of the checkpoint that `latest` names, every byte of it compared; None where there is none."""
+    """The identity of the checkpoint that `latest` names, every byte of it compared; None where
+    there is none.
+    """
     tag = latest_tag(directory)
     if tag is None:
         return None
@@ -59,7 +63,9 @@ def newest(directory: Path) -> str | None:
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("wait", [True, False])
-def test_every_prefix_of_a_save_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, wait: bool) -> None:
+def test_every_prefix_of_a_save_leaves_the_old_checkpoint_or_the_new_one(
+    tmp_path: Path, wait: bool
+) -> None:
     root, left = tmp_path / "saved", tmp_path / "left"
     root.mkdir()
     engine, recorder = engine_of(), Recorder(root)
@@ -81,15 +87,19 @@ def test_every_prefix_of_a_save_leaves_the_old_checkpoint_or_the_new_one(tmp_pat
             for seed in range(seeds):
                 disk.leave(left, random.Random(1000 * count + seed), kept)
                 found = newest(left)
-                assert found in known[number : number + 2], f"after {count} operations ({operation[0]}), kept {kept}"
+                assert found in known[number : number + 2], (
+                    f"after {count} operations ({operation[0]}), kept {kept}"
+                )
                 shutil.rmtree(left)
     assert number == 3
 
 
 @pytest.mark.ranks(1)
-def test_every_prefix_of_an_export_or_a_conversion_leaves_a_whole_one_or_is_told(tmp_path: Path) -> None:
-    """DeepSpeed's layout and single files change at once.  Files of a folder that exists move one by one: then a
-    mixture of two exports must be recognised as one.
+def test_every_prefix_of_an_export_or_a_conversion_leaves_a_whole_one_or_is_told(
+    tmp_path: Path,
+) -> None:
+    """DeepSpeed's layout and single files change at once.  Files of a folder that exists move one
+    by one: then a mixture of two exports must be recognised as one.
     """
     root, left = tmp_path / "made", tmp_path / "left"
     root.mkdir()
@@ -127,7 +137,11 @@ def test_every_prefix_of_an_export_or_a_conversion_leaves_a_whole_one_or_is_told
         for count, operation in enumerate(recorder.operations, 1):
             number = next(save for save, end in enumerate(ends) if count <= end) - 1
             disk.apply(operation)
-            if operation[0] not in ("write", "create", "sync"):  # they change nothing that has a name already
+            if operation[0] not in (
+                "write",
+                "create",
+                "sync",
+            ):  # they change nothing that has a name already
                 for kept in (1.0, 0.0, 0.5):
                     disk.leave(left, random.Random(count), kept)
                     path = tag_folder(left / name, "it") if name == "theirs" else left / name
@@ -140,7 +154,9 @@ def test_every_prefix_of_an_export_or_a_conversion_leaves_a_whole_one_or_is_told
                     else:
                         manifest = check_headers(path)[0]
                         assert manifest is not None
-                        assert (manifest.run or str(weights_of(path))) in known[number : number + 2], said
+                        assert (manifest.run or str(weights_of(path))) in known[
+                            number : number + 2
+                        ], said
                     shutil.rmtree(left)
         assert not told or any("different exports" in each for each in told), name
 
@@ -153,7 +169,9 @@ def weights_of(path: Path) -> dict[str, list[float]]:
 
 @pytest.mark.ranks(2)
 def test_a_save_that_was_cut_off_anywhere_is_no_obstacle_to_the_next(tmp_path: Path) -> None:
-    """What a kill of rank 0 leaves behind after each of its operations: the next save cleans it up."""
+    """What a kill of rank 0 leaves behind after each of its operations: the next save cleans it
+    up.
+    """
     root, left = tmp_path / "saved", tmp_path / "left"
     engine, recorder = engine_of(), Recorder(root)
     if dist.get_rank() == 0:

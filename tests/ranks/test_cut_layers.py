@@ -1,5 +1,5 @@
-"""Layers above `tile_above` under an engine: the bits of the same tiles without sharding, one tile gathered at a time,
-and files of the whole model.
+"""Layers above `tile_above` under an engine: the bits of the same tiles without sharding, one tile
+gathered at a time, and files of the whole model.
 """
 
 from __future__ import annotations
@@ -64,14 +64,20 @@ def test_it_trains_to_the_bits_of_the_same_tiles_without_sharding(
 ) -> None:
     run = Run(stage, dtype, accumulation, window, 0.0, "adamw", 0, window, transport="gloo")
     engine = start(run, seeded(build))
-    assert isinstance(engine.module.tokens, CutEmbedding) and isinstance(engine.module.head, CutLinear)
+    assert isinstance(engine.module.tokens, CutEmbedding) and isinstance(
+        engine.module.head, CutLinear
+    )
     model = cut(seeded(build), DTYPES[dtype])
     reference = Reference(model, ranks, accumulation, stage < 2, DTYPES[dtype], OPTIMIZERS["adamw"])
     for step in range(3):
         losses = train_step(engine, run, step)
-        everyone = [[batch_of(step, micro, rank) for micro in range(accumulation)] for rank in range(ranks)]
+        everyone = [
+            [batch_of(step, micro, rank) for micro in range(accumulation)] for rank in range(ranks)
+        ]
         expected, _ = reference.step(everyone)
-        assert all(map(torch.equal, losses, expected[dist.get_rank()])), f"losses differ in step {step}"
+        assert all(map(torch.equal, losses, expected[dist.get_rank()])), (
+            f"losses differ in step {step}"
+        )
         found, whole = engine.module.state_dict(), model.state_dict()
         assert list(found) == list(whole) == list(seeded(build).state_dict())
         different = [name for name, value in whole.items() if not torch.equal(found[name], value)]
@@ -106,8 +112,12 @@ def test_one_tile_is_gathered_at_a_time(build: type[Gpt]) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("build", [Gpt, Tied])
-def test_files_are_those_of_the_whole_model_and_load_with_other_tiles(build: type[Gpt], tmp_path: Path) -> None:
-    run = Run(3, transport="gloo")  # SGD with momentum: Adam makes whole steps of gradients that are rounding alone
+def test_files_are_those_of_the_whole_model_and_load_with_other_tiles(
+    build: type[Gpt], tmp_path: Path
+) -> None:
+    run = Run(
+        3, transport="gloo"
+    )  # SGD with momentum: Adam makes whole steps of gradients that are rounding alone
     engine = start(run, seeded(build))
     for step in range(2):
         train_step(engine, run, step)
@@ -125,10 +135,16 @@ def test_files_are_those_of_the_whole_model_and_load_with_other_tiles(build: typ
         other.load_weights(tmp_path / "whole")
         assert_same(other.module.state_dict(), values)
         other.module.load_state_dict(seeded(build, seed=9).state_dict())
-        assert torch.equal(other.module.state_dict()["head.weight"], seeded(build, seed=9).head.weight)
+        assert torch.equal(
+            other.module.state_dict()["head.weight"], seeded(build, seed=9).head.weight
+        )
         other.load_checkpoint(tmp_path / "again", tag="None")  # of whole layers
         after = train_step(other, run, 3)
-        found[limit] = before, after, other.module.state_dict()  # a wrong moment would move weights by 1e-3
+        found[limit] = (
+            before,
+            after,
+            other.module.state_dict(),
+        )  # a wrong moment would move weights by 1e-3
         other.destroy()
     torch.testing.assert_close(found[500], found[None], rtol=1e-5, atol=1e-5)
 
@@ -150,10 +166,14 @@ def test_an_unmodified_model_with_a_tied_head_trains_alike_and_is_saved_for_othe
         config = Run(3, transport="gloo").config() | {"checkpoint": {"layout": "deepspeed"}}
         config["zero_optimization"]["tile_above"] = limit
         optimizer = OPTIMIZERS["sgd"](list(model.parameters()))
-        engine = deepseek_zero.initialize(model=model, optimizer=optimizer, config=config, mesh=mesh)[0]
+        engine = deepseek_zero.initialize(
+            model=model, optimizer=optimizer, config=config, mesh=mesh
+        )[0]
         losses = []
         for step in range(3):
-            tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(step))
+            tokens = torch.randint(
+                VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(step)
+            )
             batch = {"input_ids": tokens, "labels": tokens}
             loss = engine(**(own_part(model, batch) if "sp" in mesh else batch)).loss
             engine.backward(loss)
@@ -163,7 +183,10 @@ def test_an_unmodified_model_with_a_tied_head_trains_alike_and_is_saved_for_othe
         if limit is not None:
             assert model.lm_head.tiles[0] is model.model.embed_tokens.tiles[0]
             engine.export(tmp_path / "whole")
-            assert_same(transformers.Qwen2ForCausalLM.from_pretrained(tmp_path / "whole").state_dict(), found[limit][1])
+            assert_same(
+                transformers.Qwen2ForCausalLM.from_pretrained(tmp_path / "whole").state_dict(),
+                found[limit][1],
+            )
             engine.save_checkpoint(tmp_path / "saved", tag="three")
             engine.load_checkpoint(tmp_path / "saved", tag="three")
             assert_same(model.state_dict(), found[limit][1])

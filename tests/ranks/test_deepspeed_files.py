@@ -1,4 +1,6 @@
-"""Checkpoints that a genuine DeepSpeed wrote (tests/data/deepspeed): read bit for bit, at any world and stage."""
+"""Checkpoints that a genuine DeepSpeed wrote (tests/data/deepspeed): read bit for bit, at any world
+and stage.
+"""
 
 from __future__ import annotations
 
@@ -41,28 +43,46 @@ def assert_loaded(engine: Any, case: str) -> None:
     told = expected(case)
     del told["losses"]
     found = whole(engine) | moments(engine)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[CASES[case]["dtype"]]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
+        CASES[case]["dtype"]
+    ]
     if CASES[case]["stage"] == 0:  # told: the weights that the masters become
-        found = {name: value.to(dtype) if value.is_floating_point() else value for name, value in found.items()}
+        found = {
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in found.items()
+        }
     assert not differences({name: found[name] for name in told}, told)
     assert torch.equal(found["frozen.weight"].to(dtype), small().frozen.weight.detach().to(dtype))
     assert found["norm.running"].abs().sum() > 0
 
 
-@pytest.mark.parametrize(("world", "case"), [(1, "stage0"), (1, "stage3_bf16"), *((3, case) for case in CASES)])
+@pytest.mark.parametrize(
+    ("world", "case"), [(1, "stage0"), (1, "stage3_bf16"), *((3, case) for case in CASES)]
+)
 @pytest.mark.ranks("world")
 def test_a_genuine_checkpoint_is_read_bit_for_bit_at_any_world_size(world: int, case: str) -> None:
     engine = start(CASES[case]["stage"], CASES[case]["dtype"])
     path, client = engine.load_checkpoint(DATA / case)
-    assert path == str(DATA / case / "global_step2") and client == {"epoch": 7, "note": ["plain", 1.5]}
+    assert path == str(DATA / case / "global_step2") and client == {
+        "epoch": 7,
+        "note": ["plain", 1.5],
+    }
     assert_loaded(engine, case)
     assert (engine.global_steps, engine.global_samples, engine.skipped_steps) == (2, 16, 0)
     if CASES[case]["dtype"] == "fp16":
-        told = {"dynamic": True, "scale": 16.0, "cur_iter": 2, "last_overflow_iter": -1, "cur_hysteresis": 2}
+        told = {
+            "dynamic": True,
+            "scale": 16.0,
+            "cur_iter": 2,
+            "last_overflow_iter": -1,
+            "cur_hysteresis": 2,
+        }
         assert engine.parts.scaler.state_dict() == told
 
 
-@pytest.mark.parametrize(("case", "stage", "dtype"), [("stage3_bf16", 0, "bf16"), ("stage1", 3, "fp32")])
+@pytest.mark.parametrize(
+    ("case", "stage", "dtype"), [("stage3_bf16", 0, "bf16"), ("stage1", 3, "fp32")]
+)
 @pytest.mark.ranks(2)
 def test_another_stage_takes_the_same_values(case: str, stage: int, dtype: str) -> None:
     engine = start(stage, dtype)
@@ -85,12 +105,16 @@ def test_training_goes_on_as_deepspeed_would(case: str) -> None:
 @pytest.mark.ranks(2)
 def test_only_weights_may_be_taken() -> None:
     engine = start(3, "fp32", optimizer={"type": "SGD", "params": {"lr": 0.1}}, scheduler={})
-    with pytest.raises(CheckpointError, match=r"has the states exp_avg, exp_avg_sq; SGD has momentum_buffer"):
+    with pytest.raises(
+        CheckpointError, match=r"has the states exp_avg, exp_avg_sq; SGD has momentum_buffer"
+    ):
         engine.load_checkpoint(DATA / "stage3")
     engine.load_checkpoint(DATA / "stage3", load_module_only=True)
     told = expected("stage3")
     found = whole(engine)
-    assert not differences({n: found[n] for n in told if n in found}, {n: v for n, v in told.items() if n in found})
+    assert not differences(
+        {n: found[n] for n in told if n in found}, {n: v for n, v in told.items() if n in found}
+    )
     assert engine.global_steps == 0
 
 
@@ -111,17 +135,24 @@ SAVED = [(0, "fp32"), (0, "fp16"), (1, "bf16"), (2, "fp16"), (3, "fp32"), (3, "b
 
 
 @pytest.mark.parametrize(
-    ("world", "stage", "dtype"), [*((2, *each) for each in SAVED), (1, 3, "fp32"), (3, 1, "bf16"), (3, 3, "bf16")]
+    ("world", "stage", "dtype"),
+    [*((2, *each) for each in SAVED), (1, 3, "fp32"), (3, 1, "bf16"), (3, 3, "bf16")],
 )
 @pytest.mark.ranks("world")
-def test_what_is_saved_in_deepspeeds_layout_comes_back(tmp_path: Path, world: int, dtype: str, stage: int) -> None:
+def test_what_is_saved_in_deepspeeds_layout_comes_back(
+    tmp_path: Path, world: int, dtype: str, stage: int
+) -> None:
     layout = {"checkpoint": {"layout": "deepspeed"}}
     engine = start(stage, dtype, **layout)
     train(engine, 0, 2, here())
     engine.save_checkpoint(tmp_path, tag="first", client_state={"epoch": 3})
-    engine.save_checkpoint(tmp_path, tag="first", client_state={"epoch": 4})  # in the place of the first
+    engine.save_checkpoint(
+        tmp_path, tag="first", client_state={"epoch": 4}
+    )  # in the place of the first
     folder, prefix = tmp_path / "first", "bf16_" if dtype == "bf16" else ""
-    names = {f"{prefix}zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in range(world if stage else 0)}
+    names = {
+        f"{prefix}zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in range(world if stage else 0)
+    }
     models = {f"zero_pp_rank_{r}_mp_rank_00_model_states.pt" for r in range(world)}
     assert {path.name for path in folder.iterdir()} == names | (
         models if stage == 3 else {"mp_rank_00_model_states.pt"}
@@ -137,13 +168,20 @@ def test_what_is_saved_in_deepspeeds_layout_comes_back(tmp_path: Path, world: in
     if dtype == "fp16":
         assert other.parts.scaler.state_dict() == engine.parts.scaler.state_dict()
     if dtype == "fp16" and stage:
-        told = open_file(folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt")["optimizer_state_dict"]["loss_scaler"]
-        assert (told.scale_window, told.delayed_shift) == (1000, 2) and told.cur_scale == engine.parts.scaler.scale
+        told = open_file(folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt")[
+            "optimizer_state_dict"
+        ]["loss_scaler"]
+        assert (told.scale_window, told.delayed_shift) == (
+            1000,
+            2,
+        ) and told.cur_scale == engine.parts.scaler.scale
     if world == 1:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("sys.argv", ["zero_to_fp32.py", str(tmp_path), str(tmp_path / "out")])
             runpy.run_path(str(tmp_path / "zero_to_fp32.py"), run_name="__main__")
-        assert not differences(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True), whole(engine))
+        assert not differences(
+            torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True), whole(engine)
+        )
     assert train(other, 2, 3, here()) == train(engine, 2, 3, here())
 
 
@@ -152,12 +190,24 @@ def test_groups_and_frozen_parameters_left_out_keep_their_places(tmp_path: Path)
     def build() -> Any:
         model = small(4)
         names = dict(model.named_parameters())
-        biases = [param for name, param in names.items() if name.endswith("bias") and param.requires_grad]
-        rest = [param for name, param in names.items() if not name.endswith("bias") and param.requires_grad]
+        biases = [
+            param for name, param in names.items() if name.endswith("bias") and param.requires_grad
+        ]
+        rest = [
+            param
+            for name, param in names.items()
+            if not name.endswith("bias") and param.requires_grad
+        ]
         groups = [{"params": biases, "weight_decay": 0.0}, {"params": rest, "lr": 3e-3}]
-        words = config(3, "bf16") | {"steps_per_print": None, "checkpoint": {"layout": "deepspeed"}, "scheduler": {}}
+        words = config(3, "bf16") | {
+            "steps_per_print": None,
+            "checkpoint": {"layout": "deepspeed"},
+            "scheduler": {},
+        }
         words.pop("optimizer")
-        return deepseek_zero.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=words)[0]
+        return deepseek_zero.initialize(
+            model=model, optimizer=torch.optim.AdamW(groups), config=words
+        )[0]
 
     engine = build()
     train(engine, 0, 2, here())
@@ -166,7 +216,9 @@ def test_groups_and_frozen_parameters_left_out_keep_their_places(tmp_path: Path)
     with pytest.raises(CheckpointError, match=r"lacks frozen.weight, frozen.bias"):
         other.load_checkpoint(tmp_path)
     other.load_checkpoint(tmp_path, load_module_strict=False)
-    assert not differences(whole(other), whole(engine)) and not differences(moments(other), moments(engine))
+    assert not differences(whole(other), whole(engine)) and not differences(
+        moments(other), moments(engine)
+    )
     assert [group["weight_decay"] for group in other.optimizer.param_groups] == [0.0, 1e-2]
 
 
@@ -208,7 +260,9 @@ def _full_disk(*_: Any, **__: Any) -> None:
 def test_behind_deepspeeds_name_its_files_are_the_default(tmp_path: Path) -> None:
     """Unless something is asked for, or is saved, that only slices have."""
 
-    def saved(name: str, *, stage: int = 2, client: Any = None, wait: bool = True, **words: Any) -> set[str]:
+    def saved(
+        name: str, *, stage: int = 2, client: Any = None, wait: bool = True, **words: Any
+    ) -> set[str]:
         engine = start(stage, "fp32", **words)
         train(engine, 0, 1, here())
         engine.save_checkpoint(tmp_path / name, tag="it", client_state=client, wait=wait)

@@ -1,4 +1,6 @@
-"""Updates that come one step late: the bits of a plain loop that does the same, from checkpoints too."""
+"""Updates that come one step late: the bits of a plain loop that does the same, from checkpoints
+too.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,17 @@ LR = [0.01, 0.02, 0.005, 0.03, 0.01, 0.02, 0.01, 0.04]
 
 
 class Late(Reference):
-    """w(t + 1) = update(w(t), g(t - 1)) from step `after` on, with what step t - 1 decided about its gradient."""
+    """w(t + 1) = update(w(t), g(t - 1)) from step `after` on, with what step t - 1 decided about
+    its gradient.
+    """
 
     after = 0
     steps = 0
     owed: tuple[list[Tensor], float] | None = None
 
-    def late_step(self, batches: Sequence[Sequence[Batch]], norm: float, lr: float, *, skips: bool = False) -> Any:
+    def late_step(
+        self, batches: Sequence[Sequence[Batch]], norm: float, lr: float, *, skips: bool = False
+    ) -> Any:
         """The losses.  skips: this step's gradient is not finite."""
         losses, reduced = self.gradients(batches)
         factor = clip_factor(norm, self.max_norm)
@@ -54,7 +60,9 @@ class Late(Reference):
 
 
 def everyone(step: int, run: Run, ranks: int) -> list[list[Batch]]:
-    return [[batch_of(step, micro, rank) for micro in range(run.accumulation)] for rank in range(ranks)]
+    return [
+        [batch_of(step, micro, rank) for micro in range(run.accumulation)] for rank in range(ranks)
+    ]
 
 
 def set_lr(engine: Any, lr: float) -> None:
@@ -84,7 +92,15 @@ AXES = {
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize(*cases(AXES))
 def test_a_late_update_has_the_bits_of_a_loop_that_is_late(
-    stage: int, dtype: str, accumulation: int, ranks: int, tier: str, weights: bool, after: int, undo: int, looks: bool
+    stage: int,
+    dtype: str,
+    accumulation: int,
+    ranks: int,
+    tier: str,
+    weights: bool,
+    after: int,
+    undo: int,
+    looks: bool,
 ) -> None:
     keys = (("delayed_update_after", after), ("undo_bytes", undo))
     run = Run(stage, dtype, accumulation, clipping=0.3, optimizer="adamw", tier="none")
@@ -93,7 +109,9 @@ def test_a_late_update_has_the_bits_of_a_loop_that_is_late(
     model = seeded()
     client = OPTIMIZERS["adamw"](list(model.parameters()))
     engine = deepseek_zero.initialize(model=model, optimizer=client, config=config)[0]
-    reference = Late(seeded(), ranks, accumulation, stage < 2, DTYPES[dtype], OPTIMIZERS["adamw"], max_norm=0.3)
+    reference = Late(
+        seeded(), ranks, accumulation, stage < 2, DTYPES[dtype], OPTIMIZERS["adamw"], max_norm=0.3
+    )
     reference.after = after
     for step in range(5):
         set_lr(engine, LR[step])
@@ -101,7 +119,9 @@ def test_a_late_update_has_the_bits_of_a_loop_that_is_late(
         norm = engine.get_global_grad_norm()
         assert norm > 0.3
         expected = reference.late_step(everyone(step, run, ranks), norm, LR[step])
-        assert all(map(torch.equal, losses, expected[dist.get_rank()])), f"losses differ in step {step}"
+        assert all(map(torch.equal, losses, expected[dist.get_rank()])), (
+            f"losses differ in step {step}"
+        )
         if looks:
             assert_follows(engine, reference)
     assert_follows(engine, reference)
@@ -117,7 +137,14 @@ def test_a_late_update_has_the_bits_of_a_loop_that_is_late(
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_between_backward_and_step_weights_are_those_that_backward_used(tier: str) -> None:
-    run = Run(3, "bf16", clipping=0.3, optimizer="adamw", tier=tier, updates=(("delayed_update_after", 0),))
+    run = Run(
+        3,
+        "bf16",
+        clipping=0.3,
+        optimizer="adamw",
+        tier=tier,
+        updates=(("delayed_update_after", 0),),
+    )
     engine = start_engine(run, seeded())
     reference = Late(seeded(), 2, 1, False, DTYPES["bf16"], OPTIMIZERS["adamw"], max_norm=0.3)
     for step in range(5):
@@ -135,7 +162,14 @@ def test_between_backward_and_step_weights_are_those_that_backward_used(tier: st
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_a_step_that_overflows_carries_out_what_is_owed_and_owes_nothing(tier: str) -> None:
-    run = Run(3, "bf16", clipping=0.3, optimizer="adamw", tier=tier, updates=(("delayed_update_after", 1),))
+    run = Run(
+        3,
+        "bf16",
+        clipping=0.3,
+        optimizer="adamw",
+        tier=tier,
+        updates=(("delayed_update_after", 1),),
+    )
     config = run.config()
     config["bf16"] |= {"check_grad_overflow": True}
     model = seeded()
@@ -205,7 +239,9 @@ def test_what_is_owed_is_flushed_or_refused_where_nobody_would_apply_it(tmp_path
     engine.optimizer.flush()
     engine.save_checkpoint(tmp_path, tag="owes nothing")
     plain = start_engine(Run(3, optimizer="adamw", tier="cpu"), seeded(seed=8))
-    with pytest.raises(CheckpointError, match=r"(?s)owes an update .* engine\.optimizer\.flush\(\)"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)owes an update .* engine\.optimizer\.flush\(\)"
+    ):
         plain.load_checkpoint(tmp_path, tag="owes")
     plain.load_checkpoint(tmp_path, tag="owes", load_optimizer_states=False)
     plain.load_checkpoint(tmp_path, tag="owes nothing")
@@ -235,8 +271,14 @@ def test_a_batch_that_changes_between_two_steps_loses_no_update() -> None:
 @pytest.mark.parametrize(
     ("section", "says"),
     [
-        ({"offload_optimizer": {"delayed_update_after": 0}}, "(?s)delayed_update_after = 0.*rest in another memory"),
-        ({"offload_optimizer": {"delayed_update_after": 3}}, "(?s)delayed_update_after = 3.*rest in another memory"),
+        (
+            {"offload_optimizer": {"delayed_update_after": 0}},
+            "(?s)delayed_update_after = 0.*rest in another memory",
+        ),
+        (
+            {"offload_optimizer": {"delayed_update_after": 3}},
+            "(?s)delayed_update_after = 3.*rest in another memory",
+        ),
         (
             {"offload_optimizer": {"device": "cpu", "super_offload": True}},
             "(?s)super_offload = .*rest in another memory",
@@ -247,5 +289,8 @@ def test_a_schedule_that_has_nothing_to_hide_is_named(section: dict[str, Any], s
     with pytest.raises(DeepSeekZeroError, match=says):
         deepseek_zero.initialize(
             model=torch.nn.Linear(2, 2),
-            config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **section}},
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "zero_optimization": {"stage": 3, **section},
+            },
         )

@@ -43,13 +43,31 @@ def start(key: str, value: Any) -> Any:
         ("zero_optimization.stage", 2, "zero_optimization.stage: rank 0 has 3, rank 1 has 2"),
         ("optimizer.type", "SGD", "optimizer.type: rank 0 has 'AdamW', rank 1 has 'SGD'"),
         ("optimizer.params.lr", 0.5, "optimizer.params.lr: rank 0 has 0.25, rank 1 has 0.5"),
-        ("scheduler.params.warmup_num_steps", 7, "scheduler.params.warmup_num_steps: rank 0 has 5, rank 1 has 7"),
-        ("checkpoint.layout", "slices", "checkpoint.layout: rank 0 has 'auto', rank 1 has 'slices'"),
-        ("checkpoint.save_on_signal", {"path": "a"}, "checkpoint.save_on_signal.path: rank 0 has 'nothing'|save_on"),
-        ("train_micro_batch_size_per_gpu", 4, "train_micro_batch_size_per_gpu: rank 0 has 2, rank 1 has 4"),
+        (
+            "scheduler.params.warmup_num_steps",
+            7,
+            "scheduler.params.warmup_num_steps: rank 0 has 5, rank 1 has 7",
+        ),
+        (
+            "checkpoint.layout",
+            "slices",
+            "checkpoint.layout: rank 0 has 'auto', rank 1 has 'slices'",
+        ),
+        (
+            "checkpoint.save_on_signal",
+            {"path": "a"},
+            "checkpoint.save_on_signal.path: rank 0 has 'nothing'|save_on",
+        ),
+        (
+            "train_micro_batch_size_per_gpu",
+            4,
+            "train_micro_batch_size_per_gpu: rank 0 has 2, rank 1 has 4",
+        ),
     ],
 )
-def test_a_key_of_the_configuration_is_named_with_both_values(key: str, value: Any, said: str) -> None:
+def test_a_key_of_the_configuration_is_named_with_both_values(
+    key: str, value: Any, said: str
+) -> None:
     with pytest.raises(ModelMismatchError) as caught:
         start(key, value)
     assert any(part in str(caught.value) for part in said.split("|")), str(caught.value)
@@ -68,7 +86,10 @@ def test_an_optimizer_of_the_program_is_compared_by_option_and_group() -> None:
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5 if here() else 0.25)
-    config = {key: CONFIG[key] for key in ("train_micro_batch_size_per_gpu", "steps_per_print", "zero_optimization")}
+    config = {
+        key: CONFIG[key]
+        for key in ("train_micro_batch_size_per_gpu", "steps_per_print", "zero_optimization")
+    }
     with pytest.raises(ModelMismatchError) as caught:
         deepseek_zero.initialize(model=model, optimizer=optimizer, config=config)
     assert "lr of parameter group 0: rank 0 has 0.25, rank 1 has 0.5" in str(caught.value)

@@ -1,4 +1,6 @@
-"""Updates in backward, before the verdict: the bits of a run that waits for it, whatever comes between."""
+"""Updates in backward, before the verdict: the bits of a run that waits for it, whatever comes
+between.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ ALL_UNITS = 1 << 30
 SIZES = {"width": 30, "hidden": 80}
 
 
-def engine_of(tier: str, clipping: float, kind: str = "adamw", moments: str = "fp32", **given: Any) -> Any:
+def engine_of(
+    tier: str, clipping: float, kind: str = "adamw", moments: str = "fp32", **given: Any
+) -> Any:
     """An engine in small tiles.  given: undo_bytes; else top-level keys."""
     model = seeded(Gpt, **SIZES)
     undo, top = given.pop("undo_bytes", ALL_UNITS), given
@@ -36,7 +40,9 @@ def engine_of(tier: str, clipping: float, kind: str = "adamw", moments: str = "f
     if kind == "groups":
         plain = [param for param in model.parameters() if param.dim() > 1]
         rest = [param for param in model.parameters() if param.dim() <= 1]
-        client = torch.optim.AdamW([{"params": plain, "weight_decay": 0.1}, {"params": rest}], lr=0.01)
+        client = torch.optim.AdamW(
+            [{"params": plain, "weight_decay": 0.1}, {"params": rest}], lr=0.01
+        )
     else:
         top["optimizer"] = {"type": kind, "params": {"lr": 0.01}, "moments": moments}
     keys = {"super_offload": True, "undo_bytes": undo} if tier != "none" else {}
@@ -60,8 +66,13 @@ def everything(engine: Any) -> list[Tensor]:
     """Weights, masters and moments, whole."""
     found = [value.clone() for value in engine.state_dict().values()]
     for param in engine.module.parameters():
-        states = [safe_get_full_optimizer_state(param, key) for key in ("exp_avg", "exp_avg_sq", "momentum_buffer")]
-        found += [value for value in (safe_get_full_fp32_param(param), *states) if value is not None]
+        states = [
+            safe_get_full_optimizer_state(param, key)
+            for key in ("exp_avg", "exp_avg_sq", "momentum_buffer")
+        ]
+        found += [
+            value for value in (safe_get_full_fp32_param(param), *states) if value is not None
+        ]
     return found
 
 
@@ -132,7 +143,9 @@ def test_an_overflow_undoes_what_came_ahead_and_the_unit_that_overflowed_never_d
                 sums = [group.gradient.buffer.memory for group in engine.runtime.units[1].trained]
                 is_finite = all(bool(mine.isfinite().all()) for mine in sums)
                 done = set(engine.optimizer.speculative._done)
-                assert done == ({1, 2, 3} if is_finite else {2, 3}), "the overflow is in one rank's slice of unit 1"
+                assert done == ({1, 2, 3} if is_finite else {2, 3}), (
+                    "the overflow is in one rank's slice of unit 1"
+                )
             engine.step()
             assert engine.optimizer.overflow is (step == 2)
         found.append(everything(engine))
@@ -160,14 +173,21 @@ ALSO_ON_A_DISK = ["lr", "masters", "second backward", "failed backward"]
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("between", "tier"), [(each, "cpu") for each in BETWEEN] + [(each, "nvme") for each in ALSO_ON_A_DISK]
+    ("between", "tier"),
+    [(each, "cpu") for each in BETWEEN] + [(each, "nvme") for each in ALSO_ON_A_DISK],
 )
 def test_nobody_sees_an_update_before_its_step(between: str, tier: str, tmp_path: Path) -> None:
     """Whatever happens between backward and step."""
     found = []
     for where in ("none", tier):
         engine = engine_of(where, 0.0, bf16={"enabled": True})
-        found.append([value for step in range(4) for value in one_step(engine, step, between, tmp_path / where)])
+        found.append(
+            [
+                value
+                for step in range(4)
+                for value in one_step(engine, step, between, tmp_path / where)
+            ]
+        )
         found[-1] += everything(engine)
     assert_equal(*found)
     tally = engine.optimizer.speculative.stats
@@ -236,7 +256,9 @@ class Part(nn.Module):
 
 
 class Shared(nn.Module):
-    """A block in two regions that reentrant recomputation runs one after the other: its gradient comes twice."""
+    """A block in two regions that reentrant recomputation runs one after the other: its gradient
+    comes twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,12 +275,16 @@ class Shared(nn.Module):
 def test_a_gradient_that_comes_after_its_units_update_undoes_it() -> None:
     found = []
     for tier in ("none", "cpu"):
-        config = Run(3, optimizer="adamw", tier=tier, updates=(("super_offload", tier != "none"),)).config()
+        config = Run(
+            3, optimizer="adamw", tier=tier, updates=(("super_offload", tier != "none"),)
+        ).config()
         config["optimizer"] |= {"type": "AdamW", "params": {"lr": 0.01}}
         torch.manual_seed(3)
         engine = deepseek_zero.initialize(model=Shared(), config=config)[0]
         for step in range(4):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            x = torch.randn(
+                4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())
+            )
             engine.backward(engine(x).square().mean())
             engine.step()
         found.append(everything(engine))
@@ -277,7 +303,10 @@ def test_the_first_units_come_ahead_as_far_as_the_log_has_room() -> None:
         assert sorted(early.chosen()) == list(range(1, 1 + len(early.chosen())))
         assert engine.optimizer.scratch.kept["undo", torch.device("cpu")].nbytes <= undo_bytes
         counts[undo_bytes] = len(early.chosen())
-        text = f"updates in backward: {len(early.chosen())} of 3 units fit undo_bytes, {early.stats.updated} updates, 0"
+        text = (
+            f"updates in backward: {len(early.chosen())} of 3 units fit undo_bytes, "
+            f"{early.stats.updated} updates, 0"
+        )
         assert text in engine.explain()
         assert early.stats.updated == 2 * len(early.chosen()), "in every step but the first"
     assert counts == {0: 0, 125_000: 2, 1 << 20: 3}
@@ -296,7 +325,9 @@ def test_an_optimizer_that_is_not_known_to_keep_to_its_pieces_is_refused() -> No
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
-def test_a_disk_that_fails_in_backward_ends_the_job_on_all(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_in_backward_ends_the_job_on_all(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of("nvme", 0.0)
     for step in range(2):
         train_step(engine, Run(3), step)

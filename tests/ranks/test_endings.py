@@ -36,10 +36,17 @@ raise ValueError("this rank's own")
 
 
 @pytest.mark.timeout(100)
-def test_a_rank_that_raised_ends_with_status_1_though_a_message_to_it_is_lost_as_it_ends(tmp_path: Path) -> None:
+def test_a_rank_that_raised_ends_with_status_1_though_a_message_to_it_is_lost_as_it_ends(
+    tmp_path: Path,
+) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    world = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     ranks = []
     for rank in range(2):
         environment = os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -30,7 +30,9 @@ SGD = {"type": "SGD", "params": {"lr": 0.1}}
 def net() -> nn.Module:
     torch.manual_seed(11)
     return nn.Sequential(
-        nn.Linear(6, 20), *[nn.Sequential(nn.Linear(20, 20), nn.Tanh()) for _ in range(2)], nn.Linear(20, 3)
+        nn.Linear(6, 20),
+        *[nn.Sequential(nn.Linear(20, 20), nn.Tanh()) for _ in range(2)],
+        nn.Linear(20, 3),
     )
 
 
@@ -45,7 +47,9 @@ def config(stage: int, **top: Any) -> dict[str, Any]:
 
 def door(stage: int, **given: Any) -> Any:
     top = given.pop("top", {})
-    return deepseek_zero.initialize(model=given.pop("model", None) or net(), config=config(stage, **top), **given)
+    return deepseek_zero.initialize(
+        model=given.pop("model", None) or net(), config=config(stage, **top), **given
+    )
 
 
 def batch(step: int) -> Tensor:
@@ -71,12 +75,16 @@ def assert_close(left: dict[str, Tensor], right: dict[str, Tensor], within: floa
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("top", [{}, FP16], ids=["fp32", "fp16"])
-def test_both_backwards_give_the_same_weights(stage: int, accumulation: int, top: dict[str, Any]) -> None:
+def test_both_backwards_give_the_same_weights(
+    stage: int, accumulation: int, top: dict[str, Any]
+) -> None:
     top = {**top, "optimizer": SGD, "gradient_accumulation_steps": accumulation}
     ours, plain = door(stage, top=top)[0], door(stage, top=top)[0]
     start = ours.module_state_dict()
     left, right = train(ours, 4, plain=False), train(plain, 4, plain=True)
-    assert_close(left, right)  # the factors are powers of two, so where they are applied leaves no trace
+    assert_close(
+        left, right
+    )  # the factors are powers of two, so where they are applied leaves no trace
     assert ours.global_steps == plain.global_steps == 4 // accumulation
     assert ours.skipped_steps == 0
     assert any(not torch.equal(start[name], left[name]) for name in start)
@@ -110,7 +118,10 @@ def test_every_way_to_name_an_optimizer_is_the_same_optimizer(stage: int) -> Non
     assert_close(reference, train(named, 3, plain=False))
     model = net()
     made = door(
-        stage, model=model, model_parameters=groups(model), optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
+        stage,
+        model=model,
+        model_parameters=groups(model),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
     )
     assert_close(reference, train(made[0], 3, plain=False))
     assert given.get_lr() == named.get_lr() == made[0].get_lr() == [0.05, 0.1]
@@ -155,7 +166,9 @@ def test_every_way_to_name_a_schedule_steps_it(kind: str) -> None:
     match kind:
         case "callable":
             made = door(
-                3, top={"optimizer": SGD}, lr_scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, **halve)
+                3,
+                top={"optimizer": SGD},
+                lr_scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, **halve),
             )
         case "instance":
             model = net()
@@ -204,11 +217,16 @@ def test_training_data_becomes_a_loader_of_this_ranks_share() -> None:
 @pytest.mark.parametrize("top", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 def test_changing_the_batch_size_is_starting_with_it(stage: int, top: dict[str, Any]) -> None:
     top = {**top, "optimizer": SGD}
-    changed, started = door(stage, top=top)[0], door(stage, top={**top, "gradient_accumulation_steps": 2})[0]
+    changed, started = (
+        door(stage, top=top)[0],
+        door(stage, top={**top, "gradient_accumulation_steps": 2})[0],
+    )
     changed.set_train_batch_size(16)
     assert changed.get_batch_info() == started.get_batch_info() == (16, 4, 2)
     assert_close(train(changed, 4, plain=True), train(started, 4, plain=True))
-    with pytest.raises(UsageError, match="divisible by micro-batch data parallelism: 12 is not a multiple of 8"):
+    with pytest.raises(
+        UsageError, match="divisible by micro-batch data parallelism: 12 is not a multiple of 8"
+    ):
         changed.set_train_batch_size(12)
     changed.set_train_micro_batch_size(2)
     assert changed.get_batch_info() == (8, 2, 2)
@@ -221,23 +239,38 @@ def test_changing_the_batch_size_is_starting_with_it(stage: int, top: dict[str, 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("top", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
-def test_masters_gradients_and_moments_are_read_and_written_whole(stage: int, top: dict[str, Any]) -> None:
-    top = {**top, "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "betas": [0.5, 0.9], "weight_decay": 0.0}}}
+def test_masters_gradients_and_moments_are_read_and_written_whole(
+    stage: int, top: dict[str, Any]
+) -> None:
+    top = {
+        **top,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 0.1, "betas": [0.5, 0.9], "weight_decay": 0.0},
+        },
+    }
     engine = door(stage, top=top)[0]
     param = engine.module[1][0].weight
-    assert utils.safe_get_full_grad(param) is None and utils.safe_get_full_optimizer_state(param, "exp_avg") is None
+    assert (
+        utils.safe_get_full_grad(param) is None
+        and utils.safe_get_full_optimizer_state(param, "exp_avg") is None
+    )
     engine.backward(engine(batch(0)).float().square().mean())
     grad = utils.safe_get_full_grad(param)
     assert grad.shape == (20, 20) and grad.abs().sum() > 0
     utils.safe_set_full_grad(param, torch.full((20, 20), 2.0))
     assert torch.equal(utils.safe_get_full_grad(param), torch.full((20, 20), 2.0))
     engine.step()
-    assert torch.equal(utils.safe_get_full_optimizer_state(param, "exp_avg"), torch.full((20, 20), 1.0))
+    assert torch.equal(
+        utils.safe_get_full_optimizer_state(param, "exp_avg"), torch.full((20, 20), 1.0)
+    )
     new = torch.linspace(-1, 1, 400).reshape(20, 20)
     utils.safe_set_full_fp32_param(param, new)
     assert torch.equal(utils.safe_get_full_fp32_param(param), new)
     held = engine.module_state_dict()["1.0.weight"]
-    assert torch.equal(held, new) or (top.keys() >= {"bf16"} and (held.float() - new).abs().max() < 2**-8)
+    assert torch.equal(held, new) or (
+        top.keys() >= {"bf16"} and (held.float() - new).abs().max() < 2**-8
+    )
     utils.safe_set_full_optimizer_state(param, new, "exp_avg")
     assert torch.equal(utils.safe_get_full_optimizer_state(param, "exp_avg"), new)
     with pytest.raises(UsageError, match=r"no element-wise state 'typo' for '1.0.weight'"):
@@ -249,7 +282,9 @@ def test_local_parts_add_up_to_the_whole() -> None:
     engine = door(3, top={"optimizer": {"type": "Adam", "params": {"lr": 0.1}}})[0]
     param = engine.module[1][0].weight
     engine.backward(engine(batch(0)).square().mean())
-    counts = engine.runtime.comm.all_gather_rows(torch.tensor([utils.safe_get_local_grad(param).numel()]), "test")
+    counts = engine.runtime.comm.all_gather_rows(
+        torch.tensor([utils.safe_get_local_grad(param).numel()]), "test"
+    )
     assert int(counts.sum()) == 400
     engine.step()
     local = utils.safe_get_local_fp32_param(param)
@@ -258,7 +293,9 @@ def test_local_parts_add_up_to_the_whole() -> None:
     moment = utils.safe_get_local_optimizer_state(param, "exp_avg")
     if moment is not None:
         utils.safe_set_local_optimizer_state(param, torch.full_like(moment, 4.0), "exp_avg")
-    assert torch.equal(utils.safe_get_full_optimizer_state(param, "exp_avg"), torch.full((20, 20), 4.0))
+    assert torch.equal(
+        utils.safe_get_full_optimizer_state(param, "exp_avg"), torch.full((20, 20), 4.0)
+    )
 
 
 @pytest.mark.ranks(2)
@@ -280,7 +317,9 @@ def test_the_gradient_norm_is_that_of_the_whole_model() -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_whole_state_dict_is_taken_over_on_every_rank(stage: int) -> None:
     engine = door(stage, top={"optimizer": SGD, "bf16": {"enabled": True}})[0]
-    wanted = {name: torch.full_like(value, 0.5) for name, value in engine.module_state_dict().items()}
+    wanted = {
+        name: torch.full_like(value, 0.5) for name, value in engine.module_state_dict().items()
+    }
     engine.load_module_state_dict({"module": wanted})
     assert_close(wanted, engine.module_state_dict())
     masters = [utils.safe_get_full_fp32_param(param) for param in engine.module.parameters()]
@@ -321,7 +360,9 @@ class Block(nn.Module):
 
 def tower() -> nn.Module:
     torch.manual_seed(11)
-    return nn.Sequential(nn.Linear(6, 20), nn.Sequential(*[Block() for _ in range(3)]), nn.Linear(20, 3))
+    return nn.Sequential(
+        nn.Linear(6, 20), nn.Sequential(*[Block() for _ in range(3)]), nn.Linear(20, 3)
+    )
 
 
 @pytest.mark.ranks(2, timeout=120)
@@ -346,9 +387,14 @@ def test_compiled_units_share_one_graph_and_train_the_same_bits(stage: int) -> N
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
-def test_the_flops_of_one_forward_are_counted_and_change_nothing(stage: int, tmp_path: Path) -> None:
+def test_the_flops_of_one_forward_are_counted_and_change_nothing(
+    stage: int, tmp_path: Path
+) -> None:
     file = tmp_path / f"flops_of_{stage}.txt"
-    counted = {"flops_profiler": {"enabled": True, "output_file": str(file), "module_depth": 1}, "optimizer": SGD}
+    counted = {
+        "flops_profiler": {"enabled": True, "output_file": str(file), "module_depth": 1},
+        "optimizer": SGD,
+    }
     plain, profiled = door(stage, top={"optimizer": SGD})[0], door(stage, top=counted)[0]
     assert_close(train(plain, 3, plain=False), train(profiled, 3, plain=False))
     assert profiled.flops_profiler_enabled() and not plain.flops_profiler_enabled()
@@ -367,12 +413,19 @@ def test_parameters_at_stage_3_answer_to_the_names_that_clients_read() -> None:
     )
     weight, bias = engine.module.parameters()
     assert (weight.ds_id, bias.ds_id) == (0, 1)
-    assert (weight.ds_shape, weight.ds_numel) == (weight.shape, 2560) and bias.ds_numel == bias.numel() == 40
+    assert (weight.ds_shape, weight.ds_numel) == (
+        weight.shape,
+        2560,
+    ) and bias.ds_numel == bias.numel() == 40
     assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and not weight.ds_persist
     # two ranks, cut at blocks of 1024: the first two of the weight, its last half and the bias
-    assert (weight.partition_numel(), bias.partition_numel()) == ((2048, 0), (512, 40))[engine.global_rank]
+    assert (weight.partition_numel(), bias.partition_numel()) == ((2048, 0), (512, 40))[
+        engine.global_rank
+    ]
     mine, whole = weight.ds_tensor.clone(), safe_get_full_fp32_param(weight)
-    assert torch.equal(mine, whole.flatten()[:2048] if engine.global_rank == 0 else whole.flatten()[2048:])
+    assert torch.equal(
+        mine, whole.flatten()[:2048] if engine.global_rank == 0 else whole.flatten()[2048:]
+    )
     with deepseek_zero.zero.GatheredParameters(weight):
         assert weight.ds_status is ZeroParamStatus.AVAILABLE
         assert weight.ds_summary()["partition_numel"] == mine.numel()
@@ -391,15 +444,23 @@ def test_parameters_under_zero_init_answer_to_the_same_names() -> None:
     with deepseek_zero.zero.Init():
         model = torch.nn.Sequential(torch.nn.Linear(3, 5))
     weight, bias = model.parameters()
-    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and weight.ds_numel == 15 and bias.ds_shape == (5,)
+    assert (
+        weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+        and weight.ds_numel == 15
+        and bias.ds_shape == (5,)
+    )
     assert weight.ds_tensor.numel() == weight.partition_numel() == 8 and weight.ds_id < bias.ds_id
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_states_of_the_inner_optimizer_are_flat_and_of_one_length_where_a_rank_has_none(stage: int) -> None:
+def test_states_of_the_inner_optimizer_are_flat_and_of_one_length_where_a_rank_has_none(
+    stage: int,
+) -> None:
     def trained(model: nn.Module, steps: int, flat: Any = None) -> Any:
-        engine, *_ = door(stage, model=model, top={"optimizer": {"type": "Adam", "params": {"lr": 0.1}}})
+        engine, *_ = door(
+            stage, model=model, top={"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+        )
         show_flat_states(engine.optimizer)
         if flat is not None:
             engine.optimizer.optimizer.load_state_dict(flat)
@@ -418,18 +479,25 @@ def test_states_of_the_inner_optimizer_are_flat_and_of_one_length_where_a_rank_h
         plain(x + step).square().mean().backward()
         optimizer.step()
     flat = engine.optimizer.optimizer.state_dict()
-    assert (list(flat["state"]), [group["params"] for group in flat["param_groups"]]) == ([0], [[0]])
+    assert (list(flat["state"]), [group["params"] for group in flat["param_groups"]]) == (
+        [0],
+        [[0]],
+    )
     assert float(flat["state"][0]["step"]) == 2
     for kind in ("exp_avg", "exp_avg_sq"):
         parts = engine.runtime.comm.all_gather_rows(flat["state"][0][kind], kind).reshape(-1)
-        expected = torch.cat([optimizer.state[param][kind].reshape(-1) for param in plain.parameters()])
+        expected = torch.cat(
+            [optimizer.state[param][kind].reshape(-1) for param in plain.parameters()]
+        )
         torch.testing.assert_close(parts[: expected.numel()], expected)
         assert not parts[expected.numel() :].any()
     weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
     again = copy.deepcopy(model)
     again.load_state_dict(weights)
     x = x + 2
-    found = [each.module.state_dict()["weight"].clone() for each in (trained(again, 1, flat), engine)]
+    found = [
+        each.module.state_dict()["weight"].clone() for each in (trained(again, 1, flat), engine)
+    ]
     assert not torch.equal(*found)
     engine.backward(engine(x).square().mean())
     engine.step()
@@ -439,13 +507,17 @@ def test_states_of_the_inner_optimizer_are_flat_and_of_one_length_where_a_rank_h
 @pytest.mark.ranks(2)
 def test_states_that_are_smaller_than_their_parameters_come_as_torch_has_them() -> None:
     model = nn.Linear(8, 8)
-    engine, *_ = door(1, model=model, optimizer=lambda params: torch.optim.Adafactor(params, lr=0.1))
+    engine, *_ = door(
+        1, model=model, optimizer=lambda params: torch.optim.Adafactor(params, lr=0.1)
+    )
     show_flat_states(engine.optimizer)
     engine.backward(engine(torch.randn(4, 8)).square().mean())
     engine.step()
     inner = engine.optimizer.optimizer
     state = inner.state_dict()
-    assert [len(group["params"]) for group in state["param_groups"]] == [len(engine.optimizer.shards())]
+    assert [len(group["params"]) for group in state["param_groups"]] == [
+        len(engine.optimizer.shards())
+    ]
     inner.load_state_dict(state)
     engine.backward(engine(torch.randn(4, 8)).square().mean())
     engine.step()

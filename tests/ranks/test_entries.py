@@ -1,6 +1,8 @@
-"""Gradients that enter a model past its outputs equal those of plain torch for every call of backward.
+"""Gradients that enter a model past its outputs equal those of plain torch for every call of
+backward.
 
-Tensors leave a model as an attribute, through a hook or a list, and parameters stand in the loss itself.
+Tensors leave a model as an attribute, through a hook or a list, and parameters stand in the loss
+itself.
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ def state_in_a_list(model: Any, module: Any, x: Tensor) -> Tensor:
 
 def hidden_state_alone(model: Any, module: Any, x: Tensor) -> Tensor:
     kept: list[Tensor] = []
-    handle = module.blocks[1].up.register_forward_hook(lambda module, args, output: kept.append(output))
+    handle = module.blocks[1].up.register_forward_hook(
+        lambda module, args, output: kept.append(output)
+    )
     model(x)
     handle.remove()
     return kept[0].float().square().mean()
@@ -95,7 +99,8 @@ def expected_of(loss: Loss, accumulation: int) -> dict[str, Tensor]:
     for micro, rank in itertools.product(range(accumulation), range(world())):
         (loss(plain, plain, data(micro, rank)) / accumulation / world()).backward()
     return {
-        name: torch.zeros_like(param) if param.grad is None else param.grad for name, param in plain.named_parameters()
+        name: torch.zeros_like(param) if param.grad is None else param.grad
+        for name, param in plain.named_parameters()
     }
 
 
@@ -114,7 +119,9 @@ def check_gradients(engine: Any, expected: dict[str, Tensor], precision: str, wh
         found = safe_get_full_grad(param)
         grad = torch.zeros_like(expected[name]) if found is None else found / scale
         far = float((grad - expected[name]).norm())
-        assert far <= within * whole, f"{what}: {name} is {far} from a gradient of {float(expected[name].norm())}"
+        assert far <= within * whole, (
+            f"{what}: {name} is {far} from a gradient of {float(expected[name].norm())}"
+        )
     engine.optimizer.step()
 
 
@@ -145,7 +152,8 @@ def test_a_state_of_one_engine_that_another_one_is_given_gets_the_factor(partner
     for micro, rank in itertools.product(range(ACCUMULATION), range(world())):
         (joint(*plain, plain[0], data(micro, rank)) / ACCUMULATION / world()).backward()
     expected = [
-        {name: param.grad for name, param in model.named_parameters() if param.grad is not None} for model in plain
+        {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+        for model in plain
     ]
     for precision, other in (("fp16", partner), (partner, "fp16")):
         pair = [start(2, precision), start(2, other)]
@@ -165,7 +173,9 @@ def test_an_input_keeps_the_gradient_of_plain_torch() -> None:
     for precision in PRECISIONS:
         engine = start(1, precision)
         (found,) = torch.autograd.grad(attribute(engine, engine.module, x), x)
-        assert float((found - expected).norm()) <= PRECISIONS[precision][1] * float(expected.norm()), precision
+        assert float((found - expected).norm()) <= PRECISIONS[precision][1] * float(
+            expected.norm()
+        ), precision
 
 
 def test_a_graph_that_is_kept_is_scaled_once() -> None:

@@ -1,8 +1,9 @@
-"""Each example runs as its docstring says, on CPU: under the launcher on two ranks; seed 000's as plain `python` too,
-the other seeds', and both ResNet-101, with DEEPSEEK_ZERO_FULL=1.
+"""Each example runs as its docstring says, on CPU: under the launcher on two ranks; seed 000's as
+plain `python` too, the other seeds', and both ResNet-101, with DEEPSEEK_ZERO_FULL=1.
 
-The examples themselves end with an error unless their loss falls by the stated margin, so a run that ends well is the
-check.  The settings are small; only the seeds' sizes are the articles' own.  pretrain_text.py has its own test.
+The examples themselves end with an error unless their loss falls by the stated margin, so a run
+that ends well is the check.  The settings are small; only the seeds' sizes are the articles' own.
+pretrain_text.py has its own test.
 """
 
 from __future__ import annotations
@@ -58,12 +59,24 @@ if is_full():  # in CI only seed 000's runs as plain `python`
 
 
 def run_example(run: Run, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run an example in an empty folder and return what it said; fails the test if it did not end well."""
+    """Run an example in an empty folder and return what it said; fails the test if it did not end
+    well.
+    """
     environment = {**os.environ, **run.environment, "PYTHONPATH": str(PACKAGE)}
-    # Threads that wait for each other on busy cores cost four times the work; a run alone has both of CI's cores.
+    # Threads that wait for each other on busy cores cost four times the work; a run alone has both
+    # of CI's cores.
     environment["OMP_NUM_THREADS"] = "1" if run.starter else "2"
-    command = [sys.executable, "-W", "ignore", *run.starter, str(EXAMPLES / f"{run.script}.py"), *run.arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        *run.starter,
+        str(EXAMPLES / f"{run.script}.py"),
+        *run.arguments,
+    ]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert run.says in done.stdout
     return done
@@ -76,7 +89,9 @@ def test_an_example_runs_and_its_loss_falls_by_its_margin(run: Run, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor")  # torch's word on the article's Transformer
+@pytest.mark.filterwarnings(
+    "ignore:enable_nested_tensor"
+)  # torch's word on the article's Transformer
 @pytest.mark.parametrize("starter", [LAUNCHER, ALONE], ids=["two ranks", "alone"])
 def test_seed_000_runs_and_leaves_full_weights_that_a_plain_model_loads(
     starter: tuple[str, ...], tmp_path: Path
@@ -91,5 +106,9 @@ def test_seed_000_runs_and_leaves_full_weights_that_a_plain_model_loads(
         }
     )
     model.load_state_dict(saved)
-    assert all(type(tensor) is torch.Tensor and bool(tensor.isfinite().all()) for tensor in saved.values())
-    assert (tmp_path / "model.pth").stat().st_size < 1.01 * sum(tensor.nbytes for tensor in saved.values())
+    assert all(
+        type(tensor) is torch.Tensor and bool(tensor.isfinite().all()) for tensor in saved.values()
+    )
+    assert (tmp_path / "model.pth").stat().st_size < 1.01 * sum(
+        tensor.nbytes for tensor in saved.values()
+    )

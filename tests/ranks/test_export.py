@@ -46,7 +46,9 @@ def read(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize(("stage", "top"), [(0, {}), (3, {}), (2, BF16), (3, BF16)], ids=["0", "3", "2b", "3b"])
+@pytest.mark.parametrize(
+    ("stage", "top"), [(0, {}), (3, {}), (2, BF16), (3, BF16)], ids=["0", "3", "2b", "3b"]
+)
 @pytest.mark.ranks("world")
 def test_an_exported_folder_holds_the_weights_as_they_compute(
     tmp_path: Path, world: int, stage: int, top: dict[str, Any]
@@ -62,7 +64,9 @@ def test_an_exported_folder_holds_the_weights_as_they_compute(
     if here() == 0:  # buffers are rank 0's
         assert not differences(found, expected)
     else:
-        assert not differences({n: v for n, v in found.items() if n not in statistics}, drop(expected, statistics))
+        assert not differences(
+            {n: v for n, v in found.items() if n not in statistics}, drop(expected, statistics)
+        )
     with safe_open(tmp_path / "one" / "model.safetensors", framework="pt") as file:
         assert file.metadata()["format"] == "pt"
     engine.export(tmp_path / "many", max_shard_bytes=400)
@@ -85,7 +89,10 @@ def test_another_dtype_comes_from_the_masters_by_the_one_cast(tmp_path: Path, ma
     found = read(tmp_path / "fp32")
     trained = [name for name, param in engine.module.named_parameters() if param.requires_grad]
     assert not differences({n: found[n] for n in trained}, {n: masters[n] for n in trained})
-    assert found["frozen.weight"].dtype == torch.float32 and found["norm.num_batches_tracked"].dtype == torch.int64
+    assert (
+        found["frozen.weight"].dtype == torch.float32
+        and found["norm.num_batches_tracked"].dtype == torch.int64
+    )
     for name in trained:
         rounded = torch.empty(found[name].numel(), dtype=torch.bfloat16)
         cast_master(found[name].reshape(-1), rounded)
@@ -127,16 +134,23 @@ def test_a_folder_that_exists_keeps_what_is_not_weights(tmp_path: Path) -> None:
     if here() == 0:
         (tmp_path / "out" / "tokenizer.json").write_text("{}")
     engine.export(tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.safetensors", "tokenizer.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.ranks(2)
-def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all_and_nothing_appears(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all_and_nothing_appears(
+    tmp_path: Path,
+) -> None:
     engine = start(3)
     with pytest.MonkeyPatch.context() as patch:
         if here() == 1:
-            patch.setattr("deepseek_zero.checkpoint.safetensors_file.SafetensorsWriter.write", _full_disk)
+            patch.setattr(
+                "deepseek_zero.checkpoint.safetensors_file.SafetensorsWriter.write", _full_disk
+            )
         with pytest.raises(CheckpointError, match=r"rank 1 failed .*No space left"):
             engine.export(tmp_path / "out", max_shard_bytes=400)
     assert not (tmp_path / "out").exists()
@@ -157,9 +171,16 @@ def test_no_rank_holds_the_model_while_it_is_exported(tmp_path: Path) -> None:
     sizes = []
     with pytest.MonkeyPatch.context() as patch:
         gather = export.gather_full
-        patch.setattr(export, "gather_full", lambda *given: sizes.append(given[1].layout.numel) or gather(*given))
+        patch.setattr(
+            export,
+            "gather_full",
+            lambda *given: sizes.append(given[1].layout.numel) or gather(*given),
+        )
         engine.export(tmp_path / "out")
-    assert sum(sizes) == sum(param.numel() for param in engine.module.parameters()) and max(sizes) < sum(sizes) / 2
+    assert (
+        sum(sizes) == sum(param.numel() for param in engine.module.parameters())
+        and max(sizes) < sum(sizes) / 2
+    )
 
 
 @pytest.mark.ranks(2)
@@ -220,6 +241,8 @@ def test_transformers_loads_what_is_exported(tmp_path: Path) -> None:
         assert many.dtype == torch.float32
         assert torch.equal(many.lm_head.weight, many.transformer.wte.weight)
     dist.barrier()
-    again = deepseek_zero.initialize(model=transformers.GPT2LMHeadModel(model.config), config=config)[0]
+    again = deepseek_zero.initialize(
+        model=transformers.GPT2LMHeadModel(model.config), config=config
+    )[0]
     again.load_weights(tmp_path / "many")
     assert not differences(again.module.state_dict(), expected)

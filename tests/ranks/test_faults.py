@@ -1,7 +1,8 @@
-"""A few rows of the table of faults (tests/faults.py), each played once between two hosts of one rank each.
+"""A few rows of the table of faults (tests/faults.py), each played once between two hosts of one
+rank each.
 
-The others are played by hand.  A cut, a stopped board and strangers have cheaper tests (test_lost_hosts.py,
-test_sockets_between_hosts.py).
+The others are played by hand.  A cut, a stopped board and strangers have cheaper tests
+(test_lost_hosts.py, test_sockets_between_hosts.py).
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ def test_what_is_killed_is_named_on_the_other_host_and_nothing_is_left(row: str)
     keeps_its_promises(row)
 
 
-def test_a_stopped_rank_and_a_bad_link_are_named_and_cost_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_rank_and_a_bad_link_are_named_and_cost_no_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(faults, "UNDISTURBED", {})
     keeps_its_promises("stopped-rank")
-    assert min(map(len, faults.UNDISTURBED.values())) > faults.STEPS, "what the next row's losses are compared with"
+    assert min(map(len, faults.UNDISTURBED.values())) > faults.STEPS, (
+        "what the next row's losses are compared with"
+    )
     keeps_its_promises("loss-and-delay")

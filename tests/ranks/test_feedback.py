@@ -1,5 +1,6 @@
-"""Error feedback, through the engine's door: each rank adds to its gradients what its codes left out of those before,
-with the bits of one process that does so for all ranks; what is kept is part of a run's state.
+"""Error feedback, through the engine's door: each rank adds to its gradients what its codes left
+out of those before, with the bits of one process that does so for all ranks; what is kept is part
+of a run's state.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from tests.reference import OPTIMIZERS
 from tests.training import ALL, DTYPES, Run, train_step
 
 STEPS = 4
-KEPT: dict[str, tuple[str, float, int | None]] = {  # as what errors are kept, beta, and steps after which they are not
+KEPT: dict[
+    str, tuple[str, float, int | None]
+] = {  # as what errors are kept, beta, and steps after which they are not
     "bf16": ("bf16", 0.0, None),
     "int8": ("int8", 0.0, None),
     "loco": ("bf16", 0.8, 2),
@@ -34,8 +37,17 @@ KEPT: dict[str, tuple[str, float, int | None]] = {  # as what errors are kept, b
 }
 
 
-def start(run: Run, codes: str, kept: str, model: nn.Module | None = None, inside_bits: int = 16, **keys: Any) -> Any:
-    """The engine of a run whose gradients are coded, with errors kept.  keys: of the configuration."""
+def start(
+    run: Run,
+    codes: str,
+    kept: str,
+    model: nn.Module | None = None,
+    inside_bits: int = 16,
+    **keys: Any,
+) -> Any:
+    """The engine of a run whose gradients are coded, with errors kept.  keys: of the
+    configuration.
+    """
     weights, gradients = CODES[codes]
     assert gradients is not None
     how, beta, reset = KEPT[kept]
@@ -54,13 +66,17 @@ def start(run: Run, codes: str, kept: str, model: nn.Module | None = None, insid
     if reset is not None:
         zero["zeropp_loco_param"] = {"err_beta": beta, "reset_T": reset}
     model = seeded() if model is None else model
-    optimizer = OPTIMIZERS[run.optimizer]([each for each in model.parameters() if each.requires_grad])
+    optimizer = OPTIMIZERS[run.optimizer](
+        [each for each in model.parameters() if each.requires_grad]
+    )
     return deepseek_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 @dataclass
 class FeedingBack(Rounding):
-    """The reference whose ranks, or with several per host whose hosts, add what their codes left out before."""
+    """The reference whose ranks, or with several per host whose hosts, add what their codes left
+    out before.
+    """
 
     kept: str = "bf16"
     errors: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by sender and flat buffer
@@ -78,18 +94,25 @@ class FeedingBack(Rounding):
         assert codec is not None
         how, beta, _ = KEPT[self.kept]
         for number, flat in enumerate(self.flats):
-            error, exact = self.errors.get((sender, number), torch.zeros(flat.numel)), torch.zeros(flat.numel)
+            error, exact = (
+                self.errors.get((sender, number), torch.zeros(flat.numel)),
+                torch.zeros(flat.numel),
+            )
             for name, low in flat.places.items():
                 exact[low : low + held[name].numel()] = held[name].reshape(-1).float()
             exact += error
             sent = rounded(codec, exact)
             left = error * beta + (exact - sent) * (1.0 - beta)
-            self.errors[sender, number] = left.bfloat16().float() if how == "bf16" else rounded(Blocks(8, 256), left)
+            self.errors[sender, number] = (
+                left.bfloat16().float() if how == "bf16" else rounded(Blocks(8, 256), left)
+            )
             for name, low in flat.places.items():
                 held[name] = sent[low : low + held[name].numel()].view(held[name].shape)
         return [held[name] for name in self.names]
 
-    def step(self, batches: Sequence[Sequence[Batch]], norm: float | None = None) -> tuple[list[list[Tensor]], float]:
+    def step(
+        self, batches: Sequence[Sequence[Batch]], norm: float | None = None
+    ) -> tuple[list[list[Tensor]], float]:
         found = super().step(batches, norm)
         reset = KEPT[self.kept][2]
         if reset is not None and self.calls // (self.ranks * self.accumulation) % reset == 0:
@@ -99,18 +122,29 @@ class FeedingBack(Rounding):
 
 @dataclass
 class HostsFeedingBack(FeedingBack):
-    """The reference whose hosts add up summands, exact or through `inside`, and send each other their sums as codes."""
+    """The reference whose hosts add up summands, exact or through `inside`, and send each other
+    their sums as codes.
+    """
 
     inside: Blocks | None = None
 
-    def gradients(self, batches: Sequence[Sequence[Batch]]) -> tuple[list[list[Tensor]], list[Tensor]]:
+    def gradients(
+        self, batches: Sequence[Sequence[Batch]]
+    ) -> tuple[list[list[Tensor]], list[Tensor]]:
         runs = [self.plain_batch(of_rank[0]) for of_rank in batches]  # of one micro-batch each
-        hosts = [runs[start : start + self.ranks_per_host] for start in range(0, self.ranks, self.ranks_per_host)]
+        hosts = [
+            runs[start : start + self.ranks_per_host]
+            for start in range(0, self.ranks, self.ranks_per_host)
+        ]
         sums = []
         for number, host in enumerate(hosts):
-            summed = [self._sum(list(grads)) for grads in zip(*(grads for _, grads in host), strict=True)]
+            summed = [
+                self._sum(list(grads)) for grads in zip(*(grads for _, grads in host), strict=True)
+            ]
             sums.append(self.sent_by(number, summed))
-        totals = [self._sum(list(grads)).div_(float(self.ranks)) for grads in zip(*sums, strict=True)]
+        totals = [
+            self._sum(list(grads)).div_(float(self.ranks)) for grads in zip(*sums, strict=True)
+        ]
         return [[loss] for loss, _ in runs], [total.to(self.grad_dtype) for total in totals]
 
     def plain_batch(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
@@ -150,8 +184,12 @@ def assert_follows(engine: Any, run: Run, reference: FeedingBack, steps: Sequenc
         batches = range(run.accumulation), range(reference.ranks)
         everyone = [[batch_of(step, micro, rank) for micro in batches[0]] for rank in batches[1]]
         expected, _ = reference.step(everyone, engine.get_global_grad_norm())
-        assert all(map(torch.equal, losses, expected[dist.get_rank()])), f"losses differ in step {step}"
-        assert_same_bits(dict(engine.module.state_dict()), reference.values(), f"weights after step {step}")
+        assert all(map(torch.equal, losses, expected[dist.get_rank()])), (
+            f"losses differ in step {step}"
+        )
+        assert_same_bits(
+            dict(engine.module.state_dict()), reference.values(), f"weights after step {step}"
+        )
     volume = predicted_volume(engine.runtime)
     assert sent == volume.state_bytes + volume.rows
     masters = dict(zip(reference.values(), reference.masters, strict=True))
@@ -177,7 +215,14 @@ AXES = {
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize(*cases(AXES))
 def test_training_has_the_bits_of_one_process_that_keeps_every_ranks_errors(
-    stage: int, kept: str, codes: str, dtype: str, accumulation: int, ranks: int, bucket: int, transport: str
+    stage: int,
+    kept: str,
+    codes: str,
+    dtype: str,
+    accumulation: int,
+    ranks: int,
+    bucket: int,
+    transport: str,
 ) -> None:
     run = Run(stage, dtype, accumulation, 0, 0.3, "adamw", transport=transport, bucket=bucket)
     engine = start(run, codes, kept)
@@ -205,7 +250,9 @@ def test_where_sums_are_formed_by_host_errors_are_those_of_the_hosts_sums(
     assert isinstance(reference, HostsFeedingBack)
     reference.inside = inside
     assert_follows(engine, run, reference, range(STEPS))
-    coded = [group.layout.padded_numel for group in engine.runtime.groups if group.planned.key.is_coded]
+    coded = [
+        group.layout.padded_numel for group in engine.runtime.groups if group.planned.key.is_coded
+    ]
     bytes_each = 2 if kept != "int8" else 1 + 4 / 256
     assert engine.memory_report().measured["errors"] == sum(coded) / 2 * bytes_each
 
@@ -240,14 +287,20 @@ def test_errors_are_saved_and_a_run_goes_on_bit_by_bit_and_another_mesh_drops_th
 
     train_step(other, run, 5)
     other.load_checkpoint(tmp_path, tag="three", load_optimizer_states=False)
-    assert not any(each.gradient.errors.memory.any() for each in other.runtime.groups if each.planned.key.is_coded)
+    assert not any(
+        each.gradient.errors.memory.any()
+        for each in other.runtime.groups
+        if each.planned.key.is_coded
+    )
 
     reshaped = started(8, {"dp_shard": 4})
     train_step(reshaped, run, 7)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load, "log_first", said.append)
         reshaped.load_checkpoint(tmp_path, tag="three")
-    held = [group.gradient.errors for group in reshaped.runtime.groups if group.planned.key.is_coded]
+    held = [
+        group.gradient.errors for group in reshaped.runtime.groups if group.planned.key.is_coded
+    ]
     assert held and not any(errors.memory.any() for errors in held)
     assert len(said) == 1 and "what these had left out of gradients is dropped" in said[0]
 
@@ -260,7 +313,9 @@ def test_errors_follow_the_loss_scale_and_a_skipped_step_forgets_them(kept: str)
     model[0].weight.requires_grad_(False)
     fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 2}
     engine = start(Run(2, optimizer="adamw"), "int4 gradients", kept, model, fp16=fp16, bf16={})
-    groups = [group for group in engine.runtime.groups if group.trainable and group.planned.key.is_coded]
+    groups = [
+        group for group in engine.runtime.groups if group.trainable and group.planned.key.is_coded
+    ]
 
     def backward(factor: float = 1.0) -> None:
         x = torch.linspace(-1, 1, 80).view(2, 40) * (1 + dist.get_rank())
@@ -268,7 +323,9 @@ def test_errors_follow_the_loss_scale_and_a_skipped_step_forgets_them(kept: str)
 
     def kept_now() -> Tensor:
         found = torch.empty(sum(group.planned.errors_numel for group in groups))
-        for group, out in zip(groups, found.split([group.planned.errors_numel for group in groups]), strict=True):
+        for group, out in zip(
+            groups, found.split([group.planned.errors_numel for group in groups]), strict=True
+        ):
             errors = group.gradient.errors
             errors.feedback.codec.decode(errors.memory, 0, out.numel(), out, torch.empty(1 << 14))
         return found

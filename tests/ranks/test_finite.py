@@ -1,4 +1,6 @@
-"""A gradient that is not finite: one policy for fp32, bf16 and fp16, at every stage and both doors, and one warning."""
+"""A gradient that is not finite: one policy for fp32, bf16 and fp16, at every stage and both doors,
+and one warning.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,12 @@ def data(step: int, *, broken: bool = False) -> Tensor:
 
 def config(stage: int, precision: str, **more: Any) -> dict[str, Any]:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **more.pop("zero", {})}
-    top = {"train_micro_batch_size_per_gpu": 4, "steps_per_print": None, "optimizer": ADAM, "zero_optimization": zero}
+    top = {
+        "train_micro_batch_size_per_gpu": 4,
+        "steps_per_print": None,
+        "optimizer": ADAM,
+        "zero_optimization": zero,
+    }
     return top | {"units": ["Block"]} | PRECISIONS[precision] | more
 
 
@@ -90,7 +97,9 @@ def said() -> Iterator[list[str]]:
 
 
 def run(settings: dict[str, Any], steps: str) -> tuple[Any, list[str]]:
-    """An engine after these steps ("n": a NaN on one rank, ".": sound); sound ones draw the same data in every run."""
+    """An engine after these steps ("n": a NaN on one rank, ".": sound); sound ones draw the same
+    data in every run.
+    """
     engine = deepseek_zero.initialize(model=net(), config=settings)[0]
     drawn = itertools.count()
     with said() as warnings:
@@ -115,7 +124,9 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing_and_says_so(stage: 
         without, _ = run(settings, "...")
         assert_same(engine.module_state_dict(), without.module_state_dict())
         assert (engine.global_steps, engine.skipped_steps) == (4, 1)
-        is_fp16 = precision == "fp16"  # where the scale is looked for, an overflow is nothing to warn of
+        is_fp16 = (
+            precision == "fp16"
+        )  # where the scale is looked for, an overflow is nothing to warn of
         assert len(warnings) == (0 if is_fp16 or here() else 1), (precision, warnings)
         assert all("step 3" in text and "not finite" in text for text in warnings)
         if is_fp16:
@@ -134,11 +145,15 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing_and_says_so(stage: 
     ],
     ids=["states", "all", "speculative", "delayed"],
 )
-def test_an_update_that_waits_or_came_ahead_is_not_spoilt_either(precision: str, zero: dict[str, Any]) -> None:
+def test_an_update_that_waits_or_came_ahead_is_not_spoilt_either(
+    precision: str, zero: dict[str, Any]
+) -> None:
     settings = config(3, precision, zero=zero)
     engine, warnings = run(settings, "...n..")
     without, _ = run(settings, ".....")
-    if "delayed_update_after" in zero["offload_optimizer"]:  # what is owed is paid a step earlier, which is another run
+    if (
+        "delayed_update_after" in zero["offload_optimizer"]
+    ):  # what is owed is paid a step earlier, which is another run
         assert all(value.isfinite().all() for value in engine.module_state_dict().values())
     else:
         assert_same(engine.module_state_dict(), without.module_state_dict())
@@ -185,7 +200,9 @@ def test_who_turns_the_check_off_trains_on_and_is_told(precision: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_the_second_step_in_a_row_names_the_unit_and_the_rest_is_said_rarely(stage: int, precision: str) -> None:
+def test_the_second_step_in_a_row_names_the_unit_and_the_rest_is_said_rarely(
+    stage: int, precision: str
+) -> None:
     engine = deepseek_zero.initialize(model=net(), config=config(stage, precision))[0]
     Block.broken = 1 if here() == 1 else None
     try:
@@ -195,8 +212,12 @@ def test_the_second_step_in_a_row_names_the_unit_and_the_rest_is_said_rarely(sta
                 engine.step()
     finally:
         Block.broken = None
-    assert [text[:7] for text in warnings] == ([] if here() else ["step 1:", "step 2:", "step 4:", "step 8:"])
-    assert all("'blocks.1'" in text for text in warnings[1:]) and "'blocks.1'" not in "".join(warnings[:1])
+    assert [text[:7] for text in warnings] == (
+        [] if here() else ["step 1:", "step 2:", "step 4:", "step 8:"]
+    )
+    assert all("'blocks.1'" in text for text in warnings[1:]) and "'blocks.1'" not in "".join(
+        warnings[:1]
+    )
     assert engine.skipped_steps == 9
     with said() as warnings:
         for step in range(2):

@@ -1,4 +1,5 @@
-"""Every order of forwards, backwards and steps that a plain model allows: it trains as it does without sharding.
+"""Every order of forwards, backwards and steps that a plain model allows: it trains as it does
+without sharding.
 
 Each test compares an engine on two ranks with plain copies of the same model (tests/plain.py).
 """
@@ -71,7 +72,8 @@ def loss_of(model: nn.Module, rank: int, step: int, part: int = 0) -> Tensor:
     return model(draw(rank + 100 * part, step, 4, WIDTH)).square().mean()
 
 
-# -- forwards and backwards --------------------------------------------------------------------------------------------
+# -- forwards and backwards
+# --------------------------------------------------------------------------------------------
 
 
 @on_stages_1_to_3
@@ -86,7 +88,9 @@ def test_several_forwards_before_one_backward(setting: Setting) -> None:
 
 @on_stages_1_to_3
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)], ids=str)
-def test_several_forwards_then_as_many_backwards_in_any_order(order: tuple[int, ...], setting: Setting) -> None:
+def test_several_forwards_then_as_many_backwards_in_any_order(
+    order: tuple[int, ...], setting: Setting
+) -> None:
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
         losses = [loss_of(model, rank, step, part) for part in range(3)]
         for number in order:
@@ -145,7 +149,9 @@ def test_a_forward_whose_output_is_thrown_away_changes_nothing(setting: Setting)
 
 
 class Recursive(Model):
-    """Every block runs three times in one forward; each gets its last gradient long after backward first met it."""
+    """Every block runs three times in one forward; each gets its last gradient long after backward
+    first met it.
+    """
 
     def forward(self, x: Tensor, depth: int = 2) -> Tensor:
         return super().forward(x) if depth == 0 else self(x * 0.5, depth - 1) + super().forward(x)
@@ -163,7 +169,9 @@ def test_the_model_called_inside_its_own_forward_counts_once(setting: Setting) -
 
 @on_stages_1_to_3
 def test_backward_hooks_and_create_graph_give_a_gradient_penalty(setting: Setting) -> None:
-    """The penalty differentiates the gradient of the input, so backward itself is differentiated."""
+    """The penalty differentiates the gradient of the input, so backward itself is
+    differentiated.
+    """
 
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
         x = draw(rank, step, 4, WIDTH).requires_grad_()
@@ -214,19 +222,28 @@ SKIPPING = {
 @pytest.mark.parametrize("setting", SKIPPING.values(), ids=SKIPPING)
 def test_a_rank_may_skip_several_blocks_in_a_row(setting: Setting) -> None:
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
-        loss = model(draw(rank, step, 4, WIDTH), range(1, 5 if rank == step % 2 else 1)).square().mean()
+        loss = (
+            model(draw(rank, step, 4, WIDTH), range(1, 5 if rank == step % 2 else 1))
+            .square()
+            .mean()
+        )
         backward(loss)
         return loss
 
     assert_trains_like_plain(Deep, body, setting, transport="gloo")
 
 
-# -- without gradients -------------------------------------------------------------------------------------------------
+# -- without gradients
+# -------------------------------------------------------------------------------------------------
 
 
 @on_stages_1_to_3
-@pytest.mark.parametrize("quiet", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-def test_forwards_without_gradients_stand_anywhere(quiet: Callable[[], Any], setting: Setting) -> None:
+@pytest.mark.parametrize(
+    "quiet", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"]
+)
+def test_forwards_without_gradients_stand_anywhere(
+    quiet: Callable[[], Any], setting: Setting
+) -> None:
     def look(model: nn.Module, rank: int, step: int) -> Tensor:
         model.eval()
         with quiet():
@@ -322,7 +339,9 @@ class EncoderDecoder(nn.Module):
         self.blocks = nn.ModuleList([Block(), Block()])
         self.head = nn.Linear(WIDTH, 13)
 
-    def forward(self, source: Tensor | None, target: Tensor, memory: Tensor | None = None) -> Tensor:
+    def forward(
+        self, source: Tensor | None, target: Tensor, memory: Tensor | None = None
+    ) -> Tensor:
         memory = self.encoder(source) if memory is None else memory
         x = self.embed(target).cumsum(dim=1) + memory.mean(dim=1, keepdim=True)
         for block in self.blocks:
@@ -350,11 +369,14 @@ def test_generate_that_calls_a_part_of_the_model_by_itself(setting: Setting) -> 
     assert_trains_like_plain(EncoderDecoder, body, setting)
 
 
-# -- recomputation -----------------------------------------------------------------------------------------------------
+# -- recomputation
+# -----------------------------------------------------------------------------------------------------
 
 
 class Checkpointed(Model):
-    """Blocks recomputed in backward.  how: each block, two blocks as one, or the inside of each block."""
+    """Blocks recomputed in backward.  how: each block, two blocks as one, or the inside of each
+    block.
+    """
 
     def __init__(self, reentrant: bool, how: str) -> None:
         super().__init__()
@@ -376,7 +398,9 @@ class Checkpointed(Model):
             for block in self.blocks:
                 x = checkpoint(block, x, use_reentrant=self.reentrant)
         elif self.how == "pairs":
-            x = checkpoint(lambda y: self.blocks[1](self.blocks[0](y)), x, use_reentrant=self.reentrant)
+            x = checkpoint(
+                lambda y: self.blocks[1](self.blocks[0](y)), x, use_reentrant=self.reentrant
+            )
             x = self.blocks[2](x)
         elif self.how == "sequence":
             x = checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=self.reentrant)
@@ -452,7 +476,8 @@ def test_saved_tensors_on_the_host_train(setting: Setting) -> None:
     assert_trains_like_plain(Model, body, setting)
 
 
-# -- accumulation ------------------------------------------------------------------------------------------------------
+# -- accumulation
+# ------------------------------------------------------------------------------------------------------
 
 
 @on_stages_1_to_3
@@ -498,11 +523,15 @@ def test_no_sync_adds_micro_batches_without_reducing_them(stage: int, by_engine:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_no_sync_says_that_sharded_gradients_cannot_wait(stage: int) -> None:
     engine = engine_for(seeded(Model), Setting(stage))
-    with pytest.raises(deepseek_zero.DeepSeekZeroError, match=rf"no_sync.*stage {stage}"), engine.no_sync():
+    with (
+        pytest.raises(deepseek_zero.DeepSeekZeroError, match=rf"no_sync.*stage {stage}"),
+        engine.no_sync(),
+    ):
         pass
 
 
-# -- exceptions on all ranks -------------------------------------------------------------------------------------------
+# -- exceptions on all ranks
+# -------------------------------------------------------------------------------------------
 
 
 class Boom(Exception):
@@ -552,8 +581,12 @@ def test_after_an_exception_on_all_ranks_the_next_step_works(at: str, setting: S
 
 
 @on_stages_1_to_3
-def test_after_an_interrupted_backward_without_zero_grad_nothing_half_made_is_left(setting: Setting) -> None:
-    """A plain model would keep what reached `.grad` before the exception; here a broken backward counts for nothing."""
+def test_after_an_interrupted_backward_without_zero_grad_nothing_half_made_is_left(
+    setting: Setting,
+) -> None:
+    """A plain model would keep what reached `.grad` before the exception; here a broken backward
+    counts for nothing.
+    """
     plain, model = Plain(Model), seeded(Fragile)
     engine = engine_for(model, setting)
     model.at = "backward"
@@ -579,7 +612,8 @@ def test_a_forward_inside_an_except_clause_is_an_ordinary_forward(setting: Setti
     assert_trains_like_plain(Model, body, setting)
 
 
-# -- several engines ---------------------------------------------------------------------------------------------------
+# -- several engines
+# ---------------------------------------------------------------------------------------------------
 
 
 @on_stages_1_to_3
@@ -627,11 +661,16 @@ def test_a_sharded_teacher_serves_a_sharded_student(setting: Setting) -> None:
     teacher = seeded(Model, seed=3)
     plain, student = Plain(Model), seeded(Model)
     target = seeded(Model, seed=3)
-    frozen = deepseek_zero.initialize(model=teacher.requires_grad_(False), config=setting.config(optimizer={}))[0]
+    frozen = deepseek_zero.initialize(
+        model=teacher.requires_grad_(False), config=setting.config(optimizer={})
+    )[0]
     engine = engine_for(student, setting)
     for step in range(2):
         plain.run(
-            lambda m, r, s, b: b(F.mse_loss(m(draw(r, s, 4, WIDTH)), target(draw(r, s, 4, WIDTH)).detach())), step
+            lambda m, r, s, b: b(
+                F.mse_loss(m(draw(r, s, 4, WIDTH)), target(draw(r, s, 4, WIDTH)).detach())
+            ),
+            step,
         )
         plain.update()
         x = draw(here(), step, 4, WIDTH)
@@ -645,10 +684,14 @@ def live_bytes() -> int:
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor) and not thing.is_meta:  # isinstance would ask every object for its class
+        if (
+            issubclass(type(thing), Tensor) and not thing.is_meta
+        ):  # isinstance would ask every object for its class
             with torch._C.DisableTorchFunctionSubclass():
                 storage = thing.untyped_storage()
-            if storage.device.type == "meta":  # torch.compile leaves fake tensors, which claim a real device
+            if (
+                storage.device.type == "meta"
+            ):  # torch.compile leaves fake tensors, which claim a real device
                 continue
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
@@ -657,7 +700,9 @@ def live_bytes() -> int:
 class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(128, 512), nn.Linear(512, 128)) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(128, 512), nn.Linear(512, 128)) for _ in range(4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -685,7 +730,9 @@ def test_deleting_engine_and_model_returns_their_memory(trained: bool, setting: 
 
 @on_stages_1_and_3
 def test_a_model_outlives_its_engine_and_says_so(setting: Setting) -> None:
-    """Without its engine a model trains no more; nothing of it may fail in a way that explains nothing."""
+    """Without its engine a model trains no more; nothing of it may fail in a way that explains
+    nothing.
+    """
     model = seeded(Model)
     engine = engine_for(model, setting)
     engine.backward(loss_of(engine, here(), 0))
@@ -735,8 +782,14 @@ def test_engines_that_are_dropped_take_their_threads_along() -> None:
         engine.step()
 
     def an_engine_is_waited_for() -> bool:
-        waits = [each.name for each in threading.enumerate() if each.name.startswith("deepseek-zero-wait-")]
-        return any(not name.startswith(f"deepseek-zero-wait-{WORLD_LANE}/") for name in waits)  # the world's stay
+        waits = [
+            each.name
+            for each in threading.enumerate()
+            if each.name.startswith("deepseek-zero-wait-")
+        ]
+        return any(
+            not name.startswith(f"deepseek-zero-wait-{WORLD_LANE}/") for name in waits
+        )  # the world's stay
 
     def threads() -> int:
         gc.collect()
@@ -750,16 +803,21 @@ def test_engines_that_are_dropped_take_their_threads_along() -> None:
     at_first = threads()
     for _ in range(5):
         one_step()
-    assert threads() < at_first + 5  # torch may start one of its own; an engine that stayed would be three
+    assert (
+        threads() < at_first + 5
+    )  # torch may start one of its own; an engine that stayed would be three
 
 
-# -- torch.compile -----------------------------------------------------------------------------------------------------
+# -- torch.compile
+# -----------------------------------------------------------------------------------------------------
 
 
 @on_stages_1_and_3
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
-def test_blocks_compiled_before_or_after_wrapping_train(how: str, when: str, setting: Setting) -> None:
+def test_blocks_compiled_before_or_after_wrapping_train(
+    how: str, when: str, setting: Setting
+) -> None:
     def compiled(model: nn.Module) -> nn.Module:
         for number, block in enumerate(model.blocks):
             if how == "in place":
@@ -787,18 +845,25 @@ def test_blocks_compiled_before_or_after_wrapping_train(how: str, when: str, set
         torch.testing.assert_close(values[name], value, rtol=1e-5, atol=1e-6)
 
 
-# -- seed 000's door ---------------------------------------------------------------------------------------------------
+# -- seed 000's door
+# ---------------------------------------------------------------------------------------------------
 
 
 @on_stages_1_to_3
 @pytest.mark.parametrize("optimizer_first", [True, False])
 def test_the_plain_loop_of_seed_000_trains(optimizer_first: bool, setting: Setting) -> None:
     def wrap() -> None:
-        zero = {key: value for key, value in setting.config()["zero_optimization"].items() if key != "stage"}
+        zero = {
+            key: value
+            for key, value in setting.config()["zero_optimization"].items()
+            if key != "stage"
+        }
         deepseek_zero.DeepSeekZeRO3(model, stage=setting.stage, zero_optimization=zero)
 
     def make() -> Any:
-        return deepseek_zero.ZeroOptimizer(model.parameters(), lr=LEARNING_RATE, optimizer_type="sgd")
+        return deepseek_zero.ZeroOptimizer(
+            model.parameters(), lr=LEARNING_RATE, optimizer_type="sgd"
+        )
 
     plain, model = Plain(Model), seeded(Model)
     if optimizer_first:

@@ -1,4 +1,6 @@
-"""requires_grad_ after wrapping: what is frozen stays bit by bit, what is unfrozen trains as in unsharded torch."""
+"""requires_grad_ after wrapping: what is frozen stays bit by bit, what is unfrozen trains as in
+unsharded torch.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ TO_AND_FRO: Flips = {
     4: lambda model: some(model, "blocks.2", "tokens", on=False),
     5: lambda model: model.requires_grad_(True),
 }
-FROM_NOTHING: Flips = {1: lambda model: some(model, "blocks.1", on=True), 3: lambda model: some(model, "head", on=True)}
+FROM_NOTHING: Flips = {
+    1: lambda model: some(model, "blocks.1", on=True),
+    3: lambda model: some(model, "head", on=True),
+}
 BACK_AGAIN: Flips = {**GRADUALLY, 5: head_only}
 
 
@@ -140,15 +145,25 @@ def test_16_bit_weights_and_other_optimizers_follow_too() -> None:
                     after = values_of(run.model)
                     assert torch.equal(after["blocks.2.up.weight"], kept["blocks.2.up.weight"])
             found.append(values_of(run.model))
-            moved = [name for name, value in found[-1].items() if not torch.equal(value, start[name])]
-            assert {"blocks.2.down.weight", "blocks.1.up.weight", "tokens.weight", "head.weight"} <= set(moved)
+            moved = [
+                name for name, value in found[-1].items() if not torch.equal(value, start[name])
+            ]
+            assert {
+                "blocks.2.down.weight",
+                "blocks.1.up.weight",
+                "tokens.weight",
+                "head.weight",
+            } <= set(moved)
             run.end()
         for name, value in found[0].items():
             if "qkv.bias" in name:
-                continue  # a third of its gradient ought to be zero, and some optimizers divide by what it is
+                # A third of its gradient ought to be zero, and some optimizers divide by what it is
+                continue
             for other in found[1:]:
                 tolerance = (
-                    {"rtol": 1e-4, "atol": 1e-5} if value.dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-3}
+                    {"rtol": 1e-4, "atol": 1e-5}
+                    if value.dtype == torch.float32
+                    else {"rtol": 2e-2, "atol": 2e-3}
                 )
                 torch.testing.assert_close(
                     other[name], value, **tolerance, msg=lambda text, name=name: f"{name}: {text}"
@@ -171,16 +186,22 @@ def test_checkpoints_behind_a_flip_save_and_load(stage: int, tmp_path: Path) -> 
     run.engine.parts.saver.finish()
     expected = values_of(run.model)
     # As it was when it was saved; and as it was at the start, unfrozen before it is loaded.
-    for tag, prepare, flip in (("mine", nothing, nothing), ("behind", head_only, lambda m: m.requires_grad_(True))):
+    for tag, prepare, flip in (
+        ("mine", nothing, nothing),
+        ("behind", head_only, lambda m: m.requires_grad_(True)),
+    ):
         again = ByEngine(stage, prepare=prepare)
         flip(again.model)
         again.engine.load_checkpoint(str(tmp_path), tag=tag)
         go(again, 5, 8, {6: head_only})
         for name, value in values_of(again.model).items():
-            # The run that went on has what was frozen first in groups of its own, the resumed one beside the others: a
-            # fused kernel's last elements are others, and may be rounded once more or less in a step (decision 0012).
+            # The run that went on has what was frozen first in groups of its own, the resumed one
+            # beside the others: a fused kernel's last elements are others, and may be rounded once
+            # more or less in a step (decision 0012).
             assert int((value != expected[name]).sum()) <= KERNEL_TAIL, (tag, name)
-            torch.testing.assert_close(value, expected[name], rtol=3 * EPSILON, atol=3 * EPSILON, msg=f"{tag} {name}")
+            torch.testing.assert_close(
+                value, expected[name], rtol=3 * EPSILON, atol=3 * EPSILON, msg=f"{tag} {name}"
+            )
         again.end()
     run.end()
 
@@ -208,7 +229,9 @@ def test_a_parameter_of_no_group_gets_gradients_and_no_update_until_it_is_added(
             optimizer = engine.optimizer
         else:
             wrapped = deepseek_zero.DeepSeekZeRO3(model)
-            optimizer = deepseek_zero.ZeroOptimizer(model[2].parameters(), optimizer_type="adamw", **ADAMW)
+            optimizer = deepseek_zero.ZeroOptimizer(
+                model[2].parameters(), optimizer_type="adamw", **ADAMW
+            )
 
         def step(model: nn.Module = model, optimizer: Any = optimizer) -> None:
             model(torch.randn(2, 4)).square().mean().backward()
@@ -230,14 +253,19 @@ def test_a_parameter_of_no_group_gets_gradients_and_no_update_until_it_is_added(
 
 
 @pytest.mark.parametrize("updates", [{"super_offload": True}, {"delayed_update_after": 100}])
-def test_a_group_that_is_added_under_updates_in_backward_is_refused_for_what_it_is(updates: dict[str, Any]) -> None:
+def test_a_group_that_is_added_under_updates_in_backward_is_refused_for_what_it_is(
+    updates: dict[str, Any],
+) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     client = torch.optim.AdamW(model[0].parameters(), **ADAMW)
     offload = {"device": "cpu"}
     zero = {"stage": 3, "offload_optimizer": offload | updates, "offload_param": offload}
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
     engine = deepseek_zero.initialize(model=model, optimizer=client, config=config)[0]
-    with pytest.raises(ZeroError, match=r"add_param_group\(\) was called, under super_offload or delayed_update_after"):
+    with pytest.raises(
+        ZeroError,
+        match=r"add_param_group\(\) was called, under super_offload or delayed_update_after",
+    ):
         engine.optimizer.add_param_group({"params": model[2].parameters()})
     engine.destroy()
 
@@ -270,7 +298,10 @@ def test_what_zero_init_built_follows_too() -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_that_freeze_differently_hear_of_it(stage: int) -> None:
-    for prepare, parts, on in ((nothing, ("blocks.1", "blocks.2"), False), (head_only, ("blocks.1", "blocks.2"), True)):
+    for prepare, parts, on in (
+        (nothing, ("blocks.1", "blocks.2"), False),
+        (head_only, ("blocks.1", "blocks.2"), True),
+    ):
         run = ByEngine(stage, prepare=prepare)
         run.backward(0, 0)
         run.step()
@@ -336,7 +367,9 @@ class Pair(nn.Module):
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_a_model_that_others_are_trained_through_while_it_is_frozen_may_be_unfrozen(stage: int) -> None:
+def test_a_model_that_others_are_trained_through_while_it_is_frozen_may_be_unfrozen(
+    stage: int,
+) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "steps_per_print": None,
@@ -348,7 +381,9 @@ def test_a_model_that_others_are_trained_through_while_it_is_frozen_may_be_unfro
     engines = [deepseek_zero.initialize(model=Pair(seed), config=config)[0] for seed in (1, 2)]
 
     def turn(maker: Any, judge: Any, back: list[Any], steps: list[Any], number: int) -> None:
-        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(number))  # the same on every rank
+        x = torch.randn(
+            2, 8, generator=torch.Generator().manual_seed(number)
+        )  # the same on every rank
         judge.requires_grad_(True)
         steps[1].zero_grad()
         back[1]((judge(x) - judge(maker(x).detach())).square().mean())

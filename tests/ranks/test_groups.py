@@ -47,10 +47,15 @@ def gathered(comm: Comm, numel: int) -> Tensor:
 
 
 def reduced(comm: Comm, numel: int) -> Tensor:
-    pieces = [comm.empty(numel, torch.float32).fill_(comm.ranks[comm.rank] + 0.1 * to) for to in range(comm.size)]
+    pieces = [
+        comm.empty(numel, torch.float32).fill_(comm.ranks[comm.rank] + 0.1 * to)
+        for to in range(comm.size)
+    ]
     boxes: list[Tensor | None] = [torch.empty(numel) for _ in range(comm.size)]
     found, scratch = torch.empty(numel), torch.empty(1 << 10)
-    comm.exchange(pieces, boxes, "reduce", "a tensor", lambda got: ordered_sum(got, found, scratch)).wait()
+    comm.exchange(
+        pieces, boxes, "reduce", "a tensor", lambda got: ordered_sum(got, found, scratch)
+    ).wait()
     return found
 
 
@@ -64,11 +69,15 @@ def test_a_group_moves_among_its_members_only(transport: str, key_of: Callable[[
             group, rank = split(comm, axis), dist.get_rank()
             assert (group.size, group.ranks[group.rank]) == (2, rank)
             for numel in SIZES:
-                expected = torch.tensor([10.0 + member for member in group.ranks]).repeat_interleave(numel)
+                expected = torch.tensor(
+                    [10.0 + member for member in group.ranks]
+                ).repeat_interleave(numel)
                 assert torch.equal(gathered(group, numel), expected)
                 values = [torch.full((numel,), member + 0.1 * group.rank) for member in group.ranks]
                 assert torch.equal(reduced(group, numel), values[0] + values[1])
-            assert group.all_gather_text(f"rank {rank}", "names") == [f"rank {member}" for member in group.ranks]
+            assert group.all_gather_text(f"rank {rank}", "names") == [
+                f"rank {member}" for member in group.ranks
+            ]
         assert comm.all_gather_text(str(dist.get_rank()), "names") == list("0123")
 
 
@@ -115,7 +124,9 @@ def test_a_rank_that_strays_in_a_group_is_named_there_and_nowhere_else() -> None
     comm = Comm(CPU)
     group, rank = split(comm, "dp_shard"), dist.get_rank()
     if rank < 2:
-        with pytest.raises(PeerError, match=r"ranks called different collectives: rank 0 is in .*, rank 1 is in"):
+        with pytest.raises(
+            PeerError, match=r"ranks called different collectives: rank 0 is in .*, rank 1 is in"
+        ):
             group.barrier(f"the {'first' if rank == 0 else 'second'} thing")
     else:
         group.barrier("the same thing")

@@ -1,4 +1,6 @@
-"""Worlds over several hosts (tests/hosts.py), and sums by host there and on one: their start, bits, and bytes."""
+"""Worlds over several hosts (tests/hosts.py), and sums by host there and on one: their start, bits,
+and bytes.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,20 @@ def assert_trains_as_one_process(engine: Any, run: Run, per_host: int) -> None:
     dtype, rank = DTYPES[run.dtype], dist.get_rank()
     optimizer = OPTIMIZERS[run.optimizer]
     reference = Reference(
-        seeded(Gpt), RANKS, run.accumulation, run.stage < 2, dtype, optimizer, ranks_per_host=per_host
+        seeded(Gpt),
+        RANKS,
+        run.accumulation,
+        run.stage < 2,
+        dtype,
+        optimizer,
+        ranks_per_host=per_host,
     )
     for step in range(2):
         losses = train_step(engine, run, step)
-        batches = [[batch_of(step, micro, each) for micro in range(run.accumulation)] for each in range(RANKS)]
+        batches = [
+            [batch_of(step, micro, each) for micro in range(run.accumulation)]
+            for each in range(RANKS)
+        ]
         expected, _ = reference.step(batches)
         assert all(map(torch.equal, losses, expected[rank])), f"loss of step {step}"
     weights = engine.module.state_dict()
@@ -68,16 +79,27 @@ def test_two_hosts_whose_ranks_nobody_counts_start_and_add_up_by_host(stage: int
     world = context.WorldContext.of_this_world()
     assert world.hosts.near == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert (context.ranks_of_this_host(), context.local_rank()) == (2, rank % 2)
-    assert "shared memory within a host, gloo between hosts" in str(engine.runtime.comm.capabilities())
+    assert "shared memory within a host, gloo between hosts" in str(
+        engine.runtime.comm.capabilities()
+    )
     assert engine.runtime.settings.ranks_per_host == 2
-    assert any("sums by host: over 2 ranks of each of 2 hosts" in line for line in engine.runtime.plan.explain())
+    assert any(
+        "sums by host: over 2 ranks of each of 2 hosts" in line
+        for line in engine.runtime.plan.explain()
+    )
     assert_trains_as_one_process(engine, run, 2)
 
 
 @pytest.mark.ranks(RANKS)
 @pytest.mark.parametrize(
     ("stage", "transport", "tier"),
-    [(0, "gloo", "none"), (2, "fastest", "none"), (3, "gloo", "nvme"), (3, "fastest", "cpu"), (3, "fastest", "none")],
+    [
+        (0, "gloo", "none"),
+        (2, "fastest", "none"),
+        (3, "gloo", "nvme"),
+        (3, "fastest", "cpu"),
+        (3, "fastest", "none"),
+    ],
 )
 def test_one_host_has_the_same_bits_where_the_order_is_stated(
     stage: int, transport: str, tier: str, tmp_path: Path
@@ -111,7 +133,9 @@ def test_what_crosses_the_link_is_metered_and_by_host_is_once_a_byte(per_host: i
 
     step()
     meter, steps = engine.runtime.comm.meter, 3
-    sent = sys.maxsize  # the least of three: what a busy machine acknowledges and sends twice comes on top
+    sent = (
+        sys.maxsize
+    )  # the least of three: what a busy machine acknowledges and sends twice comes on top
     for _ in range(3):
         meter.reset()
         dist.barrier()
@@ -122,12 +146,19 @@ def test_what_crosses_the_link_is_metered_and_by_host_is_once_a_byte(per_host: i
         dist.barrier()
         sent = min(sent, sent_from_here() - before)
     mine = sum(meter.far_bytes.values())
-    table = engine.runtime.comm.all_gather_rows(torch.tensor([mine, meter.far_bytes["rows"]]), "far bytes")
+    table = engine.runtime.comm.all_gather_rows(
+        torch.tensor([mine, meter.far_bytes["rows"]]), "far bytes"
+    )
     here = dist.get_rank() // 2 * 2
     between, rows = table[here : here + 2].sum(dim=0).tolist()
-    volume, padded = predicted_volume(engine.runtime), sum(group.layout.padded_numel for group in engine.runtime.groups)
+    volume, padded = (
+        predicted_volume(engine.runtime),
+        sum(group.layout.padded_numel for group in engine.runtime.groups),
+    )
     gathers = volume.gathers // (padded // RANKS * (RANKS - 1) * 2)
-    per_host_bytes = {1: 2 * (2 * gathers + 2), 2: 2 * gathers + 4}[per_host]  # L x F x P x e, and F x P x e
+    per_host_bytes = {1: 2 * (2 * gathers + 2), 2: 2 * gathers + 4}[
+        per_host
+    ]  # L x F x P x e, and F x P x e
     assert between - rows == steps * padded // 2 * per_host_bytes
     if per_host == 2:
         assert between - rows == 2 * steps * (volume.state_bytes - volume.inside_hosts)
@@ -146,7 +177,9 @@ def test_codes_are_chosen_by_measurement_and_a_resume_repeats_the_choice(tmp_pat
     run = Run(3, "bf16", optimizer="adamw")
 
     def start_choosing(seed: int, link: float) -> Any:
-        """An engine that takes its link for one of so many bytes a second, after it has measured it."""
+        """An engine that takes its link for one of so many bytes a second, after it has measured
+        it.
+        """
         measured = list[float]()
 
         def pinned(comm: Any, what: str) -> float:
@@ -154,7 +187,11 @@ def test_codes_are_chosen_by_measurement_and_a_resume_repeats_the_choice(tmp_pat
             return link
 
         config = run.config()
-        config["zero_optimization"]["compression"] = {"auto": True, "min_numel": 0, "gradients": {"inside_bits": 8}}
+        config["zero_optimization"]["compression"] = {
+            "auto": True,
+            "min_numel": 0,
+            "gradients": {"inside_bits": 8},
+        }
         model = seeded(Gpt, seed=seed)
         optimizer = OPTIMIZERS[run.optimizer](list(model.parameters()))
         with pytest.MonkeyPatch.context() as patch:
@@ -166,11 +203,16 @@ def test_codes_are_chosen_by_measurement_and_a_resume_repeats_the_choice(tmp_pat
     one = start_choosing(7, 100e6 / 8)
     said = one.runtime.settings.compression
     assert (str(said.weights), str(said.gradients)) == ("int8/256", "int4/128"), said.why
-    assert said.why in one.explain() and "sent as int4/128, inside a host as int8/256" in one.explain()
+    assert (
+        said.why in one.explain() and "sent as int4/128, inside a host as int8/256" in one.explain()
+    )
     train_step(one, run, 0)
     one.save_checkpoint(tmp_path, "one")
     expected = train_step(one, run, 1)
-    assert Manifest.read(tmp_path / "one" / "manifest.json").codes == {"weights": (8, 256), "gradients": (4, 128)}
+    assert Manifest.read(tmp_path / "one" / "manifest.json").codes == {
+        "weights": (8, 256),
+        "gradients": (4, 128),
+    }
 
     other = start_choosing(8, 1e12)
     assert other.runtime.settings.compression.gradients is None, "this link was fast"
@@ -212,7 +254,9 @@ def test_transports_are_tried_at_the_start_and_both_figures_said() -> None:
         patch.setattr(context.WorldContext, "connect_far", refused)
         engine = start(run)
         assert "gloo between hosts" in str(engine.runtime.comm.capabilities())
-        (fallback,) = [line for line in engine.parts.capabilities.fallbacks if "tried between hosts" in line]
+        (fallback,) = [
+            line for line in engine.parts.capabilities.fallbacks if "tried between hosts" in line
+        ]
         assert "taken: gloo (our own sockets: the ports between the hosts are closed)" in fallback
     assert "gloo between hosts" in str(start(run).runtime.comm.capabilities())
 
@@ -228,13 +272,21 @@ def test_the_configuration_says_where_ranks_listen() -> None:
 
 
 def seen_after(engine: Any, way: str, folder: Path) -> list[Tensor]:
-    """What somebody sees who looks between a step and the next forward, in one of the ways there are."""
+    """What somebody sees who looks between a step and the next forward, in one of the ways there
+    are.
+    """
     params = list(engine.module.parameters())
     match way:
         case "masters":
-            return [value for param in params if (value := safe_get_full_fp32_param(param)) is not None]
+            return [
+                value for param in params if (value := safe_get_full_fp32_param(param)) is not None
+            ]
         case "moments":
-            return [value for param in params if (value := safe_get_full_optimizer_state(param, "exp_avg")) is not None]
+            return [
+                value
+                for param in params
+                if (value := safe_get_full_optimizer_state(param, "exp_avg")) is not None
+            ]
         case "states":
             return [entry["exp_avg"].clone() for entry in engine.optimizer.state.values()]
         case "weights":
@@ -258,7 +310,8 @@ def seen_after(engine: Any, way: str, folder: Path) -> list[Tensor]:
 @pytest.mark.ranks(RANKS, hosts=2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "way", ["masters", "moments", "states", "weights", "one weight", "written", "evaluation", "saved"]
+    "way",
+    ["masters", "moments", "states", "weights", "one weight", "written", "evaluation", "saved"],
 )
 def test_between_hosts_an_update_waits_for_the_next_forward_and_nobody_sees_that(
     way: str, dtype: str, tmp_path: Path
@@ -270,7 +323,9 @@ def test_between_hosts_an_update_waits_for_the_next_forward_and_nobody_sees_that
         for step in range(3):
             losses = train_step(engine, run, step)
             mine = any(group.gradient.is_deferred for group in engine.runtime.trained_groups)
-            assert dist.get_rank() > 0 or mine is waits  # the last rank has no more of this model than padding
+            assert (
+                dist.get_rank() > 0 or mine is waits
+            )  # the last rank has no more of this model than padding
             seen += [*losses, *seen_after(engine, way, tmp_path / str(waits))]
         found.append(seen + [value.clone() for value in engine.state_dict().values()])
     assert len(found[0]) == len(found[1])
@@ -281,22 +336,30 @@ def test_between_hosts_an_update_waits_for_the_next_forward_and_nobody_sees_that
 def test_where_the_notice_board_is_out_of_reach_every_rank_says_where_it_would_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rank 0 listens at its own loopback, as told; nobody waits for ranks that could not reach it."""
+    """Rank 0 listens at its own loopback, as told; nobody waits for ranks that could not reach
+    it.
+    """
     monkeypatch.setenv(launch.INTERFACE, "lo")
     monkeypatch.setenv(launch.GLOO_INTERFACE, "v0")  # or the ranks could not even say so
     monkeypatch.setattr(context.WorldContext, "_current", None)
-    with pytest.raises(UsageError, match=r"rank 1 does not reach rank 0 at 127\.0\.0\.1:\d+: .*refused"):
+    with pytest.raises(
+        UsageError, match=r"rank 1 does not reach rank 0 at 127\.0\.0\.1:\d+: .*refused"
+    ):
         start(Run(3))
 
 
 @pytest.mark.ranks(3)
-def test_gloo_is_given_every_receive_of_an_exchange_before_any_send(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_is_given_every_receive_of_an_exchange_before_any_send(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The other order halves what a link carries both ways at once (`benchmarks/link.py`)."""
     gloo, posted = context.WorldContext.of_this_world().gloo_over(range(3)), list[str]()
 
     def spy(verb: str) -> None:
         real = getattr(dist, verb)
-        monkeypatch.setattr(dist, verb, lambda *given, **named: posted.append(verb) or real(*given, **named))
+        monkeypatch.setattr(
+            dist, verb, lambda *given, **named: posted.append(verb) or real(*given, **named)
+        )
 
     spy("irecv")
     spy("isend")

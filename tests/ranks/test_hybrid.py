@@ -1,6 +1,8 @@
-"""Hybrid sharding: slices within a group of ranks, the same slices in every group, one sum over the groups a step.
+"""Hybrid sharding: slices within a group of ranks, the same slices in every group, one sum over the
+groups a step.
 
-The reference adds in the same two levels: a group's ranks ascending, then the groups, each sum in fp32, rounded once.
+The reference adds in the same two levels: a group's ranks ascending, then the groups, each sum in
+fp32, rounded once.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ STAGES = (0, 1, 2, 3)
 def start(run: Run, mesh: Any, model: Any = None) -> Any:
     model = seeded(Gpt) if model is None else model
     optimizer = OPTIMIZERS[run.optimizer](list(model.parameters()))
-    return deepseek_zero.initialize(model=model, optimizer=optimizer, config=run.config(), mesh=mesh)[0]
+    return deepseek_zero.initialize(
+        model=model, optimizer=optimizer, config=run.config(), mesh=mesh
+    )[0]
 
 
 def reference_of(run: Run, shard: int) -> TwoLevels:
@@ -49,11 +53,17 @@ def reference_of(run: Run, shard: int) -> TwoLevels:
 
 
 def batches_of(run: Run, step: int) -> list[list[Any]]:
-    return [[batch_of(step, micro, rank) for micro in range(run.accumulation)] for rank in range(dist.get_world_size())]
+    return [
+        [batch_of(step, micro, rank) for micro in range(run.accumulation)]
+        for rank in range(dist.get_world_size())
+    ]
 
 
 def assert_trains_as_the_reference(run: Run, mesh: dict[str, int], steps: int = 3) -> Any:
-    engine, shard = start(run, mesh), mesh.get("dp_shard", dist.get_world_size() // mesh["dp_replicate"])
+    engine, shard = (
+        start(run, mesh),
+        mesh.get("dp_shard", dist.get_world_size() // mesh["dp_replicate"]),
+    )
     reference, rank = reference_of(run, shard), dist.get_rank()
     for step in range(steps):
         losses = train_step(engine, run, step)
@@ -67,7 +77,11 @@ def assert_trains_as_the_reference(run: Run, mesh: dict[str, int], steps: int = 
     return engine
 
 
-WAYS: tuple[tuple[str, Any], ...] = (("transport", "fastest"), ("transport", "gloo"), ("bucket", 4096))
+WAYS: tuple[tuple[str, Any], ...] = (
+    ("transport", "fastest"),
+    ("transport", "gloo"),
+    ("bucket", 4096),
+)
 WAYS += (("overlap", False), ("master", "fp32"))
 
 
@@ -88,19 +102,30 @@ def test_two_groups_of_two_give_the_bits_of_sums_in_two_levels_however_they_trav
 @pytest.mark.ranks(WORLD)
 @pytest.mark.parametrize(
     *cases(
-        {"stage": (1, 2, 3), "tier": ("cpu", "nvme"), "speculates": (False, True), "accumulation": (1, 2)},
+        {
+            "stage": (1, 2, 3),
+            "tier": ("cpu", "nvme"),
+            "speculates": (False, True),
+            "accumulation": (1, 2),
+        },
         fits=lambda case: case[0] == 3 or case[1:3] == ("cpu", False),
     )
 )
-def test_no_place_to_rest_changes_a_bit(stage: int, tier: str, speculates: bool, accumulation: int) -> None:
+def test_no_place_to_rest_changes_a_bit(
+    stage: int, tier: str, speculates: bool, accumulation: int
+) -> None:
     updates = (("super_offload", True),) if speculates else ()
-    run = Run(stage, "bf16", accumulation, optimizer="adamw", clipping=0.5, tier=tier, updates=updates)
+    run = Run(
+        stage, "bf16", accumulation, optimizer="adamw", clipping=0.5, tier=tier, updates=updates
+    )
     assert_trains_as_the_reference(run, {"dp_replicate": 2, "dp_shard": 2})
 
 
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize(*cases({"ranks": (2, 3), "stage": STAGES, "dtype": ("fp32", "bf16")}))
-def test_replicas_alone_are_summed_as_ranks_without_sharding_are(ranks: int, stage: int, dtype: str) -> None:
+def test_replicas_alone_are_summed_as_ranks_without_sharding_are(
+    ranks: int, stage: int, dtype: str
+) -> None:
     run = Run(stage, dtype, 2, optimizer="adamw", clipping=0.5)
     assert_trains_as_the_reference(run, {"dp_replicate": ranks, "dp_shard": 1})
 
@@ -115,7 +140,9 @@ def test_a_mesh_of_one_group_is_the_world_without_a_mesh(stage: int) -> None:
 
 
 @pytest.mark.ranks(WORLD)
-@pytest.mark.parametrize(*cases({"stage": STAGES, "accumulation": (1, 4), "dtype": ("fp32", "bf16")}))
+@pytest.mark.parametrize(
+    *cases({"stage": STAGES, "accumulation": (1, 4), "dtype": ("fp32", "bf16")})
+)
 def test_a_step_sends_what_sharding_sends_in_a_group_and_one_sum_over_the_groups(
     stage: int, accumulation: int, dtype: str
 ) -> None:
@@ -131,7 +158,9 @@ def test_a_step_sends_what_sharding_sends_in_a_group_and_one_sum_over_the_groups
         3: accumulation * 3 * weight,
     }[stage]
     expected = (group - 1) * padded // group * inside  # f x Psi x bytes, as ZeRO over the group
-    expected += 2 * (replicas - 1) * (padded // group) // replicas * kept  # 2 (R-1)/R x Psi/D x bytes, once
+    expected += (
+        2 * (replicas - 1) * (padded // group) // replicas * kept
+    )  # 2 (R-1)/R x Psi/D x bytes, once
     rows = 8 * (1 + group * len(engine.runtime.trained_groups)) * (WORLD - 1)
     train_step(engine, run, 0)
     for step in (1, 2):
@@ -155,11 +184,17 @@ def test_a_plan_without_a_group_says_what_four_ranks_hold_and_send(stage: int, d
     engine.runtime.comm.meter.reset()
     train_step(engine, run, 2)
     sent = engine.runtime.comm.meter.total_bytes()
-    config = run.config() | {"optimizer": {"type": "AdamW", "params": {"fused": False, "foreach": False}}}
-    plan = deepseek_zero.plan(seeded(Gpt), config, ranks=WORLD, rank=dist.get_rank(), mesh={"dp_replicate": 2})
+    config = run.config() | {
+        "optimizer": {"type": "AdamW", "params": {"fused": False, "foreach": False}}
+    }
+    plan = deepseek_zero.plan(
+        seeded(Gpt), config, ranks=WORLD, rank=dist.get_rank(), mesh={"dp_replicate": 2}
+    )
     assert plan.mesh == engine.mesh
     assert plan.volume().state_bytes + plan.volume().rows == sent
-    measured = {state: nbytes for state, nbytes in engine.memory_report().measured.items() if nbytes}
+    measured = {
+        state: nbytes for state, nbytes in engine.memory_report().measured.items() if nbytes
+    }
     assert {state: nbytes for state, nbytes in plan.bytes_by_state().items() if nbytes} == measured
 
 
@@ -168,12 +203,16 @@ def test_a_plan_without_a_group_says_what_four_ranks_hold_and_send(stage: int, d
 @pytest.mark.parametrize(
     ("transport", "replicas", "bucket"), [("gloo", 2, 2048), ("gloo", 4, ALL), ("fastest", 4, ALL)]
 )
-def test_the_prediction_of_memory_holds(stage: int, transport: str, replicas: int, bucket: int) -> None:
+def test_the_prediction_of_memory_holds(
+    stage: int, transport: str, replicas: int, bucket: int
+) -> None:
     run = Run(stage, "bf16", 2, optimizer="adamw", transport=transport, bucket=bucket)
     engine = start(run, {"dp_replicate": replicas})
     for step in range(3):
         train_step(engine, run, step)
-    measured = {state: nbytes for state, nbytes in engine.memory_report().measured.items() if nbytes}
+    measured = {
+        state: nbytes for state, nbytes in engine.memory_report().measured.items() if nbytes
+    }
     predicted = predicted_bytes(engine.runtime, engine.optimizer)
     assert {state: nbytes for state, nbytes in predicted.items() if nbytes} == measured
 
@@ -183,14 +222,24 @@ def test_the_prediction_of_memory_holds(stage: int, transport: str, replicas: in
 def test_an_overflow_in_one_group_skips_the_step_in_all_and_changes_nothing(stage: int) -> None:
     from tests.ranks.test_precision import build, loss_of
 
-    engine = build(stage, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1}, mesh={"dp_replicate": 2})
+    engine = build(
+        stage,
+        fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1},
+        mesh={"dp_replicate": 2},
+    )
     engine.backward(loss_of(engine))
     engine.step()
     before = {name: value.clone() for name, value in engine.module.state_dict().items()}
     engine.backward(loss_of(engine, poison=float("inf") if dist.get_rank() == 3 else 1.0))
     engine.step()
-    assert (engine.skipped_steps, engine.was_step_applied(), engine.parts.scaler.scale) == (1, False, 2.0**7)
-    assert all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
+    assert (engine.skipped_steps, engine.was_step_applied(), engine.parts.scaler.scale) == (
+        1,
+        False,
+        2.0**7,
+    )
+    assert all(
+        torch.equal(value, before[name]) for name, value in engine.module.state_dict().items()
+    )
     engine.backward(loss_of(engine))
     engine.step()
     assert engine.was_step_applied()
@@ -208,14 +257,18 @@ def test_backwards_that_nobody_announced_add_up(stage: int) -> None:
             (model(batch.tokens, batch.targets) / WORLD).backward()
         batch = batch_of(0, micro, dist.get_rank())
         engine(batch.tokens, batch.targets).backward()
-    for (name, mine), plain in zip(engine.module.named_parameters(), model.parameters(), strict=True):
+    for (name, mine), plain in zip(
+        engine.module.named_parameters(), model.parameters(), strict=True
+    ):
         found = deepseek_zero.utils.safe_get_full_grad(mine)
         torch.testing.assert_close(found, plain.grad, atol=1e-6, rtol=1e-5, msg=name)
 
 
 @pytest.mark.ranks(WORLD)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_gradient_that_the_program_makes_differently_in_two_groups_is_the_first_groups(stage: int) -> None:
+def test_a_gradient_that_the_program_makes_differently_in_two_groups_is_the_first_groups(
+    stage: int,
+) -> None:
     engine = start(Run(stage), {"dp_replicate": 2, "dp_shard": 2})
     batch = batch_of(0, 0, dist.get_rank())
     engine.backward(engine(batch.tokens, batch.targets))
@@ -280,11 +333,17 @@ def test_a_checkpoint_crosses_meshes_bit_by_bit(tmp_path: Path, stage: int) -> N
             expected = torch.load(tmp_path / "expected.pt", weights_only=True)
             for kind, values in expected.items():
                 assert values.keys() == found[kind].keys()
-                assert all(torch.equal(values[name], found[kind][name]) for name in values), (number, kind)
+                assert all(torch.equal(values[name], found[kind][name]) for name in values), (
+                    number,
+                    kind,
+                )
             engine.save_checkpoint(tmp_path / str(number))
             (manifest,) = (tmp_path / str(number)).glob("*/manifest.json")
             saved_on = Manifest.read(manifest)
-            assert saved_on.mesh == {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "sp": 1, "tp": 1} | mesh
+            assert (
+                saved_on.mesh
+                == {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "sp": 1, "tp": 1} | mesh
+            )
             assert saved_on.world_size == ranks
             dist.barrier()
             dist.destroy_process_group()
@@ -293,7 +352,9 @@ def test_a_checkpoint_crosses_meshes_bit_by_bit(tmp_path: Path, stage: int) -> N
 
 
 @pytest.mark.ranks(WORLD)
-def test_a_checkpoint_goes_on_as_if_nothing_had_been_and_is_written_by_one_group(tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_as_if_nothing_had_been_and_is_written_by_one_group(
+    tmp_path: Path,
+) -> None:
     run, mesh = Run(3, "bf16", 2, optimizer="adamw"), {"dp_replicate": 2, "dp_shard": 2}
     first = start(run, mesh)
     for step in range(2):
@@ -313,25 +374,42 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been_and_is_written_by_one_group
 @pytest.mark.ranks(WORLD)
 @pytest.mark.parametrize(
     "mesh",
-    [{"dp_replicate": 2, "dp_shard": 2}, Mesh(dp_replicate=2), "DeviceMesh", "config", "mics_shard_size"],
+    [
+        {"dp_replicate": 2, "dp_shard": 2},
+        Mesh(dp_replicate=2),
+        "DeviceMesh",
+        "config",
+        "mics_shard_size",
+    ],
     ids=["dict", "Mesh", "DeviceMesh", "config", "MiCS"],
 )
 def test_every_spelling_gives_the_same_groups(mesh: Any) -> None:
     config: dict[str, Any] = Run(3, accumulation=2).config()
     if mesh == "DeviceMesh":
-        mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+        mesh = torch.distributed.init_device_mesh(
+            "cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")
+        )
     elif mesh == "config":
         mesh, config["mesh"] = None, {"dp_replicate": 2, "dp_shard": 2}
     elif mesh == "mics_shard_size":
         mesh = None
-        config["zero_optimization"] |= {"mics_shard_size": 2, "mics_hierarchical_params_gather": True}
+        config["zero_optimization"] |= {
+            "mics_shard_size": 2,
+            "mics_hierarchical_params_gather": True,
+        }
     data = torch.utils.data.TensorDataset(torch.arange(16.0).view(16, 1))
     model = torch.nn.Linear(8, 8)
     config["optimizer"] = {"type": "AdamW"}
-    engine, _, loader, _ = deepseek_zero.initialize(model=model, config=config, mesh=mesh, training_data=data)
+    engine, _, loader, _ = deepseek_zero.initialize(
+        model=model, config=config, mesh=mesh, training_data=data
+    )
     found, rank = engine.mesh, dist.get_rank()
     assert (found.data_size, found.shard_size, found.reduce_size) == (4, 2, 4)
-    assert found.ranks_along("dp_shard") == engine.runtime.comm_ctx.comm.ranks == (rank // 2 * 2, rank // 2 * 2 + 1)
+    assert (
+        found.ranks_along("dp_shard")
+        == engine.runtime.comm_ctx.comm.ranks
+        == (rank // 2 * 2, rank // 2 * 2 + 1)
+    )
     assert engine.train_batch_size() == 2 * 2 * 4
     seen = torch.cat([batch[0] for batch in loader]).flatten().tolist()
     texts = engine.runtime.comm.all_gather_text(str(sorted(seen)), "samples")
@@ -345,7 +423,9 @@ def test_seed_0s_door_takes_a_mesh(stage: int) -> None:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     deepseek_zero.DeepSeekZeRO3(model, zero_optimization=zero, mesh={"dp_replicate": 2})
     options = {"momentum": 0.9, "weight_decay": 0.01, "foreach": False, "fused": False}
-    optimizer = deepseek_zero.ZeroOptimizer(model.parameters(), lr=0.05, optimizer_type="sgd", **options)
+    optimizer = deepseek_zero.ZeroOptimizer(
+        model.parameters(), lr=0.05, optimizer_type="sgd", **options
+    )
     reference = reference_of(run, 1)
     for step in range(2):
         batch = batch_of(step, 0, dist.get_rank())
@@ -354,7 +434,9 @@ def test_seed_0s_door_takes_a_mesh(stage: int) -> None:
         optimizer.zero_grad()
         reference.step(batches_of(run, step))
     weights = model.state_dict()
-    assert all(torch.equal(weights[name], value) for name, value in reference.model.state_dict().items())
+    assert all(
+        torch.equal(weights[name], value) for name, value in reference.model.state_dict().items()
+    )
 
 
 @pytest.mark.ranks(2)
@@ -362,22 +444,31 @@ def test_seed_0s_door_takes_a_mesh(stage: int) -> None:
     ("mesh", "config", "words"),
     [
         ({"dp_replicate": 3}, {}, "does not fit a world of 2 ranks"),
-        ({"dp_replicate": 2}, {"mesh": {"dp_shard": 2}}, "mesh= says .*, and the configuration's mesh says"),
+        (
+            {"dp_replicate": 2},
+            {"mesh": {"dp_shard": 2}},
+            "mesh= says .*, and the configuration's mesh says",
+        ),
         ({"dp_shard": 2}, {"mics_shard_size": 1}, "mics_shard_size says dp_replicate=2"),
         (None, {"mics_shard_size": 3}, "mics_shard_size is 3, and there are 2 ranks"),
     ],
 )
-def test_a_mesh_that_does_not_fit_or_is_said_twice_is_refused(mesh: Any, config: dict[str, Any], words: str) -> None:
+def test_a_mesh_that_does_not_fit_or_is_said_twice_is_refused(
+    mesh: Any, config: dict[str, Any], words: str
+) -> None:
     zero = {"stage": 3, **{key: value for key, value in config.items() if key != "mesh"}}
     stated = {key: value for key, value in config.items() if key == "mesh"}
     with pytest.raises(UsageError, match=words):
-        deepseek_zero.initialize(model=torch.nn.Linear(2, 2), config={"zero_optimization": zero, **stated}, mesh=mesh)
+        deepseek_zero.initialize(
+            model=torch.nn.Linear(2, 2), config={"zero_optimization": zero, **stated}, mesh=mesh
+        )
 
 
 @pytest.mark.ranks(2)
 def test_ranks_whose_meshes_differ_are_refused_at_the_start() -> None:
     mesh = {"dp_replicate": 2} if dist.get_rank() else {"dp_shard": 2}
     with pytest.raises(
-        ModelMismatchError, match="ranks differ in the mesh: rank 0 has 'dp_shard=2', rank 1 has 'dp_rep"
+        ModelMismatchError,
+        match="ranks differ in the mesh: rank 0 has 'dp_shard=2', rank 1 has 'dp_rep",
     ):
         deepseek_zero.initialize(model=torch.nn.Linear(2, 2), config={}, mesh=mesh)

@@ -1,4 +1,6 @@
-"""A message reaches the collective it belongs to, whatever names are alike; an error keeps its type and is told."""
+"""A message reaches the collective it belongs to, whatever names are alike; an error keeps its type
+and is told.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,24 @@ on_all_transports = pytest.mark.parametrize("transport", ["fastest", "gloo", "tc
 
 @contextmanager
 def apart(transport: str) -> Iterator[None]:
-    """Links made anew for our own sockets, with each rank on a host of its own; others as they are."""
+    """Links made anew for our own sockets, with each rank on a host of its own; others as they
+    are.
+    """
     with hosts(str) if transport == "tcp" else nullcontext():
         yield
 
 
 def names_of_one_crc(comm: Comm) -> tuple[str, str]:
-    """A name in each of two lanes that have the same CRC in all 31 bits, as a run of some million steps has them."""
+    """A name in each of two lanes that have the same CRC in all 31 bits, as a run of some million
+    steps has them.
+    """
     seen: dict[int, str] = {}
     for number in range(1 << 19):
         name = f"{number * 0x9E3779B97F4A7C15 % (1 << 64):016x}"
         seen[zlib.crc32(f"{comm.name}/gather/0/gather {name}".encode()) & 0x7FFFFFFF] = name
-        if other := seen.get(zlib.crc32(f"{comm.name}/reduce/0/gather {name[::-1]}".encode()) & 0x7FFFFFFF):
+        if other := seen.get(
+            zlib.crc32(f"{comm.name}/reduce/0/gather {name[::-1]}".encode()) & 0x7FFFFFFF
+        ):
             return other, name[::-1]
     raise AssertionError("no pair found")
 
@@ -97,12 +105,16 @@ FAULTS = {
 @pytest.mark.ranks(2)
 @on_all_transports
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_fails_on_one_rank_inside_a_collective_is_no_lost_connection(fault: str, transport: str) -> None:
+def test_what_fails_on_one_rank_inside_a_collective_is_no_lost_connection(
+    fault: str, transport: str
+) -> None:
     with apart(transport):
         raises, kind, said = FAULTS[fault]
         comm, rank = Comm(CPU, transport=transport), dist.get_rank()
         pieces, boxes = [torch.ones(20), torch.ones(20)], [torch.empty(20), torch.empty(20)]
-        pending = comm.exchange(pieces, boxes, "reduce", "sums", raises if rank == 1 else lambda received: None)
+        pending = comm.exchange(
+            pieces, boxes, "reduce", "sums", raises if rank == 1 else lambda received: None
+        )
         if rank == 1:
             # Another collective's wait may take the pieces in: the fault is not that one's.
             with pytest.raises(kind, match=said) as caught:
@@ -112,7 +124,9 @@ def test_what_fails_on_one_rank_inside_a_collective_is_no_lost_connection(fault:
                 pending.wait()  # there is no data, however often one asks
         else:
             pending.wait()
-            with pytest.raises(PeerError, match=rf"rank 1 raised an error.*{kind.__name__}.*{said}"):
+            with pytest.raises(
+                PeerError, match=rf"rank 1 raised an error.*{kind.__name__}.*{said}"
+            ):
                 comm.barrier("the next step")
         dist.barrier()
 
@@ -121,7 +135,11 @@ def test_what_fails_on_one_rank_inside_a_collective_is_no_lost_connection(fault:
 def test_a_fault_in_one_collective_is_not_raised_by_another_ones_wait() -> None:
     comm, rank = Comm(CPU), dist.get_rank()
     pending = comm.exchange(
-        [torch.ones(20)] * 2, [torch.empty(20)] * 2, "reduce", "sums", boom if rank == 1 else lambda received: None
+        [torch.ones(20)] * 2,
+        [torch.empty(20)] * 2,
+        "reduce",
+        "sums",
+        boom if rank == 1 else lambda received: None,
     )
     comm.barrier("a row, which takes the pieces in")
     if rank == 1:
@@ -133,7 +151,9 @@ def test_a_fault_in_one_collective_is_not_raised_by_another_ones_wait() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_transport_that_refuses_to_send_is_no_lost_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transport_that_refuses_to_send_is_no_lost_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     comm, rank = Comm(CPU, transport="gloo"), dist.get_rank()
 
     def refuse(*args: object, **kwargs: object) -> None:
@@ -187,7 +207,9 @@ def test_a_window_of_gloo_tags_that_wraps_around_gives_everybody_his_own() -> No
     ]
     for each in pending:
         each.wait()
-    assert [float(box[1 - rank]) for box in boxes] == [float(turn + 1 - rank) for turn in range(3000)]
+    assert [float(box[1 - rank]) for box in boxes] == [
+        float(turn + 1 - rank) for turn in range(3000)
+    ]
 
 
 @pytest.mark.ranks(2, timeout=60)

@@ -1,4 +1,6 @@
-"""zero.Init and meta-device construction: the plainly built model's values, and never the whole of it on a rank."""
+"""zero.Init and meta-device construction: the plainly built model's values, and never the whole of
+it on a rank.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def test_a_model_built_under_init_is_the_plain_one_bit_for_bit(world: int, later
         if later:
             model.apply(reinitialise)
     assert all(type(param) is ShardedParameter for param in model.parameters())
-    assert [tuple(a.shape) for a in model.parameters()] == [tuple(b.shape) for b in plain.parameters()]
+    assert [tuple(a.shape) for a in model.parameters()] == [
+        tuple(b.shape) for b in plain.parameters()
+    ]
     engine, *_ = dz.initialize(model=model, config=config())
     assert_same(full(engine.module), full(plain))
     loss = engine(torch.arange(12).view(2, 6)).square().mean()
@@ -132,7 +136,9 @@ def test_what_one_rank_writes_before_there_is_an_engine_reaches_all(world: int) 
         model = Net()
     listed = list(model.parameters())
     buffer, plain = torch.ones(2), nn.Parameter(torch.ones(2))
-    with dz.zero.GatheredParameters([*reversed(listed), buffer, plain, None, *listed], modifier_rank=0):
+    with dz.zero.GatheredParameters(
+        [*reversed(listed), buffer, plain, None, *listed], modifier_rank=0
+    ):
         with dz.zero.GatheredParameters(model.head):  # whole already; the outer block cuts it again
             assert model.head.weight.shape == (19, 33)
         if torch.distributed.get_rank() == 0:
@@ -149,7 +155,9 @@ def test_what_one_rank_writes_before_there_is_an_engine_reaches_all(world: int) 
 def test_a_change_that_would_be_lost_is_an_error_under_init_too() -> None:
     with dz.zero.Init():
         model = Net()
-    lost = pytest.raises(dz.DeepSeekZeroError, match=r"in-place modification .*\n.*keep a different change")
+    lost = pytest.raises(
+        dz.DeepSeekZeroError, match=r"in-place modification .*\n.*keep a different change"
+    )
     with lost, dz.zero.GatheredParameters(model.head.weight), torch.no_grad():
         if torch.distributed.get_rank() == 1:
             model.head.weight.mul_(2)
@@ -189,15 +197,24 @@ class Peak(TorchDispatchMode):
         self.peak = 0
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
         for value in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(value, torch.Tensor) and not value.is_meta:
                 storage = value.untyped_storage()
-                if storage._cdata not in self.alive:  # what is only looked at is counted where it is held
-                    is_held = not any(storage.data_ptr() in addresses for addresses in segment_views())
-                    self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes() * is_held)
+                if (
+                    storage._cdata not in self.alive
+                ):  # what is only looked at is counted where it is held
+                    is_held = not any(
+                        storage.data_ptr() in addresses for addresses in segment_views()
+                    )
+                    self.alive[storage._cdata] = (
+                        StorageWeakRef(storage),
+                        storage.nbytes() * is_held,
+                    )
         self.peak = max(self.peak, sum(count for _, count in self.alive.values()))
         return result
 
@@ -208,7 +225,9 @@ def test_construction_and_initialize_stay_under_share_plus_a_unit() -> None:
     with Peak() as peak:
         with dz.zero.Init():
             model = Tall()
-        dz.initialize(model=model, config={**config(), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+        dz.initialize(
+            model=model, config={**config(), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        )
     whole = sum(param.numel() for param in model.parameters()) * 4
     unit = whole // 12
     bound = whole // 2 + unit

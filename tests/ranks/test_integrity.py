@@ -1,4 +1,6 @@
-"""A bit that flips in memory is found at the next comparison, with rank, state and parameter, on every rank."""
+"""A bit that flips in memory is found at the next comparison, with rank, state and parameter, on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,18 @@ WRONG, STEPS, WIDTH = 1, 5, 96  # the rank whose bits flip
 EXPONENT = 1 << 28
 
 
-def start(stage: int, *, mode: str = "end", every: int = 1, frozen: bool = False, **config: Any) -> Engine:
+def start(
+    stage: int, *, mode: str = "end", every: int = 1, frozen: bool = False, **config: Any
+) -> Engine:
     torch.manual_seed(0)
     model = config.pop("model", None) or nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
     if frozen:
         model[1].requires_grad_(False)
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **config.pop("zero_optimization", {})}
+    zero = {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 0,
+        **config.pop("zero_optimization", {}),
+    }
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW"},
@@ -41,7 +49,9 @@ def start(stage: int, *, mode: str = "end", every: int = 1, frozen: bool = False
 
 
 def train(engine: Engine, flip: Callable[[Engine], None] | None = None, at: int = 2) -> list[float]:
-    """The losses.  flip: is done by one rank between two steps, the batch of which is the same on all."""
+    """The losses.  flip: is done by one rank between two steps, the batch of which is the same on
+    all.
+    """
     losses = []
     dtype = next(engine.module.parameters()).dtype
     for step in range(STEPS):
@@ -55,7 +65,9 @@ def train(engine: Engine, flip: Callable[[Engine], None] | None = None, at: int 
 
 
 def flip_bit(values: Tensor) -> None:
-    words = values.detach().reshape(-1).view(torch.uint8).numpy().view("u4")  # past torch, as a cosmic ray is
+    words = (
+        values.detach().reshape(-1).view(torch.uint8).numpy().view("u4")
+    )  # past torch, as a cosmic ray is
     words[3] ^= EXPONENT
 
 
@@ -87,7 +99,11 @@ RESTED = r"changed on rank 1 while nothing wrote it"
     ("stage", "flip", "found"),
     [
         (0, flip_weight, f"weight of '0.weight' and 5 more {OTHER}"),
-        (0, flip_moment, f"exp_avg of '0.weight' and 2 more {RESTED}; exp_avg of '0.weight' and 2 more {OTHER}"),
+        (
+            0,
+            flip_moment,
+            f"exp_avg of '0.weight' and 2 more {RESTED}; exp_avg of '0.weight' and 2 more {OTHER}",
+        ),
         (1, flip_weight, f"weight of '0.weight' and 5 more {OTHER}"),
         (2, flip_weight, f"weight of '0.weight' and 5 more {OTHER}"),
         (2, flip_moment, f"exp_avg of .* {RESTED}"),
@@ -156,7 +172,8 @@ def test_a_gradient_that_every_rank_has_whole_is_another(monkeypatch: pytest.Mon
 def test_of_two_ranks_neither_is_named_but_for_what_rests() -> None:
     engine = start(1)
     with pytest.raises(
-        IntegrityError, match=r"weight of .* differs between ranks 0, 1, of which none is in the majority"
+        IntegrityError,
+        match=r"weight of .* differs between ranks 0, 1, of which none is in the majority",
     ):
         train(engine, flip_weight)
     engine.destroy()
@@ -170,14 +187,18 @@ def test_of_two_ranks_neither_is_named_but_for_what_rests() -> None:
 def test_slices_are_compared_among_replicas() -> None:
     engine = start(2, mesh={"dp_replicate": 2}, bf16={"enabled": True})
     twins = "differs between ranks 1, 3, of which none is in the majority"
-    with pytest.raises(IntegrityError, match=f"step 3: master of .* {RESTED}; master of .* {twins}"):
+    with pytest.raises(
+        IntegrityError, match=f"step 3: master of .* {RESTED}; master of .* {twins}"
+    ):
         train(engine, flip_master)
     engine.destroy()
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("flip", [flip_weight, None])
-def test_pieces_along_tp_are_compared_among_themselves(flip: Callable[[Engine], None] | None) -> None:
+def test_pieces_along_tp_are_compared_among_themselves(
+    flip: Callable[[Engine], None] | None,
+) -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -190,11 +211,18 @@ def test_pieces_along_tp_are_compared_among_themselves(flip: Callable[[Engine], 
         {"patterns": [r"up\.weight$"], "partition_type": "column"},
         {"patterns": [r"down\.weight$"], "partition_type": "row"},
     ]
-    engine = start(1, model=Pair(), mesh={"tp": 2}, tensor_parallel={"partition_config": {"layer_specs": rules}})
+    engine = start(
+        1,
+        model=Pair(),
+        mesh={"tp": 2},
+        tensor_parallel={"partition_config": {"layer_specs": rules}},
+    )
     if flip is None:
         assert len(train(engine)) == STEPS
     else:
-        with pytest.raises(IntegrityError, match=r"step 3: weight of 'up.weight' .* differs between ranks 1, 3"):
+        with pytest.raises(
+            IntegrityError, match=r"step 3: weight of 'up.weight' .* differs between ranks 1, 3"
+        ):
             train(engine, flip)
     engine.destroy()
 
@@ -206,10 +234,14 @@ def test_what_differs_and_stays_so_is_found_at_the_next_comparison(stage: int) -
     engine = start(stage, every=2, frozen=True)
 
     def flip(engine: Engine) -> None:
-        frozen = next(group for unit in engine.runtime.units for group in unit.groups if not group.trainable)
+        frozen = next(
+            group for unit in engine.runtime.units for group in unit.groups if not group.trainable
+        )
         flip_bit(frozen.weight.memory)
 
-    with pytest.raises(IntegrityError, match=f"step 4: weight of '1.weight'.* {OTHER if stage == 1 else RESTED}"):
+    with pytest.raises(
+        IntegrityError, match=f"step 4: weight of '1.weight'.* {OTHER if stage == 1 else RESTED}"
+    ):
         train(engine, flip, at=2)
     engine.destroy()
 

@@ -1,4 +1,6 @@
-"""kill -9 of one rank of a mesh: all others raise and name its place, those too that share no group with it."""
+"""kill -9 of one rank of a mesh: all others raise and name its place, those too that share no group
+with it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def be_killed(*_: Any) -> None:
 
 
 def dies_during(axes: dict[str, int], dying: int, place: str, **keys: Any) -> None:
-    """Train; then one rank is killed in the middle of a forward, and the others go on until they notice."""
+    """Train; then one rank is killed in the middle of a forward, and the others go on until they
+    notice.
+    """
     engine = engine_of(llama(), axes, config_of(3, "fp32", **keys))
     engine.train_batch(batches_of(0, engine.mesh.data_index))
     if dist.get_rank() == dying:
@@ -39,7 +43,9 @@ def dies_during(axes: dict[str, int], dying: int, place: str, **keys: Any) -> No
 
 
 def killed(ranks: int, dying: int) -> Any:
-    return pytest.param(dying, marks=pytest.mark.ranks(ranks, dies=[dying], timeout=90), id=f"rank {dying}")
+    return pytest.param(
+        dying, marks=pytest.mark.ranks(ranks, dies=[dying], timeout=90), id=f"rank {dying}"
+    )
 
 
 @pytest.mark.parametrize("dying", [killed(4, 3)])
@@ -47,7 +53,9 @@ def test_a_rank_of_two_stages_of_two_parts_is_named_by_its_place_on_every_other(
     dies_during({"pp": 2, "tp": 2}, dying, f"pp={dying // 2}, tp={dying % 2}")
 
 
-@pytest.mark.skipif(not is_full(), reason="eight processes for each rank that dies: DEEPSEEK_ZERO_FULL=1 runs them")
+@pytest.mark.skipif(
+    not is_full(), reason="eight processes for each rank that dies: DEEPSEEK_ZERO_FULL=1 runs them"
+)
 @pytest.mark.parametrize("dying", [killed(8, rank) for rank in range(8)])
 def test_any_rank_of_a_cube_is_named_by_its_place_on_every_other(dying: int) -> None:
     dies_during(CUBE, dying, f"pp={dying // 4}, dp_shard={dying // 2 % 2}, tp={dying % 2}")

@@ -1,7 +1,7 @@
 """The launcher with real processes: what a rank sees, and how every way of dying ends.
 
-Most scripts here import no torch, and most tests drive `Ranks` directly, so that a test costs a fraction of a second;
-those that start the whole command pay for one import of torch.
+Most scripts here import no torch, and most tests drive `Ranks` directly, so that a test costs a
+fraction of a second; those that start the whole command pay for one import of torch.
 """
 
 from __future__ import annotations
@@ -59,14 +59,18 @@ def run_ranks(command: Command, size: int = 2, limit: float = 100.0) -> Ended:
         ranks.start([{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)])
         deadline = time.monotonic() + limit
         death = None
-        while not ranks.finished and (death := ranks.poll()) is None and time.monotonic() < deadline:
+        while (
+            not ranks.finished and (death := ranks.poll()) is None and time.monotonic() < deadline
+        ):
             ranks.wait(0.1)
         noticed = time.monotonic()
         if death:
             ranks.end()
         seconds = time.monotonic() - noticed
         assert death or ranks.finished, "the ranks neither finished nor failed in time"
-        return Ended(death, ranks.cause(), seconds, Launch(ranks.mark, set()).living(), ranks._folder)
+        return Ended(
+            death, ranks.cause(), seconds, Launch(ranks.mark, set()).living(), ranks._folder
+        )
 
 
 def run_script(script: Path, *args: str, size: int = 2) -> Ended:
@@ -87,7 +91,9 @@ def test_a_script_sees_what_a_plain_start_shows_it(tmp_path: Path) -> None:
     args = [str(tmp_path / "seen"), "--run", "--", "-x"]
     assert run_script(script, *args, size=1).cause is None
     subprocess.run([sys.executable, str(script), *args], check=True)
-    assert json.loads((tmp_path / "seen0").read_text()) == json.loads((tmp_path / "seen").read_text())
+    assert json.loads((tmp_path / "seen0").read_text()) == json.loads(
+        (tmp_path / "seen").read_text()
+    )
 
 
 def test_module_mode_is_that_of_python_m(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +189,9 @@ def test_every_way_of_dying_gives_its_code_and_its_story_and_ends_all(
 
 
 @pytest.mark.parametrize("ending", ["sys.exit()", "sys.exit(0)", "os._exit(0)", "pass"])
-def test_every_way_of_ending_well_is_no_failure_and_ends_nobody_else(tmp_path: Path, ending: str) -> None:
+def test_every_way_of_ending_well_is_no_failure_and_ends_nobody_else(
+    tmp_path: Path, ending: str
+) -> None:
     script = write(
         tmp_path,
         f"""
@@ -201,7 +209,10 @@ def test_every_way_of_ending_well_is_no_failure_and_ends_nobody_else(tmp_path: P
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_lines_of_ranks_arrive_at_once_and_whole(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, unbuffered: str
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    unbuffered: str,
 ) -> None:
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     script = write(
@@ -220,23 +231,32 @@ def test_lines_of_ranks_arrive_at_once_and_whole(
     assert capfd.readouterr().out == ("x" * 50 + "\n") * 6000
 
 
-def test_a_traceback_begins_in_the_script(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_traceback_begins_in_the_script(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     script = write(tmp_path, "def f():\n    raise ValueError('boom')\nf()\n")
     ended = run_script(script, size=1)
-    plain = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    plain = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
     assert ended.cause is not None
     assert ended.cause.story() == plain.stderr.rstrip()
     assert capfd.readouterr().err == "", "the rank itself must not print what the launcher shows"
 
 
 def test_a_scripts_own_exception_hook_makes_the_story(tmp_path: Path) -> None:
-    hook = "import sys\nsys.excepthook = lambda kind, error, trace: print('HOOK', error, file=sys.stderr)\n"
+    hook = (
+        "import sys\nsys.excepthook = lambda kind, error, trace: print('HOOK', error, "
+        "file=sys.stderr)\n"
+    )
     ended = run_script(write(tmp_path, hook + "raise ValueError('boom')\n"), size=1)
     assert ended.cause is not None
     assert ended.cause.story() == "HOOK boom"
 
 
-def test_the_rank_that_failed_first_is_the_cause_not_the_one_that_ended_first(tmp_path: Path) -> None:
+def test_the_rank_that_failed_first_is_the_cause_not_the_one_that_ended_first(
+    tmp_path: Path,
+) -> None:
     script = write(
         tmp_path,
         """
@@ -346,7 +366,10 @@ def wait_until(condition: Callable[[], object], seconds: float) -> None:
 
 
 def test_the_first_rank_keeps_the_terminal_and_the_others_may_log_to_files(tmp_path: Path) -> None:
-    script = write(tmp_path, "import os, sys\nprint(os.environ['RANK'], sys.stdout.isatty(), sys.stdin.isatty())\n")
+    script = write(
+        tmp_path,
+        "import os, sys\nprint(os.environ['RANK'], sys.stdout.isatty(), sys.stdin.isatty())\n",
+    )
     logs = tmp_path / "logs"
     launcher = write(
         tmp_path,
@@ -364,7 +387,9 @@ def test_the_first_rank_keeps_the_terminal_and_the_others_may_log_to_files(tmp_p
         "launcher.py",
     )
     ours, theirs = pty.openpty()
-    process = subprocess.Popen([sys.executable, str(launcher)], stdin=theirs, stdout=theirs, stderr=theirs)
+    process = subprocess.Popen(
+        [sys.executable, str(launcher)], stdin=theirs, stdout=theirs, stderr=theirs
+    )
     os.close(theirs)
     assert process.wait(60) == 0
     shown = os.read(ours, 10_000).decode()
@@ -378,8 +403,14 @@ def test_the_first_rank_keeps_the_terminal_and_the_others_may_log_to_files(tmp_p
 
 @contextmanager
 def started(*line: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """The launcher as a process; killed at the end if it runs still, and its guard then ends the ranks."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_", "RANK"))}
+    """The launcher as a process; killed at the end if it runs still, and its guard then ends the
+    ranks.
+    """
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("OMP_", "MKL_", "RANK"))
+    }
     environment |= {"PYTHONPATH": SOURCE, "COLUMNS": "200", **variables}
     command = [sys.executable, "-m", "deepseek_zero.cli", "run", *line]
     pipe = subprocess.PIPE
@@ -417,20 +448,27 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         write(folder, PROBE, "probe.py")
-        code, out, err = run_command("--nproc", "2", "probe.py", "--run", "--nproc", "7", "--", "-x")
+        code, out, err = run_command(
+            "--nproc", "2", "probe.py", "--run", "--nproc", "7", "--", "-x"
+        )
         assert (code, out, err) == (0, "", "")
         yield [json.loads((folder / f"seen_{rank}").read_text()) for rank in range(2)]
 
 
 def test_every_rank_knows_its_place(probed: list[dict[str, object]]) -> None:
     for rank, seen in enumerate(probed):
-        place = [seen[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")]
+        place = [
+            seen[name]
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+        ]
         assert place == [str(rank), str(rank), "2", "2", "2"]
         assert seen["MASTER_ADDR"] == "127.0.0.1"
     assert probed[0]["MASTER_PORT"] == probed[1]["MASTER_PORT"] != "0"
 
 
-def test_the_scripts_arguments_arrive_untouched_after_local_rank(probed: list[dict[str, object]]) -> None:
+def test_the_scripts_arguments_arrive_untouched_after_local_rank(
+    probed: list[dict[str, object]],
+) -> None:
     for rank, seen in enumerate(probed):
         assert seen["argv"] == [f"--local_rank={rank}", "--run", "--nproc", "7", "--", "-x"]
         assert seen["local_rank"] == rank
@@ -438,12 +476,16 @@ def test_the_scripts_arguments_arrive_untouched_after_local_rank(probed: list[di
 
 def test_ranks_share_the_cores(probed: list[dict[str, object]]) -> None:
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
-    assert {seen[name] for seen in probed for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} == {threads}
+    assert {seen[name] for seen in probed for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} == {
+        threads
+    }
 
 
 def test_a_failure_is_told_once_with_its_code_and_without_noise(tmp_path: Path) -> None:
     script = write(
-        tmp_path, "import os, time\nif os.environ['RANK'] == '1':\n    raise ValueError('b' + 'oom')\ntime.sleep(90)\n"
+        tmp_path,
+        "import os, time\nif os.environ['RANK'] == '1':\n    raise ValueError('b' + "
+        "'oom')\ntime.sleep(90)\n",
     )
     code, out, err = run_command("--nproc", "3", str(script))
     assert (code, out) == (1, "")
@@ -454,8 +496,12 @@ def test_a_failure_is_told_once_with_its_code_and_without_noise(tmp_path: Path) 
     assert len(lines) == 5
 
 
-def test_ranks_that_raise_a_moment_after_another_are_not_ended_before_they_do(tmp_path: Path) -> None:
-    """What fails a step often fails it on every rank, and what a script does on its error is its own."""
+def test_ranks_that_raise_a_moment_after_another_are_not_ended_before_they_do(
+    tmp_path: Path,
+) -> None:
+    """What fails a step often fails it on every rank, and what a script does on its error is its
+    own.
+    """
     script = write(
         tmp_path,
         """
@@ -477,8 +523,12 @@ def test_ranks_that_raise_a_moment_after_another_are_not_ended_before_they_do(tm
 
 
 def test_gpus_that_are_not_there_are_replaced_with_one_line(tmp_path: Path) -> None:
-    script = write(tmp_path, "import os\nprint(os.environ['WORLD_SIZE'], os.environ['OMP_NUM_THREADS'])\n")
-    code, out, err = run_command("--num_gpus", "800", str(script), CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="5")
+    script = write(
+        tmp_path, "import os\nprint(os.environ['WORLD_SIZE'], os.environ['OMP_NUM_THREADS'])\n"
+    )
+    code, out, err = run_command(
+        "--num_gpus", "800", str(script), CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="5"
+    )
     nproc = max(2, len(os.sched_getaffinity(0)))
     assert (code, out) == (0, f"{nproc} 5\n" * nproc)
     assert err.count("INFO") == err.count("\n") == 1
@@ -486,7 +536,9 @@ def test_gpus_that_are_not_there_are_replaced_with_one_line(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_launcher_that_is_asked_to_end_ends_its_ranks(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_a_launcher_that_is_asked_to_end_ends_its_ranks(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     script = write(
         tmp_path,
         """
@@ -544,7 +596,9 @@ def test_a_restart_begins_anew_with_all_ranks(tmp_path: Path) -> None:
         print("well", flush=True)
         """,
     )
-    code, out, err = run_command("--nproc", "2", "--max-restarts", "1", "--master_port", str(free_port()), str(script))
+    code, out, err = run_command(
+        "--nproc", "2", "--max-restarts", "1", "--master_port", str(free_port()), str(script)
+    )
     assert (code, out) == (0, "well\nwell\n"), err
     assert "restarting" in err
     assert "Traceback" not in err
@@ -574,7 +628,9 @@ def test_two_nodes_meet_and_a_failure_on_one_ends_the_other(tmp_path: Path) -> N
         assert [first.returncode, second.returncode] == [1, 1]
     assert sorted(outputs[0][0].splitlines()) == ["0 0 3 0", "1 1 3 0"]
     assert outputs[1][0].splitlines() == ["2 0 3 1"]
-    assert all(err.count("KeyError: 'boom'") == 1 and "rank 2 of 3 failed" in err for _, err in outputs)
+    assert all(
+        err.count("KeyError: 'boom'") == 1 and "rank 2 of 3 failed" in err for _, err in outputs
+    )
     assert f"on {socket.gethostname()};" in outputs[0][1]
 
 
@@ -596,21 +652,33 @@ def test_one_launcher_on_each_node_of_a_slurm_step_is_one_training(tmp_path: Pat
         "SLURM_STEP_NODELIST": "localhost,another",
     }
     with (
-        started("--nproc=2", str(script), **step, SLURM_PROCID="0", SLURM_NODEID="0", SLURM_LOCALID="0") as first,
-        started("--nproc=1", str(script), **step, SLURM_PROCID="1", SLURM_NODEID="1", SLURM_LOCALID="0") as second,
+        started(
+            "--nproc=2", str(script), **step, SLURM_PROCID="0", SLURM_NODEID="0", SLURM_LOCALID="0"
+        ) as first,
+        started(
+            "--nproc=1", str(script), **step, SLURM_PROCID="1", SLURM_NODEID="1", SLURM_LOCALID="0"
+        ) as second,
     ):
         outputs = [process.communicate(timeout=120) for process in (first, second)]
         assert [first.returncode, second.returncode] == [0, 0], outputs
     assert sorted(outputs[0][0].splitlines()) == ["0 0 3 0", "1 1 3 0"]
     assert outputs[1][0].splitlines() == ["2 0 3 1"]
-    on_one = step | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_PROCID": "1"}
+    on_one = step | {
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_PROCID": "1",
+    }
     code, out, err = run_command("--nproc=1", str(script), **on_one)
     assert (code, out) == (2, "") and "Slurm started 2 copies of this launcher" in err
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["input", "all streams"])
-def test_a_launcher_whose_connection_is_gone_ends_with_its_ranks(tmp_path: Path, asked: bool) -> None:
-    """What sshd does to a command without a terminal when its client is killed: it closes the pipes."""
+def test_a_launcher_whose_connection_is_gone_ends_with_its_ranks(
+    tmp_path: Path, asked: bool
+) -> None:
+    """What sshd does to a command without a terminal when its client is killed: it closes the
+    pipes.
+    """
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite itself may run under nohup
     script = write(
         tmp_path,
@@ -637,8 +705,14 @@ def test_a_launcher_whose_connection_is_gone_ends_with_its_ranks(tmp_path: Path,
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": SOURCE}, **pipes) as launcher:
         wait_until(lambda: all(path.exists() and path.read_text() for path in up), 120)
         ranks = [psutil.Process(int(path.read_text())) for path in up]
-        assert launcher.stdin is not None and launcher.stdout is not None and launcher.stderr is not None
-        for stream in (launcher.stdin,) if asked else (launcher.stdin, launcher.stdout, launcher.stderr):
+        assert (
+            launcher.stdin is not None
+            and launcher.stdout is not None
+            and launcher.stderr is not None
+        )
+        for stream in (
+            (launcher.stdin,) if asked else (launcher.stdin, launcher.stdout, launcher.stderr)
+        ):
             stream.close()
         wait_until(lambda: not any(map(psutil.Process.is_running, ranks)), MOST_SECONDS)
         assert launcher.wait(60) == 128 + signal.SIGHUP
@@ -647,7 +721,8 @@ def test_a_launcher_whose_connection_is_gone_ends_with_its_ranks(tmp_path: Path,
             assert "standard input has ended" in told and "the launcher received SIGHUP" in told
 
 
-# Ranks that save when they are asked to end (here without torch: what engine/preemption.py says to the launcher).
+# Ranks that save when they are asked to end (here without torch: what engine/preemption.py says to
+# the launcher).
 
 SAVER = f"""
     import os, signal, sys, time
@@ -675,7 +750,9 @@ SAVER = f"""
 """
 
 
-def test_ranks_that_saved_and_left_are_no_failure_though_they_leave_one_by_one(tmp_path: Path) -> None:
+def test_ranks_that_saved_and_left_are_no_failure_though_they_leave_one_by_one(
+    tmp_path: Path,
+) -> None:
     script = write(tmp_path, SAVER)
     with Ranks(Command(Target.SCRIPT, str(script), (str(tmp_path / "up"), "SIGTERM"))) as ranks:
         ranks.start([{"RANK": "0"}, {"RANK": "1"}])
@@ -692,7 +769,12 @@ def test_ranks_that_saved_and_left_are_no_failure_though_they_leave_one_by_one(t
     [("sys.exit(3)", 30.0, 3, "no traceback"), ("time.sleep(100)", 0.5, 85, "did not follow")],
 )
 def test_a_rank_that_saved_and_left_is_the_failure_only_where_the_others_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str, patience: float, code: int, story: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    other: str,
+    patience: float,
+    code: int,
+    story: str,
 ) -> None:
     monkeypatch.setattr("deepseek_zero.cli.ranks.LEAVING_SECONDS", patience)
     script = write(
@@ -724,8 +806,17 @@ def test_survivors_of_a_dead_rank_are_told_that_this_is_the_end(tmp_path: Path) 
     assert (tmp_path / "up1.ended").exists() and not (tmp_path / "up1.saved").exists()
 
 
-def test_a_launcher_passes_requests_on_and_ends_with_the_code_of_ranks_that_saved(tmp_path: Path) -> None:
-    line = ["--nproc", "2", "--max-restarts", "3", str(write(tmp_path, SAVER)), str(tmp_path / "up")]
+def test_a_launcher_passes_requests_on_and_ends_with_the_code_of_ranks_that_saved(
+    tmp_path: Path,
+) -> None:
+    line = [
+        "--nproc",
+        "2",
+        "--max-restarts",
+        "3",
+        str(write(tmp_path, SAVER)),
+        str(tmp_path / "up"),
+    ]
     with started(*line, "SIGUSR1", "SIGTERM") as process:
         wait_until(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists(), 60)
         process.send_signal(signal.SIGUSR1)
@@ -741,7 +832,14 @@ def test_a_launcher_passes_requests_on_and_ends_with_the_code_of_ranks_that_save
 
 
 def test_ranks_that_do_not_save_within_the_grace_are_ended(tmp_path: Path) -> None:
-    line = ["--save-grace", "0.5", "--nproc", "2", str(write(tmp_path, SAVER)), str(tmp_path / "up")]
+    line = [
+        "--save-grace",
+        "0.5",
+        "--nproc",
+        "2",
+        str(write(tmp_path, SAVER)),
+        str(tmp_path / "up"),
+    ]
     with started(*line, "never") as process:
         wait_until(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists(), 60)
         process.send_signal(signal.SIGTERM)
@@ -765,7 +863,9 @@ def test_the_ranks_of_a_launch_share_a_secret_that_nobody_else_sees(tmp_path: Pa
     )
     command = [sys.executable, "-m", "deepseek_zero.cli", "run", "--nproc", "2", str(script)]
     environment = {name: value for name, value in os.environ.items() if name != SECRET_FILE}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
     lines = sorted(line.split() for line in done.stdout.splitlines() if line[:2] in ("0 ", "1 "))
     assert [line[2:5] for line in lines] == [["0o600", "32", "hidden"]] * 2, done.stdout
     assert lines[0][1:] == lines[1][1:], "one secret for all"
@@ -778,7 +878,9 @@ def test_a_rank_that_somebody_stopped_is_named_and_waited_for(
 ) -> None:
     monkeypatch.setattr(agent, "TELL_AFTER", 0.3)
     monkeypatch.setattr(agent, "LOOK_SECONDS", 0.05)
-    script = write(tmp_path, "import sys, time\nwhile not open(sys.argv[1]).read():\n    time.sleep(0.01)\n")
+    script = write(
+        tmp_path, "import sys, time\nwhile not open(sys.argv[1]).read():\n    time.sleep(0.01)\n"
+    )
     end, standstill = write(tmp_path, "", "end"), agent.Standstill()
     with Ranks(Command(Target.SCRIPT, str(script), (str(end),))) as ranks:
         pids = ranks.start([{"RANK": "4"}, {"RANK": "5"}])
@@ -796,7 +898,9 @@ def test_a_rank_that_somebody_stopped_is_named_and_waited_for(
     ]
 
 
-def test_a_rank_that_runs_between_two_looks_is_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_runs_between_two_looks_is_not_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(agent, "TELL_AFTER", 0.3)
     monkeypatch.setattr(agent, "LOOK_SECONDS", 0.0)
     standstill = agent.Standstill()

@@ -1,4 +1,6 @@
-"""`state_dict()` at stage 3 on one rank only, in the plain API: the caller raises, and then the others do."""
+"""`state_dict()` at stage 3 on one rank only, in the plain API: the caller raises, and then the
+others do.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def build() -> Any:
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "steps_per_print": None,
     }
-    return deepseek_zero.initialize(model=nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4)), config=config)[0]
+    return deepseek_zero.initialize(
+        model=nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4)), config=config
+    )[0]
 
 
 @pytest.mark.ranks(2, fresh=True)
@@ -30,7 +34,8 @@ def test_a_state_dict_on_one_rank_ends_while_the_other_waits_in_a_barrier_of_tor
     engine = build()
     if dist.get_rank() == 0:
         with pytest.raises(
-            UsageError, match=r"state_dict\(\) was called on rank 0, and rank 1 waits for it in .*barrier"
+            UsageError,
+            match=r"state_dict\(\) was called on rank 0, and rank 1 waits for it in .*barrier",
         ):
             engine.module.state_dict()
     dist.barrier()

@@ -1,7 +1,8 @@
-"""What long sequences need, on each axis: the losses of ranks that share nothing, the same bits twice, or a refusal.
+"""What long sequences need, on each axis: the losses of ranks that share nothing, the same bits
+twice, or a refusal.
 
-One table says which; two runs of two steps on two ranks prove each of its cells, in CI those of each feature on one or
-two of the axes (DEEPSEEK_ZERO_FULL=1: all).
+One table says which; two runs of two steps on two ranks prove each of its cells, in CI those of
+each feature on one or two of the axes (DEEPSEEK_ZERO_FULL=1: all).
 """
 
 from __future__ import annotations
@@ -24,11 +25,22 @@ from tests.unit.parallel.tiny import batch, tiny
 pytest.importorskip("transformers")
 STEPS, MANY = 2, 1
 CHECKPOINTS = "activation_checkpointing"
-WINDOW = {"mode": "localslidingwindow", "block": 2, "num_sliding_window_blocks": 3, "attention": "unidirectional"}
+WINDOW = {
+    "mode": "localslidingwindow",
+    "block": 2,
+    "num_sliding_window_blocks": 3,
+    "attention": "unidirectional",
+}
 # What each section is, and what shows in an engine that has trained that it was in force.
 FEATURES: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
-    "sparse_attention": ({"sparse_attention": WINDOW}, lambda engine: engine.sparse_attention is not None),
-    "policy": ({CHECKPOINTS: {"policy": "attention"}}, lambda engine: bool(engine.parts.recompute.operators)),
+    "sparse_attention": (
+        {"sparse_attention": WINDOW},
+        lambda engine: engine.sparse_attention is not None,
+    ),
+    "policy": (
+        {CHECKPOINTS: {"policy": "attention"}},
+        lambda engine: bool(engine.parts.recompute.operators),
+    ),
     "tiled_loss": ({CHECKPOINTS: {"tiled_loss": 5}}, lambda engine: has(engine, "TiledHead")),
     "tiled_mlp": ({CHECKPOINTS: {"tiled_mlp": 3}}, lambda engine: has(engine, "TiledMlp")),
     "tiled_mlp in bf16": (
@@ -41,8 +53,11 @@ FEATURES: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
     ),
     "parking": (
         {CHECKPOINTS: {"policy": "full", "device": "cpu"}},
-        # The only checkpoint of the second stage is given a message, which the pipeline holds in any case.
-        lambda engine: (engine.parts.recompute.parking.peak_bytes > 0) == (not engine.mesh.coordinates["pp"]),
+        # The only checkpoint of the second stage is given a message, which the pipeline holds in
+        # any case.
+        lambda engine: (
+            (engine.parts.recompute.parking.peak_bytes > 0) == (not engine.mesh.coordinates["pp"])
+        ),
     ),
     "partition_activations": (
         {CHECKPOINTS: {"policy": "full", "partition_activations": True}},
@@ -53,15 +68,31 @@ FEATURES: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
         lambda engine: engine.optimizer.fallback is not None,
     ),
 }
-CHANGES = ("sparse_attention", "tiled_mlp in bf16", "precision")  # what is computed; the others change how alone
+CHANGES = (
+    "sparse_attention",
+    "tiled_mlp in bf16",
+    "precision",
+)  # what is computed; the others change how alone
 BUILT, NOTHING = "built", "nothing is cut"
 AXES = ("tp", "sp", "pp")
 TABLE = {  # what is not BUILT or NOTHING is what the refusal says
     "sparse_attention": (BUILT, BUILT, BUILT),
     "policy": (BUILT, BUILT, BUILT),
-    "tiled_loss": (BUILT, BUILT, r"tiled_loss and tiled_mlp on a mesh with stages \(pp\) are not built"),
-    "tiled_mlp": (BUILT, BUILT, r"tiled_loss and tiled_mlp on a mesh with stages \(pp\) are not built"),
-    "tiled_mlp in bf16": (BUILT, BUILT, r"tiled_loss and tiled_mlp on a mesh with stages \(pp\) are not built"),
+    "tiled_loss": (
+        BUILT,
+        BUILT,
+        r"tiled_loss and tiled_mlp on a mesh with stages \(pp\) are not built",
+    ),
+    "tiled_mlp": (
+        BUILT,
+        BUILT,
+        r"tiled_loss and tiled_mlp on a mesh with stages \(pp\) are not built",
+    ),
+    "tiled_mlp in bf16": (
+        BUILT,
+        BUILT,
+        r"tiled_loss and tiled_mlp on a mesh with stages \(pp\) are not built",
+    ),
     "tile_above": ("tile_above on a mesh with tp = 2", BUILT, "tile_above on a mesh with pp = 2"),
     "parking": (BUILT, BUILT, BUILT),
     "partition_activations": (BUILT, NOTHING, NOTHING),
@@ -70,12 +101,16 @@ TABLE = {  # what is not BUILT or NOTHING is what the refusal says
 
 
 CELLS = [
-    (feature, axis) for number, feature in enumerate(TABLE) for axis in (AXES if is_full() else AXES[number % 2 :: 2])
+    (feature, axis)
+    for number, feature in enumerate(TABLE)
+    for axis in (AXES if is_full() else AXES[number % 2 :: 2])
 ]
 
 
 def has(engine: Any, name: str) -> bool:
-    return any(name in [base.__name__ for base in type(each).__mro__] for each in engine.module.modules())
+    return any(
+        name in [base.__name__ for base in type(each).__mro__] for each in engine.module.modules()
+    )
 
 
 def start(section: dict[str, Any], mesh: dict[str, int]) -> Any:
@@ -92,11 +127,15 @@ def start(section: dict[str, Any], mesh: dict[str, int]) -> Any:
 
 
 def given(seed: int) -> dict[str, Tensor]:
-    return {name: value.repeat(1, 4) for name, value in batch(seed).items()}  # so much that it is worth parking
+    return {
+        name: value.repeat(1, 4) for name, value in batch(seed).items()
+    }  # so much that it is worth parking
 
 
 def train(engine: Any) -> tuple[list[float], list[Tensor]]:
-    """Train on the same batches on every rank; the mean loss of each step, and this rank's weights."""
+    """Train on the same batches on every rank; the mean loss of each step, and this rank's
+    weights.
+    """
     losses = []
     for step in range(STEPS):
         batches = [given(10 * step + micro) for micro in range(MANY)]
@@ -116,7 +155,9 @@ def train(engine: Any) -> tuple[list[float], list[Tensor]]:
 
 @cache
 def alone(feature: str | None) -> list[float]:
-    """The losses of two ranks that share nothing but sums, with that feature or without any.  Collective, once."""
+    """The losses of two ranks that share nothing but sums, with that feature or without any.
+    Collective, once.
+    """
     engine = start({} if feature is None else FEATURES[feature][0], {"dp_shard": 2})
     losses, _ = train(engine)
     engine.destroy()

@@ -1,4 +1,6 @@
-"""A host that falls silent is lost on every rank of the others, by name and in time, whoever started the job."""
+"""A host that falls silent is lost on every rank of the others, by name and in time, whoever
+started the job.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ from deepseek_zero.comm.transports.gloo import end_with_their_hosts, open_files
 from tests.hosts import DEVICE
 
 NOTHING_LEAVES = f"tc qdisc replace dev {DEVICE} root tbf rate 8bit burst 10 limit 10"
-LIMIT, LATE = 2.0, 1.0  # seconds of silence, and until the last rank has heard of it; five times that on a busy machine
+LIMIT, LATE = (
+    2.0,
+    1.0,
+)  # seconds of silence, and until the last rank has heard of it; five times that on a busy machine
 
 
 @pytest.mark.ranks(4, hosts=2, fresh=True)
@@ -54,8 +59,12 @@ def test_a_cut_is_a_lost_host_on_every_rank_of_both_sides(monkeypatch: pytest.Mo
 
 
 @pytest.mark.ranks(2, hosts=2, fresh=True)
-def test_a_connection_that_tells_of_life_outlasts_any_silence_which_is_told_by_the_hosts_name() -> None:
-    """A kernel asks 127 times at most, in two minutes; here it is told to ask twice, and is silent for longer."""
+def test_a_connection_that_tells_of_life_outlasts_any_silence_which_is_told_by_the_hosts_name() -> (
+    None
+):
+    """A kernel asks 127 times at most, in two minutes; here it is told to ask twice, and is silent
+    for longer.
+    """
     comm, world = Comm(torch.device("cpu")), WorldContext.of_this_world()
     lines: list[str] = []
     handler = logging.Handler()
@@ -68,7 +77,9 @@ def test_a_connection_that_tells_of_life_outlasts_any_silence_which_is_told_by_t
     (life,) = board._idle.values() if isinstance(board, Board) else [board._idle]
     assert life is not None
     life.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
-    if dist.get_rank():  # a limit would not do: what this host's own queue drops a kernel does not count
+    if (
+        dist.get_rank()
+    ):  # a limit would not do: what this host's own queue drops a kernel does not count
         subprocess.run(["ip", "link", "set", DEVICE, "down"], check=True)
     time.sleep(6.5)
     assert world.recorder.find_lost_host(asks=False) is None
@@ -79,7 +90,10 @@ def test_a_connection_that_tells_of_life_outlasts_any_silence_which_is_told_by_t
     comm.barrier("nobody is lost")
     logger.removeHandler(handler)
     far = ["h1 (rank 1)", "h0 (rank 0)"][dist.get_rank()]
-    assert [line for line in lines if far in line] == [f"{far} silent for 5 s", f"{far} heard again"]
+    assert [line for line in lines if far in line] == [
+        f"{far} silent for 5 s",
+        f"{far} heard again",
+    ]
 
 
 @pytest.mark.ranks(2)

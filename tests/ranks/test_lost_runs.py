@@ -1,4 +1,6 @@
-"""A run with complete checkpoints never begins again in silence, and no save can spoil the directory it is given."""
+"""A run with complete checkpoints never begins again in silence, and no save can spoil the
+directory it is given.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def alone(action: Any) -> None:
 
 
 @pytest.mark.ranks(2, timeout=120)
-def test_a_resume_finds_complete_checkpoints_of_both_layouts_whatever_latest_says(tmp_path: Path) -> None:
+def test_a_resume_finds_complete_checkpoints_of_both_layouts_whatever_latest_says(
+    tmp_path: Path,
+) -> None:
     for layout in LAYOUTS:
         folder, engine = tmp_path / layout, build(layout)
         train(engine, 0, 1)
@@ -68,7 +72,9 @@ def test_a_resume_finds_complete_checkpoints_of_both_layouts_whatever_latest_say
         second = str(folder / "global_step2")
         other = build(layout)
         assert other.load_checkpoint(folder, tag="newest") == (second, {"epoch": 7})
-        assert not differences(whole(other), whole(engine)) and not differences(moments(other), moments(engine))
+        assert not differences(whole(other), whole(engine)) and not differences(
+            moments(other), moments(engine)
+        )
         for spoil in (
             lambda latest: latest.write_text(""),
             lambda latest: latest.write_text(" \n"),
@@ -86,11 +92,15 @@ def test_a_resume_finds_complete_checkpoints_of_both_layouts_whatever_latest_say
             build(layout).load_checkpoint(folder)
         alone(lambda folder=folder: (folder / "latest").rmdir())
         alone(lambda folder=folder: (folder / "latest").write_text("gone"))
-        with pytest.raises(CheckpointError, match=r"no checkpoint 'gone'(.|\n)*global_step1, global_step2"):
+        with pytest.raises(
+            CheckpointError, match=r"no checkpoint 'gone'(.|\n)*global_step1, global_step2"
+        ):
             build(layout).load_checkpoint(folder)
         alone(lambda folder=folder: [damage(path) for path in folder.glob("global_step2/*")])
         with warnings_of() as said:
-            assert build(layout).load_checkpoint(folder, tag="newest")[0] == str(folder / "global_step1")
+            assert build(layout).load_checkpoint(folder, tag="newest")[0] == str(
+                folder / "global_step1"
+            )
         assert here() or any("global_step2" in each and "passed over" in each for each in said)
         alone(lambda folder=folder: [damage(path) for path in folder.glob("global_step1/*")])
         alone(lambda folder=folder: (folder / "latest").unlink())
@@ -104,12 +114,38 @@ def damage(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-BAD = ["latest", "newest", "zero_to_fp32.py", " one", "one ", "one\n", "a\nb", "a\rb", "a\tb", "..", ".", "", "a/b",
-       "/one", ".hidden", "x" * 250, "é" * 120, "a\0b", "\ud800", b"one", ["one"], True, object()]  # fmt: skip
+BAD = [
+    "latest",
+    "newest",
+    "zero_to_fp32.py",
+    " one",
+    "one ",
+    "one\n",
+    "a\nb",
+    "a\rb",
+    "a\tb",
+    "..",
+    ".",
+    "",
+    "a/b",
+    # fmt: skip
+    "/one",
+    ".hidden",
+    "x" * 250,
+    "é" * 120,
+    "a\0b",
+    "\ud800",
+    b"one",
+    ["one"],
+    True,
+    object(),
+]
 
 
 @pytest.mark.ranks(2, timeout=120)
-def test_a_tag_that_would_spoil_the_directory_is_refused_before_anything_moves(tmp_path: Path) -> None:
+def test_a_tag_that_would_spoil_the_directory_is_refused_before_anything_moves(
+    tmp_path: Path,
+) -> None:
     for layout in LAYOUTS:
         engine, folder = build(layout), tmp_path / layout
         engine.save_checkpoint(folder, tag="good")
@@ -123,7 +159,16 @@ def test_a_tag_that_would_spoil_the_directory_is_refused_before_anything_moves(t
         assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
         dist.barrier()
         assert engine.load_checkpoint(folder)[0] == str(folder / "good")
-        for tag in ("global_step5", 5, "5", "after pretraining", "epoch=1-step=5.ckpt", "pytorch_model", "über", 0.5):
+        for tag in (
+            "global_step5",
+            5,
+            "5",
+            "after pretraining",
+            "epoch=1-step=5.ckpt",
+            "pytorch_model",
+            "über",
+            0.5,
+        ):
             engine.save_checkpoint(folder, tag=tag)
             assert engine.load_checkpoint(folder)[0] == str(folder / str(tag))
 
@@ -140,7 +185,9 @@ def test_a_tag_does_not_take_the_place_of_what_is_no_checkpoint(tmp_path: Path) 
             with pytest.raises(CheckpointError, match=rf"{tag}(.|\n)*no checkpoint"):
                 engine.save_checkpoint(folder, tag=tag)
         dist.barrier()
-        assert (folder / "logs" / "mine.txt").read_text() == (folder / "notes").read_text() == "mine"
+        assert (
+            (folder / "logs" / "mine.txt").read_text() == (folder / "notes").read_text() == "mine"
+        )
         dist.barrier()
         engine.save_checkpoint(folder, tag="empty")
         engine.save_checkpoint(folder, tag="empty")  # in the place of its own
@@ -168,7 +215,9 @@ if len(sys.argv) > 4:  # and hold what it has until it is killed, with a child t
 def second(folder: Path, layout: str, tag: str) -> str:
     """What another job says that saves there."""
     words = [sys.executable, "-c", SECOND, str(folder), layout, tag]
-    return subprocess.run(words, capture_output=True, text=True, check=True, env=own_environment()).stdout
+    return subprocess.run(
+        words, capture_output=True, text=True, check=True, env=own_environment()
+    ).stdout
 
 
 def own_environment() -> dict[str, str]:
@@ -177,7 +226,9 @@ def own_environment() -> dict[str, str]:
 
 
 @pytest.mark.ranks(1, timeout=120)
-def test_the_second_job_in_one_directory_is_told_and_a_dead_one_is_no_obstacle(tmp_path: Path) -> None:
+def test_the_second_job_in_one_directory_is_told_and_a_dead_one_is_no_obstacle(
+    tmp_path: Path,
+) -> None:
     for layout in LAYOUTS:
         folder, engine = tmp_path / layout, build(layout)
         engine.save_checkpoint(folder, tag="mine")
@@ -185,16 +236,23 @@ def test_the_second_job_in_one_directory_is_told_and_a_dead_one_is_no_obstacle(t
         for tag in ("mine", "theirs"):
             said = second(folder, layout, tag)
             assert f"another job writes into '{folder}': process {os.getpid()} on " in said
-        assert not (folder / "theirs").exists() and (folder / "latest").read_text() == "another engine of this job"
+        assert (
+            not (folder / "theirs").exists()
+            and (folder / "latest").read_text() == "another engine of this job"
+        )
         engine.save_checkpoint(tmp_path / "elsewhere" / layout, tag="mine")
         words = [sys.executable, "-c", SECOND, str(folder), layout, "theirs", "wait"]
-        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=own_environment()) as other:
+        with subprocess.Popen(
+            words, stdout=subprocess.PIPE, text=True, env=own_environment()
+        ) as other:
             assert other.stdout is not None
             heard = [other.stdout.readline()]
             while heard[-1] and "waits" not in heard[-1]:
                 heard.append(other.stdout.readline())
             assert "saved" in "".join(heard), heard
-            with pytest.raises(CheckpointError, match=rf"another job writes into .*process {other.pid} on"):
+            with pytest.raises(
+                CheckpointError, match=rf"another job writes into .*process {other.pid} on"
+            ):
                 engine.save_checkpoint(folder, tag="mine")
             other.kill()
         engine.save_checkpoint(folder, tag="mine")
@@ -237,7 +295,13 @@ def test_a_folder_without_checkpoints_is_a_warning_that_names_the_folder_that_is
         (tmp_path / "run" / "checkpoint").mkdir()
     dist.barrier()
     meant = str(tmp_path / "run" / "checkpoints")
-    for asked in ("run", "run/checkpoint5", "run/checkpoint", "runs/checkpoints", "run/checkpoints/global_step7"):
+    for asked in (
+        "run",
+        "run/checkpoint5",
+        "run/checkpoint",
+        "runs/checkpoints",
+        "run/checkpoints/global_step7",
+    ):
         with warnings_of() as said:
             assert engine.load_checkpoint(tmp_path / asked, tag=tag) == (None, None)
         if here() == 0 and asked != "run/checkpoints/global_step7":
@@ -248,4 +312,7 @@ def test_a_folder_without_checkpoints_is_a_warning_that_names_the_folder_that_is
     # A program that asks for the newest checkpoint finds none at its first start.
     assert len(said) == (here() == 0 and tag is None)
     if said:
-        assert f"'{tmp_path / 'elsewhere'}' does not exist" in said[0] and "Did you mean" not in said[0]
+        assert (
+            f"'{tmp_path / 'elsewhere'}' does not exist" in said[0]
+            and "Did you mean" not in said[0]
+        )

@@ -1,8 +1,10 @@
-"""The truth contract, memory: what is predicted from the plan is what live storages hold, found without our registry.
+"""The truth contract, memory: what is predicted from the plan is what live storages hold, found
+without our registry.
 
-Counted is every storage that a Python tensor refers to, less those that were there before the engine was built.
-Besides weights, gradients, masters and moments that is: lent buffers the pool keeps, one placeholder element per
-group, the optimizer's step counters of 4 bytes per piece, and its scratch where gradients are cast or clipped.
+Counted is every storage that a Python tensor refers to, less those that were there before the
+engine was built. Besides weights, gradients, masters and moments that is: lent buffers the pool
+keeps, one placeholder element per group, the optimizer's step counters of 4 bytes per piece, and
+its scratch where gradients are cast or clipped.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ def added_bytes(before: dict[int, int]) -> int:
 
 
 def assert_prediction_holds(run: Run, make: MakeOptimizer | None = None) -> Any:
-    """Train a little; the prediction made before the first step is what is found afterwards, state by state and in
-    all.
+    """Train a little; the prediction made before the first step is what is found afterwards, state
+    by state and in all.
     """
     before = live_storages()
     engine = start_engine(run, seeded(), make)
@@ -47,7 +49,9 @@ def assert_prediction_holds(run: Run, make: MakeOptimizer | None = None) -> Any:
     report = engine.memory_report()
     assert dict(report.predicted) == predicted
     wrong = {
-        state: (size, report.measured[state]) for state, size in predicted.items() if report.measured[state] != size
+        state: (size, report.measured[state])
+        for state, size in predicted.items()
+        if report.measured[state] != size
     }
     assert not wrong, f"(predicted, measured) by state: {wrong}"
     assert report.predicted_total == found
@@ -58,7 +62,9 @@ def assert_prediction_holds(run: Run, make: MakeOptimizer | None = None) -> Any:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_plans_prediction_is_the_sum_over_all_live_storages(ranks: int, stage: int, dtype: str) -> None:
+def test_the_plans_prediction_is_the_sum_over_all_live_storages(
+    ranks: int, stage: int, dtype: str
+) -> None:
     engine = assert_prediction_holds(Run(stage, dtype, optimizer="adamw"))
     if stage == 3:
         assert_is_sharded(engine)
@@ -80,11 +86,15 @@ def test_the_plans_prediction_is_the_sum_over_all_live_storages(ranks: int, stag
 def test_the_prediction_holds_between_hosts_where_two_units_are_added_up_at_once(
     ranks: int, stage: int, overlap: bool, tier: str, bucket: int
 ) -> None:
-    run = Run(stage, "bf16", accumulation=2, optimizer="adamw", overlap=overlap, tier=tier, bucket=bucket)
+    run = Run(
+        stage, "bf16", accumulation=2, optimizer="adamw", overlap=overlap, tier=tier, bucket=bucket
+    )
     engine = assert_prediction_holds(run)
     plan = engine.runtime.plan
     assert plan.machine.most_reductions == engine.runtime.executor.most_reductions == 2
-    elsewhere = deepseek_zero.plan(Gpt(), run.config() | ADAMW, ranks=ranks, rank=dist.get_rank(), hosts=2)
+    elsewhere = deepseek_zero.plan(
+        Gpt(), run.config() | ADAMW, ranks=ranks, rank=dist.get_rank(), hosts=2
+    )
     assert elsewhere.machine == plan.machine
     assert elsewhere.bytes_by_state() == plan.bytes_by_state()
 
@@ -124,7 +134,18 @@ def test_the_prediction_holds_whatever_the_settings(
     moments: str,
 ) -> None:
     run = Run(
-        stage, dtype, accumulation, window, clipping, "adamw", persistence, ahead, ALL, bucket, overlap, transport
+        stage,
+        dtype,
+        accumulation,
+        window,
+        clipping,
+        "adamw",
+        persistence,
+        ahead,
+        ALL,
+        bucket,
+        overlap,
+        transport,
     )
     run = replace(run, tier=tier, master=master, moments=moments)
     assert_prediction_holds(run)
@@ -135,7 +156,9 @@ MAKERS: dict[str, MakeOptimizer] = {
     "momentum": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
     "adam, amsgrad": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
-    "rmsprop, centered": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.9, centered=True),
+    "rmsprop, centered": lambda params: torch.optim.RMSprop(
+        params, lr=0.01, momentum=0.9, centered=True
+    ),
     "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
     "adadelta": lambda params: torch.optim.Adadelta(params, lr=0.01),
     "asgd": lambda params: torch.optim.ASGD(params, lr=0.01),
@@ -158,9 +181,13 @@ def test_a_model_without_storage_gives_the_same_prediction(ranks: int, stage: in
     engine = start_engine(Run(stage, optimizer="adamw"), seeded())
     with torch.device("meta"):
         model = Gpt()
-    update = UpdateSettings("AdamW", (ParamGroupPlan({}, frozenset(dict(model.named_parameters()))),))
+    update = UpdateSettings(
+        "AdamW", (ParamGroupPlan({}, frozenset(dict(model.named_parameters()))),)
+    )
     machine = Machine(reads_in_place=ranks > 1)
-    plan = plan_model(model, engine.runtime.settings, Mesh(dp_shard=ranks, rank=dist.get_rank()), machine, update)
+    plan = plan_model(
+        model, engine.runtime.settings, Mesh(dp_shard=ranks, rank=dist.get_rank()), machine, update
+    )
     expected = plan.bytes_by_state()
     assert predicted_bytes(engine.runtime, engine.optimizer) == expected
 
@@ -182,16 +209,23 @@ def test_lent_buffers_do_not_grow_with_depth(stage: int) -> None:
 def test_the_stages_fall_as_the_table_says() -> None:
     totals = []
     for stage in range(4):
-        engine = start_engine(Run(stage, "bf16", optimizer="adamw"), seeded(Gpt, width=60, hidden=240))
+        engine = start_engine(
+            Run(stage, "bf16", optimizer="adamw"), seeded(Gpt, width=60, hidden=240)
+        )
         totals.append(predicted_bytes(engine.runtime, engine.optimizer))
     states = ("weight", "grad", "master", "moments")
-    halved = [{state for state in states if totals[stage][state] < 0.6 * totals[0][state]} for stage in range(4)]
+    halved = [
+        {state for state in states if totals[stage][state] < 0.6 * totals[0][state]}
+        for stage in range(4)
+    ]
     assert halved == [set(), {"master", "moments"}, {"grad", "master", "moments"}, set(states)]
 
 
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize(("dtype", "tier", "moments"), [("fp32", "cpu", "fp32"), ("bf16", "nvme", "8bit")])
+@pytest.mark.parametrize(
+    ("dtype", "tier", "moments"), [("fp32", "cpu", "fp32"), ("bf16", "nvme", "8bit")]
+)
 @pytest.mark.parametrize(
     ("stage", "updates"),
     [
@@ -201,7 +235,14 @@ def test_the_stages_fall_as_the_table_says() -> None:
     ],
 )
 def test_the_prediction_knows_what_waits_and_what_may_be_undone(
-    ranks: int, stage: int, dtype: str, tier: str, moments: str, updates: tuple[tuple[str, Any], ...]
+    ranks: int,
+    stage: int,
+    dtype: str,
+    tier: str,
+    moments: str,
+    updates: tuple[tuple[str, Any], ...],
 ) -> None:
-    run = Run(stage, dtype, clipping=0.3, optimizer="adamw", tier=tier, moments=moments, updates=updates)
+    run = Run(
+        stage, dtype, clipping=0.3, optimizer="adamw", tier=tier, moments=moments, updates=updates
+    )
     assert_prediction_holds(run)

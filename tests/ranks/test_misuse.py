@@ -1,7 +1,9 @@
-"""Nothing hangs: what a rank may skip trains on, and each misuse ends in a named error on every living rank.
+"""Nothing hangs: what a rank may skip trains on, and each misuse ends in a named error on every
+living rank.
 
-The error comes within seconds of the evidence (a death, an exception, another collective), never of patience: a rank
-that is late trains on, however late.  Each wait is bounded by the test's limit of 30 seconds.
+The error comes within seconds of the evidence (a death, an exception, another collective), never of
+patience: a rank that is late trains on, however late.  Each wait is bounded by the test's limit of
+30 seconds.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ from tests.plain import (
 
 on_two_ranks = pytest.mark.ranks(2)
 WIDTH = 8
-EVERY_SETTING = pytest.mark.parametrize("setting", [STAGE_1, STAGE_2, STAGE_3, STAGE_3_BARE], ids=str)
+EVERY_SETTING = pytest.mark.parametrize(
+    "setting", [STAGE_1, STAGE_2, STAGE_3, STAGE_3_BARE], ids=str
+)
 
 
 class Block(nn.Module):
@@ -93,14 +97,17 @@ def train(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Tensor:
     return loss
 
 
-# -- what one rank may skip --------------------------------------------------------------------------------------------
+# -- what one rank may skip
+# --------------------------------------------------------------------------------------------
 
 
 @on_two_ranks
 @EVERY_SETTING
 @pytest.mark.parametrize("block", [0, 3])
 @pytest.mark.parametrize("skipper", [0, 1])
-def test_a_parameter_that_one_rank_does_not_use_gets_zeros_from_it(skipper: int, block: int, setting: Setting) -> None:
+def test_a_parameter_that_one_rank_does_not_use_gets_zeros_from_it(
+    skipper: int, block: int, setting: Setting
+) -> None:
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
         inner(model).blocks[block].skip_shift = rank == skipper and step % 2 == 1
         return train(model, rank, step, backward)
@@ -122,7 +129,9 @@ def test_units_that_one_rank_does_not_use_get_zeros_from_it(
         return train(model, rank, step, backward)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "POLL_SECONDS", 0.1)  # ranks that wait for each other notice it at their second look
+        patch.setattr(
+            base, "POLL_SECONDS", 0.1
+        )  # ranks that wait for each other notice it at their second look
         assert_trains_like_plain(Model, body, setting, steps=4)
 
 
@@ -170,19 +179,24 @@ def evaluate_instead(engine: Any, step: int) -> None:
 
 @on_two_ranks
 @pytest.mark.parametrize("setting", [STAGE_1, STAGE_2], ids=str)
-def test_a_rank_that_runs_without_gradients_where_the_other_trains_gives_zeros(setting: Setting) -> None:
+def test_a_rank_that_runs_without_gradients_where_the_other_trains_gives_zeros(
+    setting: Setting,
+) -> None:
     every_unit_skipped(setting, evaluate_instead)
 
 
 @on_two_ranks
 @on_stage_3
-def test_with_sharded_weights_an_evaluation_on_one_rank_only_is_an_error_on_both(setting: Setting) -> None:
+def test_with_sharded_weights_an_evaluation_on_one_rank_only_is_an_error_on_both(
+    setting: Setting,
+) -> None:
     with pytest.raises(PeerError, match=r"different collectives"):
         every_unit_skipped(setting, evaluate_instead)
     dist.barrier()
 
 
-# -- a rank that raises ------------------------------------------------------------------------------------------------
+# -- a rank that raises
+# ------------------------------------------------------------------------------------------------
 
 
 class Boom(Exception):
@@ -213,7 +227,9 @@ def one_good_step(engine: Any) -> None:
 @on_two_ranks
 @on_stages_1_and_3
 @pytest.mark.parametrize("at, by_engine", [*((at, True) for at in HOOKS), ("in backward", False)])
-def test_a_rank_that_raises_is_named_on_the_other(at: str, by_engine: bool, setting: Setting) -> None:
+def test_a_rank_that_raises_is_named_on_the_other(
+    at: str, by_engine: bool, setting: Setting
+) -> None:
     model = seeded(Model)
     engine = engine_for(model, setting)
     one_good_step(engine)
@@ -252,8 +268,12 @@ def test_every_other_rank_of_three_names_the_one_that_raised(setting: Setting) -
 
 @on_two_ranks
 @on_stages_1_and_3
-def test_a_rank_that_catches_its_error_and_takes_the_next_batch_is_named_or_served(setting: Setting) -> None:
-    """Skipping a bad batch on one rank: the ranks are a forward apart, which only sharded weights notice."""
+def test_a_rank_that_catches_its_error_and_takes_the_next_batch_is_named_or_served(
+    setting: Setting,
+) -> None:
+    """Skipping a bad batch on one rank: the ranks are a forward apart, which only sharded weights
+    notice.
+    """
     model = seeded(Model)
     engine = engine_for(model, setting)
     one_good_step(engine)
@@ -273,11 +293,14 @@ def test_a_rank_that_catches_its_error_and_takes_the_next_batch_is_named_or_serv
     dist.barrier()
 
 
-# -- a rank that ends --------------------------------------------------------------------------------------------------
+# -- a rank that ends
+# --------------------------------------------------------------------------------------------------
 
 
 def finish_this_program() -> None:
-    """What happens at the end of a script, in a process that would otherwise serve further tests."""
+    """What happens at the end of a script, in a process that would otherwise serve further
+    tests.
+    """
     atexit._run_exitfuncs()
     os._exit(0)
 
@@ -332,7 +355,9 @@ def test_a_death_before_the_survivor_waits_is_an_error_too() -> None:
 
 
 def unequal_batches(short: int, wait_after: float = 0.0) -> None:
-    """Give one rank fewer batches. wait_after: seconds for which the others stay away from the next collective."""
+    """Give one rank fewer batches. wait_after: seconds for which the others stay away from the next
+    collective.
+    """
     model = seeded(Model)
     engine = engine_for(model, STAGE_3)
     with pytest.raises(PeerError, match=rf"rank {short} has ended.*\n.*unequal numbers of batches"):
@@ -352,11 +377,14 @@ def test_unequal_numbers_of_batches_name_the_rank_that_ran_out() -> None:
 
 @pytest.mark.ranks(2, timeout=60, dies=[0])
 @pytest.mark.parametrize("wait_after", [0.0, 5.0])
-def test_unequal_numbers_of_batches_are_named_though_rank_0_ended_which_kept_the_board(wait_after: float) -> None:
+def test_unequal_numbers_of_batches_are_named_though_rank_0_ended_which_kept_the_board(
+    wait_after: float,
+) -> None:
     unequal_batches(short=0, wait_after=wait_after)
 
 
-# -- ranks that do different things ------------------------------------------------------------------------------------
+# -- ranks that do different things
+# ------------------------------------------------------------------------------------
 
 
 @on_two_ranks
@@ -399,7 +427,11 @@ def test_a_state_dict_on_one_rank_only_is_an_error_on_both(setting: Setting) -> 
         engine.backward(loss_of(engine, here(), 1))
         engine.step()
         finish_nothing()
-    assert "rank 0" in str(caught.value) and "rank 1" in str(caught.value) and "state_dict" in caught.value.fix
+    assert (
+        "rank 0" in str(caught.value)
+        and "rank 1" in str(caught.value)
+        and "state_dict" in caught.value.fix
+    )
     dist.barrier()
 
 
@@ -433,7 +465,9 @@ def test_gathered_parameters_on_one_rank_only_are_an_error_on_both(setting: Sett
 @on_two_ranks
 @on_stages_1_to_3
 def test_units_used_in_another_order_on_one_rank_still_train(setting: Setting) -> None:
-    """The schedule is walked on every rank, so a different order costs memory and no correctness."""
+    """The schedule is walked on every rank, so a different order costs memory and no
+    correctness.
+    """
 
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
         inner(model).order = (0, 1, 2, 3) if rank == 0 else (2, 0, 3, 1)
@@ -444,18 +478,30 @@ def test_units_used_in_another_order_on_one_rank_still_train(setting: Setting) -
 
 @pytest.mark.ranks(2, fresh=True)
 def test_on_several_hosts_the_board_stands_at_the_launchers_address() -> None:
-    """Hosts are counted by their keys: no launcher need say how many ranks each has (PyTorchJob's does not)."""
-    own = listening_host(Hosts(0, ("a", "b")))  # by which others reach this machine, where it has a network
+    """Hosts are counted by their keys: no launcher need say how many ranks each has (PyTorchJob's
+    does not).
+    """
+    own = listening_host(
+        Hosts(0, ("a", "b"))
+    )  # by which others reach this machine, where it has a network
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("LOCAL_WORLD_SIZE")
         patch.setenv("MASTER_ADDR", own)
         patch.setattr(shared_memory, "host_key", lambda: f"host {here()}")
-        patch.setattr("socket.gethostbyname", raises)  # often 127.0.1.1, where other hosts find nobody
+        patch.setattr(
+            "socket.gethostbyname", raises
+        )  # often 127.0.1.1, where other hosts find nobody
         engine = engine_for(seeded(Model), STAGE_1)
     world = context.WorldContext.of_this_world()
     if here() == 1:
-        assert world.recorder._store._address[0] == own, "and not 127.0.0.1, where another host would find itself"
-    assert (context.ranks_of_this_host(), world.hosts.near, world.hosts.is_one) == (1, [here()], False)
+        assert world.recorder._store._address[0] == own, (
+            "and not 127.0.0.1, where another host would find itself"
+        )
+    assert (context.ranks_of_this_host(), world.hosts.near, world.hosts.is_one) == (
+        1,
+        [here()],
+        False,
+    )
     if here() == 1:
         engine.module.blocks[2].register_forward_pre_hook(raises)
     with pytest.raises(Boom if here() == 1 else PeerError, match="rank 1"):
@@ -468,7 +514,8 @@ def test_on_several_hosts_the_board_stands_at_the_launchers_address() -> None:
 def test_two_engines_in_different_orders_are_an_error_on_both(setting: Setting) -> None:
     engines = [engine_for(seeded(Model), setting) for _ in range(2)]
     with pytest.raises(
-        PeerError, match=r"rank 0 is in 'begin forward' of engine \d+, rank 1 is in 'begin forward' of engine \d+"
+        PeerError,
+        match=r"rank 0 is in 'begin forward' of engine \d+, rank 1 is in 'begin forward' of engine \d+",
     ):
         for number in (0, 1) if here() == 0 else (1, 0):
             one_good_step(engines[number])
@@ -484,7 +531,9 @@ def test_an_error_caught_in_one_engine_does_not_end_the_other() -> None:
         with pytest.raises(Boom):
             one_good_step(first)
         hook.remove()
-        time.sleep(4 * base.POLL_SECONDS)  # rank 0 looks at the board meanwhile, waiting in the second engine
+        time.sleep(
+            4 * base.POLL_SECONDS
+        )  # rank 0 looks at the board meanwhile, waiting in the second engine
     for _ in range(2):
         one_good_step(second)
     assert second.global_steps == 3
@@ -492,18 +541,24 @@ def test_an_error_caught_in_one_engine_does_not_end_the_other() -> None:
 
 @on_two_ranks
 @pytest.mark.parametrize("transport", ["fastest", "gloo"])
-def test_units_demanded_again_in_another_order_are_served_or_an_error_on_both(transport: str) -> None:
-    """Beyond the schedule a unit is gathered on demand: through shared memory nothing moves, over gloo the order must
-    agree.
+def test_units_demanded_again_in_another_order_are_served_or_an_error_on_both(
+    transport: str,
+) -> None:
+    """Beyond the schedule a unit is gathered on demand: through shared memory nothing moves, over
+    gloo the order must agree.
     """
     model = seeded(Model)
-    engine = deepseek_zero.initialize(model=model, config=STAGE_3_BARE.config() | {"transport": transport})[0]
+    engine = deepseek_zero.initialize(
+        model=model, config=STAGE_3_BARE.config() | {"transport": transport}
+    )[0]
     one_good_step(engine)
     model.order = (0, 1, 0, 1) if here() == 0 else (1, 0, 1, 0)
     if transport == "fastest":
         one_good_step(engine)
         everyone: list[Any] = [None, None]
-        dist.all_gather_object(everyone, {name: value.tolist() for name, value in model.state_dict().items()})
+        dist.all_gather_object(
+            everyone, {name: value.tolist() for name, value in model.state_dict().items()}
+        )
         assert everyone[0] == everyone[1]
         return
     with pytest.raises(PeerError, match=r"different collectives.*blocks\.[01].*blocks\.[01]"):
@@ -535,12 +590,15 @@ def test_configurations_that_differ_between_ranks_are_an_error_on_both(key: str)
 
 @on_two_ranks
 def test_what_belongs_to_one_rank_may_differ_in_the_configuration(tmp_path: Path) -> None:
-    more: dict[str, Any] = {"wall_clock_breakdown": True, "steps_per_print": 3} if here() == 1 else {}
+    more: dict[str, Any] = (
+        {"wall_clock_breakdown": True, "steps_per_print": 3} if here() == 1 else {}
+    )
     engine = deepseek_zero.initialize(model=seeded(Model), config=STAGE_3.config() | more)[0]
     one_good_step(engine)
 
 
-# -- a rank that is late -----------------------------------------------------------------------------------------------
+# -- a rank that is late
+# -----------------------------------------------------------------------------------------------
 
 
 @on_two_ranks
@@ -582,7 +640,9 @@ def test_a_rank_that_is_late_at_every_collective_trains_on() -> None:
         for block in model.blocks:
             block.register_forward_pre_hook(lambda *_: time.sleep(0.03 * here()))
             block.register_forward_hook(
-                lambda _m, _a, out: out.register_hook(lambda _g: time.sleep(0.03 * (1 - here()))) and None
+                lambda _m, _a, out: (
+                    out.register_hook(lambda _g: time.sleep(0.03 * (1 - here()))) and None
+                )
             )
         for step in range(3):
             plain.run(train, step)
@@ -592,8 +652,12 @@ def test_a_rank_that_is_late_at_every_collective_trains_on() -> None:
         assert_same_state(model, plain.mine)
 
 
-def test_a_script_with_unequal_batches_ends_with_the_error_under_the_launcher(tmp_path: Path) -> None:
-    """The whole way: the launcher ends the run, with an exit code and the named error, and nothing waits at exit."""
+def test_a_script_with_unequal_batches_ends_with_the_error_under_the_launcher(
+    tmp_path: Path,
+) -> None:
+    """The whole way: the launcher ends the run, with an exit code and the named error, and nothing
+    waits at exit.
+    """
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     began = time.monotonic()
@@ -632,14 +696,18 @@ def test_an_optimizer_of_a_model_that_nobody_wrapped_raises_at_its_first_step() 
     model, other = nn.Linear(64, 64), nn.Linear(64, 64)
     optimizer = ZeroOptimizer(model.parameters())
     model(torch.ones(2, 64)).sum().backward()
-    with pytest.raises(UsageError, match=r"one of 2 ranks has 2 parameters that no wrapped model holds.*\(64, 64\)"):
+    with pytest.raises(
+        UsageError, match=r"one of 2 ranks has 2 parameters that no wrapped model holds.*\(64, 64\)"
+    ):
         optimizer.step()
     DeepSeekZeRO3(model)
     optimizer.zero_grad()
     model(torch.ones(2, 64)).sum().backward()
     optimizer.step()
     both = ZeroOptimizer([*model.parameters(), *other.parameters()])
-    with pytest.raises(UsageError, match=r"holds a parameter of shape \(64, 64\) that the wrapped model does not"):
+    with pytest.raises(
+        UsageError, match=r"holds a parameter of shape \(64, 64\) that the wrapped model does not"
+    ):
         both.step()
     DeepSeekZeRO3(other)
     both = ZeroOptimizer([*model.parameters(), *other.parameters()])

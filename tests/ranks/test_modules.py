@@ -68,7 +68,8 @@ def square(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
     return output
 
 
-# -- kinds of parameters -----------------------------------------------------------------------------------------------
+# -- kinds of parameters
+# -----------------------------------------------------------------------------------------------
 
 
 @on_stages_1_to_3
@@ -122,7 +123,9 @@ def test_weights_tied_between_two_units_train_as_one(setting: Setting) -> None:
 
 
 def frozen_some() -> nn.Module:
-    """A frozen weight inside a unit, a wholly frozen unit between trained ones, a frozen bias in the root."""
+    """A frozen weight inside a unit, a wholly frozen unit between trained ones, a frozen bias in
+    the root.
+    """
     model = Stack(Block(), Block(), Block(), Block())
     model.blocks[0].up.weight.requires_grad_(False)
     model.blocks[2].requires_grad_(False)
@@ -148,7 +151,9 @@ def frozen_but_first() -> nn.Module:
 
 @on_stages_1_to_3
 @pytest.mark.parametrize("build", [frozen_some, frozen_but_last, frozen_but_first])
-def test_frozen_parameters_stay_and_the_others_train(build: Callable[[], nn.Module], setting: Setting) -> None:
+def test_frozen_parameters_stay_and_the_others_train(
+    build: Callable[[], nn.Module], setting: Setting
+) -> None:
     assert_trains_like_plain(build, square, setting)
 
 
@@ -266,7 +271,9 @@ def test_experts_used_by_some_ranks_in_some_steps_train(setting: Setting) -> Non
 
 
 class External(nn.Module):
-    """Reads another unit's weight by a bare functional call, before and after that unit's own turn."""
+    """Reads another unit's weight by a bare functional call, before and after that unit's own
+    turn.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +315,9 @@ def test_a_unit_that_reads_another_units_weight_trains(setting: Setting) -> None
 
 
 class OddSizes(nn.Module):
-    """0-dim, empty and odd-sized parameters, in the root and in units, and a unit that holds only empty ones."""
+    """0-dim, empty and odd-sized parameters, in the root and in units, and a unit that holds only
+    empty ones.
+    """
 
     class Part(nn.Module):
         def __init__(self) -> None:
@@ -321,7 +330,12 @@ class OddSizes(nn.Module):
             self.mix = nn.Linear(WIDTH, 105, bias=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            extra = self.mix(x) @ self.odd.flatten() * self.scale + self.one + self.nothing.sum() + self.no_rows.sum()
+            extra = (
+                self.mix(x) @ self.odd.flatten() * self.scale
+                + self.one
+                + self.nothing.sum()
+                + self.no_rows.sum()
+            )
             return x + extra[:, None]
 
     class Hollow(nn.Module):
@@ -366,8 +380,13 @@ class MixedDtypes(nn.Module):
             self.flags = nn.Parameter(torch.arange(8) % 2 == 0, requires_grad=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            x = torch.tanh(self.in_32(x)) + self.in_64(x.double()).float() + self.in_16(x.bfloat16()).float()
-            # Divided, or training grows until a last bit of fp32, which differs by torch's version, turns a bf16.
+            x = (
+                torch.tanh(self.in_32(x))
+                + self.in_64(x.double()).float()
+                + self.in_16(x.bfloat16()).float()
+            )
+            # Divided, or training grows until a last bit of fp32, which differs by torch's version,
+            # turns a bf16.
             return torch.where(self.flags, x, x * self.codes / 8)
 
     def __init__(self) -> None:
@@ -390,7 +409,9 @@ def test_mixed_dtypes_round_trip_and_the_first_forward_is_exact(setting: Setting
 
 
 class MixedWithoutHalf(MixedDtypes):
-    """bfloat16 gradients are summed differently; without them plain and sharded training agree to rounding."""
+    """bfloat16 gradients are summed differently; without them plain and sharded training agree to
+    rounding.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -403,7 +424,8 @@ def test_mixed_dtypes_train(setting: Setting) -> None:
     assert_trains_like_plain(MixedWithoutHalf, square, setting)
 
 
-# -- buffers -----------------------------------------------------------------------------------------------------------
+# -- buffers
+# -----------------------------------------------------------------------------------------------------------
 
 
 class Buffers(nn.Module):
@@ -447,7 +469,8 @@ def test_buffers_follow_each_ranks_own_data(setting: Setting) -> None:
     assert int(engine.module.norm.num_batches_tracked) == 3
 
 
-# -- modules that read their children's parameters ---------------------------------------------------------------------
+# -- modules that read their children's parameters
+# ---------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -568,9 +591,13 @@ class InPlace(Stack):
 
 @on_stages_1_and_3
 @pytest.mark.parametrize(
-    "build", [Attention, Recurrent, RecurrentUnits, Parametrized, WholeList, Custom, InPlace], ids=lambda b: b.__name__
+    "build",
+    [Attention, Recurrent, RecurrentUnits, Parametrized, WholeList, Custom, InPlace],
+    ids=lambda b: b.__name__,
 )
-def test_modules_that_read_parameters_in_their_own_ways_train(build: Callable[[], nn.Module], setting: Setting) -> None:
+def test_modules_that_read_parameters_in_their_own_ways_train(
+    build: Callable[[], nn.Module], setting: Setting
+) -> None:
     assert_trains_like_plain(build, square, setting)
 
 
@@ -585,7 +612,8 @@ def test_sparse_embedding_gradients_train(setting: Setting) -> None:
     assert_trains_like_plain(SparseEmbedding, next_token, setting)
 
 
-# -- outputs -----------------------------------------------------------------------------------------------------------
+# -- outputs
+# -----------------------------------------------------------------------------------------------------------
 
 Pair = namedtuple("Pair", "hidden extra")
 
@@ -637,8 +665,14 @@ SHAPES: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]
     "tuple": (lambda x, y: (x, None, y, 3), lambda out: out[0]),
     "list": (lambda x, y: [y, [x]], lambda out: out[1][0]),
     "namedtuple": (lambda x, y: Pair(x, y), lambda out: out.hidden),
-    "dict": (lambda x, y: {"hidden": x, "extra": {"deep": y, "none": None}}, lambda out: out["hidden"]),
-    "read-only mapping": (lambda x, y: MappingProxyType({"hidden": x, "extra": y}), lambda out: out["hidden"]),
+    "dict": (
+        lambda x, y: {"hidden": x, "extra": {"deep": y, "none": None}},
+        lambda out: out["hidden"],
+    ),
+    "read-only mapping": (
+        lambda x, y: MappingProxyType({"hidden": x, "extra": y}),
+        lambda out: out["hidden"],
+    ),
     "model output": (lambda x, y: ModelOutput(hidden=x, extra=(y, y)), lambda out: out.hidden),
     "dataclass": (lambda x, y: Result(x, [y]), lambda out: out.hidden),
     "frozen dataclass": (lambda x, y: FrozenResult(x, y), lambda out: out.hidden),
@@ -742,12 +776,16 @@ def test_a_loss_of_some_outputs_only_trains(used: tuple[int, ...], setting: Sett
 @on_stages_1_and_3
 def test_keyword_arguments_and_nested_inputs_reach_the_model(setting: Setting) -> None:
     class Fed(Stack):
-        def forward(self, x: Tensor, *, more: dict[str, list[Tensor]], flag: bool = False) -> Tensor:  # type: ignore[override]
+        def forward(
+            self, x: Tensor, *, more: dict[str, list[Tensor]], flag: bool = False
+        ) -> Tensor:  # type: ignore[override]
             assert flag
             return super().forward(x + more["y"][0])
 
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
-        output = model(draw(rank, step, 4, WIDTH), more={"y": [draw(rank + 5, step, 4, WIDTH)]}, flag=True)
+        output = model(
+            draw(rank, step, 4, WIDTH), more={"y": [draw(rank + 5, step, 4, WIDTH)]}, flag=True
+        )
         backward(output.square().mean())
         return output
 
@@ -788,14 +826,18 @@ class Stateful(nn.Module):
 
 
 @on_stages_1_and_3
-def test_a_unit_that_returns_nothing_while_an_exception_is_handled_has_not_failed(setting: Setting) -> None:
+def test_a_unit_that_returns_nothing_while_an_exception_is_handled_has_not_failed(
+    setting: Setting,
+) -> None:
     def body(model: nn.Module, rank: int, step: int, backward: Any) -> Tensor:
         try:
             raise LookupError("this batch was not in the cache")
         except LookupError:
             out = model(draw(rank, step, 4, WIDTH))
             if rank == here() == 0 and hasattr(model, "module"):
-                time.sleep(3 * POLL_SECONDS)  # the other rank, which waits, looks whether this one has failed
+                time.sleep(
+                    3 * POLL_SECONDS
+                )  # the other rank, which waits, looks whether this one has failed
             backward(out.square().mean())
         return out
 

@@ -1,4 +1,5 @@
-"""Damaged at random, a checkpoint or an export gives the right weights and moments, or an error of the house that names
+"""Damaged at random, a checkpoint or an export gives the right weights and moments, or an error of
+the house that names
 what is wrong: never other values, never another error.
 
 150 times per layout; DEEPSEEK_ZERO_FULL=1 takes twenty times as many.
@@ -62,7 +63,9 @@ def flip_bits(paths: list[Path], chance: random.Random) -> None:
 def flip_in_the_head(paths: list[Path], chance: random.Random) -> None:
     path = chance.choice(paths)
     data = bytearray(path.read_bytes())
-    data[chance.randrange(min(len(data), 600))] = chance.choice((0, 32, 34, 48 + chance.randrange(10), 255))
+    data[chance.randrange(min(len(data), 600))] = chance.choice(
+        (0, 32, 34, 48 + chance.randrange(10), 255)
+    )
     path.write_bytes(data)
 
 
@@ -91,7 +94,9 @@ def overwrite_block(paths: list[Path], chance: random.Random) -> None:
     at = chance.randrange(path.stat().st_size)
     with open(path, "r+b") as file:
         file.seek(at)
-        file.write(chance.choice((bytes(BLOCK), chance.randbytes(BLOCK)))[: path.stat().st_size - at])
+        file.write(
+            chance.choice((bytes(BLOCK), chance.randbytes(BLOCK)))[: path.stat().st_size - at]
+        )
 
 
 def cut_out(paths: list[Path], chance: random.Random) -> None:
@@ -107,7 +112,11 @@ def delete(paths: list[Path], chance: random.Random) -> None:
 
 def rename(paths: list[Path], chance: random.Random) -> None:
     path = chance.choice(paths)
-    path.rename(path.with_name(chance.choice((f"{path.name}.bak", "x" + path.name, path.name.replace("0", "1", 1)))))
+    path.rename(
+        path.with_name(
+            chance.choice((f"{path.name}.bak", "x" + path.name, path.name.replace("0", "1", 1)))
+        )
+    )
 
 
 def swap_files(paths: list[Path], chance: random.Random) -> None:
@@ -146,7 +155,9 @@ def edit_json(paths: list[Path], chance: random.Random) -> None:
     if chance.random() < 0.2 and isinstance(at, dict):
         del at[key]
     else:
-        at[key] = chance.choice((None, -1, 1 << 70, "x", "../x", [], {}, True, 0.5, [[["deep"]]], "a\0b"))
+        at[key] = chance.choice(
+            (None, -1, 1 << 70, "x", "../x", [], {}, True, 0.5, [[["deep"]]], "a\0b")
+        )
     path.write_text(json.dumps(document))
 
 
@@ -168,21 +179,33 @@ WAYS: list[Callable[[list[Path], random.Random], None]] = [
 
 def differences(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
     lonely = sorted(left.keys() ^ right.keys())
-    return lonely + [name for name in left.keys() & right.keys() if not torch.equal(left[name], right[name])]
+    return lonely + [
+        name for name in left.keys() & right.keys() if not torch.equal(left[name], right[name])
+    ]
 
 
 def values_of(engine: Any) -> dict[str, Tensor]:
-    return {**engine.module.state_dict(), **{f"moment {name}": value for name, value in moments(engine).items()}}
+    return {
+        **engine.module.state_dict(),
+        **{f"moment {name}": value for name, value in moments(engine).items()},
+    }
 
 
 @pytest.mark.timeout(2400)
 @pytest.mark.ranks(2, timeout=2400)
 @pytest.mark.parametrize("layout", ["slices", "deepspeed", "cut", "file"])
-def test_a_damaged_one_gives_the_right_values_or_an_error_that_names_it(tmp_path: Path, layout: str) -> None:
+def test_a_damaged_one_gives_the_right_values_or_an_error_that_names_it(
+    tmp_path: Path, layout: str
+) -> None:
     import torch.distributed as dist
 
     is_export, kind = layout in ("cut", "file"), "deepspeed" if layout == "deepspeed" else "slices"
-    engine, whole, other, broken = start(1, kind), tmp_path / "whole", tmp_path / "other", tmp_path / "broken"
+    engine, whole, other, broken = (
+        start(1, kind),
+        tmp_path / "whole",
+        tmp_path / "other",
+        tmp_path / "broken",
+    )
 
     def make(into: Path) -> None:
         engine.backward(engine(torch.randn(4, 6)).square().mean())
@@ -216,7 +239,9 @@ def test_a_damaged_one_gives_the_right_values_or_an_error_that_names_it(tmp_path
             shutil.rmtree(broken, ignore_errors=True)
             shutil.copytree(whole, broken)
             paths = files_in(broken / path) if (broken / path).is_dir() else [broken / path]
-            if chance.random() < 0.1 and layout != "file":  # one file of another export is that export, whole
+            if (
+                chance.random() < 0.1 and layout != "file"
+            ):  # one file of another export is that export, whole
                 of_another_save(paths, chance, other, broken)
             else:
                 chance.choice(WAYS)(paths, chance)
@@ -230,7 +255,9 @@ def test_a_damaged_one_gives_the_right_values_or_an_error_that_names_it(tmp_path
             if number % 5 == 0:
                 now = target.module.state_dict() if is_export else values_of(target)
                 expected = before if not is_export else {name: before[name] for name in told}
-                assert not differences(now, expected), f"{number}: {error} came after something had changed"
+                assert not differences(now, expected), (
+                    f"{number}: {error} came after something had changed"
+                )
         else:
             counts["right"] += 1
             assert not differences(found, told), f"{number}: wrong values without a word"

@@ -1,4 +1,6 @@
-"""A loss without a graph, and a step without a backward: never silence, never a hang, and nothing moves."""
+"""A loss without a graph, and a step without a backward: never silence, never a hang, and nothing
+moves.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,11 @@ def test_a_loss_that_requires_no_gradient_on_any_rank_is_an_error_on_all(stage: 
         with torch.no_grad():
             return loss_of(engine, 5)
 
-    makers: list[Callable[[Any], Tensor]] = [detached, under_no_grad, lambda engine: torch.zeros(())]
+    makers: list[Callable[[Any], Tensor]] = [
+        detached,
+        under_no_grad,
+        lambda engine: torch.zeros(()),
+    ]
     for precision, accumulation in (("fp32", 1), ("fp16", 2)):
         engine = start(stage, precision, gradient_accumulation_steps=accumulation)
         for _ in range(accumulation):
@@ -107,7 +113,9 @@ def test_a_rank_whose_loss_is_a_constant_counts_as_zeros(stage: int) -> None:
 @pytest.mark.ranks(2)
 @on_stages
 def test_a_step_without_a_backward_changes_nothing_and_says_so(stage: int) -> None:
-    for precision, accumulation, zero in itertools.product(("fp32", "fp16"), (1, 2), PLACES if stage == 3 else [{}]):
+    for precision, accumulation, zero in itertools.product(
+        ("fp32", "fp16"), (1, 2), PLACES if stage == 3 else [{}]
+    ):
         more = {"gradient_accumulation_steps": accumulation, "zero": zero}
         engine, without = start(stage, precision, **more), start(stage, precision, **more)
         for each in (engine, without):
@@ -116,11 +124,16 @@ def test_a_step_without_a_backward_changes_nothing_and_says_so(stage: int) -> No
         with said() as warnings:
             for _ in range(accumulation):
                 engine.step()
-        assert [text[:7] for text in warnings] == ([] if here() else ["step 4:"]), (precision, accumulation)
+        assert [text[:7] for text in warnings] == ([] if here() else ["step 4:"]), (
+            precision,
+            accumulation,
+        )
         assert all("no gradient" in text for text in warnings)
         assert not engine.was_step_applied() and not engine.optimizer.overflow
         assert (engine.global_steps, engine.skipped_steps) == (4, 1)
-        with torch.no_grad():  # nor does a forward alone, or a gradient that is asked for by itself, make one
+        with (
+            torch.no_grad()
+        ):  # nor does a forward alone, or a gradient that is asked for by itself, make one
             engine(data(0))
         x = data(0).requires_grad_()
         torch.autograd.grad(engine(x).sum(), x)
@@ -131,7 +144,9 @@ def test_a_step_without_a_backward_changes_nothing_and_says_so(stage: int) -> No
         for each in (engine, without):
             for step in range(3 * accumulation):
                 train(each, step + 10)
-        if not zero or "delayed_update_after" not in zero["offload_optimizer"]:  # what is owed is paid in an idle step
+        if (
+            not zero or "delayed_update_after" not in zero["offload_optimizer"]
+        ):  # what is owed is paid in an idle step
             assert_same(engine.module_state_dict(), without.module_state_dict())
         engine.destroy()
         without.destroy()

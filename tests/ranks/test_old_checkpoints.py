@@ -1,9 +1,11 @@
-"""Checkpoints that commit bcf5641 wrote (tests/data/checkpoints) load, and training goes on as that commit's run did.
+"""Checkpoints that commit bcf5641 wrote (tests/data/checkpoints) load, and training goes on as that
+commit's run did.
 
-What is loaded is compared bit by bit.  What is computed afterwards has the same bits on the kind of machine that wrote
-the files (same torch, same instruction set, and the same result of `probe`); other kernels round otherwise, so
-elsewhere it is compared with a tolerance.  So it is for OTHER_BITS: the last elements of parameters whose length is not
-a multiple of 8 were computed by another formula then (decision 0126), and in that run it shows.
+What is loaded is compared bit by bit.  What is computed afterwards has the same bits on the kind of
+machine that wrote the files (same torch, same instruction set, and the same result of `probe`);
+other kernels round otherwise, so elsewhere it is compared with a tolerance.  So it is for
+OTHER_BITS: the last elements of parameters whose length is not a multiple of 8 were computed by
+another formula then (decision 0126), and in that run it shows.
 """
 
 from __future__ import annotations
@@ -37,18 +39,21 @@ from tests.data.checkpoints.make import (
 )
 
 DATA = Path(__file__).parents[1] / "data" / "checkpoints"
-# Relative and absolute, on another machine.  Three steps of AdamW at a rate of 0.01 move a weight by 0.03 at most.
-# Where numbers are rounded to 16 bits or to codes, a difference in the last bit can become one of a whole step.
+# Relative and absolute, on another machine.  Three steps of AdamW at a rate of 0.01 move a weight
+# by 0.03 at most. Where numbers are rounded to 16 bits or to codes, a difference in the last bit
+# can become one of a whole step.
 EXACT, ROUNDED = 1e-5, 1e-2
 OTHER_BITS = ("tp_pp",)
 TO_ONE_RANK = (
-    "stage0 split_master fp16 lifted_unit adafactor delayed differences feedback_int8 one_bit_adam replicas tiles "
-    "tp_stage1 pp tp_pp deepspeed1 deepspeed3_bf16 universal".split()
+    "stage0 split_master fp16 lifted_unit adafactor delayed differences feedback_int8 one_bit_adam "
+    "replicas tiles tp_stage1 pp tp_pp deepspeed1 deepspeed3_bf16 universal".split()
 )
 
 
 def unpacked(name: str, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Unpack the files of a case into a folder of this rank; return the folder and what is expected."""
+    """Unpack the files of a case into a folder of this rank; return the folder and what is
+    expected.
+    """
     out = folder / str(dist.get_rank() if dist.is_initialized() else 0)
     with zipfile.ZipFile(DATA / f"{name}.zip") as packed:
         packed.extractall(out)
@@ -62,14 +67,24 @@ def tag_of(folder: Path) -> str:
 
 
 def seed_for(name: str) -> int:
-    """The seed of a model to load into: another one than the saved model's, unless the file lacks some weights."""
+    """The seed of a model to load into: another one than the saved model's, unless the file lacks
+    some weights.
+    """
     return 5 if name == "without_frozen" else 6
 
 
 def assert_final(
-    engine: Any, losses: list[float], case: Case, folder: Path, expected: dict[str, Any], *, same_bits: bool
+    engine: Any,
+    losses: list[float],
+    case: Case,
+    folder: Path,
+    expected: dict[str, Any],
+    *,
+    same_bits: bool,
 ) -> None:
-    """The losses and weights after the load are those of the run that was not interrupted.  Collective."""
+    """The losses and weights after the load are those of the run that was not interrupted.
+    Collective.
+    """
     told = [float.fromhex(loss) for loss in expected["by_rank"][dist.get_rank()]["losses"]]
     found, final = whole_weights(engine), load_file(folder / "final.safetensors")
     assert found.keys() == final.keys()
@@ -80,7 +95,9 @@ def assert_final(
         assert [name for name in found if not torch.equal(found[name], final[name])] == []
         return
     is_low = any(value.dtype in (torch.bfloat16, torch.float16) for value in final.values())
-    close = ROUNDED if is_low or "compression" in case.zero or "OneBitAdam" in str(case.top) else EXACT
+    close = (
+        ROUNDED if is_low or "compression" in case.zero or "OneBitAdam" in str(case.top) else EXACT
+    )
     assert losses == pytest.approx(told, rel=close, abs=close)
     for name in found:
         torch.testing.assert_close(found[name], final[name], rtol=close, atol=close)
@@ -100,7 +117,9 @@ def test_a_checkpoint_of_bcf5641_goes_on(tmp_path: Path, name: str, world: int) 
     assert engine.global_steps == case.saved_after
     states = exact_weights(engine) | moments(engine)
     told = expected["by_rank"][dist.get_rank()]["states"]
-    if (folder / tag_of(folder) / "mp_rank_00_model_states.pt").exists():  # it has rank 0's buffers only
+    if (
+        folder / tag_of(folder) / "mp_rank_00_model_states.pt"
+    ).exists():  # it has rank 0's buffers only
         told["norm.mean"] = expected["by_rank"][0]["states"]["norm.mean"]
     assert {key: digest(value) for key, value in states.items()} == told
     losses = train(engine, case, case.saved_after, case.saved_after + STEPS_AFTER)
@@ -110,7 +129,9 @@ def test_a_checkpoint_of_bcf5641_goes_on(tmp_path: Path, name: str, world: int) 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TO_ONE_RANK)
 @pytest.mark.ranks(1)
-def test_one_rank_at_stage_0_reads_what_several_ranks_of_bcf5641_wrote(tmp_path: Path, name: str) -> None:
+def test_one_rank_at_stage_0_reads_what_several_ranks_of_bcf5641_wrote(
+    tmp_path: Path, name: str
+) -> None:
     case = CASES[name]
     folder, expected = unpacked(name, tmp_path)
     alone = replace(case, stage=0, mesh=None, zero={})
@@ -135,5 +156,7 @@ def test_weights_that_bcf5641_exported_are_trained_from(tmp_path: Path, kind: st
         engine.load_weights(folder / kind)
     assert {key: digest(value) for key, value in whole_weights(engine).items()} == expected["live"]
     losses = train(engine, EXPORTED, 2, 2 + STEPS_AFTER)
-    if kind != "shards":  # those hold the fp32 masters, and the run that was saved began with the bf16 weights
+    if (
+        kind != "shards"
+    ):  # those hold the fp32 masters, and the run that was saved began with the bf16 weights
         assert_final(engine, losses, EXPORTED, folder, expected, same_bits=True)

@@ -1,5 +1,5 @@
-"""OneBitAdam, through the engine's door: Adam's bits until freeze_step, then those of one process that does for all
-ranks what each of them does; what signs leave out is part of a run's state.
+"""OneBitAdam, through the engine's door: Adam's bits until freeze_step, then those of one process
+that does for all ranks what each of them does; what signs leave out is part of a run's state.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ from tests.training import DTYPES, Run, train_step
 FREEZE, STEPS = 3, 6
 PARAMS = {"lr": 0.01, "weight_decay": 0.1, "freeze_step": FREEZE}
 BETA1, BETA2 = 0.9, 0.999
-FP16 = {"enabled": True, "initial_scale_power": 7, "loss_scale_window": 2, "hysteresis": 1}  # doubles every other step
+FP16 = {
+    "enabled": True,
+    "initial_scale_power": 7,
+    "loss_scale_window": 2,
+    "hysteresis": 1,
+}  # doubles every other step
 
 
 def start(run: Run, seed: int = 7, name: str = "OneBitAdam", **zero: Any) -> Any:
@@ -37,7 +42,11 @@ def start(run: Run, seed: int = 7, name: str = "OneBitAdam", **zero: Any) -> Any
     config = run.config()
     config["zero_optimization"] |= zero
     config["fp16"] = FP16 if run.dtype == "fp16" else {"enabled": False}
-    params = dict(PARAMS) if name == "OneBitAdam" else {key: PARAMS[key] for key in ("lr", "weight_decay")}
+    params = (
+        dict(PARAMS)
+        if name == "OneBitAdam"
+        else {key: PARAMS[key] for key in ("lr", "weight_decay")}
+    )
     config["optimizer"] = {"type": name, "params": params}
     return deepseek_zero.initialize(model=seeded(seed=seed), config=config)[0]
 
@@ -50,15 +59,17 @@ def signs_of(values: Tensor, count: int) -> Tensor:
 
 @dataclass
 class OneBit(Reference):
-    """The reference that from `freeze` steps on exchanges signs of momenta.  layouts: of the flat buffers.  scale: that
-    losses are multiplied by, a power of two.
+    """The reference that from `freeze` steps on exchanges signs of momenta.  layouts: of the flat
+    buffers.  scale: that losses are multiplied by, a power of two.
     """
 
     layouts: Sequence[Any] = ()
     scale: float = 1.0
     steps: int = 0
     momenta: list[Tensor] = field(default_factory=list)
-    left: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by buffer and rank; of owners by -1 - rank
+    left: dict[tuple[int, int], Tensor] = field(
+        default_factory=dict
+    )  # by buffer and rank; of owners by -1 - rank
 
     def micro_batch(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         for weight in self.weights:
@@ -68,16 +79,22 @@ class OneBit(Reference):
         (loss if factor == 1.0 else loss.float() * factor).backward()
         return loss.detach(), [grad for weight in self.weights if (grad := weight.grad) is not None]
 
-    def gradients(self, batches: Sequence[Sequence[Batch]]) -> tuple[list[list[Tensor]], list[Tensor]]:
+    def gradients(
+        self, batches: Sequence[Sequence[Batch]]
+    ) -> tuple[list[list[Tensor]], list[Tensor]]:
         losses, reduced = super().gradients(batches)
         return losses, [grad.float() / self.scale for grad in reduced]
 
-    def step(self, batches: Sequence[Sequence[Batch]], norm: float | None = None) -> tuple[list[list[Tensor]], float]:
+    def step(
+        self, batches: Sequence[Sequence[Batch]], norm: float | None = None
+    ) -> tuple[list[list[Tensor]], float]:
         self.steps += 1
         if self.steps <= FREEZE:
             return super().step(batches, norm)
         names = [name for name, _ in self.model.named_parameters()]
-        states = dict(zip(names, (self.optimizer.state[master] for master in self.masters), strict=True))
+        states = dict(
+            zip(names, (self.optimizer.state[master] for master in self.masters), strict=True)
+        )
         if not self.momenta:
             for number, layout in enumerate(self.layouts):
                 own = self.flat(layout, {name: state["exp_avg"] for name, state in states.items()})
@@ -129,7 +146,9 @@ class OneBit(Reference):
         return found
 
     def by_owner(self, layout: Any, values: Tensor, left: Any) -> Tensor:
-        """Signs of each owner's part, of which padding is zero; what they leave out goes to `left`."""
+        """Signs of each owner's part, of which padding is zero; what they leave out goes to
+        `left`.
+        """
         for low, high in layout.gaps:
             values[low:high] = 0
         parts = []
@@ -162,7 +181,10 @@ def test_training_has_adams_bits_and_then_those_of_one_process_that_exchanges_si
     run = Run(stage, dtype, accumulation, transport=transport)
     engine = start(run)
     for group in engine.optimizer.param_groups:
-        group["fused"] = False  # as the reference's kernels: none that treats the last elements of a tensor otherwise
+        group["fused"] = (
+            # As the reference's kernels: none that treats the last elements of a tensor otherwise
+            False
+        )
     groups = engine.runtime.groups
     reference = OneBit(
         seeded(),
@@ -170,7 +192,9 @@ def test_training_has_adams_bits_and_then_those_of_one_process_that_exchanges_si
         accumulation,
         True,
         DTYPES.get(dtype, torch.float16),
-        lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, foreach=False, fused=False),
+        lambda params: torch.optim.AdamW(
+            params, lr=0.01, weight_decay=0.1, foreach=False, fused=False
+        ),
         layouts=[group.layout for group in groups],
     )
     meter = engine.runtime.comm.meter
@@ -178,14 +202,23 @@ def test_training_has_adams_bits_and_then_those_of_one_process_that_exchanges_si
         meter.reset()
         reference.scale = engine.optimizer.loss_scale
         losses = train_step(engine, run, step)
-        everyone = [[batch_of(step, micro, rank) for micro in range(accumulation)] for rank in range(ranks)]
+        everyone = [
+            [batch_of(step, micro, rank) for micro in range(accumulation)] for rank in range(ranks)
+        ]
         expected, _ = reference.step(everyone, engine.get_global_grad_norm())
-        assert all(map(torch.equal, losses, expected[dist.get_rank()])), f"losses differ in step {step}"
-        assert_same_bits(dict(engine.module.state_dict()), reference.values(), f"weights after step {step}")
+        assert all(map(torch.equal, losses, expected[dist.get_rank()])), (
+            f"losses differ in step {step}"
+        )
+        assert_same_bits(
+            dict(engine.module.state_dict()), reference.values(), f"weights after step {step}"
+        )
     volume = predicted_volume(engine.runtime)
     assert meter.total_bytes() == volume.state_bytes + volume.rows
     signs = sum(2 * (ranks - 1) * (group.layout.slice_numel / 8 + 4) for group in groups)
-    whole = sum((ranks - 1) * group.layout.slice_numel * group.plan.weight.dtype.itemsize for group in groups)
+    whole = sum(
+        (ranks - 1) * group.layout.slice_numel * group.plan.weight.dtype.itemsize
+        for group in groups
+    )
     assert volume.reduces == signs and volume.refresh == (whole if stage else 0)
     masters = dict(zip(reference.values(), reference.masters, strict=True))
     assert_same_bits(masters_of(engine), masters, "masters")
@@ -196,7 +229,9 @@ def test_training_has_adams_bits_and_then_those_of_one_process_that_exchanges_si
 
 @pytest.mark.ranks(2)
 def test_the_warm_up_is_that_of_adamw_with_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update, "GRAIN", 1)  # so that both have one layout, and kernels the same last elements
+    monkeypatch.setattr(
+        update, "GRAIN", 1
+    )  # so that both have one layout, and kernels the same last elements
     run = Run(1, "bf16")
     engine, plain = start(run), start(run, name="AdamW")
     for step in range(FREEZE):
@@ -207,7 +242,9 @@ def test_the_warm_up_is_that_of_adamw_with_its_own_kernels(monkeypatch: pytest.M
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_run_goes_on_bit_by_bit_from_either_side_of_the_freeze(stage: int, tmp_path: Path) -> None:
+def test_a_run_goes_on_bit_by_bit_from_either_side_of_the_freeze(
+    stage: int, tmp_path: Path
+) -> None:
     run = Run(stage, "fp16" if stage else "bf16")
     engine = start(run)
     losses = []
@@ -226,13 +263,17 @@ def test_a_run_goes_on_bit_by_bit_from_either_side_of_the_freeze(stage: int, tmp
         assert_same_bits(masters_of(other), masters, f"masters from {tag}")
     assert not said
     with pytest.MonkeyPatch.context() as patch:  # as of groups that lie otherwise, in another world
-        patch.setattr(load, "place_of", lambda group, piece: (piece.name(group.members[0]), "elsewhere"))
+        patch.setattr(
+            load, "place_of", lambda group, piece: (piece.name(group.members[0]), "elsewhere")
+        )
         patch.setattr(load, "log_first", said.append)
         other.load_checkpoint(tmp_path, tag="4")
     assert len(said) == 1 and "is dropped" in said[0]
     assert not any(group.momentum.worker.any() for group in other.runtime.groups)
     again = torch.stack([train_step(other, run, step)[0] for step in range(4, STEPS)])
-    torch.testing.assert_close(again, torch.stack([loss for (loss,) in losses[4:]]), rtol=0.05, atol=0.0)
+    torch.testing.assert_close(
+        again, torch.stack([loss for (loss,) in losses[4:]]), rtol=0.05, atol=0.0
+    )
 
 
 @pytest.mark.ranks(2)
@@ -247,7 +288,9 @@ def test_a_step_that_is_not_finite_is_skipped_and_leaves_nothing_behind(dtype: s
     loss = engine(batch.tokens, batch.targets)
     engine.backward(loss * (float("inf") if dist.get_rank() == 1 else 1.0))
     engine.step()
-    assert engine.skipped_steps == 1 and engine.optimizer.loss_scale == scale / (2 if dtype == "fp16" else 1)
+    assert engine.skipped_steps == 1 and engine.optimizer.loss_scale == scale / (
+        2 if dtype == "fp16" else 1
+    )
     assert_same_bits(masters_of(engine), before, "masters of a skipped step")
     for group in engine.runtime.groups:
         assert not group.momentum.worker.any() and not group.momentum.server.any()
@@ -258,8 +301,15 @@ def test_a_step_that_is_not_finite_is_skipped_and_leaves_nothing_behind(dtype: s
 def test_a_rank_alone_keeps_its_own_momentum_and_a_frozen_second_moment() -> None:
     param = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
     other = torch.nn.Parameter(param.detach().clone())
-    one_bit, adam = OneBitAdam([param], lr=0.1, freeze_step=2), torch.optim.AdamW([other], lr=0.1, weight_decay=0.0)
-    grads = [torch.tensor([0.5, -1.0, 0.0]), torch.tensor([1.0, 2.0, 0.0]), torch.tensor([3.0, -3.0, 1.0])]
+    one_bit, adam = (
+        OneBitAdam([param], lr=0.1, freeze_step=2),
+        torch.optim.AdamW([other], lr=0.1, weight_decay=0.0),
+    )
+    grads = [
+        torch.tensor([0.5, -1.0, 0.0]),
+        torch.tensor([1.0, 2.0, 0.0]),
+        torch.tensor([3.0, -3.0, 1.0]),
+    ]
     for grad in grads[:2]:
         param.grad, other.grad = grad.clone(), grad.clone()
         one_bit.step()
@@ -277,7 +327,9 @@ def test_a_rank_alone_keeps_its_own_momentum_and_a_frozen_second_moment() -> Non
 
 @pytest.mark.ranks(2)
 def test_what_an_exchange_of_momenta_cannot_be_used_with_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"OneBitAdam cannot be used with stage 2, gradient_clipping"):
+    with pytest.raises(
+        UsageError, match=r"OneBitAdam cannot be used with stage 2, gradient_clipping"
+    ):
         start(Run(2, clipping=1.0))
     run = Run(1)
     engine = start(run)

@@ -1,4 +1,6 @@
-"""Updates by compiled kernels: the bits of PyTorch's operations, and those of a plain PyTorch loop."""
+"""Updates by compiled kernels: the bits of PyTorch's operations, and those of a plain PyTorch
+loop.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 def model(width: int = 13) -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(width, 37), nn.Tanh(), nn.Linear(37, 7), nn.Tanh(), nn.Linear(7, 1))
+    return nn.Sequential(
+        nn.Linear(width, 37), nn.Tanh(), nn.Linear(37, 7), nn.Tanh(), nn.Linear(7, 1)
+    )
 
 
 def batches(width: int = 13) -> list[Tensor]:
@@ -39,8 +43,12 @@ def config(kernels: str, optimizer: str, zero: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def trained(settings: dict[str, Any], width: int = 13, expects: bool | None = None) -> dict[str, Tensor]:
-    """Train a few steps; return whole weights and states. expects: whether all shards are updated by kernels."""
+def trained(
+    settings: dict[str, Any], width: int = 13, expects: bool | None = None
+) -> dict[str, Tensor]:
+    """Train a few steps; return whole weights and states. expects: whether all shards are updated
+    by kernels.
+    """
     engine, optimizer, *_ = dz.initialize(model=model(width), config=settings)
     if expects is not None:
         assert {shard.has_kernel for shard in optimizer.shards()} <= {expects}
@@ -63,15 +71,21 @@ def trained(settings: dict[str, Any], width: int = 13, expects: bool | None = No
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("kernels", ["numba", "torch"])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_odd_lengths_have_the_bits_of_a_plain_loop_at_every_stage(optimizer: str, kernels: str) -> None:
+def test_odd_lengths_have_the_bits_of_a_plain_loop_at_every_stage(
+    optimizer: str, kernels: str
+) -> None:
     plain = model()
-    stepper = getattr(torch.optim, optimizer)(plain.parameters(), **OPTIMIZERS[optimizer], fused=True)
+    stepper = getattr(torch.optim, optimizer)(
+        plain.parameters(), **OPTIMIZERS[optimizer], fused=True
+    )
     for batch in batches():
         plain(batch).square().mean().backward()
         stepper.step()
@@ -87,15 +101,31 @@ PLACES = {
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
     "stage 3": {"stage": 3},
-    "host": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
-    "disk": {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}},
+    "host": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "cpu"},
+    },
+    "disk": {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme"},
+        "offload_param": {"device": "nvme"},
+    },
 }
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "dtype",
-    ["fp32", "bf16", "fp16", "bf16 with fp32 main weights", "accumulated bf16", "bf16 moments", "rounded bf16"],
+    [
+        "fp32",
+        "bf16",
+        "fp16",
+        "bf16 with fp32 main weights",
+        "accumulated bf16",
+        "bf16 moments",
+        "rounded bf16",
+    ],
 )
 def test_kernels_change_no_bit_in_any_stage_or_memory(dtype: str, tmp_path: Path) -> None:
     width = 131

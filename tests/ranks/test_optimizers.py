@@ -1,4 +1,6 @@
-"""Every optimizer over slices gives what it gives over whole parameters, also those that need whole tensors."""
+"""Every optimizer over slices gives what it gives over whole parameters, also those that need whole
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ RANKS = 2
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
@@ -98,7 +104,10 @@ def test_groups_keep_their_own_learning_rate_and_decay() -> None:
     model = Net()
     decay = [param for name, param in model.named_parameters() if name.endswith("weight")]
     rest = [param for name, param in model.named_parameters() if not name.endswith("weight")]
-    groups = [{"params": decay, "weight_decay": 0.5, "lr": 1e-2}, {"params": rest, "weight_decay": 0.0, "lr": 0.0}]
+    groups = [
+        {"params": decay, "weight_decay": 0.5, "lr": 1e-2},
+        {"params": rest, "weight_decay": 0.0, "lr": 0.0},
+    ]
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     engine, *_ = dz.initialize(
         model=model,

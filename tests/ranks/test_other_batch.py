@@ -21,7 +21,10 @@ from deepseek_zero.compat.deepspeed.checkpoint.reader import _batch
 def build(layout: str, accumulation: int = 1, **batch: int) -> Any:
     torch.manual_seed(3)
     config = {
-        **(batch or {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": accumulation}),
+        **(
+            batch
+            or {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": accumulation}
+        ),
         "steps_per_print": None,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": 2},
@@ -45,7 +48,9 @@ def warnings_of() -> Iterator[list[str]]:
 
 @pytest.mark.ranks(2, fresh=True)
 @pytest.mark.parametrize("layout", ["slices", "deepspeed"])
-def test_a_resume_on_one_rank_of_two_warns_that_the_batch_is_halved(layout: str, tmp_path: Path) -> None:
+def test_a_resume_on_one_rank_of_two_warns_that_the_batch_is_halved(
+    layout: str, tmp_path: Path
+) -> None:
     rank = dist.get_rank()
     engine = build(layout)
     engine.backward(engine(torch.ones(4, 64)).square().mean())
@@ -61,22 +66,36 @@ def test_a_resume_on_one_rank_of_two_warns_that_the_batch_is_halved(layout: str,
     if rank == 0:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         with warnings_of() as lines:
-            build(layout, train_batch_size=8, train_micro_batch_size_per_gpu=4).load_checkpoint(tmp_path)
+            build(layout, train_batch_size=8, train_micro_batch_size_per_gpu=4).load_checkpoint(
+                tmp_path
+            )
             build(layout).load_checkpoint(tmp_path, load_module_only=True)
             assert not lines
             build(layout).load_checkpoint(tmp_path)
         (line,) = lines
-        assert "global batch was 8 samples a step when the checkpoint was saved, and is 4 now" in line
+        assert (
+            "global batch was 8 samples a step when the checkpoint was saved, and is 4 now" in line
+        )
         assert "was 4 x 1 x 2 and is 4 x 1 x 1" in line and '"train_batch_size": 8' in line
         dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "all"), 2), rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "all"), 2), rank=rank, world_size=2
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "ranks", "train"),
     [
         ({"train_batch_size": 8}, 2, 8),
-        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}, 2, 8),
+        (
+            {
+                "train_batch_size": 8,
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 2,
+            },
+            2,
+            8,
+        ),
         ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}, 2, 8),
         ({"train_micro_batch_size_per_gpu": 2}, 3, 6),
         ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 5}, 3, 30),

@@ -1,4 +1,6 @@
-"""A device that is a GPU in all but hardware (tests/toy): states and activations beside it, alone and on two ranks."""
+"""A device that is a GPU in all but hardware (tests/toy): states and activations beside it, alone
+and on two ranks.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ CASES = (
 )
 
 
-# Alone, copies out of the host wait longest: two ranks talk over the host, which waits for them.  CI takes what moves
-# states and what parks activations; DEEPSEEK_ZERO_FULL=1 takes all.
+# Alone, copies out of the host wait longest: two ranks talk over the host, which waits for them.
+# CI takes what moves states and what parks activations; DEEPSEEK_ZERO_FULL=1 takes all.
 RUNS = [(case, ranks) for case in CASES for ranks in (1, 2)]
 if not is_full():
     RUNS = [

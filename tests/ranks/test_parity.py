@@ -1,5 +1,5 @@
-"""The truth contract, results: sharded training gives the bits of one process that adds gradients in the stated
-order.
+"""The truth contract, results: sharded training gives the bits of one process that adds gradients
+in the stated order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ AXES = {
     "transport": ("fastest", "gloo"),
     "tier": ("none", "cpu", "nvme"),
 }
-# Only three fp32 summands show in which order they were added: two commute, and bf16 ones add up exactly in fp32.
+# Only three fp32 summands show in which order they were added: two commute, and bf16 ones add up
+# exactly in fp32.
 SHOWS_ORDER = [(stage, "fp32", 2, 3, 0, 0.0, "adamw", "fastest", "none") for stage in AXES["stage"]]
 
 
@@ -44,7 +45,9 @@ def masters_of(engine: object) -> dict[str, Tensor]:
 def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor], what: str) -> None:
     assert left.keys() == right.keys()
     different = {
-        name: int((left[name] != right[name]).sum()) for name in left if not torch.equal(left[name], right[name])
+        name: int((left[name] != right[name]).sum())
+        for name in left
+        if not torch.equal(left[name], right[name])
     }
     assert not different, f"{what}: elements that differ, by parameter: {different}"
 
@@ -67,20 +70,36 @@ def test_training_gives_the_bits_of_one_process_that_runs_every_ranks_micro_batc
     transport: str,
     tier: str,
 ) -> None:
-    run = Run(stage, dtype, accumulation, window, clipping, optimizer, transport=transport, tier=tier)
+    run = Run(
+        stage, dtype, accumulation, window, clipping, optimizer, transport=transport, tier=tier
+    )
     engine = start_engine(run, seeded())
     reference = Reference(
-        seeded(), ranks, accumulation, stage < 2, DTYPES[dtype], OPTIMIZERS[optimizer], max_norm=clipping
+        seeded(),
+        ranks,
+        accumulation,
+        stage < 2,
+        DTYPES[dtype],
+        OPTIMIZERS[optimizer],
+        max_norm=clipping,
     )
     for step in range(STEPS):
         losses = train_step(engine, run, step)
         norm = engine.get_global_grad_norm()
-        everyone = [[batch_of(step, micro, rank) for micro in range(accumulation)] for rank in range(ranks)]
+        everyone = [
+            [batch_of(step, micro, rank) for micro in range(accumulation)] for rank in range(ranks)
+        ]
         expected, expected_norm = reference.step(everyone, norm)
         assert norm == pytest.approx(expected_norm, rel=1e-6)
-        assert clipping == 0 or norm > clipping, "clipping has to change something, or it is not tried"
-        assert all(map(torch.equal, losses, expected[dist.get_rank()])), f"losses differ in step {step}"
-        assert_same_bits(dict(engine.module.state_dict()), reference.values(), f"weights after step {step}")
+        assert clipping == 0 or norm > clipping, (
+            "clipping has to change something, or it is not tried"
+        )
+        assert all(map(torch.equal, losses, expected[dist.get_rank()])), (
+            f"losses differ in step {step}"
+        )
+        assert_same_bits(
+            dict(engine.module.state_dict()), reference.values(), f"weights after step {step}"
+        )
     masters = dict(zip(reference.values(), reference.masters, strict=True))
     assert_same_bits(masters_of(engine), masters, "masters")
     if stage == 3:
@@ -90,13 +109,18 @@ def test_training_gives_the_bits_of_one_process_that_runs_every_ranks_micro_batc
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("ranks", "accumulation"), [(2, 1), (2, 2), (3, 1), (3, 2)])
-def test_losses_and_weights_follow_the_plain_whole_batch_loop(stage: int, ranks: int, accumulation: int) -> None:
+def test_losses_and_weights_follow_the_plain_whole_batch_loop(
+    stage: int, ranks: int, accumulation: int
+) -> None:
     run = Run(stage, accumulation=accumulation)
     engine = start_engine(run, seeded())
     losses = [torch.stack(train_step(engine, run, step)).mean() for step in range(STEPS)]
     means = torch.stack(losses)
     dist.all_reduce(means)
-    whole = [[batch_of(step, m, r) for r in range(ranks) for m in range(accumulation)] for step in range(STEPS)]
+    whole = [
+        [batch_of(step, m, r) for r in range(ranks) for m in range(accumulation)]
+        for step in range(STEPS)
+    ]
     expected, weights = whole_batch_run(seeded(), OPTIMIZERS["sgd"], whole)
     assert (means / ranks).tolist() == pytest.approx(expected, rel=1e-6)
     assert furthest(dict(engine.module.state_dict()), weights) < 1e-5
@@ -105,7 +129,9 @@ def test_losses_and_weights_follow_the_plain_whole_batch_loop(stage: int, ranks:
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("ranks", "clipping"), [(2, 0.3), (3, 0.0), (3, 0.3)])
-def test_all_stages_agree_bit_by_bit_at_accumulation_1(dtype: str, ranks: int, clipping: float) -> None:
+def test_all_stages_agree_bit_by_bit_at_accumulation_1(
+    dtype: str, ranks: int, clipping: float
+) -> None:
     found = [_fused_adamw_run(Run(stage, dtype, 1, clipping=clipping)) for stage in range(4)]
     for stage, (norms, masters) in enumerate(found[1:], 1):
         assert norms == found[0][0], f"norms of stage {stage}"
@@ -130,8 +156,8 @@ def test_above_accumulation_1_stages_0_and_1_agree_bit_by_bit_and_so_do_2_and_3(
 def test_above_accumulation_1_the_two_pairs_of_stages_stay_within_a_millionth(
     ranks: int, dtype: str, steps: int
 ) -> None:
-    # One step in bf16: a master that differs in its last bit may round to another weight, and the next gradients see
-    # that.
+    # One step in bf16: a master that differs in its last bit may round to another weight, and the
+    # next gradients see that.
     found = []
     for stage in (1, 2):
         run = Run(stage, dtype, 2)
@@ -147,11 +173,17 @@ def test_above_accumulation_1_the_two_pairs_of_stages_stay_within_a_millionth(
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_seed_0s_door_with_a_plain_backward_gives_the_same_bits_too(ranks: int, stage: int) -> None:
     model = seeded()
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
+    zero = {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": 0,
+    }
     door = deepseek_zero.DeepSeekZeRO3(model, zero_optimization=zero)
     assert door.runtime.settings.stage == stage
     options = {"momentum": 0.9, "weight_decay": 0.01, "foreach": False, "fused": False}
-    optimizer = deepseek_zero.ZeroOptimizer(model.parameters(), lr=0.05, optimizer_type="sgd", **options)
+    optimizer = deepseek_zero.ZeroOptimizer(
+        model.parameters(), lr=0.05, optimizer_type="sgd", **options
+    )
     reference = Reference(seeded(), ranks, 1, stage < 2)
     for step in range(STEPS):
         batch = batch_of(step, 0, dist.get_rank())
@@ -164,19 +196,27 @@ def test_seed_0s_door_with_a_plain_backward_gives_the_same_bits_too(ranks: int, 
     assert_same_bits(dict(model.state_dict()), reference.values(), "weights")
 
 
-def test_the_reference_agrees_with_the_plain_loop_and_its_two_orders_of_adding_do_not_agree_bit_by_bit() -> None:
+def test_the_reference_agrees_with_the_plain_loop_and_its_two_orders_of_adding_do_not_agree_bit_by_bit() -> (
+    None
+):
     batches = [[batch_of(0, micro, rank) for micro in range(2)] for rank in range(3)]
     first, second = (Reference(seeded(), 3, 2, adds_first) for adds_first in (True, False))
     for reference in (first, second):
         reference.step(batches)
-    _, plain = whole_batch_run(seeded(), OPTIMIZERS["sgd"], [[each for of_rank in batches for each in of_rank]])
+    _, plain = whole_batch_run(
+        seeded(), OPTIMIZERS["sgd"], [[each for of_rank in batches for each in of_rank]]
+    )
     assert furthest(first.values(), plain) < 1e-6
     assert 0 < furthest(first.values(), second.values()) < 1e-6
 
 
 def _fused_adamw_run(run: Run) -> tuple[list[float], dict[str, Tensor]]:
-    """Norms and masters of a short run with torch's fused AdamW, which every stage must cut alike."""
-    engine = start_engine(run, copy.deepcopy(seeded(Gpt)), lambda params: torch.optim.AdamW(params, lr=0.01))
+    """Norms and masters of a short run with torch's fused AdamW, which every stage must cut
+    alike.
+    """
+    engine = start_engine(
+        run, copy.deepcopy(seeded(Gpt)), lambda params: torch.optim.AdamW(params, lr=0.01)
+    )
     norms = []
     for step in range(STEPS):
         train_step(engine, run, step)

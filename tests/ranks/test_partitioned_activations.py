@@ -1,4 +1,6 @@
-"""Partitioned activations: each tensor-parallel rank keeps its share, with the bits of a run that keeps all."""
+"""Partitioned activations: each tensor-parallel rank keeps its share, with the bits of a run that
+keeps all.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ def train(engine: Any, steps: int = 3) -> list[torch.Tensor]:
 def test_shares_are_as_small_as_they_say_and_change_no_bit(place: str) -> None:
     where = {"device": place} | ({"nvme_path": tempfile.gettempdir()} if place == "nvme" else {})
     plain = engine_of({}, 1, tp=2)
-    expected, unshared = train(plain), plain.runtime.comm.along["tp"].meter.sent_bytes.get("activations", 0)
+    expected, unshared = (
+        train(plain),
+        plain.runtime.comm.along["tp"].meter.sent_bytes.get("activations", 0),
+    )
     plain.destroy()
     engine = engine_of({"partition_activations": True, **where}, 1, tp=2)
     assert all(map(torch.equal, train(engine), expected))
@@ -65,7 +70,10 @@ def test_shares_are_as_small_as_they_say_and_change_no_bit(place: str) -> None:
 def test_all_gathers_but_the_first_travel_while_another_layer_is_recomputed() -> None:
     """By the order in which gathers begin, layers compute and gathers are waited for: no clock."""
     many = 6
-    engine, events = engine_of({"partition_activations": True}, 1, many, tp=2), list[tuple[str, Any]]()
+    engine, events = (
+        engine_of({"partition_activations": True}, 1, many, tp=2),
+        list[tuple[str, Any]](),
+    )
 
     class Noted(Gathering):
         def __init__(self, *args: Any) -> None:
@@ -77,13 +85,17 @@ def test_all_gathers_but_the_first_travel_while_another_layer_is_recomputed() ->
             return super().wait()
 
     for layer in engine.module.model.layers:
-        layer.self_attn.register_forward_pre_hook(lambda module, args: events.append(("computes", module)))
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args: events.append(("computes", module))
+        )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deepseek_zero.activations.partition.Gathering", Noted)
         train(engine, 1)
     computes = [place for place, (what, _) in enumerate(events) if what == "computes"]
     gathers = [each for what, each in events if what == "begins"]
-    spans = [(events.index(("begins", each)), events.index(("is waited for", each))) for each in gathers]
+    spans = [
+        (events.index(("begins", each)), events.index(("is waited for", each))) for each in gathers
+    ]
     hidden = [any(first < place < last for place in computes) for first, last in spans]
     assert len(computes) == 2 * many and hidden == [False] + [True] * (many - 1)
     assert sum(hidden) / many >= 0.8

@@ -1,4 +1,6 @@
-"""Pipelines between processes: shared memory and gloo, the bits of one process; a rank that dies, a late one."""
+"""Pipelines between processes: shared memory and gloo, the bits of one process; a rank that dies, a
+late one.
+"""
 
 from __future__ import annotations
 
@@ -64,19 +66,29 @@ def pipeline(
 
     class Summing(states):  # type: ignore[valid-type, misc]
         def tie(self, stage: int) -> None:
-            ties.add_up({key: param.grad for key, param in model.named_parameters() if param.grad is not None})
+            ties.add_up(
+                {
+                    key: param.grad
+                    for key, param in model.named_parameters()
+                    if param.grad is not None
+                }
+            )
 
     stages = take_stages(model, cut, schedule.stages_of(dist.get_rank()))
     return PipelineExecutor(Links(world, mesh, schedule), stages, Summing()), schedule, model
 
 
-def assert_is_one_process(name: str, virtual: int, many: int, transport: str, sizes: tuple[int, ...] = ()) -> None:
+def assert_is_one_process(
+    name: str, virtual: int, many: int, transport: str, sizes: tuple[int, ...] = ()
+) -> None:
     executor, schedule, model = pipeline(name, virtual, many, transport)
     batches = given(many, sizes)
     losses, grads = expected(batches)
     for _ in range(3):
         model.zero_grad()
-        found = executor.run(schedule, batches, keys=[tuple(batch.args[0].shape) for batch in batches])
+        found = executor.run(
+            schedule, batches, keys=[tuple(batch.args[0].shape) for batch in batches]
+        )
         if found.losses is not None:
             assert all(torch.equal(*pair) for pair in zip(found.losses, losses, strict=True))
         for key, param in model.named_parameters():
@@ -86,7 +98,9 @@ def assert_is_one_process(name: str, virtual: int, many: int, transport: str, si
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("transport", ["fastest", "gloo"])
-@pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), ("interleaved", 3), ("breadth_first", 3)])
+@pytest.mark.parametrize(
+    ("name", "virtual"), [("1f1b", 1), ("interleaved", 3), ("breadth_first", 3)]
+)
 def test_two_processes_have_the_bits_of_one(name: str, virtual: int, transport: str) -> None:
     assert_is_one_process(name, virtual, 4, transport)
 
@@ -112,7 +126,9 @@ def test_large_messages_and_a_late_rank() -> None:
     for _ in range(2):
         model.zero_grad()
         found = executor.run(schedule, batches, keys=["alike"] * 4)
-    assert found.losses is None or all(torch.equal(*pair) for pair in zip(found.losses, losses, strict=True))
+    assert found.losses is None or all(
+        torch.equal(*pair) for pair in zip(found.losses, losses, strict=True)
+    )
     for key, param in model.named_parameters():
         assert param.grad is not None
         assert torch.equal(param.grad, grads[key]), key

@@ -1,4 +1,6 @@
-"""Pipelines under the engine: stages with ZeRO 0 to 3, tied weights, shards and tensor parallelism, to the bits."""
+"""Pipelines under the engine: stages with ZeRO 0 to 3, tied weights, shards and tensor parallelism,
+to the bits.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ MANY = 4
 def llama(tied: bool = False) -> nn.Module:
     torch.manual_seed(3)
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
-    config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied, **sizes)
+    config = LlamaConfig(
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied, **sizes
+    )
     return LlamaForCausalLM(config)
 
 
@@ -82,9 +86,14 @@ def test_two_stages_train_to_the_bits_of_one_process(
     # Both ranks of the reference see the same batches: the mean of two equal gradients is exact.
     reference = engine_of(llama(), {"dp_replicate": 2}, config_of(0, dtype))
     for step in range(3):
-        loss, expected = engine.train_batch(batches_of(step, 0)), reference.train_batch(batches_of(step, 0))
+        loss, expected = (
+            engine.train_batch(batches_of(step, 0)),
+            reference.train_batch(batches_of(step, 0)),
+        )
         assert torch.equal(loss, expected), step
-        assert engine.get_global_grad_norm() == pytest.approx(reference.get_global_grad_norm(), rel=1e-6)
+        assert engine.get_global_grad_norm() == pytest.approx(
+            reference.get_global_grad_norm(), rel=1e-6
+        )
     assert_parts_of(reference.module.state_dict(), engine)
     assert torch.equal(engine.eval_batch(batches_of(9, 0)), reference.eval_batch(batches_of(9, 0)))
 
@@ -92,7 +101,13 @@ def test_two_stages_train_to_the_bits_of_one_process(
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("stage", "axes"),
-    [(1, {"pp": 2}), (3, {"pp": 2}), (3, {"pp": 4}), (0, {"pp": 2, "tp": 2}), (3, {"pp": 2, "tp": 2})],
+    [
+        (1, {"pp": 2}),
+        (3, {"pp": 2}),
+        (3, {"pp": 4}),
+        (0, {"pp": 2, "tp": 2}),
+        (3, {"pp": 2, "tp": 2}),
+    ],
 )
 def test_stages_shards_and_parts_together(stage: int, axes: dict[str, int]) -> None:
     engine = engine_of(llama(), axes, config_of(stage, "fp32"))
@@ -124,13 +139,20 @@ def test_a_tied_weight_is_one_though_two_stages_have_it(stage: int) -> None:
     engine = engine_of(llama(tied=True), {"pp": 2}, config_of(stage, "fp32"))
     reference = engine_of(llama(tied=True), {"dp_replicate": 2}, config_of(0, "fp32"))
     for step in range(3):
-        loss, expected = engine.train_batch(batches_of(step, 0)), reference.train_batch(batches_of(step, 0))
+        loss, expected = (
+            engine.train_batch(batches_of(step, 0)),
+            reference.train_batch(batches_of(step, 0)),
+        )
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-        assert engine.get_global_grad_norm() == pytest.approx(reference.get_global_grad_norm(), rel=1e-5)
+        assert engine.get_global_grad_norm() == pytest.approx(
+            reference.get_global_grad_norm(), rel=1e-5
+        )
     whole = engine.runtime.comm.whole
     name = "model.embed_tokens.weight"
     mine = dict(engine.module.state_dict())
-    table = whole.all_gather_rows((mine.get(name, mine.get("lm_head.weight"))).reshape(-1), "the tied weight")
+    table = whole.all_gather_rows(
+        (mine.get(name, mine.get("lm_head.weight"))).reshape(-1), "the tied weight"
+    )
     assert torch.equal(table[0], table[1])
 
 
@@ -138,7 +160,11 @@ def test_a_tied_weight_is_one_though_two_stages_have_it(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_any_stage_does_not_train_can_be_left_out_of_the_whole_state_dict(stage: int) -> None:
     model = llama(tied=True)
-    frozen = {"model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.3.mlp.up_proj.weight"}
+    frozen = {
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.3.mlp.up_proj.weight",
+    }
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
     names = set(model.state_dict())
@@ -153,13 +179,17 @@ def test_what_a_stage_cannot_do_is_refused_by_name() -> None:
     engine = engine_of(llama(), {"pp": 2}, config_of(1, "fp32"))
     with pytest.raises(UsageError, match="called by itself"):
         engine.module(**next(batches_of(0, 0)))
-    with pytest.raises(BatchMismatchError, match="ranks of a pipeline were given different batches"):
+    with pytest.raises(
+        BatchMismatchError, match="ranks of a pipeline were given different batches"
+    ):
         engine(**next(batches_of(0, dist.get_rank())))
     with pytest.raises(UsageError, match="whose backward is due"):
         engine.backward(torch.ones((), requires_grad=True))
     with pytest.raises(UsageError, match="vertical_micro_batches"):
         engine_of(
-            llama(), {"pp": 2}, config_of(3, "fp32") | {"zero_optimization": {"stage": 3, "vertical_micro_batches": 2}}
+            llama(),
+            {"pp": 2},
+            config_of(3, "fp32") | {"zero_optimization": {"stage": 3, "vertical_micro_batches": 2}},
         )
     table = str(deepseek_zero.plan(llama(), config_of(1, "fp32"), ranks=2, mesh={"pp": 2}))
     assert "2 stages on 2 ranks" in table  # by the model's dummy_inputs
@@ -203,7 +233,9 @@ def test_an_overflow_on_one_piece_of_the_model_skips_the_step_on_all(axis: str) 
         handle = param.register_hook(lambda grad: grad * float("inf"))
     engine.train_batch(batches_of(1, 0))
     assert engine.skipped_steps == 1
-    assert all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in engine.module.state_dict().items()
+    )
     if handle is not None:
         handle.remove()
     engine.train_batch(batches_of(2, 0))

@@ -1,4 +1,6 @@
-"""The plain loop over stages: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`, to the bits."""
+"""The plain loop over stages: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`, to
+the bits.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,21 @@ Batch = dict[str, Tensor]
 def llama(tied: bool = False) -> nn.Module:
     torch.manual_seed(3)
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
-    config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied, **sizes)
+    config = LlamaConfig(
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied, **sizes
+    )
     return LlamaForCausalLM(config)
 
 
-def engine_of(model: nn.Module, mesh: dict[str, int], stage: int, dtype: str, calls: int, rows: int, **top: Any) -> Any:
+def engine_of(
+    model: nn.Module,
+    mesh: dict[str, int],
+    stage: int,
+    dtype: str,
+    calls: int,
+    rows: int,
+    **top: Any,
+) -> Any:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": calls,
@@ -41,7 +53,9 @@ def engine_of(model: nn.Module, mesh: dict[str, int], stage: int, dtype: str, ca
 def batches_of(step: int, many: int, rows: int = 2) -> list[Batch]:
     found = []
     for number in range(many):
-        tokens = torch.randint(0, 96, (rows, 8), generator=torch.Generator().manual_seed(100 * step + number))
+        tokens = torch.randint(
+            0, 96, (rows, 8), generator=torch.Generator().manual_seed(100 * step + number)
+        )
         found.append({"input_ids": tokens, "labels": tokens})
     return found
 
@@ -69,15 +83,21 @@ def assert_parts_of(whole: dict[str, Tensor], engine: Any) -> None:
 
 
 def assert_trains_alike(engine: Any, reference: Any, calls: int, parts: int, steps: range) -> None:
-    """Train both by the same micro-batches.  Both ranks of the reference see the same ones, so its means are exact."""
+    """Train both by the same micro-batches.  Both ranks of the reference see the same ones, so its
+    means are exact.
+    """
     many = calls * parts
     for step in steps:
         batches = batches_of(step, many)
-        losses = calls_of(engine, [joined(batches[first : first + parts]) for first in range(0, many, parts)])
+        losses = calls_of(
+            engine, [joined(batches[first : first + parts]) for first in range(0, many, parts)]
+        )
         expected = reference.train_batch(iter(batches))
         assert sum(map(float, losses)) / calls == pytest.approx(float(expected), rel=1e-6)
         assert engine.global_steps == step + 1
-        assert engine.get_global_grad_norm() == pytest.approx(reference.get_global_grad_norm(), rel=1e-6)
+        assert engine.get_global_grad_norm() == pytest.approx(
+            reference.get_global_grad_norm(), rel=1e-6
+        )
     assert_parts_of(reference.module.state_dict(), engine)
 
 
@@ -114,7 +134,9 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all_and_training_goes_on() -
         handle = param.register_hook(lambda grad: grad * float("inf"))
     calls_of(engine, batches_of(7, 2, 4))
     assert engine.skipped_steps == 1
-    assert all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in engine.module.state_dict().items()
+    )
     if handle is not None:
         handle.remove()
     calls_of(engine, batches_of(8, 2, 4))
@@ -129,18 +151,29 @@ def grads_of(runtime: Any) -> list[Tensor]:
 
 @pytest.mark.ranks(4, timeout=150)
 def test_seed_000s_door_over_stages_and_tensor_parts() -> None:
-    """Each backward is reduced, and adds to those before it until zero_grad, as with torch's optimizers."""
+    """Each backward is reduced, and adds to those before it until zero_grad, as with torch's
+    optimizers.
+    """
     model = llama(tied=True)
-    optimizer = deepseek_zero.ZeroOptimizer(model.parameters(), lr=0.01, optimizer_type="adamw")  # of the whole model
-    zero = deepseek_zero.DeepSeekZeRO3(model, pp_degree=2, mp_degree=2, stage=3, pipeline={"micro_batches": 2})
-    engine = engine_of(llama(tied=True), {"pp": 2, "tp": 2}, 3, "fp32", 1, 4, pipeline={"micro_batches": 2})
+    optimizer = deepseek_zero.ZeroOptimizer(
+        model.parameters(), lr=0.01, optimizer_type="adamw"
+    )  # of the whole model
+    zero = deepseek_zero.DeepSeekZeRO3(
+        model, pp_degree=2, mp_degree=2, stage=3, pipeline={"micro_batches": 2}
+    )
+    engine = engine_of(
+        llama(tied=True), {"pp": 2, "tp": 2}, 3, "fp32", 1, 4, pipeline={"micro_batches": 2}
+    )
     (batch,) = batches_of(0, 1, 4)
     zero(**batch).loss.backward()
     engine.backward(engine(**batch).loss)
     once = grads_of(engine.runtime)
     assert len(once) > 0 and all(map(torch.equal, grads_of(zero.runtime), once))
     zero(**batch).loss.backward()
-    assert all(torch.equal(grad, other + other) for grad, other in zip(grads_of(zero.runtime), once, strict=True))
+    assert all(
+        torch.equal(grad, other + other)
+        for grad, other in zip(grads_of(zero.runtime), once, strict=True)
+    )
     optimizer.zero_grad()
     before = {name: value.clone() for name, value in zero.state_dict().items()}
     zero(**batch).loss.backward()
@@ -155,7 +188,9 @@ def test_seed_000s_door_over_stages_and_tensor_parts() -> None:
 
 @pytest.mark.ranks(4, timeout=150)
 def test_calls_over_stages_and_tensor_parts() -> None:
-    engine = engine_of(llama(tied=True), {"pp": 2, "tp": 2}, 3, "fp32", 1, 4, pipeline={"micro_batches": 2})
+    engine = engine_of(
+        llama(tied=True), {"pp": 2, "tp": 2}, 3, "fp32", 1, 4, pipeline={"micro_batches": 2}
+    )
     other = engine_of(llama(tied=True), {"pp": 2, "tp": 2}, 3, "fp32", 2, 2)
     for step in range(2):
         batches = batches_of(step, 2)

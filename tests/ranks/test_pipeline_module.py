@@ -1,4 +1,6 @@
-"""A model written as a list of layers, under DeepSpeed's names: trained to the bits of one process."""
+"""A model written as a list of layers, under DeepSpeed's names: trained to the bits of one
+process.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from torch import Tensor, nn
 
 import deepseek_zero
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.compat.deepspeed.pipe import LayerSpec, PipelineError, PipelineModule, TiedLayerSpec
+from deepseek_zero.compat.deepspeed.pipe import (
+    LayerSpec,
+    PipelineError,
+    PipelineModule,
+    TiedLayerSpec,
+)
 
 MANY = 4
 
@@ -43,7 +50,9 @@ def module_of(stages: int, **more: Any) -> PipelineModule:
 
 def batches_of(step: int) -> Iterator[tuple[Tensor, Tensor]]:
     for micro in range(MANY):
-        tokens = torch.randint(0, 40, (2, 6), generator=torch.Generator().manual_seed(10 * step + micro))
+        tokens = torch.randint(
+            0, 40, (2, 6), generator=torch.Generator().manual_seed(10 * step + micro)
+        )
         yield tokens, tokens.roll(1)
 
 
@@ -69,11 +78,18 @@ def test_a_list_of_layers_trains_as_one_process_does(stage: int) -> None:
     assert engine.is_pipe_parallel() and engine.stage_id == engine.grid.get_stage_id()
     assert engine.is_first_stage() is not engine.is_last_stage()
     for step in range(3):
-        found, expected = engine.train_batch(batches_of(step)), reference.train_batch(batches_of(step))
+        found, expected = (
+            engine.train_batch(batches_of(step)),
+            reference.train_batch(batches_of(step)),
+        )
         assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert engine.get_global_grad_norm() == pytest.approx(reference.get_global_grad_norm(), rel=1e-5)
+    assert engine.get_global_grad_norm() == pytest.approx(
+        reference.get_global_grad_norm(), rel=1e-5
+    )
     engine.set_dataiterator(batches_of(7))
-    assert engine.train_batch().item() == pytest.approx(reference.train_batch(batches_of(7)).item(), rel=1e-6)
+    assert engine.train_batch().item() == pytest.approx(
+        reference.train_batch(batches_of(7)).item(), rel=1e-6
+    )
     mean, logits = engine.eval_batch(batches_of(9), return_logits=True)
     assert mean.item() == pytest.approx(reference.eval_batch(batches_of(9)).item(), rel=1e-6)
     assert (logits is not None) is engine.is_last_stage()
@@ -84,12 +100,17 @@ def test_a_list_of_layers_trains_as_one_process_does(stage: int) -> None:
 
 @pytest.mark.ranks(2)
 def test_batches_may_have_other_shapes_where_the_list_says_so() -> None:
-    # Clipping would scale by a norm that two stages add up in another order: the last bit may differ.
+    # Clipping would scale by a norm that two stages add up in another order: the last bit may
+    # differ.
     unclipped = {"gradient_clipping": 0.0}
-    engine, alone = (engine_of(module_of(stages, dynamic_shape=True), 0, **unclipped) for stages in (2, 1))
+    engine, alone = (
+        engine_of(module_of(stages, dynamic_shape=True), 0, **unclipped) for stages in (2, 1)
+    )
     for length in (6, 3, 9):
         tokens = torch.arange(2 * length).view(2, length) % 40
-        losses = [each.train_batch(iter([(tokens, tokens.roll(1))] * MANY)) for each in (engine, alone)]
+        losses = [
+            each.train_batch(iter([(tokens, tokens.roll(1))] * MANY)) for each in (engine, alone)
+        ]
         assert torch.equal(*losses)
 
 

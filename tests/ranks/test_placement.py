@@ -1,6 +1,8 @@
-"""Where states rest when that is left open: within budgets, as predicted, and without changing a bit.
+"""Where states rest when that is left open: within budgets, as predicted, and without changing a
+bit.
 
-The training device of these tests is the CPU, so what an engine takes of "the device" is counted (tiers/budget.py), and
+The training device of these tests is the CPU, so what an engine takes of "the device" is counted
+(tiers/budget.py), and
 more than is allowed is an error: a run that fits 100 kB really keeps the rest elsewhere.
 """
 
@@ -29,7 +31,9 @@ DEVICE = ("weight", "grad", "master", "moments", "buffers")
 
 
 def engine_of(run: Run, zero: dict[str, Any], **top: Any) -> Any:
-    """An engine of a run with some keys of its own, in the smallest tiles and messages there are."""
+    """An engine of a run with some keys of its own, in the smallest tiles and messages there
+    are.
+    """
     config = run.config()
     config["zero_optimization"] |= {"sub_group_size": 4096, **zero}
     model = seeded()
@@ -42,12 +46,15 @@ def trained(engine: Any, run: Run) -> list[Tensor]:
     return losses + [value.clone() for value in engine.state_dict().values()]
 
 
-AUTO = {name: {"device": "auto", "nvme_path": tempfile.gettempdir()} for name in ("offload_optimizer", "offload_param")}
+AUTO = {
+    name: {"device": "auto", "nvme_path": tempfile.gettempdir()}
+    for name in ("offload_optimizer", "offload_param")
+}
 
 
 def device_bytes(engine: Any) -> int:
-    """What the plan says that states and buffers take of the device, on the rank with most; the placeholders of some
-    bytes are not asked for.
+    """What the plan says that states and buffers take of the device, on the rank with most; the
+    placeholders of some bytes are not asked for.
     """
     predicted = engine.memory_report().predicted
     placeholders = sum(group.placeholder.nbytes for group in engine.runtime.groups)
@@ -62,8 +69,12 @@ def most(nbytes: int) -> int:
 
 
 @pytest.mark.ranks("ranks")
-@pytest.mark.parametrize(("ranks", "dtype", "share"), [(1, "bf16", 0.5), (2, "fp32", 0.3), (2, "bf16", 0.9)])
-def test_auto_fills_the_device_first_and_changes_no_bit(dtype: str, share: float, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "share"), [(1, "bf16", 0.5), (2, "fp32", 0.3), (2, "bf16", 0.9)]
+)
+def test_auto_fills_the_device_first_and_changes_no_bit(
+    dtype: str, share: float, ranks: int
+) -> None:
     run = Run(3, dtype, clipping=0.3)
     plain = engine_of(run, {})
     expected = trained(plain, run)
@@ -75,7 +86,9 @@ def test_auto_fills_the_device_first_and_changes_no_bit(dtype: str, share: float
     rests = engine.runtime.settings.unit_tiers
     kept = [[place is Tier.DEVICE for place in (rest.weights, rest.states)] for rest in rests]
     weights, states = ([row[k] for row in kept] for k in (0, 1))
-    assert weights == sorted(weights, reverse=True) and states == sorted(states, reverse=True)  # the first units' first
+    assert weights == sorted(weights, reverse=True) and states == sorted(
+        states, reverse=True
+    )  # the first units' first
     assert any(weights) and not any(state and not weight for weight, state in kept)
     assert engine.runtime.comm_ctx.tiers.budget.most_bytes <= budget
     report = engine.memory_report()
@@ -84,7 +97,9 @@ def test_auto_fills_the_device_first_and_changes_no_bit(dtype: str, share: float
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("ratio", "tier"), [(0.0, "nvme"), (0.4, "cpu"), (0.7, "nvme"), (1.0, "cpu")])
+@pytest.mark.parametrize(
+    ("ratio", "tier"), [(0.0, "nvme"), (0.4, "cpu"), (0.7, "nvme"), (1.0, "cpu")]
+)
 def test_ratio_leaves_the_first_units_states_on_the_device(ratio: float, tier: str) -> None:
     run = Run(3, "bf16", clipping=0.3)
     place = {"device": tier, "nvme_path": tempfile.gettempdir(), "ratio": ratio}
@@ -95,18 +110,27 @@ def test_ratio_leaves_the_first_units_states_on_the_device(ratio: float, tier: s
     share = sum(g.layout.padded_numel for g, is_away in zip(groups, away, strict=True) if is_away)
     total = sum(group.layout.padded_numel for group in groups)
     assert away == sorted(away) and share >= ratio * total
-    largest = max(sum(group.layout.padded_numel for group in unit.trained) for unit in engine.runtime.units)
+    largest = max(
+        sum(group.layout.padded_numel for group in unit.trained) for unit in engine.runtime.units
+    )
     assert share < ratio * total + largest
     report = engine.memory_report()
     assert {state: report.measured[state] for state in report.predicted} == dict(report.predicted)
 
 
-AXES = {"stage": (0, 1, 2, 3), "tier": ("none", "cpu", "nvme"), "dtype": ("fp32", "bf16"), "ranks": (1, 2)}
+AXES = {
+    "stage": (0, 1, 2, 3),
+    "tier": ("none", "cpu", "nvme"),
+    "dtype": ("fp32", "bf16"),
+    "ranks": (1, 2),
+}
 
 
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize(*cases(AXES))
-def test_the_device_never_holds_more_than_the_plan_says(stage: int, tier: str, dtype: str, ranks: int) -> None:
+def test_the_device_never_holds_more_than_the_plan_says(
+    stage: int, tier: str, dtype: str, ranks: int
+) -> None:
     run = Run(stage, dtype, clipping=0.3, optimizer="adamw", tier=tier)
     measure = start_engine(run, seeded())
     trained(measure, run)
@@ -141,7 +165,11 @@ def test_what_computes_is_never_the_memory_that_weights_rest_in(tier: str, ranks
         spans = [(memory.data_ptr(), memory.data_ptr() + memory.nbytes) for memory in resting]
         for param in module.parameters(recurse=False):
             for tensor in (param, param.grad):
-                if tensor is not None and type(tensor) is not ShardedParameter and not tensor.is_meta:
+                if (
+                    tensor is not None
+                    and type(tensor) is not ShardedParameter
+                    and not tensor.is_meta
+                ):
                     looked += 1
                     assert not any(low <= tensor.data_ptr() < high for low, high in spans)
 

@@ -1,6 +1,7 @@
 """`deepseek_zero.plan` of a model without storage is what real ranks build, hold and send.
 
-Held is counted as test_memory.py counts: every live storage less those that were there before.  Sent is counted as
+Held is counted as test_memory.py counts: every live storage less those that were there before.
+Sent is counted as
 test_bytes.py counts: by the meter and by a dispatch mode that sees every c10d.send.
 """
 
@@ -78,9 +79,17 @@ def test_a_plans_volume_is_what_real_ranks_send(ranks: int, stage: int, accumula
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("optimizer", "params"),
-    [("SGD", {"momentum": 0.9}), ("Adam", {"amsgrad": True}), ("Lamb", {}), ("Muon", {"lr": 0.01}), ("Lion", {})],
+    [
+        ("SGD", {"momentum": 0.9}),
+        ("Adam", {"amsgrad": True}),
+        ("Lamb", {}),
+        ("Muon", {"lr": 0.01}),
+        ("Lion", {}),
+    ],
 )
-def test_a_plan_knows_the_optimizer_that_the_configuration_names(optimizer: str, params: dict[str, Any]) -> None:
+def test_a_plan_knows_the_optimizer_that_the_configuration_names(
+    optimizer: str, params: dict[str, Any]
+) -> None:
     config = config_of(Run(3), optimizer, **params)
     plan, engine = planned(config, 2), start(config)
     assert_is_what_was_built(plan, engine)
@@ -113,7 +122,9 @@ def test_a_plan_knows_what_lies_in_other_memories(
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_plan_over_two_axes_is_what_replicas_of_shards_hold_and_send(stage: int, accumulation: int) -> None:
+def test_a_plan_over_two_axes_is_what_replicas_of_shards_hold_and_send(
+    stage: int, accumulation: int
+) -> None:
     run = Run(stage, "bf16", accumulation, transport="gloo")
     config = config_of(run) | {"mesh": {"dp_replicate": 2, "dp_shard": 2}}
     plan, before = planned(config, 4), live_storages()
@@ -130,7 +141,9 @@ def test_a_plan_over_two_axes_is_what_replicas_of_shards_hold_and_send(stage: in
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("replicate", "shard"), [(2, 2), (4, 1)])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_replicas_that_read_each_others_memory_hold_what_is_planned(replicate: int, shard: int, stage: int) -> None:
+def test_replicas_that_read_each_others_memory_hold_what_is_planned(
+    replicate: int, shard: int, stage: int
+) -> None:
     run = Run(stage, "bf16")
     config = config_of(run) | {"mesh": {"dp_replicate": replicate, "dp_shard": shard}}
     plan, before = planned(config, 4), live_storages()

@@ -1,6 +1,8 @@
-"""`deepseek_zero.plan` along tp and pp, of a model without storage, is what real ranks hold and send.
+"""`deepseek_zero.plan` along tp and pp, of a model without storage, is what real ranks hold and
+send.
 
-Sent is counted by the meter, kind by kind; held by every live storage less those that were there before.
+Sent is counted by the meter, kind by kind; held by every live storage less those that were there
+before.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ MANY, SHAPE = 4, (2, 8)
 
 def llama(*, tied: bool = False, hidden: int = 32) -> nn.Module:
     torch.manual_seed(3)
-    sizes = {"vocab_size": 96, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 4}
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": 4,
+    }
     return LlamaForCausalLM(
         LlamaConfig(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied, **sizes)
     )
@@ -51,7 +58,9 @@ def planned(config: dict[str, Any], shape: tuple[int, int] = SHAPE, **options: A
     """The plan of this rank, from a model that has no values.  options: of `llama`."""
     with torch.device("meta"):
         model = llama(**options)
-    return deepseek_zero.plan(model, config, ranks=dist.get_world_size(), rank=dist.get_rank(), example=batch_of(shape))
+    return deepseek_zero.plan(
+        model, config, ranks=dist.get_world_size(), rank=dist.get_rank(), example=batch_of(shape)
+    )
 
 
 def train(engine: Any, shape: tuple[int, int] = SHAPE) -> None:

@@ -19,7 +19,11 @@ class Block(nn.Module):
 
     def __init__(self, width: int, gain: float) -> None:
         super().__init__()
-        self.up, self.down, self.gain = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), gain
+        self.up, self.down, self.gain = (
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+            gain,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.up(x)
@@ -73,7 +77,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_changes_nothing(stage
     engine.backward(loss_of(engine))
     engine.step()
     before = {name: value.clone() for name, value in engine.module.state_dict().items()}
-    moments = [value.clone() for state in engine.optimizer.state.values() for value in state.values()]
+    moments = [
+        value.clone() for state in engine.optimizer.state.values() for value in state.values()
+    ]
     engine.backward(loss_of(engine, poison=float("inf") if dist.get_rank() == 1 else 1.0))
     engine.step()
     assert engine.skipped_steps == 1
@@ -95,7 +101,9 @@ def test_a_plain_backward_scales_as_the_engine_does(stage: int, accumulation: in
     found = []
     for plain in (False, True):
         engine = build(
-            stage, fp16={"enabled": True, "initial_scale_power": 6}, gradient_accumulation_steps=accumulation
+            stage,
+            fp16={"enabled": True, "initial_scale_power": 6},
+            gradient_accumulation_steps=accumulation,
         )
         for _ in range(2 * accumulation):
             loss = loss_of(engine)
@@ -114,7 +122,10 @@ class Pictures(nn.Module):
     class Part(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.convolution, self.norm = nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+            self.convolution, self.norm = (
+                nn.Conv2d(6, 6, 3, padding=1, bias=False),
+                nn.BatchNorm2d(6),
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + torch.relu(self.norm(self.convolution(x)))
@@ -166,7 +177,9 @@ def test_batch_norms_keep_fp32_statistics_under_16_bits(kind: str, stage: int) -
 @pytest.mark.ranks("world")
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_precision_auto_lifts_the_unit_that_overflows_and_goes_on(world: int, stage: int, tmp_path: Path) -> None:
+def test_precision_auto_lifts_the_unit_that_overflows_and_goes_on(
+    world: int, stage: int, tmp_path: Path
+) -> None:
     config = {
         "precision": "auto",
         "fp16": {"enabled": True, "initial_scale_power": 4},
@@ -228,7 +241,9 @@ def bf16(value: torch.Tensor) -> torch.Tensor:
 
 
 # What travels, and how the sum of both ranks' gradients becomes the one that steps.
-REDUCTIONS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+REDUCTIONS: dict[
+    str, tuple[dict[str, Any], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
+] = {
     "mean": ({}, lambda a, b: (a + b) / 2),
     "bf16 on the way": ({"communication_data_type": "bf16"}, lambda a, b: (bf16(a) + bf16(b)) / 2),
     "sum": ({"gradient_allreduce_op": "sum"}, lambda a, b: a + b),

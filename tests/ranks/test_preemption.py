@@ -1,4 +1,5 @@
-"""A signal on one rank: all save behind the same step, end with one code, and the next run goes on bit by bit.
+"""A signal on one rank: all save behind the same step, end with one code, and the next run goes on
+bit by bit.
 
 Also: all ranks agree on the newest good checkpoint.  The launcher's part is in test_launcher.py.
 """
@@ -53,7 +54,9 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_signal_on_one_rank_saves_on_all_behind_the_same_step(tmp_path: Path, accumulation: int) -> None:
+def test_a_signal_on_one_rank_saves_on_all_behind_the_same_step(
+    tmp_path: Path, accumulation: int
+) -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
@@ -64,14 +67,19 @@ def test_a_signal_on_one_rank_saves_on_all_behind_the_same_step(tmp_path: Path, 
         train(engine, 0, 2 * accumulation)
         if here() == 1:
             signal.raise_signal(signal.SIGTERM)
-        train(engine, 2 * accumulation, 3 * accumulation - 1)  # nothing happens before the step's end
+        train(
+            engine, 2 * accumulation, 3 * accumulation - 1
+        )  # nothing happens before the step's end
         with pytest.raises(SystemExit) as ended:
             train(engine, 3 * accumulation - 1, 4 * accumulation)
         assert (ended.value.code, engine.global_steps) == (85, 3)
         assert heard == [signal.SIGTERM] * here()
         resumed = build(accumulation)
         path, client = resumed.load_checkpoint(tmp_path, tag="newest")
-        assert (path, client) == (str(tmp_path / "global_step3"), {"seen": 3 * accumulation * 4 * 2})
+        assert (path, client) == (
+            str(tmp_path / "global_step3"),
+            {"seen": 3 * accumulation * 4 * 2},
+        )
         train(resumed, 3 * accumulation, 6 * accumulation)
         assert_same(undisturbed.module_state_dict(), resumed.module_state_dict())
     finally:
@@ -108,7 +116,9 @@ def test_all_ranks_take_the_newest_checkpoint_that_is_good_on_all(tmp_path: Path
         os.truncate(tmp_path / "global_step1" / "rank_00001.safetensors", 3)
     engine.runtime.comm.barrier("damage")
     before = engine.module_state_dict()
-    with pytest.raises(CheckpointError, match=r"none of the 3 checkpoint\(s\).*rank_00001.safetensors ends inside"):
+    with pytest.raises(
+        CheckpointError, match=r"none of the 3 checkpoint\(s\).*rank_00001.safetensors ends inside"
+    ):
         engine.load_checkpoint(tmp_path, tag="newest")
     assert_same(before, engine.module_state_dict())
 
@@ -123,14 +133,40 @@ def test_ranks_that_would_save_differently_are_told_at_once(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not is_full(), reason="a whole training, three times: DEEPSEEK_ZERO_FULL=1 runs it")
-def test_the_example_loses_a_rank_is_preempted_and_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "deepseek_zero.cli", "run", "--nproc", "2", "--max-restarts", "1"]
-    command = [*launcher, str(EXAMPLE), "--die-at", "4", "--preempt-at", "8", "--steps", "10", "--out", str(tmp_path)]
+@pytest.mark.skipif(
+    not is_full(), reason="a whole training, three times: DEEPSEEK_ZERO_FULL=1 runs it"
+)
+def test_the_example_loses_a_rank_is_preempted_and_ends_as_if_nothing_had_happened(
+    tmp_path: Path,
+) -> None:
+    launcher = [
+        sys.executable,
+        "-m",
+        "deepseek_zero.cli",
+        "run",
+        "--nproc",
+        "2",
+        "--max-restarts",
+        "1",
+    ]
+    command = [
+        *launcher,
+        str(EXAMPLE),
+        "--die-at",
+        "4",
+        "--preempt-at",
+        "8",
+        "--steps",
+        "10",
+        "--out",
+        str(tmp_path),
+    ]
     source = str(Path(deepseek_zero.__path__[0]).parent)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
     runs = [
-        subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
         for _ in range(2)
     ]
     said = [run.stdout + run.stderr for run in runs]

@@ -16,12 +16,26 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "pretrain_text.py"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "deepseek_zero.cli", "run", "--nproc", "2", str(EXAMPLE), "--size", "tiny"]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "deepseek_zero.cli",
+        "run",
+        "--nproc",
+        "2",
+        str(EXAMPLE),
+        "--size",
+        "tiny",
+    ]
+    return subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=240, check=False
+    )
 
 
 @pytest.mark.slow
-def test_two_ranks_train_at_stage_three_and_rank_zero_writes_the_whole_model(tmp_path: Path) -> None:
+def test_two_ranks_train_at_stage_three_and_rank_zero_writes_the_whole_model(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("matplotlib")
     done = run("--steps", "20", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

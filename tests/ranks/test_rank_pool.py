@@ -73,7 +73,9 @@ def test_an_unexpected_death_is_named_with_its_exit_code() -> None:
 def _outcome(function: Callable[[], None], timeout: float, size: int = 2) -> Outcome:
     pool = RankPool(size)
     try:
-        return pool.run(Task(__name__, __file__, function.__name__, pickle.dumps({}), pickle.dumps([])), timeout)
+        return pool.run(
+            Task(__name__, __file__, function.__name__, pickle.dumps({}), pickle.dumps([])), timeout
+        )
     finally:
         pool.close()
 

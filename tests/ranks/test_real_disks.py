@@ -1,6 +1,8 @@
-"""Checkpoints on real file systems that fail: full, read-only, blocks missing underneath.  Only root can make them.
+"""Checkpoints on real file systems that fail: full, read-only, blocks missing underneath.  Only
+root can make them.
 
-Every rank is told the same, no bit of the run changes, and the checkpoint before is still the newest good one.
+Every rank is told the same, no bit of the run changes, and the checkpoint before is still the
+newest good one.
 """
 
 from __future__ import annotations
@@ -82,7 +84,12 @@ def test_a_full_disk(tmp_path: Path, wait: bool) -> None:
         for but in (0, 3 * 4096):  # not even the first page; something of the files
             fill(place, but)
             with unchanged(engine):
-                save_in_vain(engine, place, r"No space left on device.(.|\n)*free some space there", wait=wait)
+                save_in_vain(
+                    engine,
+                    place,
+                    r"No space left on device.(.|\n)*free some space there",
+                    wait=wait,
+                )
             dist.barrier()
         assert engine.load_checkpoint(place, tag="newest")[0] == str(place / "good")
         train(engine, 1, 2)
@@ -99,7 +106,8 @@ def test_a_directory_that_is_read_only(tmp_path: Path) -> None:
     train(engine, 0, 1)
     with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=1m", "none") as place:
         engine.save_checkpoint(place, tag="good")
-        engine.parts.saver.close()  # nobody can mount what somebody has open for writing, its lock included
+        # Nobody can mount what somebody has open for writing, its lock included
+        engine.parts.saver.close()
         run("mount", "-o", "remount,ro", place)
         with unchanged(engine):
             save_in_vain(engine, place, r"Read-only file system.(.|\n)*mount it for writing")
@@ -115,9 +123,13 @@ def forget_pages(file: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("lost", "said"), [("rank_*", r"rank_0000[01]\.safetensors"), ("*", r"manifest\.json")])
+@pytest.mark.parametrize(
+    ("lost", "said"), [("rank_*", r"rank_0000[01]\.safetensors"), ("*", r"manifest\.json")]
+)
 def test_blocks_that_are_gone(tmp_path: Path, lost: str, said: str) -> None:
-    """The file behind a loop device is cut to nothing: the device answers EIO for what the kernel does not remember."""
+    """The file behind a loop device is cut to nothing: the device answers EIO for what the kernel
+    does not remember.
+    """
     need(shutil.which("mkfs.ext4") is not None, "mkfs.ext4")
     backing = tmp_path / "backing"
     if here() == 0:
@@ -137,6 +149,9 @@ def test_blocks_that_are_gone(tmp_path: Path, lost: str, said: str) -> None:
                 forget_pages(each)
             os.truncate(backing, 0)
         dist.barrier()
-        with unchanged(engine), pytest.raises(CheckpointError, match=f"{said} .*cannot be read: Input/output error"):
+        with (
+            unchanged(engine),
+            pytest.raises(CheckpointError, match=f"{said} .*cannot be read: Input/output error"),
+        ):
             engine.load_checkpoint(place, tag="lost")
         engine.load_checkpoint(tmp_path / "good")

@@ -1,4 +1,6 @@
-"""New memory for a parameter (`.data = `, `set_`, `module.to(dtype)`) is taken over or refused, and never dropped."""
+"""New memory for a parameter (`.data = `, `set_`, `module.to(dtype)`) is taken over or refused, and
+never dropped.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,15 @@ def gathered(layer: nn.Linear) -> nn.Module:
     return layer
 
 
-CHANGES = [assign, assign_after_a_look, set_memory, another_shape, another_dtype, orthogonal, gathered]
+CHANGES = [
+    assign,
+    assign_after_a_look,
+    set_memory,
+    another_shape,
+    another_dtype,
+    orthogonal,
+    gathered,
+]
 
 
 @pytest.mark.ranks(2)
@@ -105,7 +115,9 @@ def test_inside_gathered_parameters_new_memory_that_fits_is_taken_over(stage: in
     with pytest.raises(UsageError, match="modifier_rank=None"):
         replace(torch.zeros(WIDTH, WIDTH), None)
     wrong = torch.zeros(2, WIDTH) if stage % 2 else torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
-    with pytest.raises(UsageError if dist.get_rank() == 0 else PeerError, match="memory of 'weight' was replaced"):
+    with pytest.raises(
+        UsageError if dist.get_rank() == 0 else PeerError, match="memory of 'weight' was replaced"
+    ):
         replace(wrong, 0)
 
 
@@ -125,11 +137,15 @@ class Replaces(nn.Linear):
 
     def forward(self, batch: Tensor) -> Tensor:
         self.weight.data = self.value(self.weight.data)
-        return nn.functional.linear(batch.to(self.weight.dtype), self.weight, self.bias.to(self.weight.dtype))
+        return nn.functional.linear(
+            batch.to(self.weight.dtype), self.weight, self.bias.to(self.weight.dtype)
+        )
 
 
 @pytest.mark.ranks(2)
-def test_new_values_that_a_forward_assigns_are_refused_and_a_cast_of_the_same_values_is_not() -> None:
+def test_new_values_that_a_forward_assigns_are_refused_and_a_cast_of_the_same_values_is_not() -> (
+    None
+):
     def run(value: Callable[[Tensor], Tensor]) -> None:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Replaces(WIDTH, WIDTH))
         model[1].value = value
@@ -141,7 +157,9 @@ def test_new_values_that_a_forward_assigns_are_refused_and_a_cast_of_the_same_va
 
     run(lambda weight: weight.to(torch.bfloat16))
     run(lambda weight: weight.clone())
-    with pytest.raises(UsageError, match=r"the memory of parameter '1.weight' was replaced by other values"):
+    with pytest.raises(
+        UsageError, match=r"the memory of parameter '1.weight' was replaced by other values"
+    ):
         run(lambda weight: weight / 2)
 
 

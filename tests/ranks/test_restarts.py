@@ -1,4 +1,6 @@
-"""torchrun restarts its ranks after one was killed, and the losses equal those of an undisturbed run."""
+"""torchrun restarts its ranks after one was killed, and the losses equal those of an undisturbed
+run.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,18 @@ def restart(folder: Path, way: str, ends: Sequence[End], steps: int, seconds: fl
 
     Compares every loss of every start, bit for bit, with those of a training without interruptions.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={len(ends)}"]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        f"--max-restarts={len(ends)}",
+    ]
     command = [sys.executable, *launcher, PROGRAM, str(folder), str(steps), way, json.dumps(ends)]
     paths = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    ended = subprocess.run(command, env=os.environ | paths, capture_output=True, text=True, timeout=seconds)
+    ended = subprocess.run(
+        command, env=os.environ | paths, capture_output=True, text=True, timeout=seconds
+    )
     assert ended.returncode == 0, ended.stderr[-8000:]
     undisturbed = (folder / "undisturbed").read_text().splitlines()
     assert [int(line.split()[0]) for line in undisturbed] == list(range(steps))
@@ -45,7 +55,9 @@ def test_training_goes_on_after_a_restart_under_torchrun(tmp_path: Path) -> None
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("way", ["engine", "torch", "deepspeed"])
 def test_twenty_restarts_at_random_moments_change_no_loss(way: str, tmp_path: Path) -> None:
-    """Ranks are ended while they start (import, rendezvous, groups, building, loading), in steps and in saves."""
+    """Ranks are ended while they start (import, rendezvous, groups, building, loading), in steps
+    and in saves.
+    """
     chance = random.Random(way)
     ends: list[End] = []
     for number in range(20):

@@ -1,4 +1,6 @@
-"""Four steps, a checkpoint, a new engine and four more steps are eight steps, bit for bit, whatever the run is."""
+"""Four steps, a checkpoint, a new engine and four more steps are eight steps, bit for bit, whatever
+the run is.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,20 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp16": FP16,
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    name: {"type": name.split()[0], "params": {"lr": 1e-2}, **({"moments": "8bit"} if "8bit" in name else {})}
+    name: {
+        "type": name.split()[0],
+        "params": {"lr": 1e-2},
+        **({"moments": "8bit"} if "8bit" in name else {}),
+    }
     for name in AXES["optimizer"]  # type: ignore[union-attr]
 }
 OPTIMIZERS["SGD"]["params"] |= {"momentum": 0.9}
 SCHEDULES: dict[str, dict[str, Any]] = {
     "WarmupLR": {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 1e-2}},
-    "WarmupCosineLR": {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "warmup_num_steps": 3}},
+    "WarmupCosineLR": {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": 9, "warmup_num_steps": 3},
+    },
     "OneCycle": {
         "type": "OneCycle",
         "params": {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 3},

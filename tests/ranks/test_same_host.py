@@ -1,6 +1,8 @@
-"""Ranks of one host through shared memory: the same bits as over gloo, no edit leaves its process, nothing is left.
+"""Ranks of one host through shared memory: the same bits as over gloo, no edit leaves its process,
+nothing is left.
 
-Hosts are posed: a process takes another key for its host, so that two ranks are neighbours and two are far.
+Hosts are posed: a process takes another key for its host, so that two ranks are neighbours and two
+are far.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ LARGE = 50_000  # elements: more than a message carries
 
 def mapped(numel: int) -> Tensor:
     """Pages of this process alone, where the system puts them."""
-    return torch.frombuffer(mmap.mmap(-1, numel * 4, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.float32)
+    return torch.frombuffer(
+        mmap.mmap(-1, numel * 4, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.float32
+    )
 
 
 @contextmanager
@@ -62,7 +66,8 @@ def hosts(key_of: Callable[[int], str]) -> Iterator[None]:
 def trained(run: Run) -> tuple[list[Tensor], dict[str, Tensor], float]:
     """Losses and weights after three steps, and the bytes counted on the way.
 
-    All but the rows of the start, in which ranks tell each other, among other things, how they travel.
+    All but the rows of the start, in which ranks tell each other, among other things, how they
+    travel.
     """
     engine = start_engine(run, seeded(Gpt))
     del engine.runtime.comm.meter.sent_bytes["rows"]
@@ -102,8 +107,12 @@ def test_two_hosts_of_two_ranks_give_the_bits_of_gloo(stage: int, dtype: str) ->
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
-def test_two_hosts_with_our_own_sockets_between_give_the_bits_of_gloo(stage: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")]
+)
+def test_two_hosts_with_our_own_sockets_between_give_the_bits_of_gloo(
+    stage: int, dtype: str
+) -> None:
     run = Run(stage, dtype, 2, optimizer="adamw", transport="gloo", ranks_per_host=2)
     expected = trained(run)
     with hosts(lambda rank: f"host {rank // 2}"):
@@ -131,7 +140,9 @@ def test_with_our_own_sockets_a_death_is_named_at_once() -> None:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         full, began = torch.zeros(2 * LARGE), time.monotonic()
-        with pytest.raises(PeerError, match=r"lost its connection to rank 1 .*its process has ended"):
+        with pytest.raises(
+            PeerError, match=r"lost its connection to rank 1 .*its process has ended"
+        ):
             comm.all_gather(full, "gather", "nobody's").wait()
         assert time.monotonic() - began < dead_after() / 2, "not by its silence"
 
@@ -191,20 +202,34 @@ def test_a_buffer_is_the_writers_again_only_when_it_was_read() -> None:
         if rank == turn % 2:
             time.sleep(0.01)
         pending = comm.exchange(
-            [piece, piece], [None, None], "reduce", "turn", lambda got: found.append(got[1 - rank].clone())
+            [piece, piece],
+            [None, None],
+            "reduce",
+            "turn",
+            lambda got: found.append(got[1 - rank].clone()),
         )
         pending.wait()
-    assert [bool((values == turn + 1 - rank).all()) for turn, values in enumerate(found)] == [True] * 20
+    assert [bool((values == turn + 1 - rank).all()) for turn, values in enumerate(found)] == [
+        True
+    ] * 20
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("are_shared", [True, False])
-def test_pages_where_others_lay_are_not_taken_for_those(are_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_where_others_lay_are_not_taken_for_those(
+    are_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     comm, rank = Comm(CPU), dist.get_rank()
 
     def exchanged(piece: Tensor) -> float:
         found: list[Tensor] = []
-        got = comm.exchange([piece] * 2, [None] * 2, "reduce", "pages", lambda it: found.append(it[1 - rank].clone()))
+        got = comm.exchange(
+            [piece] * 2,
+            [None] * 2,
+            "reduce",
+            "pages",
+            lambda it: found.append(it[1 - rank].clone()),
+        )
         got.wait()
         comm.wait_until_read(piece)
         return float(found[0].unique())
@@ -270,7 +295,9 @@ def test_no_descriptor_and_no_mapping_stays_behind_an_engine() -> None:
 
     def held() -> tuple[int, int]:
         me = psutil.Process()
-        return me.num_fds(), sum("memfd:deepseek_zero" in each.path for each in me.memory_maps(grouped=False))
+        return me.num_fds(), sum(
+            "memfd:deepseek_zero" in each.path for each in me.memory_maps(grouped=False)
+        )
 
     counts = []
     for _ in range(4):
@@ -291,7 +318,9 @@ def test_a_full_queue_makes_nobody_wait_for_ever() -> None:
     ]
     for each in pending:
         each.wait()
-    assert [float(box[1 - rank]) for box in boxes] == [float(turn + 1 - rank) for turn in range(2000)]
+    assert [float(box[1 - rank]) for box in boxes] == [
+        float(turn + 1 - rank) for turn in range(2000)
+    ]
 
 
 @pytest.mark.ranks(2)
@@ -363,12 +392,26 @@ ENDLESS = """
 
 
 @pytest.mark.parametrize("victim", ["rank", "rank in a gather", "launcher"])
-def test_kill_9_ends_the_job_in_seconds_and_leaves_nothing_in_shared_memory(victim: str, tmp_path: Path) -> None:
+def test_kill_9_ends_the_job_in_seconds_and_leaves_nothing_in_shared_memory(
+    victim: str, tmp_path: Path
+) -> None:
     script = tmp_path / "endless.py"
     script.write_text(textwrap.dedent(ENDLESS))
     before = set(os.listdir("/dev/shm"))
-    command = [sys.executable, "-m", "deepseek_zero.cli", "run", "--nproc", "2", str(script), str(tmp_path), victim]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+    command = [
+        sys.executable,
+        "-m",
+        "deepseek_zero.cli",
+        "run",
+        "--nproc",
+        "2",
+        str(script),
+        str(tmp_path),
+        victim,
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as launcher:
         deadline = time.monotonic() + 60
         while len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -415,11 +458,16 @@ def test_a_timeline_has_every_collective_of_a_step(transport: str) -> None:
         train_step(engine, run, 1)
     calls = engine.runtime.comm.meter.calls
     assert Counter(event.lane for event in seen.collectives) == {
-        "gather": 2 if transport == "fastest" else calls["all_gather"],  # near ranks meet, and then see everything
+        "gather": 2
+        if transport == "fastest"
+        else calls["all_gather"],  # near ranks meet, and then see everything
         "reduce": calls["reduce_scatter"],
         "rows": calls["rows"],
     }
-    assert all(event.issued <= event.arrived and event.issued <= event.waited[1] for event in seen.collectives)
+    assert all(
+        event.issued <= event.arrived and event.issued <= event.waited[1]
+        for event in seen.collectives
+    )
     train_step(engine, run, 2)
     assert "computing" in engine.explain().splitlines()[-1] or "waiting" in engine.explain()
     assert ("where the run went" in said_by(engine.destroy)) is (dist.get_rank() == 0)

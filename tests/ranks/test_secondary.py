@@ -1,4 +1,6 @@
-"""`zero_hpz_partition_size` through the engine's door, on real ranks: bits, bytes on the wire, memory, checkpoints."""
+"""`zero_hpz_partition_size` through the engine's door, on real ranks: bits, bytes on the wire,
+memory, checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def assert_alike(first: Any, second: Any) -> None:
 
 @pytest.mark.ranks(WORLD)
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_run_has_the_bits_of_stage_3_and_its_bytes_and_memory_are_the_plans(accumulation: int) -> None:
+def test_a_run_has_the_bits_of_stage_3_and_its_bytes_and_memory_are_the_plans(
+    accumulation: int,
+) -> None:
     run = Run(3, "bf16", accumulation, optimizer="adamw", transport="gloo")
     engine, plain = start(run, 2), start(run, 1)
     for step in range(3):
@@ -60,7 +64,9 @@ def test_a_run_has_the_bits_of_stage_3_and_its_bytes_and_memory_are_the_plans(ac
     assert report.measured["secondary"] == psi // 2 * 2  # each half of the bf16 weights
     assert "secondary" not in plain.memory_report().measured
     assert "among 2 of 4 ranks (hpZ)" in str(engine.runtime.plan)
-    config = run.config() | {"optimizer": {"type": "AdamW", "params": {"fused": False, "foreach": False}}}
+    config = run.config() | {
+        "optimizer": {"type": "AdamW", "params": {"fused": False, "foreach": False}}
+    }
     config["zero_optimization"] |= {"zero_hpz_partition_size": 2}
     plan = deepseek_zero.plan(seeded(Gpt), config, ranks=WORLD, rank=dist.get_rank())
     assert plan.volume() == volume
@@ -69,7 +75,9 @@ def test_a_run_has_the_bits_of_stage_3_and_its_bytes_and_memory_are_the_plans(ac
 
 
 @pytest.mark.ranks(WORLD)
-def test_between_two_hosts_a_unit_is_gathered_once_a_step_and_later_gathers_pass_through_shared_memory() -> None:
+def test_between_two_hosts_a_unit_is_gathered_once_a_step_and_later_gathers_pass_through_shared_memory() -> (
+    None
+):
     run = Run(3, "bf16", 2, optimizer="adamw")
     with hosts(lambda rank: f"host {rank // 2}"):
         engine, plain = start(run, 2), start(run, 1)
@@ -77,7 +85,9 @@ def test_between_two_hosts_a_unit_is_gathered_once_a_step_and_later_gathers_pass
         assert all(isinstance(copy.comm_ctx.comm._transport, SharedMemory) for copy in copies)
         for step in range(3):
             engine.runtime.comm.meter.reset()
-            assert all(map(torch.equal, train_step(engine, run, step), train_step(plain, run, step)))
+            assert all(
+                map(torch.equal, train_step(engine, run, step), train_step(plain, run, step))
+            )
         volume, meter = predicted_volume(engine.runtime), engine.runtime.comm.meter
         assert meter.total_bytes() == volume.state_bytes + volume.rows
         assert meter.sent_bytes["inner_gather"] == volume.inner_gathers > 0
@@ -85,7 +95,10 @@ def test_between_two_hosts_a_unit_is_gathered_once_a_step_and_later_gathers_pass
         assert report.measured_total == report.predicted_total
         assert_alike(engine, plain)
     alone = start(run, 2)
-    assert all(group.secondary is None and group.weight.symmetric is not None for group in alone.runtime.groups)
+    assert all(
+        group.secondary is None and group.weight.symmetric is not None
+        for group in alone.runtime.groups
+    )
 
 
 @pytest.mark.ranks(WORLD)
@@ -99,7 +112,9 @@ def test_a_checkpoint_and_an_evaluation_in_the_middle_change_no_bit(tmp_path: Pa
     assert "secondary" not in (tmp_path / "two" / "manifest.json").read_text()
     train_step(engine, run, 2)
     with torch.no_grad():
-        engine(torch.zeros(1, 3, dtype=torch.long))  # of other weights than those that are loaded next
+        engine(
+            torch.zeros(1, 3, dtype=torch.long)
+        )  # of other weights than those that are loaded next
     engine.load_checkpoint(tmp_path, tag="two")
     for step in range(2, 4):
         with torch.no_grad():

@@ -1,4 +1,6 @@
-"""DeepSpeed's DistributedAttention over torch's groups: both layouts, beside attention of one process."""
+"""DeepSpeed's DistributedAttention over torch's groups: both layouts, beside attention of one
+process.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,15 @@ def tokens_first(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 @pytest.mark.parametrize("batch_dim", [0, 1])
 @pytest.mark.parametrize("few", [4, 2, 1])
 @pytest.mark.parametrize("has_positions", [False, True])
-def test_distributed_attention_is_that_of_the_whole_sequence(batch_dim: int, few: int, has_positions: bool) -> None:
+def test_distributed_attention_is_that_of_the_whole_sequence(
+    batch_dim: int, few: int, has_positions: bool
+) -> None:
     draws = torch.Generator().manual_seed(0)
     local = (batch_first, tokens_first)[batch_dim]
     shape = [2, TOKENS] if batch_dim == 0 else [TOKENS, 2]
-    inputs = [torch.randn(*shape, each, 8, generator=draws).requires_grad_() for each in (HEADS, few, few)]
+    inputs = [
+        torch.randn(*shape, each, 8, generator=draws).requires_grad_() for each in (HEADS, few, few)
+    ]
     angles = torch.randn(1, TOKENS, 1, 4, generator=draws)
     rotary = (angles.cos(), angles.sin()) if has_positions else None
     alone = DistributedAttention(local, None)
@@ -42,7 +48,9 @@ def test_distributed_attention_is_that_of_the_whole_sequence(batch_dim: int, few
     expected.square().sum().backward()
     grads = [each.grad for each in inputs]
     rank, size = dist.get_rank(), dist.get_world_size()
-    own = [each.detach().chunk(size, 1 - batch_dim)[rank].clone().requires_grad_() for each in inputs]
+    own = [
+        each.detach().chunk(size, 1 - batch_dim)[rank].clone().requires_grad_() for each in inputs
+    ]
     found = DistributedAttention(local, dist.group.WORLD, 2, 0)(*own, batch_dim, rotary)
     found.square().sum().backward()
     torch.testing.assert_close(found, expected.chunk(size, 1 - batch_dim)[rank])

@@ -1,4 +1,6 @@
-"""Models whose sequences several ranks share, under the engine: losses, gradients and weights of one process."""
+"""Models whose sequences several ranks share, under the engine: losses, gradients and weights of
+one process.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ STEPS = 3
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ignores", [3, 5])
 def test_every_stage_divides_by_the_ranks_once(stage: int, ignores: int) -> None:
-    """Pitfall: a divisor without sp at some stages. With 5 labels ignored the first rank has no valid token at all."""
+    """Pitfall: a divisor without sp at some stages. With 5 labels ignored the first rank has no
+    valid token at all.
+    """
     model = tiny("llama", num_key_value_heads=2)
     own = copy.deepcopy(model)
     engine = deepseek_zero.initialize(model=own, config=config(stage), mesh={"sp": 2})[0]
@@ -47,7 +51,9 @@ def test_a_tied_head() -> None:
 def test_with_ranks_that_see_other_batches(stage: int) -> None:
     model = tiny("llama")
     own = copy.deepcopy(model)
-    engine = deepseek_zero.initialize(model=own, config=config(stage), mesh={"sp": 2, "dp_shard": 2})[0]
+    engine = deepseek_zero.initialize(
+        model=own, config=config(stage), mesh={"sp": 2, "dp_shard": 2}
+    )[0]
     assert engine.train_batch_size() == 6
     same_training(model, engine, [[batch(seed), batch(seed + 100)] for seed in range(STEPS)])
     engine.destroy()

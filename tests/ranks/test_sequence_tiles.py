@@ -1,4 +1,6 @@
-"""Tiles of a sequence under an engine: unmodified models patched as DeepSpeed's pages patch them, and one reduction."""
+"""Tiles of a sequence under an engine: unmodified models patched as DeepSpeed's pages patch them,
+and one reduction.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ TILES, CALLS = 3, list[int]()  # of the loss, and the tokens of each call of its
 
 def loss_of(module: Any, hidden: Tensor, labels: Tensor) -> Tensor:
     CALLS.append(len(labels))
-    return F.cross_entropy(module.lm_head(hidden).float(), labels, ignore_index=-100, reduction="sum")
+    return F.cross_entropy(
+        module.lm_head(hidden).float(), labels, ignore_index=-100, reduction="sum"
+    )
 
 
 class Tiled(nn.Module):
@@ -48,7 +52,9 @@ class Tiled(nn.Module):
         hidden = self.inner.model(input_ids=input_ids, use_cache=False).last_hidden_state
         shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
         weights = [self.inner.lm_head.weight]
-        total = TiledFusedLogitsLoss.apply(loss_of, self.inner, hidden, shifted, None, TILES, weights, "sum")
+        total = TiledFusedLogitsLoss.apply(
+            loss_of, self.inner, hidden, shifted, None, TILES, weights, "sum"
+        )
         return total / (shifted != -100).sum()
 
 
@@ -56,14 +62,18 @@ class Tiled(nn.Module):
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_tiled_models_train_as_untiled_ones_and_send_as_much(stage: int, accumulation: int) -> None:
-    """The loss of one rank and micro-batch is the mean of its own tokens, and gradients are the mean of those."""
+    """The loss of one rank and micro-batch is the mean of its own tokens, and gradients are the
+    mean of those.
+    """
     plain, sent = tiny("llama"), []
     CALLS.clear()
     for tiles in (False, True):
         own: Any = Tiled(copy.deepcopy(plain)) if tiles else copy.deepcopy(plain)
         if tiles:
             tile_the_mlps(own.inner)
-        engine = deepseek_zero.initialize(model=own, config=config(stage, gradient_accumulation_steps=accumulation))[0]
+        engine = deepseek_zero.initialize(
+            model=own, config=config(stage, gradient_accumulation_steps=accumulation)
+        )[0]
         model = copy.deepcopy(plain)
         for step in range(2):
             model.zero_grad()
@@ -96,8 +106,12 @@ def test_a_tiled_loss_outside_of_the_engine(stage: int) -> None:
         given = batch(number)
         wanted = plain(**given, use_cache=False).loss
         shifted = F.pad(given["labels"], (0, 1), value=-100)[:, 1:]
-        hidden = engine(given["input_ids"], output_hidden_states=True, use_cache=False).hidden_states[-1]
-        loss = TiledFusedLogitsLoss.apply(loss_of, own, hidden, shifted, None, TILES, [own.lm_head.weight], "sum")
+        hidden = engine(
+            given["input_ids"], output_hidden_states=True, use_cache=False
+        ).hidden_states[-1]
+        loss = TiledFusedLogitsLoss.apply(
+            loss_of, own, hidden, shifted, None, TILES, [own.lm_head.weight], "sum"
+        )
         loss = loss / (shifted != -100).sum()
         assert abs(loss.item() / wanted.item() - 1) < 1e-6
         same_step(plain, [wanted], engine, loss)

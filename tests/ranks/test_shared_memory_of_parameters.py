@@ -1,4 +1,6 @@
-"""Two Parameters over one memory are one Parameter, or an error; parameters that hold complex numbers are an error."""
+"""Two Parameters over one memory are one Parameter, or an error; parameters that hold complex
+numbers are an error.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ import torch
 from torch import Tensor, nn
 
 import deepseek_zero
-from tests.plain import Setting, assert_trains_like_plain, draw, engine_for, here, on_stages_0_to_3, seeded
+from tests.plain import (
+    Setting,
+    assert_trains_like_plain,
+    draw,
+    engine_for,
+    here,
+    on_stages_0_to_3,
+    seeded,
+)
 
 pytestmark = pytest.mark.ranks(2)
 ZeroError = deepseek_zero.DeepSeekZeroError
@@ -41,7 +51,10 @@ class Columns(Stack):
     def __init__(self) -> None:
         super().__init__()
         both = torch.randn(WIDTH, 2 * WIDTH)
-        self.first.weight, self.second.weight = nn.Parameter(both[:, :WIDTH]), nn.Parameter(both[:, WIDTH:])
+        self.first.weight, self.second.weight = (
+            nn.Parameter(both[:, :WIDTH]),
+            nn.Parameter(both[:, WIDTH:]),
+        )
 
 
 def square(model: Any, rank: int, step: int, backward: Callable[..., Any]) -> Tensor:
@@ -62,7 +75,9 @@ def test_parameters_over_one_memory_train_as_one(setting: Setting) -> None:
 
 @on_stages_0_to_3
 def test_an_optimizer_that_was_given_both_updates_one(setting: Setting) -> None:
-    def train(make: Callable[[nn.Module], tuple[nn.Module, Callable[[Tensor], None]]]) -> dict[str, Tensor]:
+    def train(
+        make: Callable[[nn.Module], tuple[nn.Module, Callable[[Tensor], None]]],
+    ) -> dict[str, Tensor]:
         model, update = make(seeded(Shared))
         for step in range(3):
             update(model(draw(0, step, 4, WIDTH)).square().mean())
@@ -81,7 +96,9 @@ def test_an_optimizer_that_was_given_both_updates_one(setting: Setting) -> None:
 
     def by_engine(model: nn.Module) -> tuple[nn.Module, Callable[[Tensor], None]]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-6)
-        engine = deepseek_zero.initialize(model=model, optimizer=optimizer, config=setting.config(optimizer={}))[0]
+        engine = deepseek_zero.initialize(
+            model=model, optimizer=optimizer, config=setting.config(optimizer={})
+        )[0]
 
         def update(loss: Tensor) -> None:
             engine.backward(loss)
@@ -93,8 +110,14 @@ def test_an_optimizer_that_was_given_both_updates_one(setting: Setting) -> None:
         optimizer = deepseek_zero.ZeroOptimizer(
             model.parameters(), lr=0.01, eps=1e-6, optimizer_type="adamw", weight_decay=0.01
         )
-        zero = {key: value for key, value in setting.config()["zero_optimization"].items() if key != "stage"}
-        model.kept = [deepseek_zero.DeepSeekZeRO3(model, stage=setting.stage, zero_optimization=zero)]  # type: ignore[assignment]
+        zero = {
+            key: value
+            for key, value in setting.config()["zero_optimization"].items()
+            if key != "stage"
+        }
+        model.kept = [
+            deepseek_zero.DeepSeekZeRO3(model, stage=setting.stage, zero_optimization=zero)
+        ]  # type: ignore[assignment]
 
         def update(loss: Tensor) -> None:
             optimizer.zero_grad()
@@ -219,13 +242,17 @@ class Rotated(Stack):
 
 
 @on_stages_0_to_3
-def test_complex_parameters_are_an_error_on_every_rank_and_complex_buffers_work(setting: Setting) -> None:
+def test_complex_parameters_are_an_error_on_every_rank_and_complex_buffers_work(
+    setting: Setting,
+) -> None:
     for build in (Complex, lambda: Complex(torch.complex128), lambda: Complex(trained=False)):
         model = seeded(build)
         with pytest.raises(ZeroError, match=r"(?s)'phase'.*complex.*view_as_complex"):
             engine_for(model, setting)
         assert torch.equal(model.phase.detach().real.float(), torch.ones(WIDTH))
-    zero = {key: value for key, value in setting.config()["zero_optimization"].items() if key != "stage"}
+    zero = {
+        key: value for key, value in setting.config()["zero_optimization"].items() if key != "stage"
+    }
     with pytest.raises(ZeroError, match="complex"):
         deepseek_zero.DeepSeekZeRO3(seeded(Complex), stage=setting.stage, zero_optimization=zero)
     with pytest.raises(ZeroError, match="complex"), deepseek_zero.zero.Init():

@@ -1,4 +1,6 @@
-"""Two hosts, our own sockets between them: what listens, who is let in, what a cut costs, how a death is told."""
+"""Two hosts, our own sockets between them: what listens, who is let in, what a cut costs, how a
+death is told.
+"""
 
 from __future__ import annotations
 
@@ -83,11 +85,19 @@ def started(pair: tuple[Host, ...], folder: Path) -> list[Process]:
     """A rank on each host, by the launcher."""
     script = folder / "trains.py"
     script.write_text(textwrap.dedent(TRAINS))
-    options = ["--num_nodes=2", f"--master_addr={pair[0].address}", f"--master_port={MASTER_PORT}", "--nproc=1"]
+    options = [
+        "--num_nodes=2",
+        f"--master_addr={pair[0].address}",
+        f"--master_port={MASTER_PORT}",
+        "--nproc=1",
+    ]
     options += ["--interface=v0", f"--ports={PORTS[0]}-{PORTS[-1]}"]
     command = [sys.executable, "-m", "deepseek_zero.cli", "run", *options]
     environment = {SECRET_FILE: secret_in(folder)}
-    return [host.run([*command, f"--node_rank={host.number}", str(script), str(folder)], environment) for host in pair]
+    return [
+        host.run([*command, f"--node_rank={host.number}", str(script), str(folder)], environment)
+        for host in pair
+    ]
 
 
 def wait_for(paths: list[Path], processes: list[Process]) -> None:
@@ -99,20 +109,26 @@ def wait_for(paths: list[Path], processes: list[Process]) -> None:
         time.sleep(0.05)
 
 
-def test_a_run_listens_at_one_address_and_goes_on_through_strangers_and_a_cut(tmp_path: Path) -> None:
+def test_a_run_listens_at_one_address_and_goes_on_through_strangers_and_a_cut(
+    tmp_path: Path,
+) -> None:
     with hosts(2) as pair:
         launchers = started(pair, tmp_path)
         wait_for([tmp_path / f"{rank}.ready" for rank in (0, 1)], launchers)
         for host in pair:
             ports = host.ports()
-            assert {address for address, _ in ports} == {host.address}, "one address, and that one named"
+            assert {address for address, _ in ports} == {host.address}, (
+                "one address, and that one named"
+            )
             assert len([port for _, port in ports if port in PORTS]) == 1, "one port of ours"
             assert ((host.address, MASTER_PORT) in ports) == (host is pair[0])
         secret = (tmp_path / "secret").read_bytes()
         for pid in [pid for host in pair for pid in host.pids()]:
             for what in ("cmdline", "environ"):
                 said = Path(f"/proc/{pid}/{what}").read_bytes()
-                assert secret not in said and secret.hex().encode() not in said, f"the secret is in {what}"
+                assert secret not in said and secret.hex().encode() not in said, (
+                    f"the secret is in {what}"
+                )
         ours = [place for host in pair for place in host.ports() if place[1] in PORTS]
         stranger = pair[1].run([sys.executable, "-c", textwrap.dedent(STRANGER), json.dumps(ours)])
         assert stranger.wait(60) == 0, stranger.communicate()[0]
@@ -131,10 +147,19 @@ def test_a_run_listens_at_one_address_and_goes_on_through_strangers_and_a_cut(tm
 def test_the_launchers_store_listens_at_the_interface_that_was_named_else_where_others_reach_its_host(
     tmp_path: Path,
 ) -> None:
-    """Never at all addresses: also not where the meeting place is another machine's address, which leads here."""
+    """Never at all addresses: also not where the meeting place is another machine's address, which
+    leads here.
+    """
     script = tmp_path / "waits.py"
     script.write_text("import time\ntime.sleep(60)\n")
-    command = [sys.executable, "-m", "deepseek_zero.cli", "run", "--nproc=1", f"--master_port={MASTER_PORT}"]
+    command = [
+        sys.executable,
+        "-m",
+        "deepseek_zero.cli",
+        "run",
+        "--nproc=1",
+        f"--master_port={MASTER_PORT}",
+    ]
     with hosts(2) as (alone, first):
         place = ["--num_nodes=2", "--node_rank=0", "--master_addr=10.77.0.200"]
         launchers = [
@@ -160,15 +185,21 @@ def test_two_hosts_of_two_ranks_train_to_the_bits_of_gloo() -> None:
     (losses, weights), (other_losses, other_weights) = found
     assert all(map(torch.equal, losses, other_losses))
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
-    assert "shared memory within a host, our own sockets between hosts" in str(engine.runtime.comm.capabilities())
+    assert "shared memory within a host, our own sockets between hosts" in str(
+        engine.runtime.comm.capabilities()
+    )
 
 
 @pytest.mark.ranks(2, hosts=2, fresh=True)
-def test_nothing_is_unpickled_while_two_hosts_meet_and_train(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_unpickled_while_two_hosts_meet_and_train(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("something is unpickled")
 
-    run = Run(3, "bf16", 1, optimizer="adamw", transport="tcp")  # a class of its own, so made before
+    run = Run(
+        3, "bf16", 1, optimizer="adamw", transport="tcp"
+    )  # a class of its own, so made before
     for name in ("load", "loads", "Unpickler", "_Unpickler"):
         monkeypatch.setattr(pickle, name, forbidden)
     monkeypatch.setattr("torch.distributed.distributed_c10d._unpickler", forbidden)
@@ -197,13 +228,21 @@ def test_two_hosts_train_by_tls_to_the_bits_of_one_process_and_nobody_reads_them
             while True:
                 heard += wire.recv(1 << 17)
     weights = engine.module.state_dict()
-    reference = Reference(seeded(Gpt), 2, run.accumulation, False, DTYPES[run.dtype], OPTIMIZERS[run.optimizer])
-    expected, _ = reference.step([[batch_of(0, micro, each) for micro in range(run.accumulation)] for each in (0, 1)])
+    reference = Reference(
+        seeded(Gpt), 2, run.accumulation, False, DTYPES[run.dtype], OPTIMIZERS[run.optimizer]
+    )
+    expected, _ = reference.step(
+        [[batch_of(0, micro, each) for micro in range(run.accumulation)] for each in (0, 1)]
+    )
     assert all(map(torch.equal, losses, expected[rank]))
-    assert all(torch.equal(weights[name], weight) for name, weight in reference.model.state_dict().items())
+    assert all(
+        torch.equal(weights[name], weight) for name, weight in reference.model.state_dict().items()
+    )
     assert "our own sockets" in str(engine.runtime.comm.capabilities())
     begins = [weight.flatten()[:8] for weight in seeded(Gpt).state_dict().values()]
-    marks = [bytes(begin.view(torch.uint8).tolist()) for begin in begins if len(set(begin.tolist())) > 4]
+    marks = [
+        bytes(begin.view(torch.uint8).tolist()) for begin in begins if len(set(begin.tolist())) > 4
+    ]
     assert len(heard) > 100_000 and marks and not any(mark in heard for mark in marks)
     with pytest.raises(UsageError, match="gloo encrypts nothing"):
         start_engine(Run(3, transport="gloo"), seeded(Gpt))
@@ -223,7 +262,9 @@ def test_a_rank_of_another_host_that_is_killed_is_named_at_once() -> None:
 
 
 @pytest.mark.ranks(2, hosts=2, fresh=True)
-def test_where_no_connection_can_be_made_every_engine_goes_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_connection_can_be_made_every_engine_goes_over_gloo(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def unreachable(links: sockets.Links, link: object, seconds: float) -> None:
         raise TimeoutError("a firewall drops it")
 
@@ -233,8 +274,13 @@ def test_where_no_connection_can_be_made_every_engine_goes_over_gloo(monkeypatch
     run = Run(3, transport="measured")
     for _ in range(2):  # the second asks nobody again
         engine = start_engine(run, seeded(Gpt))
-        (fallback,) = [line for line in engine.parts.capabilities.fallbacks if "tried between hosts" in line]
-        assert "taken: gloo (our own sockets: rank" in fallback and "has no connection to rank" in fallback
+        (fallback,) = [
+            line for line in engine.parts.capabilities.fallbacks if "tried between hosts" in line
+        ]
+        assert (
+            "taken: gloo (our own sockets: rank" in fallback
+            and "has no connection to rank" in fallback
+        )
         train_step(engine, run, 0)
     with pytest.raises(PeerError, match="has no connection to rank"):
         Comm(CPU, transport="tcp")

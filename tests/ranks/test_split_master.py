@@ -1,4 +1,6 @@
-"""A master split into bf16 weight and int16 remainder trains, is read, written and saved as a whole fp32 one."""
+"""A master split into bf16 weight and int16 remainder trains, is read, written and saved as a whole
+fp32 one.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,19 @@ STEPS = 4
 def bits(values: dict[str, Tensor]) -> dict[str, list[int]]:
     """Values by name, as integers, so that -0 is not 0 and NaN is itself."""
     kinds = {2: torch.int16, 4: torch.int32}
-    return {name: value.reshape(-1).view(kinds[value.itemsize]).tolist() for name, value in values.items()}
+    return {
+        name: value.reshape(-1).view(kinds[value.itemsize]).tolist()
+        for name, value in values.items()
+    }
 
 
 def everything(engine: Any) -> dict[str, dict[str, list[int]]]:
     """Weights, masters and moments of an engine, whole.  Collective."""
-    found: dict[str, dict[str, Tensor]] = {"weight": dict(engine.module.state_dict()), "master": {}, "moment": {}}
+    found: dict[str, dict[str, Tensor]] = {
+        "weight": dict(engine.module.state_dict()),
+        "master": {},
+        "moment": {},
+    }
     for name, param in engine.module.named_parameters():
         master, moment = full_master(param), safe_get_full_optimizer_state(param, "exp_avg")
         assert master is not None and master.dtype == torch.float32
@@ -46,7 +55,9 @@ def everything(engine: Any) -> dict[str, dict[str, list[int]]]:
     return {kind: bits(values) for kind, values in found.items()}
 
 
-def trained(run: Run, make: MakeOptimizer | None = FUSED, steps: int = STEPS) -> tuple[Any, list[Tensor]]:
+def trained(
+    run: Run, make: MakeOptimizer | None = FUSED, steps: int = STEPS
+) -> tuple[Any, list[Tensor]]:
     engine = start_engine(run, seeded(), make)
     return engine, [loss for step in range(steps) for loss in train_step(engine, run, step)]
 
@@ -54,9 +65,18 @@ def trained(run: Run, make: MakeOptimizer | None = FUSED, steps: int = STEPS) ->
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_every_stage_trains_to_the_same_bits_with_either_kind_of_master(ranks: int, accumulation: int) -> None:
-    for stages in ((0, 1), (2, 3)):  # what is summed first, micro-batches or ranks, differs between the two
-        runs = [Run(stage, "bf16", accumulation, master=master) for stage in stages for master in ("split", "fp32")]
+def test_every_stage_trains_to_the_same_bits_with_either_kind_of_master(
+    ranks: int, accumulation: int
+) -> None:
+    for stages in (
+        (0, 1),
+        (2, 3),
+    ):  # what is summed first, micro-batches or ranks, differs between the two
+        runs = [
+            Run(stage, "bf16", accumulation, master=master)
+            for stage in stages
+            for master in ("split", "fp32")
+        ]
         engines, losses = zip(*map(trained, runs), strict=True)
         kinds = [engine.runtime.groups[0].plan.master_is_split for engine in engines]
         assert kinds == [True, False, True, False]
@@ -67,11 +87,14 @@ def test_every_stage_trains_to_the_same_bits_with_either_kind_of_master(ranks: i
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], MakeOptimizer]] = {
     "momentum": lambda model: lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-    "adam, foreach": lambda model: lambda params: torch.optim.Adam(params, lr=0.01, foreach=True, amsgrad=True),
+    "adam, foreach": lambda model: (
+        lambda params: torch.optim.Adam(params, lr=0.01, foreach=True, amsgrad=True)
+    ),
     "adagrad": lambda model: lambda params: torch.optim.Adagrad(params, lr=0.01),
     "two groups": lambda model: (
         lambda params: torch.optim.AdamW(
-            [{"params": params[:5], "lr": 0.1}, {"params": params[5:], "weight_decay": 0.0}], lr=0.01
+            [{"params": params[:5], "lr": 0.1}, {"params": params[5:], "weight_decay": 0.0}],
+            lr=0.01,
         )
     ),
 }
@@ -82,7 +105,10 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], MakeOptimizer]] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_clients_own_optimizer_does_not_notice(name: str, stage: int) -> None:
     make = OPTIMIZERS[name](seeded())
-    one, two = (trained(Run(stage, "bf16", clipping=0.3, master=kind), make)[0] for kind in ("split", "fp32"))
+    one, two = (
+        trained(Run(stage, "bf16", clipping=0.3, master=kind), make)[0]
+        for kind in ("split", "fp32")
+    )
     assert everything(one) == everything(two)
 
 
@@ -103,7 +129,9 @@ def test_optimizers_of_ours_do_not_notice_either(name: str, stage: int) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_between_steps_the_inner_optimizer_holds_no_values_and_the_same_parameters(stage: int) -> None:
+def test_between_steps_the_inner_optimizer_holds_no_values_and_the_same_parameters(
+    stage: int,
+) -> None:
     engine, _ = trained(Run(stage, "bf16"), steps=1)
     params = [param for group in engine.optimizer.inner.param_groups for param in group["params"]]
     assert params and all(param.isnan().all() and not any(param.stride()) for param in params)
@@ -118,7 +146,9 @@ def test_between_steps_the_inner_optimizer_holds_no_values_and_the_same_paramete
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_step_that_fails_leaves_the_masters_as_they_were(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_leaves_the_masters_as_they_were(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(stage, "bf16")
     engine, _ = trained(run, steps=1)
     before = everything(engine)["master"]
@@ -142,7 +172,9 @@ def test_a_step_that_fails_leaves_the_masters_as_they_were(stage: int, monkeypat
 
 def change(engine: Any, how: str) -> None:
     """One of the ways to give a parameter new values; the same on every rank."""
-    name, param = next((name, param) for name, param in engine.module.named_parameters() if param.dim() == 2)
+    name, param = next(
+        (name, param) for name, param in engine.module.named_parameters() if param.dim() == 2
+    )
     values = torch.linspace(-1, 1, param.numel()).view(param.shape)
     match how:
         case "gathered":
@@ -202,13 +234,16 @@ def test_a_mask_on_live_weights_makes_no_nan(stage: int) -> None:
 
 def run_of(stage: int, kind: str) -> Run:
     """kind: bf16 weights with a "split" or "whole" master, or "fp32" weights."""
-    return Run(stage, "fp32" if kind == "fp32" else "bf16", master="fp32" if kind == "whole" else "split")
+    return Run(
+        stage, "fp32" if kind == "fp32" else "bf16", master="fp32" if kind == "whole" else "split"
+    )
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stages", [(3, 3), (1, 3), (3, 0), (2, 1)])
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [("split", "split"), ("split", "whole"), ("whole", "split"), ("split", "fp32")]
+    ("saved", "loaded"),
+    [("split", "split"), ("split", "whole"), ("whole", "split"), ("split", "fp32")],
 )
 def test_a_checkpoint_holds_fp32_masters_whatever_keeps_them(
     tmp_path: Path, saved: str, loaded: str, stages: tuple[int, int]
@@ -225,7 +260,9 @@ def test_a_checkpoint_holds_fp32_masters_whatever_keeps_them(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_run_resumed_with_another_kind_of_master_goes_on_bit_by_bit(tmp_path: Path, stage: int) -> None:
+def test_a_run_resumed_with_another_kind_of_master_goes_on_bit_by_bit(
+    tmp_path: Path, stage: int
+) -> None:
     straight, _ = trained(Run(stage, "bf16"), steps=4)
     half, _ = trained(Run(stage, "bf16"), steps=2)
     half.save_checkpoint(tmp_path)
@@ -277,7 +314,9 @@ def test_units_are_packed_in_one_buffer_on_their_way_to_their_slices(
     """A second one for each unit had cost more than all the rest of initialising."""
     taken: list[torch.dtype] = []
     empty = Comm.empty
-    monkeypatch.setattr(Comm, "empty", lambda comm, numel, dtype: taken.append(dtype) or empty(comm, numel, dtype))
+    monkeypatch.setattr(
+        Comm, "empty", lambda comm, numel, dtype: taken.append(dtype) or empty(comm, numel, dtype)
+    )
 
     def whole_buffers(blocks: int) -> int:
         taken.clear()

@@ -1,4 +1,6 @@
-"""`engine.offload_states` returns the memory of states, and `reload_states` brings their bits back."""
+"""`engine.offload_states` returns the memory of states, and `reload_states` brings their bits
+back.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,17 @@ BF16 = {"bf16": {"enabled": True}}
 
 def build(stage: int, zero: dict[str, Any] | None = None, **top: Any) -> Any:
     torch.manual_seed(0)
-    net = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+    net = nn.Sequential(
+        *[layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    )
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **(zero or {})},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            **(zero or {}),
+        },
         "steps_per_print": None,
         **top,
     }
@@ -40,7 +48,9 @@ def build(stage: int, zero: dict[str, Any] | None = None, **top: Any) -> Any:
 
 
 def step(engine: Any, number: int) -> None:
-    generator = torch.Generator().manual_seed(2 * number + (dist.get_rank() if dist.is_initialized() else 0))
+    generator = torch.Generator().manual_seed(
+        2 * number + (dist.get_rank() if dist.is_initialized() else 0)
+    )
     batch = torch.randn(2, WIDTH, generator=generator).to(next(engine.module.parameters()).dtype)
     engine.backward(engine(batch).float().square().mean())
     engine.step()
@@ -65,7 +75,11 @@ def resident() -> int:
 
 def bytes_expected(engine: Any, kinds: tuple[str, ...], dtype: torch.dtype) -> int:
     """By the formula: of this rank's part of 3 layers."""
-    numel, ranks, stage = 3 * (WIDTH + 1) * WIDTH, dist.get_world_size(), engine.zero_optimization_stage()
+    numel, ranks, stage = (
+        3 * (WIDTH + 1) * WIDTH,
+        dist.get_world_size(),
+        engine.zero_optimization_stage(),
+    )
     part = numel // ranks if stage else numel
     weights = (numel // ranks if stage == 3 else numel) * dtype.itemsize
     found = 0
@@ -81,7 +95,9 @@ def bytes_expected(engine: Any, kinds: tuple[str, ...], dtype: torch.dtype) -> i
 @pytest.mark.parametrize("top", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.ranks(2)
-def test_the_memory_of_states_is_returned_and_their_bits_come_back(stage: int, top: dict[str, Any]) -> None:
+def test_the_memory_of_states_is_returned_and_their_bits_come_back(
+    stage: int, top: dict[str, Any]
+) -> None:
     plain = build(stage, **top)
     for number in range(4):
         step(plain, number)
@@ -94,8 +110,13 @@ def test_the_memory_of_states_is_returned_and_their_bits_come_back(stage: int, t
     before = states(engine)
     dtype = torch.bfloat16 if top else torch.float32
     for include in (None, ["optim_states"], [OffloadStateTypeEnum.hp_params, "lp_params"]):
-        kinds = KINDS if include is None else tuple(str(getattr(kind, "value", kind)) for kind in include)
-        engine.offload_states()  # what the heap keeps for the next allocation goes in this first round
+        kinds = (
+            KINDS
+            if include is None
+            else tuple(str(getattr(kind, "value", kind)) for kind in include)
+        )
+        # What the heap keeps for the next allocation goes in this first round
+        engine.offload_states()
         engine.reload_states()
         dist.barrier()
         full = resident()
@@ -157,7 +178,9 @@ def test_weights_can_be_read_while_main_weights_and_moments_are_away() -> None:
         with torch.no_grad():
             engine(torch.ones(1, WIDTH, dtype=torch.bfloat16 if top else torch.float32))
         with deepseek_zero.zero.GatheredParameters(list(engine.module.parameters())):
-            assert all(torch.equal(param, whole[name]) for name, param in engine.module.named_parameters())
+            assert all(
+                torch.equal(param, whole[name]) for name, param in engine.module.named_parameters()
+            )
         engine.reload_states()
         assert_equal(states(engine), before)
         engine.destroy()
@@ -212,7 +235,9 @@ def test_an_engine_is_destroyed_while_its_states_are_away(
 
 
 @pytest.mark.ranks(1)
-def test_destroy_drops_what_cannot_come_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_destroy_drops_what_cannot_come_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     warnings = list[str]()
     monkeypatch.setattr(state_offload.logger, "warning", warnings.append)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

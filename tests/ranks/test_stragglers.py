@@ -38,7 +38,9 @@ def lines_of(slow: int | None, where: str = "computing") -> list[str]:
         "steps_per_print": None,
     }
     torch.manual_seed(0)
-    engine, *_ = deepseek_zero.initialize(model=Sleepy(slow if where == "computing" else None), config=config)
+    engine, *_ = deepseek_zero.initialize(
+        model=Sleepy(slow if where == "computing" else None), config=config
+    )
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -58,7 +60,8 @@ def lines_of(slow: int | None, where: str = "computing") -> list[str]:
 def test_a_slow_rank_is_named_within_thirty_steps_with_what_it_did(where: str) -> None:
     found = lines_of(1, where)
     assert [
-        f"step {WINDOWS * WINDOW}: rank 1 is slow, and the others wait for it: {where} took" in each for each in found
+        f"step {WINDOWS * WINDOW}: rank 1 is slow, and the others wait for it: {where} took" in each
+        for each in found
     ] == ([True] if dist.get_rank() == 0 else [])
 
 

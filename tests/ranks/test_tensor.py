@@ -1,4 +1,6 @@
-"""Tensor parallelism under the engine: ranks train to the bits of one process that computes as they do."""
+"""Tensor parallelism under the engine: ranks train to the bits of one process that computes as they
+do.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def config_of(stage: int, dtype: str, accumulation: int = 1, **zero: Any) -> dic
 
 
 def tokens_of(step: int, micro: int, data: int) -> torch.Tensor:
-    return torch.randint(0, 96, (2, 8), generator=torch.Generator().manual_seed(100 * step + 10 * micro + data))
+    return torch.randint(
+        0, 96, (2, 8), generator=torch.Generator().manual_seed(100 * step + 10 * micro + data)
+    )
 
 
 def train(engine: Any, steps: int, accumulation: int) -> list[torch.Tensor]:
@@ -61,15 +65,21 @@ def engine_of(model: nn.Module, mesh: dict[str, int] | None, config: dict[str, A
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_two_ranks_of_one_axis_train_to_the_bits_of_the_virtual_axis(stage: int, dtype: str, accumulation: int) -> None:
+def test_two_ranks_of_one_axis_train_to_the_bits_of_the_virtual_axis(
+    stage: int, dtype: str, accumulation: int
+) -> None:
     engine = engine_of(llama(), {"tp": 2}, config_of(stage, dtype, accumulation))
     losses = train(engine, 3, accumulation)
     # The reference: both ranks see one batch, and the mean of two equal gradients is exact.
-    reference = engine_of(virtual(llama(), 2), {"dp_replicate": 2}, config_of(stage, dtype, accumulation))
+    reference = engine_of(
+        virtual(llama(), 2), {"dp_replicate": 2}, config_of(stage, dtype, accumulation)
+    )
     reference.mesh = engine.mesh
     expected = train(reference, 3, accumulation)
     assert all(map(torch.equal, losses, expected))
-    assert engine.get_global_grad_norm() == pytest.approx(reference.get_global_grad_norm(), rel=1e-6)
+    assert engine.get_global_grad_norm() == pytest.approx(
+        reference.get_global_grad_norm(), rel=1e-6
+    )
     assert_parts_of(reference.module.state_dict(), engine)
 
 
@@ -84,13 +94,17 @@ def test_sharded_tokens_train_to_the_bits_of_the_virtual_axis(stage: int, dtype:
     reference = engine_of(whole, {"dp_replicate": 2}, config_of(stage, dtype))
     reference.mesh = engine.mesh
     assert all(map(torch.equal, losses, train(reference, 3, 1)))
-    assert engine.get_global_grad_norm() == pytest.approx(reference.get_global_grad_norm(), rel=1e-6)
+    assert engine.get_global_grad_norm() == pytest.approx(
+        reference.get_global_grad_norm(), rel=1e-6
+    )
     assert_parts_of(reference.module.state_dict(), engine)
 
 
 @pytest.mark.ranks(4, timeout=240)
 def test_sharded_tokens_cross_the_stages_of_a_pipeline() -> None:
-    """What travels between stages is the tokens of a rank, in evaluation all: the losses of a run that shards none."""
+    """What travels between stages is the tokens of a rank, in evaluation all: the losses of a run
+    that shards none.
+    """
     losses: dict[bool, list[torch.Tensor]] = {}
     sent: dict[bool, int] = {}
     for shards in (True, False):
@@ -109,12 +123,16 @@ def test_sharded_tokens_cross_the_stages_of_a_pipeline() -> None:
         losses[shards].append(engine.eval_batch(batches(9)))
         losses[shards].append(engine.train_batch(batches(4)))
         engine.destroy()
-    torch.testing.assert_close(torch.stack(losses[True]), torch.stack(losses[False]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        torch.stack(losses[True]), torch.stack(losses[False]), rtol=1e-5, atol=0
+    )
     assert sent[False] == 2 * sent[True] > 0
 
 
 def assert_parts_of(whole: dict[str, torch.Tensor], engine: Any) -> None:
-    """Every rank's state dict has the whole model, to the bit, put together out of the parts that ranks have."""
+    """Every rank's state dict has the whole model, to the bit, put together out of the parts that
+    ranks have.
+    """
     found = engine.module.state_dict()
     assert found.keys() == whole.keys()
     assert not [name for name, value in found.items() if not torch.equal(value, whole[name])]
@@ -123,8 +141,12 @@ def assert_parts_of(whole: dict[str, torch.Tensor], engine: Any) -> None:
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"dp_replicate": 2, "tp": 2}, {"tp": 4}], ids=str)
-def test_shards_replicas_and_parts_together_train_to_the_bits_of_one_process(stage: int, axes: dict[str, int]) -> None:
-    """Four ranks along tp share two kv heads in pairs; the norm, and so the clipping, counts each element once."""
+def test_shards_replicas_and_parts_together_train_to_the_bits_of_one_process(
+    stage: int, axes: dict[str, int]
+) -> None:
+    """Four ranks along tp share two kv heads in pairs; the norm, and so the clipping, counts each
+    element once.
+    """
     config = config_of(stage, "fp32") | {"gradient_clipping": 0.1}
     engine = engine_of(llama(), axes, config)
     model = virtual(llama(), axes["tp"])
@@ -143,7 +165,9 @@ def test_shards_replicas_and_parts_together_train_to_the_bits_of_one_process(sta
         norm = engine.get_global_grad_norm()
         for param, *parts in zip(model.parameters(), *grads, strict=True):
             param.grad = sum(parts[1:], parts[0]) / data_size
-        exact = torch.stack([param.grad.double().norm() for param in model.parameters()]).norm().item()
+        exact = (
+            torch.stack([param.grad.double().norm() for param in model.parameters()]).norm().item()
+        )
         assert norm == pytest.approx(exact, rel=1e-5)
         for param in model.parameters():
             param.grad.mul_(min(1.0, 0.1 / (norm + 1e-6)))

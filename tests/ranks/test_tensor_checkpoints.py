@@ -44,7 +44,9 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
         ("tp4", 3, "dp4", 3),
     ],
 )
-def test_a_checkpoint_goes_on_elsewhere(tmp_path: Path, saved: str, stage: int, loaded: str, other: int) -> None:
+def test_a_checkpoint_goes_on_elsewhere(
+    tmp_path: Path, saved: str, stage: int, loaded: str, other: int
+) -> None:
     source, target = build(saved, stage), build(loaded, other)
     for step in range(2):
         train_at(source, step, 1)
@@ -68,7 +70,9 @@ def test_a_checkpoint_goes_on_elsewhere(tmp_path: Path, saved: str, stage: int, 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("mesh", ["dp2 tp2", "tp4"])
-def test_an_export_has_the_bytes_of_unsplit_ranks_and_is_loaded_into_parts(tmp_path: Path, mesh: str) -> None:
+def test_an_export_has_the_bytes_of_unsplit_ranks_and_is_loaded_into_parts(
+    tmp_path: Path, mesh: str
+) -> None:
     plain, engine = build("dp4", 3), build(mesh, 3)
     plain.save_checkpoint(tmp_path, tag="start")
     engine.load_checkpoint(tmp_path, tag="start")
@@ -86,7 +90,9 @@ def test_an_export_has_the_bytes_of_unsplit_ranks_and_is_loaded_into_parts(tmp_p
 def test_another_layout_is_refused_by_name_and_slices_are_converted(tmp_path: Path) -> None:
     from deepseek_zero.compat.deepspeed.checkpoint import convert_to_deepspeed
 
-    engine = engine_of(llama(), {"tp": 2}, config_of(2, "bf16") | {"checkpoint": {"layout": "deepspeed"}})
+    engine = engine_of(
+        llama(), {"tp": 2}, config_of(2, "bf16") | {"checkpoint": {"layout": "deepspeed"}}
+    )
     train_at(engine, 0, 1)
     with pytest.raises(CheckpointError, match="the mesh is tp=2"):
         engine.save_checkpoint(tmp_path)

@@ -1,4 +1,6 @@
-"""DeepSpeed's split layers, alone and inside a model that an engine trains: what whole layers compute."""
+"""DeepSpeed's split layers, alone and inside a model that an engine trains: what whole layers
+compute.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_layers_compute_what_whole_ones_do() -> None:
     column = LinearLayer(deepcopy(plain), group, gather_output=True)
     parts = SubParamLinearLayer(deepcopy(plain), group, shape=(PARTS, -1), gather_output=True)
     for layer in (column, parts):
-        assert sum(each.numel() for each in layer.parameters()) < sum(each.numel() for each in plain.parameters())
+        assert sum(each.numel() for each in layer.parameters()) < sum(
+            each.numel() for each in plain.parameters()
+        )
         found, (input_grad, weight_grad, bias_grad) = gradients(layer, x)
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(input_grad, of_input)
@@ -54,7 +58,10 @@ def test_layers_compute_what_whole_ones_do() -> None:
         own = torch.cat([torch.arange(*each) for each in rows])
         torch.testing.assert_close(weight_grad, of_weight[own])
         torch.testing.assert_close(bias_grad, of_bias[own])
-    assert split_of(parts.weight).ranges == (((0, 3), (6, 8), (10, 12)), ((3, 6), (8, 10), (12, 13)))  # type: ignore[union-attr]
+    assert split_of(parts.weight).ranges == (
+        ((0, 3), (6, 8), (10, 12)),
+        ((3, 6), (8, 10), (12, 13)),
+    )  # type: ignore[union-attr]
 
     row = LinearAllreduceWithReplicatedInput(deepcopy(plain), group)
     found, (input_grad, weight_grad, bias_grad) = gradients(row, x)
@@ -63,7 +70,9 @@ def test_layers_compute_what_whole_ones_do() -> None:
     torch.testing.assert_close(weight_grad, of_weight[:, rank * 3 : rank * 3 + 3])
     torch.testing.assert_close(bias_grad, of_bias)
 
-    pair = nn.Sequential(LinearLayer(nn.Linear(4, 5), group), nn.Tanh(), LinearAllreduce(nn.Linear(5, 4), group))
+    pair = nn.Sequential(
+        LinearLayer(nn.Linear(4, 5), group), nn.Tanh(), LinearAllreduce(nn.Linear(5, 4), group)
+    )
     assert pair(torch.randn(2, 4)).shape == (2, 4) and pair[0].weight.shape == (3 - rank, 4)
 
 
@@ -71,7 +80,11 @@ def test_layers_compute_what_whole_ones_do() -> None:
 def test_parameters_are_whole_inside_the_block_and_parts_again_behind_it() -> None:
     torch.manual_seed(1)
     plain = nn.Linear(WIDTH, OUT)
-    for kind, options in ((LinearLayer, {}), (LinearAllreduce, {}), (SubParamLinearLayer, {"shape": (PARTS, -1)})):
+    for kind, options in (
+        (LinearLayer, {}),
+        (LinearAllreduce, {}),
+        (SubParamLinearLayer, {"shape": (PARTS, -1)}),
+    ):
         layer = kind(deepcopy(plain), dist.group.WORLD, **options)  # type: ignore[operator]
         before, memory = layer.weight.detach().clone(), layer.weight.data_ptr()
         with GatherReplacedLayerParams(layer.parameters(), layer):
@@ -88,7 +101,10 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.first, self.layers = nn.Linear(WIDTH, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.first, self.layers = (
+            nn.Linear(WIDTH, 8),
+            nn.ModuleList(nn.Linear(8, 8) for _ in range(4)),
+        )
         self.norm = nn.LayerNorm(8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -142,7 +158,9 @@ def unsplit() -> tuple[list[float], dict[str, Tensor]]:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("way", ["layers", "rules"])
-def test_a_model_with_single_layers_trains_as_a_whole_one(stage: int, way: str, tmp_path: Path) -> None:
+def test_a_model_with_single_layers_trains_as_a_whole_one(
+    stage: int, way: str, tmp_path: Path
+) -> None:
     """Losses, norms over all ranks, whole weights; a checkpoint of it goes on."""
     tensor: dict[str, Any] = {"autotp_size": 2}
     if way == "rules":
@@ -160,14 +178,22 @@ def test_a_model_with_single_layers_trains_as_a_whole_one(stage: int, way: str, 
         config = CONFIG | {"tensor_parallel": tensor, "zero_optimization": {"stage": stage}}
         if way == "layers":
             config["tensor_parallel"] = tensor | {
-                "partition_config": {"layer_specs": [{"patterns": [".*"], "partition_type": "skip"}]}
+                "partition_config": {
+                    "layer_specs": [{"patterns": [".*"], "partition_type": "skip"}]
+                }
             }
         return deepseek_zero.initialize(model=model, config=config)[0]
 
     engine, (expected, weights) = engine_of(), unsplit()
-    assert sum(each.numel() for each in engine.module.parameters()) < sum(each.numel() for each in weights.values())
-    assert isinstance(engine.module.layers[1], LinearLayer) and isinstance(engine.module.layers[2], LinearAllreduce)
-    assert not isinstance(engine.module.layers[0], LinearLayer) and not isinstance(engine.module.layers[2], LinearLayer)
+    assert sum(each.numel() for each in engine.module.parameters()) < sum(
+        each.numel() for each in weights.values()
+    )
+    assert isinstance(engine.module.layers[1], LinearLayer) and isinstance(
+        engine.module.layers[2], LinearAllreduce
+    )
+    assert not isinstance(engine.module.layers[0], LinearLayer) and not isinstance(
+        engine.module.layers[2], LinearLayer
+    )
     assert steps(engine) == pytest.approx(expected, rel=1e-4)
     found = engine._consolidated_16bit_state_dict()
     if dist.get_rank():
@@ -207,13 +233,21 @@ def test_an_engines_layers_answer_as_deepspeeds() -> None:
 @pytest.mark.ranks(2)
 def test_a_program_splits_a_model_by_itself() -> None:
     _, tensor = groups._init_tp_mesh_device(tensor_model_parallel_size=2)
-    assert groups.get_tensor_model_parallel_world_size() == 2 and groups.get_data_parallel_world_size() == 1
+    assert (
+        groups.get_tensor_model_parallel_world_size() == 2
+        and groups.get_data_parallel_world_size() == 1
+    )
     model, x = Net(), torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(0))
     expected = model(x)
     auto = AutoTP(model, partition_config=AutoTPConfig.from_dict(RULES))
     auto.set_tensor_parallel_config(2, tensor)
     auto._replace_module(model)
-    assert [type(each) for each in model.layers] == [nn.Linear, LinearLayer, LinearAllreduce, nn.Linear]
+    assert [type(each) for each in model.layers] == [
+        nn.Linear,
+        LinearLayer,
+        LinearAllreduce,
+        nn.Linear,
+    ]
     torch.testing.assert_close(model(x), expected)
 
 
@@ -223,5 +257,7 @@ def test_layers_of_another_group_are_refused() -> None:
     model = Net()
     model.layers[1] = LinearLayer(model.layers[1], alone)  # whole: nothing is cut
     model.layers[2] = LinearLayer(model.layers[2], dist.group.WORLD)
-    with pytest.raises(UsageError, match=r"'layers\.2\.weight' came cut into 2 parts, and this mesh has tp=1"):
+    with pytest.raises(
+        UsageError, match=r"'layers\.2\.weight' came cut into 2 parts, and this mesh has tp=1"
+    ):
         deepseek_zero.initialize(model=model, config=CONFIG)

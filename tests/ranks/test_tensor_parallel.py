@@ -1,4 +1,6 @@
-"""Tensor parallelism between processes: the bits of the virtual axis, over shared memory and over gloo."""
+"""Tensor parallelism between processes: the bits of the virtual axis, over shared memory and over
+gloo.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def test_six_steps_have_the_bits_of_the_virtual_axis(transport: str, dtype: torc
 def test_dropout_differs_between_heads_and_is_equal_outside(
     name: str, options: dict[str, Any], recompute: bool
 ) -> None:
-    """Pitfall: equal masks on all ranks inside of regions, or different ones outside. Recomputation draws the same."""
+    """Pitfall: equal masks on all ranks inside of regions, or different ones outside. Recomputation
+    draws the same.
+    """
     model = tiny(name, **options)
     whole = virtual_step(model, 2)
     own = copy.deepcopy(model)
@@ -101,11 +105,19 @@ def test_ranks_that_were_seeded_differently_train_alike(sequence: bool) -> None:
     assert len(whole) > 2 and all(map(torch.equal, others[0][1], others[1][1]))
 
 
-def masks_of(model: torch.nn.Module, probability: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Where dropouts of this probability drop from now on: the first one's in the model, and the others'."""
+def masks_of(
+    model: torch.nn.Module, probability: float
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Where dropouts of this probability drop from now on: the first one's in the model, and the
+    others'.
+    """
     outside: list[torch.Tensor] = []
     inside: list[torch.Tensor] = []
-    found = [each for each in model.modules() if isinstance(each, torch.nn.Dropout) and each.p == probability]
+    found = [
+        each
+        for each in model.modules()
+        if isinstance(each, torch.nn.Dropout) and each.p == probability
+    ]
     for number, each in enumerate(found):
         seen = inside if number else outside
         each.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output == 0))
@@ -122,10 +134,14 @@ def masks_of(model: torch.nn.Module, probability: float) -> tuple[list[torch.Ten
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
-def test_dropout_of_sharded_tokens_differs_between_ranks(name: str, options: dict[str, Any]) -> None:
-    """Ranks drop their tokens by numbers of their own; the common stream goes on alike, and so does recomputation."""
-    # Without a cache of keys, which transformers turns off where it recomputes: on some processors its attention has
-    # other bits without one, whoever trains it.
+def test_dropout_of_sharded_tokens_differs_between_ranks(
+    name: str, options: dict[str, Any]
+) -> None:
+    """Ranks drop their tokens by numbers of their own; the common stream goes on alike, and so does
+    recomputation.
+    """
+    # Without a cache of keys, which transformers turns off where it recomputes: on some processors
+    # its attention has other bits without one, whoever trains it.
     model = tiny(name, use_cache=False, **options)
     gradients = []
     for recomputes in (False, True):
@@ -158,7 +174,9 @@ def test_values_are_the_first_ranks() -> None:
             each.data.zero_()
     splits = parallelize(model, Comm(CPU))
     for name, each in tiny("llama").named_parameters():
-        assert torch.equal(dict(model.named_parameters())[name].data, cut(each.data, splits[name], dist.get_rank()))
+        assert torch.equal(
+            dict(model.named_parameters())[name].data, cut(each.data, splits[name], dist.get_rank())
+        )
 
 
 @pytest.mark.ranks(2)
@@ -166,9 +184,13 @@ def test_buffers_are_lent_again() -> None:
     """No memory is taken in the steady state, however often one rank is ahead of the other."""
     group = TensorGroup(Comm(CPU))
     for number in range(200):
-        part = group.take((64, 1 + 300 * (number % 3)), torch.float32).fill_(number + dist.get_rank())
+        part = group.take((64, 1 + 300 * (number % 3)), torch.float32).fill_(
+            number + dist.get_rank()
+        )
         found = group.sum(part, "a sum").wait()
         assert found[0, 0] == 2 * number + 1 and found[-1, -1] == 2 * number + 1
         if number == 20:
             addresses = {each.data_ptr() for each in group._free}
-    assert {each.data_ptr() for each in group._free} == addresses and len(addresses) <= LEAST_BUFFERS
+    assert {each.data_ptr() for each in group._free} == addresses and len(
+        addresses
+    ) <= LEAST_BUFFERS

@@ -1,4 +1,6 @@
-"""States that rest on the host or on a disk: the same bits as without, no memory taken, a name for every failure."""
+"""States that rest on the host or on a disk: the same bits as without, no memory taken, a name for
+every failure.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from torch.utils.checkpoint import checkpoint
 
 import deepseek_zero
 from deepseek_zero.base.device import storage_users
-from deepseek_zero.base.errors import DeepSeekZeroError, OutOfMemoryError, PeerError, StorageError, UsageError
+from deepseek_zero.base.errors import (
+    DeepSeekZeroError,
+    OutOfMemoryError,
+    PeerError,
+    StorageError,
+    UsageError,
+)
 from deepseek_zero.engine.memory import plan_of
 from deepseek_zero.planner.spec import Tier
 from deepseek_zero.report.explain import overlap_share
@@ -29,7 +37,11 @@ from deepseek_zero.report.picture import places_of
 from deepseek_zero.sharding import param_group as group_file
 from deepseek_zero.sharding.buffer import Pool
 from deepseek_zero.tiers.disk import Disk, DiskExtent
-from deepseek_zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+from deepseek_zero.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+)
 from tests.models import Gpt, batch_of, seeded
 from tests.pairwise import cases
 from tests.training import ALL, Run, a_disk_that_refuses, offload, start_engine, train_step
@@ -55,13 +67,20 @@ def engine_of(stage: int, zero: dict[str, Any], optimizer: str = "adamw", **top:
     if optimizer == "groups":  # stretches of two groups take turns inside every unit
         plain = [param for param in model.parameters() if param.dim() > 1]
         rest = [param for param in model.parameters() if param.dim() <= 1]
-        client = torch.optim.AdamW([{"params": plain, "weight_decay": 0.1}, {"params": rest}], lr=0.01)
+        client = torch.optim.AdamW(
+            [{"params": plain, "weight_decay": 0.1}, {"params": rest}], lr=0.01
+        )
         top["client"] = client
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.3,
         "steps_per_print": None,
-        "zero_optimization": {"stage": stage, "sub_group_size": 4096, "stage3_max_live_parameters": 0, **zero},
+        "zero_optimization": {
+            "stage": stage,
+            "sub_group_size": 4096,
+            "stage3_max_live_parameters": 0,
+            **zero,
+        },
         **top,
     }
     client = config.pop("client", None)
@@ -77,7 +96,9 @@ def everything(engine: Any, run: Run) -> list[Tensor]:
     for param in engine.module.parameters():
         found += [value for value in (safe_get_full_fp32_param(param),) if value is not None]
         for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
-            found += [value for value in (safe_get_full_optimizer_state(param, key),) if value is not None]
+            found += [
+                value for value in (safe_get_full_optimizer_state(param, key),) if value is not None
+            ]
     return found
 
 
@@ -115,14 +136,18 @@ def test_a_tier_changes_no_bit(
 
 def specs_of(group: Any) -> list[Any]:
     plan = group.plan
-    return [spec for spec in (plan.weight, plan.grad, plan.master, plan.moments) if spec is not None]
+    return [
+        spec for spec in (plan.weight, plan.grad, plan.master, plan.moments) if spec is not None
+    ]
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_disk_leaves_nothing_in_memory_between_steps(dtype: str) -> None:
     engine = engine_of(
-        3, offload("nvme") | {"stage3_param_persistence_threshold": 0}, bf16={"enabled": dtype == "bf16"}
+        3,
+        offload("nvme") | {"stage3_param_persistence_threshold": 0},
+        bf16={"enabled": dtype == "bf16"},
     )
     for step in range(2):
         train_step(engine, Run(3), step)
@@ -161,7 +186,10 @@ def test_no_gathered_weight_is_kept_from_forward_to_backward(ranks: int, tier: s
 def test_the_heaps_holes_are_given_back_where_weights_leave_memory(
     tier: str, leaves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, calls = engine_of(3, offload(tier) | {"stage3_param_persistence_threshold": 0}), list[int]()
+    engine, calls = (
+        engine_of(3, offload(tier) | {"stage3_param_persistence_threshold": 0}),
+        list[int](),
+    )
     monkeypatch.setattr(group_file, "trim_heap", lambda: calls.append(1))
     train_step(engine, Run(3), 0)
     assert bool(calls) is leaves
@@ -185,7 +213,9 @@ def test_what_is_read_and_changed_between_steps_is_what_the_next_step_uses() -> 
             assert value is not None
             found.append(value)
             safe_set_full_fp32_param(param, value * 0.5)
-            with deepseek_zero.zero.GatheredParameters(list(engine.module.parameters())[2], modifier_rank=0):
+            with deepseek_zero.zero.GatheredParameters(
+                list(engine.module.parameters())[2], modifier_rank=0
+            ):
                 if dist.get_rank() == 0:
                     list(engine.module.parameters())[2].data.mul_(1.5)
         return found + [value.clone() for value in engine.state_dict().values()]
@@ -195,7 +225,9 @@ def test_what_is_read_and_changed_between_steps_is_what_the_next_step_uses() -> 
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("before", "after"), [("nvme", "none"), ("none", "nvme"), ("nvme", "nvme"), ("cpu", "nvme")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("nvme", "none"), ("none", "nvme"), ("nvme", "nvme"), ("cpu", "nvme")]
+)
 def test_a_checkpoint_crosses_tiers(before: str, after: str, tmp_path: Path) -> None:
     run, zero = Run(3), {"stage3_param_persistence_threshold": 0}
     first = engine_of(3, zero | offload(before))
@@ -215,7 +247,9 @@ def test_the_moments_of_a_disk_are_nan_to_whoever_looks_past_the_door() -> None:
     engine = start_engine(Run(3, tier="nvme"), model, lambda params: client)
     train_step(engine, Run(3), 0)
     assert all(bool(entry["exp_avg"].isnan().all()) for entry in client.state.values())
-    assert not any(bool(entry["exp_avg"].isnan().any()) for entry in engine.optimizer.state.values())
+    assert not any(
+        bool(entry["exp_avg"].isnan().any()) for entry in engine.optimizer.state.values()
+    )
 
 
 # -- updates that wait for the next forward
@@ -232,11 +266,16 @@ def look(engine: Any, step: int) -> Tensor:
 @pytest.mark.parametrize(
     ("tier", "between"),
     [
-        *[("nvme", each) for each in ("nothing", "lr", "zero_grad", "eval", "states", "save", "failed forward")],
+        *[
+            ("nvme", each)
+            for each in ("nothing", "lr", "zero_grad", "eval", "states", "save", "failed forward")
+        ],
         *[("cpu", each) for each in ("eval", "states", "save")],
     ],
 )
-def test_an_update_that_waits_is_the_one_its_step_decided(tier: str, between: str, tmp_path: Path) -> None:
+def test_an_update_that_waits_is_the_one_its_step_decided(
+    tier: str, between: str, tmp_path: Path
+) -> None:
     """Whatever happens between a step and the next forward."""
 
     def run(zero: dict[str, Any], folder: Path) -> list[Tensor]:
@@ -275,8 +314,12 @@ def test_the_update_waits_where_nobody_can_see_the_weights_and_only_there(pipeli
     engine = engine_of(3, keys | {"stage3_param_persistence_threshold": 300})
     train_step(engine, Run(3), 0)
     waiting = set(engine.optimizer.updater._tiles_left) if pipeline else set()
-    assert waiting == {group for group in engine.runtime.trained_groups if pipeline and group.is_sharded}
-    assert all(group.gradient.is_deferred == (group in waiting) for group in engine.runtime.trained_groups)
+    assert waiting == {
+        group for group in engine.runtime.trained_groups if pipeline and group.is_sharded
+    }
+    assert all(
+        group.gradient.is_deferred == (group in waiting) for group in engine.runtime.trained_groups
+    )
     look(engine, 1)
     assert not any(engine.optimizer.updater._tiles_left.values())
     assert not any(group.gradient.is_deferred for group in engine.runtime.trained_groups)
@@ -298,8 +341,12 @@ class Recomputing(Gpt):
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_a_unit_is_updated_when_it_is_used_however_far_ahead_gathers_come(ranks: int, tier: str) -> None:
-    """Else every update would come before the first unit computes, and no state would travel beside a forward."""
+def test_a_unit_is_updated_when_it_is_used_however_far_ahead_gathers_come(
+    ranks: int, tier: str
+) -> None:
+    """Else every update would come before the first unit computes, and no state would travel beside
+    a forward.
+    """
     far = {
         "stage3_max_live_parameters": ALL,
         "stage3_prefetch_bucket_size": ALL,
@@ -312,7 +359,9 @@ def test_a_unit_is_updated_when_it_is_used_however_far_ahead_gathers_come(ranks:
     waiting: list[list[bool]] = []
     for unit in blocks:
         unit.module.register_forward_pre_hook(
-            lambda *_: waiting.append([any(map(updater.has_deferred, unit.trained)) for unit in blocks])
+            lambda *_: waiting.append(
+                [any(map(updater.has_deferred, unit.trained)) for unit in blocks]
+            )
         )
     look(engine, 2)
     assert waiting == [[later > now for later in range(len(blocks))] for now in range(len(blocks))]
@@ -322,11 +371,13 @@ def test_a_unit_is_updated_when_it_is_used_however_far_ahead_gathers_come(ranks:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_and_backward_of_a_block_share_one_load(ranks: int, reentrant: bool) -> None:
-    """With the smallest window a unit is loaded for forward and for backward; what forward ends with, once, unless a
-    reentrant checkpoint lets its forward look like an evaluation.
+    """With the smallest window a unit is loaded for forward and for backward; what forward ends
+    with, once, unless a reentrant checkpoint lets its forward look like an evaluation.
     """
     engine = engine_of(
-        3, offload("nvme", states=False) | {"stage3_param_persistence_threshold": 0}, model=seeded(Recomputing)
+        3,
+        offload("nvme", states=False) | {"stage3_param_persistence_threshold": 0},
+        model=seeded(Recomputing),
     )
     engine.module.reentrant = reentrant
     train_step(engine, Run(3), 0)
@@ -337,7 +388,10 @@ def test_recomputation_and_backward_of_a_block_share_one_load(ranks: int, reentr
     with engine.timeline() as seen:
         batch = batch_of(1, 0, dist.get_rank())
         engine.backward(engine(batch.tokens, batch.targets))
-    loads = Counter(event.what.removeprefix("the weights of ").rpartition(".norm_1")[0] for event in seen.transfers)
+    loads = Counter(
+        event.what.removeprefix("the weights of ").rpartition(".norm_1")[0]
+        for event in seen.transfers
+    )
     assert loads == {"blocks.0": 2, "blocks.1": 2, "blocks.2": 2 if reentrant else 1, "": 1}
 
 
@@ -353,8 +407,14 @@ def test_the_log_of_a_disk_has_every_transfer_with_its_times() -> None:
     with engine.timeline() as seen:
         train_step(engine, Run(3), 1)  # which updates as well what step 0 left
     assert disk.traffic.events is None
-    assert sum(event.nbytes for event in seen.transfers if event.is_read) == disk.traffic.read_bytes - before > 0
-    assert [event.issued for event in seen.transfers] == sorted(event.issued for event in seen.transfers)
+    assert (
+        sum(event.nbytes for event in seen.transfers if event.is_read)
+        == disk.traffic.read_bytes - before
+        > 0
+    )
+    assert [event.issued for event in seen.transfers] == sorted(
+        event.issued for event in seen.transfers
+    )
     ended = [event for event in seen.transfers if event.ended]  # the last writes may be under way
     assert {event.is_read for event in ended} == {True, False}
     for event in ended:
@@ -362,29 +422,45 @@ def test_the_log_of_a_disk_has_every_transfer_with_its_times() -> None:
         since, until = event.waited
         assert since == until == 0.0 or event.issued <= since <= until >= event.ended
     assert 0.0 <= overlap_share(seen.transfers, seen.collectives) <= 1.0
-    gradients = Counter(event.what for event in ended if event.what.startswith("gradients of") and not event.is_read)
-    assert set(gradients.values()) == {1}, "written by backward, and not again when the update has read them"
+    gradients = Counter(
+        event.what for event in ended if event.what.startswith("gradients of") and not event.is_read
+    )
+    assert set(gradients.values()) == {1}, (
+        "written by backward, and not again when the update has read them"
+    )
     train_step(engine, Run(3), 2)
     assert "of it reached: the disk at its best" in engine.explain()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("ahead", [1, 0])
-def test_a_unit_is_read_while_the_one_before_it_is_used_unless_nothing_is_gathered_ahead(ahead: int) -> None:
-    zero = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": ALL, "stage3_max_reuse_distance": 0}
+def test_a_unit_is_read_while_the_one_before_it_is_used_unless_nothing_is_gathered_ahead(
+    ahead: int,
+) -> None:
+    zero = {
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": ALL,
+        "stage3_max_reuse_distance": 0,
+    }
     engine = engine_of(3, zero | {"stage3_prefetch_bucket_size": ahead} | offload("nvme"))
     with engine.timeline() as before:
         train_step(engine, Run(3), 0)
         engine.optimizer.updater.flush()
-    while not all(event.ended for event in before.transfers):  # what is still being written is not read again
+    while not all(
+        event.ended for event in before.transfers
+    ):  # what is still being written is not read again
         time.sleep(0.01)
     used = dict[str, float]()
     for number, block in enumerate(engine.module.blocks):
-        block.register_forward_pre_hook(lambda *_, name=f"blocks.{number}": used.update({name: time.perf_counter()}))
+        block.register_forward_pre_hook(
+            lambda *_, name=f"blocks.{number}": used.update({name: time.perf_counter()})
+        )
     with engine.timeline() as seen:
         look(engine, 1)
     for earlier, name in pairwise(used):
-        read = next(event for event in seen.transfers if event.what.startswith(f"the weights of {name}."))
+        read = next(
+            event for event in seen.transfers if event.what.startswith(f"the weights of {name}.")
+        )
         assert read.is_read
         assert read.ended <= used[name]
         assert (read.issued < used[earlier]) is bool(ahead)
@@ -392,15 +468,22 @@ def test_a_unit_is_read_while_the_one_before_it_is_used_unless_nothing_is_gather
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("stage", "tier"), [(3, "nvme"), (3, "none"), (2, "cpu"), (1, "none")])
-def test_the_picture_of_a_plan_shows_the_bytes_that_the_plan_predicts(stage: int, tier: str, tmp_path: Path) -> None:
+def test_the_picture_of_a_plan_shows_the_bytes_that_the_plan_predicts(
+    stage: int, tier: str, tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib")
     zero = {"stage3_param_persistence_threshold": 300} | offload(tier, weights=stage == 3)
     engine = engine_of(stage, zero, bf16={"enabled": True})
     train_step(engine, Run(stage), 0)
-    shown = sum((Counter(place.nbytes) for place in places_of(plan_of(engine.runtime, engine.optimizer))), Counter())
+    shown = sum(
+        (Counter(place.nbytes) for place in places_of(plan_of(engine.runtime, engine.optimizer))),
+        Counter(),
+    )
     predicted = engine.memory_report().predicted
     for away in (Tier.HOST, Tier.NVME):
-        assert sum(count for (_, where), count in shown.items() if where is away) == predicted.get(away.value, 0)
+        assert sum(count for (_, where), count in shown.items() if where is away) == predicted.get(
+            away.value, 0
+        )
     assert shown["grad", Tier.DEVICE] == predicted["grad"]
     picture = tmp_path / "plan.png"
     assert engine.explain(picture) == engine.explain()
@@ -417,7 +500,9 @@ def test_a_directory_that_one_rank_cannot_make_is_an_error_on_every_rank(tmp_pat
     if dist.get_rank() == 1:
         mine.write_text("a file, so nothing can be made below it")
     place = {"device": "nvme", "nvme_path": str(mine / "states")}
-    with pytest.raises(PeerError if dist.get_rank() == 0 else StorageError, match="Not a directory"):
+    with pytest.raises(
+        PeerError if dist.get_rank() == 0 else StorageError, match="Not a directory"
+    ):
         engine_of(3, {"offload_param": place, "offload_optimizer": place})
 
 
@@ -427,7 +512,11 @@ def test_a_directory_that_is_missing_is_made_for_its_owner_alone(tmp_path: Path)
     states = tmp_path / "new" / "states"
     place = {"device": "nvme", "nvme_path": str(states)}
     engine_of(3, {"offload_param": place, "offload_optimizer": place}).destroy()
-    assert [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path, states.parent, states)] == [0o755, 0o700, 0o700]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path, states.parent, states)] == [
+        0o755,
+        0o700,
+        0o700,
+    ]
 
 
 def test_a_directory_that_is_missing_has_the_room_of_its_disk(tmp_path: Path) -> None:
@@ -483,7 +572,9 @@ def test_what_cannot_fit_is_refused_before_anything_is_allocated() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1 << 17, 1 << 17) for _ in range(4)))
     for tier, error in (("cpu", OutOfMemoryError), ("nvme", StorageError)):
-        with pytest.raises(error, match=r"offloaded states need 1\.00 TiB .*for each of 2 ranks\), .* are free"):
+        with pytest.raises(
+            error, match=r"offloaded states need 1\.00 TiB .*for each of 2 ranks\), .* are free"
+        ):
             deepseek_zero.initialize(
                 model=model,
                 config={
@@ -513,7 +604,8 @@ def test_what_cannot_fit_is_refused_before_anything_is_allocated() -> None:
 def test_a_tier_that_makes_no_sense_is_named(zero: dict[str, Any], says: str) -> None:
     with pytest.raises(DeepSeekZeroError, match=says):
         deepseek_zero.initialize(
-            model=nn.Linear(2, 2), config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+            model=nn.Linear(2, 2),
+            config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero},
         )
 
 

@@ -1,4 +1,6 @@
-"""TiledLinear under an engine: it trains to the bits of the unsharded one, and a tile or two are gathered at a time."""
+"""TiledLinear under an engine: it trains to the bits of the unsharded one, and a tile or two are
+gathered at a time.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,14 @@ from deepseek_zero.sharding.executor import Unit, UnitState
 from deepseek_zero.zero import TiledLinear
 from tests.models import HIDDEN, VOCABULARY, WIDTH, Gpt, batch_of, seeded
 from tests.pairwise import cases
-from tests.plain import BACKWARD, Setting, assert_trains_like_plain, draw, on_stages_0_to_3, on_stages_1_and_3
+from tests.plain import (
+    BACKWARD,
+    Setting,
+    assert_trains_like_plain,
+    draw,
+    on_stages_0_to_3,
+    on_stages_1_and_3,
+)
 from tests.reference import OPTIMIZERS, Reference
 from tests.training import ALL, DTYPES, Run, offload, start_engine, train_step
 
@@ -36,7 +45,9 @@ class TiledGpt(Gpt):
         super().__init__()
         for block in self.blocks:
             block.up = TiledLinear(WIDTH, HIDDEN, out_splits=3, init_linear=block.up)
-            block.down = TiledLinear(HIDDEN, WIDTH, in_splits=3, out_splits=2, init_linear=block.down)
+            block.down = TiledLinear(
+                HIDDEN, WIDTH, in_splits=3, out_splits=2, init_linear=block.down
+            )
         self.head = TiledLinear(WIDTH, VOCABULARY, bias=False, out_splits=2, init_linear=self.head)
 
 
@@ -55,24 +66,44 @@ AXES = {
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize(*cases(AXES))
 def test_it_trains_to_the_bits_of_the_unsharded_one(
-    stage: int, dtype: str, accumulation: int, ranks: int, window: int, ahead: int, transport: str, tier: str
+    stage: int,
+    dtype: str,
+    accumulation: int,
+    ranks: int,
+    window: int,
+    ahead: int,
+    transport: str,
+    tier: str,
 ) -> None:
-    run = Run(stage, dtype, accumulation, window, 0.0, "adamw", 0, ahead, transport=transport, tier=tier)
+    run = Run(
+        stage, dtype, accumulation, window, 0.0, "adamw", 0, ahead, transport=transport, tier=tier
+    )
     engine = start_engine(run, seeded(TiledGpt))
     tiles = [unit for unit in engine.runtime.units if unit.is_tile]
     assert len(tiles) == 3 * (3 + 6) + 2
-    reference = Reference(seeded(TiledGpt), ranks, accumulation, stage < 2, DTYPES[dtype], OPTIMIZERS["adamw"])
+    reference = Reference(
+        seeded(TiledGpt), ranks, accumulation, stage < 2, DTYPES[dtype], OPTIMIZERS["adamw"]
+    )
     for step in range(STEPS):
         losses = train_step(engine, run, step)
-        everyone = [[batch_of(step, micro, rank) for micro in range(accumulation)] for rank in range(ranks)]
+        everyone = [
+            [batch_of(step, micro, rank) for micro in range(accumulation)] for rank in range(ranks)
+        ]
         expected, _ = reference.step(everyone)
-        assert all(map(torch.equal, losses, expected[dist.get_rank()])), f"losses differ in step {step}"
+        assert all(map(torch.equal, losses, expected[dist.get_rank()])), (
+            f"losses differ in step {step}"
+        )
         found = engine.module.state_dict()
-        different = [name for name, value in reference.values().items() if not torch.equal(found[name], value)]
+        different = [
+            name
+            for name, value in reference.values().items()
+            if not torch.equal(found[name], value)
+        ]
         assert not different, f"step {step}"
 
 
-# -- order and absence -------------------------------------------------------------------------------------------------
+# -- order and absence
+# -------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -80,7 +111,11 @@ class Block(nn.Module):
 
     def __init__(self, width: int = 8, hidden: int = 20, recompute: bool | None = None) -> None:
         super().__init__()
-        self.norm, self.gate, self.recompute = nn.LayerNorm(width), nn.Linear(hidden, hidden), recompute
+        self.norm, self.gate, self.recompute = (
+            nn.LayerNorm(width),
+            nn.Linear(hidden, hidden),
+            recompute,
+        )
         self.up = TiledLinear(width, hidden, in_splits=2, out_splits=4)
         self.down = TiledLinear(hidden, width, in_splits=4, out_splits=2)
 
@@ -108,7 +143,11 @@ class Stack(nn.Module):
             x = x.requires_grad_()  # what reentrant recomputation needs of its input
         for number, block in enumerate(self.blocks):
             if number != skipped:
-                x = block(x) if self.around is None else checkpoint(block, x, use_reentrant=self.around)
+                x = (
+                    block(x)
+                    if self.around is None
+                    else checkpoint(block, x, use_reentrant=self.around)
+                )
         return self.head(x)
 
 
@@ -148,11 +187,14 @@ def test_every_gradient_of_a_block_of_tiles_comes_in_time(setting: Setting) -> N
         engine.step()
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Watched:
-    """The most elements gathered at once, by phase; gathers of each unit; buffers given back that somebody views."""
+    """The most elements gathered at once, by phase; gathers of each unit; buffers given back that
+    somebody views.
+    """
 
     def __init__(self) -> None:
         self.most: dict[str, int] = defaultdict(int)
@@ -167,7 +209,11 @@ def watching(engine: Any) -> Iterator[Watched]:
     def start_gather(unit: Unit) -> None:
         seen.gathers[unit.name] += unit.state is UnitState.SHARDED
         start(unit)
-        here = [each.gathered_numel for each in engine.runtime.units if each.state is not UnitState.SHARDED]
+        here = [
+            each.gathered_numel
+            for each in engine.runtime.units
+            if each.state is not UnitState.SHARDED
+        ]
         phase = engine.runtime.phase.value
         seen.most[phase] = max(seen.most[phase], sum(here))
 
@@ -182,7 +228,9 @@ def watching(engine: Any) -> Iterator[Watched]:
         yield seen
 
 
-def engine_of(model: nn.Module, tier: str, window: int = 0, ahead: int = 0, optimizer: str = "AdamW") -> Any:
+def engine_of(
+    model: nn.Module, tier: str, window: int = 0, ahead: int = 0, optimizer: str = "AdamW"
+) -> Any:
     zero = {
         "stage": 3,
         "stage3_param_persistence_threshold": 0,
@@ -215,7 +263,9 @@ class Mlp(nn.Module):
 
 def steps_of(engine: Any) -> None:
     for step in range(2):
-        x = draw(dist.get_rank(), step, 4, 64).requires_grad_()  # so that frozen tiles are part of backward
+        x = draw(
+            dist.get_rank(), step, 4, 64
+        ).requires_grad_()  # so that frozen tiles are part of backward
         engine.backward(engine(x).square().mean())
         engine.step()
 
@@ -239,7 +289,9 @@ def test_so_many_tiles_are_gathered_at_once_in_forward_and_in_backward(
     assert seen.most["forward"] <= at_once * padded
     assert seen.most["backward"] <= at_once * padded
     assert seen.kept == []
-    if not frozen and at_once == 1:  # forward and backward of two steps; the last tile stays where weights stream
+    if (
+        not frozen and at_once == 1
+    ):  # forward and backward of two steps; the last tile stays where weights stream
         stays = set() if tier == "none" else {16}
         found = {unit.number: seen.gathers[unit.name] for unit in engine.runtime.units[1:]}
         assert found == {number: 2 if number in stays else 4 for number in range(1, 17)}
@@ -274,7 +326,8 @@ def test_what_the_pool_lends_is_a_few_tiles_and_is_predicted(ranks: int) -> None
     tile = max(unit.gathered_numel for unit in engine.runtime.units)
     scratch = 4 * (1 << 20)  # where partial sums are formed, whatever the model
     assert report.measured["buffers"] == report.predicted["buffers"]
-    # A gathered tile, its gradient, one on its way, and what other ranks send of it; with a bias and without.
+    # A gathered tile, its gradient, one on its way, and what other ranks send of it; with a bias
+    # and without.
     assert report.measured["buffers"] - scratch <= 2 * 4 * tile * 4
 
 
@@ -286,7 +339,9 @@ def peak_bytes() -> int:
 
 
 @pytest.mark.ranks(1, fresh=True, timeout=240)
-def test_an_operator_larger_than_the_memory_it_is_trained_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operator_larger_than_the_memory_it_is_trained_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("DEEPSEEK_ZERO_KERNELS", "torch")  # numba itself takes 140 MB
     with torch.device("meta"):
         model = nn.Sequential(TiledLinear(8192, 8192, bias=False, out_splits=64))
@@ -300,7 +355,8 @@ def test_an_operator_larger_than_the_memory_it_is_trained_in(monkeypatch: pytest
     assert weight == 256 << 20 and peak_bytes() - before < 0.6 * weight
 
 
-# -- building ----------------------------------------------------------------------------------------------------------
+# -- building
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks("ranks")
@@ -330,7 +386,10 @@ def of_first(linear: nn.Linear) -> list[Tensor]:
 
 def assert_holds(engine: Any, weight: Tensor, bias: Tensor) -> None:
     state = engine.module.state_dict()
-    rows = [torch.cat([state[f"up.linears.{row}.{column}.weight"] for column in range(2)], dim=1) for row in range(4)]
+    rows = [
+        torch.cat([state[f"up.linears.{row}.{column}.weight"] for column in range(2)], dim=1)
+        for row in range(4)
+    ]
     assert torch.equal(torch.cat(rows), weight)
     assert torch.equal(torch.cat([state[f"up.linears.{row}.1.bias"] for row in range(4)]), bias)
 

@@ -1,4 +1,6 @@
-"""The loss in tiles under an engine: the losses, gradients and weights of an unmodified model, along every axis."""
+"""The loss in tiles under an engine: the losses, gradients and weights of an unmodified model,
+along every axis.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,15 @@ def test_it_trains_as_the_whole_loss_does(axis: str, stage: int) -> None:
     """Ranks ignore different numbers of labels, and qwen2's head is its embedding."""
     for name in ("llama", "qwen2"):
         model = tiny(name)
-        engine = deepseek_zero.initialize(model=copy.deepcopy(model), config=config(stage, **TILED), mesh={axis: 2})[0]
-        batches = [[batch(10 * step + index, ignores=3 * index) for index in range(2)] for step in range(2)]
-        same_training(model, engine, batches if axis == "dp_shard" else [step[:1] for step in batches])
+        engine = deepseek_zero.initialize(
+            model=copy.deepcopy(model), config=config(stage, **TILED), mesh={axis: 2}
+        )[0]
+        batches = [
+            [batch(10 * step + index, ignores=3 * index) for index in range(2)] for step in range(2)
+        ]
+        same_training(
+            model, engine, batches if axis == "dp_shard" else [step[:1] for step in batches]
+        )
         engine.destroy()
 
 
@@ -40,7 +48,9 @@ def test_along_tp_it_is_the_split_loss(more: dict[str, Any]) -> None:
     tiles = {"tiled_loss": 5} if more else {"tiled_loss": 5, "tiled_mlp": 3}
     found = []
     for section in ({}, {"activation_checkpointing": tiles | recomputes}):
-        engine = deepseek_zero.initialize(model=tiny("llama"), config=config(1, **section, **more), mesh={"tp": 2})[0]
+        engine = deepseek_zero.initialize(
+            model=tiny("llama"), config=config(1, **section, **more), mesh={"tp": 2}
+        )[0]
         losses = []
         for step in range(3):
             loss = engine(**batch(step)).loss
@@ -56,12 +66,15 @@ def test_along_tp_it_is_the_split_loss(more: dict[str, Any]) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_any_factor_on_the_loss_reaches_every_gradient(stage: int) -> None:
-    """Accumulation, a loss scale, and the program's own; each gradient is sent once, as without tiles."""
+    """Accumulation, a loss scale, and the program's own; each gradient is sent once, as without
+    tiles.
+    """
     sent = []
     for section in ({}, {"activation_checkpointing": {"tiled_loss": 5}}):
         model = tiny("llama")
         engine: Any = deepseek_zero.initialize(
-            model=copy.deepcopy(model), config=config(stage, gradient_accumulation_steps=2, **section)
+            model=copy.deepcopy(model),
+            config=config(stage, gradient_accumulation_steps=2, **section),
         )[0]
         index = engine.mesh.data_index
         for micro in range(2):
@@ -86,7 +99,9 @@ def test_fp16_under_its_loss_scale_is_as_near_to_fp32_as_without_tiles() -> None
     far = []
     for section in ({}, TILED):
         fp16 = {"fp16": {"enabled": True, "initial_scale_power": 12}}
-        engine = deepseek_zero.initialize(model=tiny("llama"), config=config(2, **fp16, **section))[0]
+        engine = deepseek_zero.initialize(model=tiny("llama"), config=config(2, **fp16, **section))[
+            0
+        ]
         engine.backward(engine(**given).loss)
         parts = dict(engine.module.named_parameters())
         found = {name: safe_get_full_grad(part) for name, part in parts.items()}
@@ -102,7 +117,13 @@ def test_fp16_under_its_loss_scale_is_as_near_to_fp32_as_without_tiles() -> None
 
 @pytest.mark.ranks(2)
 def test_what_is_not_built_is_refused_by_name() -> None:
-    with pytest.raises(NotBuiltError, match=r"tiled_loss and tiled_mlp on a mesh with stages \(pp\)"):
+    with pytest.raises(
+        NotBuiltError, match=r"tiled_loss and tiled_mlp on a mesh with stages \(pp\)"
+    ):
         deepseek_zero.initialize(model=tiny("llama"), config=config(0, **TILED), mesh={"pp": 2})
-    with pytest.raises(NotBuiltError, match=r'tiled_mlp beside "tensor_parallel": {"sequence": true}'):
-        deepseek_zero.initialize(model=tiny("llama"), config=config(0, **TILED, **SEQUENCE), mesh={"tp": 2})
+    with pytest.raises(
+        NotBuiltError, match=r'tiled_mlp beside "tensor_parallel": {"sequence": true}'
+    ):
+        deepseek_zero.initialize(
+            model=tiny("llama"), config=config(0, **TILED, **SEQUENCE), mesh={"tp": 2}
+        )

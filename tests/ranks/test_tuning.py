@@ -1,4 +1,6 @@
-"""Prefetch and message sizes that change while training goes on: the same on every rank, and no bit depends on them."""
+"""Prefetch and message sizes that change while training goes on: the same on every rank, and no bit
+depends on them.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,18 @@ from tests.training import ALL, Run, start_engine, train_step
 @pytest.mark.parametrize("stage", [1, 3])
 def test_sizes_change_between_steps_and_every_bit_stays(stage: int, transport: str) -> None:
     def train(change: bool) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        run = Run(stage, window=ALL, keep=0, ahead=0, bucket=2048, transport=transport, optimizer="adamw")
+        run = Run(
+            stage, window=ALL, keep=0, ahead=0, bucket=2048, transport=transport, optimizer="adamw"
+        )
         engine = start_engine(run, seeded(Gpt))
         before = str(engine.runtime.executor.schedule)
         losses = train_step(engine, run, 0)
         for step in (1, 2):
             if change:
                 settings = engine.runtime.settings
-                engine.runtime.resize(replace(settings, ahead_numel=20_000 * step, bucket_numel=10_000 * step))
+                engine.runtime.resize(
+                    replace(settings, ahead_numel=20_000 * step, bucket_numel=10_000 * step)
+                )
             losses += train_step(engine, run, step)
         assert (str(engine.runtime.executor.schedule) != before) is (change and stage == 3)
         report = engine.memory_report()
@@ -62,7 +68,10 @@ def test_ranks_that_wait_unequally_choose_alike() -> None:
             unit.module.register_forward_pre_hook(lambda *_: time.sleep(0.003))
     for step in range(3 * PERIOD + 1):
         train_step(engine, Run(3), step)
-        seen.append(f"{runtime.settings.ahead_numel} {runtime.settings.bucket_numel} {runtime.executor.schedule}")
+        seen.append(
+            f"{runtime.settings.ahead_numel} {runtime.settings.bucket_numel} "
+            f"{runtime.executor.schedule}"
+        )
     assert len(set(seen)) > 1, "rank 0 waits for rank 1 in every unit, so that something was tried"
     mine, theirs = runtime.comm.all_gather_text("\n".join(seen), "what was chosen")
     assert mine == theirs

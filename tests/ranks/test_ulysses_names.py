@@ -1,4 +1,6 @@
-"""DeepSpeed's recipe for shared sequences, word by word: register, initialize(mpu=), the loader's adapter, its loss."""
+"""DeepSpeed's recipe for shared sequences, word by word: register, initialize(mpu=), the loader's
+adapter, its loss.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def batches(rank: int, length: int) -> list[dict[str, Tensor]]:
         tokens = torch.randint(VOCABULARY, (3, length), generator=draws)
         labels = tokens.clone()
         labels[:, : length // 2 + 1] = -100
-        found.append({"input_ids": tokens, "labels": labels, "attention_mask": torch.ones_like(tokens)})
+        found.append(
+            {"input_ids": tokens, "labels": labels, "attention_mask": torch.ones_like(tokens)}
+        )
     return found
 
 
@@ -42,7 +46,9 @@ def weighed(loss: Tensor, shift_labels: Tensor, group: Any) -> Tensor:
     """The loss of all ranks' tokens, as DeepSpeed's pages and the Trainer compute it."""
     losses = torch.stack(differentiable.all_gather(loss, group=group))
     tokens = torch.stack(differentiable.all_gather((shift_labels != -100).sum(), group=group))
-    total: Tensor = (torch.where(tokens > 0, losses, 0.0) * tokens).sum() / tokens.sum().clamp(min=1)
+    total: Tensor = (torch.where(tokens > 0, losses, 0.0) * tokens).sum() / tokens.sum().clamp(
+        min=1
+    )
     return total
 
 
@@ -79,8 +85,14 @@ def test_what_cannot_be_registered_is_said_in_deepspeeds_words() -> None:
     assert register(model, "sdpa", 1, 1) is None
     for arguments, words in [
         ((model, "sdpa", 3, 1), "Attention head count 4 is not divisible by SP size 3"),
-        ((model, "flash_attention_2", 2, 1), "does not match model config attn_implementation='sdpa'"),
-        ((tiny("llama", attn_implementation="eager"), "eager", 2, 1), "eager attn_implementation isn't currently"),
+        (
+            (model, "flash_attention_2", 2, 1),
+            "does not match model config attn_implementation='sdpa'",
+        ),
+        (
+            (tiny("llama", attn_implementation="eager"), "eager", 2, 1),
+            "eager attn_implementation isn't currently",
+        ),
         ((model, "sdpa", 2, 1, 7, False), "Sequence length 7 is not divisible by SP size 2"),
         ((model, "sdpa", 2, 1, None, False), "`seq_length` needs to be set"),
     ]:

@@ -1,7 +1,8 @@
 """Vertical order: each unit takes the micro-batches of a step in turn, on one load of its weights.
 
-It trains to the bits of a model that cuts the same batches without sharding, and close to those of whole batches.  The
-names say offload where weights rest elsewhere, so that whoever runs the tests of the tiers runs these too.
+It trains to the bits of a model that cuts the same batches without sharding, and close to those of
+whole batches.  The names say offload where weights rest elsewhere, so that whoever runs the tests
+of the tiers runs these too.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ RATE = 0.2  # of dropout
 
 
 class Layer(Block):
-    """A block that takes and returns what blocks may: batches in containers, whole tensors, nothing."""
+    """A block that takes and returns what blocks may: batches in containers, whole tensors,
+    nothing.
+    """
 
-    def forward(self, x: Tensor, table: Tensor, *, more: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor], None]:  # type: ignore[override]
+    def forward(
+        self, x: Tensor, table: Tensor, *, more: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor], None]:  # type: ignore[override]
         assert more["nothing"] is None
         x = F.dropout(super().forward(x + table), RATE) * more["scale"]
         return x, {"mean": x.mean(dim=1)}, None
@@ -65,12 +70,18 @@ def cut(micro_batches: int) -> Callable[..., Any]:
     def run(block: nn.Module, x: Tensor, table: Tensor, more: dict[str, Any]) -> Any:
         parts = zip(x.chunk(micro_batches), more["scale"].chunk(micro_batches), strict=True)
         found = [block(part, table, more={**more, "scale": scale}) for part, scale in parts]
-        return torch.cat([each[0] for each in found]), {"mean": torch.cat([each[1]["mean"] for each in found])}, None
+        return (
+            torch.cat([each[0] for each in found]),
+            {"mean": torch.cat([each[1]["mean"] for each in found])},
+            None,
+        )
 
     return run
 
 
-def engine_of(model: nn.Module, vertical: int, tier: str = "none", window: int = 0, **top: Any) -> Any:
+def engine_of(
+    model: nn.Module, vertical: int, tier: str = "none", window: int = 0, **top: Any
+) -> Any:
     """Stage 3; nothing but weights rests on the tier unless `top` says more."""
     zero = {
         "stage": 3,
@@ -80,7 +91,12 @@ def engine_of(model: nn.Module, vertical: int, tier: str = "none", window: int =
         **offload(tier, states=top.pop("states", False)),
     }
     optimizer = OPTIMIZERS[top.pop("optimizer", "adamw")](list(model.parameters()))
-    config = {"train_micro_batch_size_per_gpu": SAMPLES, "steps_per_print": None, "zero_optimization": zero, **top}
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "steps_per_print": None,
+        "zero_optimization": zero,
+        **top,
+    }
     return deepseek_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
@@ -121,7 +137,10 @@ def test_offloaded_or_not_it_trains_to_the_bits_of_the_same_cuts_without_shardin
     parked: str,
     transport: str,
 ) -> None:
-    top: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "bf16": {"enabled": dtype == "bf16"}}
+    top: dict[str, Any] = {
+        "gradient_accumulation_steps": accumulation,
+        "bf16": {"enabled": dtype == "bf16"},
+    }
     parking = {"device": parked, "nvme_path": tempfile.gettempdir()}
     top |= {"transport": transport, "activation_checkpointing": parking}
     engine = engine_of(seeded(Net), micro_batches, tier, window, states=states, **top)
@@ -130,11 +149,20 @@ def test_offloaded_or_not_it_trains_to_the_bits_of_the_same_cuts_without_shardin
     reference = Reference(plain, ranks, accumulation, False, DTYPES[dtype], OPTIMIZERS["adamw"])
     for step in range(STEPS):
         losses = train(engine, step, accumulation)
-        everyone = [[batch_of(step, micro, rank, SAMPLES) for micro in range(accumulation)] for rank in range(ranks)]
+        everyone = [
+            [batch_of(step, micro, rank, SAMPLES) for micro in range(accumulation)]
+            for rank in range(ranks)
+        ]
         expected, _ = reference.step(everyone)
-        assert all(map(torch.equal, losses, expected[dist.get_rank()])), f"losses differ in step {step}"
+        assert all(map(torch.equal, losses, expected[dist.get_rank()])), (
+            f"losses differ in step {step}"
+        )
         found = engine.module.state_dict()
-        different = [name for name, value in reference.values().items() if not torch.equal(found[name], value)]
+        different = [
+            name
+            for name, value in reference.values().items()
+            if not torch.equal(found[name], value)
+        ]
         assert not different, f"step {step}"
     if parked == "nvme" and micro_batches == 2:
         assert engine.parts.recompute.parking._arrived == STEPS * accumulation * 3 * micro_batches
@@ -144,7 +172,12 @@ def test_offloaded_or_not_it_trains_to_the_bits_of_the_same_cuts_without_shardin
 @pytest.mark.ranks(2)
 def test_it_comes_close_to_whole_batches_and_to_accumulation() -> None:
     def run(vertical: int, accumulation: int) -> tuple[list[float], dict[str, Tensor]]:
-        engine, losses = engine_of(seeded(Gpt), vertical, optimizer="sgd", gradient_accumulation_steps=accumulation), []
+        engine, losses = (
+            engine_of(
+                seeded(Gpt), vertical, optimizer="sgd", gradient_accumulation_steps=accumulation
+            ),
+            [],
+        )
         for step in range(STEPS):
             batch = batch_of(step, 0, dist.get_rank(), SAMPLES)
             found = []
@@ -166,7 +199,9 @@ def test_it_comes_close_to_whole_batches_and_to_accumulation() -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("top", [{"torch_autocast": {"enabled": True}}, {"fp16": {"enabled": True}}], ids=str)
+@pytest.mark.parametrize(
+    "top", [{"torch_autocast": {"enabled": True}}, {"fp16": {"enabled": True}}], ids=str
+)
 def test_under_autocast_and_loss_scaling_it_has_the_bits_of_an_engine_whose_model_cuts_by_itself(
     top: dict[str, Any],
 ) -> None:
@@ -198,7 +233,9 @@ def loads_of(engine: Any, accumulation: int = 1) -> dict[str, int]:
                 engine.step()
     assert all(event.is_read for event in seen.transfers)
     return {
-        unit.name: sum(event.what == f"the weights of {group.members[0].name}" for event in seen.transfers)
+        unit.name: sum(
+            event.what == f"the weights of {group.members[0].name}" for event in seen.transfers
+        )
         for unit in engine.runtime.units
         for group in unit.sharded
     }
@@ -218,7 +255,9 @@ def test_offloaded_weights_are_loaded_as_often_whatever_the_micro_batches(ranks:
 @pytest.mark.ranks(2)
 def test_between_ranks_a_quarter_of_the_bytes_of_four_accumulation_steps_travels() -> None:
     def sent(vertical: int, accumulation: int) -> dict[str, int]:
-        engine = engine_of(seeded(Gpt), vertical, transport="gloo", gradient_accumulation_steps=accumulation)
+        engine = engine_of(
+            seeded(Gpt), vertical, transport="gloo", gradient_accumulation_steps=accumulation
+        )
         train(engine, 0, accumulation)
         engine.runtime.comm.meter.reset()
         train(engine, 1, accumulation)
@@ -231,7 +270,9 @@ def test_between_ranks_a_quarter_of_the_bytes_of_four_accumulation_steps_travels
 
 
 @pytest.mark.ranks(1)
-def test_a_unit_sees_micro_batches_where_something_is_differentiated_and_the_batch_elsewhere() -> None:
+def test_a_unit_sees_micro_batches_where_something_is_differentiated_and_the_batch_elsewhere() -> (
+    None
+):
     model = seeded(Gpt)
     seen: list[int] = []
     for block in model.blocks:
@@ -255,7 +296,9 @@ class Watched(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(ALIVE.watch(torch.sin(ALIVE.watch(torch.exp(ALIVE.watch(self.up(x)))))))
+        return x + self.down(
+            ALIVE.watch(torch.sin(ALIVE.watch(torch.exp(ALIVE.watch(self.up(x))))))
+        )
 
 
 class Alive:
@@ -332,7 +375,11 @@ class Odd(nn.Module):
     [
         ("", 6, "was given 6 samples, which do not make 4 micro-batches"),
         ("other batch", 8, r"unit 'blocks.0' got no tensor of 8 samples; .* \[\(24,\)\]"),
-        ("mean", 8, r"unit 'blocks.0' returned a tensor of shape \(\) for a micro-batch of 2 samples"),
+        (
+            "mean",
+            8,
+            r"unit 'blocks.0' returned a tensor of shape \(\) for a micro-batch of 2 samples",
+        ),
         ("another number", 8, r"unit 'blocks.0' returned \[1, 2, 3, 4\] tensors"),
     ],
 )
@@ -348,7 +395,9 @@ def test_a_batch_that_one_rank_cannot_cut_is_an_error_on_every_rank() -> None:
     train(engine, 0)
     samples = SAMPLES if dist.get_rank() == 0 else SAMPLES - 1
     batch = batch_of(1, 0, dist.get_rank(), samples)
-    with pytest.raises(PeerError if dist.get_rank() == 0 else UsageError, match="39 samples, which do not make 4"):
+    with pytest.raises(
+        PeerError if dist.get_rank() == 0 else UsageError, match="39 samples, which do not make 4"
+    ):
         engine.backward(engine(batch.tokens, batch.targets))
 
 
@@ -363,15 +412,23 @@ def test_units_that_contain_each_other_and_models_without_units_are_refused() ->
 @pytest.mark.parametrize(
     ("stage", "samples", "says"),
     [
-        (2, 8, "vertical_micro_batches = 4.* needs stage 3: at stage 2 weights are whole on every rank"),
+        (
+            2,
+            8,
+            "vertical_micro_batches = 4.* needs stage 3: at stage 2 weights are whole on every "
+            "rank",
+        ),
         (3, 6, "vertical_micro_batches = 4.* does not divide train_micro_batch_size_per_gpu = 6"),
     ],
 )
-def test_a_configuration_in_which_it_makes_no_sense_is_refused(stage: int, samples: int, says: str) -> None:
+def test_a_configuration_in_which_it_makes_no_sense_is_refused(
+    stage: int, samples: int, says: str
+) -> None:
     zero = {"stage": stage, "vertical_micro_batches": 4}
     with pytest.raises(ConfigError, match=says):
         deepseek_zero.initialize(
-            model=nn.Linear(2, 2), config={"train_micro_batch_size_per_gpu": samples, "zero_optimization": zero}
+            model=nn.Linear(2, 2),
+            config={"train_micro_batch_size_per_gpu": samples, "zero_optimization": zero},
         )
 
 

@@ -1,4 +1,6 @@
-"""Weights out of safetensors straight into slices: the values of the file, and no more of it read than is held."""
+"""Weights out of safetensors straight into slices: the values of the file, and no more of it read
+than is held.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +32,33 @@ def write(folder: Path, shards: int = 1, seed: int = 9, **change: Tensor) -> dic
     if here() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         names = list(saved)
-        files = {f"model-{k + 1:05d}-of-{shards:05d}.safetensors": names[k::shards] for k in range(shards)}
+        files = {
+            f"model-{k + 1:05d}-of-{shards:05d}.safetensors": names[k::shards]
+            for k in range(shards)
+        }
         if shards == 1:
             files = {"model.safetensors": names}
         for file, of_file in files.items():
-            save_file({name: saved[name] for name in of_file}, folder / file, metadata={"format": "pt"})
+            save_file(
+                {name: saved[name] for name in of_file}, folder / file, metadata={"format": "pt"}
+            )
         if shards > 1:
             where = {name: file for file, of_file in files.items() for name in of_file}
-            (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+            (folder / "model.safetensors.index.json").write_text(
+                json.dumps({"metadata": {}, "weight_map": where})
+            )
     dist.barrier()
     return state
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize(("stage", "top"), [(0, {}), (1, BF16), (3, {}), (3, BF16)], ids=["0", "1b", "3", "3b"])
+@pytest.mark.parametrize(
+    ("stage", "top"), [(0, {}), (1, BF16), (3, {}), (3, BF16)], ids=["0", "1b", "3", "3b"]
+)
 @pytest.mark.ranks("world")
-def test_weights_masters_and_buffers_are_the_files(tmp_path: Path, world: int, stage: int, top: dict[str, Any]) -> None:
+def test_weights_masters_and_buffers_are_the_files(
+    tmp_path: Path, world: int, stage: int, top: dict[str, Any]
+) -> None:
     engine = start(stage, **top)
     train(engine, 0, 1)
     expected = write(tmp_path / "three", shards=3)
@@ -74,7 +87,11 @@ def test_each_rank_reads_only_what_it_holds(tmp_path: Path) -> None:
     ranges: list[tuple[Any, ...]] = []
     with pytest.MonkeyPatch.context() as patch:
         read = SafetensorsFolder.read
-        patch.setattr(SafetensorsFolder, "read", lambda self, *asked: ranges.append(asked) or read(self, *asked))
+        patch.setattr(
+            SafetensorsFolder,
+            "read",
+            lambda self, *asked: ranges.append(asked) or read(self, *asked),
+        )
         engine.load_weights(tmp_path)
     mine = sum(stop - start for _, start, stop, *_ in ranges)
     held = torch.tensor([mine])
@@ -111,12 +128,17 @@ def test_names_and_shapes_that_differ_are_told_before_anything_changes(tmp_path:
     with pytest.raises(CheckpointError, match="lacks nothing and has extra too many"):
         engine.load_weights(tmp_path / "more")
     write(tmp_path / "other", **{"read.bias": torch.zeros(14)})
-    with pytest.raises(CheckpointError, match=r"'read.bias' is \[14\] in the file and \[13\] in the model"):
+    with pytest.raises(
+        CheckpointError, match=r"'read.bias' is \[14\] in the file and \[13\] in the model"
+    ):
         engine.load_weights(tmp_path / "other")
     if here() == 0:
         save_file({"read.bias": torch.ones(13)}, tmp_path / "less.safetensors")
     dist.barrier()
-    with pytest.raises(CheckpointError, match=r"lacks read.weight, blocks.0.0.weight.* and \d+ more and has nothing"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"lacks read.weight, blocks.0.0.weight.* and \d+ more and has nothing",
+    ):
         engine.load_weights(tmp_path / "less.safetensors")
     assert not differences(engine.module.state_dict(), before)
     engine.load_weights(tmp_path / "less.safetensors", strict=False)
@@ -153,7 +175,9 @@ def test_pickles_and_damaged_files_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("how", ["meta", "init"])
 @pytest.mark.ranks("world")
-def test_a_model_that_is_not_wrapped_yet_takes_its_slices(tmp_path: Path, world: int, how: str) -> None:
+def test_a_model_that_is_not_wrapped_yet_takes_its_slices(
+    tmp_path: Path, world: int, how: str
+) -> None:
     expected = write(tmp_path, shards=2)
     if how == "meta":
         with torch.device("meta"):
@@ -164,7 +188,9 @@ def test_a_model_that_is_not_wrapped_yet_takes_its_slices(tmp_path: Path, world:
             model = Tower()
     deepseek_zero.zero.load_weights(model, tmp_path)
     cut = [param for param in model.parameters() if owner_of(param) is not None]
-    assert len(cut) >= 12 and all(owner_of(each).slice.numel() == -(-each.numel() // world) for each in cut)
+    assert len(cut) >= 12 and all(
+        owner_of(each).slice.numel() == -(-each.numel() // world) for each in cut
+    )
     engine = deepseek_zero.initialize(model=model, config=config(3))[0]
     assert not differences(whole(engine), expected)
     train(engine, 0, 1)

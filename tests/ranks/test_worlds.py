@@ -1,4 +1,5 @@
-"""How processes become ranks: by any launcher's variables, by a group that the program made, or by an error.
+"""How processes become ranks: by any launcher's variables, by a group that the program made, or by
+an error.
 
 Each test starts processes of its own, because who they are is what is tested.
 """
@@ -26,7 +27,14 @@ from tests.hosts import NETWORK, free_port, hosts
 
 pytestmark = pytest.mark.slow  # minutes of worlds on hosts of namespaces
 
-LAUNCH_WORDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCH_WORDS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -34,7 +42,9 @@ def environment(**more: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **more}
 
 
-def outputs(script: Path, environs: list[Mapping[str, str]], codes: Sequence[int] = (0, 0)) -> list[str]:
+def outputs(
+    script: Path, environs: list[Mapping[str, str]], codes: Sequence[int] = (0, 0)
+) -> list[str]:
     """What each process of a script says; all are started at once and end with these codes."""
     started = [
         subprocess.Popen(
@@ -76,7 +86,9 @@ def train():
 
 def test_mpirun_without_more_makes_one_world_on_one_host(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(TRAIN + "print('world', train().world_size, os.environ['RANK'], os.environ['LOCAL_RANK'])")
+    script.write_text(
+        TRAIN + "print('world', train().world_size, os.environ['RANK'], os.environ['LOCAL_RANK'])"
+    )
     port = str(free_port())
     names = ("RANK", "LOCAL_RANK")
     said = outputs(
@@ -113,7 +125,10 @@ def test_srun_makes_one_world_behind_both_doors(tmp_path: Path) -> None:
     job = str(free_port() - 20000)  # Slurm's port is 20000 and the job's number
     said = outputs(
         script,
-        [SRUN | {"SLURM_JOB_ID": job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)],
+        [
+            SRUN | {"SLURM_JOB_ID": job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+            for rank in range(2)
+        ],
     )
     assert all("world 2 2" in each for each in said), said
 
@@ -149,7 +164,9 @@ def test_ranks_of_two_hosts_meet_where_their_launcher_says(
         ]
         said = [process.communicate(timeout=60)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], "\n".join(said)
-    assert [f"rank {rank} of 2, 1 here, local rank 0" in each for rank, each in enumerate(said)] == [True, True], said
+    assert [
+        f"rank {rank} of 2, 1 here, local rank 0" in each for rank, each in enumerate(said)
+    ] == [True, True], said
 
 
 TELL = """
@@ -164,20 +181,32 @@ def plain_rank(rank: int) -> tuple[list[str], dict[str, str]]:
 
 
 def launched_rank(rank: int) -> tuple[list[str], dict[str, str]]:
-    options = ["--num_nodes=2", "--master_addr=h0", "--master_port=29511", "--nproc=1", f"--node_rank={rank}"]
+    options = [
+        "--num_nodes=2",
+        "--master_addr=h0",
+        "--master_port=29511",
+        "--nproc=1",
+        f"--node_rank={rank}",
+    ]
     return [sys.executable, "-m", "deepseek_zero.cli", "run", *options], {}
 
 
 OWN_GROUP = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
 
 
-@pytest.mark.parametrize(("start", "before"), [(plain_rank, ""), (launched_rank, ""), (launched_rank, OWN_GROUP)])
+@pytest.mark.parametrize(
+    ("start", "before"), [(plain_rank, ""), (launched_rank, ""), (launched_rank, OWN_GROUP)]
+)
 def test_hosts_whose_own_names_mean_loopback_meet_by_the_first_ones_name(
     start: Callable[[int], tuple[list[str], dict[str, str]]], before: str, tmp_path: Path
 ) -> None:
-    """Debian's /etc/hosts has a line 127.0.1.1 with the host's own name; these hosts have no way to other networks."""
+    """Debian's /etc/hosts has a line 127.0.1.1 with the host's own name; these hosts have no way to
+    other networks.
+    """
     script = tmp_path / "train.py"
-    script.write_text(before + TRAIN + "engine = train()\nfrom deepseek_zero.comm import context\n" + TELL)
+    script.write_text(
+        before + TRAIN + "engine = train()\nfrom deepseek_zero.comm import context\n" + TELL
+    )
     with hosts(2, own="127.0.1.1") as machines:
         started = []
         for rank, machine in enumerate(machines):
@@ -185,11 +214,15 @@ def test_hosts_whose_own_names_mean_loopback_meet_by_the_first_ones_name(
             started.append(machine.run([*command, str(script)], environment(**variables)))
         said = [process.communicate(timeout=60)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], "\n".join(said)
-    assert [f"rank {rank} of 2, 1 here, local rank 0" in each for rank, each in enumerate(said)] == [True, True], said
+    assert [
+        f"rank {rank} of 2, 1 here, local rank 0" in each for rank, each in enumerate(said)
+    ] == [True, True], said
 
 
 DOORS: dict[str, Callable[[torch.nn.Module], object]] = {
-    "initialize": lambda model: deepseek_zero.initialize(model=model, config={"train_batch_size": 1}),
+    "initialize": lambda model: deepseek_zero.initialize(
+        model=model, config={"train_batch_size": 1}
+    ),
     "DeepSeekZeRO3": deepseek_zero.DeepSeekZeRO3,
     "init_distributed": lambda model: deepseek_zero.init_distributed(),
     "zero.Init": deepseek_zero.zero.Init,
@@ -203,7 +236,9 @@ def test_every_door_refuses_to_train_alone_what_a_launcher_started_together(
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(UsageError, match=r"Open MPI started 4 processes, and MASTER_ADDR is not set") as caught:
+    with pytest.raises(
+        UsageError, match=r"Open MPI started 4 processes, and MASTER_ADDR is not set"
+    ) as caught:
         DOORS[door](model)
     assert "DEEPSEEK_ZERO_ALONE=1" in caught.value.fix
     monkeypatch.setenv("RANK", "")
@@ -215,7 +250,9 @@ def test_alone_on_purpose_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     monkeypatch.setenv("DEEPSEEK_ZERO_ALONE", "1")
-    engine = deepseek_zero.initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 1})[0]
+    engine = deepseek_zero.initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 1})[
+        0
+    ]
     assert engine.world_size == 1
 
 
@@ -223,27 +260,46 @@ def test_a_port_that_is_taken_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPa
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        said = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        said = {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(taken.getsockname()[1]),
+        }
         for name, value in said.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(PeerError, match=r"rank 0 of 2 did not meet the others at 127.0.0.1:\d+") as caught:
+        with pytest.raises(
+            PeerError, match=r"rank 0 of 2 did not meet the others at 127.0.0.1:\d+"
+        ) as caught:
             deepseek_zero.init_distributed()
     assert len(str(caught.value).splitlines()) == 3
     assert "#0" not in "".join(traceback.format_exception(caught.value)), "no frames of C++"
 
 
-@pytest.mark.parametrize(("rank", "whom"), [(0, "1 more to come"), (1, "rank 0, which listens there")])
+@pytest.mark.parametrize(
+    ("rank", "whom"), [(0, "1 more to come"), (1, "rank 0, which listens there")]
+)
 def test_a_rank_that_meets_nobody_says_whom_it_waits_for_and_ends(
     rank: int, whom: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(mesh, "MEETING", timedelta(seconds=2))
     monkeypatch.setattr(mesh, "TELL_SECONDS", 0.3)
-    said = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    said = {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     for name, value in said.items():
         monkeypatch.setenv(name, value)
-    with caplog.at_level("WARNING"), pytest.raises(PeerError, match=rf"rank {rank} of 2 did not meet the others at"):
+    with (
+        caplog.at_level("WARNING"),
+        pytest.raises(PeerError, match=rf"rank {rank} of 2 did not meet the others at"),
+    ):
         deepseek_zero.init_distributed()
-    assert f"rank {rank} has waited 0 s at 127.0.0.1:{said['MASTER_PORT']} for {whom}" in caplog.text
+    assert (
+        f"rank {rank} has waited 0 s at 127.0.0.1:{said['MASTER_PORT']} for {whom}" in caplog.text
+    )
 
 
 DIE = (
@@ -262,7 +318,9 @@ for _ in range(3):
 
 @pytest.mark.parametrize("log_level", ["WARNING", "ERROR"])
 def test_pages_of_frames_do_not_bury_the_death_of_rank_0(tmp_path: Path, log_level: str) -> None:
-    """Under `deepseek-zero run` torch logs errors only; elsewhere it shows one page for the board that is gone."""
+    """Under `deepseek-zero run` torch logs errors only; elsewhere it shows one page for the board
+    that is gone.
+    """
     assert SHORT_ERRORS["TORCH_CPP_LOG_LEVEL"] == "ERROR"
     script = tmp_path / "die.py"
     script.write_text(DIE)
@@ -274,8 +332,11 @@ def test_pages_of_frames_do_not_bury_the_death_of_rank_0(tmp_path: Path, log_lev
     }
     killed, told = outputs(script, [said | {"RANK": str(rank)} for rank in range(2)], codes=[-9, 1])
     assert told.count("frame #0") <= (1 if log_level == "WARNING" else 0), told
-    # The board that is gone tells of it, or the memory that both ranks map: whichever rank 1 looks at first.
-    assert re.search(r"PeerError: rank 0, .*is gone|PeerError: .* to rank 0 .* process of rank 0 has ended", told), told
+    # The board that is gone tells of it, or the memory that both ranks map: whichever rank 1 looks
+    # at first.
+    assert re.search(
+        r"PeerError: rank 0, .*is gone|PeerError: .* to rank 0 .* process of rank 0 has ended", told
+    ), told
     assert "unequal numbers of batches" not in told
     assert "Error" not in killed
 
@@ -305,7 +366,9 @@ if __name__ == "__main__":
 
 
 def test_ranks_that_mp_spawn_made_know_who_they_are(tmp_path: Path) -> None:
-    """One rank tells, and writes records, plan and monitor files, though no launcher has set a variable."""
+    """One rank tells, and writes records, plan and monitor files, though no launcher has set a
+    variable.
+    """
     script = tmp_path / "spawn.py"
     script.write_text(SPAWN)
     done = subprocess.run(

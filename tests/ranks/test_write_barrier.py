@@ -1,4 +1,6 @@
-"""Whatever changes a state while a checkpoint is written behind the training, its file has the first state."""
+"""Whatever changes a state while a checkpoint is written behind the training, its file has the
+first state.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from tests.training import offload
 
 @contextmanager
 def not_yet(seconds: float = 0.4) -> Iterator[None]:
-    """A disk that takes nothing while the block runs, or for so long: by then the block waits for the writer."""
+    """A disk that takes nothing while the block runs, or for so long: by then the block waits for
+    the writer.
+    """
     write, may_go = files.write, threading.Event()
 
     def late(descriptor: int, data: memoryview, offset: int) -> None:
@@ -49,7 +53,9 @@ def named(engine: Any, name: str = "blocks.1.0.weight") -> nn.Parameter:
 
 
 def noise(param: Any) -> torch.Tensor:
-    return torch.randn(param.shape, generator=torch.Generator().manual_seed(torch.initial_seed() % 1000 + 1))
+    return torch.randn(
+        param.shape, generator=torch.Generator().manual_seed(torch.initial_seed() % 1000 + 1)
+    )
 
 
 def by_gathering(engine: Any) -> None:
@@ -84,13 +90,19 @@ WAYS: dict[str, Callable[[Any, Path], object]] = {
     "step": lambda engine, _: train(engine, 7, 8),
     "two steps": lambda engine, _: train(engine, 8, 10),
     "flush": lambda engine, _: engine.optimizer.flush(),
-    "set master": lambda engine, _: utils.safe_set_full_fp32_param(named(engine), noise(named(engine))),
-    "set moment": lambda engine, _: utils.safe_set_full_optimizer_state(named(engine), noise(named(engine)), "exp_avg"),
+    "set master": lambda engine, _: utils.safe_set_full_fp32_param(
+        named(engine), noise(named(engine))
+    ),
+    "set moment": lambda engine, _: utils.safe_set_full_optimizer_state(
+        named(engine), noise(named(engine)), "exp_avg"
+    ),
     "set local master": lambda engine, _: locally(engine),
     "set local moment": lambda engine, _: local_state(engine),
     "gather": lambda engine, _: by_gathering(engine),
     "module state": lambda engine, _: engine.module.load_state_dict(whole_state(engine, 1.0)),
-    "engine module state": lambda engine, _: engine.load_module_state_dict(whole_state(engine, -1.0)),
+    "engine module state": lambda engine, _: engine.load_module_state_dict(
+        whole_state(engine, -1.0)
+    ),
     "optimizer state": lambda engine, _: by_its_state(engine),
     "weights": lambda engine, path: engine.load_weights(path / "weights"),
     "optimizer load": lambda engine, _: engine.optimizer.load_state_dict(engine.early_state),
@@ -112,7 +124,9 @@ ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.ranks(2, timeout=240)
 @pytest.mark.parametrize("kind", list(ENGINES))
-def test_no_change_of_a_state_reaches_a_checkpoint_that_was_begun_before_it(tmp_path: Path, kind: str) -> None:
+def test_no_change_of_a_state_reaches_a_checkpoint_that_was_begun_before_it(
+    tmp_path: Path, kind: str
+) -> None:
     stage, top = ENGINES[kind]
     torch.manual_seed(3)
     engine = deepseek_zero.initialize(model=Tower(33), config=config(stage, **top))[0]
@@ -138,7 +152,9 @@ def test_no_change_of_a_state_reaches_a_checkpoint_that_was_begun_before_it(tmp_
             torn.append((name, [key[:3] for key in now if now[key] != behind.get(key)][:3]))
         engine.save_checkpoint(tmp_path, tag="after")
         changes = name not in ("flush", "rate") or (name == "flush" and "delayed" in kind)
-        assert (sums(tmp_path / "after") != now) == changes, f"{name} has changed nothing: it shows nothing ({number})"
+        assert (sums(tmp_path / "after") != now) == changes, (
+            f"{name} has changed nothing: it shows nothing ({number})"
+        )
         dist.barrier()
     assert not torn
 
@@ -153,21 +169,33 @@ def copied(state: Any) -> Any:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["deferred", "early", "delayed"])
-def test_weights_that_are_loaded_stay_whatever_update_was_on_its_way(tmp_path: Path, kind: str) -> None:
-    more: dict[str, Any] = {"deferred": {}, "early": {"super_offload": True}, "delayed": {"delayed_update_after": 1}}[
-        kind
-    ]
+def test_weights_that_are_loaded_stay_whatever_update_was_on_its_way(
+    tmp_path: Path, kind: str
+) -> None:
+    more: dict[str, Any] = {
+        "deferred": {},
+        "early": {"super_offload": True},
+        "delayed": {"delayed_update_after": 1},
+    }[kind]
     zero_part = HOST | {"offload_optimizer": {**HOST["offload_optimizer"], **more}}
     torch.manual_seed(3)
-    engine = deepseek_zero.initialize(model=Tower(33), config=config(3, **BF16, zero_optimization=zero_part))[0]
+    engine = deepseek_zero.initialize(
+        model=Tower(33), config=config(3, **BF16, zero_optimization=zero_part)
+    )[0]
     engine.export(tmp_path / "weights", dtype="fp32")
     told = {name: value.clone() for name, value in engine.module.state_dict().items()}
     for load in (engine.load_weights, lambda path: zero.load_weights(engine.module, path)):
         train(engine, 0, 3)  # the last update waits
         if kind == "early":
-            engine.backward(engine(torch.ones(4, 7)).float().square().mean())  # and another one has come ahead
+            engine.backward(
+                engine(torch.ones(4, 7)).float().square().mean()
+            )  # and another one has come ahead
         load(tmp_path / "weights")
         if kind == "delayed":
             train(engine, 3, 4)  # its own update comes a step later, and none is owed any more
         found = engine.module.state_dict()
-        assert not [name for name in told if "norm." not in name and not torch.equal(told[name], found[name])]
+        assert not [
+            name
+            for name in told
+            if "norm." not in name and not torch.equal(told[name], found[name])
+        ]

@@ -1,8 +1,11 @@
-"""A device that is not the CPU and needs no hardware, so that what runs beside a GPU is tested where there is none.
+"""A device that is not the CPU and needs no hardware, so that what runs beside a GPU is tested
+where there is none.
 
-Its tensors lie in plain memory and every operation on them runs on the CPU, so results have the CPU's bits; but an
-operation that mixes them with the CPU's is an error, as it is on a GPU (device.cpp).  Copies in a stream of their own
-happen as late as they may: when the host waits for them, or when the stream that computes was told to and computes.
+Its tensors lie in plain memory and every operation on them runs on the CPU, so results have the
+CPU's bits; but an operation that mixes them with the CPU's is an error, as it is on a GPU
+(device.cpp).  Copies in a stream of their own
+happen as late as they may: when the host waits for them, or when the stream that computes was told
+to and computes.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from torch.utils import cpp_extension
 
 SOURCE = Path(__file__).with_name("device.cpp")
 NAME = "hpu"  # a device that torch knows by name and that no machine here has
-# Checkouts and versions of torch share torch's cache of extensions, so each content has a name of its own.
+# Checkouts and versions of torch share torch's cache of extensions, so each content has a name of
+# its own.
 LIBRARY = f"deepseek_zero_toy_device_{crc32(SOURCE.read_bytes() + torch.__version__.encode()):08x}"
 LIBRARY_VARIABLE = "DEEPSEEK_ZERO_TOY_DEVICE"  # where a program finds it
 
@@ -35,11 +39,14 @@ def can_build() -> bool:
 
 @lru_cache(maxsize=1)
 def build() -> str:
-    """The device as a library in torch's cache of extensions, made where it is not there: half a minute.
+    """The device as a library in torch's cache of extensions, made where it is not there: half a
+    minute.
 
     In a process of its own: whoever loads it has the device for good.
     """
-    made = subprocess.run([sys.executable, "-m", "tests.toy"], capture_output=True, text=True, cwd=SOURCE.parents[2])
+    made = subprocess.run(
+        [sys.executable, "-m", "tests.toy"], capture_output=True, text=True, cwd=SOURCE.parents[2]
+    )
     assert made.returncode == 0, made.stdout + made.stderr
     return made.stdout.splitlines()[-1]
 
@@ -82,5 +89,7 @@ def _module() -> ModuleType:
     return module
 
 
-if LIBRARY_VARIABLE in os.environ:  # before anything asks torch which devices there are: it asks once
+if (
+    LIBRARY_VARIABLE in os.environ
+):  # before anything asks torch which devices there are: it asks once
     register(os.environ[LIBRARY_VARIABLE])

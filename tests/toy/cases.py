@@ -1,5 +1,6 @@
-"""What runs beside a GPU, on a device that is one in all but hardware and speed: stages and tiers have the bits of a
-run without tiers.  Programs, which test_other_device.py starts: who has the device has it from the start.
+"""What runs beside a GPU, on a device that is one in all but hardware and speed: stages and tiers
+have the bits of a run without tiers.  Programs, which test_other_device.py starts: who has the
+device has it from the start.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from deepseek_zero.base.errors import OutOfMemoryError
 from deepseek_zero.pipeline import find_chain
 from deepseek_zero.report.measure import live_storages
 from deepseek_zero.tiers.tier import Tier
-from deepseek_zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+from deepseek_zero.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+)
 from tests import cudart, toy
 from tests.kernels import EmulatedKernel, emulated_on
 from tests.models import Gpt, seeded
@@ -41,7 +46,9 @@ def training_on(kind: str) -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.pop("DEEPSEEK_ZERO_DEVICE") if before is None else os.environ.update(DEEPSEEK_ZERO_DEVICE=before)
+        os.environ.pop("DEEPSEEK_ZERO_DEVICE") if before is None else os.environ.update(
+            DEEPSEEK_ZERO_DEVICE=before
+        )
 
 
 def states_on(path: Path) -> dict[str, Zero]:
@@ -79,7 +86,9 @@ def engine_of(stage: int, zero: Zero, model: nn.Module | None = None, **top: Any
 
 def loss_of(engine: Any, number: int) -> Tensor:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    tokens = torch.randint(0, 11, (2, 8), generator=torch.Generator().manual_seed(7 * number + rank))
+    tokens = torch.randint(
+        0, 11, (2, 8), generator=torch.Generator().manual_seed(7 * number + rank)
+    )
     tokens = tokens.to(engine.device)
     return F.cross_entropy(engine(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -112,7 +121,9 @@ def assert_same(found: list[Tensor], expected: list[Tensor], case: object) -> No
 
 def outside(engine: Any) -> int:
     """Bytes of states that rest outside the training device."""
-    return sum(memory.reserved_bytes for memory in engine.parts.runtime.comm_ctx.tiers.memories.values())
+    return sum(
+        memory.reserved_bytes for memory in engine.parts.runtime.comm_ctx.tiers.memories.values()
+    )
 
 
 def every_stage_and_tier(path: Path) -> None:
@@ -124,7 +135,9 @@ def every_stage_and_tier(path: Path) -> None:
     }
     if not os.environ.get("DEEPSEEK_ZERO_FULL"):
         kinds = {"bf16": (kinds["bf16"][0], (3,))}
-    for kind, accumulation in [(kind, number) for kind, (_, numbers) in kinds.items() for number in numbers]:
+    for kind, accumulation in [
+        (kind, number) for kind, (_, numbers) in kinds.items() for number in numbers
+    ]:
         top = kinds[kind][0]
         top = {**top, "gradient_accumulation_steps": accumulation}
         expected: dict[int, list[Tensor]] = {}
@@ -133,8 +146,13 @@ def every_stage_and_tier(path: Path) -> None:
                 continue
             engine = engine_of(stage, place, **top)
             found = train(engine) + states_of(engine)
-            # Stages 2 and 3 sum each micro-batch over ranks, 0 and 1 the step's: another order of the same sum.
-            assert_same(found, expected.setdefault(stage // 2 if accumulation > 1 else 0, found), (kind, name, stage))
+            # Stages 2 and 3 sum each micro-batch over ranks, 0 and 1 the step's: another order of
+            # the same sum.
+            assert_same(
+                found,
+                expected.setdefault(stage // 2 if accumulation > 1 else 0, found),
+                (kind, name, stage),
+            )
             assert bool(outside(engine)) == bool(place), name
             assert not place or toy.register(os.environ[toy.LIBRARY_VARIABLE]).late_copies() > 0
             engine.destroy()
@@ -165,16 +183,24 @@ def optimizers_and_fewer_bits(path: Path) -> None:
     places = states_on(path)
     adam: dict[str, Any] = {"type": "AdamW", "params": {"lr": 0.01}}
     tops: list[Zero] = [
-        {"optimizer": {"type": name, "params": {"lr": 0.01}}} for name in ("SGD", "Adagrad", "Lion", "Lamb")
+        {"optimizer": {"type": name, "params": {"lr": 0.01}}}
+        for name in ("SGD", "Adagrad", "Lion", "Lamb")
     ]
-    tops += [{"optimizer": adam | {"moments": kept}, "bf16": {"enabled": True}} for kept in ("bf16", "8bit")]
+    tops += [
+        {"optimizer": adam | {"moments": kept}, "bf16": {"enabled": True}}
+        for kept in ("bf16", "8bit")
+    ]
     tops += [{"bf16": {"enabled": True, "master": "none"}}]
     for top in tops:
         expected = trained(3, {}, **top)
         for name in ("states on the host", "all on the disk"):
             assert_same(trained(3, places[name], **top), expected, (top, name))
-    muon: Zero = {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}  # bf16 on a device, fp32 on the host
-    host, disk = (trained(3, places[name], **muon) for name in ("all on the host", "states on the disk"))
+    muon: Zero = {
+        "optimizer": {"type": "Muon", "params": {"lr": 0.01}}
+    }  # bf16 on a device, fp32 on the host
+    host, disk = (
+        trained(3, places[name], **muon) for name in ("all on the host", "states on the disk")
+    )
     assert_same(disk, host, "Muon")
     for key in ({"super_offload": True}, {"delayed_update_after": 1}):
         found = {}
@@ -182,13 +208,18 @@ def optimizers_and_fewer_bits(path: Path) -> None:
             if name == "states on the host" and "super_offload" in key:
                 found[name] = trained(3, {})
                 continue
-            where = {**places[name], "offload_optimizer": {**places[name]["offload_optimizer"], **key}}
+            where = {
+                **places[name],
+                "offload_optimizer": {**places[name]["offload_optimizer"], **key},
+            }
             found[name] = trained(3, where)
             assert_same(found[name], found["states on the host"], (key, name))
 
 
 def kernels_on_the_device(path: Path) -> None:
-    """A CUDA kernel updates on the device, emulated: the bits are those of PyTorch, and of an update on the host."""
+    """A CUDA kernel updates on the device, emulated: the bits are those of PyTorch, and of an
+    update on the host.
+    """
     host = states_on(path)["states on the host"]
     kinds: list[Zero] = [
         {},
@@ -241,7 +272,9 @@ def checkpoints_and_access(path: Path) -> None:
         losses = train(first, 1, first=9)
         first.finish_saving()
         second = engine_of(
-            2 if "weights" not in after and "all" not in after else 3, places[after], bf16={"enabled": True}
+            2 if "weights" not in after and "all" not in after else 3,
+            places[after],
+            bf16={"enabled": True},
         )
         second.load_checkpoint(str(shared / str(number)), tag="a")
         assert_same(states_of(second), expected, (before, after))
@@ -262,7 +295,9 @@ def changed(engine: Any) -> None:
     value = safe_get_full_fp32_param(weight)
     assert value is not None and bool((value[0] == 0.5).all() and (value[1:] == 0.25).all())
     full = {name: torch.ones_like(each, device="cpu") for name, each in engine.state_dict().items()}
-    engine.load_state_dict(full) if hasattr(engine, "load_state_dict") else engine.module.load_state_dict(full)
+    engine.load_state_dict(full) if hasattr(
+        engine, "load_state_dict"
+    ) else engine.module.load_state_dict(full)
     value = safe_get_full_fp32_param(weight)
     assert value is not None and bool((value == 1).all())
     train(engine, 1)
@@ -286,17 +321,26 @@ def activations_and_memory(path: Path) -> None:
     places = states_on(path)
     expected = trained(3, {}, model=seeded(Recomputed))
     for section in ({"device": "cpu"}, {"device": "nvme", "nvme_path": str(path)}):
-        engine = engine_of(3, places["all on the host"], seeded(Recomputed), activation_checkpointing=section)
+        engine = engine_of(
+            3, places["all on the host"], seeded(Recomputed), activation_checkpointing=section
+        )
         assert_same(train(engine) + states_of(engine), expected, section)
         parked = engine.parts.recompute.parking
         assert parked is not None and parked.peak_bytes > 0
         engine.destroy()
-    assert_same(trained(3, {**places["all on the host"], "vertical_micro_batches": 1}), trained(3, {}), "vertical")
+    assert_same(
+        trained(3, {**places["all on the host"], "vertical_micro_batches": 1}),
+        trained(3, {}),
+        "vertical",
+    )
     for name, place in places.items():
         engine = engine_of(3, place, bf16={"enabled": True})
         train(engine)
         report = engine.memory_report()
-        assert {key: report.measured[key] for key in report.predicted} == dict(report.predicted), (name, report)
+        assert {key: report.measured[key] for key in report.predicted} == dict(report.predicted), (
+            name,
+            report,
+        )
         engine.destroy()
     open_places = {"offload_optimizer": {"device": "auto"}, "offload_param": {"device": "auto"}}
     expected = trained(3, {})
@@ -311,16 +355,23 @@ def activations_and_memory(path: Path) -> None:
 
 
 class Chained(nn.Module):
-    """A model of blocks that makes tensors in its forward, as models do: where its inputs are, or on the CPU first."""
+    """A model of blocks that makes tensors in its forward, as models do: where its inputs are, or
+    on the CPU first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(11, 64), nn.Embedding(8, 64)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)) for _ in range(4)
+        )
         self.register_buffer("gain", torch.ones(64))
         self.offset = torch.zeros(64)
         self.head = nn.Linear(64, 11)
-        self.dummy_inputs = {"tokens": torch.zeros(2, 8, dtype=torch.long), "targets": torch.zeros(2, 8).long()}
+        self.dummy_inputs = {
+            "tokens": torch.zeros(2, 8, dtype=torch.long),
+            "targets": torch.zeros(2, 8).long(),
+        }
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
@@ -331,14 +382,21 @@ class Chained(nn.Module):
 
 
 def planned_on_shapes(path: Path) -> None:
-    """The chain of a model does not depend on the devices of model and sample; on two ranks its stages train."""
+    """The chain of a model does not depend on the devices of model and sample; on two ranks its
+    stages train.
+    """
     chains, places = [], ("cpu", toy.NAME, "meta")
     for model_at, sample_at in itertools.product(places, places):
         model = Chained().to(model_at)
         sample = {name: value.to(sample_at) for name, value in model.dummy_inputs.items()}
         chains.append(find_chain(model, (), sample))
         found = deepseek_zero.plan(
-            model, {"train_micro_batch_size_per_gpu": 2}, ranks=2, mesh={"pp": 2}, example=sample, device=toy.NAME
+            model,
+            {"train_micro_batch_size_per_gpu": 2},
+            ranks=2,
+            mesh={"pp": 2},
+            example=sample,
+            device=toy.NAME,
         )
         assert found.pipeline is not None
     assert all(chain == chains[0] for chain in chains) and len(chains[0].blocks) == 4
@@ -359,11 +417,15 @@ def planned_on_shapes(path: Path) -> None:
         engine.destroy()
     whole = losses.pop((toy.NAME, False))
     for found_losses in losses.values():
-        torch.testing.assert_close(torch.tensor(found_losses), torch.tensor(whole), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(found_losses), torch.tensor(whole), atol=1e-5, rtol=1e-5
+        )
 
 
 def chained_loss(engine: Any, number: int) -> float:
-    tokens = torch.randint(0, 11, (4, 9), generator=torch.Generator().manual_seed(number)).to(engine.device)
+    tokens = torch.randint(0, 11, (4, 9), generator=torch.Generator().manual_seed(number)).to(
+        engine.device
+    )
     loss = engine(tokens[:, :-1], tokens[:, 1:])
     engine.backward(loss)
     engine.step()
@@ -371,8 +433,15 @@ def chained_loss(engine: Any, number: int) -> float:
 
 
 def offloaded_states(path: Path) -> None:
-    """States that a program moves away between two phases: the device's memory falls by their bytes, and bits stay."""
-    runs = ((1, False, "device"), (2, True, "states on the host"), (3, True, "device"), (3, False, "all on the host"))
+    """States that a program moves away between two phases: the device's memory falls by their
+    bytes, and bits stay.
+    """
+    runs = (
+        (1, False, "device"),
+        (2, True, "states on the host"),
+        (3, True, "device"),
+        (3, False, "all on the host"),
+    )
     for stage, bf16, place in runs:
         top = {"bf16": {"enabled": True}} if bf16 else {}
         engine = engine_of(stage, states_on(path)[place], **top)
@@ -387,7 +456,15 @@ def offloaded_states(path: Path) -> None:
             full = sum(live_storages(toy.NAME).values())
             engine.offload_states(device=where, pin_memory=False)
             low = sum(live_storages(toy.NAME).values())
-            assert full - low >= 0.98 * held - (1 << 10), (stage, bf16, place, where, full, low, held)
+            assert full - low >= 0.98 * held - (1 << 10), (
+                stage,
+                bf16,
+                place,
+                where,
+                full,
+                low,
+                held,
+            )
             engine.reload_states()
             assert sum(live_storages(toy.NAME).values()) - low >= 0.98 * held - (1 << 10)
             assert_same(states_of(engine), before, (stage, place, where))
@@ -396,7 +473,8 @@ def offloaded_states(path: Path) -> None:
 
 
 def copies_of_a_step(path: Path) -> None:
-    """With the optimizer on the host, a step copies each state once, in its own dtype, through page-locked memory.
+    """With the optimizer on the host, a step copies each state once, in its own dtype, through
+    page-locked memory.
 
     If main weights are split, the host also reads their upper halves, the bf16 weights.
     """
@@ -454,19 +532,27 @@ def bytes_to_copy(engine: Any, stage: int) -> tuple[int, int]:
             down += numel * plan.grad.dtype.itemsize
         if plan.weight.tier is Tier.DEVICE:
             up += numel * plan.weight.dtype.itemsize
-            down += numel * plan.weight.dtype.itemsize if plan.master_is_split or plan.master_is_weight else 0
+            down += (
+                numel * plan.weight.dtype.itemsize
+                if plan.master_is_split or plan.master_is_weight
+                else 0
+            )
         else:
             up += 2 * group.layout.slice_numel * plan.weight.dtype.itemsize
     return down, up
 
 
 def a_step_of_one_rank(path: Path) -> None:
-    """With all states on the device, the host reads the norm and nothing else, and no gradient is kept for forward."""
+    """With all states on the device, the host reads the norm and nothing else, and no gradient is
+    kept for forward.
+    """
     if dist.is_initialized():
         return
     library = toy.register(os.environ[toy.LIBRARY_VARIABLE])
     for stage, accumulation in ((0, 1), (1, 1), (2, 2), (3, 1)):
-        engine = engine_of(stage, {}, bf16={"enabled": True}, gradient_accumulation_steps=accumulation)
+        engine = engine_of(
+            stage, {}, bf16={"enabled": True}, gradient_accumulation_steps=accumulation
+        )
         train(engine, 2)
         gradients = [group.gradient for group in engine.parts.runtime.trained_groups]
         assert all(gradient.buffer is not None for gradient in gradients)

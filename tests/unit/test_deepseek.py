@@ -48,7 +48,9 @@ def test_a_module_marked_as_a_leaf_travels_as_one_piece() -> None:
         net.mixture = Mixture()
         if marked:
             deepseek_zero.utils.set_z3_leaf_modules(net, [Mixture])
-        return [unit.name for unit in deepseek_zero.DeepSeekZeRO3(net, **SETTINGS).runtime.units[1:]]
+        return [
+            unit.name for unit in deepseek_zero.DeepSeekZeRO3(net, **SETTINGS).runtime.units[1:]
+        ]
 
     assert units(marked=False) == ["mixture.experts.0", "mixture.experts.1"]
     assert units(marked=True) == ["mixture"]
@@ -59,13 +61,17 @@ def test_the_wrapper_has_the_models_names() -> None:
     model = deepseek_zero.DeepSeekZeRO3(net, **SETTINGS)
     assert list(map(id, model.parameters())) == list(map(id, net.parameters()))
     for names in ("named_parameters", "named_buffers", "named_modules"):
-        assert [name for name, _ in getattr(model, names)()] == [name for name, _ in getattr(net, names)()], names
+        assert [name for name, _ in getattr(model, names)()] == [
+            name for name, _ in getattr(net, names)()
+        ], names
     assert list(model.state_dict()) == list(net.state_dict())
     assert model.describe() == "a net"
     assert model.model is net.model
     assert model.get_submodule("model") is net.model
     inside = nn.Sequential(model)
-    assert [name for name, _ in inside.named_parameters()] == [f"0.{name}" for name, _ in net.named_parameters()]
+    assert [name for name, _ in inside.named_parameters()] == [
+        f"0.{name}" for name, _ in net.named_parameters()
+    ]
     assert list(inside.state_dict()) == [f"0.{name}" for name in net.state_dict()]
 
 
@@ -82,7 +88,9 @@ def test_the_wrapper_trains_as_the_model_does_without_one() -> None:
             update.zero_grad()
             module(x).square().mean().backward()
             update.step()
-    for (name, ours), theirs in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+    for (name, ours), theirs in zip(
+        model.state_dict().items(), plain.state_dict().values(), strict=True
+    ):
         assert torch.equal(ours, theirs), name
 
 

@@ -1,4 +1,6 @@
-"""Hosts made of namespaces: what they share and what they do not, faults of their links, and that nothing is left."""
+"""Hosts made of namespaces: what they share and what they do not, faults of their links, and that
+nothing is left.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,10 @@ def test_hosts_have_names_addresses_and_memory_of_their_own_and_reach_each_other
         assert output(h0, "ls", "/dev/shm") == "here\n"
         assert output(h1, "ls", "/dev/shm") == ""
         assert output(h0, "sh", "-c", "echo $$ $ASKED").split()[0] != str(os.getpid())
-        assert h0.run(["sh", "-c", "echo $ASKED; pwd"], {"ASKED": "said"}).communicate()[0] == f"said\n{os.getcwd()}\n"
+        assert (
+            h0.run(["sh", "-c", "echo $ASKED; pwd"], {"ASKED": "said"}).communicate()[0]
+            == f"said\n{os.getcwd()}\n"
+        )
         echo = listening(h1, ECHO)
         assert h1.ports() == {(h1.address, 7000)}
         assert h0.ports() == set()
@@ -98,7 +103,9 @@ def test_a_cut_is_silent_and_can_be_healed() -> None:
         send.stdin.flush()
         time.sleep(0.1)
         assert send.poll() is None and echo.poll() is None
-        assert h1.received_bytes() < received + 500  # nothing of this: a packet of the kernel's was still on its way
+        assert (
+            h1.received_bytes() < received + 500
+        )  # nothing of this: a packet of the kernel's was still on its way
         h1.heal()
         assert send.stdout.readline() == "b'!'\n"
 
@@ -108,7 +115,9 @@ def test_a_limit_holds_each_way() -> None:
         listening(h1, ECHO)
         send, began = h0.run(python(SEND, "h1", "1"), stdin=subprocess.PIPE), time.monotonic()
         assert send.communicate("x" * 2_500_000 + "\n", timeout=60)[0] == "b'!'\n"
-        assert 0.18 < time.monotonic() - began < 10.0  # 0.2 s less a burst, and a start of Python on a busy machine
+        assert (
+            0.18 < time.monotonic() - began < 10.0
+        )  # 0.2 s less a burst, and a start of Python on a busy machine
         h0.limit(None)
         h0.limit("1gbit")
 
@@ -177,6 +186,8 @@ with hosts(2) as made:
     killed.kill()
     killed.communicate()
     until = time.monotonic() + 60
-    while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < until:
+    while (
+        left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    ) and time.monotonic() < until:
         time.sleep(0.01)
     assert not left

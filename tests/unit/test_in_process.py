@@ -1,4 +1,6 @@
-"""The world in one process: ranks take turns, a run repeats, and what waits in vain is named at once."""
+"""The world in one process: ranks take turns, a run repeats, and what waits in vain is named at
+once.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,29 @@ def row(*values: int) -> torch.Tensor:
 def test_collectives_bring_what_ranks_sent(size: int, reads_in_place: bool) -> None:
     def body(rank: Rank) -> None:
         comm, me = rank.comm, rank.index
-        assert comm.all_gather_rows(row(me, 10 * me), "numbers").tolist() == [[r, 10 * r] for r in range(size)]
+        assert comm.all_gather_rows(row(me, 10 * me), "numbers").tolist() == [
+            [r, 10 * r] for r in range(size)
+        ]
         assert comm.all_gather_text("x" * me, "texts") == ["x" * r for r in range(size)]
         mine = torch.full((3,), float(me))
-        scatter(comm, [torch.full((3,), 7.0 + r) for r in range(size)] if me == size - 1 else [], mine, "s", size - 1)
+        scatter(
+            comm,
+            [torch.full((3,), 7.0 + r) for r in range(size)] if me == size - 1 else [],
+            mine,
+            "s",
+            size - 1,
+        )
         assert mine.tolist() == [7.0 + me if me < size - 1 else me] * 3
         pieces, got = [torch.full((2,), 10.0 * me + r) for r in range(size)], list[Any]()
         boxes = [None if reads_in_place or r == me else torch.empty(2) for r in range(size)]
         if size > 1:
-            comm.exchange(pieces, boxes, "reduce", "e", lambda received: got.extend(r.clone() for r in received)).wait()
+            comm.exchange(
+                pieces,
+                boxes,
+                "reduce",
+                "e",
+                lambda received: got.extend(r.clone() for r in received),
+            ).wait()
             assert [each.tolist() for each in got] == [[10.0 * r + me] * 2 for r in range(size)]
 
     run_ranks(size, body, reads_in_place=reads_in_place)
@@ -42,11 +58,21 @@ def test_collectives_bring_what_ranks_sent(size: int, reads_in_place: bool) -> N
 
 def test_a_group_of_ranks_has_collectives_of_its_own() -> None:
     def body(rank: Rank) -> tuple[Any, Any]:
-        rows, columns = rank.comm.split(((0, 1), (2, 3)), "rows"), rank.comm.split(((0, 2), (1, 3)), "columns")
+        rows, columns = (
+            rank.comm.split(((0, 1), (2, 3)), "rows"),
+            rank.comm.split(((0, 2), (1, 3)), "columns"),
+        )
         mine = row(rank.index)
-        return rows.all_gather_rows(mine, "a").flatten().tolist(), columns.all_gather_rows(mine, "a").flatten().tolist()
+        return rows.all_gather_rows(mine, "a").flatten().tolist(), columns.all_gather_rows(
+            mine, "a"
+        ).flatten().tolist()
 
-    assert run_ranks(4, body, seed=3) == [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
+    assert run_ranks(4, body, seed=3) == [
+        ([0, 1], [0, 2]),
+        ([0, 1], [1, 3]),
+        ([2, 3], [0, 2]),
+        ([2, 3], [1, 3]),
+    ]
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
@@ -107,7 +133,9 @@ def test_a_rank_that_ends_early_leaves_the_others_in_a_deadlock() -> None:
         if rank.index:
             rank.comm.barrier("for all")
 
-    with pytest.raises(Deadlock, match=r"^rank 1 waits for 'agree on for all', number 0 of engine 0/rows$"):
+    with pytest.raises(
+        Deadlock, match=r"^rank 1 waits for 'agree on for all', number 0 of engine 0/rows$"
+    ):
         run_ranks(2, body)
 
 
@@ -139,7 +167,9 @@ def test_a_buffer_that_others_read_in_place_is_waited_for_before_it_is_written()
     def body(rank: Rank) -> list[float]:
         comm, mine, got = rank.comm, torch.full((2,), 1.0 + rank.index), list[float]()
         boxes = [None, None]
-        pending = comm.exchange([mine, mine], boxes, "reduce", "e", lambda each: got.append(float(sum(each).sum())))
+        pending = comm.exchange(
+            [mine, mine], boxes, "reduce", "e", lambda each: got.append(float(sum(each).sum()))
+        )
         pending.wait()
         comm.wait_until_read(mine)
         mine.fill_(100.0)
@@ -155,7 +185,10 @@ def test_ranks_find_evidence_where_time_passes() -> None:
         rank.comm.barrier("left" if rank.index else "right")
 
     found = World[None](2, timeouts=20).outcomes(strays)
-    assert any(isinstance(error, PeerError) and "ranks called different collectives" in str(error) for error in found)
+    assert any(
+        isinstance(error, PeerError) and "ranks called different collectives" in str(error)
+        for error in found
+    )
 
     def fails(rank: Rank) -> None:
         with AllRanks(rank.comm, "acting"):
@@ -163,5 +196,7 @@ def test_ranks_find_evidence_where_time_passes() -> None:
                 raise OSError("no room")
 
     first, second = World[None](2).outcomes(fails)
-    assert isinstance(first, PeerError) and "rank 1 failed in 'acting': OSError: no room" in str(first)
+    assert isinstance(first, PeerError) and "rank 1 failed in 'acting': OSError: no room" in str(
+        first
+    )
     assert isinstance(second, OSError)

@@ -1,4 +1,6 @@
-"""A test that lacks something is skipped where people work, and fails where nothing may be left out."""
+"""A test that lacks something is skipped where people work, and fails where nothing may be left
+out.
+"""
 
 from __future__ import annotations
 

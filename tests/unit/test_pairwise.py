@@ -1,4 +1,6 @@
-"""The selector of cases: every pair of values is tried, and the full product when it is asked for."""
+"""The selector of cases: every pair of values is tried, and the full product when it is asked
+for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The emulator of PTX computes fused multiply-add exactly, and refuses accesses that a GPU refuses."""
+"""The emulator of PTX computes fused multiply-add exactly, and refuses accesses that a GPU
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,15 @@ def test_a_fused_multiply_add_rounds_once() -> None:
     random = np.random.default_rng(0)
     a, b = check.values("normal", 4096, random), check.values("normal", 4096, random)
     a[::4] = a[::4].astype(np.float16)
-    b[::4] = b[::4].astype(np.float16)  # exact products, so that sums are often halfway between two numbers
+    b[::4] = b[::4].astype(
+        np.float16
+    )  # exact products, so that sums are often halfway between two numbers
     c = np.where(random.random(4096) < 0.5, -(a * b), 2.0**-25 * b).astype(np.float32)
     a[::5] *= np.float32(2.0**-120)  # subnormal results
-    exact = [Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z)) for x, y, z in zip(a, b, c, strict=True)]
+    exact = [
+        Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        for x, y, z in zip(a, b, c, strict=True)
+    ]
     assert fused(a, b, c).tolist() == [nearest(number) for number in exact]
 
 

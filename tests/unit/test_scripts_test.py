@@ -29,7 +29,9 @@ def test_passes():
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "scripts/test", *options]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def make_project(folder: Path, count: int, failures: int) -> None:
@@ -39,12 +41,18 @@ def make_project(folder: Path, count: int, failures: int) -> None:
     shutil.copy(ROOT / "scripts" / "test", folder / "scripts")
     shutil.copy(ROOT / "tests" / "failure_reports.py", folder / "tests")
     (folder / "tests" / "__init__.py").touch()
-    (folder / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n", encoding="utf-8")
-    (folder / "tests" / "test_flaky.py").write_text(FLAKY.format(count=count, failures=failures), encoding="utf-8")
+    (folder / "pytest.ini").write_text(
+        "[pytest]\naddopts = --import-mode=importlib\n", encoding="utf-8"
+    )
+    (folder / "tests" / "test_flaky.py").write_text(
+        FLAKY.format(count=count, failures=failures), encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize("options", [(), ("tests",)], ids=["workers", "one process"])
-def test_what_fails_once_is_named_flaky_with_its_first_output(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_what_fails_once_is_named_flaky_with_its_first_output(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
     make_project(tmp_path, 2, 1)
     done = run(tmp_path, *options)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -80,6 +88,8 @@ def test_a_run_that_passes_is_not_repeated(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_imported_fails(tmp_path: Path) -> None:
     make_project(tmp_path, 0, 0)
-    (tmp_path / "tests" / "test_broken.py").write_text("import nothing_of_this_name\n", encoding="utf-8")
+    (tmp_path / "tests" / "test_broken.py").write_text(
+        "import nothing_of_this_name\n", encoding="utf-8"
+    )
     done = run(tmp_path)
     assert done.returncode not in (0, 5)

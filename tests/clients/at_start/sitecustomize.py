@@ -1,4 +1,6 @@
-"""Python imports this as it starts with this folder on its path: for the page about Lightning, without CUDA."""
+"""Python imports this as it starts with this folder on its path: for the page about Lightning,
+without CUDA.
+"""
 
 import sys
 

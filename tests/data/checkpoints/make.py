@@ -1,13 +1,16 @@
-"""Writes the checkpoints beside this file, one for each layout and kind of state, and what a run makes of them.
+"""Writes the checkpoints beside this file, one for each layout and kind of state, and what a run
+makes of them.
 
     python tests/data/checkpoints/make.py [folder] [case ...]
 
-Commit bcf5641 wrote what is committed (torch 2.13, CPU).  Never write it again with newer code: the files show that
-checkpoints of that commit still load.  A new layout gets a new case, written by the commit that introduces it.
+Commit bcf5641 wrote what is committed (torch 2.13, CPU).  Never write it again with newer code: the
+files show that checkpoints of that commit still load.  A new layout gets a new case, written by the
+commit that introduces it.
 
-Each case trains `saved_after` steps, saves, and trains on without an interruption.  A case is one zip file: the folder
-that was saved, `expected.json` (digests of weights and moments at the save, losses of the steps after it by rank, and
-the machine that computed them) and `final.safetensors` (the weights after those steps).
+Each case trains `saved_after` steps, saves, and trains on without an interruption.  A case is one
+zip file: the folder that was saved, `expected.json` (digests of weights and moments at the save,
+losses of the steps after it by rank, and the machine that computed them) and `final.safetensors`
+(the weights after those steps).
 """
 
 from __future__ import annotations
@@ -34,7 +37,12 @@ from torch import Tensor, nn
 
 HERE = Path(__file__).parent
 STEPS_AFTER = 3
-CLIENT_STATE = {"epoch": 7, "note": ["plain", 1.5, None], "pair": (1, float("inf")), "tensor": torch.arange(3)}
+CLIENT_STATE = {
+    "epoch": 7,
+    "note": ["plain", 1.5, None],
+    "pair": (1, float("inf")),
+    "tensor": torch.arange(3),
+}
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}}
 AUTO = {
@@ -44,7 +52,10 @@ AUTO = {
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "eps": 1e-15}},
     "gradient_clipping": 0.0,
 }
-ONE_BIT = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 1}}, "gradient_clipping": 0.0}
+ONE_BIT = {
+    "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-2, "freeze_step": 1}},
+    "gradient_clipping": 0.0,
+}
 DEEPSPEED = {"checkpoint": {"layout": "deepspeed"}}
 WIDTH = 24  # a block has 1,200 elements, more than one slice
 
@@ -65,8 +76,8 @@ class Fade(torch.autograd.Function):
 class Block(nn.Module):
     """A feed-forward layer with a residual; its names are those that "tp" splits.
 
-    drop: the probability of dropping an activation, by torch's default generator.  fade: the factor by which gradients
-    inside the block are smaller, so that fp16 loses them.
+    drop: the probability of dropping an activation, by torch's default generator.  fade: the factor
+    by which gradients inside the block are smaller, so that fp16 loses them.
     """
 
     def __init__(self, drop: float, fade: float) -> None:
@@ -105,7 +116,9 @@ class Little(nn.Module):
     def __init__(self, blocks: int = 1, drop: float = 0.0, fade: float = 1.0) -> None:
         super().__init__()
         self.read = nn.Linear(5, WIDTH)
-        self.blocks = nn.ModuleList(Block(drop, fade if number == 0 else 1.0) for number in range(blocks))
+        self.blocks = nn.ModuleList(
+            Block(drop, fade if number == 0 else 1.0) for number in range(blocks)
+        )
         self.norm = Running()
         self.frozen = nn.Linear(WIDTH, 4)
         self.frozen.requires_grad_(False)
@@ -129,9 +142,10 @@ class Little(nn.Module):
 class Case:
     """One checkpoint.
 
-    top: keys of the configuration.  zero: keys of its section zero_optimization.  model: arguments of `Little`.  save:
-    arguments of `save_checkpoint`.  uses: "groups" (two parameter groups), "loader" (the engine's data loader) or
-    "layers" (a PipelineModule).
+    top: keys of the configuration.  zero: keys of its section zero_optimization.  model: arguments
+    of `Little`.  save:
+    arguments of `save_checkpoint`.  uses: "groups" (two parameter groups), "loader" (the engine's
+    data loader) or "layers" (a PipelineModule).
     """
 
     stage: int
@@ -150,8 +164,15 @@ class Case:
             "steps_per_print": None,
             "gradient_clipping": 1.0,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-2}},
-            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0, **self.zero},
+            "scheduler": {
+                "type": "WarmupLR",
+                "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-2},
+            },
+            "zero_optimization": {
+                "stage": self.stage,
+                "stage3_param_persistence_threshold": 0,
+                **self.zero,
+            },
             **self.top,
         }
 
@@ -162,7 +183,11 @@ def _offload(device: str, **more: Any) -> dict[str, Any]:
 
 
 def _codes(**gradients: Any) -> dict[str, Any]:
-    compression = {"gradients": {"bits": 8, "block": 64, **gradients}, "weights": {"bits": 8}, "min_numel": 0}
+    compression = {
+        "gradients": {"bits": 8, "block": 64, **gradients},
+        "weights": {"bits": 8},
+        "min_numel": 0,
+    }
     return {"compression": compression}
 
 
@@ -188,7 +213,9 @@ CASES: dict[str, Case] = {
     "loader": Case(3, uses="loader"),
     # optimizers whose states have other shapes or none
     "sgd": Case(2, top={"optimizer": {"type": "SGD", "params": {"lr": 1e-2}}}),
-    "momentum": Case(3, top={"optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}}),
+    "momentum": Case(
+        3, top={"optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}}
+    ),
     "adafactor": Case(3, top={"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2}}}),
     "lamb": Case(1, top={"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}}),
     "lion": Case(3, top={"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}),
@@ -196,9 +223,13 @@ CASES: dict[str, Case] = {
     # other memories
     "cpu": Case(3, top=BF16, zero=_offload("cpu")),
     "nvme": Case(3, top=BF16, zero=_offload("nvme")),
-    "delayed": Case(2, top=BF16, zero={"offload_optimizer": {"device": "cpu", "delayed_update_after": 1}}),
+    "delayed": Case(
+        2, top=BF16, zero={"offload_optimizer": {"device": "cpu", "delayed_update_after": 1}}
+    ),
     # codes on the wire: error feedback, weights that follow their masters by differences
-    "codes_at_rest": Case(3, zero={"zero_quantized_nontrainable_weights": True, "compression": {"min_numel": 0}}),
+    "codes_at_rest": Case(
+        3, zero={"zero_quantized_nontrainable_weights": True, "compression": {"min_numel": 0}}
+    ),
     "differences": Case(2, zero=_codes()),
     "feedback": Case(1, zero=_codes(error_feedback="bf16")),
     "feedback_int8": Case(3, zero=_codes(error_feedback="int8")),
@@ -252,7 +283,10 @@ def start(case: Case, scratch: str, seed: int = 5) -> Any:
     more: dict[str, Any] = {}
     if case.uses == "groups":
         trained = [each for each in model.parameters() if each.requires_grad]
-        more["model_parameters"] = [{"params": trained[:2], "lr": 3e-3, "weight_decay": 0.0}, {"params": trained[2:]}]
+        more["model_parameters"] = [
+            {"params": trained[:2], "lr": 3e-3, "weight_decay": 0.0},
+            {"params": trained[2:]},
+        ]
     if case.uses == "loader":
         more["training_data"] = [batch(7, 0)[0] * number for number in range(43)]
     return deepseek_zero.initialize(model=model, config=config, mesh=case.mesh, **more)[0]
@@ -261,8 +295,15 @@ def start(case: Case, scratch: str, seed: int = 5) -> Any:
 def _layers() -> Any:
     from deepseek_zero.compat.deepspeed.pipe import LayerSpec, PipelineModule
 
-    layers = [LayerSpec(nn.Linear, 5, WIDTH), LayerSpec(Block, 0.0, 1.0), LayerSpec(Block, 0.0, 1.0), Running()]
-    return PipelineModule(layers, num_stages=2, loss_fn=lambda output, target: (output - target).square().mean())
+    layers = [
+        LayerSpec(nn.Linear, 5, WIDTH),
+        LayerSpec(Block, 0.0, 1.0),
+        LayerSpec(Block, 0.0, 1.0),
+        Running(),
+    ]
+    return PipelineModule(
+        layers, num_stages=2, loss_fn=lambda output, target: (output - target).square().mean()
+    )
 
 
 def shrink_generators() -> None:
@@ -286,7 +327,9 @@ def train(engine: Any, case: Case, first: int, last: int) -> list[float]:
             pairs = [(batch(step, place), torch.zeros(4, WIDTH)) for place in range(2)]
             losses.append(float(engine.train_batch(iter(pairs))))
         elif case.uses == "loader":
-            rows = engine.__dict__.setdefault("rows", iter(engine.training_dataloader))  # one epoch goes on
+            rows = engine.__dict__.setdefault(
+                "rows", iter(engine.training_dataloader)
+            )  # one epoch goes on
             losses.append(_step(engine, next(rows)))
         else:
             losses.append(_step(engine, batch(step, engine.mesh.data_index)))
@@ -340,10 +383,14 @@ def whole_weights(engine: Any) -> dict[str, Tensor]:
 
 
 def probe() -> str:
-    """Return a digest of the model's plain outputs with this machine's torch: kernels round differently."""
+    """Return a digest of the model's plain outputs with this machine's torch: kernels round
+    differently.
+    """
     torch.manual_seed(1)
     model = Little(blocks=2)
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(
+        [each for each in model.parameters() if each.requires_grad], lr=1e-2, fused=True
+    )
     for step in range(4):
         model(batch(step, 0)).backward()
         optimizer.step()
@@ -352,7 +399,11 @@ def probe() -> str:
 
 
 def machine() -> dict[str, str]:
-    return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "probe": probe()}
+    return {
+        "torch": torch.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "probe": probe(),
+    }
 
 
 # -- writing
@@ -368,14 +419,20 @@ def _write(case: Case, name: str, out: Path, scratch: str) -> None:
     train(engine, case, 0, case.saved_after)
     engine.save_checkpoint(str(out), tag="saved", client_state=CLIENT_STATE, **case.save)
     engine.finish_saving()
-    states = {key: digest(value) for key, value in (exact_weights(engine) | moments(engine)).items()}
+    states = {
+        key: digest(value) for key, value in (exact_weights(engine) | moments(engine)).items()
+    }
     live = {key: digest(value) for key, value in whole_weights(engine).items()}
     losses = train(engine, case, case.saved_after, case.saved_after + STEPS_AFTER)
     final = whole_weights(engine)
     by_rank = _gathered({"states": states, "losses": [loss.hex() for loss in losses]})
     if dist.get_rank() == 0:
         if name == "universal":
-            ds_to_universal(SimpleNamespace(input_folder=str(out / "saved"), output_folder=str(out / "universal")))
+            ds_to_universal(
+                SimpleNamespace(
+                    input_folder=str(out / "saved"), output_folder=str(out / "universal")
+                )
+            )
             shutil.rmtree(out / "saved")
         if name == "converted":
             convert_to_deepspeed(out, out / "theirs", tag="saved", stage=2, ranks=3)
@@ -415,18 +472,29 @@ def _save_expected(out: Path, final: dict[str, Tensor], expected: dict[str, Any]
     from safetensors.torch import save_file
 
     save_file({key: value.clone() for key, value in final.items()}, out / "final.safetensors")
-    (out / "expected.json").write_text(json.dumps({"machine": machine(), **expected}, indent=1) + "\n")
+    (out / "expected.json").write_text(
+        json.dumps({"machine": machine(), **expected}, indent=1) + "\n"
+    )
 
 
 def _zip(folder: Path, path: Path) -> None:
     """Write a zip file whose bytes depend on the files in `folder` only."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as target:
         for each in sorted(each for each in folder.rglob("*") if each.is_file()):
-            target.writestr(zipfile.ZipInfo(str(each.relative_to(folder))), each.read_bytes(), zipfile.ZIP_DEFLATED)
+            target.writestr(
+                zipfile.ZipInfo(str(each.relative_to(folder))),
+                each.read_bytes(),
+                zipfile.ZIP_DEFLATED,
+            )
 
 
 def _rank(rank: int, world: int, cases: list[str], folder: str, scratch: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+    }
     dist.init_process_group("gloo", rank=rank, world_size=world)
     for name in cases:
         out = Path(scratch) / name
@@ -450,7 +518,9 @@ def main() -> None:
         of_size = [each for each in chosen if CASES.get(each, EXPORTED).world == size]
         with tempfile.TemporaryDirectory() as scratch:
             if of_size:
-                torch.multiprocessing.spawn(_rank, (size, of_size, str(target), scratch), nprocs=size)
+                torch.multiprocessing.spawn(
+                    _rank, (size, of_size, str(target), scratch), nprocs=size
+                )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Loads checkpoints that this library wrote with a genuine DeepSpeed, and says whether it sees what was saved.
+"""Loads checkpoints that this library wrote with a genuine DeepSpeed, and says whether it sees what
+was saved.
 
     DS_ACCELERATOR=cpu python tests/data/deepspeed/load.py FOLDER CASE ...
 
-FOLDER/CASE is what an engine of two ranks saved with `checkpoint.layout: "deepspeed"` after two steps of make.py's
-training, and FOLDER/CASE.pt what it held: whole masters, both moments, losses of the next two steps on rank 0's data.
-By hand, where DeepSpeed is installed; CI compares files instead (tests/unit/compat/test_checkpoint_writer.py).
+FOLDER/CASE is what an engine of two ranks saved with `checkpoint.layout: "deepspeed"` after two
+steps of make.py's training, and FOLDER/CASE.pt what it held: whole masters, both moments, losses of
+the next two steps on rank 0's data. By hand, where DeepSpeed is installed; CI compares files
+instead (tests/unit/compat/test_checkpoint_writer.py).
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ def _rank(rank: int, folder: str, cases: list[str]) -> None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+    }
     get_accelerator().is_fp16_supported = lambda: True  # as in make.py
     dist.init_process_group("gloo", rank=rank, world_size=2)
     deepspeed.init_distributed("gloo")
@@ -60,5 +67,11 @@ if __name__ == "__main__":
         if CASES[case]["stage"]:
             state = get_fp32_state_dict_from_zero_checkpoint(f"{sys.argv[1]}/{case}")
             told = torch.load(Path(sys.argv[1]) / f"{case}.pt", weights_only=True)
-            wrong = [name for name, value in state.items() if not torch.equal(value.float(), told[name].float())]
-            sys.stderr.write(f"RESULT {case}: zero_to_fp32 finds {len(state)} tensors, differing {wrong}\n")
+            wrong = [
+                name
+                for name, value in state.items()
+                if not torch.equal(value.float(), told[name].float())
+            ]
+            sys.stderr.write(
+                f"RESULT {case}: zero_to_fp32 finds {len(state)} tensors, differing {wrong}\n"
+            )

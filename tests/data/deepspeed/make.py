@@ -2,9 +2,9 @@
 
     DS_ACCELERATOR=cpu python tests/data/deepspeed/make.py [folder] [case ...]
 
-Needs DeepSpeed (0.19.8 wrote what is committed), not this library.  Each case is two gloo ranks, two steps and a save;
-`expected.pt` holds whole masters and moments as DeepSpeed's own functions return them, and the losses of the two
-steps after the save on rank 0's data.
+Needs DeepSpeed (0.19.8 wrote what is committed), not this library.  Each case is two gloo ranks,
+two steps and a save; `expected.pt` holds whole masters and moments as DeepSpeed's own functions
+return them, and the losses of the two steps after the save on rank 0's data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ CASES: dict[str, dict[str, Any]] = {
     "stage0_bf16": {"stage": 0, "dtype": "bf16"},
     "stage0_fp16": {"stage": 0, "dtype": "fp16"},
     "stage1": {"stage": 1, "dtype": "fp32"},
-    "stage1_bf16": {"stage": 1, "dtype": "bf16", "more": {"data_types": {"grad_accum_dtype": "fp32"}}},
+    "stage1_bf16": {
+        "stage": 1,
+        "dtype": "bf16",
+        "more": {"data_types": {"grad_accum_dtype": "fp32"}},
+    },
     "stage2": {"stage": 2, "dtype": "fp32"},
     "stage2_bf16": {"stage": 2, "dtype": "bf16"},
     "stage3": {"stage": 3, "dtype": "fp32"},
@@ -81,7 +85,10 @@ def config(stage: int, dtype: str, more: dict[str, Any] | None = None) -> dict[s
     return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True},
+        },
         "scheduler": {
             "type": "WarmupLR",
             "params": {"warmup_num_steps": 5, "warmup_min_lr": 2e-3, "warmup_max_lr": 1e-2},
@@ -112,8 +119,15 @@ def _rank(rank: int, cases: list[str], folder: str) -> None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    get_accelerator().is_fp16_supported = lambda: True  # torch's CPU kernels do it, DeepSpeed's check says no
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+    }
+    get_accelerator().is_fp16_supported = lambda: (
+        True
+    )  # torch's CPU kernels do it, DeepSpeed's check says no
     dist.init_process_group("gloo", rank=rank, world_size=2)
     deepspeed.init_distributed("gloo")
     for case in cases:

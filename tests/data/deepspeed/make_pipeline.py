@@ -1,9 +1,11 @@
-"""Writes the pipeline checkpoints beside this file with a genuine DeepSpeed, and what it says is in them.
+"""Writes the pipeline checkpoints beside this file with a genuine DeepSpeed, and what it says is in
+them.
 
     DS_ACCELERATOR=cpu python tests/data/deepspeed/make_pipeline.py [folder] [case ...]
 
-Needs DeepSpeed (0.19.6 wrote what is committed), not this library.  Each case is two stages on two gloo ranks each, two
-steps and a save; `expected.pt` holds the weights by name, and for ZeRO whole masters and moments.  DeepSpeed ties the
+Needs DeepSpeed (0.19.6 wrote what is committed), not this library.  Each case is two stages on two
+gloo ranks each, two steps and a save; `expected.pt` holds the weights by name, and for ZeRO whole
+masters and moments.  DeepSpeed ties the
 weight alone: of the bias, which then differs, the first stage's is there.
 """
 
@@ -25,7 +27,11 @@ HERE = Path(__file__).parent
 CASES: dict[str, dict[str, Any]] = {
     "pipe_stage0": {"stage": 0, "dtype": "fp32"},
     "pipe_stage1": {"stage": 1, "dtype": "fp32"},
-    "pipe_stage1_bf16": {"stage": 1, "dtype": "bf16", "more": {"data_types": {"grad_accum_dtype": "fp32"}}},
+    "pipe_stage1_bf16": {
+        "stage": 1,
+        "dtype": "bf16",
+        "more": {"data_types": {"grad_accum_dtype": "fp32"}},
+    },
 }
 
 
@@ -34,7 +40,10 @@ def config(stage: int, dtype: str, more: dict[str, Any] | None = None) -> dict[s
     return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True},
+        },
         "bf16": {"enabled": dtype == "bf16"},
         "zero_optimization": {"stage": stage},
         **(more or {}),
@@ -60,7 +69,10 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 def batches(dtype: torch.dtype, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(rank)
     while True:
-        yield torch.randn(4, 5, generator=generator).to(dtype), torch.randn(4, 3, generator=generator)
+        yield (
+            torch.randn(4, 5, generator=generator).to(dtype),
+            torch.randn(4, 3, generator=generator),
+        )
 
 
 def _rank(rank: int, cases: list[str], folder: str) -> None:
@@ -68,12 +80,19 @@ def _rank(rank: int, cases: list[str], folder: str) -> None:
     from deepspeed import pipe
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4"}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "4",
+    }
     dist.init_process_group("gloo", rank=rank, world_size=4)
     deepspeed.init_distributed("gloo")
     for case in cases:
         torch.manual_seed(5)
-        module = pipe.PipelineModule(layers(pipe), num_stages=2, loss_fn=loss, partition_method="uniform")
+        module = pipe.PipelineModule(
+            layers(pipe), num_stages=2, loss_fn=loss, partition_method="uniform"
+        )
         engine = deepspeed.initialize(model=module, config=config(**CASES[case]))[0]
         dtype = torch.bfloat16 if CASES[case]["dtype"] == "bf16" else torch.float32
         stream = batches(dtype, engine.grid.get_data_parallel_rank())
@@ -94,7 +113,10 @@ def _rank(rank: int, cases: list[str], folder: str) -> None:
         if rank == 0:
             for script in ("zero_to_fp32.py", "zero_to_torch.py"):
                 (out / script).unlink(missing_ok=True)
-            torch.save({name: value for each in reversed(found) for name, value in each.items()}, out / "expected.pt")
+            torch.save(
+                {name: value for each in reversed(found) for name, value in each.items()},
+                out / "expected.pt",
+            )
         dist.barrier()
     dist.barrier()
 

@@ -1,4 +1,6 @@
-"""Models of transformers that recompute their layers do it through ours: parked by the configuration alone."""
+"""Models of transformers that recompute their layers do it through ours: parked by the
+configuration alone.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def train(section: dict[str, Any], *, enable: str) -> tuple[list[torch.Tensor], 
         found.append(loss.detach())
     found += [value.clone() for value in engine.module.state_dict().values()]
     recompute = engine.parts.recompute
-    parked = recompute.parking._arrived if recompute is not None and recompute.parking is not None else 0
+    parked = (
+        recompute.parking._arrived if recompute is not None and recompute.parking is not None else 0
+    )
     engine.destroy()
     return found, parked
 
@@ -72,7 +76,10 @@ def test_hooks_on_a_layer_run_once_and_those_inside_it_again() -> None:
         module.register_forward_pre_hook(lambda _, args, name=name: ran.append(name))
     layer.register_forward_pre_hook(lambda _, args: (args[0] * 2, *args[1:]))
     plain = copy.deepcopy(own)
-    config = {"train_micro_batch_size_per_gpu": 3, "activation_checkpointing": {"policy": "full", "device": "cpu"}}
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "activation_checkpointing": {"policy": "full", "device": "cpu"},
+    }
     engine, *_ = deepseek_zero.initialize(model=own, config=config)
     engine.backward(engine(**grown()).loss)
     assert ran == ["layer", "mlp", "mlp"]
@@ -83,11 +90,18 @@ def test_hooks_on_a_layer_run_once_and_those_inside_it_again() -> None:
     engine.destroy()
 
 
-def test_a_model_that_cannot_recompute_its_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_recompute_its_layers_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     own = tiny("llama")
     monkeypatch.setattr(type(own), "supports_gradient_checkpointing", False)
-    with pytest.raises(NotBuiltError, match="layers of LlamaForCausalLM do not recompute themselves"):
+    with pytest.raises(
+        NotBuiltError, match="layers of LlamaForCausalLM do not recompute themselves"
+    ):
         deepseek_zero.initialize(
             model=own,
-            config={"train_micro_batch_size_per_gpu": 3, "activation_checkpointing": {"policy": "full"}},
+            config={
+                "train_micro_batch_size_per_gpu": 3,
+                "activation_checkpointing": {"policy": "full"},
+            },
         )

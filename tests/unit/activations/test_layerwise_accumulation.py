@@ -1,4 +1,6 @@
-"""Layerwise accumulation runs what the program lists: which units take which micro-batches, in which order."""
+"""Layerwise accumulation runs what the program lists: which units take which micro-batches, in
+which order.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Net(nn.Module):
             self.head = nn.Linear(WIDTH, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        numbers = torch.arange(len(x)).div(len(x) // PARTS, rounding_mode="floor")  # of each sample's micro-batch
+        numbers = torch.arange(len(x)).div(
+            len(x) // PARTS, rounding_mode="floor"
+        )  # of each sample's micro-batch
         for block in self.blocks:
             x = block(x, numbers)
         return self.head(x)
@@ -72,27 +76,39 @@ def test_what_runs_is_the_program(window: int) -> None:
             assert [block.seen for block in model.blocks] == [[0, 1, 2]] * 3
             assert all(parts_of(schedule.forward, unit) == [0, 1, 2] for unit in (1, 2, 3))
             loss.backward()
-            assert [block.seen[PARTS:] for block in model.blocks] == [[2, 1, 0]] * 3, "recomputed, last one first"
+            assert [block.seen[PARTS:] for block in model.blocks] == [[2, 1, 0]] * 3, (
+                "recomputed, last one first"
+            )
             assert all(parts_of(schedule.backward, unit) == [2, 1, 0] for unit in (1, 2, 3))
             assert parts_of(schedule.forward, 0) == parts_of(schedule.backward, 0) == [None]
             actions, names = schedule.actions(), [unit.name for unit in executor.units]
             for kind, verb, lane, first in zip(
-                (ActionKind.GATHER, ActionKind.REDUCE), ("gather", "reduce"), (GATHERS, REDUCES), before, strict=True
+                (ActionKind.GATHER, ActionKind.REDUCE),
+                ("gather", "reduce"),
+                (GATHERS, REDUCES),
+                before,
+                strict=True,
             ):
                 program = [f"{verb} {names[each.unit]}" for each in actions if each.kind is kind]
-                assert rank.issued(lane)[first:] == program, f"step {step}: once each, whatever the micro-batches"
+                assert rank.issued(lane)[first:] == program, (
+                    f"step {step}: once each, whatever the micro-batches"
+                )
             for block in model.blocks:
                 block.seen.clear()
             with torch.no_grad():
                 model(torch.randn(SAMPLES, WIDTH))
-            assert [block.seen for block in model.blocks] == [[0]] * 3, "the whole batch, where nothing is kept"
+            assert [block.seen for block in model.blocks] == [[0]] * 3, (
+                "the whole batch, where nothing is kept"
+            )
             for block in model.blocks:
                 block.seen.clear()
 
     run_ranks(2, body, seed=1)
 
 
-def test_another_order_in_the_program_is_another_order_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_order_in_the_program_is_another_order_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The program decides, and what comes back is joined by micro-batch."""
 
     def body(rank: Rank) -> Tensor:
@@ -118,7 +134,9 @@ def test_another_order_in_the_program_is_another_order_of_the_run(monkeypatch: p
 
 def test_units_that_contain_each_other_and_models_without_units_are_refused_by_the_plan() -> None:
     settings = PlanSettings(layerwise_micro_batches=2, unit_names=("Block", "blocks.0.linear"))
-    with pytest.raises(UsageError, match=r"unit 'blocks\.0\.linear' stands inside unit 'blocks\.0'"):
+    with pytest.raises(
+        UsageError, match=r"unit 'blocks\.0\.linear' stands inside unit 'blocks\.0'"
+    ):
         plan_model(Net(), settings, Mesh(dp_shard=2))
     with pytest.raises(UsageError, match="has no units to take its micro-batches in turn"):
         plan_model(nn.Linear(4, 4), PlanSettings(layerwise_micro_batches=2), Mesh(dp_shard=2))

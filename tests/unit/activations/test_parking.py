@@ -1,4 +1,6 @@
-"""The parking: bytes come back as they went, one arena holds them in any order, nothing leaks, little is in memory."""
+"""The parking: bytes come back as they went, one arena holds them in any order, nothing leaks,
+little is in memory.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepseek_zero.activations.offload import AHEAD, ActivationOffload, OffloadedInputs, OffloadHandle
+from deepseek_zero.activations.offload import (
+    AHEAD,
+    ActivationOffload,
+    OffloadedInputs,
+    OffloadHandle,
+)
 from deepseek_zero.base.errors import OutOfMemoryError, StorageError
 from deepseek_zero.base.memory import PAGE
 from deepseek_zero.tiers.disk import Disk, DiskExtent, State
@@ -39,7 +46,9 @@ def assert_is(parked: OffloadHandle, seed: int, numel: int = NUMEL) -> None:
 
 
 def cycle(parking: ActivationOffload, count: int, numel: int = NUMEL) -> int:
-    """A forward and a backward of `count` checkpoints; the most bytes of the slab that had pages."""
+    """A forward and a backward of `count` checkpoints; the most bytes of the slab that had
+    pages.
+    """
     most, parked = 0, []
     for seed in range(count):
         parked.append(parking.offload([drawn(seed, numel)]))
@@ -83,7 +92,9 @@ SHAPES: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str
+)
 def test_a_tensor_comes_back_with_its_bytes_shape_strides_and_dtype(
     shape: str, dtype: torch.dtype, opening: Callable[[], Memory]
 ) -> None:
@@ -93,7 +104,11 @@ def test_a_tensor_comes_back_with_its_bytes_shape_strides_and_dtype(
     parking = ActivationOffload(opening)
     others = [torch.randn(100), torch.randn(7)]
     first, found, last = parking.offload([others[0], tensor, others[1]]).restore()
-    assert (found.dtype, found.shape, found.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+    assert (found.dtype, found.shape, found.stride()) == (
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+    )
     assert torch.equal(as_bytes(found), as_bytes(tensor))
     assert torch.equal(first, others[0]) and torch.equal(last, others[1])
 
@@ -102,7 +117,9 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def test_what_is_taken_can_be_changed_without_harm_and_taken_again(opening: Callable[[], Memory]) -> None:
+def test_what_is_taken_can_be_changed_without_harm_and_taken_again(
+    opening: Callable[[], Memory],
+) -> None:
     parking = ActivationOffload(opening)
     parked = [parking.offload([drawn(seed)]) for seed in range(4)]
     for seed in (3, 0, 2, 3, 0):
@@ -114,7 +131,9 @@ def test_what_is_taken_can_be_changed_without_harm_and_taken_again(opening: Call
 # -- the slab
 
 
-def test_the_first_cycle_teaches_the_size_and_after_it_nothing_is_reserved(opening: Callable[[], Memory]) -> None:
+def test_the_first_cycle_teaches_the_size_and_after_it_nothing_is_reserved(
+    opening: Callable[[], Memory],
+) -> None:
     reserved: list[int] = []
 
     def watched() -> Memory:
@@ -135,12 +154,16 @@ def test_the_first_cycle_teaches_the_size_and_after_it_nothing_is_reserved(openi
         cycle(parking, 5)
         assert reserved == [NBYTES] * 5 + [5 * NBYTES]
     assert [slab.nbytes for slab in parking.slabs] == [5 * NBYTES]
-    assert parking.memory.reserved_bytes == parking.reserved_bytes == parking.peak_bytes == 5 * NBYTES
+    assert (
+        parking.memory.reserved_bytes == parking.reserved_bytes == parking.peak_bytes == 5 * NBYTES
+    )
     assert parking.unused_bytes == 0 and parking.used_bytes == 0
     assert parking.explain() == "activations: 320 KiB in one arena, 320 KiB used at most, gap 0 B"
 
 
-def test_a_given_number_is_reserved_at_once_and_what_is_too_small_grows(opening: Callable[[], Memory]) -> None:
+def test_a_given_number_is_reserved_at_once_and_what_is_too_small_grows(
+    opening: Callable[[], Memory],
+) -> None:
     parking = ActivationOffload(opening, checkpoints=5)
     first = parking.offload([drawn(0)])
     assert parking.memory.reserved_bytes == parking.reserved_bytes == 5 * NBYTES
@@ -153,7 +176,9 @@ def test_a_given_number_is_reserved_at_once_and_what_is_too_small_grows(opening:
     assert [slab.nbytes for slab in parking.slabs] == [7 * NBYTES]
 
 
-def test_sizes_that_divide_by_nothing_leave_a_gap_of_a_sixteenth_and_a_sector(opening: Callable[[], Memory]) -> None:
+def test_sizes_that_divide_by_nothing_leave_a_gap_of_a_sixteenth_and_a_sector(
+    opening: Callable[[], Memory],
+) -> None:
     parking = ActivationOffload(opening)
     for _ in range(2):
         parked = [parking.offload([drawn(seed, 10_000 + 777 * seed)]) for seed in range(8)]
@@ -164,7 +189,9 @@ def test_sizes_that_divide_by_nothing_leave_a_gap_of_a_sixteenth_and_a_sector(op
 
 
 def test_any_order_of_ends_reads_right_and_finds_room_again(opening: Callable[[], Memory]) -> None:
-    """Several forwards in flight, first in first out: the slab stays as large as what is parked at once."""
+    """Several forwards in flight, first in first out: the slab stays as large as what is parked at
+    once.
+    """
     parking, flight, seed = ActivationOffload(opening), [], 0
     for _ in range(12):
         for _ in range(3):
@@ -208,12 +235,18 @@ def test_an_end_gives_the_memory_up_and_may_come_twice(opening: Callable[[], Mem
 
 
 @pytest.mark.parametrize("count", [6, 24, 96])
-def test_on_a_disk_the_bytes_in_memory_do_not_grow_with_the_checkpoints(count: int, tmp_path: Path) -> None:
+def test_on_a_disk_the_bytes_in_memory_do_not_grow_with_the_checkpoints(
+    count: int, tmp_path: Path
+) -> None:
     parking = ActivationOffload(lambda: Disk(tmp_path))
     cycle(parking, count)
     assert cycle(parking, count) <= (2 + AHEAD) * NBYTES
-    assert parking.memory.traffic.written_bytes == (count - 1) * NBYTES  # backward begins with the newest
-    assert (count - 4) * NBYTES <= parking.memory.traffic.read_bytes < count * NBYTES  # what is still leaving stays
+    assert (
+        parking.memory.traffic.written_bytes == (count - 1) * NBYTES
+    )  # backward begins with the newest
+    assert (
+        (count - 4) * NBYTES <= parking.memory.traffic.read_bytes < count * NBYTES
+    )  # what is still leaving stays
 
 
 def test_on_a_disk_the_pages_of_all_others_are_the_systems(tmp_path: Path) -> None:
@@ -227,7 +260,9 @@ def test_on_a_disk_the_pages_of_all_others_are_the_systems(tmp_path: Path) -> No
         assert_is(parked.pop(), len(parked), numel)
         most = max(most, resident_bytes() - before)
     parking.sweep()
-    assert most < 10 * 4 * numel  # of 24; the tensors that are compared and their copies are among them
+    assert (
+        most < 10 * 4 * numel
+    )  # of 24; the tensors that are compared and their copies are among them
     assert resident_bytes() - before < 4 * 4 * numel
 
 
@@ -243,7 +278,9 @@ def test_what_backward_wants_next_is_on_its_way(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
-def test_a_disk_that_fails_is_named(call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_is_named(
+    call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parking = ActivationOffload(lambda: Disk(tmp_path))
     cycle(parking, 6)
     cycle(parking, 6)

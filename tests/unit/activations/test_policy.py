@@ -1,4 +1,6 @@
-"""Selective recomputation: the gradients of a run that recomputes nothing, and what a policy keeps is computed once."""
+"""Selective recomputation: the gradients of a run that recomputes nothing, and what a policy keeps
+is computed once.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Block(nn.Module):
 
 
 @contextmanager
-def configured(policy: tuple[str, ...] | None, tier: Tier | None = None, path: Path | None = None) -> Iterator[Any]:
+def configured(
+    policy: tuple[str, ...] | None, tier: Tier | None = None, path: Path | None = None
+) -> Iterator[Any]:
     found = recompute.configure(RecomputeSettings(tier, path, policy=policy))
     try:
         yield found
@@ -56,7 +60,11 @@ def gradients(run: Callable[..., Any], backwards: int = 1) -> list[Tensor]:
     for left in reversed(range(backwards)):
         loss.backward(retain_graph=left > 0)
     assert first.grad is not None
-    return [loss.detach(), first.grad, *(param.grad for param in blocks.parameters() if param.grad is not None)]
+    return [
+        loss.detach(),
+        first.grad,
+        *(param.grad for param in blocks.parameters() if param.grad is not None),
+    ]
 
 
 def straight(function: Callable[..., Any], *args: Any) -> Any:
@@ -72,7 +80,9 @@ def test_gradients_have_the_bits_of_a_run_without(tier: Tier | None, tmp_path: P
                 assert all(map(torch.equal, gradients(checkpoint, backwards), expected)), policy
                 if found.parking is not None:
                     assert found.parking.used_bytes == 0
-                    assert found.parking._arrived > 3 or policy == ("full",), "results wait where inputs do"
+                    assert found.parking._arrived > 3 or policy == ("full",), (
+                        "results wait where inputs do"
+                    )
 
 
 def calls(policy: tuple[str, ...]) -> Counter[Any]:
@@ -97,7 +107,9 @@ def test_what_is_kept_is_computed_once() -> None:
 
 
 def test_random_results_are_not_kept() -> None:
-    """What a recomputation leaves out draws nothing, and what comes after it would draw other numbers."""
+    """What a recomputation leaves out draws nothing, and what comes after it would draw other
+    numbers.
+    """
     expected = gradients(straight)
     with configured(("native_dropout", "bernoulli_", "bernoulli")):
         assert all(map(torch.equal, gradients(checkpoint), expected))

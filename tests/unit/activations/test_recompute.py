@@ -1,4 +1,6 @@
-"""Recomputation with parked inputs: the gradients of a run without, and storages that are gone in between."""
+"""Recomputation with parked inputs: the gradients of a run without, and storages that are gone in
+between.
+"""
 
 from __future__ import annotations
 
@@ -77,12 +79,24 @@ class Net(nn.Module):
                 return y, {"scaled": y * 0.5}
 
             nested = {"half": x * 0.5, "rest": [(x * 2).t()]}
-            y, more = run(part, x, nested, rows, 0.5 + number, Pair(x.cos(), None), None, mask=mask, more=[x.sin()])
+            y, more = run(
+                part,
+                x,
+                nested,
+                rows,
+                0.5 + number,
+                Pair(x.cos(), None),
+                None,
+                mask=mask,
+                more=[x.sin()],
+            )
             x = x + y + more["scaled"]
         return x.square().mean()
 
 
-def gradients(run: Callable[..., Any], dtype: torch.dtype = torch.float32, backwards: int = 1) -> list[Tensor]:
+def gradients(
+    run: Callable[..., Any], dtype: torch.dtype = torch.float32, backwards: int = 1
+) -> list[Tensor]:
     torch.manual_seed(3)
     net = Net().to(dtype)
     x = torch.randn(ROWS, WIDTH, dtype=dtype, requires_grad=True)
@@ -115,7 +129,12 @@ def test_each_activation_is_parked_and_nothing_else(parking: ActivationOffload) 
     weight, mask = nn.Parameter(torch.ones(WIDTH, WIDTH)), torch.ones(ROWS, WIDTH)
     hidden, small = x * 2, x[0, :4] * 1
     out = checkpoint(
-        lambda *given: given[0] @ given[1] * given[2] + given[3].sum() + given[4], hidden, weight, mask, small, x
+        lambda *given: given[0] @ given[1] * given[2] + given[3].sum() + given[4],
+        hidden,
+        weight,
+        mask,
+        small,
+        x,
     )
     assert [form.size for stay in parking._stays.values() for form in stay.forms] == [hidden.shape]
     out.sum().backward()
@@ -123,7 +142,9 @@ def test_each_activation_is_parked_and_nothing_else(parking: ActivationOffload) 
     assert parking.used_bytes == 0
 
 
-def test_storages_are_gone_between_forward_and_backward_and_places_after_it(parking: ActivationOffload) -> None:
+def test_storages_are_gone_between_forward_and_backward_and_places_after_it(
+    parking: ActivationOffload,
+) -> None:
     blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
     storages: list[weakref.ref[Any]] = []
 
@@ -144,7 +165,9 @@ def test_storages_are_gone_between_forward_and_backward_and_places_after_it(park
     assert not any(storage() is None for storage in storages)  # torch's own holds them
 
 
-def test_an_exception_in_forward_and_a_forgotten_loss_leak_nothing(parking: ActivationOffload) -> None:
+def test_an_exception_in_forward_and_a_forgotten_loss_leak_nothing(
+    parking: ActivationOffload,
+) -> None:
     block, x = nn.Linear(WIDTH, WIDTH), torch.randn(ROWS, WIDTH, requires_grad=True)
 
     def fail(x: Tensor) -> Tensor:
@@ -216,7 +239,9 @@ def test_inputs_belong_to_hooks_that_are_in_force(parking: ActivationOffload) ->
     assert parking._arrived == 0
 
 
-def test_a_part_of_the_graph_can_be_differentiated_and_then_the_rest(parking: ActivationOffload) -> None:
+def test_a_part_of_the_graph_can_be_differentiated_and_then_the_rest(
+    parking: ActivationOffload,
+) -> None:
     def found(run: Callable[..., Any]) -> list[Tensor]:
         torch.manual_seed(5)
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -225,20 +250,28 @@ def test_a_part_of_the_graph_can_be_differentiated_and_then_the_rest(parking: Ac
         c = run(torch.cos, b)
         (part,) = torch.autograd.grad(c.sum(), b, retain_graph=True)
         other = run(torch.sin, b).sum()  # another forward while the first graph waits
-        return [part, *torch.autograd.grad(other, x, retain_graph=True), *torch.autograd.grad(c.sum(), x)]
+        return [
+            part,
+            *torch.autograd.grad(other, x, retain_graph=True),
+            *torch.autograd.grad(c.sum(), x),
+        ]
 
     expected = found(straight)
     assert all(map(torch.equal, found(checkpoint), expected))
 
 
-def test_a_second_backward_through_a_freed_graph_is_torchs_error(parking: ActivationOffload) -> None:
+def test_a_second_backward_through_a_freed_graph_is_torchs_error(
+    parking: ActivationOffload,
+) -> None:
     loss = checkpoint(torch.exp, torch.randn(ROWS, WIDTH, requires_grad=True) * 2).sum()
     loss.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
 
 
-def test_an_input_that_is_changed_in_place_afterwards_is_read_as_it_was(parking: ActivationOffload) -> None:
+def test_an_input_that_is_changed_in_place_afterwards_is_read_as_it_was(
+    parking: ActivationOffload,
+) -> None:
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     hidden = x * 2
     loss = checkpoint(torch.sin, hidden).sum()
@@ -260,25 +293,37 @@ def test_a_list_that_the_function_fills_is_the_callers(parking: ActivationOffloa
 
 def test_torchs_own_keywords_pass_through(parking: ActivationOffload) -> None:
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    out = checkpoint(torch.exp, x * 2, use_reentrant=True, preserve_rng_state=False, determinism_check="none")
+    out = checkpoint(
+        torch.exp, x * 2, use_reentrant=True, preserve_rng_state=False, determinism_check="none"
+    )
     out.sum().backward()
     assert parking._arrived == 1
 
 
-def test_a_reset_gives_the_memory_up_and_alive_graphs_keep_theirs(parking: ActivationOffload) -> None:
+def test_a_reset_gives_the_memory_up_and_alive_graphs_keep_theirs(
+    parking: ActivationOffload,
+) -> None:
     current, x = recompute.current(), torch.randn(ROWS, WIDTH, requires_grad=True)
     assert current is not None
     old = checkpoint(torch.sin, x * 2).sum()
     current.reset()
-    assert current.parking is not None and current.parking is not parking and current.parking.reserved_bytes == 0
+    assert (
+        current.parking is not None
+        and current.parking is not parking
+        and current.parking.reserved_bytes == 0
+    )
     checkpoint(torch.sin, x * 3).sum()
     old.backward()
     assert x.grad is not None and torch.equal(x.grad, (x.detach() * 2).cos() * 2)
 
 
 @pytest.mark.parametrize("blocks", [4, 24])
-def test_with_a_disk_live_bytes_do_not_grow_with_the_blocks(blocks: int, on_disk: ActivationOffload) -> None:
-    """Storages alive at once, by weak reference, whoever holds them; slab pages are counted in test_parking.py."""
+def test_with_a_disk_live_bytes_do_not_grow_with_the_blocks(
+    blocks: int, on_disk: ActivationOffload
+) -> None:
+    """Storages alive at once, by weak reference, whoever holds them; slab pages are counted in
+    test_parking.py.
+    """
     alive, most, now = set[int](), [0], [0]
 
     def watch(tensor: Tensor) -> Tensor:
@@ -302,7 +347,9 @@ def test_with_a_disk_live_bytes_do_not_grow_with_the_blocks(blocks: int, on_disk
             x = checkpoint(lambda x, part=part: watch(torch.tanh(watch(part(watch(x))))), x)
         x.sum().backward()
         del x
-    assert most[0] <= 6 * ROWS * WIDTH * 4  # a block's own: input, product, output, and what backward made of the last
+    assert (
+        most[0] <= 6 * ROWS * WIDTH * 4
+    )  # a block's own: input, product, output, and what backward made of the last
 
 
 # -- one configuration per process
@@ -354,7 +401,9 @@ def test_a_tensor_given_to_several_checkpoints_is_parked_once(parking: Activatio
     assert parking.used_bytes == 0
 
 
-def test_a_tensor_that_was_changed_between_two_checkpoints_is_parked_for_each(parking: ActivationOffload) -> None:
+def test_a_tensor_that_was_changed_between_two_checkpoints_is_parked_for_each(
+    parking: ActivationOffload,
+) -> None:
     first = torch.randn(ROWS, WIDTH, requires_grad=True)
     x = first * 2
     one = checkpoint(torch.tanh, x)

@@ -1,4 +1,6 @@
-"""What the system sees: with a disk the resident memory of a deep net stays small, holes in the heap included."""
+"""What the system sees: with a disk the resident memory of a deep net stays small, holes in the
+heap included.
+"""
 
 from __future__ import annotations
 

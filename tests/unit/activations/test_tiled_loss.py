@@ -1,4 +1,6 @@
-"""The loss in tiles of tokens: torch's loss and gradients, whatever it is multiplied by, and one tile's logits."""
+"""The loss in tiles of tokens: torch's loss and gradients, whatever it is multiplied by, and one
+tile's logits.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def tiled(rows: int) -> Callable[[nn.Linear, Tensor, Tensor], Tensor]:
     return compute
 
 
-def gradients(head: nn.Linear, compute: Any, x: Tensor, targets: Tensor, factor: float = 1.0) -> list[Tensor]:
+def gradients(
+    head: nn.Linear, compute: Any, x: Tensor, targets: Tensor, factor: float = 1.0
+) -> list[Tensor]:
     own, leaf = copy.deepcopy(head), x.clone().requires_grad_()
     loss = compute(own, leaf, targets)
     (loss * factor).backward()
@@ -58,13 +62,19 @@ def head_of(dtype: torch.dtype = torch.float32, *, bias: bool = True) -> nn.Line
 def test_it_is_torchs_loss_times_any_factor(tokens: int, factor: float, bias: bool) -> None:
     head, (x, targets) = head_of(bias=bias), given(tokens)
     for found, wanted in zip(
-        gradients(head, tiled(8), x, targets, factor), gradients(head, plain, x, targets, factor), strict=True
+        gradients(head, tiled(8), x, targets, factor),
+        gradients(head, plain, x, targets, factor),
+        strict=True,
     ):
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize(("dtype", "room"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=str)
-def test_sixteen_bits_are_as_near_to_exact_gradients_as_torchs(dtype: torch.dtype, room: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "room"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=str
+)
+def test_sixteen_bits_are_as_near_to_exact_gradients_as_torchs(
+    dtype: torch.dtype, room: float
+) -> None:
     """fp16: with a loss scale that its own gradients of logits need, and ours do not."""
     head, (x, targets) = head_of(dtype), given(64, dtype)
     scale = 1024.0 if dtype == torch.float16 else 1.0
@@ -135,7 +145,11 @@ def test_a_loss_over_items_and_shifted_labels_and_a_tuple() -> None:
     whole = copy.deepcopy(own)
     tile_loss(own, 4)
     shifted = F.pad(batch()["labels"], (0, 1), value=-100)[:, 1:].contiguous()
-    for more in ({"num_items_in_batch": 11}, {"num_items_in_batch": torch.tensor(7)}, {"shift_labels": shifted}):
+    for more in (
+        {"num_items_in_batch": 11},
+        {"num_items_in_batch": torch.tensor(7)},
+        {"shift_labels": shifted},
+    ):
         torch.testing.assert_close(own(**batch(), **more).loss, whole(**batch(), **more).loss)
     found = own(**batch(), return_dict=False, use_cache=False)
     assert len(found) == 1
@@ -149,7 +163,10 @@ def test_a_head_that_is_more_than_a_layer_has_tiles_too() -> None:
     class Adapted(nn.Module):
         def __init__(self, base: nn.Linear) -> None:
             super().__init__()
-            self.base, self.low = base.requires_grad_(False), nn.Linear(base.in_features, 2, bias=False)
+            self.base, self.low = (
+                base.requires_grad_(False),
+                nn.Linear(base.in_features, 2, bias=False),
+            )
             self.up = nn.Linear(2, base.out_features, bias=False)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -177,7 +194,10 @@ def test_what_has_no_tiles_is_refused_by_name() -> None:
 def test_the_switch_in_the_configuration() -> None:
     pytest.importorskip("transformers")
     model = tiny("llama")
-    config = {"train_micro_batch_size_per_gpu": 3, "activation_checkpointing": {"tiled_loss": 5, "tiled_mlp": 3}}
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "activation_checkpointing": {"tiled_loss": 5, "tiled_mlp": 3},
+    }
     engine, *_ = deepseek_zero.initialize(model=copy.deepcopy(model), config=config)
     found = engine(**batch())
     assert found.logits is None

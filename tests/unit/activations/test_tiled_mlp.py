@@ -1,4 +1,6 @@
-"""Feed-forward layers of transformers in tiles of their tokens: unmodified families, and what is refused by name."""
+"""Feed-forward layers of transformers in tiles of their tokens: unmodified families, and what is
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,21 @@ from deepseek_zero.activations.tiles import tile_mlps
 from deepseek_zero.base.errors import NotBuiltError
 
 FAMILIES = {
-    "GPT2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32, "attn_pdrop": 0, "embd_pdrop": 0},
+    "GPT2": {
+        "n_embd": 32,
+        "n_head": 4,
+        "n_layer": 2,
+        "n_positions": 32,
+        "attn_pdrop": 0,
+        "embd_pdrop": 0,
+    },
     "Bloom": {"hidden_size": 32, "n_head": 4, "n_layer": 2},
-    "Llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "Llama": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
     "GPTBigCode": {"n_embd": 32, "n_head": 4, "n_layer": 2, "attn_pdrop": 0, "embd_pdrop": 0},
 }
 
@@ -93,12 +107,18 @@ X = torch.randn(2, 7, 4, generator=torch.Generator().manual_seed(0))
     [
         (PairMLP, {}, "'mlp' cannot be cut into tiles of tokens: it returns tuple"),
         (PooledMLP, {}, r"'mlp' .* it returns \(2, 4\) for \(2, 3, 4\)"),
-        (PlainMLP, {"residual": torch.ones(4)}, r"'mlp' .* it is given tensors of the shapes \[\(2, 7, 4\), \(4,\)\]"),
+        (
+            PlainMLP,
+            {"residual": torch.ones(4)},
+            r"'mlp' .* it is given tensors of the shapes \[\(2, 7, 4\), \(4,\)\]",
+        ),
         (PlainMLP, {"scale": torch.ones(2, 1, 4)}, r"'mlp' .* which do not have the same tokens"),
         (ConvolvedMLP, {}, r"'mlp.near' \(Conv1d\) computes a token from others"),
     ],
 )
-def test_what_is_not_computed_token_by_token_is_refused_by_name(mlp: Any, options: Any, said: str) -> None:
+def test_what_is_not_computed_token_by_token_is_refused_by_name(
+    mlp: Any, options: Any, said: str
+) -> None:
     with pytest.raises(NotBuiltError, match=said):
         net = Net(mlp())
         tile_mlps(net, 3)

@@ -1,4 +1,6 @@
-"""Tiles of a sequence: the bits of the same blocks kept whole, one tile's memory, DeepSpeed's names for it."""
+"""Tiles of a sequence: the bits of the same blocks kept whole, one tile's memory, DeepSpeed's names
+for it.
+"""
 
 from __future__ import annotations
 
@@ -38,19 +40,26 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def gradients(module: nn.Module, compute: Callable[[nn.Module, Tensor], Tensor], x: Tensor) -> list[Tensor]:
+def gradients(
+    module: nn.Module, compute: Callable[[nn.Module, Tensor], Tensor], x: Tensor
+) -> list[Tensor]:
     """What a forward returns, and the gradients of the input and the weights."""
     own, given = copy.deepcopy(module), x.clone().requires_grad_()
     found = compute(own, given)
     (found * tokens(*found.shape, seed=1)).sum().backward()
-    return [found.detach(), *(each.grad for each in (given, *own.parameters()) if each.grad is not None)]
+    return [
+        found.detach(),
+        *(each.grad for each in (given, *own.parameters()) if each.grad is not None),
+    ]
 
 
 @pytest.mark.parametrize("length", [8, 7, 2])
 def test_tiles_have_the_bits_of_the_same_blocks_without_recomputation(length: int) -> None:
     module, x = seeded(Mlp), tokens(2, length, WIDTH)
     found = gradients(module, lambda own, given: in_tiles(own, 4, given), x)
-    blocks = gradients(module, lambda own, given: torch.cat([own(each) for each in given.chunk(4, 1)], 1), x)
+    blocks = gradients(
+        module, lambda own, given: torch.cat([own(each) for each in given.chunk(4, 1)], 1), x
+    )
     whole = gradients(module, lambda own, given: own(given), x)
     assert len(found) == len(blocks) == 6
     for own, block, plain in zip(found, blocks, whole, strict=True):
@@ -82,7 +91,9 @@ def test_gradients_of_16_bits_are_added_up_in_fp32_and_rounded_once(dtype: torch
             total += each
     expected = [total.to(dtype) for total in totals]
     assert all(map(torch.equal, summed(in_fp32, 1), expected))
-    assert all(map(torch.equal, summed(in_fp32, 2), [each * 2 for each in expected])), "once per backward"
+    assert all(map(torch.equal, summed(in_fp32, 2), [each * 2 for each in expected])), (
+        "once per backward"
+    )
     in_16 = summed(lambda own, given: in_tiles(own, tiles, given), 1)
     assert not any(map(torch.equal, in_16, expected)), "autograd's own sum is another one"
 
@@ -103,7 +114,9 @@ def test_one_tile_is_in_memory_at_a_time() -> None:
         module.zero_grad()
         peaks.append(peak.peak)
     hidden = 256 * 1024 * 4
-    assert peaks[0] - peaks[1] > 2 * hidden * 0.75, peaks  # what a linear and an activation keep of all tokens
+    assert peaks[0] - peaks[1] > 2 * hidden * 0.75, (
+        peaks
+    )  # what a linear and an activation keep of all tokens
 
 
 def test_tiles_of_unequal_tensors_are_refused() -> None:
@@ -125,15 +138,28 @@ def test_deepspeeds_names_compute_the_same(batch: int) -> None:
     module, x = seeded(Mlp), tokens(batch, 7, WIDTH)
 
     def by_places(own: nn.Module, given: Tensor) -> Tensor:
-        return SequenceTiledCompute.apply(plain, 7, 4, ["x"], ["module"], "x", [], 1, None, given, own)
+        return SequenceTiledCompute.apply(
+            plain, 7, 4, ["x"], ["module"], "x", [], 1, None, given, own
+        )
 
     def by_words(own: nn.Module, given: Tensor) -> Tensor:
         return sequence_tiled_compute(
-            plain, 7, 4, {"x": given}, {"module": own}, "x", list(own.parameters()), output_reduction=None
+            plain,
+            7,
+            4,
+            {"x": given},
+            {"module": own},
+            "x",
+            list(own.parameters()),
+            output_reduction=None,
         )
 
     expected = gradients(module, lambda own, given: in_tiles(own, 4, given), x)
-    for compute in (by_places, by_words, lambda own, given: TiledMLP.apply(plain, own, given, 4, [])):
+    for compute in (
+        by_places,
+        by_words,
+        lambda own, given: TiledMLP.apply(plain, own, given, 4, []),
+    ):
         for found, wanted in zip(gradients(module, compute, x), expected, strict=True):
             assert torch.equal(found, wanted)
     flat = gradients(module, lambda own, given: TiledMLP.apply(plain, own, given[0], 4), x)
@@ -151,7 +177,9 @@ def test_the_tiled_loss_is_the_loss(reduction: str) -> None:
         return (losses if mask is None else losses * mask).sum() / (4 if reduction == "mean" else 1)
 
     def tiled(own: nn.Module, given: Tensor, *mask: Tensor) -> Tensor:
-        return TiledFusedLogitsLoss.apply(loss, own, given, labels, *(mask or (None,)), 4, [], reduction)
+        return TiledFusedLogitsLoss.apply(
+            loss, own, given, labels, *(mask or (None,)), 4, [], reduction
+        )
 
     def whole(own: nn.Module, given: Tensor) -> Tensor:
         return F.cross_entropy(own(given).flatten(0, 1), labels.flatten(), reduction=reduction)
@@ -187,15 +215,25 @@ def summed_loss(module: Any, given: Tensor, wanted: Tensor) -> Tensor:
 def test_weights_that_are_named_get_their_gradients_in_forward_times_any_factor(
     dtype: torch.dtype, factor: float
 ) -> None:
-    head, x, labels = seeded(lambda: Counted(WIDTH, VOCABULARY)).to(dtype), tokens(2, 9, WIDTH), torch.arange(18)
+    head, x, labels = (
+        seeded(lambda: Counted(WIDTH, VOCABULARY)).to(dtype),
+        tokens(2, 9, WIDTH),
+        torch.arange(18),
+    )
     found = []
     for tiles in (5, 1):  # 18 tokens in 5 tiles: the last has two
         own, given = copy.deepcopy(head), x.to(dtype, copy=True).requires_grad_()
         named = [own.weight, own.bias, own.weight] if tiles > 1 else None
-        loss = TiledFusedLogitsLoss.apply(summed_loss, own, given, labels.view(2, 9), None, tiles, named, "mean")
+        loss = TiledFusedLogitsLoss.apply(
+            summed_loss, own, given, labels.view(2, 9), None, tiles, named, "mean"
+        )
         (loss * factor).backward(retain_graph=True)
         (loss * factor).backward()
-        assert own.calls == tiles if tiles > 1 and dtype in (torch.float32, torch.bfloat16) else own.calls > tiles
+        assert (
+            own.calls == tiles
+            if tiles > 1 and dtype in (torch.float32, torch.bfloat16)
+            else own.calls > tiles
+        )
         found.append([loss * tiles, *(each.grad * tiles for each in (given, own.weight, own.bias))])  # type: ignore[operator]
     room = {torch.bfloat16: 2**-6, torch.float16: 2**-8}.get(dtype, 2e-6)
     for ours, whole in zip(*found, strict=True):
@@ -207,7 +245,9 @@ def test_what_else_a_tiled_loss_reads_gets_its_gradient_too() -> None:
     x, labels = tokens(2, 8, WIDTH), torch.arange(16).view(2, 8)
     for reads in ("a weight that is not named", "a hook"):
         head, scale = seeded(lambda: Counted(WIDTH, VOCABULARY)), torch.ones((), requires_grad=True)
-        expected = gradients(head, lambda own, given: summed_loss(own, given.flatten(0, 1), labels.flatten()), x)
+        expected = gradients(
+            head, lambda own, given: summed_loss(own, given.flatten(0, 1), labels.flatten()), x
+        )
         if reads == "a hook":
             head.weight.register_hook(torch.clone)
         factor = 1.0 if reads == "a hook" else scale
@@ -216,12 +256,18 @@ def test_what_else_a_tiled_loss_reads_gets_its_gradient_too() -> None:
             return summed_loss(module, given, wanted) * factor
 
         given = x.clone().requires_grad_()
-        total = TiledFusedLogitsLoss.apply(loss, head, given, labels, None, 4, list(head.parameters()), "sum")
+        total = TiledFusedLogitsLoss.apply(
+            loss, head, given, labels, None, 4, list(head.parameters()), "sum"
+        )
         (total * tokens(seed=1)).backward()
-        for found, wanted in zip((total, given.grad, head.weight.grad, head.bias.grad), expected, strict=True):
+        for found, wanted in zip(
+            (total, given.grad, head.weight.grad, head.bias.grad), expected, strict=True
+        ):
             torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
         assert (scale.grad is not None) == (reads != "a hook")
-        assert head.calls == 8 + (reads != "a hook"), "whether there are others, the first tile tells"
+        assert head.calls == 8 + (reads != "a hook"), (
+            "whether there are others, the first tile tells"
+        )
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -229,7 +275,9 @@ def test_the_tiled_loss_needs_no_logits_of_all_tokens(named: bool) -> None:
     head, x, labels = nn.Linear(8, 4096), tokens(1, 64, 8), torch.zeros(1, 64, dtype=torch.long)
     weights = list(head.parameters()) if named else []
     with Peak() as peak:
-        TiledFusedLogitsLoss.apply(summed_loss, head, x.requires_grad_(), labels, None, 16, weights, "sum").backward()
+        TiledFusedLogitsLoss.apply(
+            summed_loss, head, x.requires_grad_(), labels, None, 16, weights, "sum"
+        ).backward()
     logits = 64 * 4096 * 4
     assert peak.peak < logits, (peak.peak, logits)
 
@@ -245,7 +293,9 @@ def test_the_tiled_loss_needs_no_logits_of_all_tokens(named: bool) -> None:
         ({"mask": torch.ones(2, 3)}, "mask shape must match x and y"),
     ],
 )
-def test_what_is_no_tiled_loss_is_said_in_deepspeeds_words(change: dict[str, Any], words: str) -> None:
+def test_what_is_no_tiled_loss_is_said_in_deepspeeds_words(
+    change: dict[str, Any], words: str
+) -> None:
     given: dict[str, Any] = {
         "fn": plain,
         "self": None,

@@ -38,14 +38,22 @@ def dense(
     key, value = (each.repeat_interleave(heads // each.shape[1], 1) for each in (key, value))
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     for bias in biases:
-        scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias
+        scores = (
+            scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias
+        )
     scores = scores.masked_fill(~seen_of(pattern, heads, queries, keys), -torch.inf)
     weights = torch.softmax(scores, -1)
     return torch.where(scores.isneginf().all(-1, keepdim=True), 0.0, weights) @ value
 
 
 def tensors(
-    samples: int, heads: int, key_heads: int, queries: int, keys: int, width: int, dtype: torch.dtype = torch.float64
+    samples: int,
+    heads: int,
+    key_heads: int,
+    queries: int,
+    keys: int,
+    width: int,
+    dtype: torch.dtype = torch.float64,
 ) -> list[Tensor]:
     """Queries as transformers stores them, keys, values and a gradient of the output."""
     noise = torch.Generator().manual_seed(queries + heads)
@@ -65,6 +73,8 @@ def with_gradients(out: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
 def apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest difference, in parts of the largest number, or of 1."""
     return max(
-        float((one - other).detach().double().abs().max() / other.detach().abs().max().clamp(min=1.0))
+        float(
+            (one - other).detach().double().abs().max() / other.detach().abs().max().clamp(min=1.0)
+        )
         for one, other in zip(found, expected, strict=True)
     )

@@ -1,4 +1,6 @@
-"""FlexAttention's block masks: what they show, and the numbers of its slow way on a CPU; tests/gpu compiles it."""
+"""FlexAttention's block masks: what they show, and the numbers of its slow way on a CPU; tests/gpu
+compiles it.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,17 @@ UNI: dict[str, Any] = {"attention": "unidirectional"}
 @pytest.mark.parametrize(
     "pattern",
     [
-        Pattern.of(Fixed(block=16, different_layout_per_head=True, num_different_global_patterns=4, **UNI)),
+        Pattern.of(
+            Fixed(block=16, different_layout_per_head=True, num_different_global_patterns=4, **UNI)
+        ),
         Pattern.of(BSLongformer(block=SIDE, num_sliding_window_blocks=1, **UNI)),
         Pattern.of(LocalSlidingWindow(block=48), window=100),
     ],
 )
 def test_a_block_mask_shows_what_the_pattern_does(pattern: Pattern) -> None:
-    query, key, value = (each.detach() for each in tensors(2, 4, 2, 140, 260, 16, torch.float32)[:3])
+    query, key, value = (
+        each.detach() for each in tensors(2, 4, 2, 140, 260, 16, torch.float32)[:3]
+    )
     kept = (torch.arange(260) < torch.tensor([[260], [240]]))[:, None, None]
     for biases in ([], [kept, torch.randn(1, 4, 140, 260)]):
         found = attend_flex(query, key, value, pattern, 0.25, biases, 0, compiled=False)
@@ -33,7 +39,9 @@ def test_a_block_mask_shows_what_the_pattern_does(pattern: Pattern) -> None:
 
 
 def test_a_rule_is_asked_and_blocks_seen_whole_ask_nothing() -> None:
-    query, key, value = (each.detach() for each in tensors(1, 2, 2, 256, 256, 16, torch.float32)[:3])
+    query, key, value = (
+        each.detach() for each in tensors(1, 2, 2, 256, 256, 16, torch.float32)[:3]
+    )
 
     def same_half(sample: Any, query: Any, key: Any) -> Any:
         return (query < 100) == (key < 100)

@@ -1,4 +1,6 @@
-"""Models of transformers that attend by a layout: beside their own eager attention under the same mask."""
+"""Models of transformers that attend by a layout: beside their own eager attention under the same
+mask.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from torch import Tensor, nn
 import deepseek_zero as dz
 from deepseek_zero.attention.hugging_face import attend_sparsely
 from deepseek_zero.attention.layer import SparseAttention
-from deepseek_zero.attention.layouts import BigBird, Dense, Fixed, Layout, LocalSlidingWindow, layout_of
+from deepseek_zero.attention.layouts import (
+    BigBird,
+    Dense,
+    Fixed,
+    Layout,
+    LocalSlidingWindow,
+    layout_of,
+)
 from deepseek_zero.attention.plan import Pattern
 from deepseek_zero.base.errors import ConfigError, NotBuiltError, UsageError
 from deepseek_zero.base.log import log_first
@@ -38,7 +47,9 @@ HEADS = FIXED | {"num_different_global_patterns": 2, "different_layout_per_head"
 
 
 def tokens(rows: int = 2, length: int = LENGTH) -> Tensor:
-    return torch.randint(2, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(length))
+    return torch.randint(
+        2, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(length)
+    )
 
 
 def added(seen: Tensor) -> Tensor:
@@ -55,7 +66,10 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 def switched(name: str, section: dict[str, Any] | None, **config: Any) -> Any:
-    base: dict[str, Any] = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    base: dict[str, Any] = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
     model = name if isinstance(name, nn.Module) else tiny(name)
     return dz.initialize(model=model, config={**base, **config, "sparse_attention": section})[0]
 
@@ -67,13 +81,24 @@ def switched(name: str, section: dict[str, Any] | None, **config: Any) -> Any:
         ("roberta", {"mode": "bigbird", "block": 4, "num_random_blocks": 1}, {}),
         ("bert", {"mode": "fixed", "block": 4, "attention": "unidirectional"}, {}),
         ("llama", HEADS, {}),
-        ("llama", {"mode": "variable", "block": 4, "local_window_blocks": [1, 2], "attention": "unidirectional"}, {}),
+        (
+            "llama",
+            {
+                "mode": "variable",
+                "block": 4,
+                "local_window_blocks": [1, 2],
+                "attention": "unidirectional",
+            },
+            {},
+        ),
         ("mistral", {"mode": "dense"}, {"sliding_window": 5}),
         ("mistral", {"mode": "bslongformer", "block": 2}, {"sliding_window": 9}),
         ("gpt2", {"mode": "localslidingwindow", "block": 4}, {}),
     ],
 )
-def test_a_model_switches_by_json_alone(name: str, section: dict[str, Any], options: dict[str, Any]) -> None:
+def test_a_model_switches_by_json_alone(
+    name: str, section: dict[str, Any], options: dict[str, Any]
+) -> None:
     model, ids = tiny(name, **options), tokens()
     plain = copy.deepcopy(model)
     plain.set_attn_implementation("eager")  # type: ignore[operator]
@@ -100,7 +125,9 @@ def test_without_the_section_nothing_changes_and_with_it_something_does() -> Non
     engine.destroy()
     ids = tokens()
     before = model(ids).logits
-    attend_sparsely(model, SparseAttention(LocalSlidingWindow(block=4, num_sliding_window_blocks=1)))
+    attend_sparsely(
+        model, SparseAttention(LocalSlidingWindow(block=4, num_sliding_window_blocks=1))
+    )
     assert not torch.allclose(model(ids).logits, before)
 
 
@@ -131,7 +158,9 @@ def test_packed_sequences_do_not_see_each_other() -> None:
     plain = copy.deepcopy(model)
     attend_sparsely(model, SparseAttention(Dense()))
     places = torch.cat([torch.arange(9), torch.arange(LENGTH - 9)])[None]
-    found, expected = (each(input_ids=ids, position_ids=places, use_cache=False).logits for each in (model, plain))
+    found, expected = (
+        each(input_ids=ids, position_ids=places, use_cache=False).logits for each in (model, plain)
+    )
     assert close(found, expected) and not close(found, model(input_ids=ids).logits)
 
 
@@ -166,7 +195,9 @@ def tiny_modern_bert() -> Any:
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_generating_with_a_cache_is_generating_without(name: str) -> None:
     model, ids = tiny(name, sliding_window=6) if name == "mistral" else tiny(name), tokens(1, 9)
-    attend_sparsely(model, SparseAttention(Dense() if name == "mistral" else Fixed(block=4, num_local_blocks=2)))
+    attend_sparsely(
+        model, SparseAttention(Dense() if name == "mistral" else Fixed(block=4, num_local_blocks=2))
+    )
     more: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     found, expected = (model.generate(ids, use_cache=cached, **more) for cached in (True, False))  # type: ignore[operator]
     assert found.tolist() == expected.tolist()
@@ -179,7 +210,9 @@ def test_a_cache_that_forgets_is_refused_beside_blocks() -> None:
         model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)  # type: ignore[operator]
 
 
-def test_dropped_weights_fall_back_to_all_pairs_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_dropped_weights_fall_back_to_all_pairs_and_say_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     log_first.cache_clear()
     model, ids = tiny("bert", attention_probs_dropout_prob=0.4), tokens()
     attend_sparsely(model, SparseAttention(BigBird(block=4)))
@@ -199,7 +232,9 @@ def test_dropped_weights_fall_back_to_all_pairs_and_say_so(caplog: pytest.LogCap
         (lambda: copy.deepcopy(sparse("llama")), "copied after an engine"),
     ],
 )
-def test_what_the_kernel_does_not_compute_is_refused_when_it_is_asked(change: Any, words: str) -> None:
+def test_what_the_kernel_does_not_compute_is_refused_when_it_is_asked(
+    change: Any, words: str
+) -> None:
     model = change()
     if model.config._attn_implementation != "block_sparse":
         attend_sparsely(model, SparseAttention(Dense()))
@@ -256,13 +291,23 @@ def test_runs_have_the_same_bits_whatever_zero_does() -> None:
 @pytest.mark.parametrize(
     ("name", "mesh", "layout"),
     [
-        ("llama", Mesh(tp=2), Fixed(block=2, different_layout_per_head=True, num_different_global_patterns=4)),
+        (
+            "llama",
+            Mesh(tp=2),
+            Fixed(block=2, different_layout_per_head=True, num_different_global_patterns=4),
+        ),
         ("llama", Mesh(sp=2), BigBird(block=2, different_layout_per_head=True)),
-        ("llama", Mesh(sp=2, tp=2), BigBird(block=2, different_layout_per_head=True, attention="unidirectional")),
+        (
+            "llama",
+            Mesh(sp=2, tp=2),
+            BigBird(block=2, different_layout_per_head=True, attention="unidirectional"),
+        ),
         ("bert", Mesh(tp=2), BigBird(block=2, different_layout_per_head=True)),
     ],
 )
-def test_ranks_along_tp_and_sp_have_their_heads_layouts(name: str, mesh: Mesh, layout: Layout) -> None:
+def test_ranks_along_tp_and_sp_have_their_heads_layouts(
+    name: str, mesh: Mesh, layout: Layout
+) -> None:
     model, inputs = tiny(name), batch(3)
     whole = copy.deepcopy(model)
     attend_sparsely(whole, SparseAttention(layout))
@@ -273,7 +318,9 @@ def test_ranks_along_tp_and_sp_have_their_heads_layouts(name: str, mesh: Mesh, l
         comm = rank.comm.lay_out(here)
         place = here.coordinates["tp"] * here.sp + here.coordinates["sp"]
         plan = choose(own, here.tp)
-        prove(own, plan)  # before the model attends by a layout that copies do not have, as an engine does
+        prove(
+            own, plan
+        )  # before the model attends by a layout that copies do not have, as an engine does
         attend_sparsely(own, SparseAttention(layout, here.tp * here.sp, place))
         if here.tp > 1:
             parallelize(own, comm.along["tp"], plan=plan)
@@ -287,7 +334,9 @@ def test_ranks_along_tp_and_sp_have_their_heads_layouts(name: str, mesh: Mesh, l
         norm = grads["model.norm.weight" if name == "llama" else "bert.embeddings.LayerNorm.weight"]
         assert norm is not None and norm.isfinite().all()
         if mesh.sp == 1:
-            whole_norm = expected[1]["model.norm.weight" if name == "llama" else "bert.embeddings.LayerNorm.weight"]
+            whole_norm = expected[1][
+                "model.norm.weight" if name == "llama" else "bert.embeddings.LayerNorm.weight"
+            ]
             assert whole_norm is not None and close(norm, whole_norm)
 
 
@@ -296,8 +345,13 @@ def test_an_engine_tells_each_rank_which_heads_are_its_own() -> None:
     for rank in range(8):
         here = Mesh(tp=2, sp=2).on_world(8, rank)
         found = sparse_attention_of(config, here)
-        assert found is not None and found.layout == layout_of("fixed", {k: v for k, v in HEADS.items() if k != "mode"})
-        assert (found.ranks, found.index) == (4, here.coordinates["tp"] * 2 + here.coordinates["sp"])
+        assert found is not None and found.layout == layout_of(
+            "fixed", {k: v for k, v in HEADS.items() if k != "mode"}
+        )
+        assert (found.ranks, found.index) == (
+            4,
+            here.coordinates["tp"] * 2 + here.coordinates["sp"],
+        )
 
 
 def step(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor | None]]:
@@ -307,7 +361,11 @@ def step(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str,
 
 
 def test_a_pipeline_finds_the_blocks_of_a_model_that_attends_by_a_layout() -> None:
-    inputs = {"input_ids": tokens(), "labels": tokens(), "attention_mask": torch.ones_like(tokens())}
+    inputs = {
+        "input_ids": tokens(),
+        "labels": tokens(),
+        "attention_mask": torch.ones_like(tokens()),
+    }
     assert len(find_chain(sparse("llama"), (), inputs).blocks) == 2
 
 
@@ -317,6 +375,8 @@ def test_gathered_keys_are_refused_along_sp() -> None:
 
     def body(rank: Rank) -> None:
         with pytest.raises(NotBuiltError, match="block_sparse' takes masks of another form"):
-            share_sequences(model, rank.comm.lay_out(Mesh(sp=2).on_world(2, rank.index)).along["sp"], GATHERS)
+            share_sequences(
+                model, rank.comm.lay_out(Mesh(sp=2).on_world(2, rank.index)).along["sp"], GATHERS
+            )
 
     run_ranks(2, body)

@@ -1,4 +1,6 @@
-"""Layouts beside tables made the slow way: a loop over rows that sets what DeepSpeed's kinds set, block by block."""
+"""Layouts beside tables made the slow way: a loop over rows that sets what DeepSpeed's kinds set,
+block by block.
+"""
 
 from __future__ import annotations
 
@@ -60,13 +62,24 @@ def slow(layout: Layout, head: int, blocks: int) -> Table:
         windows(table, [local])
         first = local - (1 + head % layout.num_different_global_patterns) * many
         end = blocks - blocks % local
-        starts = [*range(first, end, local), *([min(end + first, blocks - many)] if end < blocks else [])]
+        starts = [
+            *range(first, end, local),
+            *([min(end + first, blocks - many)] if end < blocks else []),
+        ]
         for start in starts:
-            seen_by_all(table, start, start + many, start if causal else 0, layout.horizontal_global_attention)
+            seen_by_all(
+                table,
+                start,
+                start + many,
+                start if causal else 0,
+                layout.horizontal_global_attention,
+            )
     if isinstance(layout, Variable):
         windows(table, [*layout.local_window_blocks])
     if isinstance(layout, Variable | BSLongformer):
-        ends = layout.global_block_end_indices or [index + 1 for index in layout.global_block_indices]
+        ends = layout.global_block_end_indices or [
+            index + 1 for index in layout.global_block_indices
+        ]
         is_both = isinstance(layout, BSLongformer) or layout.horizontal_global_attention
         for start, stop in zip(layout.global_block_indices, ends, strict=True):
             from_there = causal and isinstance(layout, Variable)
@@ -75,8 +88,13 @@ def slow(layout: Layout, head: int, blocks: int) -> Table:
         sliding(table, layout.num_sliding_window_blocks)
     if isinstance(layout, BigBird):
         seen_by_all(table, 0, layout.num_global_blocks, 0, True)
-    if causal:  # the blocks of the future that DeepSpeed's Fixed and Variable leave are ours to drop
-        table = [[seen * (column <= row) for column, seen in enumerate(line)] for row, line in enumerate(table)]
+    if (
+        causal
+    ):  # the blocks of the future that DeepSpeed's Fixed and Variable leave are ours to drop
+        table = [
+            [seen * (column <= row) for column, seen in enumerate(line)]
+            for row, line in enumerate(table)
+        ]
     return table
 
 
@@ -85,7 +103,14 @@ KINDS: list[tuple[type[Layout], dict[str, Any]]] = [
     (Fixed, {}),
     (Fixed, {"num_local_blocks": 6, "num_global_blocks": 2}),
     (Fixed, {"num_different_global_patterns": 4, "different_layout_per_head": True}),
-    (Fixed, {"num_global_blocks": 2, "num_different_global_patterns": 2, "different_layout_per_head": True}),
+    (
+        Fixed,
+        {
+            "num_global_blocks": 2,
+            "num_different_global_patterns": 2,
+            "different_layout_per_head": True,
+        },
+    ),
     (Variable, {}),
     (Variable, {"local_window_blocks": (2, 5, 3), "global_block_indices": (1, 7)}),
     (Variable, {"global_block_indices": (0, 9), "global_block_end_indices": (2, 12)}),
@@ -102,12 +127,16 @@ HORIZONTAL = [(Fixed, {"num_global_blocks": 2}), (Variable, {"global_block_indic
 
 @pytest.mark.parametrize("attention", ["unidirectional", "bidirectional"])
 @pytest.mark.parametrize(("kind", "arguments"), KINDS)
-def test_the_table_is_the_slow_rules(kind: type[Layout], arguments: dict[str, Any], attention: Any) -> None:
+def test_the_table_is_the_slow_rules(
+    kind: type[Layout], arguments: dict[str, Any], attention: Any
+) -> None:
     same(kind(attention=attention, **arguments))
 
 
 @pytest.mark.parametrize(("kind", "arguments"), HORIZONTAL)
-def test_global_blocks_see_everything_where_that_is_asked(kind: type[Layout], arguments: dict[str, Any]) -> None:
+def test_global_blocks_see_everything_where_that_is_asked(
+    kind: type[Layout], arguments: dict[str, Any]
+) -> None:
     same(kind(horizontal_global_attention=True, **arguments))
 
 
@@ -122,7 +151,9 @@ def same(layout: Layout) -> None:
 
 @pytest.mark.parametrize("kind", [Variable, BigBird])
 @pytest.mark.parametrize("attention", ["unidirectional", "bidirectional"])
-def test_random_blocks_are_the_same_everywhere_and_never_of_the_future(kind: Any, attention: Any) -> None:
+def test_random_blocks_are_the_same_everywhere_and_never_of_the_future(
+    kind: Any, attention: Any
+) -> None:
     shape = {"different_layout_per_head": True, "attention": attention}
     base = kind(num_random_blocks=0, **shape).table(3, 32 * 16)
     layout = kind(num_random_blocks=3, **shape)
@@ -135,10 +166,14 @@ def test_random_blocks_are_the_same_everywhere_and_never_of_the_future(kind: Any
     assert not torch.equal(found[0], found[1]), "heads draw for themselves"
     assert not torch.equal(found, kind(num_random_blocks=3, seed=1, **shape).table(3, 32 * 16))
     more = (found & ~base).sum(-1)
-    assert (found | ~base).all() and more.max() <= 3 and more.float().mean() > 1.5, "some were seen already"
+    assert (found | ~base).all() and more.max() <= 3 and more.float().mean() > 1.5, (
+        "some were seen already"
+    )
     if attention == "unidirectional":
         assert torch.equal(found, found.tril())
-        assert kind(num_random_blocks=20, **shape).table(1, 32 * 16)[0].sum(-1)[3] == 4, "as many as there are"
+        assert kind(num_random_blocks=20, **shape).table(1, 32 * 16)[0].sum(-1)[3] == 4, (
+            "as many as there are"
+        )
 
 
 def test_rows_need_no_table() -> None:
@@ -153,12 +188,32 @@ def test_rows_need_no_table() -> None:
     [
         ("fixed", {"num_local_blocks": 4, "num_global_blocks": 3}, "divides"),
         ("fixed", {"num_different_global_patterns": 2}, "one layout for all heads"),
-        ("fixed", {"num_different_global_patterns": 5, "different_layout_per_head": True}, "at most 4"),
-        ("fixed", {"horizontal_global_attention": True, "attention": "unidirectional"}, "see the future"),
-        ("variable", {"horizontal_global_attention": True, "attention": "unidirectional"}, "see the future"),
+        (
+            "fixed",
+            {"num_different_global_patterns": 5, "different_layout_per_head": True},
+            "at most 4",
+        ),
+        (
+            "fixed",
+            {"horizontal_global_attention": True, "attention": "unidirectional"},
+            "see the future",
+        ),
+        (
+            "variable",
+            {"horizontal_global_attention": True, "attention": "unidirectional"},
+            "see the future",
+        ),
         ("variable", {"local_window_blocks": []}, "one positive size"),
-        ("variable", {"global_block_indices": [3], "global_block_end_indices": [3]}, "greater than its start"),
-        ("bslongformer", {"global_block_indices": [3], "global_block_end_indices": [4, 5]}, "as many ends"),
+        (
+            "variable",
+            {"global_block_indices": [3], "global_block_end_indices": [3]},
+            "greater than its start",
+        ),
+        (
+            "bslongformer",
+            {"global_block_indices": [3], "global_block_end_indices": [4, 5]},
+            "as many ends",
+        ),
         ("bigbird", {"block": 0}, "block = 0"),
         ("bigbird", {"attention": "both"}, "unidirectional or bidirectional"),
         ("bigbird", {"num_local_blocks": 4}, "has no such argument"),
@@ -171,5 +226,9 @@ def test_what_cannot_be_is_refused(mode: str, arguments: dict[str, Any], words: 
 
 
 def test_layouts_are_equal_by_value() -> None:
-    assert layout_of("variable", {"local_window_blocks": [2, 3]}) == Variable(local_window_blocks=(2, 3))
-    assert len({kind() for kind in MODES.values()} | {kind() for kind in MODES.values()}) == len(MODES)
+    assert layout_of("variable", {"local_window_blocks": [2, 3]}) == Variable(
+        local_window_blocks=(2, 3)
+    )
+    assert len({kind() for kind in MODES.values()} | {kind() for kind in MODES.values()}) == len(
+        MODES
+    )

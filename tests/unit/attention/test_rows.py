@@ -47,9 +47,13 @@ LAYOUTS: list[Layout] = [
 ]
 
 
-def by_tiles(given: list[Tensor], pattern: Pattern, biases: Any = (), tile: int = 32, *, kernel: bool = True) -> Tensor:
+def by_tiles(
+    given: list[Tensor], pattern: Pattern, biases: Any = (), tile: int = 32, *, kernel: bool = True
+) -> Tensor:
     query, key, value, _ = given
-    groups = plan_of(pattern, Shape(query.shape[1], key.shape[1], query.shape[2], key.shape[2]), tile)
+    groups = plan_of(
+        pattern, Shape(query.shape[1], key.shape[1], query.shape[2], key.shape[2]), tile
+    )
     return attend_by_plan(query, key, value, groups, query.shape[-1] ** -0.5, biases, kernel=kernel)
 
 
@@ -57,7 +61,12 @@ def by_tiles(given: list[Tensor], pattern: Pattern, biases: Any = (), tile: int 
 def test_each_layout_is_dense_attention_under_its_mask(layout: Layout) -> None:
     pattern = Pattern.of(layout)
     for length in LENGTHS:
-        for key_heads, samples, padded in ((4, 1, False), (2, 2, False), (4, 2, True), (1, 2, True)):
+        for key_heads, samples, padded in (
+            (4, 1, False),
+            (2, 2, False),
+            (4, 2, True),
+            (1, 2, True),
+        ):
             given = tensors(samples, 4, key_heads, length, length, 8)
             kept = torch.arange(length) < torch.tensor([[length], [max(length - 3, 0)]])
             biases = [kept[:samples, None, None]] if padded else []
@@ -69,7 +78,9 @@ def test_each_layout_is_dense_attention_under_its_mask(layout: Layout) -> None:
 
 @pytest.mark.parametrize("layout", [LAYOUTS[4], LAYOUTS[5], LAYOUTS[8]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_thousand_tokens_in_few_bits_are_as_near_as_dense_is(layout: Layout, dtype: torch.dtype) -> None:
+def test_a_thousand_tokens_in_few_bits_are_as_near_as_dense_is(
+    layout: Layout, dtype: torch.dtype
+) -> None:
     pattern = Pattern.of(layout)
     given = tensors(1, 2, 1, 1000, 1000, 8, dtype)
     exact = with_gradients(dense(*(each.double() for each in given[:3]), pattern), exact_of(given))
@@ -80,7 +91,9 @@ def test_a_thousand_tokens_in_few_bits_are_as_near_as_dense_is(layout: Layout, d
         return
     mask = seen_of(pattern, 2, 1000, 1000)[None]
     key, value = (each.repeat_interleave(2, 1) for each in given[1:3])
-    torchs = with_gradients(torch.nn.functional.scaled_dot_product_attention(given[0], key, value, mask), given)
+    torchs = with_gradients(
+        torch.nn.functional.scaled_dot_product_attention(given[0], key, value, mask), given
+    )
     for ours, theirs, right in zip(found, torchs, exact, strict=True):
         assert (ours - right).norm() <= 1.5 * (theirs - right).norm()
 
@@ -135,12 +148,20 @@ def test_what_is_added_to_scores_has_a_gradient() -> None:
 def test_a_query_that_sees_nothing_gets_zeros_and_no_gradient() -> None:
     table = torch.ones(1, 4, 4, dtype=torch.bool)
     table[0, 1] = False
-    for pattern, hidden in ((Pattern(Listed(seen=table)), slice(16, 32)), (Pattern(ahead=0), slice(0, 5))):
+    for pattern, hidden in (
+        (Pattern(Listed(seen=table)), slice(16, 32)),
+        (Pattern(ahead=0), slice(0, 5)),
+    ):
         given = tensors(1, 2, 2, 64, 64, 8, torch.float32)
         kept = (torch.arange(64) >= 5)[None, None, None]
         for kernel in (True, False):
-            out, of_query, *others = with_gradients(by_tiles(given, pattern, [kept], kernel=kernel), given)
-            assert out[:, :, hidden].count_nonzero() == 0 and of_query[:, :, hidden].count_nonzero() == 0
+            out, of_query, *others = with_gradients(
+                by_tiles(given, pattern, [kept], kernel=kernel), given
+            )
+            assert (
+                out[:, :, hidden].count_nonzero() == 0
+                and of_query[:, :, hidden].count_nonzero() == 0
+            )
             assert out[:, :, 40:].all() and all(each.isfinite().all() for each in others)
 
 
@@ -167,7 +188,8 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("layout", "padded"), [(Dense(**UNI), True), (LAYOUTS[3], False), (LAYOUTS[8], True), (LAYOUTS[5], False)]
+    ("layout", "padded"),
+    [(Dense(**UNI), True), (LAYOUTS[3], False), (LAYOUTS[8], True), (LAYOUTS[5], False)],
 )
 def test_nothing_as_large_as_queries_times_keys_is_held(layout: Layout, padded: bool) -> None:
     length = 2048
@@ -193,7 +215,9 @@ def test_plans_are_shared_by_equal_layouts_and_by_no_others() -> None:
     first = plan_of(Pattern.of(Variable(local_window_blocks=(2, 3))), shape, 64)
     assert plan_of(Pattern.of(Variable(local_window_blocks=(2, 3))), shape, 64) is first
     assert plan_of(Pattern.of(Variable(local_window_blocks=(3, 2))), shape, 64) is not first
-    assert whole_mask(Pattern.of(LAYOUTS[7]), shape).equal(seen_of(Pattern.of(LAYOUTS[7]), 4, 256, 256))
+    assert whole_mask(Pattern.of(LAYOUTS[7]), shape).equal(
+        seen_of(Pattern.of(LAYOUTS[7]), 4, 256, 256)
+    )
 
 
 def test_tiles_cover_every_query_once_and_read_what_is_seen() -> None:
@@ -203,7 +227,11 @@ def test_tiles_cover_every_query_once_and_read_what_is_seen() -> None:
         for group in groups_of(pattern, shape, 64):
             for tile in (one for each in group.tiles for one in each.each()):
                 keys = torch.cat([torch.arange(*span) for span in tile.spans])
-                mask = torch.ones(tile.queries, tile.keys, dtype=torch.bool) if tile.mask is None else tile.mask.seen()
+                mask = (
+                    torch.ones(tile.queries, tile.keys, dtype=torch.bool)
+                    if tile.mask is None
+                    else tile.mask.seen()
+                )
                 mask = mask.tril() if tile.is_square else mask
                 for head in range(*group.heads.indices(4)):
                     assert not tiled[head, tile.start : tile.stop].any()
@@ -220,9 +248,9 @@ def test_torchs_kernel_is_the_one_that_is_known() -> None:
         "Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)"
     )
     assert str(backward._schema).partition("(")[2] == (
-        "Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, float dropout_p, "
-        "bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> "
-        "(Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+        "Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
+        "float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> (Tensor "
+        "grad_query, Tensor grad_key, Tensor grad_value)"
     )
 
 
@@ -235,14 +263,21 @@ def test_values_of_another_width_and_gradients_of_one_number() -> None:
     assert outs[0].shape == (1, 2, 40, 5) and apart(found, expected) < 1e-12
     summed = attend(query, key, key, pattern).sum()
     assert (
-        apart(torch.autograd.grad(summed, query), torch.autograd.grad(dense(query, key, key, pattern).sum(), query))
+        apart(
+            torch.autograd.grad(summed, query),
+            torch.autograd.grad(dense(query, key, key, pattern).sum(), query),
+        )
         < 1e-12
     )
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
     query, key, value, _ = tensors(1, 4, 2, 8, 8, 4)
-    for given in ((query, key[:, :, :4], value[:, :, :4]), (query, key[..., :2], value), (query[:, :3], key, value)):
+    for given in (
+        (query, key[:, :, :4], value[:, :, :4]),
+        (query, key[..., :2], value),
+        (query[:, :3], key, value),
+    ):
         with pytest.raises(UsageError, match="attention of queries"):
             attend(*given, Pattern())
     with pytest.raises(UsageError, match="a bias or mask of"):

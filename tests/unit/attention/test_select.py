@@ -13,13 +13,18 @@ from deepseek_zero.base.errors import UsageError
 from tests.unit.attention.dense import apart, dense, tensors, with_gradients
 
 
-def slow(query: Tensor, key: Tensor, block: int, blocks: int, tile: int, heads: list[int]) -> list[set[int]]:
+def slow(
+    query: Tensor, key: Tensor, block: int, blocks: int, tile: int, heads: list[int]
+) -> list[set[int]]:
     """Which blocks each tile chooses for some heads of queries together, of one head of keys."""
     chosen, length = [], query.shape[1]
     for start in range(0, length, tile):
         own = start // block
         mean = query[heads, start : start + tile].mean(1).sum(0)
-        likes = {place: float(mean @ key[place * block : (place + 1) * block].mean(0)) for place in range(own)}
+        likes = {
+            place: float(mean @ key[place * block : (place + 1) * block].mean(0))
+            for place in range(own)
+        }
         best = sorted(likes, key=lambda place: -likes[place])[: blocks - 1]
         chosen.append({own, *best})
     return chosen
@@ -34,7 +39,9 @@ def test_the_best_blocks_and_the_own_one_are_chosen(chosen_by: str) -> None:
         for chooser in range(found.shape[1]):
             heads = [chooser] if chosen_by == "head" else [2 * chooser, 2 * chooser + 1]
             expected = slow(query[sample], key[sample, heads[0] // 2], 16, 3, 8, heads)
-            assert [{*row.nonzero().flatten().tolist()} for row in found[sample, chooser]] == expected
+            assert [
+                {*row.nonzero().flatten().tolist()} for row in found[sample, chooser]
+            ] == expected
 
 
 @pytest.mark.parametrize("chosen_by", ["head", "group"])
@@ -45,7 +52,9 @@ def test_attention_over_them_is_dense_attention_under_their_mask(chosen_by: str)
     outs = []
     for sample, seen in enumerate(table):
         layout = Listed(block=16, seen=seen, sharing=4 // len(seen), tokens_of_row=8)
-        outs.append(dense(*(each[sample : sample + 1] for each in given[:3]), Pattern(layout, ahead=0)))
+        outs.append(
+            dense(*(each[sample : sample + 1] for each in given[:3]), Pattern(layout, ahead=0))
+        )
     expected = with_gradients(torch.cat(outs), given)
     found = with_gradients(attend_selected(*given[:3], **sizes), given)  # type: ignore[arg-type]
     assert apart(found, expected) < 1e-12

@@ -27,7 +27,8 @@ def test_a_way_that_some_ranks_take_names_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("switch", "way"), [("always [madvise] never", "huge pages"), ("always madvise [never]", "pages of 4096 bytes")]
+    ("switch", "way"),
+    [("always [madvise] never", "huge pages"), ("always madvise [never]", "pages of 4096 bytes")],
 )
 def test_huge_pages_are_told_by_the_systems_switch(
     switch: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -35,7 +36,9 @@ def test_huge_pages_are_told_by_the_systems_switch(
     (tmp_path / "enabled").write_text(switch)
     monkeypatch.setattr(memory, "HUGE_PAGES_SWITCH", str(tmp_path / "enabled"))
     monkeypatch.setattr(memory, "PAGE", 4096)
-    found = next(each for each in memory.capabilities(keeps_freed=True) if each.name == "memory of states")
+    found = next(
+        each for each in memory.capabilities(keeps_freed=True) if each.name == "memory of states"
+    )
     assert found.way == way
     assert bool(found.lacks) == (way != "huge pages")
 
@@ -50,7 +53,8 @@ def test_an_unreadable_page_map_is_a_slower_way(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("kept", "variable", "lacks"), [(True, "", ""), (False, "GLIBC_TUNABLES", ""), (False, "", "only glibc")]
+    ("kept", "variable", "lacks"),
+    [(True, "", ""), (False, "GLIBC_TUNABLES", ""), (False, "", "only glibc")],
 )
 def test_freed_memory_is_a_slower_way_only_where_nobody_chose_it(
     kept: bool, variable: str, lacks: str, monkeypatch: pytest.MonkeyPatch
@@ -59,5 +63,7 @@ def test_freed_memory_is_a_slower_way_only_where_nobody_chose_it(
         monkeypatch.delenv(name, raising=False)
     if variable:
         monkeypatch.setenv(variable, "1")
-    found = next(each for each in memory.capabilities(keeps_freed=kept) if each.name == "freed memory")
+    found = next(
+        each for each in memory.capabilities(keeps_freed=kept) if each.name == "freed memory"
+    )
     assert found.lacks.startswith(lacks) and bool(found.lacks) == bool(lacks)

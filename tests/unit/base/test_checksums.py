@@ -8,7 +8,9 @@ import torch
 from deepseek_zero.base.checksums import BLOCK_BYTES, block_sums
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool]
+)
 @pytest.mark.parametrize("nbytes", [0, 8, 24, BLOCK_BYTES, BLOCK_BYTES + 8, 2 * BLOCK_BYTES + 40])
 def test_there_is_a_sum_for_each_mebibyte(dtype: torch.dtype, nbytes: int) -> None:
     values = torch.zeros(nbytes // dtype.itemsize, dtype=dtype)

@@ -16,7 +16,12 @@ def test_phases_add_up_to_the_time_that_passed_and_the_first_step_does_not_count
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     clock = PhaseClock()
     for step in range(3):
-        for phase, seconds in (("forward", 2.0), (BETWEEN, 0.5), ("backward", 4.0), ("optimizer", 1.0)):
+        for phase, seconds in (
+            ("forward", 2.0),
+            (BETWEEN, 0.5),
+            ("backward", 4.0),
+            ("optimizer", 1.0),
+        ):
             clock.enter(phase)
             now += seconds
         assert clock.end_step() is (step == 0)

@@ -1,4 +1,6 @@
-"""Private names of torch that the house leans on: each test fails loudly when torch moves one of them."""
+"""Private names of torch that the house leans on: each test fails loudly when torch moves one of
+them.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def test_a_transform_of_torch_func_is_seen_and_left() -> None:
         seen.append(in_torch_func())
         with outside_torch_func():
             seen.append(in_torch_func())
-            assert torch.zeros(1).add(1).data_ptr()  # a plain tensor: one of the transform's has no memory
+            assert (
+                torch.zeros(1).add(1).data_ptr()
+            )  # a plain tensor: one of the transform's has no memory
         return value.square().sum()
 
     torch.func.grad(square)(torch.ones(2))
@@ -126,15 +130,23 @@ def test_torchs_schedules_still_ask_whether_the_optimizer_was_called() -> None:
     optimizer = torch.optim.SGD([torch.ones(1)])
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
     tell_schedules_of_step(optimizer)
-    schedule.step()  # warns, which is an error here, where torch takes the optimizer for one that was not called
+    # Warns, which is an error here, where torch takes the optimizer for one that was not called
+    schedule.step()
 
 
 def test_these_are_all_the_private_names_of_torch_in_the_module() -> None:
     source = Path(device_module.__file__).read_text()
-    used = {match for match in re.findall(r"torch(?:\.\w+)+", source) if re.search(r"\._[a-zA-Z]", match)}
+    used = {
+        match
+        for match in re.findall(r"torch(?:\.\w+)+", source)
+        if re.search(r"\._[a-zA-Z]", match)
+    }
     assert used == set(PRIVATE), "each private name is tested here"
     attributes = re.sub(r"torch(?:\.\w+)+", "", source)
-    of_objects = {*re.findall(r"\.(_[a-z]\w*)", attributes), *re.findall(r'"(_[a-z]\w*)"', attributes)}
+    of_objects = {
+        *re.findall(r"\.(_[a-z]\w*)", attributes),
+        *re.findall(r'"(_[a-z]\w*)"', attributes),
+    }
     assert of_objects == {*OF_OBJECTS, "_opt_called"}, "each private name is tested here"
 
 
@@ -188,7 +200,9 @@ def test_fake_tensors_have_shapes_and_no_values() -> None:
     assert product.shape == (2, 5)
     assert type(product) is not torch.Tensor
     view = torch.ones(2, 3)
-    assert view.t().untyped_storage() is view.untyped_storage()  # pipeline/chain.py tells memory apart so
+    assert (
+        view.t().untyped_storage() is view.untyped_storage()
+    )  # pipeline/chain.py tells memory apart so
 
 
 def test_a_module_tells_what_it_holds_and_which_buffers_last() -> None:
@@ -201,7 +215,9 @@ def test_a_module_tells_what_it_holds_and_which_buffers_last() -> None:
     assert not is_persistent_buffer(module, "lost")
 
 
-def test_a_queued_callback_runs_once_after_every_gradient_of_the_backward_has_been_computed() -> None:
+def test_a_queued_callback_runs_once_after_every_gradient_of_the_backward_has_been_computed() -> (
+    None
+):
     first, last = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
     seen: list[tuple[bool, bool]] = []
 
@@ -250,7 +266,9 @@ def test_the_inner_backward_of_a_reentrant_checkpoint_has_an_id_of_its_own() -> 
 
 def test_the_saved_tensor_hooks_in_force_are_found_and_work() -> None:
     assert outer_saved_tensor_hooks() is None
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: ("packed", tensor), lambda packed: packed[1] + 1):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: ("packed", tensor), lambda packed: packed[1] + 1
+    ):
         found = outer_saved_tensor_hooks()
     assert found is not None
     pack, unpack = found
@@ -270,7 +288,9 @@ def test_the_end_of_a_recomputation_is_told_from_an_error() -> None:
                 ends.append(ends_recomputation(error))
                 raise
 
-    checkpoint(Watched(3, 3), torch.randn(2, 3, requires_grad=True), use_reentrant=False).sum().backward()
+    checkpoint(
+        Watched(3, 3), torch.randn(2, 3, requires_grad=True), use_reentrant=False
+    ).sum().backward()
     assert ends == [True] and not ends_recomputation(RuntimeError())
 
 
@@ -291,7 +311,9 @@ def test_storage_users_counts_tensors_and_views_and_what_autograd_saved() -> Non
 
 class _Loud(nn.Parameter):
     @classmethod
-    def __torch_function__(cls, function: object, types: object, args: object = (), kwargs: object = None) -> object:
+    def __torch_function__(
+        cls, function: object, types: object, args: object = (), kwargs: object = None
+    ) -> object:
         raise AssertionError("consulted")
 
 
@@ -314,7 +336,9 @@ def test_the_devices_numbers_are_sane(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_resident_set_grows_with_memory_that_is_touched() -> None:
     before = allocated_bytes(torch.device("cpu"))
-    held = private_pages(16 << 20, torch.float32).fill_(1.0)  # the C library may have kept pages of its own
+    held = private_pages(16 << 20, torch.float32).fill_(
+        1.0
+    )  # the C library may have kept pages of its own
     assert allocated_bytes(torch.device("cpu")) - before > 0.9 * held.nbytes
 
 

@@ -26,7 +26,9 @@ def test_the_end_waits_for_a_thread_that_still_runs() -> None:
     assert not thread.is_alive()
 
 
-def test_the_end_waits_for_no_thread_that_sleeps_and_for_none_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_waits_for_no_thread_that_sleeps_and_for_none_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     release = threading.Event()
     sleeper = threading.Thread(target=release.wait, daemon=True)
     sleeper.start()

@@ -37,7 +37,9 @@ def test_a_scheme_makes_a_url(path: Any) -> None:
     assert is_url(path)
 
 
-@pytest.mark.parametrize("path", ["run", "/s3:/x", "./s3:/x", "a:b", "C:/x", "step:1", "runs/s3://x", ""])
+@pytest.mark.parametrize(
+    "path", ["run", "/s3:/x", "./s3:/x", "a:b", "C:/x", "step:1", "runs/s3://x", ""]
+)
 def test_other_texts_are_paths(path: Any) -> None:
     assert not is_url(path)
 
@@ -82,7 +84,10 @@ def test_a_url_is_refused_and_nothing_is_made(engine: Any, call: str, url: Any) 
 
 
 def test_a_memory_trace_is_refused_before_the_block_runs(engine: Any) -> None:
-    with pytest.raises(NotBuiltError, match="is a URL"), engine.memory_trace("s3://bucket/memory.png"):
+    with (
+        pytest.raises(NotBuiltError, match="is a URL"),
+        engine.memory_trace("s3://bucket/memory.png"),
+    ):
         pytest.fail("the block ran")
 
 
@@ -124,6 +129,8 @@ def test_every_path_of_the_configuration_is_local(key: str) -> None:
 )
 def test_the_command_line_refuses_a_url(tmp_path: Path, words: list[str]) -> None:
     command = [sys.executable, "-m", "deepseek_zero", *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+    )
     assert done.returncode == 2 and "is a URL" in done.stdout + done.stderr
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,6 @@
-"""Who sees the library's lines: everybody by default, and whoever configures logging as he configured it."""
+"""Who sees the library's lines: everybody by default, and whoever configures logging as he
+configured it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ import pytest
 
 ENGINE = "deepseek_zero.initialize(model=torch.nn.Linear(2, 2), config={'train_batch_size': 1})"
 ENGINE_OF_ERRORS = ENGINE.replace("1}", "1, 'log_level': 'error'}")
-DEEPSPEED = "from deepseek_zero.compat.deepspeed import dropin; dropin.install_as_deepspeed(); import deepspeed"
+DEEPSPEED = (
+    "from deepseek_zero.compat.deepspeed import dropin; dropin.install_as_deepspeed(); import "
+    "deepspeed"
+)
 QUIET = "logging.getLogger('deepseek_zero')"
 # what a program does -> what it sees of the library's lines on stderr
 PROGRAMS = {
@@ -50,7 +55,10 @@ PROGRAMS = {
         f"{DEEPSPEED}; {ENGINE_OF_ERRORS}; deepspeed.utils.logger.warning('a warning')",
         [],
     ),
-    "logs by log_dist before there is an engine": ("deepseek_zero.log_dist('hello')", ["[deepseek_zero] INFO: hello"]),
+    "logs by log_dist before there is an engine": (
+        "deepseek_zero.log_dist('hello')",
+        ["[deepseek_zero] INFO: hello"],
+    ),
 }
 
 
@@ -66,4 +74,6 @@ def test_a_program_sees_what_it_asked_for(program: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
-    assert [line[: len(wanted)] for line, wanted in zip(lines, expected, strict=True)] == expected, done.stderr
+    assert [
+        line[: len(wanted)] for line, wanted in zip(lines, expected, strict=True)
+    ] == expected, done.stderr

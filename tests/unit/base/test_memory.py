@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepseek_zero.base.memory import HUGE_PAGE, PAGE, Segment, is_cached, private_pages, return_pages
+from deepseek_zero.base.memory import (
+    HUGE_PAGE,
+    PAGE,
+    Segment,
+    is_cached,
+    private_pages,
+    return_pages,
+)
 
 FAULTS = """
 import resource, sys, torch
@@ -32,7 +39,9 @@ def resident_bytes() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize("nbytes", [4, PAGE, HUGE_PAGE - 4, HUGE_PAGE, 7 * HUGE_PAGE + PAGE, 8 * HUGE_PAGE])
+@pytest.mark.parametrize(
+    "nbytes", [4, PAGE, HUGE_PAGE - 4, HUGE_PAGE, 7 * HUGE_PAGE + PAGE, 8 * HUGE_PAGE]
+)
 def test_pages_begin_where_a_huge_one_can_and_are_zeros_to_the_end(nbytes: int) -> None:
     pages = private_pages(nbytes // 4, torch.float32)
     assert pages.nbytes == pages.untyped_storage().nbytes() == nbytes and not pages.any()
@@ -75,15 +84,27 @@ def test_what_shares_a_page_with_others_is_not_given_back() -> None:
     assert memory[2000] == 0
 
 
-@pytest.mark.parametrize("variables", [{}, {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}])
+@pytest.mark.parametrize(
+    "variables", [{}, {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}]
+)
 def test_what_is_freed_is_kept_unless_the_user_said_otherwise(variables: dict[str, str]) -> None:
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_"))}
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MALLOC_", "GLIBC_", "LD_"))
+    }
     out = subprocess.run(
-        [sys.executable, "-c", FAULTS], env=plain | variables, capture_output=True, text=True, check=True
+        [sys.executable, "-c", FAULTS],
+        env=plain | variables,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.split()
     changed, faults = out[0] == "True", int(out[1])
     assert changed is not bool(variables)
-    assert faults < 500 if changed else faults > 50_000, "pages taken anew: 2,000 each for 40 tensors"
+    assert faults < 500 if changed else faults > 50_000, (
+        "pages taken anew: 2,000 each for 40 tensors"
+    )
 
 
 HOLES = """
@@ -105,7 +126,9 @@ print(before >> 20, resident_bytes() - start >> 20, sum(float(pin.sum()) for pin
 
 def test_holes_in_the_heap_are_given_back_and_nothing_that_lives_in_between() -> None:
     root = Path(__file__).resolve().parents[3]
-    before, after, total = subprocess.check_output([sys.executable, "-c", HOLES], cwd=root, text=True).split()
+    before, after, total = subprocess.check_output(
+        [sys.executable, "-c", HOLES], cwd=root, text=True
+    ).split()
     assert float(total) == 20 * 8
     assert int(after) <= min(int(before), 24)  # one tensor, and what lies on top
 
@@ -115,7 +138,9 @@ def test_what_the_page_cache_has_is_known_without_reading(tmp_path: Path) -> Non
     path.write_bytes(bytes(2 * PAGE + 5))
     os.truncate(path, 8 * PAGE)  # nobody has looked at what follows
     with path.open("rb") as file:
-        assert is_cached(file.fileno(), 0, 2 * PAGE + 5) and is_cached(file.fileno(), PAGE, 2 * PAGE)
+        assert is_cached(file.fileno(), 0, 2 * PAGE + 5) and is_cached(
+            file.fileno(), PAGE, 2 * PAGE
+        )
         for _ in range(2):
             assert not is_cached(file.fileno(), 0, 8 * PAGE)
     assert not is_cached(9999, 0, PAGE), "no such file is open"

@@ -15,7 +15,9 @@ from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.mesh import AXES, Mesh, mesh_of
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 1, 3, 1, 2), (2, 2, 2, 2, 2), (1, 3, 2, 1, 1)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1, 1, 1), (2, 1, 3, 1, 2), (2, 2, 2, 2, 2), (1, 3, 2, 1, 1)]
+)
 def test_a_rank_is_the_number_of_its_coordinates_with_tp_fastest(sizes: tuple[int, ...]) -> None:
     _, replicate, shard, sp, tp = sizes
     mesh = Mesh(*sizes)
@@ -87,8 +89,14 @@ def test_a_mesh_is_read_from_every_spelling(value: Any) -> None:
         ({"dp_replicate": "two"}, "dp_replicate is 'two'"),
         ({"dp_replicate": True}, "dp_replicate is True"),
         (4, "mesh=4 is no mesh"),
-        (FakeDeviceMesh(("dp_shard", "dp_replicate"), torch.arange(8).view(2, 4)), "axes in the order"),
-        (FakeDeviceMesh(("dp_replicate", "dp_shard"), torch.arange(8).view(4, 2).T), "ranks in the order"),
+        (
+            FakeDeviceMesh(("dp_shard", "dp_replicate"), torch.arange(8).view(2, 4)),
+            "axes in the order",
+        ),
+        (
+            FakeDeviceMesh(("dp_replicate", "dp_shard"), torch.arange(8).view(4, 2).T),
+            "ranks in the order",
+        ),
         (SimpleNamespace(dp_replicate_size=1, dp_shard_size=1, cp_size=2), "names the axis 'cp'"),
     ],
 )

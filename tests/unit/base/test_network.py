@@ -21,7 +21,9 @@ def on_h0(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     for name in (INTERFACE, GLOO_INTERFACE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(socket, "gethostname", lambda: "h0")
-    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *_, **__: [(0, 0, 0, "", (MEANT.get(name, name), 0))])
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda name, *_, **__: [(0, 0, 0, "", (MEANT.get(name, name), 0))]
+    )
     monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(interfaces)))
     monkeypatch.setattr(network, "_own_address", interfaces.get)
     monkeypatch.setattr(network, "_address_towards", lambda target: MEANT.get(target, target))
@@ -32,7 +34,9 @@ def test_loopback_counts_only_where_it_is_written(on_h0: dict[str, str]) -> None
     assert network.reached_at("127.0.0.1") == "127.0.0.1"
     assert network.reached_at("localhost") == "localhost", "whatever address that is"
     assert network.reached_at("h0") == network.reached_at(None) == "10.77.0.1"
-    assert network.reached_at("10.77.0.9") == "10.77.0.9", "its own, or by which it reaches that one"
+    assert network.reached_at("10.77.0.9") == "10.77.0.9", (
+        "its own, or by which it reaches that one"
+    )
 
 
 def test_without_a_way_out_the_only_address_is_it_and_of_several_none(

@@ -1,4 +1,6 @@
-"""Long work shows how far it is and how fast: nothing if it is short, then log lines, on a terminal one line."""
+"""Long work shows how far it is and how fast: nothing if it is short, then log lines, on a terminal
+one line.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_short_work_says_nothing(clock: Clock, lines: list[str]) -> None:
     assert not lines
 
 
-def test_a_log_gets_a_line_every_some_seconds_with_the_rate_and_the_rest(clock: Clock, lines: list[str]) -> None:
+def test_a_log_gets_a_line_every_some_seconds_with_the_rate_and_the_rest(
+    clock: Clock, lines: list[str]
+) -> None:
     with LongWork("writing weights", 40 << 30) as work:
         for _ in range(40):
             clock.now += 1.0
@@ -87,10 +91,15 @@ def test_a_terminal_has_one_line_that_is_rewritten(
         "whatever comes next has a line of its own"
     )
     assert written.count("\r") == 5
-    assert "\rbuilding: 8 parameters of 10 parameters (80%), 1 parameters/s, 2.00 s left\x1b[K\n" in written
+    assert (
+        "\rbuilding: 8 parameters of 10 parameters (80%), 1 parameters/s, 2.00 s left\x1b[K\n"
+        in written
+    )
 
 
-def test_other_ranks_say_nothing(clock: Clock, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_say_nothing(
+    clock: Clock, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(progress, "is_rank_zero", lambda: False)
     with LongWork("building", 10) as work:
         clock.now += 60.0
@@ -116,7 +125,11 @@ def test_an_engine_shows_each_long_part_of_its_start_its_first_step_and_its_file
     engine = deepseek_zero.initialize(model=seeded(Gpt, width=96), config=config)[0]
     tokens = torch.zeros(2, 7, dtype=torch.long)
     shown = {line.partition(":")[0] for line in lines}
-    start = {"building the engine", "reserving host memory"} if tier == "cpu" else {"building the engine"}
+    start = (
+        {"building the engine", "reserving host memory"}
+        if tier == "cpu"
+        else {"building the engine"}
+    )
     assert shown == start
     for _ in range(2):
         engine.backward(engine(tokens, tokens))
@@ -135,6 +148,11 @@ def test_an_engine_shows_each_long_part_of_its_start_its_first_step_and_its_file
     engine.export(str(tmp_path / "weights"))
     engine.load_weights(str(tmp_path / "weights"))
     shown = {line.partition(":")[0] for line in lines}
-    assert shown >= {"writing the checkpoint", "checking the checkpoint", "reading the checkpoint", "writing weights"}
+    assert shown >= {
+        "writing the checkpoint",
+        "checking the checkpoint",
+        "reading the checkpoint",
+        "writing weights",
+    }
     assert all("of" in line and "/s" in line for line in lines)
     engine.destroy()

@@ -1,4 +1,6 @@
-"""The worlds of real launchers, by what they said to their processes (`tests/record_launchers.py` wrote it down)."""
+"""The worlds of real launchers, by what they said to their processes (`tests/record_launchers.py`
+wrote it down).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ WORLDS: dict[str, tuple[str, str | None]] = {
     "torchrun": ("RANK and WORLD_SIZE", "h0"),
     "Open MPI on one host": ("Open MPI", "127.0.0.1"),
     "Open MPI on two hosts": ("Open MPI", FIRST),
-    "Open MPI on two hosts, from a third": ("Open MPI", LOGIN),  # rank 0 finds that it is not its own
+    "Open MPI on two hosts, from a third": (
+        "Open MPI",
+        LOGIN,
+    ),  # rank 0 finds that it is not its own
     "MPICH on one host": ("MPICH or Intel MPI", "127.0.0.1"),
     "MPICH on two hosts": ("MPICH or Intel MPI", None),
     "MPICH with a meeting place": ("MPICH or Intel MPI", FIRST),
@@ -37,7 +42,10 @@ WORLDS: dict[str, tuple[str, str | None]] = {
     "Open MPI in an allocation": ("Open MPI", FIRST),
     "Open MPI in an allocation, one on each host": ("Open MPI", FIRST),
     "MPICH in an allocation": ("MPICH or Intel MPI", None),
-    "MPICH in an allocation, as many ranks as hosts, all on one": ("MPICH or Intel MPI", "127.0.0.1"),
+    "MPICH in an allocation, as many ranks as hosts, all on one": (
+        "MPICH or Intel MPI",
+        "127.0.0.1",
+    ),
 }
 LONE = {
     "Open MPI, one process": "Open MPI",
@@ -68,7 +76,9 @@ def test_processes_that_a_launcher_started_are_one_world(case: str) -> None:
         assert {each.local_size for each in here} == {len(here)}, host
     numbers = {host: {each.node for place, each in found if place == host} for host, _ in found}
     assert all(len(here) == 1 for here in numbers.values())
-    assert None in numbers[FIRST] or len(set.union(*numbers.values())) == len(numbers), "a number for each host"
+    assert None in numbers[FIRST] or len(set.union(*numbers.values())) == len(numbers), (
+        "a number for each host"
+    )
 
 
 @pytest.mark.parametrize("case", LONE)
@@ -86,7 +96,9 @@ def test_a_process_of_its_own_is_a_world_of_one(case: str) -> None:
             refuse_lone_process(row["environ"])
 
 
-@pytest.mark.parametrize("case", [case for case, (_, address) in WORLDS.items() if address in (None, LOGIN)])
+@pytest.mark.parametrize(
+    "case", [case for case, (_, address) in WORLDS.items() if address in (None, LOGIN)]
+)
 def test_where_nothing_says_how_they_meet_rank_0_is_told_what_to_set(case: str) -> None:
     for row in RECORDED[case]["ranks"]:
         found = discover(row["environ"])
@@ -107,6 +119,9 @@ def test_launchers_in_place_of_ranks_are_nodes_of_a_slurm_step_or_refused(case: 
     if case != "srun from a third host":
         assert not found, "several on a host, or an MPI"
         return
-    assert {host: said.node_rank for host, said in found if said is not None} == {FIRST: 0, "10.77.0.2": 1}
+    assert {host: said.node_rank for host, said in found if said is not None} == {
+        FIRST: 0,
+        "10.77.0.2": 1,
+    }
     assert {said and said.num_nodes for _, said in found} == {2}
     assert all(isinstance(said, Nodes) and said.address == "h0" for _, said in found)

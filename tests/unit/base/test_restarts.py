@@ -76,7 +76,9 @@ def test_a_rank_0_of_an_earlier_start_gives_way(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_second_rendezvous_of_rank_0_does_not_take_ranks_from_the_first() -> None:
-    """Rank 1 looks for the last time after rank 0 has begun the second one and answered the old nonce again."""
+    """Rank 1 looks for the last time after rank 0 has begun the second one and answered the old
+    nonce again.
+    """
     inner = dist.HashStore()
 
     class Delayed:
@@ -101,7 +103,9 @@ def test_a_second_rendezvous_of_rank_0_does_not_take_ranks_from_the_first() -> N
         assert first.result() == second.result()
 
 
-@pytest.mark.parametrize(("rank", "missing"), [(0, "ranks 1, 2 did not come"), (1, "rank 1 got no answer from rank 0")])
+@pytest.mark.parametrize(
+    ("rank", "missing"), [(0, "ranks 1, 2 did not come"), (1, "rank 1 got no answer from rank 0")]
+)
 def test_a_rank_that_waits_in_vain_is_told_for_whom(rank: int, missing: str) -> None:
     with pytest.raises(dist.DistStoreError, match=missing):
         agree_on_prefix(dist.HashStore(), rank, 3, timedelta(seconds=0.05))

@@ -61,7 +61,12 @@ ROWS = {
         (3, 4, 1, 2, "10.0.0.1", 29511),
     ),
     "accelerate": (
-        {**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"},
+        {
+            **TORCHRUN,
+            "ACCELERATE_MIXED_PRECISION": "no",
+            "GROUP_RANK": "1",
+            "GROUP_WORLD_SIZE": "2",
+        },
         (3, 4, 1, 2, "10.0.0.1", 29511),
     ),
     "a rank on SkyPilot's second node": (
@@ -72,7 +77,10 @@ ROWS = {
         {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "PET_NNODES": "1"},
         (0, 1, None, 1, None, None),
     ),
-    "one process of torchrun": ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, (0, 1, 0, 1, None, None)),
+    "one process of torchrun": (
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+        (0, 1, 0, 1, None, None),
+    ),
     "a device for a lone process": ({"LOCAL_RANK": "3"}, (0, 1, 3, 1, None, None)),
     "srun": (SRUN, (6, 7, 0, 1, "gpu03", 20000 + 40007 % 20000 + 2)),
     "srun with a meeting place": ({**SRUN, **PLACE}, (6, 7, 0, 1, "10.0.0.1", 29511)),
@@ -80,9 +88,15 @@ ROWS = {
         {**SRUN, "PMI_RANK": "6", "PMI_SIZE": "7"},
         (6, 7, 0, 1, "gpu03", 20000 + 40007 % 20000 + 2),
     ),
-    "srun, WORLD_SIZE by hand": ({**SRUN, "WORLD_SIZE": "7", **PLACE}, (6, 7, 0, 1, "10.0.0.1", 29511)),
+    "srun, WORLD_SIZE by hand": (
+        {**SRUN, "WORLD_SIZE": "7", **PLACE},
+        (6, 7, 0, 1, "10.0.0.1", 29511),
+    ),
     "srun torchrun": ({**SRUN, **TORCHRUN}, (3, 4, 1, 2, "10.0.0.1", 29511)),
-    "srun of one task": ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, (0, 1, 0, 1, None, None)),
+    "srun of one task": (
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        (0, 1, 0, 1, None, None),
+    ),
     "a batch script without srun": (
         {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
         (0, 1, None, 1, None, None),
@@ -105,7 +119,14 @@ ROWS = {
         (1, 4, 1, 2, "gpu-03", 29500),
     ),
     "mpirun whose daemons srun started": (
-        {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", **OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", **PLACE},
+        {
+            **SRUN,
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_PROCID": "1",
+            **OPEN_MPI,
+            "OMPI_COMM_WORLD_SIZE": "4",
+            **PLACE,
+        },
         (1, 4, 1, 2, "10.0.0.1", 29511),
     ),
     "mpirun whose daemons srun started, as many ranks as daemons": (
@@ -113,12 +134,24 @@ ROWS = {
         (1, 2, 1, 2, "127.0.0.1", 29500),
     ),
     "Kubeflow's deepspeed-distributed, a pod of Open MPI": (
-        {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", **PLACE},
+        {
+            **OPEN_MPI,
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "PET_NNODES": "2",
+            "PET_NPROC_PER_NODE": "2",
+            **PLACE,
+        },
         (1, 4, 1, 2, "10.0.0.1", 29511),
     ),
-    "two MPIs, one inside the other": ({**MPICH, **MVAPICH, **OPEN_MPI}, (1, 2, 1, 2, "127.0.0.1", 29500)),
+    "two MPIs, one inside the other": (
+        {**MPICH, **MVAPICH, **OPEN_MPI},
+        (1, 2, 1, 2, "127.0.0.1", 29500),
+    ),
     "PMI before MVAPICH": ({**MVAPICH, **MPICH, **PLACE}, (1, 4, 1, 2, "10.0.0.1", 29511)),
-    "a late step of srun": ({**SRUN, "SLURM_STEP_ID": "18"}, (6, 7, 0, 1, "gpu03", 20000 + 40007 % 20000 + 2)),
+    "a late step of srun": (
+        {**SRUN, "SLURM_STEP_ID": "18"},
+        (6, 7, 0, 1, "gpu03", 20000 + 40007 % 20000 + 2),
+    ),
     "an interactive step": (
         {**SRUN, "SLURM_STEP_ID": "4294967290"},
         (6, 7, 0, 1, "gpu03", 20000 + 40007 % 20000 + 10),
@@ -129,8 +162,14 @@ ROWS = {
     ),
     "mpiexec of MPICH": ({**MPICH, **PLACE}, (1, 4, 1, 2, "10.0.0.1", 29511)),
     "mpirun_rsh": (MVAPICH, (1, 2, 1, 2, "127.0.0.1", 29500)),
-    "mpirun, alone on purpose": ({**OPEN_MPI, "DEEPSEEK_ZERO_ALONE": "1"}, (0, 1, 0, 1, None, None)),
-    "mpirun, not alone": ({**OPEN_MPI, "DEEPSEEK_ZERO_ALONE": "0"}, (1, 2, 1, 2, "127.0.0.1", 29500)),
+    "mpirun, alone on purpose": (
+        {**OPEN_MPI, "DEEPSEEK_ZERO_ALONE": "1"},
+        (0, 1, 0, 1, None, None),
+    ),
+    "mpirun, not alone": (
+        {**OPEN_MPI, "DEEPSEEK_ZERO_ALONE": "0"},
+        (1, 2, 1, 2, "127.0.0.1", 29500),
+    ),
 }
 
 
@@ -138,7 +177,14 @@ ROWS = {
 def test_each_launchers_variables_describe_its_world(name: str) -> None:
     environ, expected = ROWS[name]
     found = discover(environ)
-    assert (found.rank, found.size, found.local_rank, found.local_size, found.address, found.port) == expected
+    assert (
+        found.rank,
+        found.size,
+        found.local_rank,
+        found.local_size,
+        found.address,
+        found.port,
+    ) == expected
     assert meeting_place(environ, found) is found
 
 
@@ -148,7 +194,10 @@ REFUSED = {
     "a negative rank": ({**TORCHRUN, "RANK": "-1"}, r"RANK='-1' is not a number from 0"),
     "a rank outside": ({**TORCHRUN, "RANK": "4"}, r"RANK=4, but WORLD_SIZE=4"),
     "a rank without a world": ({"RANK": "1"}, r"RANK=1, but WORLD_SIZE is not set"),
-    "a rank outside a world of one": ({"RANK": "1", "WORLD_SIZE": "1"}, r"RANK=1, but WORLD_SIZE=1"),
+    "a rank outside a world of one": (
+        {"RANK": "1", "WORLD_SIZE": "1"},
+        r"RANK=1, but WORLD_SIZE=1",
+    ),
     "an empty size": ({**TORCHRUN, "WORLD_SIZE": ""}, r"WORLD_SIZE='' is not a number"),
     "a size in words": ({"WORLD_SIZE": "2 "}, r"WORLD_SIZE='2 ' is not a number"),
     "no ranks at all": ({**TORCHRUN, "WORLD_SIZE": "0"}, r"WORLD_SIZE='0' is not a number from 1"),
@@ -156,26 +205,47 @@ REFUSED = {
     "a long value": ({"RANK": "9" * 100_000}, r"RANK='9{80}' is not a number"),
     "a local rank in words": ({**TORCHRUN, "LOCAL_RANK": "x"}, r"LOCAL_RANK='x' is not a number"),
     "a lone local rank in words": ({"LOCAL_RANK": ""}, r"LOCAL_RANK='' is not a number"),
-    "a local rank outside": ({**TORCHRUN, "LOCAL_RANK": "2"}, r"LOCAL_RANK=2, but .*LOCAL_WORLD_SIZE=2"),
-    "more ranks here than there are": ({**TORCHRUN, "LOCAL_WORLD_SIZE": "5"}, r"LOCAL_WORLD_SIZE=5, but WORLD_SIZE=4"),
+    "a local rank outside": (
+        {**TORCHRUN, "LOCAL_RANK": "2"},
+        r"LOCAL_RANK=2, but .*LOCAL_WORLD_SIZE=2",
+    ),
+    "more ranks here than there are": (
+        {**TORCHRUN, "LOCAL_WORLD_SIZE": "5"},
+        r"LOCAL_WORLD_SIZE=5, but WORLD_SIZE=4",
+    ),
     "no ranks here": ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, r"LOCAL_WORLD_SIZE='0' is not"),
-    "a port in words": ({**TORCHRUN, "MASTER_PORT": "http"}, r"MASTER_PORT='http' is not a number from 1 to 65535"),
+    "a port in words": (
+        {**TORCHRUN, "MASTER_PORT": "http"},
+        r"MASTER_PORT='http' is not a number from 1 to 65535",
+    ),
     "a port too high": ({**TORCHRUN, "MASTER_PORT": "65536"}, r"MASTER_PORT='65536' is not"),
     "a task in words": ({**SRUN, "SLURM_PROCID": "x"}, r"SLURM_PROCID='x' is not a number"),
-    "a task outside": ({**SRUN, "SLURM_PROCID": "7"}, r"SLURM_PROCID=7, but SLURM_STEP_NUM_TASKS=7"),
-    "a step without a task": ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, r"SLURM_PROCID is not set"),
+    "a task outside": (
+        {**SRUN, "SLURM_PROCID": "7"},
+        r"SLURM_PROCID=7, but SLURM_STEP_NUM_TASKS=7",
+    ),
+    "a step without a task": (
+        {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+        r"SLURM_PROCID is not set",
+    ),
     "two sizes": ({**SRUN, "WORLD_SIZE": "8", **PLACE}, r"WORLD_SIZE=8, but Slurm says 7"),
     "a host outside": (
         {**TORCHRUN, "GROUP_RANK": "2", "GROUP_WORLD_SIZE": "2"},
         r"this host is number 2 \(GROUP_RANK or NODE_RANK\), but GROUP_WORLD_SIZE=2",
     ),
-    "a rank of Open MPI's without a size": ({"OMPI_COMM_WORLD_RANK": "3"}, r"OMPI_COMM_WORLD_SIZE is not set"),
+    "a rank of Open MPI's without a size": (
+        {"OMPI_COMM_WORLD_RANK": "3"},
+        r"OMPI_COMM_WORLD_SIZE is not set",
+    ),
     "a rank of PMI's without a size": ({"PMI_RANK": "3"}, r"PMI_RANK=3, but PMI_SIZE is not set"),
     "one process by hand, four by mpirun": (
         {**MPICH, "RANK": "0", "WORLD_SIZE": "1"},
         r"WORLD_SIZE=1, but MPICH or Intel MPI says 4",
     ),
-    "one process by hand, seven by srun": ({**SRUN, "RANK": "0", "WORLD_SIZE": "1"}, r"WORLD_SIZE=1, but Slurm says 7"),
+    "one process by hand, seven by srun": (
+        {**SRUN, "RANK": "0", "WORLD_SIZE": "1"},
+        r"WORLD_SIZE=1, but Slurm says 7",
+    ),
     "two ranks": ({**OPEN_MPI, "RANK": "0"}, r"RANK=0, but Open MPI says 1"),
 }
 
@@ -205,7 +275,11 @@ HOMELESS = {
         r"Open MPI started 4 processes, and MASTER_ADDR is not set",
         "-x MASTER_ADDR",
     ),
-    "an empty address": ({**MPICH, "MASTER_ADDR": ""}, r"MPICH or Intel MPI started 4 processes", "-genv MASTER_ADDR"),
+    "an empty address": (
+        {**MPICH, "MASTER_ADDR": ""},
+        r"MPICH or Intel MPI started 4 processes",
+        "-genv MASTER_ADDR",
+    ),
 }
 
 
@@ -243,7 +317,9 @@ def test_slurms_list_of_hosts_is_expanded(text: str, hosts: str) -> None:
     assert list(hosts_of(text)) == hosts.split()
 
 
-@pytest.mark.parametrize("text", ["h[0-1", "h0]", "h[1-]", "h[x]", "h[3-1]", "a,,b", "h[0-999999]", "a b", "h[]"])
+@pytest.mark.parametrize(
+    "text", ["h[0-1", "h0]", "h[1-]", "h[x]", "h[3-1]", "a,,b", "h[0-999999]", "a b", "h[]"]
+)
 def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is no list of hosts"):
         list(hosts_of(text))
@@ -260,7 +336,9 @@ def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
         ({}, (0, 1)),
     ],
 )
-def test_hosts_are_numbered_where_a_launcher_does(environ: dict[str, str], place: tuple[int | None, ...]) -> None:
+def test_hosts_are_numbered_where_a_launcher_does(
+    environ: dict[str, str], place: tuple[int | None, ...]
+) -> None:
     found = discover(environ)
     assert (found.node, found.nodes) == place
 
@@ -301,7 +379,10 @@ LAUNCHERS_OF_SRUN = SRUN | {
         ({}, None),
         (KUBEFLOW, Nodes("PET_*", 2, 1, "auto", None, "job-node-0-0.job", 29400)),
         ({"PET_NPROC_PER_NODE": "4"}, Nodes("PET_*", 1, None, "4")),
-        ({**KUBEFLOW, "PET_NNODES": "2:2"}, Nodes("PET_*", 2, 1, "auto", None, "job-node-0-0.job", 29400)),
+        (
+            {**KUBEFLOW, "PET_NNODES": "2:2"},
+            Nodes("PET_*", 2, 1, "auto", None, "job-node-0-0.job", 29400),
+        ),
         (SKYPILOT, Nodes("SkyPilot", 2, 1, None, 8, "10.0.0.4")),
         (DSTACK, Nodes("dstack", 2, 1, None, None, "10.0.0.6")),
         (LWS, Nodes("LeaderWorkerSet", 2, 1, None, None, "job-0.job.default")),
@@ -314,7 +395,15 @@ LAUNCHERS_OF_SRUN = SRUN | {
         (LAUNCHERS_OF_SRUN, Nodes("Slurm", 2, 1, None, None, "gpu03", 20000 + 40007 % 20000 + 2)),
         ({**LAUNCHERS_OF_SRUN, **PLACE}, Nodes("Slurm", 2, 1, None, None, *PLACE_OF_NODES)),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
-        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "2"}, None),
+        (
+            {
+                "SLURM_JOB_ID": "1",
+                "SLURM_NTASKS": "8",
+                "SLURM_PROCID": "0",
+                "SLURM_JOB_NUM_NODES": "2",
+            },
+            None,
+        ),
         ({**KUBEFLOW, "DEEPSEEK_ZERO_ALONE": "1"}, None),
         (
             {"RANK": "1", "WORLD_SIZE": "2", **PLACE},
@@ -348,10 +437,22 @@ def test_launchers_that_would_each_train_are_refused(environ: dict[str, str], sa
 
 
 @pytest.mark.parametrize(
-    "environ", [KUBEFLOW, SKYPILOT, DSTACK, LWS, {"PET_NNODES": "1:2"}, {**DSTACK, "WORLD_SIZE": "1", "RANK": "0"}]
+    "environ",
+    [
+        KUBEFLOW,
+        SKYPILOT,
+        DSTACK,
+        LWS,
+        {"PET_NNODES": "1:2"},
+        {**DSTACK, "WORLD_SIZE": "1", "RANK": "0"},
+    ],
 )
-def test_a_command_that_runs_on_several_machines_and_is_no_rank_is_refused(environ: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match=r"=(1:)?2, and this process is no rank of a world") as caught:
+def test_a_command_that_runs_on_several_machines_and_is_no_rank_is_refused(
+    environ: dict[str, str],
+) -> None:
+    with pytest.raises(
+        UsageError, match=r"=(1:)?2, and this process is no rank of a world"
+    ) as caught:
         discover(environ)
     assert "deepseek-zero run" in caught.value.fix and "DEEPSEEK_ZERO_ALONE=1" in caught.value.fix
     assert discover({**environ, "DEEPSEEK_ZERO_ALONE": "1"}).size == 1
@@ -359,8 +460,17 @@ def test_a_command_that_runs_on_several_machines_and_is_no_rank_is_refused(envir
 
 
 def test_rank_0_must_own_an_address_that_nobody_stated() -> None:
-    guessed = World(0, 2, address="192.0.2.1", port=29500, source="Open MPI", fix="write -x MASTER_ADDR=<address>")
-    with pytest.raises(UsageError, match=r"meet at 192.0.2.1, which is no address of this machine") as caught:
+    guessed = World(
+        0,
+        2,
+        address="192.0.2.1",
+        port=29500,
+        source="Open MPI",
+        fix="write -x MASTER_ADDR=<address>",
+    )
+    with pytest.raises(
+        UsageError, match=r"meet at 192.0.2.1, which is no address of this machine"
+    ) as caught:
         meeting_place({}, guessed)
     assert "-x MASTER_ADDR" in caught.value.fix
     meeting_place({"MASTER_ADDR": "192.0.2.1"}, guessed)
@@ -368,27 +478,35 @@ def test_rank_0_must_own_an_address_that_nobody_stated() -> None:
     meeting_place({}, World(0, 2, address="127.0.0.1", port=5))
 
 
-def test_a_process_with_nonsense_around_it_speaks_and_does_not_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_with_nonsense_around_it_speaks_and_does_not_raise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("RANK", "many")
     assert world.is_rank_zero()
     assert (world.rank(), world.size(), world.local_rank()) == (0, 1, 0)
 
 
-def test_before_there_is_a_group_the_launcher_says_who_a_process_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_before_there_is_a_group_the_launcher_says_who_a_process_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
     assert (world.rank(), world.size(), world.local_rank(), world.local_size()) == (6, 7, 0, 1)
     assert not world.is_rank_zero()
 
 
-def test_gpus_are_shared_where_a_host_has_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_shared_where_a_host_has_more_ranks_than_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [shares_gpu(count) for count in (1, 2, 3, None)] == [False, False, True, False]
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", **PLACE}.items():
         monkeypatch.setenv(name, value)
     gpu = torch.device("cuda")
-    assert default_backend(gpu) == "cpu:gloo,cuda:nccl", "two hosts of two GPUs, whose launcher counts no host's ranks"
+    assert default_backend(gpu) == "cpu:gloo,cuda:nccl", (
+        "two hosts of two GPUs, whose launcher counts no host's ranks"
+    )
     assert default_device() == torch.device("cuda", 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert default_backend(gpu) == "gloo"
@@ -408,7 +526,9 @@ def test_torch_is_told_the_gpu_of_a_group_that_nccl_serves(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(mesh, "_met", lambda *given: None)
     told: list[Any] = []
-    monkeypatch.setattr(mesh.dist, "init_process_group", lambda *_, **given: told.append(given["device_id"]))
+    monkeypatch.setattr(
+        mesh.dist, "init_process_group", lambda *_, **given: told.append(given["device_id"])
+    )
     mesh.init_distributed(backend, store_of=lambda: None)
     init_distributed(backend)  # DeepSpeed's
     init_distributed(backend, init_method="file:///tmp/none", rank=1, world_size=2)
@@ -441,22 +561,30 @@ class EveryoneOfMpi:
             row[:8] = b"10.0.0.8"
 
 
-def test_mpi4py_is_asked_where_nothing_else_says_where_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi4py_is_asked_where_nothing_else_says_where_ranks_meet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     unknown = discover(MPICH)
     assert unknown.address is None
     monkeypatch.setattr(world, "find_spec", lambda name: None)
     assert world.ask_mpi(MPICH, unknown) is unknown
     monkeypatch.setattr(world, "find_spec", lambda name: name)
-    monkeypatch.setattr(world, "import_module", lambda name: SimpleNamespace(COMM_WORLD=EveryoneOfMpi(1, 4)))
+    monkeypatch.setattr(
+        world, "import_module", lambda name: SimpleNamespace(COMM_WORLD=EveryoneOfMpi(1, 4))
+    )
     assert world.ask_mpi(MPICH, unknown).address == "10.0.0.8"
     guessed = replace(unknown, address="10.0.0.3")
     assert world.ask_mpi(MPICH, guessed).address == "10.0.0.8", "mpirun's host need not be rank 0's"
     assert world.ask_mpi({**MPICH, **PLACE}, guessed) is guessed, "what a user stated"
     assert world.ask_mpi(MPICH, replace(guessed, local_size=4)).address == "10.0.0.3", "one host"
     assert world.ask_mpi({}, World()) == World()
-    monkeypatch.setattr(world, "import_module", lambda name: SimpleNamespace(COMM_WORLD=EveryoneOfMpi(0, 1)))
+    monkeypatch.setattr(
+        world, "import_module", lambda name: SimpleNamespace(COMM_WORLD=EveryoneOfMpi(0, 1))
+    )
     assert world.ask_mpi(MPICH, unknown) is unknown, "mpi4py of another MPI sees a world of one"
-    monkeypatch.setattr(world, "import_module", lambda name: SimpleNamespace(COMM_WORLD=EveryoneOfMpi(0, 4)))
+    monkeypatch.setattr(
+        world, "import_module", lambda name: SimpleNamespace(COMM_WORLD=EveryoneOfMpi(0, 4))
+    )
     found = world.ask_mpi(MPICH, replace(unknown, rank=0))
     monkeypatch.setattr(world, "import_module", import_module)
     assert world.ask_mpi(MPICH, unknown) is unknown, "mpi4py cannot be imported"
@@ -502,7 +630,9 @@ def test_a_process_that_was_probably_not_meant_to_train_alone_is_warned(
         ({**POD, "NNODES": "2"}, "JOB_COMPLETION_INDEX=0 and NNODES=2"),
     ],
 )
-def test_a_lone_process_is_refused_if_another_variable_counts_more(environ: dict[str, str], said: str) -> None:
+def test_a_lone_process_is_refused_if_another_variable_counts_more(
+    environ: dict[str, str], said: str
+) -> None:
     with pytest.raises(UsageError, match=said):
         world.refuse_lone_process(environ)
     world.refuse_lone_process({**environ, "DEEPSEEK_ZERO_ALONE": "1"})

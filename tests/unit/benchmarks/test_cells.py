@@ -10,13 +10,17 @@ from benchmarks.model import Batches, build_model
 
 
 @pytest.mark.parametrize(
-    "cell", list(dict.fromkeys(cell for cells in CELLS.values() for cell in cells)), ids=lambda cell: cell.name
+    "cell",
+    list(dict.fromkeys(cell for cells in CELLS.values() for cell in cells)),
+    ids=lambda cell: cell.name,
 )
 def test_a_cell_is_read_back_from_its_name(cell: Cell) -> None:
     assert Cell.parse(cell.name) == cell
 
 
-@pytest.mark.parametrize("name", ["125m", "125m-fp16", "7b-fp32", "125m-fp32-acc1", "125m-fp32-4", "0x64-fp32"])
+@pytest.mark.parametrize(
+    "name", ["125m", "125m-fp16", "7b-fp32", "125m-fp32-acc1", "125m-fp32-4", "0x64-fp32"]
+)
 def test_a_name_that_is_no_cell_is_refused(name: str) -> None:
     with pytest.raises(ValueError):
         Cell.parse(name)

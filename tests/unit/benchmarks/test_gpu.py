@@ -54,7 +54,8 @@ def test_flops_are_those_of_the_products_that_torch_counts() -> None:
     tokens = torch.randint(0, VOCABULARY, (2, 32))
     with FlopCounterMode(display=False) as counter:
         Model(size)(tokens, tokens).backward()
-    # The counter knows no attention kernel of the CPU's: two products, of which a causal mask leaves half, three times.
+    # The counter knows no attention kernel of the CPU's: two products, of which a causal mask
+    # leaves half, three times.
     attention = 3 * 2 * 2 * size.shape.layers * size.context * size.shape.width * size.tokens / 2
     assert counter.get_total_flops() == size.flops - attention
 

@@ -1,6 +1,8 @@
-"""scripts/gpu runs every part in a process with a limit, writes each result at once and continues after failures.
+"""scripts/gpu runs every part in a process with a limit, writes each result at once and continues
+after failures.
 
-The parts here are small programs of the test; CI runs the true ones with tiny models (`make gpu-dry-run`).
+The parts here are small programs of the test; CI runs the true ones with tiny models (`make
+gpu-dry-run`).
 """
 
 from __future__ import annotations
@@ -51,7 +53,10 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Part, ...]:
 
 
 def test_a_part_that_fails_or_hangs_ends_nothing_and_all_is_written_down(
-    parts: tuple[Part, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    parts: tuple[Part, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(run, "facts", lambda asked: {"device": "none", "torch": "2.11"})
     clock, add = Clock(), Report.add
@@ -84,10 +89,18 @@ def test_a_part_that_fails_or_hangs_ends_nothing_and_all_is_written_down(
     assert "exit code 3" in why["a part that is raising"]
     assert why["a part that is hanging"].startswith("not over after 1")
     table = (out / "gpu.md").read_text()
-    assert "| good | one | ok | ms 1.5 |" in table and "| raising | first | FAILED | ZeroDivisionError" in table
-    assert "hello" in (out / "good.log").read_text() and "Traceback" in (out / "raising.log").read_text()
+    assert (
+        "| good | one | ok | ms 1.5 |" in table
+        and "| raising | first | FAILED | ZeroDivisionError" in table
+    )
+    assert (
+        "hello" in (out / "good.log").read_text()
+        and "Traceback" in (out / "raising.log").read_text()
+    )
     shown = capsys.readouterr().out.splitlines()
-    assert len([line for line in shown if line.startswith(("ok ", "FAILED ", "skipped "))]) == len(rows)
+    assert len([line for line in shown if line.startswith(("ok ", "FAILED ", "skipped "))]) == len(
+        rows
+    )
 
 
 def test_one_part_runs_alone_and_nothing_begins_after_the_time(
@@ -95,7 +108,9 @@ def test_one_part_runs_alone_and_nothing_begins_after_the_time(
 ) -> None:
     monkeypatch.setattr(run, "facts", lambda asked: {"device": "none", "torch": "2.11"})
     assert run.main(["--dry-run", "--only", "good", "--out", str(tmp_path / "one")], parts) == 0
-    assert {row["part"] for row in json.loads((tmp_path / "one" / "gpu.json").read_text())["results"]} == {"good"}
+    assert {
+        row["part"] for row in json.loads((tmp_path / "one" / "gpu.json").read_text())["results"]
+    } == {"good"}
     assert run.main(["--dry-run", "--seconds", "1", "--out", str(tmp_path / "none")], parts) == 0
     rows = json.loads((tmp_path / "none" / "gpu.json").read_text())["results"]
     assert {row["verdict"] for row in rows} == {"skipped"} and rows[1]["why"] == "the 1 s are over"
@@ -104,7 +119,9 @@ def test_one_part_runs_alone_and_nothing_begins_after_the_time(
 def test_all_missing_dependencies_are_named_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "find_spec", lambda name: None if name in ("torch", "rich") else find_spec(name))
+    monkeypatch.setattr(
+        run, "find_spec", lambda name: None if name in ("torch", "rich") else find_spec(name)
+    )
     assert run.main(["--dry-run"]) == 2
     assert "not installed: torch, rich." in capsys.readouterr().err
 
@@ -116,11 +133,16 @@ def test_the_dependencies_are_those_of_the_library() -> None:
 
 
 def test_every_part_is_a_module_and_the_order_is_that_of_use() -> None:
-    assert [part.name for part in PARTS] == "smoke tests speed host capped shared kernels checks".split()
+    assert [
+        part.name for part in PARTS
+    ] == "smoke tests speed host capped shared kernels checks".split()
     assert all((ROOT / "benchmarks" / "gpu" / f"{part.name}.py").exists() for part in PARTS)
     assert PARTS[0].seconds <= 60
 
 
 def test_a_result_is_one_line() -> None:
-    assert Result("a", figures={"ms": 1.23456, "events": 12}, why="so").line() == "a: ms 1.235, events 12, so"
+    assert (
+        Result("a", figures={"ms": 1.23456, "events": 12}, why="so").line()
+        == "a: ms 1.235, events 12, so"
+    )
     assert Result("a").line() == "a"

@@ -10,8 +10,20 @@ from benchmarks.growth import LAYERS, RANKS, points_by_layers, points_by_ranks, 
 
 
 def run(cell: str, system: str, ranks: int, seconds: float) -> dict[str, Any]:
-    known: dict[str, Any] = {"cell": cell, "system": system, "kind": "time", "round": 1, "ranks": ranks}
-    known |= {"steps": [seconds], "losses": [5.0], "cpu_seconds": 1.0, "wire_bytes": 0, "sent_bytes": None}
+    known: dict[str, Any] = {
+        "cell": cell,
+        "system": system,
+        "kind": "time",
+        "round": 1,
+        "ranks": ranks,
+    }
+    known |= {
+        "steps": [seconds],
+        "losses": [5.0],
+        "cpu_seconds": 1.0,
+        "wire_bytes": 0,
+        "sent_bytes": None,
+    }
     return known | {"settings": {}, "seconds": {"first": 1.0}}
 
 
@@ -34,5 +46,11 @@ def test_a_step_is_compared_with_the_floor_of_as_many_ranks() -> None:
 
 
 def test_the_cost_of_a_unit_is_what_the_step_takes_beyond_the_floor() -> None:
-    runs = [run("16x256-fp32", "floor", 2, 1.0), run("16x256-fp32", "ours-3", 2, 1.8), run("8x256-fp32", "floor", 2, 1)]
-    assert [(point.at, point.per_unit) for point in points_by_layers(runs)] == [(16, pytest.approx(0.05))]
+    runs = [
+        run("16x256-fp32", "floor", 2, 1.0),
+        run("16x256-fp32", "ours-3", 2, 1.8),
+        run("8x256-fp32", "floor", 2, 1),
+    ]
+    assert [(point.at, point.per_unit) for point in points_by_layers(runs)] == [
+        (16, pytest.approx(0.05))
+    ]

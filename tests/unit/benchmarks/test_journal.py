@@ -1,4 +1,6 @@
-"""Results are written run by run, gone on from, and never mixed with those of other code or another machine."""
+"""Results are written run by run, gone on from, and never mixed with those of other code or another
+machine.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cpu.json"
 
 
-def test_a_journal_goes_on_from_what_is_recorded_and_gives_failures_another_chance(path: Path) -> None:
+def test_a_journal_goes_on_from_what_is_recorded_and_gives_failures_another_chance(
+    path: Path,
+) -> None:
     first = Journal(path)
     first.add(RUN)
     first.add(RUN | {"round": 2, "failed": "rank 0 ended with 1"})
@@ -32,7 +36,9 @@ def test_a_journal_goes_on_from_what_is_recorded_and_gives_failures_another_chan
 
 
 @pytest.mark.parametrize("other", [{"code": "0" * 16}, {"machine": {"cpu": "another"}}])
-def test_results_of_other_code_or_another_machine_are_moved_aside(path: Path, other: dict[str, Any]) -> None:
+def test_results_of_other_code_or_another_machine_are_moved_aside(
+    path: Path, other: dict[str, Any]
+) -> None:
     first = Journal(path)
     write(path, {"about": first.about | other, "runs": [RUN]})
     again = Journal(path)
@@ -42,7 +48,9 @@ def test_results_of_other_code_or_another_machine_are_moved_aside(path: Path, ot
     assert not path.exists()
 
 
-def test_the_fingerprint_changes_with_what_is_measured_and_with_nothing_else(tmp_path: Path) -> None:
+def test_the_fingerprint_changes_with_what_is_measured_and_with_nothing_else(
+    tmp_path: Path,
+) -> None:
     systems = tmp_path / "benchmarks" / "systems"
     systems.mkdir(parents=True)
     (tmp_path / "src" / "deepseek_zero").mkdir(parents=True)
@@ -78,6 +86,7 @@ def test_the_record_of_a_timed_run_has_means_of_the_steps_and_the_worst_start() 
 
 def test_the_record_of_a_memory_run_has_the_largest_of_the_ranks() -> None:
     reports = [
-        {"losses": [5.0], "versions": {}, "memory": {"steady": {"pss": 10 * rank, "uss": 5}}} for rank in range(2)
+        {"losses": [5.0], "versions": {}, "memory": {"steady": {"pss": 10 * rank, "uss": 5}}}
+        for rank in range(2)
     ]
     assert merge(reports)["memory"] == {"steady": {"pss": 10, "uss": 5}}

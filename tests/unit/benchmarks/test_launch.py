@@ -22,21 +22,32 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return script
 
 
-def test_a_rank_that_fails_is_named_with_its_last_words(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_is_named_with_its_last_words(
+    program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.2)
-    program.write_text('#!/bin/sh\n[ "$RANK" = 1 ] && { echo "ValueError: too small" >&2; exit 3; }\nexec sleep 600\n')
+    program.write_text(
+        '#!/bin/sh\n[ "$RANK" = 1 ] && { echo "ValueError: too small" >&2; exit 3; }\nexec '
+        "sleep 600\n"
+    )
     record = launch(Run("tiny-fp32", "ddp"))
     assert record["failed"] == "rank 1 ended with 3: ValueError: too small"
 
 
-def test_a_run_that_takes_too_long_is_ended_with_all_it_started(program: Path, tmp_path: Path) -> None:
+def test_a_run_that_takes_too_long_is_ended_with_all_it_started(
+    program: Path, tmp_path: Path
+) -> None:
     program.write_text(f'#!/bin/sh\nsleep 600 &\necho $! >> "{tmp_path}/children"\nwait\n')
-    record = launch(Run("tiny-fp32", "ddp", timeout=4.0))  # time enough to start a shell, on a busy machine too
+    record = launch(
+        Run("tiny-fp32", "ddp", timeout=4.0)
+    )  # time enough to start a shell, on a busy machine too
     assert record["failed"].startswith("not done after 4 s")
     children = (tmp_path / "children").read_text().split()
     assert len(children) == 2
     deadline = time.monotonic() + 20
-    while any(map(is_alive, children)) and time.monotonic() < deadline:  # the kernel ends a killed process in its time
+    while (
+        any(map(is_alive, children)) and time.monotonic() < deadline
+    ):  # the kernel ends a killed process in its time
         time.sleep(0.01)
     assert not any(map(is_alive, children))
 
@@ -52,7 +63,10 @@ def test_every_rank_has_its_place_in_the_environment(program: Path, tmp_path: Pa
     seen = "$RANK/$WORLD_SIZE $OMP_NUM_THREADS ${MALLOC_TRIM_THRESHOLD_:-none}"
     program.write_text(f'#!/bin/sh\necho "{seen}" > "{tmp_path}/$RANK"\nexit 1\n')
     launch(Run("tiny-fp32", "ddp", kind="memory"))
-    assert [(tmp_path / str(rank)).read_text().strip() for rank in range(2)] == ["0/2 1 65536", "1/2 1 65536"]
+    assert [(tmp_path / str(rank)).read_text().strip() for rank in range(2)] == [
+        "0/2 1 65536",
+        "1/2 1 65536",
+    ]
     launch(Run("tiny-fp32", "ddp"))
     assert (tmp_path / "0").read_text().strip() == "0/2 1 none"
 

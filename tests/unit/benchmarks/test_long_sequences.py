@@ -12,7 +12,9 @@ LIMIT = 3 << 30
 
 
 def trials_of(base: int, each: int, journal: Path | None = None) -> tuple[Trials, list[int]]:
-    """Trials of a process that holds `base` bytes and `each` for a token, and the lengths that were run."""
+    """Trials of a process that holds `base` bytes and `each` for a token, and the lengths that were
+    run.
+    """
     found, run = Trials("a way", {}, LIMIT, journal), list[int]()
 
     def held(tokens: int) -> dict[str, float] | None:

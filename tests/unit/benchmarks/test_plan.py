@@ -9,7 +9,16 @@ import pytest
 
 from benchmarks.cells import Cell
 from benchmarks.launch import Run
-from benchmarks.plan import FEWEST_STEPS, PRIORITY, Costs, Request, first_pass, floor_runs, is_recorded, next_round
+from benchmarks.plan import (
+    FEWEST_STEPS,
+    PRIORITY,
+    Costs,
+    Request,
+    first_pass,
+    floor_runs,
+    is_recorded,
+    next_round,
+)
 from benchmarks.systems import SYSTEMS
 
 FAST, SLOW = Cell("125m", "fp32"), Cell("125m", "bf16")
@@ -18,7 +27,14 @@ REQUEST = Request([FAST, SLOW], list(SYSTEMS))
 
 def record(cell: Cell, system: str, seconds: float, **changes: Any) -> Mapping[str, Any]:
     """A timed run of five steps, ten seconds of start included."""
-    known = {"cell": cell.name, "system": system, "kind": "time", "round": 1, "ranks": 2, "seconds": {"first": seconds}}
+    known = {
+        "cell": cell.name,
+        "system": system,
+        "kind": "time",
+        "round": 1,
+        "ranks": 2,
+        "seconds": {"first": seconds},
+    }
     return known | {"steps": [seconds] * 5, "wall_seconds": 10 + 6 * seconds} | changes
 
 
@@ -28,11 +44,16 @@ FLOORS = [record(FAST, "floor", 3.0), record(SLOW, "floor", 12.0)]
 def test_every_system_is_wanted_once_per_kind() -> None:
     timed = {(name, "time") for name, entry in SYSTEMS.items() if entry.timed}
     assert len(set(PRIORITY)) == len(PRIORITY)
-    assert set(PRIORITY) == timed | {(name, "memory") for name, entry in SYSTEMS.items() if entry.learns}
+    assert set(PRIORITY) == timed | {
+        (name, "memory") for name, entry in SYSTEMS.items() if entry.learns
+    }
 
 
 def test_the_floor_of_every_cell_is_probed() -> None:
-    assert [(run.cell, run.system) for run in floor_runs(REQUEST)] == [(FAST.name, "floor"), (SLOW.name, "floor")]
+    assert [(run.cell, run.system) for run in floor_runs(REQUEST)] == [
+        (FAST.name, "floor"),
+        (SLOW.name, "floor"),
+    ]
 
 
 def test_a_cost_is_what_was_measured_and_otherwise_a_multiple_of_the_floor() -> None:
@@ -75,14 +96,20 @@ def test_runs_of_a_cell_stand_together_timed_ones_first_in_the_order_of_the_tabl
 def test_what_is_recorded_is_not_run_again() -> None:
     records = [record(FAST, "floor", 3.0), record(FAST, "ddp", 4.0)]
     runs, _ = first_pass(Request([FAST], ["floor", "ddp", "fsdp2"]), records, float("inf"))
-    assert [(run.system, run.kind) for run in runs] == [("fsdp2", "time"), ("ddp", "memory"), ("fsdp2", "memory")]
+    assert [(run.system, run.kind) for run in runs] == [
+        ("fsdp2", "time"),
+        ("ddp", "memory"),
+        ("fsdp2", "memory"),
+    ]
     assert not is_recorded(Run(FAST.name, "ddp", ranks=3), records)
 
 
 def rounds(
     request: Request, records: list[Mapping[str, Any]], seconds: float = float("inf")
 ) -> list[tuple[str, str, int]]:
-    return [(run.cell, run.system, run.round) for run in next_round(request, records, seconds, most=3)]
+    return [
+        (run.cell, run.system, run.round) for run in next_round(request, records, seconds, most=3)
+    ]
 
 
 def test_a_round_is_completed_before_the_next_one_begins_and_failed_systems_are_left_out() -> None:
@@ -110,4 +137,6 @@ def test_no_round_follows_the_last_one_and_none_comes_before_the_first_pass() ->
 def test_a_model_with_steps_of_milliseconds_takes_more_of_them() -> None:
     tiny = Cell("tiny", "fp32")
     records = [record(tiny, "floor", 0.01)]
-    assert {run.steps for run in first_pass(Request([tiny], ["floor", "ddp"]), records, 600)[0]} == {40}
+    assert {
+        run.steps for run in first_pass(Request([tiny], ["floor", "ddp"]), records, 600)[0]
+    } == {40}

@@ -18,10 +18,31 @@ MB = 10**6
 
 
 def timed(system: str, steps: list[float], **changes: Any) -> dict[str, Any]:
-    known: dict[str, Any] = {"cell": CELL.name, "system": system, "kind": "time", "round": 1, "ranks": 2}
-    known |= {"steps": steps, "losses": TRUTH, "cpu_seconds": 1.0, "wire_bytes": 7 * MB, "sent_bytes": None}
-    known |= {"others_cores": 0.1, "wall_seconds": 9.0, "settings": {}, "versions": {"torch": "2.13.0"}}
-    return known | {"seconds": {"import": 0.5, "build": 1.0, "initialise": 0.4, "first": 2 * steps[0]}} | changes
+    known: dict[str, Any] = {
+        "cell": CELL.name,
+        "system": system,
+        "kind": "time",
+        "round": 1,
+        "ranks": 2,
+    }
+    known |= {
+        "steps": steps,
+        "losses": TRUTH,
+        "cpu_seconds": 1.0,
+        "wire_bytes": 7 * MB,
+        "sent_bytes": None,
+    }
+    known |= {
+        "others_cores": 0.1,
+        "wall_seconds": 9.0,
+        "settings": {},
+        "versions": {"torch": "2.13.0"},
+    }
+    return (
+        known
+        | {"seconds": {"import": 0.5, "build": 1.0, "initialise": 0.4, "first": 2 * steps[0]}}
+        | changes
+    )
 
 
 def weighed(system: str, size: int) -> dict[str, Any]:
@@ -76,7 +97,9 @@ def test_the_floor_is_not_held_to_the_losses_of_others() -> None:
 
 
 def test_a_loss_that_is_not_a_number_is_wrong() -> None:
-    row = summary([timed("single", [2.0]), timed("ddp", [1.0], losses=[5.0, math.nan, 3.5])]).rows["ddp"]
+    row = summary([timed("single", [2.0]), timed("ddp", [1.0], losses=[5.0, math.nan, 3.5])]).rows[
+        "ddp"
+    ]
     assert row.is_wrong
 
 
@@ -99,7 +122,11 @@ def test_sent_bytes_are_told_in_models() -> None:
 
 
 def test_tables_have_as_many_cells_in_every_line() -> None:
-    for table in (time_table(summary()), memory_table(summary()), goal_table({CELL.name: summary()})):
+    for table in (
+        time_table(summary()),
+        memory_table(summary()),
+        goal_table({CELL.name: summary()}),
+    ):
         assert len({line.count("|") for line in table}) == 1
 
 
@@ -107,13 +134,29 @@ def test_the_goals_are_measured_against_their_bounds() -> None:
     lines = goal_table({CELL.name: summary()})
     assert len(lines) == len(GOALS) + 2
     steady = next(line for line in lines if "steady memory" in line)
-    assert steady == "| stage 3, steady memory, PSS | <= 975 MB | - | - | <= 975 MB | 900 MB | yes |"
+    assert (
+        steady == "| stage 3, steady memory, PSS | <= 975 MB | - | - | <= 975 MB | 900 MB | yes |"
+    )
     assert next(line for line in lines if "than FSDP2" in line).endswith("| >= 1.6 | 1.73 | yes |")
 
 
 def test_the_head_says_where_and_how_disturbed() -> None:
-    machine = {"cpu": "Some CPU", "cores": 2, "memory_gib": 24, "has": ["avx2"], "has_not": ["amx_bf16"]}
-    lines = about({"date": "2026-11-21", "commit": "abc", "machine": machine, "not_installed": ["deepspeed-3"]}, RUNS)
+    machine = {
+        "cpu": "Some CPU",
+        "cores": 2,
+        "memory_gib": 24,
+        "has": ["avx2"],
+        "has_not": ["amx_bf16"],
+    }
+    lines = about(
+        {
+            "date": "2026-11-21",
+            "commit": "abc",
+            "machine": machine,
+            "not_installed": ["deepspeed-3"],
+        },
+        RUNS,
+    )
     text = "\n".join(lines)
     assert "without amx_bf16" in text
     assert "not installed: deepspeed-3" in text
@@ -127,6 +170,8 @@ def test_cells_stand_in_the_order_they_were_run() -> None:
     ]
 
 
-@pytest.mark.parametrize(("value", "text"), [(2e-4, "2e-4"), (1.1, "1.1"), (975.4, "975"), (0, "0"), (0.036, "0.04")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(2e-4, "2e-4"), (1.1, "1.1"), (975.4, "975"), (0, "0"), (0.036, "0.04")]
+)
 def test_figures_have_the_digits_they_deserve(value: float, text: str) -> None:
     assert show(value) == text

@@ -38,19 +38,29 @@ def test_parts_of_the_elements_updated_apart_are_the_whole_update(bf16: bool) ->
     whole, left, right = make(), make(), make()
     optimizers = [MasterAdamW(whole, bf16=bf16)]
     for model, part in ((left, 0), (right, 1)):
-        optimizers.append(MasterAdamW(model, bf16=bf16, part=lambda tensor, part=part: tensor.view(-1).chunk(2)[part]))
+        optimizers.append(
+            MasterAdamW(
+                model, bf16=bf16, part=lambda tensor, part=part: tensor.view(-1).chunk(2)[part]
+            )
+        )
     for model, optimizer in zip((whole, left, right), optimizers, strict=True):
         backward_all(model, batches)
         optimizer.step()
-    for expected, first, second in zip(whole.parameters(), left.parameters(), right.parameters(), strict=True):
-        both = torch.cat([first.detach().view(-1).chunk(2)[0], second.detach().view(-1).chunk(2)[1]])
+    for expected, first, second in zip(
+        whole.parameters(), left.parameters(), right.parameters(), strict=True
+    ):
+        both = torch.cat(
+            [first.detach().view(-1).chunk(2)[0], second.detach().view(-1).chunk(2)[1]]
+        )
         assert torch.equal(both, expected.detach().view(-1))
 
 
 def test_masters_are_cut_from_the_originals_and_not_from_rounded_weights() -> None:
     original, model = make(), make()
     optimizer = MasterAdamW(model, bf16=True)
-    for master, weight, param in zip(optimizer.masters, model.parameters(), original.parameters(), strict=True):
+    for master, weight, param in zip(
+        optimizer.masters, model.parameters(), original.parameters(), strict=True
+    ):
         assert weight.dtype == torch.bfloat16
         assert torch.equal(master.detach(), param.detach().view(-1))
 

@@ -11,7 +11,20 @@ from benchmarks.tiers import Row, draw, table
 ROWS = [
     Row("125m-fp32", "floor", 4.0, 1.0),
     Row("125m-fp32", "stage 3, device", 4.4, 1.1),
-    Row("125m-fp32", "stage 3, disk", 6.0, 1.5, 1.2, 1e9, 8e8, 1.1, 0.9, 0.6, 900_000_000, beside_compute=0.55),
+    Row(
+        "125m-fp32",
+        "stage 3, disk",
+        6.0,
+        1.5,
+        1.2,
+        1e9,
+        8e8,
+        1.1,
+        0.9,
+        0.6,
+        900_000_000,
+        beside_compute=0.55,
+    ),
     Row("125m-fp32", "stage 3, host", 4.6, 1.15, same_losses=False),
 ]
 
@@ -19,7 +32,10 @@ ROWS = [
 def test_the_table_has_a_line_for_each_way_and_names_losses_that_differ() -> None:
     page = table(ROWS, "a machine")
     assert "| 125m-fp32 | floor | 4.000 | 1.00 | - | - | - | - | - | - | - | 0 | - |" in page
-    assert "| stage 3, disk | 6.000 | 1.50 | 1.20 | 1000 | 800 | 1.10 | 90% | 60% | 55% | 900 | yes |" in page
+    assert (
+        "| stage 3, disk | 6.000 | 1.50 | 1.20 | 1000 | 800 | 1.10 | 90% | 60% | 55% | 900 | yes |"
+        in page
+    )
     assert page.count("**NO**") == 1
     assert "| 125m-fp32, disk: speed over a plain copy's | >= 0.85 | 0.90 | yes |" in page
     assert "| 125m-fp32, host: step over the floor | <= 1.25 | 1.15 | yes |" in page

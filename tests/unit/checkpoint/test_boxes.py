@@ -1,4 +1,6 @@
-"""A range of a part is boxes of the whole parameter, and parts are put together from any other parts."""
+"""A range of a part is boxes of the whole parameter, and parts are put together from any other
+parts.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_each_element_of_a_range_is_in_one_box_and_padding_in_none(split: Split)
             found = torch.zeros(stop - start)
             parts = boxes_of(part, start, stop)
             for box in parts:
-                region = tuple(slice(low, high) for low, high in zip(box.low, box.high, strict=True))
+                region = tuple(
+                    slice(low, high) for low, high in zip(box.low, box.high, strict=True)
+                )
                 found.as_strided(box.size, box.strides, box.at).add_(whole[region])
             assert torch.equal(found, local[start:stop])
             assert len(parts) <= (2 * len(split.shape) - 1) * len(part.ranges)
@@ -87,11 +91,15 @@ def test_a_part_is_read_from_flat_ranges_of_the_whole(split: Split) -> None:
         found = torch.zeros(stop - start)
         for at, values in read_part(part, start, stop, read):
             found[at - start : at - start + values.numel()] = values
-        assert torch.equal(found, cut(whole.view(split.shape), split, coordinate).reshape(-1)[start:stop])
+        assert torch.equal(
+            found, cut(whole.view(split.shape), split, coordinate).reshape(-1)[start:stop]
+        )
 
 
 class Saved:
-    """A checkpoint of one weight, cut by a split and then into even slices, one of them in each rank's file."""
+    """A checkpoint of one weight, cut by a split and then into even slices, one of them in each
+    rank's file.
+    """
 
     def __init__(self, folder: Path, split: Split, slices: int) -> None:
         self.folder, self.split = folder, split
@@ -105,13 +113,23 @@ class Saved:
             for start, stop in itertools.pairwise(edges):
                 if start < stop:
                     self._write(
-                        SavedChunk(WEIGHT, "w", "", start, stop, len(self.chunks), part=Part.of(split, coordinate)),
+                        SavedChunk(
+                            WEIGHT,
+                            "w",
+                            "",
+                            start,
+                            stop,
+                            len(self.chunks),
+                            part=Part.of(split, coordinate),
+                        ),
                         local,
                     )
 
     def _write(self, chunk: SavedChunk, local: Tensor) -> None:
         values = local[chunk.start : chunk.stop]
-        header = encode_header([TensorInfo(chunk.tensor_name, tuple(values.shape), values.dtype)], {})
+        header = encode_header(
+            [TensorInfo(chunk.tensor_name, tuple(values.shape), values.dtype)], {}
+        )
         (self.folder / chunk.file).write_bytes(header + values.numpy().tobytes())
         self.chunks.append(chunk)
 
@@ -126,7 +144,9 @@ def read_all(saved: Saved, part: Part | None, stack: ExitStack, cuts: int = 2) -
     total = saved.whole.numel() if part is None else part.numel
     found = torch.full((total,), float("nan"))
     for number in range(cuts):
-        for at, values in reader.read(WEIGHT, "w", "", total * number // cuts, total * (number + 1) // cuts, part):
+        for at, values in reader.read(
+            WEIGHT, "w", "", total * number // cuts, total * (number + 1) // cuts, part
+        ):
             found[at : at + values.numel()] = values
     return found
 
@@ -134,7 +154,9 @@ def read_all(saved: Saved, part: Part | None, stack: ExitStack, cuts: int = 2) -
 @pytest.mark.parametrize("slices", [1, 2, 5])
 @pytest.mark.parametrize("saved_split", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("read_split", WAYS.values(), ids=WAYS)
-def test_any_part_is_read_from_any_others(tmp_path: Path, saved_split: Split, read_split: Split, slices: int) -> None:
+def test_any_part_is_read_from_any_others(
+    tmp_path: Path, saved_split: Split, read_split: Split, slices: int
+) -> None:
     saved = Saved(tmp_path, saved_split, slices)
     with ExitStack() as stack:
         for coordinate in range(len(read_split.ranges)):
@@ -144,7 +166,9 @@ def test_any_part_is_read_from_any_others(tmp_path: Path, saved_split: Split, re
 
 @over
 @pytest.mark.parametrize("slices", [1, 3])
-def test_the_whole_is_read_from_parts_and_a_gap_is_an_error(tmp_path: Path, split: Split, slices: int) -> None:
+def test_the_whole_is_read_from_parts_and_a_gap_is_an_error(
+    tmp_path: Path, split: Split, slices: int
+) -> None:
     saved = Saved(tmp_path, split, slices)
     with ExitStack() as stack:
         assert torch.equal(read_all(saved, None, stack), saved.whole.reshape(-1))

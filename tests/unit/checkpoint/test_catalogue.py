@@ -1,4 +1,6 @@
-"""Which checkpoints are good, which is loaded, which go; on real folders, damaged in every way a disk knows."""
+"""Which checkpoints are good, which is loaded, which go; on real folders, damaged in every way a
+disk knows.
+"""
 
 from __future__ import annotations
 
@@ -141,17 +143,24 @@ def overwrite_a_header(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (cut, r"rank_00000.safetensors is [\d,]+ bytes long, its header says [\d,]+: it was cut short"),
+        (
+            cut,
+            r"rank_00000.safetensors is [\d,]+ bytes long, its header says [\d,]+: it was cut short",
+        ),
         (cut_to_nothing, "rank_00000.safetensors ends inside its header, at 0 bytes"),
         (lengthen, "something was added to it"),
         (lose_a_shard, "rank_00000.safetensors is missing"),
         (lose_the_manifest, "manifest.json is missing"),
         (cut_the_manifest, "manifest.json cannot be used: .* cannot be understood"),
         (spoil_the_manifest, "manifest.json cannot be used: .* cannot be understood"),
-        (put_a_folder_where_the_manifest_was, "manifest.json cannot be used: .* cannot be read: Is a directory"),
+        (
+            put_a_folder_where_the_manifest_was,
+            "manifest.json cannot be used: .* cannot be read: Is a directory",
+        ),
         (
             change_a_shape,
-            "manifest.json(, '2.weight': the weight ends at element 10 of 12| cannot be used: .*not what was written)",
+            "manifest.json(, '2.weight': the weight ends at element 10 of 12| cannot be used: "
+            ".*not what was written)",
         ),
         (flip_a_byte_of_a_header, r"rank_00000.safetensors, '2.weight': .* is not in the file"),
         (overwrite_a_header, r"rank_00000.safetensors .* cannot be understood"),
@@ -163,7 +172,9 @@ def test_a_damaged_checkpoint_is_told_without_reading_its_tensors_and_the_older_
     damage(directory / "global_step3")
     _, faults = verify.check_headers(directory / "global_step3")
     assert any(_matches(said, str(fault)) for fault in faults), faults
-    assert [str(fault) for fault in verify.verify(directory / "global_step3")] == [str(fault) for fault in faults]
+    assert [str(fault) for fault in verify.verify(directory / "global_step3")] == [
+        str(fault) for fault in faults
+    ]
     assert sorted(tags_of(directory), reverse=True) == TAGS
     assert catalogue.newest_good(directory) == "global_step2"
     assert _matches("global_step3 is passed over.*" + said, capsys.readouterr().err)
@@ -174,17 +185,23 @@ def _matches(pattern: str, text: str) -> bool:
 
 
 def with_facts_of(monkeypatch: pytest.MonkeyPatch, folder: Path, run: str = "") -> None:
-    """Give the manifest what saves will write into it: checksums of the files as they are, and the run."""
+    """Give the manifest what saves will write into it: checksums of the files as they are, and the
+    run.
+    """
     known = Manifest.read(folder / "manifest.json")
     for chunk in known.chunks:
         place = read_header(folder / chunk.file).locations[chunk.tensor_name]
-        object.__setattr__(chunk, "crc", zlib.crc32((folder / chunk.file).read_bytes()[place.start : place.stop]))
+        object.__setattr__(
+            chunk, "crc", zlib.crc32((folder / chunk.file).read_bytes()[place.start : place.stop])
+        )
     object.__setattr__(known, "run", run)
     known.extra.pop("heads", None)  # headers are written again here, as an older version had them
     monkeypatch.setattr(Manifest, "read", lambda path: known)
 
 
-def test_one_flipped_bit_is_found_and_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_flipped_bit_is_found_and_named(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = directory / "global_step3"
     with_facts_of(monkeypatch, folder)
     monkeypatch.setattr(readahead, "BLOCK_BYTES", 8)
@@ -198,10 +215,15 @@ def test_one_flipped_bit_is_found_and_named(directory: Path, monkeypatch: pytest
     assert verify.check_headers(folder)[1] == []
     (fault,) = verify.verify(folder)
     assert (fault.file, fault.tensor) == (RANK_0, chunk.name)
-    assert "moment exp_avg, elements 0 to" in fault.problem and "differs from what was saved" in fault.problem
+    assert (
+        "moment exp_avg, elements 0 to" in fault.problem
+        and "differs from what was saved" in fault.problem
+    )
 
 
-def test_a_shard_of_another_save_is_recognised(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_of_another_save_is_recognised(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = directory / "global_step3"
     with_facts_of(monkeypatch, folder, run="this one")
     save_file(load_file(folder / RANK_0), folder / RANK_0, metadata={"run": "this one"})
@@ -211,7 +233,9 @@ def test_a_shard_of_another_save_is_recognised(directory: Path, monkeypatch: pyt
     assert str(fault) == f"{RANK_0} is of another save: it says that one, the manifest this one"
 
 
-def test_a_read_error_names_file_and_tensor(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_error_names_file_and_tensor(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = directory / "global_step3"
     places = sorted(read_header(folder / RANK_0).locations.values(), key=lambda place: place.start)
     honest, lost = os.preadv, places[1].start
@@ -236,7 +260,9 @@ def test_several_readers_share_the_files_and_find_the_same(directory: Path) -> N
         shutil.copy(folder / RANK_0, folder / f"rank_{number:05d}.safetensors")
         os.truncate(folder / f"rank_{number:05d}.safetensors", 100)
     found = [verify.verify(folder, verify.FileSubset(rank, 3)) for rank in range(3)]
-    assert sorted(str(fault) for each in found for fault in each) == sorted(map(str, verify.verify(folder)))
+    assert sorted(str(fault) for each in found for fault in each) == sorted(
+        map(str, verify.verify(folder))
+    )
     assert max(map(len, found)) == 1
 
 
@@ -248,7 +274,9 @@ def test_none_is_none_and_none_that_is_good_an_error(directory: Path, tmp_path: 
         catalogue.newest_good(directory)
 
 
-def test_an_engine_asked_for_the_newest_takes_the_newest_good_one(directory: Path, tmp_path: Path) -> None:
+def test_an_engine_asked_for_the_newest_takes_the_newest_good_one(
+    directory: Path, tmp_path: Path
+) -> None:
     engine = build()
     assert engine.load_checkpoint(tmp_path / "nowhere", tag="newest") == (None, None)
     cut(directory / "global_step3")
@@ -296,7 +324,9 @@ def _no_locks_here(*_: Any) -> None:
     raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
 
-def test_a_tag_that_a_crash_left_without_its_name_is_listed_loaded_and_named_again(directory: Path) -> None:
+def test_a_tag_that_a_crash_left_without_its_name_is_listed_loaded_and_named_again(
+    directory: Path,
+) -> None:
     replaced = directory / ".global_step3.replaced"
     (directory / "global_step3").rename(replaced)
     assert tags_of(directory) == TAGS
@@ -321,13 +351,24 @@ def test_a_tag_without_its_name_is_left_to_the_save_that_is_giving_it_away(direc
 
 
 def entry(tag: str, at: int, *, good: bool = True, readable: bool = True) -> CheckpointInfo:
-    known = Manifest(1, 3, {}, {}, {}, [], None, {}, [], plain={"trainer": {"global_steps": at}}) if readable else None
+    known = (
+        Manifest(1, 3, {}, {}, {}, [], None, {}, [], plain={"trainer": {"global_steps": at}})
+        if readable
+        else None
+    )
     return CheckpointInfo(
-        tag, Path(tag), known, 0.0, () if good and readable else (verify.Fault("file", "is missing"),)
+        tag,
+        Path(tag),
+        known,
+        0.0,
+        () if good and readable else (verify.Fault("file", "is missing"),),
     )
 
 
-SIX = [entry(name, at) for name, at in [("f", 60), ("e", 50), ("d", 40), ("c", 30), ("b", 20), ("a", 10)]]
+SIX = [
+    entry(name, at)
+    for name, at in [("f", 60), ("e", 50), ("d", 40), ("c", 30), ("b", 20), ("a", 10)]
+]
 
 
 @pytest.mark.parametrize(
@@ -344,7 +385,9 @@ SIX = [entry(name, at) for name, at in [("f", 60), ("e", 50), ("d", 40), ("c", 3
         ([entry("b", 20, good=False), entry("a", 10, good=False)], None, Retention(1), ""),
     ],
 )
-def test_what_goes(entries: list[CheckpointInfo], latest: str | None, keep: Retention, gone: str) -> None:
+def test_what_goes(
+    entries: list[CheckpointInfo], latest: str | None, keep: Retention, gone: str
+) -> None:
     assert "".join(each.tag for each in catalogue.outdated(entries, latest, keep)) == gone
 
 
@@ -391,7 +434,9 @@ def _refuse(*_: Any) -> None:
     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
-def test_a_folder_of_the_same_shape_that_is_no_checkpoint_of_ours_is_never_removed(directory: Path) -> None:
+def test_a_folder_of_the_same_shape_that_is_no_checkpoint_of_ours_is_never_removed(
+    directory: Path,
+) -> None:
     foreign = directory / "theirs"
     foreign.mkdir()
     (foreign / manifest.MANIFEST).write_text('{"format": "something else"}')

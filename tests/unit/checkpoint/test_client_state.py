@@ -1,4 +1,6 @@
-"""Each rank gets back the client_state that it passed, numpy's arrays too; other ranks get that of rank 0."""
+"""Each rank gets back the client_state that it passed, numpy's arrays too; other ranks get that of
+rank 0.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,17 @@ from tests.in_process import Rank, run_ranks
 def start(here: Here, rank: Rank, stage: int, layout: str) -> Any:
     torch.manual_seed(3)
     model = nn.Linear(64, 64)
-    config = config_of(stage, "fp32") | {"gradient_accumulation_steps": 1, "checkpoint": {"layout": layout}}
-    return here.start(rank, model, config, DeepSpeedEngine, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))
+    config = config_of(stage, "fp32") | {
+        "gradient_accumulation_steps": 1,
+        "checkpoint": {"layout": layout},
+    }
+    return here.start(
+        rank,
+        model,
+        config,
+        DeepSpeedEngine,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
+    )
 
 
 def on_ranks(ranks: int, body: Any) -> list[Any]:
@@ -67,11 +78,20 @@ def test_random_states_of_each_rank_come_back(tmp_path: Path, stage: int, layout
 
 
 @pytest.mark.parametrize(("stage", "layout"), [(3, "slices"), (2, "deepspeed"), (3, "deepspeed")])
-def test_ranks_without_values_and_other_worlds_get_those_of_rank_0(tmp_path: Path, stage: int, layout: str) -> None:
-    save(tmp_path / "a", stage, layout, lambda rank: {"epoch": 1, "tensor": torch.ones(2)} if rank == 0 else {})
+def test_ranks_without_values_and_other_worlds_get_those_of_rank_0(
+    tmp_path: Path, stage: int, layout: str
+) -> None:
+    save(
+        tmp_path / "a",
+        stage,
+        layout,
+        lambda rank: {"epoch": 1, "tensor": torch.ones(2)} if rank == 0 else {},
+    )
     for client in load(tmp_path / "a", 2, stage, layout):
         assert client["epoch"] == 1 and torch.equal(client["tensor"], torch.ones(2))
-    save(tmp_path / "b", stage, layout, lambda rank: {"rank": rank, "tensor": torch.full((2,), rank)})
+    save(
+        tmp_path / "b", stage, layout, lambda rank: {"rank": rank, "tensor": torch.full((2,), rank)}
+    )
     assert [client["rank"] for client in load(tmp_path / "b", 2, stage, layout)] == [0, 1]
     (one,) = load(tmp_path / "b", 1, stage, layout)
     assert one["rank"] == 0 and torch.equal(one["tensor"], torch.zeros(2, dtype=torch.int64))

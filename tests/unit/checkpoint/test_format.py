@@ -45,7 +45,10 @@ def test_a_plain_value_comes_back(value: Any) -> None:
 
 def test_nan_and_tensors_come_back() -> None:
     tensors: dict[str, torch.Tensor] = {}
-    value = {"rng": torch.get_rng_state(), "nested": [math.nan, {"half": torch.ones(2, dtype=torch.bfloat16)}]}
+    value = {
+        "rng": torch.get_rng_state(),
+        "nested": [math.nan, {"half": torch.ones(2, dtype=torch.bfloat16)}],
+    }
     back = decode(json.loads(json.dumps(encode(value, "client_state", tensors))), tensors)
     assert set(tensors) == {"client_state.rng", "client_state.nested[1].half"}
     assert torch.equal(back["rng"], value["rng"]) and math.isnan(back["nested"][0])
@@ -70,28 +73,40 @@ ARRAYS = {
 def test_an_array_comes_back_with_dtype_and_shape(name: str) -> None:
     tensors: dict[str, torch.Tensor] = {}
     value = {"nested": [(ARRAYS[name], 1)]}
-    back = decode(json.loads(json.dumps(encode(value, "client_state", tensors), allow_nan=False)), tensors)
+    back = decode(
+        json.loads(json.dumps(encode(value, "client_state", tensors), allow_nan=False)), tensors
+    )
     found = back["nested"][0][0]
     assert (found.dtype, found.shape) == (ARRAYS[name].dtype, ARRAYS[name].shape)
     assert np.array_equal(found, ARRAYS[name]) and found.flags.writeable
 
 
-@pytest.mark.parametrize("value", [np.float64(0.5), np.int64(3), np.bool_(True), np.float32("nan"), np.str_("x")])
+@pytest.mark.parametrize(
+    "value", [np.float64(0.5), np.int64(3), np.bool_(True), np.float32("nan"), np.str_("x")]
+)
 def test_a_scalar_of_numpy_comes_back_with_its_type(value: Any) -> None:
     tensors: dict[str, torch.Tensor] = {}
-    back = decode(json.loads(json.dumps(encode({"a": value}, "v", tensors), allow_nan=False)), tensors)["a"]
+    back = decode(
+        json.loads(json.dumps(encode({"a": value}, "v", tensors), allow_nan=False)), tensors
+    )["a"]
     assert type(back) is type(value) and back.tobytes() == value.tobytes()
 
 
 def test_random_states_of_numpy_go_on_where_they_were() -> None:
     generator, state = np.random.default_rng(5), np.random.RandomState(7)
-    value = {"generator": generator.bit_generator.state, "state": state.get_state(), "old": np.random.MT19937(1).state}
+    value = {
+        "generator": generator.bit_generator.state,
+        "state": state.get_state(),
+        "old": np.random.MT19937(1).state,
+    }
     expected = generator.random(3), state.rand(3)
     tensors: dict[str, torch.Tensor] = {}
     back = decode(json.loads(json.dumps(encode(value, "v", tensors))), tensors)
     generator.bit_generator.state = back["generator"]
     state.set_state(back["state"])
-    assert np.array_equal(generator.random(3), expected[0]) and np.array_equal(state.rand(3), expected[1])
+    assert np.array_equal(generator.random(3), expected[0]) and np.array_equal(
+        state.rand(3), expected[1]
+    )
     assert np.array_equal(back["old"]["state"]["key"], value["old"]["state"]["key"])
 
 

@@ -1,4 +1,6 @@
-"""The core knows no layout but its own by name: one that is registered is recognised, checked and opened."""
+"""The core knows no layout but its own by name: one that is registered is recognised, checked and
+opened.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from deepseek_zero.base.errors import CheckpointError
 from deepseek_zero.checkpoint import layouts
 from deepseek_zero.checkpoint.catalogue import tags_in
 from deepseek_zero.checkpoint.format import FileRecord, Manifest
-from deepseek_zero.checkpoint.layouts import SLICES, ForeignLayout, OpenCheckpoint, layout_named, register_layout
+from deepseek_zero.checkpoint.layouts import (
+    SLICES,
+    ForeignLayout,
+    OpenCheckpoint,
+    layout_named,
+    register_layout,
+)
 from deepseek_zero.checkpoint.read import open_checkpoint
 from deepseek_zero.checkpoint.torch_file import MappedCheckpoint
 from deepseek_zero.checkpoint.verify import check_headers, checksum_coverage, verify
@@ -35,7 +43,9 @@ class Plain(ForeignLayout):
         return [path / "values.txt"]
 
     def records(self, file: Path) -> list[FileRecord]:
-        return [FileRecord("values", 0, len(VALUES), json.loads((file.parent / "crc.json").read_text()))]
+        return [
+            FileRecord("values", 0, len(VALUES), json.loads((file.parent / "crc.json").read_text()))
+        ]
 
     def manifest(self, path: Path) -> Manifest:
         return Manifest(1, 0, {}, {}, {}, [], None, {}, [], format="plain")
@@ -44,7 +54,9 @@ class Plain(ForeignLayout):
         return "one sum"
 
     def open_at(self, path: Path, stack: ExitStack) -> OpenCheckpoint:
-        return OpenCheckpoint(path, self.manifest(path), {}, MappedCheckpoint(path, self.manifest(path), buffers=[{}]))
+        return OpenCheckpoint(
+            path, self.manifest(path), {}, MappedCheckpoint(path, self.manifest(path), buffers=[{}])
+        )
 
 
 @pytest.fixture
@@ -67,7 +79,12 @@ def test_an_unknown_layout_is_no_checkpoint(folder: Path) -> None:
 def test_a_registered_layout_is_recognised_checked_and_opened(folder: Path) -> None:
     register_layout(Plain())
     register_layout(Plain())
-    assert [layout.name for layout in layouts.known_layouts()] == ["slices", "plain", "safetensors", "torch"]
+    assert [layout.name for layout in layouts.known_layouts()] == [
+        "slices",
+        "plain",
+        "safetensors",
+        "torch",
+    ]
     assert tags_in(folder.parent) == ["step1"]
     manifest, faults = check_headers(folder)
     assert manifest is not None and manifest.format == "plain" and not faults
@@ -80,7 +97,10 @@ def test_a_registered_layout_is_recognised_checked_and_opened(folder: Path) -> N
 
 
 def test_deepspeeds_layout_is_known_however_the_package_is_entered() -> None:
-    code = "from deepseek_zero.checkpoint import layouts; print([each.name for each in layouts.known_layouts()])"
+    code = (
+        "from deepseek_zero.checkpoint import layouts; print([each.name for each in "
+        "layouts.known_layouts()])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['slices', 'deepspeed', 'safetensors', 'torch']"
 

@@ -1,4 +1,6 @@
-"""A checkpoint of any mesh is read by any other, and files for others are the same bytes on all of them."""
+"""A checkpoint of any mesh is read by any other, and files for others are the same bytes on all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +51,14 @@ POLICIES = {"fp32": Policy(), "bf16": Policy(torch.bfloat16, auto_cast=True)}
 class Engine:
     """A piece of the model on one rank, sharded, and its optimizer."""
 
-    def __init__(self, rank: Rank, mesh: Mesh, stage: int, dtype: str, seed: int = 5, *, pads: bool = True) -> None:
+    def __init__(
+        self, rank: Rank, mesh: Mesh, stage: int, dtype: str, seed: int = 5, *, pads: bool = True
+    ) -> None:
         here = mesh.on_world(rank.size, rank.index)
         self.piece: MadePiece = piece_of(here, seed, pads=pads)
-        self.runtime: Runtime = sharded(rank, self.piece.model, mesh, stage=stage, policy=POLICIES[dtype])
+        self.runtime: Runtime = sharded(
+            rank, self.piece.model, mesh, stage=stage, policy=POLICIES[dtype]
+        )
         self.optimizer: ShardedOptimizer = optimizer_over(self.runtime, OPTIMIZERS["adamw"])
 
     @property
@@ -83,9 +89,14 @@ def states_in(folder: Path) -> dict[str, Tensor]:
             numel = torch.Size(facts["shape"]).numel()
             states = [(WEIGHT, ""), *((MOMENT, key) for key in source.values.keys(MOMENT, name))]
             for kind, key in states:
-                parts = [values.clone() for _, values in source.values.read(kind, name, key, 0, numel)]
+                parts = [
+                    values.clone() for _, values in source.values.read(kind, name, key, 0, numel)
+                ]
                 found[f"{kind} {name} {key}"] = torch.cat(parts).view(facts["shape"])
-        found |= {f"buffer {name}": source.values.of_rank(name, 0).clone() for name in source.manifest.buffers}
+        found |= {
+            f"buffer {name}": source.values.of_rank(name, 0).clone()
+            for name in source.manifest.buffers
+        }
         found |= {
             f"{name} {key}": torch.tensor(each["value"])
             for name, of in source.manifest.scalars.items()
@@ -96,7 +107,9 @@ def states_in(folder: Path) -> dict[str, Tensor]:
 
 def different(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
     lonely = sorted(left.keys() ^ right.keys())
-    return lonely + [name for name in left if name in right and not torch.equal(left[name], right[name])]
+    return lonely + [
+        name for name in left if name in right and not torch.equal(left[name], right[name])
+    ]
 
 
 @cache
@@ -128,18 +141,26 @@ PAIRS = [
 PAIRS += [("one", name) for name in SEVERAL if ("one", name) not in PAIRS]
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "fp32"), (3, "bf16")]
+)
 @pytest.mark.parametrize("name", SEVERAL)
-def test_every_mesh_saves_the_same_whole_model(root: Path, name: str, stage: int, dtype: str) -> None:
+def test_every_mesh_saves_the_same_whole_model(
+    root: Path, name: str, stage: int, dtype: str
+) -> None:
     one, folder = _folder(root, "one", 3, dtype), _folder(root, name, stage, dtype)
     assert not verify(folder)
     assert not different(states_in(one), states_in(folder))
 
 
 @pytest.mark.parametrize(
-    ("number", "pair"), list(enumerate(PAIRS)), ids=[f"{saved} to {loaded}" for saved, loaded in PAIRS]
+    ("number", "pair"),
+    list(enumerate(PAIRS)),
+    ids=[f"{saved} to {loaded}" for saved, loaded in PAIRS],
 )
-def test_any_mesh_goes_on_from_any_other(root: Path, tmp_path: Path, number: int, pair: tuple[str, str]) -> None:
+def test_any_mesh_goes_on_from_any_other(
+    root: Path, tmp_path: Path, number: int, pair: tuple[str, str]
+) -> None:
     (saved, loaded), stage, dtype = pair, number % 4, ("fp32", "bf16")[number // 4 % 2]
     folder = _folder(root, saved, 3, dtype)
     plain = _folder(root, "one", 3, dtype)
@@ -153,7 +174,9 @@ def test_any_mesh_goes_on_from_any_other(root: Path, tmp_path: Path, number: int
         save(tmp_path, "further", engine.contents, SaveSettings())
         return found.trainer, found.client["note"].tolist()
 
-    assert on_all(MESHES[loaded], body) == [({"global_steps": 2}, [0, 1, 2])] * _size(MESHES[loaded])
+    assert on_all(MESHES[loaded], body) == [({"global_steps": 2}, [0, 1, 2])] * _size(
+        MESHES[loaded]
+    )
     assert not different(states_in(plain), states_in(tmp_path / "again"))
     assert not different(states_in(_further(root, dtype)), states_in(tmp_path / "further"))
 
@@ -170,7 +193,9 @@ def _further(root: Path, dtype: str) -> Path:
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_exports_are_the_same_bytes_on_every_mesh_and_are_read_by_all(tmp_path: Path, name: str) -> None:
+def test_exports_are_the_same_bytes_on_every_mesh_and_are_read_by_all(
+    tmp_path: Path, name: str
+) -> None:
     settings = ExportSettings(torch.float32 if "dp2" in name else None, max_shard_bytes=1500)
 
     def body(rank: Rank) -> Any:
@@ -198,8 +223,13 @@ def test_exports_are_the_same_bytes_on_every_mesh_and_are_read_by_all(tmp_path: 
 @pytest.mark.parametrize("name", ["tp4", "pp2 dp2 tp2"])
 def test_conversions_of_any_mesh_are_the_same_bytes(tmp_path: Path, root: Path, name: str) -> None:
     for each in ("one", name):
-        convert_to_safetensors(_folder(root, each, 3, "bf16"), tmp_path / each, max_shard_bytes=2000)
-    found = [{path.name: path.read_bytes() for path in (tmp_path / each).iterdir()} for each in ("one", name)]
+        convert_to_safetensors(
+            _folder(root, each, 3, "bf16"), tmp_path / each, max_shard_bytes=2000
+        )
+    found = [
+        {path.name: path.read_bytes() for path in (tmp_path / each).iterdir()}
+        for each in ("one", name)
+    ]
     assert found[0] == found[1]
 
 
@@ -216,10 +246,14 @@ def test_conversions_of_any_mesh_are_the_same_bytes(tmp_path: Path, root: Path, 
     ],
     ids=str,
 )
-def test_random_numbers_go_on_where_the_same_data_are_seen(saved: Mesh, mesh: Mesh, expected: list[int | None]) -> None:
+def test_random_numbers_go_on_where_the_same_data_are_seen(
+    saved: Mesh, mesh: Mesh, expected: list[int | None]
+) -> None:
     sizes = dict(zip(AXES, saved.sizes, strict=True))
     manifest = Manifest(_size(saved), 3, {}, {}, {}, [], None, {}, [], extra={"mesh": sizes})
-    assert [predecessor(manifest, mesh.on_world(_size(mesh), rank)) for rank in range(_size(mesh))] == expected
+    assert [
+        predecessor(manifest, mesh.on_world(_size(mesh), rank)) for rank in range(_size(mesh))
+    ] == expected
 
 
 def test_a_rank_knows_which_part_it_has_and_who_writes_it() -> None:
@@ -228,14 +262,23 @@ def test_a_rank_knows_which_part_it_has_and_who_writes_it() -> None:
         piece = Piece.of(engine.runtime)
         chunks = Chunks(piece, rank.index, frozenset({"embed.scale"}))
         return {
-            member.name: (piece.part(member), chunks.are_written(group, member), piece.shape(member))
+            member.name: (
+                piece.part(member),
+                chunks.are_written(group, member),
+                piece.shape(member),
+            )
             for group in engine.runtime.groups
             for member in group.members
         }
 
     found = on_all(MESHES["tp4"], body)
     assert [each["blocks.0.kv"][1] for each in found] == [True, False, True, False]
-    assert [each["norm.bias"][:2] for each in found] == [(None, True), (None, False), (None, False), (None, False)]
+    assert [each["norm.bias"][:2] for each in found] == [
+        (None, True),
+        (None, False),
+        (None, False),
+        (None, False),
+    ]
     assert [each["embed.scale"][1] for each in found] == [False] * 4  # another stage's to write
     assert {each["embed.weight"][2] for each in found} == {(11, 8)}
     assert found[0]["blocks.0.kv"][0] == found[1]["blocks.0.kv"][0] != found[2]["blocks.0.kv"][0]

@@ -26,7 +26,9 @@ class Rounded(Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor) -> Rounded:
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, codes.shape, dtype=torch.float32, device=codes.device
+        )
 
     def __init__(self, codes: Tensor, scale: Tensor) -> None:
         self.codes, self.scale = codes, scale
@@ -64,7 +66,9 @@ class Coded(torch.optim.Optimizer):
                 state = self.state[param]
                 if not state:
                     codes = torch.zeros(param.shape, dtype=torch.int8)
-                    state["speed"] = Rounded(codes, torch.ones(()) if group["block"] == 1 else torch.ones(1))
+                    state["speed"] = Rounded(
+                        codes, torch.ones(()) if group["block"] == 1 else torch.ones(1)
+                    )
                 speed = state["speed"].values() * 0.9 + param.grad
                 state["speed"].store(speed)
                 param.sub_(group["lr"] * speed)
@@ -84,7 +88,11 @@ class AdamW(torch.optim.Optimizer):
                     continue
                 state = self.state[param]
                 if not state:
-                    state |= {"step": 0, "state1": torch.zeros_like(param), "state2": torch.zeros_like(param)}
+                    state |= {
+                        "step": 0,
+                        "state1": torch.zeros_like(param),
+                        "state2": torch.zeros_like(param),
+                    }
                 state["step"] += 1
                 state["state1"].lerp_(param.grad, 0.1)
                 state["state2"].lerp_(param.grad.square(), 0.01)
@@ -108,7 +116,9 @@ def build(here: Here, rank: Rank, stage: int, kind: Any, layout: str = "", **opt
     config = config_of(stage, "fp32") | {"gradient_accumulation_steps": 1}
     if layout:
         config["checkpoint"] = {"layout": layout}
-    return here.start(rank, model, config, DeepSpeedEngine, optimizer=kind(model.parameters(), **options))
+    return here.start(
+        rank, model, config, DeepSpeedEngine, optimizer=kind(model.parameters(), **options)
+    )
 
 
 def steps(engine: Any, numbers: Iterable[int], rank: int) -> list[float]:
@@ -123,7 +133,10 @@ def steps(engine: Any, numbers: Iterable[int], rank: int) -> list[float]:
 
 
 def hypers(engine: Any) -> list[dict[str, Any]]:
-    return [{key: value for key, value in each.items() if key != "params"} for each in engine.optimizer.param_groups]
+    return [
+        {key: value for key, value in each.items() if key != "params"}
+        for each in engine.optimizer.param_groups
+    ]
 
 
 def on_ranks(body: Any, ranks: int = RANKS) -> list[Any]:
@@ -132,7 +145,9 @@ def on_ranks(body: Any, ranks: int = RANKS) -> list[Any]:
 
 
 def goes_on(folder: Path, stage: int, kind: Any, layout: str = "") -> None:
-    def body(here: Here, rank: Rank) -> tuple[list[float], list[float], list[dict[str, Any]], list[dict[str, Any]]]:
+    def body(
+        here: Here, rank: Rank
+    ) -> tuple[list[float], list[float], list[dict[str, Any]], list[dict[str, Any]]]:
         engine = build(here, rank, stage, kind, layout)
         steps(engine, range(3), rank.index)
         engine.save_checkpoint(folder)
@@ -155,8 +170,12 @@ def test_states_that_are_tensor_subclasses_come_back(tmp_path: Path, stage: int)
     goes_on(tmp_path, stage, Coded)
 
 
-@pytest.mark.parametrize(("stage", "layout"), [(0, ""), (2, ""), (3, ""), (1, "deepspeed"), (2, "slices")])
-def test_a_class_with_the_name_of_torchs_keeps_its_own_states(tmp_path: Path, stage: int, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "layout"), [(0, ""), (2, ""), (3, ""), (1, "deepspeed"), (2, "slices")]
+)
+def test_a_class_with_the_name_of_torchs_keeps_its_own_states(
+    tmp_path: Path, stage: int, layout: str
+) -> None:
     goes_on(tmp_path, stage, AdamW, layout)
 
 
@@ -201,7 +220,12 @@ def test_an_object_among_the_states_is_refused_with_what_a_user_can_do(tmp_path:
         return str(found.value)
 
     for each in on_ranks(body):
-        assert "'projector'" in each and "Projector" in each and "another library's" in each and "export" in each
+        assert (
+            "'projector'" in each
+            and "Projector" in each
+            and "another library's" in each
+            and "export" in each
+        )
 
 
 def test_states_that_are_subclasses_stay_where_they_are_under_offload(tmp_path: Path) -> None:
@@ -211,7 +235,9 @@ def test_states_that_are_subclasses_stay_where_they_are_under_offload(tmp_path: 
         config = config_of(3, "fp32") | {"gradient_accumulation_steps": 1}
         if offloads:
             config["zero_optimization"] |= {"offload_optimizer": {"device": "cpu"}}
-        engine = here.start(rank, model, config, DeepSpeedEngine, optimizer=Coded(model.parameters()))
+        engine = here.start(
+            rank, model, config, DeepSpeedEngine, optimizer=Coded(model.parameters())
+        )
         losses = steps(engine, range(3), rank.index)
         engine.destroy()
         return losses

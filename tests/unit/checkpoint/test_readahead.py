@@ -34,7 +34,11 @@ def file(
         monkeypatch.setattr(readahead, "_O_DIRECT", os.O_DIRECTORY)
     if request.param == "nowhere":
         honest = os.preadv
-        monkeypatch.setattr(os, "preadv", lambda file, *rest: honest(file, *rest) if file == descriptor else _refuse())
+        monkeypatch.setattr(
+            os,
+            "preadv",
+            lambda file, *rest: honest(file, *rest) if file == descriptor else _refuse(),
+        )
     yield descriptor, data
     os.close(descriptor)
 
@@ -47,7 +51,11 @@ def test_spans_come_in_order_and_whole(file: tuple[int, bytes]) -> None:
     descriptor, data = file
     ends = [0, 8, 8, 100, 4095, 4096, 9000, NUM_BYTES]
     spans = [ByteRange(descriptor, low, high, read_again=True) for low, high in pairwise(ends)]
-    spans += [ByteRange(descriptor, 5000, 12000), ByteRange(descriptor, 16, 24), ByteRange(descriptor, 24, 24)]
+    spans += [
+        ByteRange(descriptor, 5000, 12000),
+        ByteRange(descriptor, 16, 24),
+        ByteRange(descriptor, 24, 24),
+    ]
     found = dict.fromkeys(spans, b"")
     order = []
     for piece in read_ahead(spans):
@@ -58,10 +66,15 @@ def test_spans_come_in_order_and_whole(file: tuple[int, bytes]) -> None:
     assert all(values == data[span.start : span.stop] for span, values in found.items())
 
 
-def test_a_file_that_ends_early_is_an_error_of_what_lies_behind_its_end(file: tuple[int, bytes]) -> None:
+def test_a_file_that_ends_early_is_an_error_of_what_lies_behind_its_end(
+    file: tuple[int, bytes],
+) -> None:
     descriptor, data = file
     inside, outside = read_ahead(
-        [ByteRange(descriptor, NUM_BYTES - 9, NUM_BYTES), ByteRange(descriptor, NUM_BYTES, NUM_BYTES + 8)]
+        [
+            ByteRange(descriptor, NUM_BYTES - 9, NUM_BYTES),
+            ByteRange(descriptor, NUM_BYTES, NUM_BYTES + 8),
+        ]
     )
     assert inside.data.numpy().tobytes() == data[-9:]
     with pytest.raises(OSError, match="the file ended early"):

@@ -39,13 +39,18 @@ def write(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
 def test_safetensors_reads_every_dtype_and_shape_of_it(tmp_path: Path) -> None:
     kinds = sorted(DTYPE_NAMES, key=lambda dtype: -dtype.itemsize)
     tensors = {str(kind): torch.randn(5, 13).mul(20).to(kind) for kind in kinds}
-    tensors |= {"nothing": torch.zeros(0, dtype=torch.uint8), "number": torch.tensor(3, dtype=torch.uint8)}
+    tensors |= {
+        "nothing": torch.zeros(0, dtype=torch.uint8),
+        "number": torch.tensor(3, dtype=torch.uint8),
+    }
     crcs = write(tmp_path / "file", tensors)
     found = load_file(tmp_path / "file")
     assert found.keys() == tensors.keys()
     for name, expected in tensors.items():
         assert found[name].dtype == expected.dtype and found[name].shape == expected.shape
-        assert torch.equal(found[name].reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
+        assert torch.equal(
+            found[name].reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)
+        )
         assert crcs[name] == zlib.crc32(expected.reshape(-1).view(torch.uint8).numpy())
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
 
@@ -63,7 +68,9 @@ def test_a_file_of_many_blocks_is_whole_with_and_without_the_page_cache(
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("call", ["write", "sync"])
-def test_a_disk_that_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
+def test_a_disk_that_refuses_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
     def refuse(*given: object) -> None:
         raise OSError(number, os.strerror(number))
 

@@ -1,4 +1,6 @@
-"""Where launchers meet: at which address node 0's store listens, and what a node says that does not reach it."""
+"""Where launchers meet: at which address node 0's store listens, and what a node says that does not
+reach it.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,15 @@ from tests.hosts import free_port
 SECRET = b"s" * 32
 
 
-def meeting(node: int, port: int, master_addr: str = "127.0.0.1", secret: bytes = SECRET) -> Meeting:
+def meeting(
+    node: int, port: int, master_addr: str = "127.0.0.1", secret: bytes = SECRET
+) -> Meeting:
     return Meeting(NodePlan(Share(1), 2, node, master_addr, port), "a run", secret)
 
 
-def test_a_store_that_would_listen_where_the_others_do_not_come_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_would_listen_where_the_others_do_not_come_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(INTERFACE, "127.0.0.2")
     said = r"(?s)come to 127\.0\.0\.1, .* listens at 127\.0\.0\.2.*--master_addr=127\.0\.0\.2"
     with pytest.raises(UsageError, match=said):
@@ -39,7 +45,11 @@ def test_a_store_that_would_listen_where_the_others_do_not_come_is_refused(monke
     [("127.0.0.1", NO_SECRET, 0), ("0.0.0.0", NO_SECRET, 1), ("0.0.0.0", SECRET, 0)],
 )
 def test_without_a_secret_a_store_that_others_reach_says_so_once(
-    interface: str, secret: bytes, warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    interface: str,
+    secret: bytes,
+    warnings: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv(INTERFACE, interface)
     found = meeting(0, free_port(), interface, secret)
@@ -61,7 +71,9 @@ def test_a_node_that_does_not_reach_node_0_says_so_once_and_goes_on_trying(
 
 
 @pytest.mark.parametrize("by_tls", ["0", "1"], ids=["node 1", "node 0"])
-def test_tls_on_one_node_alone_is_told_at_once(by_tls: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tls_on_one_node_alone_is_told_at_once(
+    by_tls: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(TLS, by_tls)
     _, board, (_, port) = keep_store("127.0.0.1", 0, SECRET)
     monkeypatch.setenv(TLS, str(1 - int(by_tls)))
@@ -71,7 +83,9 @@ def test_tls_on_one_node_alone_is_told_at_once(by_tls: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_without_the_package_for_tls_a_launcher_starts_no_rank(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_for_tls_a_launcher_starts_no_rank(
+    nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(TLS, "1")
     monkeypatch.setitem(sys.modules, "cryptography", None)
     monkeypatch.delitem(sys.modules, "cryptography.x509", raising=False)

@@ -1,4 +1,6 @@
-"""`deepseek-zero checkpoint ...`: what it says, as a table and as data, and the codes it ends with."""
+"""`deepseek-zero checkpoint ...`: what it says, as a table and as data, and the codes it ends
+with.
+"""
 
 from __future__ import annotations
 
@@ -74,43 +76,72 @@ def test_a_directory_is_listed_with_what_is_wrong_in_it(directory: Path) -> None
     (directory / ".global_step4.pruned").mkdir()
     found = data_of("inspect", directory)
     listed = [(each["tag"], each["step"], each["complete"]) for each in found["checkpoints"]]
-    assert listed == [("global_step3", 3, True), ("global_step2", 2, False), ("global_step1", 1, True)]
+    assert listed == [
+        ("global_step3", 3, True),
+        ("global_step2", 2, False),
+        ("global_step1", 1, True),
+    ]
     assert (found["latest"], len(found["leftovers"])) == ("global_step3", 1)
     assert found["checkpoints"][1]["faults"][0]["file"] == SHARD
     shown = call("inspect", directory).output
-    assert all(word in shown for word in ("global_step3 (latest)", "complete", f"damaged: {SHARD} is", ".pruned"))
+    assert all(
+        word in shown
+        for word in ("global_step3 (latest)", "complete", f"damaged: {SHARD} is", ".pruned")
+    )
 
 
 def test_one_checkpoint_is_shown_with_its_tensors_and_its_plan(directory: Path) -> None:
     for words in ([directory / "global_step3"], [directory, "--tag", "global_step3"]):
         found = data_of("inspect", *words)
-        assert (found["step"], found["ranks"], found["stage"], found["optimizer"]) == (3, 1, 3, "AdamW")
+        assert (found["step"], found["ranks"], found["stage"], found["optimizer"]) == (
+            3,
+            1,
+            3,
+            "AdamW",
+        )
         assert found["num_parameters"] == 6 * 5 + 5 + 5 + 5
         weight = found["parameters"]["0.weight"]
         assert (weight["shape"], sorted(weight["states"])) == ([5, 6], ["exp_avg", "exp_avg_sq"])
         assert weight["num_bytes"] == 30 * (4 + 4 + 4)
         assert found["plan"]
     shown = call("inspect", directory / "global_step3").output
-    assert all(word in shown for word in ("0.weight", "5 x 6", "exp_avg, exp_avg_sq", "1.running_mean", "buffer"))
+    assert all(
+        word in shown
+        for word in ("0.weight", "5 x 6", "exp_avg, exp_avg_sq", "1.running_mean", "buffer")
+    )
 
 
 def rewrite(folder: Path, **extra: Any) -> None:
-    """Write the manifest of a checkpoint again with other values in `extra`; None: without this one."""
+    """Write the manifest of a checkpoint again with other values in `extra`; None: without this
+    one.
+    """
     manifest = Manifest.read(folder / MANIFEST)
-    manifest.extra = {name: value for name, value in (manifest.extra | extra).items() if value is not None}
+    manifest.extra = {
+        name: value for name, value in (manifest.extra | extra).items() if value is not None
+    }
     (folder / MANIFEST).write_text(manifest.text())
 
 
-def test_the_mesh_that_a_checkpoint_was_saved_on_is_shown_where_the_file_says_it(directory: Path) -> None:
+def test_the_mesh_that_a_checkpoint_was_saved_on_is_shown_where_the_file_says_it(
+    directory: Path,
+) -> None:
     folder = directory / "global_step3"
-    assert data_of("inspect", folder)["mesh"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "sp": 1, "tp": 1}
+    assert data_of("inspect", folder)["mesh"] == {
+        "pp": 1,
+        "dp_replicate": 1,
+        "dp_shard": 1,
+        "sp": 1,
+        "tp": 1,
+    }
     assert "one rank" in call("inspect", folder).output
     rewrite(folder, mesh={"pp": 1, "dp_replicate": 2, "dp_shard": 4, "sp": 1, "tp": 1})
     assert "dp_replicate=2 x dp_shard=4" in call("inspect", folder).output
     rewrite(folder, mesh=None)
     assert data_of("inspect", directory)["checkpoints"][0]["mesh"] is None
     shown = call("inspect", folder)
-    assert shown.exit_code == 0 and not any(line.startswith("mesh") for line in shown.output.splitlines())
+    assert shown.exit_code == 0 and not any(
+        line.startswith("mesh") for line in shown.output.splitlines()
+    )
     assert call("verify", folder).exit_code == 0
 
 
@@ -125,7 +156,9 @@ def test_a_checkpoint_without_a_mesh_is_loaded_as_one_with(directory: Path) -> N
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
-def test_verify_ends_with_0_where_all_is_good_and_1_where_a_file_is_damaged(directory: Path) -> None:
+def test_verify_ends_with_0_where_all_is_good_and_1_where_a_file_is_damaged(
+    directory: Path,
+) -> None:
     assert call("verify", directory).exit_code == 0
     cut(directory / "global_step2" / SHARD)
     result = call("verify", directory)
@@ -136,7 +169,10 @@ def test_verify_ends_with_0_where_all_is_good_and_1_where_a_file_is_damaged(dire
     assert call("verify", directory / "global_step2").exit_code == 1
     result = call("verify", directory, "--json")
     verdicts = {each["tag"]: each["good"] for each in json.loads(result.stdout)}
-    assert (result.exit_code, verdicts) == (1, {"global_step3": True, "global_step2": False, "global_step1": True})
+    assert (result.exit_code, verdicts) == (
+        1,
+        {"global_step3": True, "global_step2": False, "global_step1": True},
+    )
 
 
 def test_prune_says_what_goes_and_a_dry_run_removes_nothing(directory: Path) -> None:
@@ -151,7 +187,9 @@ def test_prune_says_what_goes_and_a_dry_run_removes_nothing(directory: Path) -> 
     assert "kept global_step3" in call(*wish).output
 
 
-def test_a_directory_that_refuses_is_a_named_error(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_refuses_is_a_named_error(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -165,9 +203,15 @@ def test_a_directory_that_refuses_is_a_named_error(directory: Path, monkeypatch:
     ("words", "said"),
     [
         (["inspect", "nowhere"], "nowhere holds no checkpoint"),
-        (["verify", "RUN", "--tag", "step9"], r"holds no checkpoint 'step9'.(.|\n)*Choose one of: global_step3"),
+        (
+            ["verify", "RUN", "--tag", "step9"],
+            r"holds no checkpoint 'step9'.(.|\n)*Choose one of: global_step3",
+        ),
         (["prune", "RUN", "--keep-every", "5"], "--keep-every needs --keep-last"),
-        (["convert", "RUN", "OUT", "--to", "deepspeed", "--dtype", "bf16"], "--dtype does not go with"),
+        (
+            ["convert", "RUN", "OUT", "--to", "deepspeed", "--dtype", "bf16"],
+            "--dtype does not go with",
+        ),
         (["convert", "RUN", "RUN"], "is there already"),
     ],
 )
@@ -200,7 +244,9 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
 def forms(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same states in every layout that the library writes."""
     out = tmp_path_factory.mktemp("forms")
-    engine, *_ = deepseek_zero.initialize(model=model(), config=CONFIG | {"checkpoint": {"layout": "deepspeed"}})
+    engine, *_ = deepseek_zero.initialize(
+        model=model(), config=CONFIG | {"checkpoint": {"layout": "deepspeed"}}
+    )
     engine.load_checkpoint(pristine)
     engine.save_checkpoint(out / "theirs")
     for name in ("folder", "one.safetensors", "one.pth"):
@@ -215,29 +261,39 @@ def forms(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     }
 
 
-def test_every_layout_that_the_library_writes_is_read(forms: dict[str, Path], tmp_path: Path) -> None:
+def test_every_layout_that_the_library_writes_is_read(
+    forms: dict[str, Path], tmp_path: Path
+) -> None:
     told = weights_of(forms["folder"])
     counts = {"slices": 1, "directory": 3, "deepspeed": 1, "theirs": 1}
     for name, path in forms.items():
         shown = call("inspect", path)
-        assert shown.exit_code == 0 and ("0.weight" in shown.output or counts.get(name) != 1 or name == "theirs"), name
+        assert shown.exit_code == 0 and (
+            "0.weight" in shown.output or counts.get(name) != 1 or name == "theirs"
+        ), name
         found = data_of("inspect", path)
         if name not in ("directory", "theirs"):
             assert found["complete"] and found["parameters"]["0.weight"]["shape"] == [5, 6], name
             states = {"slices", "deepspeed"}
-            assert found["parameters"]["0.weight"]["states"] == (["exp_avg", "exp_avg_sq"] if name in states else [])
+            assert found["parameters"]["0.weight"]["states"] == (
+                ["exp_avg", "exp_avg_sq"] if name in states else []
+            )
             assert found["step"] == (3 if name in states else None) and found["num_bytes"] > 0
         assert call("verify", path).exit_code == 0, name
         verdicts = data_of("verify", path)
         assert len(verdicts) == counts.get(name, 1) and all(each["good"] for each in verdicts)
         for form, out in (("safetensors", "out"), ("pth", "out.pth")):
             target = tmp_path / name / out
-            assert data_of("convert", path, target, "--to", form, "--dtype", "fp32")["num_bytes"] > 0
+            assert (
+                data_of("convert", path, target, "--to", form, "--dtype", "fp32")["num_bytes"] > 0
+            )
             made = weights_of(target)
             assert made.keys() == told.keys(), (name, form)
             assert all(torch.equal(made[each], told[each]) for each in told), (name, form)
         if name in counts:
-            assert call("convert", path, tmp_path / name / "ds", "--to", "deepspeed").exit_code == 0, name
+            assert (
+                call("convert", path, tmp_path / name / "ds", "--to", "deepspeed").exit_code == 0
+            ), name
         else:
             refused = call("convert", path, tmp_path / name / "ds", "--to", "deepspeed").exception
             assert isinstance(refused, CheckpointError) and "weights alone" in str(refused)
@@ -247,7 +303,10 @@ def test_verify_says_what_it_could_compare(forms: dict[str, Path], tmp_path: Pat
     genuine = Path(__file__).parents[2] / "data" / "deepspeed" / "stage2"
     assert "torch's CRC-32" in call("verify", genuine).output
     assert "torch's CRC-32" in call("verify", forms["one.pth"]).output
-    assert "CRC" not in call("verify", forms["deepspeed"]).output + call("verify", forms["folder"]).output
+    assert (
+        "CRC"
+        not in call("verify", forms["deepspeed"]).output + call("verify", forms["folder"]).output
+    )
     save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
     assert "without checksums" in call("verify", tmp_path).output
 
@@ -256,7 +315,11 @@ def test_verify_finds_a_flipped_bit_in_every_layout(forms: dict[str, Path], tmp_
     for name in ("slices", "deepspeed", "folder", "cut", "one.safetensors", "one.pth"):
         source, copy = forms[name], tmp_path / name
         shutil.copytree(source, copy) if source.is_dir() else shutil.copy(source, copy)
-        path = copy if copy.is_file() else max(copy.glob("*.[sp]*t*"), key=lambda each: each.stat().st_size)
+        path = (
+            copy
+            if copy.is_file()
+            else max(copy.glob("*.[sp]*t*"), key=lambda each: each.stat().st_size)
+        )
         records = torch_records(path) if path.suffix in (".pt", ".pth") else []
         largest = max(records, key=lambda each: each.stop - each.start, default=None)
         flip(path, largest.stop - 1 if largest is not None else int(path.stat().st_size * 0.6))
@@ -270,7 +333,9 @@ def test_a_mistake_of_ours_in_a_converter_is_no_refusal(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     monkeypatch.setattr("deepseek_zero.checkpoint.convert.open_checkpoint", _mistaken)
-    monkeypatch.setattr("deepseek_zero.compat.deepspeed.checkpoint.writer.open_checkpoint", _mistaken)
+    monkeypatch.setattr(
+        "deepseek_zero.compat.deepspeed.checkpoint.writer.open_checkpoint", _mistaken
+    )
     result = call("convert", directory, tmp_path / "out", "--to", form)
     assert type(result.exception) is AttributeError
 

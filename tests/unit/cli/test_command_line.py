@@ -79,18 +79,26 @@ def test_save_pid_replaces_an_old_file_follows_no_link_and_leaves_what_is_anothe
     kept.unlink()
     kept.symlink_to(precious)
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    with pytest.raises(UsageError, match=r"(?s)--save_pid cannot write .*File exists"), pid_file(options):
+    with (
+        pytest.raises(UsageError, match=r"(?s)--save_pid cannot write .*File exists"),
+        pid_file(options),
+    ):
         pass
     assert kept.is_symlink() and precious.read_text() == "mine"
 
 
 def test_every_option_of_deepspeeds_command_is_known() -> None:
     theirs = (
-        "hostfile include exclude num_nodes num_gpus num_accelerators master_port master_addr node_rank launcher "
-        "launcher_args module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid enable_each_rank_log "
-        "autotuning bind_cores_to_rank bind_core_list ssh_port venv_script log_level quiet"
+        "hostfile include exclude num_nodes num_gpus num_accelerators master_port master_addr "
+        "node_rank launcher launcher_args module no_python no_local_rank no_ssh no_ssh_check "
+        "force_multi save_pid enable_each_rank_log autotuning bind_cores_to_rank bind_core_list "
+        "ssh_port venv_script log_level quiet"
     )
-    shown = CliRunner().invoke(cli.app, ["run", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    shown = (
+        CliRunner()
+        .invoke(cli.app, ["run", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+        .output
+    )
     assert [name for name in theirs.split() if f"--{name.replace('_', '-')}" not in shown] == []
 
 
@@ -103,14 +111,28 @@ def test_everything_after_the_script_is_the_scripts() -> None:
     assert (options.module, options.master_port) == (False, 0)
 
 
-@pytest.mark.parametrize("spelling", ["--num_gpus", "--num-gpus", "--num_accelerators", "--num-accelerators"])
+@pytest.mark.parametrize(
+    "spelling", ["--num_gpus", "--num-gpus", "--num_accelerators", "--num-accelerators"]
+)
 def test_both_spellings_and_both_names_are_taken(spelling: str) -> None:
     assert parse(spelling, "3", "train.py").num_gpus == 3
 
 
 def test_the_normalised_spelling_leaves_values_alone() -> None:
-    options = parse("-H", "my_hosts", "--include=node_1:0", "--master_addr", "node_1", "my_script.py", "--my_flag=a_b")
-    assert (options.hostfile, options.include, options.master_addr) == (Path("my_hosts"), "node_1:0", "node_1")
+    options = parse(
+        "-H",
+        "my_hosts",
+        "--include=node_1:0",
+        "--master_addr",
+        "node_1",
+        "my_script.py",
+        "--my_flag=a_b",
+    )
+    assert (options.hostfile, options.include, options.master_addr) == (
+        Path("my_hosts"),
+        "node_1:0",
+        "node_1",
+    )
     assert options.command == ["my_script.py", "--my_flag=a_b"]
 
 
@@ -118,7 +140,12 @@ def test_deepspeeds_launch_line_is_understood() -> None:
     line = "--num_gpus=8 your_train_script.py --deepspeed --deepspeed_config deepspeed_config.json"
     options = parse(*line.split())
     assert options.num_gpus == 8
-    assert options.command == ["your_train_script.py", "--deepspeed", "--deepspeed_config", "deepspeed_config.json"]
+    assert options.command == [
+        "your_train_script.py",
+        "--deepspeed",
+        "--deepspeed_config",
+        "deepspeed_config.json",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -132,10 +159,15 @@ def test_deepspeeds_launch_line_is_understood() -> None:
         (RunOptions(command=["no-such-program-here"], no_python=True), "There is no program"),
         (RunOptions(command=["x"], module=True, no_python=True), "mutually exclusive"),
         (RunOptions(command=[__file__], tp=0), "--tp is 0"),
-        (RunOptions(command=[__file__], tp=2, pp=2, nproc=6), "--pp 2 --tp 2 needs a multiple of 4 processes, and 6"),
+        (
+            RunOptions(command=[__file__], tp=2, pp=2, nproc=6),
+            "--pp 2 --tp 2 needs a multiple of 4 processes, and 6",
+        ),
     ],
 )
-def test_a_command_that_cannot_start_is_refused_before_anything_starts(options: RunOptions, message: str) -> None:
+def test_a_command_that_cannot_start_is_refused_before_anything_starts(
+    options: RunOptions, message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         run(options)
 
@@ -157,7 +189,9 @@ def test_local_rank_is_passed_first_and_only_where_it_is_known(tmp_path: Path) -
     script.write_text("parser.add_argument('--local_rank')\n")
     passed = run_module._command(RunOptions(command=[str(script), "--epochs", "2"]))
     assert passed.argv(1)[-4:] == [str(script), "--local_rank=1", "--epochs", "2"]
-    kept = run_module._command(RunOptions(command=[str(script), "--epochs", "2"], no_local_rank=True))
+    kept = run_module._command(
+        RunOptions(command=[str(script), "--epochs", "2"], no_local_rank=True)
+    )
     assert kept.argv(1)[-3:] == [str(script), "--epochs", "2"]
 
 
@@ -171,14 +205,20 @@ def test_local_rank_is_passed_first_and_only_where_it_is_known(tmp_path: Path) -
     ],
 )
 def test_axes_are_told_to_ranks_that_are_whole_copies(
-    line: str, cores: int, nproc: int, mesh: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    line: str,
+    cores: int,
+    nproc: int,
+    mesh: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
     started: list[Any] = []
     monkeypatch.setattr(run_module, "allowed_cores", lambda: cores)
     agent = SimpleNamespace(
-        gpus_of_this_machine=lambda environment: (), run_ranks=lambda *given: started.append(given) or Outcome(0)
+        gpus_of_this_machine=lambda environment: (),
+        run_ranks=lambda *given: started.append(given) or Outcome(0),
     )
     monkeypatch.setitem(sys.modules, "deepseek_zero.cli.agent", agent)
     assert run(parse(*line.split())) == 0
@@ -191,7 +231,9 @@ def test_chosen_gpus_are_made_the_visible_ones(monkeypatch: pytest.MonkeyPatch) 
     environment = rank_environment(NodePlan(Share(2, ("5", "7"))), Machine(8, ("2", "5", "7")))
     assert environment["CUDA_VISIBLE_DEVICES"] == "5,7"
     assert environment["OMP_NUM_THREADS"] == "4"
-    assert "CUDA_VISIBLE_DEVICES" not in rank_environment(NodePlan(Share(3)), Machine(8, ("2", "5", "7")))
+    assert "CUDA_VISIBLE_DEVICES" not in rank_environment(
+        NodePlan(Share(3)), Machine(8, ("2", "5", "7"))
+    )
 
 
 def test_help_does_not_wait_for_torch() -> None:
@@ -244,8 +286,15 @@ def test_version_names_what_a_bug_report_needs() -> None:
 
 def test_the_version_is_an_option_and_the_package_a_program() -> None:
     told = [
-        subprocess.run([sys.executable, "-m", "deepseek_zero", word], capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-m", "deepseek_zero", word],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         for word in ("version", "--version")
     ]
     assert told[0] == told[1]
-    assert told[0].startswith(f"deepseek-zero {deepseek_zero.__version__}, torch {torch.__version__.partition('+')[0]}")
+    assert told[0].startswith(
+        f"deepseek-zero {deepseek_zero.__version__}, torch {torch.__version__.partition('+')[0]}"
+    )

@@ -31,7 +31,10 @@ def test_the_json_holds_every_finding_with_its_meaning(capsys: pytest.CaptureFix
     doctor.show(as_json=True)
     found = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
     assert found.keys() >= EXPECTED
-    assert all(one["value"] and one["meaning"] and one["verdict"] in {"good", "note", "bad"} for one in found.values())
+    assert all(
+        one["value"] and one["meaning"] and one["verdict"] in {"good", "note", "bad"}
+        for one in found.values()
+    )
 
 
 def test_the_table_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,10 +68,15 @@ def test_a_number_format_is_told_by_the_device_that_trains(
     assert doctor._format("bf16", on_gpu, gpu_has_it, flags).value == value
 
 
-def test_the_doctor_says_where_states_could_rest_and_how_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_says_where_states_could_rest_and_how_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     found = {one.name: one for one in doctor.findings()}
-    assert found[f"states on '{tmp_path}'"].value in ("past the page cache", "through the page cache")
+    assert found[f"states on '{tmp_path}'"].value in (
+        "past the page cache",
+        "through the page cache",
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -82,10 +90,21 @@ def test_the_world_and_its_source_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     def told() -> dict[str, doctor.Finding]:
         return {one.name: one for one in (doctor._world(), *doctor._default_launch(Machine(4)))}
 
-    assert (told()["world"].value, told()["world"].meaning) == ("one process", "source: no launcher")
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "h0"}.items():
+    assert (told()["world"].value, told()["world"].meaning) == (
+        "one process",
+        "source: no launcher",
+    )
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "h0",
+    }.items():
         monkeypatch.setenv(name, value)
-    assert told()["world"].verdict is doctor.Severity.BAD and "MASTER_PORT is not set" in told()["world"].meaning
+    assert (
+        told()["world"].verdict is doctor.Severity.BAD
+        and "MASTER_PORT is not set" in told()["world"].meaning
+    )
     monkeypatch.setenv("MASTER_PORT", "29511")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert told()["world"].value == "rank 1 of 2"
@@ -93,9 +112,16 @@ def test_the_world_and_its_source_are_named(monkeypatch: pytest.MonkeyPatch) -> 
         "source: RANK and WORLD_SIZE; local rank 1 of 2; host 0 of 1; ranks meet at h0:29511"
     )
     assert "`run` joins" not in told()
-    for name, value in {"DSTACK_NODES_NUM": "2", "DSTACK_NODE_RANK": "1", "DSTACK_MASTER_NODE_IP": "10.0.0.6"}.items():
+    for name, value in {
+        "DSTACK_NODES_NUM": "2",
+        "DSTACK_NODE_RANK": "1",
+        "DSTACK_MASTER_NODE_IP": "10.0.0.6",
+    }.items():
         monkeypatch.setenv(name, value)
     joins = told()["`run` joins"]
-    assert (joins.value, joins.meaning) == ("node 1 of 2", "source: dstack; nodes meet at 10.0.0.6; options beat it")
+    assert (joins.value, joins.meaning) == (
+        "node 1 of 2",
+        "source: dstack; nodes meet at 10.0.0.6; options beat it",
+    )
     monkeypatch.setenv("PET_NNODES", "1:4")
     assert told()["`run` joins"].verdict is doctor.Severity.BAD

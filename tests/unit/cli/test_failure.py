@@ -56,7 +56,11 @@ def test_a_killed_rank_is_told_with_the_likely_reason() -> None:
 
 
 def test_a_crash_in_native_code_is_told_with_its_python_stack() -> None:
-    assert Death(0, -11, 0.0, stack="Fatal Python error\n").story().endswith("native code.\nFatal Python error")
+    assert (
+        Death(0, -11, 0.0, stack="Fatal Python error\n")
+        .story()
+        .endswith("native code.\nFatal Python error")
+    )
 
 
 def test_a_silent_exit_is_told_as_such() -> None:
@@ -72,7 +76,9 @@ def test_torchs_own_error_file_is_read_too(tmp_path: Path) -> None:
     assert found == Report("Traceback", "ValueError: x", found.at, 1, False)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"message": "text"}', '{"message": {"message": "text"}}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"message": "text"}', '{"message": {"message": "text"}}']
+)
 def test_an_error_file_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
     file = tmp_path / "error.json"
     file.write_text(text)
@@ -84,7 +90,9 @@ def test_an_error_that_tells_of_a_peer_is_recognised_through_its_chain() -> None
     wrapped = RuntimeError("training stopped")
     wrapped.__cause__ = PeerError("rank 1 died")
     assert blames_a_peer(wrapped)
-    assert blames_a_peer(RuntimeError("[gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.1]:1"))
+    assert blames_a_peer(
+        RuntimeError("[gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.1]:1")
+    )
     assert not blames_a_peer(ValueError("boom"))
 
 
@@ -106,13 +114,28 @@ sys.stdout.write("its words, ")
 
 
 @pytest.mark.parametrize(
-    ("end", "code"), [("raise ValueError('boom')", 1), ("sys.exit(3)", 3), ("sys.exit('boom')", 1), ("pass", 0)]
+    ("end", "code"),
+    [("raise ValueError('boom')", 1), ("sys.exit(3)", 3), ("sys.exit('boom')", 1), ("pass", 0)],
 )
-def test_a_rank_that_fails_does_at_its_end_what_python_does(end: str, code: int, tmp_path: Path) -> None:
+def test_a_rank_that_fails_does_at_its_end_what_python_does(
+    end: str, code: int, tmp_path: Path
+) -> None:
     script, told = tmp_path / "script.py", tmp_path / "told"
     script.write_text(ENDS.format(end=end))
-    command = [sys.executable, "-S", worker.__file__, str(os.getpid()), "script", str(script), str(told)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | {worker.ERROR_FILE: ""})
+    command = [
+        sys.executable,
+        "-S",
+        worker.__file__,
+        str(os.getpid()),
+        "script",
+        str(script),
+        str(told),
+    ]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {worker.ERROR_FILE: ""}
+    )
     assert (ended.returncode, ended.stdout) == (code, "its words, its thread, its exit handler, ")
     assert ("boom" in ended.stderr) == ("boom" in end)
-    assert told.read_text() == ("ValueError('boom')" if "raise" in end else "None"), "what told others how it ended"
+    assert told.read_text() == ("ValueError('boom')" if "raise" in end else "None"), (
+        "what told others how it ended"
+    )

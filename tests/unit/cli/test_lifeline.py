@@ -39,8 +39,12 @@ def test_output_that_nobody_reads_is_closed(ends: tuple[int, int]) -> None:
     os.close(writing)
 
 
-def test_an_input_that_ends_does_not_close_the_output_over_the_same_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ssh -n host command 2>&1`: sshd gives one socket for all three streams, and shuts its own side for writing."""
+def test_an_input_that_ends_does_not_close_the_output_over_the_same_socket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`ssh -n host command 2>&1`: sshd gives one socket for all three streams, and shuts its own
+    side for writing.
+    """
     ours, theirs = socket.socketpair()
     copy = os.dup(ours.fileno())
     monkeypatch.setattr(lifeline, "INPUT", ours.fileno())

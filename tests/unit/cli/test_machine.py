@@ -21,7 +21,10 @@ def test_with_gpus_the_default_is_a_process_per_gpu() -> None:
 
 @pytest.mark.parametrize(("cores", "nproc", "threads"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1")])
 def test_ranks_share_the_cores(cores: int, nproc: int, threads: str) -> None:
-    assert Machine(cores).thread_environment(nproc, {}) == {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    assert Machine(cores).thread_environment(nproc, {}) == {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+    }
 
 
 def test_threads_set_by_the_user_stay() -> None:
@@ -33,7 +36,9 @@ def test_a_containers_quota_limits_the_cores(tmp_path: Path) -> None:
     quota.write_text("50000 100000\n")
     assert allowed_cores(quota) == 1
     quota.write_text("max 100000\n")
-    assert allowed_cores(quota) == len(os.sched_getaffinity(0)) == allowed_cores(tmp_path / "absent")
+    assert (
+        allowed_cores(quota) == len(os.sched_getaffinity(0)) == allowed_cores(tmp_path / "absent")
+    )
 
 
 def test_visible_gpus_are_the_entries_of_the_environment_variable() -> None:

@@ -51,7 +51,12 @@ def test_one_machine_runs_what_was_asked(
 
 def test_a_single_machine_meets_itself_at_any_free_port() -> None:
     plan = plan_node(Asked(), CPU, ())
-    assert (plan.num_nodes, plan.node_rank, plan.master_addr, plan.master_port) == (1, 0, "127.0.0.1", 0)
+    assert (plan.num_nodes, plan.node_rank, plan.master_addr, plan.master_port) == (
+        1,
+        0,
+        "127.0.0.1",
+        0,
+    )
 
 
 @pytest.mark.parametrize("asked", [Asked(num_gpus=8), Asked(include="localhost:0,1,2,3,4,5,6,7")])
@@ -93,7 +98,10 @@ def test_a_slot_that_this_machine_lacks_is_refused() -> None:
         (Asked(exclude="localhost:0", num_nodes=1), "mutually exclusive with --num_nodes"),
         (Asked(num_nodes=2), "need --node_rank and --master_addr"),
         (Asked(num_nodes=2, node_rank=0), "need --node_rank and --master_addr"),
-        (Asked(num_nodes=2, node_rank=2, master_addr="first"), "--node_rank 2 is not one of the 2 nodes"),
+        (
+            Asked(num_nodes=2, node_rank=2, master_addr="first"),
+            "--node_rank 2 is not one of the 2 nodes",
+        ),
         (Asked(node_rank=1), "--node_rank 1 is not one of the 1 nodes"),
     ],
 )
@@ -113,7 +121,9 @@ def test_a_machine_finds_itself_in_the_hostfile(hostfile: Path) -> None:
 
 
 def test_node_rank_says_which_host_this_is(hostfile: Path) -> None:
-    plan = plan_node(Asked(hostfile=hostfile, node_rank=0, master_addr="10.0.0.1", master_port=1234), CPU, ())
+    plan = plan_node(
+        Asked(hostfile=hostfile, node_rank=0, master_addr="10.0.0.1", master_port=1234), CPU, ()
+    )
     assert plan == NodePlan(Share(2), 2, 0, "10.0.0.1", 1234)
 
 
@@ -155,7 +165,12 @@ KUBEFLOW = Nodes("PET_*", 2, 1, nproc="3", address="10.0.0.9", port=29400)
             NodePlan(Share(1), 3, 2, "h", 4),
         ),
         (Asked(num_nodes=1), KUBEFLOW, CPU, NodePlan(Share(3))),
-        (Asked(include="localhost:3"), SKYPILOT, GPUS, NodePlan(Share(1, ("3",)), 2, 1, "10.0.0.4", DEFAULT_PORT)),
+        (
+            Asked(include="localhost:3"),
+            SKYPILOT,
+            GPUS,
+            NodePlan(Share(1, ("3",)), 2, 1, "10.0.0.4", DEFAULT_PORT),
+        ),
         (Asked(), Nodes("PET_*", 1, nproc="auto"), CPU, NodePlan(Share(2))),
         (Asked(), Nodes("PET_*", 1, nproc="cpu", address="h", port=5), CPU, NodePlan(Share(4))),
         (Asked(), Nodes("PET_*", 1, nproc="gpu"), GPUS, NodePlan(Share(4))),

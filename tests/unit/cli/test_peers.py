@@ -1,4 +1,6 @@
-"""What launchers of several machines hear of each other, and that none of them waits for a store that is silent."""
+"""What launchers of several machines hear of each other, and that none of them waits for a store
+that is silent.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ class Line:
     def __init__(self, table: Table) -> None:
         self.made.append(self)
         self._texts = table.texts
-        self.is_open, self.is_waited_for, self.is_broken = threading.Event(), threading.Event(), False
+        self.is_open, self.is_waited_for, self.is_broken = (
+            threading.Event(),
+            threading.Event(),
+            False,
+        )
         self.is_open.set()
 
     def cut(self) -> None:
@@ -74,27 +80,35 @@ def in_haste(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in {"ASK_SECONDS": 0.02, "FAREWELL_SECONDS": 0.2, "TELL_AFTER": 0.2}.items():
         monkeypatch.setattr(peers, name, value)
     monkeypatch.setattr(Clock, "now", Clock.now)
-    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: Clock.now, sleep=time.sleep))
+    monkeypatch.setattr(
+        peers, "time", SimpleNamespace(monotonic=lambda: Clock.now, sleep=time.sleep)
+    )
     yield
     for line in Line.made:  # or their threads would ask for as long as the tests run
         line.is_broken = True
         line.is_open.set()
     Line.made.clear()
-    assert within(PATIENCE, lambda: all(each.name != "deepseek-zero-peers" for each in threading.enumerate()))
+    assert within(
+        PATIENCE, lambda: all(each.name != "deepseek-zero-peers" for each in threading.enumerate())
+    )
 
 
 def two(dead_after: float) -> tuple[list[PeerWatch], list[Line]]:
     table = Table()
     lines = [Line(table), Line(table)]
     watches = [PeerWatch(line, node, 2, [node], dead_after) for node, line in enumerate(lines)]
-    assert within(PATIENCE, lambda: all(1 - node in watch._seen for node, watch in enumerate(watches)))
+    assert within(
+        PATIENCE, lambda: all(1 - node in watch._seen for node, watch in enumerate(watches))
+    )
     return watches, lines
 
 
 def cut_off_second(watches: list[PeerWatch], lines: list[Line]) -> None:
     """Cut the second node's line, and return when the first has seen all that the second wrote."""
     lines[1].cut()
-    assert within(PATIENCE, lambda: watches[0]._seen[1][0] == lines[0]._texts[f"{peers.ALIVE_KEY}/1"])
+    assert within(
+        PATIENCE, lambda: watches[0]._seen[1][0] == lines[0]._texts[f"{peers.ALIVE_KEY}/1"]
+    )
 
 
 def pass_time(seconds: float, watches: list[PeerWatch]) -> None:
@@ -117,7 +131,9 @@ def test_a_failure_is_told_to_the_others_and_the_first_one_stays() -> None:
     assert first.heard_failure() is second.heard_failure() is None
     second.tell_failure(Outcome(3, "rank 1 failed", "why"))
     first.tell_failure(Outcome(4, "rank 0 failed", "later"))
-    assert within(PATIENCE, first.heard_failure) == Outcome(3, f"rank 1 failed, on {socket.gethostname()}", "why")
+    assert within(PATIENCE, first.heard_failure) == Outcome(
+        3, f"rank 1 failed, on {socket.gethostname()}", "why"
+    )
 
 
 def test_all_have_finished_when_each_has_and_a_store_that_goes_then_is_no_failure() -> None:
@@ -148,7 +164,9 @@ def test_the_end_of_the_launcher_that_holds_the_store_is_told_with_its_host_and_
     )
 
 
-def test_a_silent_machine_is_told_then_lost_by_name_on_both_sides(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_silent_machine_is_told_then_lost_by_name_on_both_sides(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     (first, second), lines = two(0.5)
     cut_off_second([first, second], lines)
     for _ in range(3):
@@ -158,13 +176,18 @@ def test_a_silent_machine_is_told_then_lost_by_name_on_both_sides(caplog: pytest
     heard = first.heard_failure(), second.heard_failure()
     for node, lost in zip((1, 0), heard, strict=True):
         assert lost is not None and lost.exit_code == 1
-        assert lost.headline == f"HostLost: {socket.gethostname()} (rank {node}) silent for 0.5 s" and lost.is_silence
+        assert (
+            lost.headline == f"HostLost: {socket.gethostname()} (rank {node}) silent for 0.5 s"
+            and lost.is_silence
+        )
     assert sum("silent for 0.2 s" in line for line in caplog.messages) == 2
     second.tell_failure(Outcome(1, "nobody hears this", ""))  # and it does not wait for that
     lines[1].is_open.set()
 
 
-def test_a_cut_that_heals_in_time_is_two_lines_and_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cut_that_heals_in_time_is_two_lines_and_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     watches, lines = two(5.0)
     cut_off_second(watches, lines)
     for _ in range(2):
@@ -172,24 +195,35 @@ def test_a_cut_that_heals_in_time_is_two_lines_and_no_failure(caplog: pytest.Log
         assert not any(watch.heard_failure() for watch in watches)
     lines[1].is_open.set()
     for node, watch in enumerate(watches):
-        assert within(PATIENCE, lambda watch=watch, node=node: watch._seen[1 - node][1] == Clock.now)  # type: ignore[misc]
+        assert within(
+            PATIENCE, lambda watch=watch, node=node: watch._seen[1 - node][1] == Clock.now
+        )  # type: ignore[misc]
         assert within(PATIENCE, lambda watch=watch: watch._answered == Clock.now)  # type: ignore[misc]
         assert not watch.heard_failure()
     said = [line for line in caplog.messages if line.startswith(socket.gethostname())]
-    assert [("silent" in line, "again" in line) for line in said] == [(True, False)] * 2 + [(False, True)] * 2
+    assert [("silent" in line, "again" in line) for line in said] == [(True, False)] * 2 + [
+        (False, True)
+    ] * 2
     assert not any(watch.heard_failure() for watch in watches)
 
 
-def test_a_launcher_that_stood_still_itself_takes_nobody_for_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_stood_still_itself_takes_nobody_for_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     watches, _ = two(5.0)
     monkeypatch.setattr(peers, "ASK_SECONDS", 3600.0)
-    assert within(PATIENCE, lambda: not any(watch._has_news.is_set() or watch._asked for watch in watches))
+    assert within(
+        PATIENCE, lambda: not any(watch._has_news.is_set() or watch._asked for watch in watches)
+    )
     Clock.now += 60.0
     assert not any(watch.heard_failure() for watch in watches)
     monkeypatch.setattr(peers, "ASK_SECONDS", 0.02)
     for watch in watches:
         watch._has_news.set()
-    assert within(PATIENCE, lambda: all(watch._seen[1 - node][1] == Clock.now for node, watch in enumerate(watches)))
+    assert within(
+        PATIENCE,
+        lambda: all(watch._seen[1 - node][1] == Clock.now for node, watch in enumerate(watches)),
+    )
     assert not any(watch.heard_failure() for watch in watches)
 
 
@@ -218,7 +252,9 @@ def test_a_machine_whose_launcher_is_gone_without_a_word_has_ended() -> None:
     (first, second), lines = two(10.0)
     second.tell_failure(Outcome(3, "rank 1 failed", "why"))
     lines[0].set(f"{peers.GONE}/1", "ended")
-    assert within(PATIENCE, first.heard_failure) == Outcome(3, f"rank 1 failed, on {socket.gethostname()}", "why")
+    assert within(PATIENCE, first.heard_failure) == Outcome(
+        3, f"rank 1 failed, on {socket.gethostname()}", "why"
+    )
     (first, second), lines = two(10.0)
     assert not second.all_finished()
     assert within(PATIENCE, lambda: f"{peers.FINISHED_KEY}/1" in lines[0]._texts)

@@ -18,14 +18,28 @@ from tests.in_process import Texts
 @pytest.mark.parametrize(
     ("lines", "named"),
     [
-        ({"raised/1": "PeerError: rank 2 raised", "raised/2": "ValueError: mine"}, "rank 2 raised an error"),
-        ({"raised/1": "PeerError: rank 2 has ended", "ended/2": "its program finished"}, "rank 2 has ended"),
-        ({"raised/1": "HostLost: h1 silent", "raised/2": "ValueError: mine"}, "rank 1 raised an error .*: HostLost"),
-        ({"raised/1": "PeerError: rank 2 is gone"}, "rank 1 raised an error .*: PeerError: rank 2 is gone"),
+        (
+            {"raised/1": "PeerError: rank 2 raised", "raised/2": "ValueError: mine"},
+            "rank 2 raised an error",
+        ),
+        (
+            {"raised/1": "PeerError: rank 2 has ended", "ended/2": "its program finished"},
+            "rank 2 has ended",
+        ),
+        (
+            {"raised/1": "HostLost: h1 silent", "raised/2": "ValueError: mine"},
+            "rank 1 raised an error .*: HostLost",
+        ),
+        (
+            {"raised/1": "PeerError: rank 2 is gone"},
+            "rank 1 raised an error .*: PeerError: rank 2 is gone",
+        ),
         ({}, None),
     ],
 )
-def test_who_raised_because_of_another_rank_is_named_last(lines: dict[str, str], named: str | None) -> None:
+def test_who_raised_because_of_another_rank_is_named_last(
+    lines: dict[str, str], named: str | None
+) -> None:
     recorder = FlightRecorder(Hosts(0, ("one host",) * 3), Texts(lines))
     error = recorder.find_failure("rank 0 waits", "engine 0")
     if error is None or named is None:
@@ -42,20 +56,30 @@ class Silent(Texts):
         return {2: 0.5, 4: 11.0}
 
 
-@pytest.mark.parametrize(("limit", "lines_of_2"), [(60.0, {"gone/2": "its process has ended"}), (0.1, {})])
+@pytest.mark.parametrize(
+    ("limit", "lines_of_2"), [(60.0, {"gone/2": "its process has ended"}), (0.1, {})]
+)
 def test_the_board_stays_until_the_others_have_said_why_they_end_or_cannot(
     limit: float, lines_of_2: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flight_recorder, "STAY_SECONDS", limit)
-    said = Silent({"raised/3": "HostLost: h2 silent", **lines_of_2})  # of rank 1, on this host, nobody asks
+    said = Silent(
+        {"raised/3": "HostLost: h2 silent", **lines_of_2}
+    )  # of rank 1, on this host, nobody asks
     began = time.monotonic()
-    FlightRecorder(Hosts(0, ("h0", "h0", "h1", "h1", "h2")), said, dead_after=10.0).stay_for_others()
+    FlightRecorder(
+        Hosts(0, ("h0", "h0", "h1", "h1", "h2")), said, dead_after=10.0
+    ).stay_for_others()
     assert time.monotonic() - began < 30.0
 
 
 @pytest.mark.parametrize(("rank", "is_ours", "lines"), [(0, False, 1), (1, False, 0), (0, True, 0)])
 def test_one_rank_of_a_host_names_a_silent_one_once_and_none_where_our_launcher_does(
-    rank: int, is_ours: bool, lines: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    rank: int,
+    is_ours: bool,
+    lines: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("MASTER_PORT", "29501")
     monkeypatch.setenv(STORE, f"10.77.0.1:29500/{29501 if is_ours else 29500}")
@@ -97,7 +121,10 @@ def position(sequence: int, ranks: list[int]) -> Position:
 def test_the_lowest_rank_that_waits_names_those_that_are_in_no_collective(
     waiting: dict[int, int], me: int, absent: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lines = {f"waiting/{rank}": json.dumps(asdict(position(at, [0, 1, 2]))) for rank, at in waiting.items()}
+    lines = {
+        f"waiting/{rank}": json.dumps(asdict(position(at, [0, 1, 2])))
+        for rank, at in waiting.items()
+    }
     recorder = FlightRecorder(Hosts(me, ("one host",) * 4), Texts(lines))
     told = []
     for seconds in (1.0, 4.9, 5.1, 6.0, 9.0, 10.3, 15.0):

@@ -1,4 +1,6 @@
-"""No two collectives under way are alike on gloo's wire, and numbers that may still be in use are not used again."""
+"""No two collectives under way are alike on gloo's wire, and numbers that may still be in use are
+not used again.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from deepseek_zero.comm.transports.gloo import SLOTS, WINDOW, Tags
 
 
 def mark(engine: int, lane: str, sequence: int, check: int = 0) -> CollectiveId:
-    return CollectiveId(f"engine {engine}/{lane}", lane_number(engine + 1, lane), sequence, check, [])
+    return CollectiveId(
+        f"engine {engine}/{lane}", lane_number(engine + 1, lane), sequence, check, []
+    )
 
 
 def make(tags: Tags, engine: int) -> None:
@@ -24,13 +28,17 @@ def test_all_collectives_that_can_be_under_way_have_tags_of_their_own() -> None:
         make(tags, engine)
         for lane in LANES:
             seen |= {tags.begin(mark(engine, lane, sequence)) for sequence in range(WINDOW)}
-    seen |= {tags.begin(CollectiveId("world/rows", 0, sequence, 0, [])) for sequence in range(WINDOW)}
+    seen |= {
+        tags.begin(CollectiveId("world/rows", 0, sequence, 0, [])) for sequence in range(WINDOW)
+    }
     assert len(seen) == ((SLOTS - 1) * len(LANES) + 1) * WINDOW
     assert min(seen) >= 0
     assert max(seen) < 1 << 31, "torch takes a positive int32"
 
 
-def test_a_lane_waits_for_room_before_its_places_wrap_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_waits_for_room_before_its_places_wrap_around(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(base, "POLL_SECONDS", 0.01)
     tags = Tags()
     make(tags, 0)
@@ -54,7 +62,9 @@ def test_a_slot_is_used_again_only_when_nothing_of_its_engine_is_under_way() -> 
     assert tags.free_slots() & 0b11 == 0b11
 
 
-def test_an_engine_may_be_collected_while_slots_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_may_be_collected_while_slots_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tags, left = Tags(), iter(range(3, SLOTS))
     is_busy = tags._is_busy
 
@@ -85,6 +95,9 @@ def test_a_name_is_part_of_what_a_message_is_known_by() -> None:
         seen.add(tags.begin(mark(0, "gather", 0, check)))
         tags.end("engine 0/gather")
     assert len(seen) == 1 << 13
-    wide = {tag_of(mark(*place)) for place in ((0, "gather", 0, 1), (0, "gather", 1 << 20, 1), (1, "gather", 0, 1))}
+    wide = {
+        tag_of(mark(*place))
+        for place in ((0, "gather", 0, 1), (0, "gather", 1 << 20, 1), (1, "gather", 0, 1))
+    }
     assert len(wide) == 3
     assert max(wide) < 1 << 96

@@ -1,4 +1,6 @@
-"""Which errors of a transport mean that a peer is gone: those of gloo's and NCCL's own networks, and no others."""
+"""Which errors of a transport mean that a peer is gone: those of gloo's and NCCL's own networks,
+and no others.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,19 @@ from deepseek_zero.comm.transports.base import ConnectionLost, first_line
 from deepseek_zero.comm.transports.nccl import Nccl
 from tests.needs import need
 
-GLOO = "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:40143. This is typically ..."
-TRACE = "\nException raised from recvBytes at /src/Utils.hpp:787 (most recent call first):\nframe #0: c10::Error::Error"
+GLOO = (
+    "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:40143. This is "
+    "typically ..."
+)
+TRACE = (
+    "\nException raised from recvBytes at /src/Utils.hpp:787 (most recent call first):\nframe #0: "
+    "c10::Error::Error"
+)
 
 
-def nccl_that_raises(error: Exception, monkeypatch: pytest.MonkeyPatch, at: str) -> tuple[Nccl, CollectiveId]:
+def nccl_that_raises(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, at: str
+) -> tuple[Nccl, CollectiveId]:
     class Work:
         def wait(self) -> None:
             raise error
@@ -34,16 +44,27 @@ def nccl_that_raises(error: Exception, monkeypatch: pytest.MonkeyPatch, at: str)
         return Work()
 
     monkeypatch.setattr(dist, "all_gather_into_tensor", issue)
-    return Nccl(0, 2, {"gather": None}, torch.device("cpu")), CollectiveId("engine 0/gather", 4, 0, 0, [])
+    return Nccl(0, 2, {"gather": None}, torch.device("cpu")), CollectiveId(
+        "engine 0/gather", 4, 0, 0, []
+    )
 
 
 @pytest.mark.parametrize("at", ["issue", "wait"])
 @pytest.mark.parametrize(
     "error, expected",
     [
-        (dist.DistBackendError("NCCL error: remote process exited, ncclRemoteError" + TRACE), ConnectionLost),
-        (dist.DistBackendError("NCCL error: unhandled system error, ncclSystemError"), ConnectionLost),
-        (dist.DistBackendError("NCCL error: ncclInvalidUsage, duplicate GPU detected"), dist.DistBackendError),
+        (
+            dist.DistBackendError("NCCL error: remote process exited, ncclRemoteError" + TRACE),
+            ConnectionLost,
+        ),
+        (
+            dist.DistBackendError("NCCL error: unhandled system error, ncclSystemError"),
+            ConnectionLost,
+        ),
+        (
+            dist.DistBackendError("NCCL error: ncclInvalidUsage, duplicate GPU detected"),
+            dist.DistBackendError,
+        ),
         (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
         (RuntimeError("Unconvertible NCCL type ComplexHalf"), RuntimeError),
     ],

@@ -36,7 +36,9 @@ def test_accelerate_counts_the_group_if_it_is_asked_to(asked: str, counted: int)
         assert PartialState().num_processes == counted
         PartialState._shared_state["backend"] = None
         deepseek_zero.comm.is_initialized()
-        assert PartialState._shared_state["backend"] is None, "a state that has counted stays as it is"
+        assert PartialState._shared_state["backend"] is None, (
+            "a state that has counted stays as it is"
+        )
 
 
 def test_a_state_without_a_group_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

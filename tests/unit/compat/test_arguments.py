@@ -32,7 +32,9 @@ def with_params(kind: str, **params: Any) -> dict[str, Any]:
 
 
 def initialize(config: Any = ADAMW, model: Any = None, **given: Any) -> Any:
-    engine = dz.initialize(model=nn.Linear(3, 2) if model is None else model, config=config, **given)[0]
+    engine = dz.initialize(
+        model=nn.Linear(3, 2) if model is None else model, config=config, **given
+    )[0]
     engine.destroy()
     return engine
 
@@ -58,11 +60,26 @@ ARGUMENTS: dict[str, Case] = {
     "model": (lambda: initialize(model=5), "model of type int"),
     "a class for a model": (lambda: initialize(model=nn.Linear), "model of type type"),
     "optimizer": (lambda: initialize(optimizer=5), r"initialize\(optimizer=5\)"),
-    "an optimizer by name": (lambda: initialize(optimizer="AdamW"), r"initialize\(optimizer='AdamW'\).*\n.*\n.*config"),
-    "a factory of no optimizer": (lambda: initialize(optimizer=lambda params: 5), "made 5, which is no torch.optim"),
-    "model_parameters": (lambda: initialize(model_parameters=5), r"initialize\(model_parameters=5\)"),
-    "numbers for parameters": (lambda: initialize(model_parameters=[1]), r"model_parameters=.*1 is no parameter"),
-    "a tensor for parameters": (lambda: initialize(model_parameters=torch.ones(2)), "model_parameters="),
+    "an optimizer by name": (
+        lambda: initialize(optimizer="AdamW"),
+        r"initialize\(optimizer='AdamW'\).*\n.*\n.*config",
+    ),
+    "a factory of no optimizer": (
+        lambda: initialize(optimizer=lambda params: 5),
+        "made 5, which is no torch.optim",
+    ),
+    "model_parameters": (
+        lambda: initialize(model_parameters=5),
+        r"initialize\(model_parameters=5\)",
+    ),
+    "numbers for parameters": (
+        lambda: initialize(model_parameters=[1]),
+        r"model_parameters=.*1 is no parameter",
+    ),
+    "a tensor for parameters": (
+        lambda: initialize(model_parameters=torch.ones(2)),
+        "model_parameters=",
+    ),
     "one group": (lambda: initialize(model_parameters={"params": []}), "write a list around it"),
     "a group without params": (lambda: initialize(model_parameters=[{"lr": 1.0}]), "'params'"),
     "no parameter at all": (lambda: initialize(model_parameters=[]), "nothing to train"),
@@ -73,7 +90,10 @@ ARGUMENTS: dict[str, Case] = {
     ),
     "collate_fn": (lambda: initialize(collate_fn=5), r"initialize\(collate_fn=5\)"),
     "lr_scheduler": (lambda: initialize(lr_scheduler=5), r"initialize\(lr_scheduler=5\)"),
-    "a scheduler alone": (lambda: initialize(config={}, lr_scheduler=lambda optimizer: None), "without an optimizer"),
+    "a scheduler alone": (
+        lambda: initialize(config={}, lr_scheduler=lambda optimizer: None),
+        "without an optimizer",
+    ),
     "a scheduler's section alone": (
         lambda: initialize(config={"scheduler": {"type": "WarmupLR", "params": {}}}),
         "without an optimizer",
@@ -81,22 +101,43 @@ ARGUMENTS: dict[str, Case] = {
     "mpu": (lambda: initialize(mpu=5), r"initialize\(mpu=5\) cannot be used"),
     "mesh_param": (lambda: initialize(mesh_param=4), r"initialize\(mesh_param=4\) cannot be used"),
     "tp_model_init": (lambda: tp_model_init(5, 2, None), r"tp_model_init\(model=5\)"),  # type: ignore[arg-type]
-    "tp_model_init's size": (lambda: tp_model_init(nn.Linear(2, 2), 0, None), r"tp_model_init\(tp_size=0\)"),
+    "tp_model_init's size": (
+        lambda: tp_model_init(nn.Linear(2, 2), 0, None),
+        r"tp_model_init\(tp_size=0\)",
+    ),
     "dist_init_required": (lambda: initialize(dist_init_required=5), "dist_init_required=5"),
     "distributed_port": (lambda: initialize(distributed_port="x"), "distributed_port='x'"),
     "a port beyond all": (lambda: initialize(distributed_port=99_999), "distributed_port=99999"),
-    "zero_optimization": (lambda: zero3(zero_optimization=3), 'zero_optimization = 3.*\n.*write {"stage": 3}'),
-    "two stages": (lambda: zero3(stage=2, zero_optimization={"stage": 3}), "stage=2 and zero_optimization"),
-    "the optimizer of the other door": (lambda: zero3(optimizer=5), r"DeepSeekZeRO3\(optimizer=5\)"),
-    "the section of the other door": (lambda: zero3(**ADAMW), r"DeepSeekZeRO3\(optimizer={.*ZeroOptimizer"),
+    "zero_optimization": (
+        lambda: zero3(zero_optimization=3),
+        'zero_optimization = 3.*\n.*write {"stage": 3}',
+    ),
+    "two stages": (
+        lambda: zero3(stage=2, zero_optimization={"stage": 3}),
+        "stage=2 and zero_optimization",
+    ),
+    "the optimizer of the other door": (
+        lambda: zero3(optimizer=5),
+        r"DeepSeekZeRO3\(optimizer=5\)",
+    ),
+    "the section of the other door": (
+        lambda: zero3(**ADAMW),
+        r"DeepSeekZeRO3\(optimizer={.*ZeroOptimizer",
+    ),
     "an optimizer nobody knows": (lambda: zero3(optimizer="adamm"), "did you mean"),
     "the rate of the other door": (lambda: zero3(lr="x"), r"DeepSeekZeRO3\(lr='x'\)"),
     "a dot beside its section": (lambda: zero3(**{"bf16": True, "bf16.enabled": True}), "bf16"),
     "no model": (lambda: dz.DeepSeekZeRO3(5), "model of type int"),  # type: ignore[arg-type]
     "ZeroOptimizer": (lambda: ZeroOptimizer(5), r"ZeroOptimizer\(params=5\)"),  # type: ignore[arg-type]
     "its rate": (lambda: ZeroOptimizer([nn.Parameter(torch.ones(2))], lr="x"), "'lr'"),  # type: ignore[arg-type]
-    "its type": (lambda: ZeroOptimizer([nn.Parameter(torch.ones(2))], optimizer_type=5), "optimizer 5"),  # type: ignore[arg-type]
-    "Init's config": (lambda: dz.zero.Init(config_dict_or_path=5), r"zero.Init\(config_dict_or_path=5\)"),
+    "its type": (
+        lambda: ZeroOptimizer([nn.Parameter(torch.ones(2))], optimizer_type=5),
+        "optimizer 5",
+    ),  # type: ignore[arg-type]
+    "Init's config": (
+        lambda: dz.zero.Init(config_dict_or_path=5),
+        r"zero.Init\(config_dict_or_path=5\)",
+    ),
     "Init's old config": (lambda: dz.zero.Init(config=5), r"zero.Init\(config=5\)"),
     "Init's module": (lambda: dz.zero.Init(module=5), r"zero.Init\(module=5\)"),  # type: ignore[arg-type]
     "Init's dtype": (lambda: dz.zero.Init(dtype="bf16"), r"zero.Init\(dtype='bf16'\)"),  # type: ignore[arg-type]
@@ -108,7 +149,10 @@ ARGUMENTS: dict[str, Case] = {
         lambda: dz.checkpointing.configure(deepspeed_config=5),
         "configuration cannot be an int: 5",
     ),
-    "checkpointing's count": (lambda: dz.checkpointing.configure(num_checkpoints="x"), "num_checkpoints='x'"),
+    "checkpointing's count": (
+        lambda: dz.checkpointing.configure(num_checkpoints="x"),
+        "num_checkpoints='x'",
+    ),
 }
 CONFIGS: dict[str, tuple[Any, str]] = {
     "a number": (5, "a configuration cannot be an int: 5"),
@@ -122,7 +166,10 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     "a list": ("[1]", "existing deepspeed config"),
     "duplicate keys": ('{"fp16": {}, "fp16": {}}', "Duplicate keys"),
     "not a number": ('{"gradient_clipping": NaN}', "must be finite"),
-    "a huge integer": ('{"zero_optimization": {"reduce_bucket_size": 1' + "0" * 400 + "}}", "at most 64 bits"),
+    "a huge integer": (
+        '{"zero_optimization": {"reduce_bucket_size": 1' + "0" * 400 + "}}",
+        "at most 64 bits",
+    ),
     "an integer of thousands of digits": ('{"train_batch_size": ' + "9" * 5000 + "}", "JSON"),
     "a bool for a number": ({"train_batch_size": True}, "must be an integer, not true or false"),
     "brackets without end": ('{"a":' * 100_000, "JSON"),
@@ -165,7 +212,10 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     "a rate beyond fp32": (with_params("NAdam", lr=1e308), "without overflow"),
     "a graph on a CPU": (with_params("Adamax", capturable=True), "capturable"),
     "a list for a rate": (with_params("SGD", dampening=[]), "SGD refuses"),
-    "a directory that cannot be": ({"records": {"path": __file__ + "/x"}}, "records cannot be written"),
+    "a directory that cannot be": (
+        {"records": {"path": __file__ + "/x"}},
+        "records cannot be written",
+    ),
     "a monitor's that cannot be": (
         {"csv_monitor": {"enabled": True, "output_path": __file__ + "/x"}},
         "records cannot be written",
@@ -196,7 +246,9 @@ def test_a_configuration_that_cannot_be_is_named(name: str) -> None:
 
 
 def test_a_schedule_that_waits_for_a_number_is_told_it() -> None:
-    engine = dz.initialize(model=nn.Linear(3, 2), config={**ADAMW, "scheduler": {"type": "ReduceLROnPlateau"}})[0]
+    engine = dz.initialize(
+        model=nn.Linear(3, 2), config={**ADAMW, "scheduler": {"type": "ReduceLROnPlateau"}}
+    )[0]
     engine.backward(engine(torch.ones(4, 3)).mean())
     refused(engine.step, "metrics")
     engine.destroy()
@@ -232,7 +284,9 @@ def test_what_an_engine_cannot_save_or_load_is_named(tmp_path: Path) -> None:
     ]
     for call, words in calls:
         refused(call, words)
-    assert {path.name for path in tmp_path.iterdir()} <= {".writer"}  # who writes there, said before anything is
+    assert {path.name for path in tmp_path.iterdir()} <= {
+        ".writer"
+    }  # who writes there, said before anything is
     engine.destroy()
 
 
@@ -244,7 +298,11 @@ def test_a_client_that_counted_another_world_is_told(monkeypatch: pytest.MonkeyP
     importlib.import_module("deepspeed")
     try:
         refused(initialize, "accelerate counted 2 processes, and this world has 1")
-        for harmless in ({"num_processes": 1}, {"num_processes": 2, "distributed_type": "DistributedType.NO"}, {}):
+        for harmless in (
+            {"num_processes": 1},
+            {"num_processes": 2, "distributed_type": "DistributedType.NO"},
+            {},
+        ):
             shared |= harmless
             initialize()
     finally:
@@ -261,7 +319,9 @@ def test_a_client_that_counted_another_world_is_told(monkeypatch: pytest.MonkeyP
         ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 2}}}, 0.0),
     ],
 )
-def test_behind_the_name_gradients_are_clipped_by_its_default(said: dict[str, Any], clips: float) -> None:
+def test_behind_the_name_gradients_are_clipped_by_its_default(
+    said: dict[str, Any], clips: float
+) -> None:
     importlib.import_module("deepspeed")
     try:
         engine = dz.initialize(model=nn.Linear(3, 2), config={"train_batch_size": 4, **said})[0]
@@ -287,7 +347,9 @@ def test_a_grad_scaler_beside_us_is_told_who_scales(door: str) -> None:
     off.update()
 
 
-def test_a_rate_that_the_two_halves_of_a_door_disagree_about_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rate_that_the_two_halves_of_a_door_disagree_about_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     model = nn.Linear(3, 2)
     dz.DeepSeekZeRO3(model, optimizer="adam", lr=1e-2)
     optimizer = ZeroOptimizer(model.parameters())
@@ -298,7 +360,11 @@ def test_a_rate_that_the_two_halves_of_a_door_disagree_about_is_told(capsys: pyt
 
 def test_a_configuration_is_taken_in_every_form_that_says_the_same(tmp_path: Path) -> None:
     text = json.dumps(
-        {"$schema": "https://example.org/schema.json", **ADAMW, "zero_optimization": {"sub_group_size": 0}}
+        {
+            "$schema": "https://example.org/schema.json",
+            **ADAMW,
+            "zero_optimization": {"sub_group_size": 0},
+        }
     )
     (tmp_path / "config.json").write_text(text)
 
@@ -309,7 +375,10 @@ def test_a_configuration_is_taken_in_every_form_that_says_the_same(tmp_path: Pat
     forms += [base64.urlsafe_b64encode(text.encode()).decode(), json.loads(text)]
     for form in forms:
         assert initialize(config=form).config.optimizer.type == "AdamW"
-    assert initialize(config=None, config_params=forms[0]).config.zero_optimization.sub_group_size == 10**9
+    assert (
+        initialize(config=None, config_params=forms[0]).config.zero_optimization.sub_group_size
+        == 10**9
+    )
     args = argparse.Namespace(deepspeed_config=str(forms[2]))
     assert initialize(config=None, args=args).config.optimizer.type == "AdamW"
 
@@ -335,21 +404,37 @@ def test_a_value_is_shown_as_repr_shows_it_and_cut() -> None:
         def __repr__(self) -> str:
             raise ValueError
 
-    for value in ("x" * 10**6, [0] * 10**6, {n: n for n in range(10**5)}, circular(), deep(5000), Bad(), 10**5000):
+    for value in (
+        "x" * 10**6,
+        [0] * 10**6,
+        {n: n for n in range(10**5)},
+        circular(),
+        deep(5000),
+        Bad(),
+        10**5000,
+    ):
         assert len(shown(value)) <= LONGEST_SHOWN
 
 
-def test_an_optimizer_that_accelerate_wrapped_before_is_the_one_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_that_accelerate_wrapped_before_is_the_one_inside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Accelerator.prepare wraps it first where ParallelismConfig has tensor-parallel ranks."""
 
     class AcceleratedOptimizer(torch.optim.Optimizer):
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
             self.optimizer = optimizer
 
-    monkeypatch.setitem(sys.modules, "accelerate.optimizer", SimpleNamespace(AcceleratedOptimizer=AcceleratedOptimizer))
+    monkeypatch.setitem(
+        sys.modules,
+        "accelerate.optimizer",
+        SimpleNamespace(AcceleratedOptimizer=AcceleratedOptimizer),
+    )
     model = torch.nn.Linear(2, 2)
     inside = torch.optim.AdamW(model.parameters(), lr=0.5)
-    engine, *_ = dz.initialize(model=model, optimizer=AcceleratedOptimizer(inside), config={"train_batch_size": 1})
+    engine, *_ = dz.initialize(
+        model=model, optimizer=AcceleratedOptimizer(inside), config={"train_batch_size": 1}
+    )
     assert engine.client_optimizer is inside
     assert engine.get_lr() == [0.5]
     engine(torch.ones(1, 2)).sum().backward()

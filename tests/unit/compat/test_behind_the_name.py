@@ -1,4 +1,6 @@
-"""What programs written for DeepSpeed find of its ZeRO behind its name, beside what every door has."""
+"""What programs written for DeepSpeed find of its ZeRO behind its name, beside what every door
+has.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 1)
+        self.first, self.norm, self.last = (
+            nn.Linear(HIDDEN, HIDDEN),
+            nn.LayerNorm(HIDDEN),
+            nn.Linear(HIDDEN, 1),
+        )
 
     def forward(self, x: Tensor) -> Any:
         return self.last(self.norm(self.first(x)).relu()).float().square().mean()
@@ -39,7 +45,11 @@ class Model(nn.Module):
 def config(stage: int, **more: Any) -> dict[str, Any]:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     optimizer = {"type": "Adam", "params": {"lr": 0.1}}
-    return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "optimizer": optimizer} | more
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "optimizer": optimizer,
+    } | more
 
 
 def built(given: dict[str, Any], model: nn.Module | None = None) -> Any:
@@ -79,7 +89,9 @@ def test_torch_func_is_refused_where_weights_are_sharded() -> None:
 def test_masters_start_from_the_weights_and_sums_are_in_their_dtype() -> None:
     torch.manual_seed(5)
     plain = Model()
-    engine = built(config(2, bf16={"enabled": True}, gradient_accumulation_steps=2), copy.deepcopy(plain))
+    engine = built(
+        config(2, bf16={"enabled": True}, gradient_accumulation_steps=2), copy.deepcopy(plain)
+    )
     assert engine.get_data_types() == (torch.bfloat16, torch.bfloat16)
     import deepspeed.utils
 
@@ -88,7 +100,10 @@ def test_masters_start_from_the_weights_and_sums_are_in_their_dtype() -> None:
     assert {group.plan.grad.dtype for group in engine.runtime.trained_groups} == {torch.bfloat16}
     stated = config(2, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"})
     assert built(stated).get_data_types() == (torch.bfloat16, torch.float32)
-    assert built(config(0, bf16={"enabled": True})).get_data_types() == (torch.bfloat16, torch.float32)
+    assert built(config(0, bf16={"enabled": True})).get_data_types() == (
+        torch.bfloat16,
+        torch.float32,
+    )
     assert built(config(2)).get_data_types()[1] == torch.float32
 
 
@@ -98,20 +113,37 @@ def test_batch_norms_keep_the_values_they_have() -> None:
     nn.init.constant_(model[0].weight, 1.001)
     engine = built(config(3, bf16={"enabled": True}), model)
     whole = engine.module_state_dict()
-    assert torch.equal(whole["1.weight"], torch.full((2,), 1.001)) and whole["0.weight"].float()[0, 0] == 1.0
+    assert (
+        torch.equal(whole["1.weight"], torch.full((2,), 1.001))
+        and whole["0.weight"].float()[0, 0] == 1.0
+    )
 
 
 def test_autocast_marks_the_parameters_of_layers_it_computes_in_16_bits() -> None:
-    from deepspeed.runtime.torch_autocast import get_all_comm_dtypes, get_comm_dtype, has_comm_dtype, sort_dtypes
+    from deepspeed.runtime.torch_autocast import (
+        get_all_comm_dtypes,
+        get_comm_dtype,
+        has_comm_dtype,
+        sort_dtypes,
+    )
 
     engine = built(config(3, torch_autocast={"enabled": True, "dtype": "bf16"}))
     assert get_comm_dtype(engine.module.first.weight) is torch.bfloat16 and not has_comm_dtype(
         engine.module.norm.weight
     )
-    assert sort_dtypes(get_all_comm_dtypes(engine.module.parameters())) == [torch.bfloat16, torch.float32]
-    named = {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": ["torch.nn.LayerNorm"]}
+    assert sort_dtypes(get_all_comm_dtypes(engine.module.parameters())) == [
+        torch.bfloat16,
+        torch.float32,
+    ]
+    named = {
+        "enabled": True,
+        "dtype": "bf16",
+        "lower_precision_safe_modules": ["torch.nn.LayerNorm"],
+    }
     engine = built(config(1, torch_autocast=named))
-    assert not has_comm_dtype(engine.module.first.weight) and has_comm_dtype(engine.module.norm.bias)
+    assert not has_comm_dtype(engine.module.first.weight) and has_comm_dtype(
+        engine.module.norm.bias
+    )
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
@@ -186,13 +218,17 @@ def test_one_loss_of_several_models_in_fp16_needs_no_scaling_if_they_are_called_
         torch.add(plain[0].module(x), plain[1].module(x) / 2).backward()
         scaled[0].scale(torch.add(scaled[0].module(x), scaled[1].module(x) / 2)).backward()
         for engine, reference in zip(plain, scaled, strict=True):
-            for own, other in zip(engine.module.parameters(), reference.module.parameters(), strict=True):
+            for own, other in zip(
+                engine.module.parameters(), reference.module.parameters(), strict=True
+            ):
                 grad = safe_get_full_grad(own)
                 assert grad is not None and torch.equal(grad, safe_get_full_grad(other))
         for engine in [*plain, *scaled]:
             engine.step()
     for engine, reference in zip(plain, scaled, strict=True):
-        for own, other in zip(engine.module.parameters(), reference.module.parameters(), strict=True):
+        for own, other in zip(
+            engine.module.parameters(), reference.module.parameters(), strict=True
+        ):
             assert torch.equal(safe_get_full_fp32_param(own), safe_get_full_fp32_param(other))
     with pytest.raises(UsageError, match="Loss scaling is required"):
         plain[0](x).backward()  # the engine's own forward
@@ -204,7 +240,10 @@ def test_a_parameter_that_joins_later_stays_as_it_is(caplog: pytest.LogCaptureFi
     for _ in range(2):
         engine.backward(engine(torch.ones(1, HIDDEN)))
         engine.step()
-    assert "'late.weight' joined the model after initialize()" in caplog.text and engine.global_steps == 2
+    assert (
+        "'late.weight' joined the model after initialize()" in caplog.text
+        and engine.global_steps == 2
+    )
 
 
 def test_what_a_persistent_parameter_shows_is_this_ranks_part() -> None:
@@ -233,7 +272,9 @@ def test_an_offloaded_optimizer_is_deepspeeds_where_the_configuration_insists() 
     told = {"train_batch_size": 1, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": True}
     model = Model()
     with pytest.raises(ZeRORuntimeException, match="the offloaded optimizer is a SGD"):
-        deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=told)
+        deepspeed.initialize(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=told
+        )
     deepspeed.initialize(model=model, optimizer=DeepSpeedCPUAdam(model.parameters()), config=told)
 
 
@@ -246,7 +287,9 @@ def test_an_optimizer_shows_the_gradients_of_its_groups() -> None:
     assert list(grads) == [0] and len(grads[0]) == 6 == len(optimizer.accumulated_grads_in_cpu)
     (norm,) = optimizer._get_norm_groups()
     assert float(norm) == pytest.approx(float(torch.cat(list(grads[0].values())).norm()), rel=1e-6)
-    assert torch.equal(optimizer.bit16_groups_flat[0], nn.utils.parameters_to_vector(engine.module.parameters()))
+    assert torch.equal(
+        optimizer.bit16_groups_flat[0], nn.utils.parameters_to_vector(engine.module.parameters())
+    )
     (masters,) = optimizer.fp32_groups
     assert torch.equal(torch.cat(masters), optimizer.bit16_groups_flat[0].float())
 
@@ -259,12 +302,18 @@ def test_a_module_keeps_its_parameters_in_deepspeeds_dict_when_it_is_asked_to() 
     ensure_zero_ordered_dict(layer)
     kept = layer._parameters
     ensure_zero_ordered_dict(layer)
-    assert isinstance(kept, ZeROOrderedDict) and layer._parameters is kept and layer._original_parameters is before
+    assert (
+        isinstance(kept, ZeROOrderedDict)
+        and layer._parameters is kept
+        and layer._original_parameters is before
+    )
     assert layer.weight is weight and layer(torch.ones(1, 2)).shape == (1, 2)
 
 
 def test_a_group_of_one_beside_a_launcher_of_many_is_said() -> None:
-    from deepspeed.runtime.zero.partition_parameters import _contradicting_single_rank_pg_error as error
+    from deepspeed.runtime.zero.partition_parameters import (
+        _contradicting_single_rank_pg_error as error,
+    )
 
     assert "WORLD_SIZE=8" in str(error(1, None, {"WORLD_SIZE": "8"}))
     assert error(8, None, {"WORLD_SIZE": "8"}) is error(1, object(), {"WORLD_SIZE": "8"}) is None
@@ -285,7 +334,9 @@ def test_a_list_of_layers_in_fp16_scales_its_loss_by_itself() -> None:
     from deepspeed.pipe import PipelineModule
 
     layers = [nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)]
-    model = PipelineModule(layers, num_stages=1, loss_fn=lambda output, labels: (output - labels).square().mean())
+    model = PipelineModule(
+        layers, num_stages=1, loss_fn=lambda output, labels: (output - labels).square().mean()
+    )
     engine = built(config(1, fp16={"enabled": True, "initial_scale_power": 4}), model)
     before = model.state_dict()["0.weight"].clone()
     batch = torch.ones(1, HIDDEN).half()
@@ -299,7 +350,9 @@ def test_an_optimizer_says_in_which_even_part_of_its_group_a_parameter_lies() ->
     params = list(engine.module.parameters())
     assert [optimizer.get_param_id(param) for param in params] == list(range(len(params)))
     assert optimizer.param_to_partition_ids == [{number: [0] for number in range(len(params))}]
-    optimizer.runtime.comm_ctx.comm.size = 2  # of 61 elements 31: the first part ends inside the first matrix
+    optimizer.runtime.comm_ctx.comm.size = (
+        2  # of 61 elements 31: the first part ends inside the first matrix
+    )
     assert optimizer.param_to_partition_ids == [{0: [0, 1], 1: [1], 2: [1], 3: [1], 4: [1], 5: [1]}]
 
 
@@ -324,7 +377,10 @@ def test_a_model_in_16_bits_can_run_inside_autocast() -> None:
             return nn.functional.mse_loss(super().forward(x), x)  # autocast computes it in fp32
 
     model = Distance(HIDDEN, HIDDEN)
-    both = {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}
+    both = {
+        "bf16": {"enabled": True},
+        "torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"},
+    }
     x = torch.randn(2, HIDDEN).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         wanted = copy.deepcopy(model).bfloat16()(x)
@@ -339,9 +395,13 @@ def test_a_model_in_16_bits_can_run_inside_autocast() -> None:
 def test_a_backward_tells_which_parameters_it_reaches() -> None:
     from deepspeed.runtime.utils import count_used_parameters_in_backward
 
-    used, idle, fixed = (nn.Parameter(torch.ones(2), requires_grad=each) for each in (True, True, False))
+    used, idle, fixed = (
+        nn.Parameter(torch.ones(2), requires_grad=each) for each in (True, True, False)
+    )
     counts = []
-    used.register_hook(lambda grad: counts.append(count_used_parameters_in_backward([used, idle, fixed])))
+    used.register_hook(
+        lambda grad: counts.append(count_used_parameters_in_backward([used, idle, fixed]))
+    )
     (used * fixed).sum().backward()
     assert counts == [1]
     with pytest.raises(RuntimeError, match="during backward"):
@@ -356,7 +416,9 @@ def test_an_optimizer_that_nobody_tested_is_refused_where_the_configuration_asks
     told = {"train_batch_size": 1, "zero_optimization": {"stage": 1}}
     model = Model()
     for optimizer, key in ((Mine, {}), (torch.optim.SGD, {"zero_allow_untested_optimizer": False})):
-        deepspeed.initialize(model=model, optimizer=optimizer(model.parameters(), lr=0.1), config=told | key)
+        deepspeed.initialize(
+            model=model, optimizer=optimizer(model.parameters(), lr=0.1), config=told | key
+        )
     told["zero_allow_untested_optimizer"] = False
     with pytest.raises(AssertionError, match=r"and the optimizer is a .*Mine"):
         deepspeed.initialize(model=model, optimizer=Mine(model.parameters(), lr=0.1), config=told)
@@ -369,7 +431,9 @@ def test_backward_and_step_without_an_optimizer_are_assertion_errors(stage: int)
     words = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
     engine = deepspeed.initialize(model=Model(), config=words)[0]
     loss = engine(torch.ones(2, HIDDEN))
-    with pytest.raises(AssertionError, match="must provide optimizer during init in order to use backward"):
+    with pytest.raises(
+        AssertionError, match="must provide optimizer during init in order to use backward"
+    ):
         engine.backward(loss)
     with pytest.raises(AssertionError, match="no optimizer"):
         engine.step()
@@ -388,7 +452,10 @@ def test_the_level_of_the_log_can_be_asked_for() -> None:
         logger.setLevel(before)
     engine = built(config(0, log_level="ERROR"))
     try:
-        assert engine.log_level() == "ERROR" and logger.getEffectiveLevel() == get_log_level_from_string("error")
+        assert (
+            engine.log_level() == "ERROR"
+            and logger.getEffectiveLevel() == get_log_level_from_string("error")
+        )
     finally:
         logger.setLevel(before)
     with pytest.raises(ValueError, match="no level of the log"):

@@ -1,4 +1,6 @@
-"""What the drop-in gives beside the engine: estimators, elasticity, timers, profiler, loss scalers, builders."""
+"""What the drop-in gives beside the engine: estimators, elasticity, timers, profiler, loss scalers,
+builders.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from torch import nn
 
 from deepseek_zero import comm
 from deepseek_zero.base.errors import NotBuiltError, UsageError
-from deepseek_zero.compat.deepspeed import elasticity, estimators, groups, loss_scaler, ops, profiling, utils
+from deepseek_zero.compat.deepspeed import (
+    elasticity,
+    estimators,
+    groups,
+    loss_scaler,
+    ops,
+    profiling,
+    utils,
+)
 from deepseek_zero.compat.deepspeed.accelerator import get_accelerator, set_accelerator
 from deepseek_zero.compat.deepspeed.elasticity import highly_composite
 from deepseek_zero.compat.deepspeed.utils import OnDevice, log_dist_once
@@ -45,9 +55,13 @@ def test_the_estimators_print_deepspeeds_table(capsys: pytest.CaptureFixture[str
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "HW: Setup with 1 node, 8 GPUs per node."
     assert lines[2] == "SW: Model with 3M total params, 2M largest layer params."
-    assert len(lines) == 10 and lines[-1].endswith("| offload_param=none, offload_optimizer=none, zero_init=0")
+    assert len(lines) == 10 and lines[-1].endswith(
+        "| offload_param=none, offload_optimizer=none, zero_init=0"
+    )
     estimators.estimate_zero2_model_states_mem_needs_all_cold(10**9)
-    assert capsys.readouterr().out.splitlines()[-1] == "    3.73GB |  13.04GB | offload_optimizer=none"
+    assert (
+        capsys.readouterr().out.splitlines()[-1] == "    3.73GB |  13.04GB | offload_optimizer=none"
+    )
 
 
 # -- elasticity
@@ -66,10 +80,16 @@ def test_the_elastic_batch_is_deepspeeds() -> None:
     batch, ranks = elasticity.compute_elastic_config({"elasticity": ELASTIC})
     assert batch == 9792 and len(ranks) == 23  # the figures of DeepSpeed's own test
     for count in ranks:
-        assert 32 <= count <= 1500 and any(batch % (count * size) == 0 for size in ELASTIC["micro_batch_sizes"])
+        assert 32 <= count <= 1500 and any(
+            batch % (count * size) == 0 for size in ELASTIC["micro_batch_sizes"]
+        )
     assert elasticity.compute_elastic_config({"elasticity": ELASTIC}, world_size=64)[2] == 17
     # The least common multiple of these is over the limit.
-    narrow = ELASTIC | {"max_train_batch_size": 32, "micro_batch_sizes": [1, 2, 3, 7], "min_gpus": 1}
+    narrow = ELASTIC | {
+        "max_train_batch_size": 32,
+        "micro_batch_sizes": [1, 2, 3, 7],
+        "min_gpus": 1,
+    }
     assert elasticity.compute_elastic_config({"elasticity": narrow}, world_size=4)[::2] == (24, 3)
     assert highly_composite()[:12] == (1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240)
     assert 720_720 in highly_composite()
@@ -86,7 +106,9 @@ def test_the_elastic_batch_is_deepspeeds() -> None:
         ({"max_batch": 1}, {}, 0, "no key max_batch"),
     ],
 )
-def test_an_elastic_section_that_cannot_be(changes: Any, beside: Any, world: int, message: str) -> None:
+def test_an_elastic_section_that_cannot_be(
+    changes: Any, beside: Any, world: int, message: str
+) -> None:
     with pytest.raises(elasticity.ElasticityError, match=message):
         elasticity.compute_elastic_config({"elasticity": ELASTIC | changes, **beside}, "", world)
 
@@ -99,13 +121,20 @@ def test_the_dynamic_scaler_follows_the_rule() -> None:
         torch.half,
         0,
         True,
-        {"init_scale": 16, "scale_window": 2, "min_scale": 4, "delayed_shift": 2, "consecutive_hysteresis": False},
+        {
+            "init_scale": 16,
+            "scale_window": 2,
+            "min_scale": 4,
+            "delayed_shift": 2,
+            "consecutive_hysteresis": False,
+        },
     )
     seen = []
     for overflow in (True, True, False, False, False, True, True):
         scaler.update_scale(overflow)
         seen.append(scaler.loss_scale)
-    # the first overflow is forgiven; two good steps after the last one double it, and forgive once more
+    # the first overflow is forgiven; two good steps after the last one double it, and forgive once
+    # more
     assert seen == [16, 8, 8, 8, 16, 16, 8]
     with pytest.raises(RuntimeError, match="already at minimum"):
         for _ in range(4):
@@ -124,7 +153,9 @@ def test_the_profiler_counts_a_forward_by_module(capsys: pytest.CaptureFixture[s
     found = profiling.get_model_profile(model, (3, 4), as_string=False)
     assert found == (2 * 3 * (4 * 8 + 8 * 2), 3 * (4 * 8 + 8 * 2), 58)
     text = capsys.readouterr().out
-    assert "0: Linear, 40 parameters, 192FLOPS (66.7%)" in text and "2: Linear, 18 parameters" in text
+    assert (
+        "0: Linear, 40 parameters, 192FLOPS (66.7%)" in text and "2: Linear, 18 parameters" in text
+    )
     profiler = profiling.FlopsProfiler(model)
     with pytest.raises(UsageError, match="has not watched"):
         profiler.get_total_flops()
@@ -143,7 +174,10 @@ def test_timers_speak_milliseconds(caplog: pytest.LogCaptureFixture) -> None:
     wall("step").start()
     wall("step").stop()
     assert wall.has_timer("step") and not wall.has_timer("other")
-    assert 0 <= wall("step").elapsed(reset=False) == wall("step").mean() and wall.get_mean(["step"])["step"] >= 0
+    assert (
+        0 <= wall("step").elapsed(reset=False) == wall("step").mean()
+        and wall.get_mean(["step"])["step"] >= 0
+    )
     assert wall("step").elapsed() == 0
     pace = profiling.ThroughputTimer(None, batch_size=4, start_step=1)
     for _ in range(3):
@@ -158,8 +192,12 @@ def test_small_words(caplog: pytest.LogCaptureFixture) -> None:
     with OnDevice(dtype=torch.bfloat16):
         layer = nn.Linear(2, 2)
     assert layer.weight.device.type == "meta" and layer.weight.dtype is torch.bfloat16
-    assert torch.get_default_dtype() is torch.float32 and nn.Linear(2, 2).weight.device.type == "cpu"
-    moved = utils.move_to_device({"a": [torch.ones(1), 3], "b": (torch.ones(1, dtype=torch.int8),)}, "meta")
+    assert (
+        torch.get_default_dtype() is torch.float32 and nn.Linear(2, 2).weight.device.type == "cpu"
+    )
+    moved = utils.move_to_device(
+        {"a": [torch.ones(1), 3], "b": (torch.ones(1, dtype=torch.int8),)}, "meta"
+    )
     assert moved["a"][0].device.type == moved["b"][0].device.type == "meta" and moved["a"][1] == 3
     model = nn.Sequential(nn.Sequential(nn.Linear(1, 1)))
     utils.recursive_setattr(model, "0.0.bias", None)
@@ -181,7 +219,10 @@ def test_small_words(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_groups_and_collectives_of_a_world_of_one() -> None:
     assert groups.get_data_parallel_world_size() == 1 and groups._get_sequence_parallel_rank() == 0
-    assert groups._get_data_parallel_group_ranks() == [0] and groups._get_sequence_parallel_group() is None
+    assert (
+        groups._get_data_parallel_group_ranks() == [0]
+        and groups._get_sequence_parallel_group() is None
+    )
     with pytest.raises(NotBuiltError, match="ep_size=2"):
         groups.initialize(ep_size=2)
     value, out = torch.arange(3.0), torch.zeros(3)
@@ -193,7 +234,10 @@ def test_groups_and_collectives_of_a_world_of_one() -> None:
     try:
         comm.all_reduce(torch.ones(256), log_name="mine")
         comm.barrier(prof=True)
-        assert comm.get_logged_comm_ops() == ["mine", "barrier"] and comm.get_comm_operation_count() == 2
+        assert (
+            comm.get_logged_comm_ops() == ["mine", "barrier"]
+            and comm.get_comm_operation_count() == 2
+        )
         summary = comm.log_summary(return_dict=True)
         assert summary is not None and summary["summary"]["mine"][1024]["count"] == 1
         comm.reset_log()
@@ -221,7 +265,11 @@ def test_the_accelerator_answers_for_its_device() -> None:
 
 def test_builders_say_what_serves_and_build_nothing() -> None:
     builder = ops.AsyncIOBuilder
-    assert builder.NAME == "async_io" and builder().is_compatible() and ops.__compatible_ops__[builder.NAME]
+    assert (
+        builder.NAME == "async_io"
+        and builder().is_compatible()
+        and ops.__compatible_ops__[builder.NAME]
+    )
     assert (
         ops.__compatible_ops__["sparse_attn"]
         and not ops.__compatible_ops__["random_ltd"]
@@ -232,5 +280,12 @@ def test_builders_say_what_serves_and_build_nothing() -> None:
 
 
 def test_a_file_of_the_transports_is_imported_without_deepspeeds_words() -> None:
-    program = "import sys; from deepseek_zero.comm import context; assert 'deepseek_zero.compat' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)})
+    program = (
+        "import sys; from deepseek_zero.comm import context; assert 'deepseek_zero.compat' not in "
+        "sys.modules"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        env=os.environ | {"PYTHONPATH": ":".join(sys.path)},
+    )

@@ -17,15 +17,25 @@ from deepseek_zero.compat.deepspeed.checkpoint.writer import convert_to_deepspee
 from tests.data.deepspeed.make import CASES
 
 DATA = Path(__file__).parents[2] / "data" / "deepspeed"
-# What is ours to choose, or whose place it is to say: the configuration, and hyper-parameters that say how to compute.
-ASIDE = ("ds_config", "checkpoint_parallel_dimensions", "clip_grad", "bias_correction", "ds_version")
-# Of stage 3's flat tensors and fragments the elements behind a parameter's end mean nothing; rank 0 alone names ties.
+# What is ours to choose, or whose place it is to say: the configuration, and hyper-parameters that
+# say how to compute.
+ASIDE = (
+    "ds_config",
+    "checkpoint_parallel_dimensions",
+    "clip_grad",
+    "bias_correction",
+    "ds_version",
+)
+# Of stage 3's flat tensors and fragments the elements behind a parameter's end mean nothing; rank 0
+# alone names ties.
 PADDED = ("fp32_flat_groups", "frozen_param_fragments", "shared_params")
 
 
 def differences(left: Any, right: Any, where: str = "") -> Iterator[str]:
     if isinstance(left, Tensor):
-        if not (left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)):
+        if not (
+            left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
+        ):
             yield where
     elif isinstance(left, dict):
         yield from (f"{where}.{key}" for key in left.keys() ^ right.keys() if key not in ASIDE)
@@ -38,12 +48,16 @@ def differences(left: Any, right: Any, where: str = "") -> Iterator[str]:
         for number, (one, other) in enumerate(zip(left, right, strict=False)):
             yield from differences(one, other, f"{where}[{number}]")
     elif isinstance(left, StandIn):
-        yield from differences(vars(left), vars(right), where) if type(left) is type(right) else (where,)
+        yield from (
+            differences(vars(left), vars(right), where) if type(left) is type(right) else (where,)
+        )
     elif left != right:
         yield where
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ("stage0_bf16", "stage0_fp16", "stage1_bf16")])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case not in ("stage0_bf16", "stage0_fp16", "stage1_bf16")]
+)
 def test_a_genuine_checkpoint_is_written_again_as_it_was(tmp_path: Path, case: str) -> None:
     genuine = DATA / case / "global_step2"
     convert_to_deepspeed(DATA / case, tmp_path / "again")
@@ -52,21 +66,30 @@ def test_a_genuine_checkpoint_is_written_again_as_it_was(tmp_path: Path, case: s
     )
     for path in genuine.iterdir():
         found = list(differences(open_file(path), open_file(tmp_path / "again" / path.name)))
-        assert not [each for each in found if not ("rank_1" in path.name and any(word in each for word in PADDED))]
+        assert not [
+            each
+            for each in found
+            if not ("rank_1" in path.name and any(word in each for word in PADDED))
+        ]
         assert stat.S_IMODE((tmp_path / "again" / path.name).stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize(
-    ("case", "stage", "as_case"), [("stage3", 2, "stage2"), ("stage2", 3, "stage3"), ("stage1", 2, "stage2")]
+    ("case", "stage", "as_case"),
+    [("stage3", 2, "stage2"), ("stage2", 3, "stage3"), ("stage1", 2, "stage2")],
 )
-def test_another_stage_is_written_as_deepspeed_would_have(tmp_path: Path, case: str, stage: int, as_case: str) -> None:
+def test_another_stage_is_written_as_deepspeed_would_have(
+    tmp_path: Path, case: str, stage: int, as_case: str
+) -> None:
     convert_to_deepspeed(DATA / case, tmp_path / "out", stage=stage)
     genuine = DATA / as_case / "global_step2"
     for path in genuine.glob("*optim_states.pt"):
         ours, told = open_file(tmp_path / "out" / path.name), open_file(path)
         assert ours.keys() == told.keys()
         key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-        for one, other in zip(ours["optimizer_state_dict"][key], told["optimizer_state_dict"][key], strict=True):
+        for one, other in zip(
+            ours["optimizer_state_dict"][key], told["optimizer_state_dict"][key], strict=True
+        ):
             assert one.shape == other.shape
             assert torch.allclose(one[:-8], other[:-8], atol=1e-5) or "rank_1" in path.name
 

@@ -1,4 +1,6 @@
-"""What DeepSpeed accepts is not refused behind its name: every key of the grammar, and configurations of clients."""
+"""What DeepSpeed accepts is not refused behind its name: every key of the grammar, and
+configurations of clients.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,16 @@ from deepseek_zero.config.load import load
 from deepseek_zero.config.raw_config import put
 from tests.config_keys import NOT_BUILT_KEYS, ROWS, KeyNotBuilt, off_default_config
 
-# Keys that DeepSpeed 0.19.8 has taken out and refuses itself, and those that are this library's own.
-REFUSED_THERE = {"amp", "elasticity", "sparse_attention", "compression_training", "nebula", "eigenvalue"}
+# Keys that DeepSpeed 0.19.8 has taken out and refuses itself, and those that are this library's
+# own.
+REFUSED_THERE = {
+    "amp",
+    "elasticity",
+    "sparse_attention",
+    "compression_training",
+    "nebula",
+    "eigenvalue",
+}
 
 AUTO = "auto"
 ZERO_3: dict[str, Any] = {
@@ -65,7 +75,10 @@ CLIENTS: dict[str, dict[str, Any]] = {
     "Transformers' stage 3": {
         **BATCH,
         "fp16": FP16,
-        "optimizer": {"type": "AdamW", "params": {"lr": AUTO, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": AUTO, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO},
+        },
         "scheduler": {
             "type": "WarmupLR",
             "params": {"warmup_min_lr": AUTO, "warmup_max_lr": AUTO, "warmup_num_steps": AUTO},
@@ -138,7 +151,9 @@ ONE_RANK = {"data_parallel_size", "dp_degree"}  # they state how many there are
 
 
 def values_of(kind: Any, example: Any) -> Iterator[Any]:
-    """Yield legal values of a key by its type, as JSON has them and as DeepSpeed reads them: 1 or "true" for true."""
+    """Yield legal values of a key by its type, as JSON has them and as DeepSpeed reads them: 1 or
+    "true" for true.
+    """
     if get_origin(kind) is Literal:
         yield from get_args(kind)
     elif get_origin(kind) in (Union, UnionType):
@@ -153,7 +168,9 @@ def values_of(kind: Any, example: Any) -> Iterator[Any]:
 
 
 def kind_of(row: FieldRow | KeyNotBuilt) -> Any:
-    """Return the type of a key's values: as its field declares it, or as the default of a key that is not built."""
+    """Return the type of a key's values: as its field declares it, or as the default of a key that
+    is not built.
+    """
     if isinstance(row, KeyNotBuilt):
         return row.kind
     *sections, last = row.path.split(".")
@@ -189,15 +206,23 @@ def test_no_legal_value_of_a_key_is_refused_behind_the_name() -> None:
 def test_experts_stay_on_every_rank_unless_they_would_compute_something_else() -> None:
     section = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}
     assert any(
-        "every rank has all experts" in note for note in load({"expert_parallel": section}, unknown="warn").notes
+        "every rank has all experts" in note
+        for note in load({"expert_parallel": section}, unknown="warn").notes
     )
     with pytest.raises(NotBuiltError, match=r"1\. expert_parallel\.top_k"):
         load({"expert_parallel": {**section, "top_k": 1}}, unknown="warn")
 
 
 def test_what_deepspeed_reads_leniently_is_read_so() -> None:
-    words = "{ train_batch_size: 8  # a comment\n optimizer: { type: Adam\n params: { lr: 0.1 } }\n}"
+    words = (
+        "{ train_batch_size: 8  # a comment\n optimizer: { type: Adam\n params: { lr: 0.1 } }\n}"
+    )
     pytest.importorskip("hjson")
     raw = load(words, unknown="warn")
     assert raw.values["train_batch_size"] == 8 and raw.values["optimizer"]["type"] == "Adam"
-    assert load({"a_key_of_another_program": 1, "train_batch_size": 2}, unknown="warn").values["train_batch_size"] == 2
+    assert (
+        load({"a_key_of_another_program": 1, "train_batch_size": 2}, unknown="warn").values[
+            "train_batch_size"
+        ]
+        == 2
+    )

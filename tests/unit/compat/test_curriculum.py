@@ -1,4 +1,6 @@
-"""Curricula: schedules, index files, the order of samples against a slow rule, and where a resumed run is."""
+"""Curricula: schedules, index files, the order of samples against a slow rule, and where a resumed
+run is.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from deepseek_zero.config.load import load
 # -- schedules
 
 
-def scheduler(kind: str, schedule: dict[str, Any], least: int = 2, most: int = 10) -> CurriculumScheduler:
+def scheduler(
+    kind: str, schedule: dict[str, Any], least: int = 2, most: int = 10
+) -> CurriculumScheduler:
     bounds = {"min_difficulty": least, "max_difficulty": most}
     return CurriculumScheduler({**bounds, "schedule_type": kind, "schedule_config": schedule})
 
@@ -42,8 +46,16 @@ def scheduler(kind: str, schedule: dict[str, Any], least: int = 2, most: int = 1
 @pytest.mark.parametrize(
     ("kind", "schedule", "expected"),
     [
-        ("fixed_linear", {"total_curriculum_step": 8, "difficulty_step": 2}, [2, 4, 4, 6, 6, 8, 8, 10, 10, 10]),
-        ("fixed_discrete", {"difficulty": [2, 3, 4, 10], "max_step": [2, 4, 6]}, [2, 2, 3, 3, 4, 4, 10, 10]),
+        (
+            "fixed_linear",
+            {"total_curriculum_step": 8, "difficulty_step": 2},
+            [2, 4, 4, 6, 6, 8, 8, 10, 10, 10],
+        ),
+        (
+            "fixed_discrete",
+            {"difficulty": [2, 3, 4, 10], "max_step": [2, 4, 6]},
+            [2, 2, 3, 3, 4, 4, 10, 10],
+        ),
         # 2 + 8 * sqrt(step / 16): 4, 4.8, 5.5, 6, 6.5, 6.9, 7.3, 7.7, 8
         (
             "fixed_root",
@@ -52,7 +64,9 @@ def scheduler(kind: str, schedule: dict[str, Any], least: int = 2, most: int = 1
         ),
     ],
 )
-def test_difficulties_rise_as_deepspeeds_do(kind: str, schedule: dict[str, Any], expected: list[int]) -> None:
+def test_difficulties_rise_as_deepspeeds_do(
+    kind: str, schedule: dict[str, Any], expected: list[int]
+) -> None:
     made = scheduler(kind, schedule)
     assert made.get_current_difficulty() == 2
     assert [made.update_difficulty(step) for step in range(1, len(expected) + 1)] == expected
@@ -60,7 +74,9 @@ def test_difficulties_rise_as_deepspeeds_do(kind: str, schedule: dict[str, Any],
 
 
 def test_no_difficulty_is_below_the_first_multiple_that_may_be_one() -> None:
-    made = scheduler("fixed_linear", {"total_curriculum_step": 100, "difficulty_step": 16}, least=8, most=64)
+    made = scheduler(
+        "fixed_linear", {"total_curriculum_step": 100, "difficulty_step": 16}, least=8, most=64
+    )
     assert made.update_difficulty(1) == 16
 
 
@@ -80,7 +96,9 @@ def test_a_custom_schedule_is_the_programs_and_ends_at_the_maximum() -> None:
         ("steeper", {}, "steeper"),
     ],
 )
-def test_a_schedule_without_what_it_needs_is_refused(kind: str, schedule: dict[str, Any], match: str) -> None:
+def test_a_schedule_without_what_it_needs_is_refused(
+    kind: str, schedule: dict[str, Any], match: str
+) -> None:
     with pytest.raises(UsageError, match=match):
         scheduler(kind, schedule)
 
@@ -170,25 +188,39 @@ def settings(metrics: dict[str, Any], seed: int = 5, epochs: int = 4) -> dict[st
     return {"seed": seed, "data_sampling": sampling}
 
 
-def sampler(metrics: dict[str, Any], rank: int = 0, ranks: int = 1, **more: Any) -> DeepSpeedDataSampler:
+def sampler(
+    metrics: dict[str, Any], rank: int = 0, ranks: int = 1, **more: Any
+) -> DeepSpeedDataSampler:
     asked = get_data_efficiency_config({"data_efficiency": settings(metrics)})
     accumulation = 12 // (3 * ranks) if ranks < 4 else 1
-    return DeepSpeedDataSampler(asked, MANY, 3, rank, ranks, None, accumulation, rank, **{"drop_last": True, **more})
+    return DeepSpeedDataSampler(
+        asked, MANY, 3, rank, ranks, None, accumulation, rank, **{"drop_last": True, **more}
+    )
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "by value": lambda folder: {"length": metric("value", 3, 12, 9, **index_files(folder, "length", LENGTHS))},
-    "by percentile": lambda folder: {"rare": metric("percentile", 2, 7, 5, **index_files(folder, "rare", RARITIES))},
+    "by value": lambda folder: {
+        "length": metric("value", 3, 12, 9, **index_files(folder, "length", LENGTHS))
+    },
+    "by percentile": lambda folder: {
+        "rare": metric("percentile", 2, 7, 5, **index_files(folder, "rare", RARITIES))
+    },
     "by two": lambda folder: {
         "rare": metric("percentile", 2, 7, 5, **index_files(folder, "rare", RARITIES)),
         "length": metric("value", 4, 12, 5, **index_files(folder, "length", LENGTHS)),
     },
-    "one cluster": lambda folder: {"any": metric("value", 2, 10, 8, clustering_type="single_cluster")},
+    "one cluster": lambda folder: {
+        "any": metric("value", 2, 10, 8, clustering_type="single_cluster")
+    },
 }
 
 
 def difficulty(config: dict[str, Any], step: int) -> int:
-    least, most, total = config["min_difficulty"], config["max_difficulty"], config["schedule_config"]
+    least, most, total = (
+        config["min_difficulty"],
+        config["max_difficulty"],
+        config["schedule_config"],
+    )
     return min(most, math.floor(step / total["total_curriculum_step"] * (most - least) + least))
 
 
@@ -200,7 +232,9 @@ def is_let_in(name: str, config: dict[str, Any], sample: int, level: int) -> boo
     if config["difficulty_type"] == "value":
         return values[sample] <= level
     place = sorted(range(MANY), key=lambda each: (values[each], each)).index(sample)
-    return place < (MANY if level == config["max_difficulty"] else MANY // config["max_difficulty"] * level)
+    return place < (
+        MANY if level == config["max_difficulty"] else MANY // config["max_difficulty"] * level
+    )
 
 
 def slow_order(metrics: dict[str, Any], steps: int, step_samples: int = 12) -> list[list[int]]:
@@ -214,9 +248,12 @@ def slow_order(metrics: dict[str, Any], steps: int, step_samples: int = 12) -> l
             new = [
                 sample
                 for sample in range(MANY)
-                if sample not in taken and all(is_let_in(name, metrics[name], sample, now[name]) for name in metrics)
+                if sample not in taken
+                and all(is_let_in(name, metrics[name], sample, now[name]) for name in metrics)
             ]
-            if len(metrics) == 1 and metrics.get("any") is None:  # index files list samples by value
+            if (
+                len(metrics) == 1 and metrics.get("any") is None
+            ):  # index files list samples by value
                 values = LENGTHS if "length" in metrics else RARITIES
                 new.sort(key=lambda sample: (values[sample], sample))
             if new:
@@ -249,10 +286,16 @@ def test_samples_come_in_the_order_of_a_slow_rule(case: str, ranks: int, tmp_pat
     steps = [flat[at : at + 12] for at in range(0, len(flat), 12)]
     expected = slow_order(metrics, len(steps))
     assert steps[:-1] == expected[:-1] and steps[-1] == expected[-1][: len(steps[-1])]
-    assert sum(map(len, steps)) == 4 * MANY + 3 * ranks  # one micro-batch more than the epochs have, as in DeepSpeed
+    assert (
+        sum(map(len, steps)) == 4 * MANY + 3 * ranks
+    )  # one micro-batch more than the epochs have, as in DeepSpeed
     assert len(each[0]) == sampler(metrics, 0, ranks).micro_batches
     if case == "by value":
-        assert max(LENGTHS[sample] for sample in steps[0]) <= 4 < max(LENGTHS[sample] for sample in steps[-1])
+        assert (
+            max(LENGTHS[sample] for sample in steps[0])
+            <= 4
+            < max(LENGTHS[sample] for sample in steps[-1])
+        )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -339,7 +382,9 @@ def engine_of(metrics: dict[str, Any], **more: Any) -> Any:
         **more,
     }
     data = TensorDataset(torch.arange(float(MANY))[:, None].repeat(1, 2))
-    engine, _, loader, _ = dz.initialize(model=Net(), config=config, training_data=data, collate_fn=rows)
+    engine, _, loader, _ = dz.initialize(
+        model=Net(), config=config, training_data=data, collate_fn=rows
+    )
     assert loader is engine.training_dataloader
     return engine
 
@@ -369,10 +414,16 @@ def test_an_engine_goes_on_with_the_same_samples(layout: str, tmp_path: Path) ->
     for _ in range(2):
         later.train_batch()
     assert later.module.seen == expected[6:]
-    assert all(torch.equal(a, b) for a, b in zip(later.parameters(), whole.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(later.parameters(), whole.parameters(), strict=True)
+    )
     plain = dz.initialize(
         model=Net(),
-        config={"train_batch_size": 3, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}},
+        config={
+            "train_batch_size": 3,
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": 2},
+        },
         training_data=TensorDataset(torch.ones(4, 2)),
     )[0]
     plain.load_checkpoint(tmp_path / "saved", tag="3")  # without the section, too
@@ -382,7 +433,9 @@ def test_an_engine_goes_on_with_the_same_samples(layout: str, tmp_path: Path) ->
 
 def test_functions_of_the_program_are_called(tmp_path: Path) -> None:
     files = index_files(tmp_path, "length", LENGTHS)
-    engine = engine_of({"length": metric("value", 1, 12, 9, **{**files, "schedule_type": "custom"})})
+    engine = engine_of(
+        {"length": metric("value", 1, 12, 9, **{**files, "schedule_type": "custom"})}
+    )
     engine.set_custom_curriculum_learning_schedule({"length": lambda step: 2 * step})
     told = []
 
@@ -398,7 +451,14 @@ def test_functions_of_the_program_are_called(tmp_path: Path) -> None:
     assert engine.curriculum_learning_enabled() and not engine.random_ltd_enabled()
     assert engine.data_efficiency_config()["data_sampling"]["num_epochs"] == 4
     in_order = engine.deepspeed_io(TensorDataset(torch.arange(6.0)[:, None]), route="eval")
-    assert [sample for (batch,) in in_order for sample in batch[:, 0].tolist()] == [0, 1, 2, 3, 4, 5]
+    assert [sample for (batch,) in in_order for sample in batch[:, 0].tolist()] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
     engine.destroy()
 
 
@@ -413,11 +473,19 @@ def test_an_engine_whose_epochs_are_over_says_so(tmp_path: Path) -> None:
 
 
 def test_token_dropping_is_refused_and_behind_the_name_layers_compute_all_tokens() -> None:
-    off = {"enabled": True, "data_routing": {"enabled": False, "random_ltd": {"enabled": False, "total_layer_num": 4}}}
+    off = {
+        "enabled": True,
+        "data_routing": {"enabled": False, "random_ltd": {"enabled": False, "total_layer_num": 4}},
+    }
     load({"train_batch_size": 1, "data_efficiency": off})
-    on = {"train_batch_size": 1, "data_efficiency": {"data_routing": {"random_ltd": {"enabled": True}}}}
+    on = {
+        "train_batch_size": 1,
+        "data_efficiency": {"data_routing": {"random_ltd": {"enabled": True}}},
+    }
     with pytest.raises(NotBuiltError, match="data_routing"):
         load(on)
     assert any("layers compute all tokens" in note for note in load(on, unknown="warn").notes)
     with pytest.raises(NotBuiltError, match="Dropping tokens"):
-        module_stub.placeholder("deepspeed.runtime.data_pipeline.data_routing.helper", "convert_to_random_ltd")(None)
+        module_stub.placeholder(
+            "deepspeed.runtime.data_pipeline.data_routing.helper", "convert_to_random_ltd"
+        )(None)

@@ -30,7 +30,10 @@ CONFIG = {
     "gradient_clipping": 0.5,
     "steps_per_print": 7,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.25, "betas": [0.8, 0.9]}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_min_lr": 0.25, "warmup_max_lr": 0.25}},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_num_steps": 4, "warmup_min_lr": 0.25, "warmup_max_lr": 0.25},
+    },
     "zero_optimization": {"stage": 2},
     "fp16": {"enabled": True, "initial_scale_power": 3, "loss_scale_window": 9, "hysteresis": 4},
 }
@@ -76,7 +79,11 @@ def test_getters_tell_the_configuration() -> None:
     }
     assert {name: getattr(engine, name)() for name in told} == told
     arguments = engine.dynamic_loss_scale_args()
-    assert (arguments["init_scale"], arguments["scale_window"], arguments["delayed_shift"]) == (8.0, 9, 4)
+    assert (arguments["init_scale"], arguments["scale_window"], arguments["delayed_shift"]) == (
+        8.0,
+        9,
+        4,
+    )
 
 
 def test_every_getter_and_attribute_answers_with_and_without_an_optimizer() -> None:
@@ -99,9 +106,13 @@ def test_unknown_attributes_fall_through_to_the_model() -> None:
 def test_what_deepspeed_has_and_we_have_not_is_an_error_that_hasattr_understands(name: str) -> None:
     engine = engine_with()
     assert not hasattr(engine, name)
-    with pytest.raises(UnknownNameError, match=rf"engine.{name} is DeepSpeed's and is not built") as caught:
+    with pytest.raises(
+        UnknownNameError, match=rf"engine.{name} is DeepSpeed's and is not built"
+    ) as caught:
         getattr(engine, name)
-    assert isinstance(caught.value, AttributeError) and isinstance(caught.value, NotImplementedError)
+    assert isinstance(caught.value, AttributeError) and isinstance(
+        caught.value, NotImplementedError
+    )
     assert "what is there" in str(caught.value)
 
 
@@ -111,7 +122,9 @@ def test_no_name_is_both_there_and_not() -> None:
     assert not GETTERS.keys() & ATTRIBUTES.keys()
 
 
-@pytest.mark.parametrize("way", ["config", "config_params", "path", "base64", "args", "args_dict", "deepscale"])
+@pytest.mark.parametrize(
+    "way", ["config", "config_params", "path", "base64", "args", "args_dict", "deepscale"]
+)
 def test_the_configuration_comes_in_every_way(way: str, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(CONFIG)[:-1] + ",} // a comment")
@@ -135,14 +148,24 @@ def test_the_configuration_comes_in_every_way(way: str, tmp_path: Path) -> None:
         ({"config": CONFIG}, "initialize requires a model"),
         ({"model": "net"}, "no configuration was given"),
         (
-            {"model": "net", "config": CONFIG, "args": argparse.Namespace(deepspeed_config="x.json")},
+            {
+                "model": "net",
+                "config": CONFIG,
+                "args": argparse.Namespace(deepspeed_config="x.json"),
+            },
             "one to initialize, and one by the flag --deepspeed_config",
         ),
         (
-            {"model": "net", "args": argparse.Namespace(deepspeed_config="x.json", deepscale_config="y.json")},
+            {
+                "model": "net",
+                "args": argparse.Namespace(deepspeed_config="x.json", deepscale_config="y.json"),
+            },
             "by --deepscale_config and by --deepspeed_config",
         ),
-        ({"model": "net", "config": CONFIG, "mpu": object()}, r"initialize\(mpu=<object.*cannot be used"),
+        (
+            {"model": "net", "config": CONFIG, "mpu": object()},
+            r"initialize\(mpu=<object.*cannot be used",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(given: dict[str, Any], message: str) -> None:
@@ -168,9 +191,9 @@ def test_backward_returns_the_loss_over_the_accumulation_steps() -> None:
     engine = engine_with()
     loss = engine(torch.ones(2, 3)).float().sum()
     assert engine.backward(loss).item() == pytest.approx(loss.item() / 3)
-    assert engine.backward(engine(torch.ones(2, 3)).float().sum(), scale_wrt_gas=False).item() == pytest.approx(
-        loss.item()
-    )
+    assert engine.backward(
+        engine(torch.ones(2, 3)).float().sum(), scale_wrt_gas=False
+    ).item() == pytest.approx(loss.item())
 
 
 def test_a_step_looks_for_no_name_behind_deepspeeds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,10 +213,14 @@ def test_a_step_looks_for_no_name_behind_deepspeeds(monkeypatch: pytest.MonkeyPa
 
 
 def test_init_distributed_without_a_launcher_starts_a_group_of_one() -> None:
-    deepseek_zero.init_distributed("gloo", auto_mpi_discovery=False, distributed_port=1234, verbose=False, rank=-1)
+    deepseek_zero.init_distributed(
+        "gloo", auto_mpi_discovery=False, distributed_port=1234, verbose=False, rank=-1
+    )
     try:
         assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
-        comm.init_distributed(dist_backend=None, timeout=None, dist_init_required=None)  # a second call is harmless
+        comm.init_distributed(
+            dist_backend=None, timeout=None, dist_init_required=None
+        )  # a second call is harmless
         engine = engine_with()
         engine.backward(engine(torch.ones(2, 3)).float().sum())
         engine.step()
@@ -209,7 +236,9 @@ def test_init_distributed_refuses_other_arguments(tmp_path: Path) -> None:
         deepseek_zero.init_distributed(init_method="mpi://x")
     with pytest.raises(AssertionError, match="is not initialized, and dist_init_required is False"):
         deepseek_zero.init_distributed(dist_init_required=False)
-    deepseek_zero.init_distributed("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    deepseek_zero.init_distributed(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         deepseek_zero.init_distributed(dist_init_required=False)  # there is one now
         assert dist.get_world_size() == 1
@@ -246,7 +275,9 @@ def test_recomputation_gives_the_same_gradient_under_deepspeeds_words() -> None:
     line(x * 2).square().sum().backward()
     plain, line.weight.grad = line.weight.grad, None
     assert not checkpointing.is_configured()
-    checkpointing.configure(mpu_=None, partition_activations=False, checkpoint_in_cpu=True, profile=False)
+    checkpointing.configure(
+        mpu_=None, partition_activations=False, checkpoint_in_cpu=True, profile=False
+    )
     try:
         assert checkpointing.is_configured()
         checkpointing.non_reentrant_checkpoint(line, x * 2).square().sum().backward()
@@ -268,17 +299,33 @@ def test_recomputation_gives_the_same_gradient_under_deepspeeds_words() -> None:
     [
         ({}, RecomputeSettings()),
         ({"checkpoint_in_cpu": True}, RecomputeSettings(Tier.HOST)),
-        ({"contiguous_checkpointing": True, "num_checkpoints": 4}, RecomputeSettings(Tier.DEVICE, checkpoints=4)),
-        ({"contiguous_checkpointing": True, "checkpoint_in_cpu": True}, RecomputeSettings(Tier.HOST)),
+        (
+            {"contiguous_checkpointing": True, "num_checkpoints": 4},
+            RecomputeSettings(Tier.DEVICE, checkpoints=4),
+        ),
+        (
+            {"contiguous_checkpointing": True, "checkpoint_in_cpu": True},
+            RecomputeSettings(Tier.HOST),
+        ),
         ({"partition_activations": True}, RecomputeSettings(partitioned=True)),
         ({"profile": True, "synchronize": True}, RecomputeSettings(profile=True)),
-        ({"deepspeed_config": {"activation_checkpointing": {"cpu_checkpointing": True}}}, RecomputeSettings(Tier.HOST)),
         (
-            {"deepspeed_config": {"activation_checkpointing": {"cpu_checkpointing": True}}, "checkpoint_in_cpu": False},
+            {"deepspeed_config": {"activation_checkpointing": {"cpu_checkpointing": True}}},
+            RecomputeSettings(Tier.HOST),
+        ),
+        (
+            {
+                "deepspeed_config": {"activation_checkpointing": {"cpu_checkpointing": True}},
+                "checkpoint_in_cpu": False,
+            },
             RecomputeSettings(),
         ),
         (
-            {"deepspeed_config": {"activation_checkpointing": {"device": "nvme", "nvme_path": "/tmp"}}},
+            {
+                "deepspeed_config": {
+                    "activation_checkpointing": {"device": "nvme", "nvme_path": "/tmp"}
+                }
+            },
             RecomputeSettings(Tier.NVME, Path("/tmp"), DiskSettings(8, 1 << 20)),
         ),
     ],
@@ -351,7 +398,11 @@ def test_leaf_modules_travel_as_one_piece(caplog: pytest.LogCaptureFixture) -> N
 
     assert units(Model()) == ["mixture.experts.0", "mixture.experts.1", "mixture.experts.2"]
     marked = Model()
-    assert utils.set_z3_leaf_modules(marked, [Mixture]) == utils.get_z3_leaf_modules(marked) == [marked.mixture]
+    assert (
+        utils.set_z3_leaf_modules(marked, [Mixture])
+        == utils.get_z3_leaf_modules(marked)
+        == [marked.mixture]
+    )
     assert marked.mixture._z3_leaf is True
     assert units(marked) == ["mixture"]
     utils.unset_z3_leaf_modules(marked, ["Mixture"])
@@ -362,7 +413,10 @@ def test_leaf_modules_travel_as_one_piece(caplog: pytest.LogCaptureFixture) -> N
     assert utils.set_z3_leaf_modules_by_suffix(other, [".1"]) == ([other.mixture.experts[1]], [])
     with pytest.raises(ValueError, match="no module of the model matches gone"):
         utils.set_z3_leaf_modules_by_name(Model(), ["mixture", "gone"])
-    assert utils.set_z3_leaf_modules_by_name(other, ["gone"], raise_if_not_found=False) == ([], ["gone"])
+    assert utils.set_z3_leaf_modules_by_name(other, ["gone"], raise_if_not_found=False) == (
+        [],
+        ["gone"],
+    )
 
 
 @pytest.mark.parametrize("number", ["001", "002"])
@@ -370,7 +424,11 @@ def test_a_seeds_configuration_goes_through_the_door_as_it_is(number: str, tmp_p
     path = tmp_path / "deepspeed_config.json"
     path.write_text({"001": SEED_001, "002": SEED_002}[number], encoding="utf-8")
     engine = engine_with(str(path))
-    assert engine.zero_optimization_stage() == 3 and engine.fp16_enabled() and engine.dynamic_loss_scale()
+    assert (
+        engine.zero_optimization_stage() == 3
+        and engine.fp16_enabled()
+        and engine.dynamic_loss_scale()
+    )
     assert engine.zero_gather_16bit_weights_on_model_save() is True
     loss = engine(torch.ones(2, 3)).float().sum()  # fp32 inputs into an fp16 engine
     engine.backward(loss)
@@ -407,7 +465,9 @@ def test_a_program_that_owns_the_boundary_updates_at_every_step(stage: int) -> N
                 assert engine.was_step_applied() == bool(number % 2)
         assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (2, 4, 8)
         if not managed:
-            with pytest.raises(AssertionError, match=r"set_gradient_accumulation_boundary\(\) has no meaning"):
+            with pytest.raises(
+                AssertionError, match=r"set_gradient_accumulation_boundary\(\) has no meaning"
+            ):
                 engine.set_gradient_accumulation_boundary(True)
         found = torch.cat([value.flatten() for value in engine.module_state_dict().values()])
         engine.destroy()
@@ -417,7 +477,9 @@ def test_a_program_that_owns_the_boundary_updates_at_every_step(stage: int) -> N
 
 
 def test_step_and_another_context_are_refused_where_reductions_are_held_back() -> None:
-    engine = engine_with({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 1}})
+    engine = engine_with(
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 1}}
+    )
     for name in ("no_sync", "coalesce_grad_reduction"):
         with getattr(engine, name)():
             engine.backward(engine(torch.ones(2, 3)).float().sum())

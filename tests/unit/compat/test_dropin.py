@@ -1,4 +1,6 @@
-"""The drop-in: what stands under DeepSpeed's name, that it is ours, and that nothing genuine is touched."""
+"""The drop-in: what stands under DeepSpeed's name, that it is ours, and that nothing genuine is
+touched.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,14 @@ MOST_OF_TORCHS_IMPORT = 0.3  # 0.18 was measured
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A fresh Python; it finds the house and nothing else of ours unless `environment` says more."""
+    """A fresh Python; it finds the house and nothing else of ours unless `environment` says
+    more.
+    """
     given = {name: value for name, value in os.environ.items() if name != dropin.SWITCH}
     given |= {"PYTHONPATH": SOURCE} | environment
-    return subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=given, capture_output=True, text=True, check=False
+    )
 
 
 def test_every_provided_name_is_the_object_of_its_home(as_deepspeed: None) -> None:
@@ -36,7 +42,9 @@ def test_every_provided_name_is_the_object_of_its_home(as_deepspeed: None) -> No
         stands_in = importlib.import_module(module)
         for home, names in rows.items():
             for name in names.split() if names != "*" else ():
-                assert getattr(stands_in, name) is getattr(importlib.import_module(home), name), f"{module}.{name}"
+                assert getattr(stands_in, name) is getattr(importlib.import_module(home), name), (
+                    f"{module}.{name}"
+                )
                 seen += 1
     assert seen > 350
 
@@ -54,13 +62,20 @@ def test_every_module_and_name_of_deepspeeds_can_be_imported(as_deepspeed: None)
 
 def run_module(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`python -m NAME` behind the name deepspeed."""
-    given = os.environ | dropin.child_environment({"PYTHONPATH": SOURCE, "PATH": os.environ["PATH"]})
+    given = os.environ | dropin.child_environment(
+        {"PYTHONPATH": SOURCE, "PATH": os.environ["PATH"]}
+    )
     command = [sys.executable, "-m", name, *arguments]
     return subprocess.run(command, env=given, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(
-    "name", ["deepspeed.checkpoint.ds_to_universal", "deepspeed.utils.zero_to_fp32", "deepspeed.launcher.runner"]
+    "name",
+    [
+        "deepspeed.checkpoint.ds_to_universal",
+        "deepspeed.utils.zero_to_fp32",
+        "deepspeed.launcher.runner",
+    ],
 )
 def test_modules_that_are_programs_run_by_name(name: str) -> None:
     done = run_module(name, "--help")
@@ -76,7 +91,10 @@ def test_a_module_that_is_no_program_here_does_not_end_as_if_it_had_run(name: st
 def test_the_version_stands_beside_its_dunder(as_deepspeed: None) -> None:
     import deepspeed
 
-    assert deepspeed.version == deepspeed.__version__ == VERSION and deepspeed.git_hash == deepspeed.git_branch
+    assert (
+        deepspeed.version == deepspeed.__version__ == VERSION
+        and deepspeed.git_hash == deepspeed.git_branch
+    )
 
 
 def test_a_class_that_is_not_built_can_be_named_and_not_made(as_deepspeed: None) -> None:
@@ -88,10 +106,15 @@ def test_a_class_that_is_not_built_can_be_named_and_not_made(as_deepspeed: None)
         pass
 
     assert (
-        same is InferenceEngine and not isinstance(object(), same) and same.__module__ == "deepspeed.inference.engine"
+        same is InferenceEngine
+        and not isinstance(object(), same)
+        and same.__module__ == "deepspeed.inference.engine"
     )
     for call in (same, Mine, init_inference):
-        with pytest.raises(NotBuiltError, match=r"deepspeed\..* is not provided .*\n.*eval\(\) and generate\(\) serve"):
+        with pytest.raises(
+            NotBuiltError,
+            match=r"deepspeed\..* is not provided .*\n.*eval\(\) and generate\(\) serve",
+        ):
             call()
 
 
@@ -112,8 +135,16 @@ def test_the_chains_that_clients_follow_without_importing(as_deepspeed: None) ->
     import deepspeed
 
     assert "WarmupLR" in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
-    assert deepspeed.zero.Init is deepspeed.runtime.zero.partition_parameters.Init is deepseek_zero.zero.Init
-    assert deepspeed.DeepSpeedEngine is deepspeed.runtime.engine.DeepSpeedEngine is deepseek_zero.DeepSpeedEngine
+    assert (
+        deepspeed.zero.Init
+        is deepspeed.runtime.zero.partition_parameters.Init
+        is deepseek_zero.zero.Init
+    )
+    assert (
+        deepspeed.DeepSpeedEngine
+        is deepspeed.runtime.engine.DeepSpeedEngine
+        is deepseek_zero.DeepSpeedEngine
+    )
     assert deepspeed.comm.get_rank() == 0
     assert deepspeed.accelerator.get_accelerator().device_count() >= 1
     with pytest.raises(AttributeError):
@@ -123,11 +154,17 @@ def test_the_chains_that_clients_follow_without_importing(as_deepspeed: None) ->
 def test_a_name_that_is_not_there_says_what_is(as_deepspeed: None) -> None:
     import deepspeed
 
-    with pytest.raises(NotBuiltError, match=r"deepspeed\.init_inference is not provided .*\n.*stage 3"):
+    with pytest.raises(
+        NotBuiltError, match=r"deepspeed\.init_inference is not provided .*\n.*stage 3"
+    ):
         deepspeed.init_inference(None)
-    with pytest.raises(UnknownNameError, match=r"deepspeed\.initialise is not provided .*\n.*initialize,") as caught:
+    with pytest.raises(
+        UnknownNameError, match=r"deepspeed\.initialise is not provided .*\n.*initialize,"
+    ) as caught:
         _ = deepspeed.initialise
-    assert isinstance(caught.value, AttributeError) and isinstance(caught.value, NotImplementedError)
+    assert isinstance(caught.value, AttributeError) and isinstance(
+        caught.value, NotImplementedError
+    )
     assert not hasattr(deepspeed, "initialise")
     with pytest.raises(ModuleNotFoundError):
         import deepspeed.runtime.no_such_module
@@ -135,7 +172,9 @@ def test_a_name_that_is_not_there_says_what_is(as_deepspeed: None) -> None:
 
 def test_plain_pickle_reads_what_a_genuine_deepspeed_wrote(as_deepspeed: None) -> None:
     folder = Path(__file__).parents[2] / "data" / "deepspeed" / "stage3_fp16" / "global_step2"
-    read = torch.load(folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt", weights_only=False)["optimizer_state_dict"]
+    read = torch.load(folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt", weights_only=False)[
+        "optimizer_state_dict"
+    ]
     assert type(read["loss_scaler"]).__module__ == "deepseek_zero.compat.deepspeed.loss_scaler"
     read["loss_scaler"].update_scale(False)  # it goes on where it was
     assert read["loss_scaler"].loss_scale >= 1 and read["zero_stage"] == 3
@@ -181,28 +220,40 @@ def test_an_installed_genuine_is_shadowed_and_not_touched(tmp_path: Path) -> Non
     code = "import deepspeed; print(deepspeed.__version__)"
     beside = os.pathsep.join([SOURCE, str(tmp_path)])
     assert python(code, PYTHONPATH=beside).stdout.strip() == "0.19.8"
-    ours = python(f"import deepseek_zero; deepseek_zero.install_as_deepspeed(); {code}", PYTHONPATH=beside)
+    ours = python(
+        f"import deepseek_zero; deepseek_zero.install_as_deepspeed(); {code}", PYTHONPATH=beside
+    )
     assert ours.stdout.strip() == VERSION, ours.stderr
 
 
 def test_the_line_for_pythons_start_waits_for_its_switch() -> None:
     line = Path(SOURCE, "deepseek_zero_dropin.pth").read_text(encoding="utf-8")
-    assert line.startswith("import ") and line.count("\n") == 1  # site runs such a line, and only if it is one
-    code = f"exec({line!r})\nimport importlib.util\nprint(importlib.util.find_spec('deepspeed').origin)"
+    assert (
+        line.startswith("import ") and line.count("\n") == 1
+    )  # site runs such a line, and only if it is one
+    code = (
+        f"exec({line!r})\nimport "
+        "importlib.util\nprint(importlib.util.find_spec('deepspeed').origin)"
+    )
     assert str(dropin.DIRECTORY) in python(code, **{dropin.SWITCH: "1"}).stdout
     assert str(dropin.DIRECTORY) not in python(code).stdout
 
 
 def test_the_import_adds_little_to_that_of_torch(tmp_path: Path) -> None:
-    # accelerate asks for the engine's class in every unwrap_model; pydantic alone costs more than all of ours
+    # accelerate asks for the engine's class in every unwrap_model; pydantic alone costs more than
+    # all of ours
     code = (
-        "import gc, sys, time; gc.disable(); "  # a collection walks torch's objects, whenever it comes
-        "start = time.process_time(); import torch; middle = time.process_time(); "
-        "from deepspeed import DeepSpeedEngine; end = time.process_time(); "
-        "print((end - middle) / (middle - start), *{'pydantic', 'rich', 'torch._dynamo'} & sys.modules.keys())"
+        # A collection walks torch's objects, whenever it comes
+        "import gc, sys, time; gc.disable(); start = time.process_time(); import torch; middle = "
+        "time.process_time(); from deepspeed import DeepSpeedEngine; end = time.process_time(); "
+        "print((end - middle) / (middle - start), *{'pydantic', 'rich', 'torch._dynamo'} & "
+        "sys.modules.keys())"
     )
     path = os.pathsep.join([str(dropin.DIRECTORY), SOURCE])
-    compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}  # once, as an install does
+    compiled = {
+        "PYTHONDONTWRITEBYTECODE": "",
+        "PYTHONPYCACHEPREFIX": str(tmp_path),
+    }  # once, as an install does
     runs = [python(code, PYTHONPATH=path, **compiled).stdout.split() for _ in range(3)]
     assert min(float(ratio) for ratio, *_ in runs) < MOST_OF_TORCHS_IMPORT, runs
     assert not any(others for _, *others in runs)

@@ -1,4 +1,6 @@
-"""DeepSpeed's expert layers: where gates send tokens, and that layers compute what the routes say."""
+"""DeepSpeed's expert layers: where gates send tokens, and that layers compute what the routes
+say.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from deepseek_zero.base.errors import ConfigError
-from deepseek_zero.compat.deepspeed.moe import has_moe_layers, split_params_into_shared_and_expert_params
+from deepseek_zero.compat.deepspeed.moe import (
+    has_moe_layers,
+    split_params_into_shared_and_expert_params,
+)
 from deepseek_zero.compat.deepspeed.moe_layers import (
     MoE,
     _route_slots,
@@ -33,11 +38,17 @@ def gated(k: int, logits: Tensor, factor: float, **more: Any) -> Any:
 
 
 def routes_by_hand(k: int, logits: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Go token by token, first choices first where k is 2: (weights [tokens, experts, slots], kept pairs)."""
+    """Go token by token, first choices first where k is 2: (weights [tokens, experts, slots], kept
+    pairs).
+    """
     gates, best = logits.softmax(1), logits.topk(k, dim=1).indices
-    pairs = [(token, int(best[token, choice])) for token in range(len(logits)) for choice in range(k)]
+    pairs = [
+        (token, int(best[token, choice])) for token in range(len(logits)) for choice in range(k)
+    ]
     if k == 2:
-        pairs = [(token, int(best[token, choice])) for choice in range(k) for token in range(len(logits))]
+        pairs = [
+            (token, int(best[token, choice])) for choice in range(k) for token in range(len(logits))
+        ]
     taken, found = [0] * logits.shape[1], torch.zeros(*logits.shape, capacity)
     for token, expert in pairs:
         if taken[expert] < capacity:
@@ -60,7 +71,9 @@ def test_gates_send_tokens_where_a_loop_does(k: int, factor: float) -> None:
 
 def test_the_largest_gates_stay_and_capacity_can_follow_the_fullest_expert() -> None:
     logits = torch.tensor([[1.0, 0.0], [3.0, 0.0], [2.0, 0.0]])
-    kept = topkgating(logits, 1, 1.0, 0)[2]  # an expert takes 2; the first token has the smallest gate
+    kept = topkgating(logits, 1, 1.0, 0)[
+        2
+    ]  # an expert takes 2; the first token has the smallest gate
     assert kept.any(2)[:, 0].tolist() == [False, True, True]
     drawn = top1gating(logits, 1.0, 0)[2]
     assert drawn.shape[-1] == 2 and drawn.any(2)[:, 0].sum() == 2
@@ -77,7 +90,10 @@ def test_spread_evenly_the_loss_of_uneven_loads_is_1() -> None:
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_rows_by_slot_are_the_products_with_the_dense_weights(k: int) -> None:
     made = torch.Generator().manual_seed(k)
-    logits, hidden = torch.randn(TOKENS, EXPERTS, generator=made), torch.randn(TOKENS, WIDTH, generator=made)
+    logits, hidden = (
+        torch.randn(TOKENS, EXPERTS, generator=made),
+        torch.randn(TOKENS, WIDTH, generator=made),
+    )
     _, weights, mask, _ = gated(k, logits, 0.5)
     _, capacity, _, experts, slots, shares, _ = gated(k, logits, 0.5, sparse_routes=True)
     rows = _route_slots(experts, slots, EXPERTS, capacity)
@@ -91,7 +107,9 @@ def test_rows_by_slot_are_the_products_with_the_dense_weights(k: int) -> None:
 @pytest.mark.parametrize("residual", [False, True])
 def test_a_layer_gives_each_token_its_experts_times_their_gates(residual: bool) -> None:
     torch.manual_seed(2)
-    layer = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), EXPERTS, k=2, drop_tokens=False, use_residual=residual)
+    layer = MoE(
+        WIDTH, nn.Linear(WIDTH, WIDTH), EXPERTS, k=2, drop_tokens=False, use_residual=residual
+    )
     layer.deepspeed_moe.gate.top2_2nd_expert_sampling = False
     for expert in layer.deepspeed_moe.experts.deepspeed_experts:
         nn.init.normal_(expert.weight)
@@ -99,7 +117,9 @@ def test_a_layer_gives_each_token_its_experts_times_their_gates(residual: bool) 
     output, l_aux, counts = layer(hidden)
     gates = layer.deepspeed_moe.gate.wg(hidden).softmax(-1)
     values, best = gates.topk(2, -1)
-    every = torch.stack([expert(hidden) for expert in layer.deepspeed_moe.experts.deepspeed_experts], -2)
+    every = torch.stack(
+        [expert(hidden) for expert in layer.deepspeed_moe.experts.deepspeed_experts], -2
+    )
     wanted = every.gather(-2, best.unsqueeze(-1).expand(*best.shape, WIDTH))
     wanted = (wanted * (values / values.sum(-1, keepdim=True)).unsqueeze(-1)).sum(-2)
     if residual:
@@ -107,12 +127,18 @@ def test_a_layer_gives_each_token_its_experts_times_their_gates(residual: bool) 
         wanted = wanted * share[..., :1] + layer.mlp(hidden) * share[..., 1:]
     torch.testing.assert_close(output, wanted)
     (output.sum() + l_aux).backward()
-    assert int(counts.sum()) == 2 * TOKENS and all(param.grad is not None for param in layer.parameters())
+    assert int(counts.sum()) == 2 * TOKENS and all(
+        param.grad is not None for param in layer.parameters()
+    )
 
 
-def test_models_say_that_they_have_experts_and_which_parameters_are_theirs(caplog: pytest.LogCaptureFixture) -> None:
+def test_models_say_that_they_have_experts_and_which_parameters_are_theirs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     layer = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), EXPERTS, ep_size=2)
-    assert has_moe_layers(nn.Sequential(layer)) == (True, EXPERTS) and has_moe_layers(nn.Linear(1, 1)) == (False, 0)
+    assert has_moe_layers(nn.Sequential(layer)) == (True, EXPERTS) and has_moe_layers(
+        nn.Linear(1, 1)
+    ) == (False, 0)
     assert len(layer.deepspeed_moe.experts.deepspeed_experts) == EXPERTS
     shared, experts = split_params_into_shared_and_expert_params(layer.parameters())
     assert (len(shared), len(experts)) == (1, 2 * EXPERTS)
@@ -124,9 +150,15 @@ def test_models_say_that_they_have_experts_and_which_parameters_are_theirs(caplo
 def test_one_ranks_experts_of_deepspeed_are_not_taken_for_the_first_ones(is_strict: bool) -> None:
     layer = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), EXPERTS, ep_size=2)
     whole = layer.state_dict()
-    own = {key: value for key, value in whole.items() if not re.search(r"deepspeed_experts\.[23]\.", key)}
+    own = {
+        key: value
+        for key, value in whole.items()
+        if not re.search(r"deepspeed_experts\.[23]\.", key)
+    }
     assert len(own) == len(whole) - 4
-    with pytest.raises(RuntimeError, match=r"has 2 of 4 experts.*expert i of rank r gets the number r \* 2 \+ i"):
+    with pytest.raises(
+        RuntimeError, match=r"has 2 of 4 experts.*expert i of rank r gets the number r \* 2 \+ i"
+    ):
         layer.load_state_dict(own, strict=is_strict)
     layer.load_state_dict(whole)
     alone = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), EXPERTS)
@@ -144,7 +176,11 @@ def test_expert_layers_train_behind_the_name(as_deepspeed: None) -> None:
     plain.load_state_dict(model.state_dict())
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     optimizer = {"type": "Adam", "params": {"lr": 0.1}}
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "optimizer": optimizer}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "optimizer": optimizer,
+    }
     engine = deepspeed.initialize(model=model, config={**config, "gradient_clipping": 0.0})[0]
     other = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.0)
     for number in range(2):

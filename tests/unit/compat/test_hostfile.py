@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.compat.deepspeed.launcher import filter_slots, parse_filter, parse_hostfile, read_hostfile
+from deepseek_zero.compat.deepspeed.launcher import (
+    filter_slots,
+    parse_filter,
+    parse_hostfile,
+    read_hostfile,
+)
 
 HOSTS = {"worker-0": (0, 1, 2, 3), "worker-1": (0, 1, 2, 3)}
 
@@ -60,7 +65,9 @@ def test_a_filter_that_cannot_be_read_is_refused(text: str) -> None:
         ("", "worker-1:0,1,2,3", {"worker-0": (0, 1, 2, 3)}),
     ],
 )
-def test_a_filter_leaves_the_slots_it_says(include: str, exclude: str, left: dict[str, tuple[int, ...]]) -> None:
+def test_a_filter_leaves_the_slots_it_says(
+    include: str, exclude: str, left: dict[str, tuple[int, ...]]
+) -> None:
     assert list(filter_slots(HOSTS, include, exclude).items()) == list(left.items())
 
 
@@ -73,6 +80,8 @@ def test_a_filter_leaves_the_slots_it_says(include: str, exclude: str, left: dic
         ("", "worker-0@worker-1", "leaves no slot"),
     ],
 )
-def test_a_filter_that_does_not_fit_the_hosts_is_refused(include: str, exclude: str, message: str) -> None:
+def test_a_filter_that_does_not_fit_the_hosts_is_refused(
+    include: str, exclude: str, message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         filter_slots(HOSTS, include, exclude)

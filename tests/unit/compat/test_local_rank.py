@@ -14,13 +14,15 @@ TAKES = {
     "argparse": ARGPARSE + "parser.add_argument('--local_rank', type=int, default=-1)\n",
     "argparse with a hyphen": ARGPARSE + "parser.add_argument('--local-rank', dest='local_rank')\n",
     "click": "import click\n@click.command()\n@click.option('--local_rank')\ndef main(local_rank): ...\n",
-    "a parser that lets unknown options through": ARGPARSE + "args, rest = parser.parse_known_args()\n",
+    "a parser that lets unknown options through": ARGPARSE
+    + "args, rest = parser.parse_known_args()\n",
 }
 
 TAKES_NOT = {
     "no parser": "print('hello')\n",
     "a parser without it": ARGPARSE + "parser.add_argument('--epochs')\nparser.parse_args()\n",
-    "only DeepSpeed's arguments": ARGPARSE + "parser = deepspeed.add_config_arguments(parser)\nparser.parse_args()\n",
+    "only DeepSpeed's arguments": ARGPARSE
+    + "parser = deepspeed.add_config_arguments(parser)\nparser.parse_args()\n",
     "only a variable of that name": "import os\nlocal_rank = int(os.environ['LOCAL_RANK'])\n",
     "only a comment": "# --local_rank\n",
     "not Python": "def x(:\n",

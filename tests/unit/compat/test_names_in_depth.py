@@ -1,4 +1,6 @@
-"""Names of DeepSpeed's that programs use beyond the engine: its CPU Adam, Muon's functions, folders of checkpoints."""
+"""Names of DeepSpeed's that programs use beyond the engine: its CPU Adam, Muon's functions, folders
+of checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def test_cpu_adam_steps_as_torch_and_pieces_step_back(decoupled: bool, dtype: to
     start = torch.randn(100).to(dtype)
     whole, piece = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     reference = nn.Parameter(start.float())
-    by_torch = (torch.optim.AdamW if decoupled else torch.optim.Adam)([reference], lr=0.01, weight_decay=0.1)
+    by_torch = (torch.optim.AdamW if decoupled else torch.optim.Adam)(
+        [reference], lr=0.01, weight_decay=0.1
+    )
     ours: Any = DeepSpeedCPUAdam([whole], 0.01, weight_decay=0.1, adamw_mode=decoupled)
     pieces: Any = DeepSpeedCPUAdam([piece], lr=0.01, weight_decay=0.1, adamw_mode=decoupled)
     before = []
@@ -53,7 +57,9 @@ def test_cpu_adam_steps_as_torch_and_pieces_step_back(decoupled: bool, dtype: to
     for weight, grad in reversed(before):
         piece.grad = grad
         pieces.rollback_subgroup(3)
-        torch.testing.assert_close(piece.detach().float(), weight.float(), atol=1e-5 + near["atol"], rtol=0)
+        torch.testing.assert_close(
+            piece.detach().float(), weight.float(), atol=1e-5 + near["atol"], rtol=0
+        )
     with pytest.raises(RuntimeError, match="step count is 0"):
         pieces.rollback_subgroup(3)
     with pytest.raises(RuntimeError, match="has not been initialized"):
@@ -88,12 +94,20 @@ def test_the_optimizer_of_stage_0_is_of_the_given_class_and_equal_to_it() -> Non
     model = nn.Linear(4, 1)
     given = torch.optim.AdamW(model.parameters(), lr=0.1)
     engine = make({}, model, optimizer=given)
-    assert isinstance(engine.optimizer, torch.optim.AdamW) and engine.optimizer == given == engine.optimizer
-    assert engine.optimizer != torch.optim.AdamW(model.parameters()) and len({engine.optimizer}) == 1
+    assert (
+        isinstance(engine.optimizer, torch.optim.AdamW)
+        and engine.optimizer == given == engine.optimizer
+    )
+    assert (
+        engine.optimizer != torch.optim.AdamW(model.parameters()) and len({engine.optimizer}) == 1
+    )
     engine(torch.ones(1, 4)).sum().backward()
     engine.step()
     half = make({"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}})
-    assert isinstance(half.optimizer, FP16_UnfusedOptimizer) and half.optimizer.low_precision_dtype is torch.bfloat16
+    assert (
+        isinstance(half.optimizer, FP16_UnfusedOptimizer)
+        and half.optimizer.low_precision_dtype is torch.bfloat16
+    )
     sharded = make({"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW"}})
     assert not isinstance(sharded.optimizer, torch.optim.AdamW)
 
@@ -108,10 +122,15 @@ def test_the_loss_scale_of_stage_0_falls_at_each_overflow_and_stays_at_its_minim
     assert seen == [2.0, 1.0, 1.0, 1.0] and scaler.cur_iter == 4
 
 
-@pytest.mark.parametrize(("asked", "fits"), [("fp32", True), ("bf16", False), (None, True), ("auto", True)])
+@pytest.mark.parametrize(
+    ("asked", "fits"), [("fp32", True), ("bf16", False), (None, True), ("auto", True)]
+)
 def test_other_sums_at_stage_0_are_refused_behind_the_name(asked: Any, fits: bool) -> None:
     raw: RawConfig = load({"data_types": {"grad_accum_dtype": asked}}, unknown="warn")
-    staged = load({"data_types": {"grad_accum_dtype": asked}, "zero_optimization": {"stage": 1}}, unknown="warn")
+    staged = load(
+        {"data_types": {"grad_accum_dtype": asked}, "zero_optimization": {"stage": 1}},
+        unknown="warn",
+    )
     initialize.refuse_other_sums(staged)
     if fits:
         initialize.refuse_other_sums(raw)
@@ -179,11 +198,16 @@ def test_muon_update_by_heads_and_with_gradients_that_are_not_finite() -> None:
 
 
 def test_marks_say_what_muon_takes() -> None:
-    model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "inner": nn.Linear(4, 4), "head": nn.Linear(4, 8)})
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(8, 4), "inner": nn.Linear(4, 4), "head": nn.Linear(4, 8)}
+    )
     assert [len(group["params"]) for group in Muon.parameter_groups(model)] == [1, 4]
     mark_parameters(model)  # DeepSpeed leaves out embeddings and lm_head alone
     matrices, rest = Muon.parameter_groups(model)
-    assert [id(each) for each in matrices["params"]] == [id(model["inner"].weight), id(model["head"].weight)]
+    assert [id(each) for each in matrices["params"]] == [
+        id(model["inner"].weight),
+        id(model["head"].weight),
+    ]
     assert len(rest["params"]) == 3
 
 
@@ -217,14 +241,19 @@ def test_configure_takes_an_engines_configuration() -> None:
 
 def test_variables_say_how_checkpoints_are_configured() -> None:
     assert activation_checkpointing.CPU_CHECKPOINT is False
-    assert activation_checkpointing.deepspeed_checkpointing_enabled is activation_checkpointing.is_configured()
+    assert (
+        activation_checkpointing.deepspeed_checkpointing_enabled
+        is activation_checkpointing.is_configured()
+    )
 
 
 # -- checkpoints
 
 
 def train(path: Path) -> Any:
-    engine = make({"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}})
+    engine = make(
+        {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    )
     engine(torch.ones(1, 4)).sum().backward()
     engine.step()
     engine.save_checkpoint(path, tag="one")
@@ -233,20 +262,28 @@ def train(path: Path) -> Any:
 
 def test_a_universal_checkpoint_loads_under_its_name(tmp_path: Path) -> None:
     engine = train(tmp_path)
-    given = SimpleNamespace(input_folder=str(tmp_path / "one"), output_folder=str(tmp_path / "one_universal"))
+    given = SimpleNamespace(
+        input_folder=str(tmp_path / "one"), output_folder=str(tmp_path / "one_universal")
+    )
     universal.main(given)
     with pytest.raises(CheckpointError, match="exists already"):
         universal.main(given)
     (tmp_path / "latest").unlink()
     other = make(
-        {"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW"}, "checkpoint": {"load_universal": True}}
+        {
+            "zero_optimization": {"stage": 1},
+            "optimizer": {"type": "AdamW"},
+            "checkpoint": {"load_universal": True},
+        }
     )
     path, _ = other.load_checkpoint(tmp_path)
     assert path is not None and path.endswith("one_universal")
     for mine, theirs in zip(engine.module.parameters(), other.module.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     with pytest.raises(CheckpointError):
-        universal.main(SimpleNamespace(input_folder=str(tmp_path), output_folder=str(tmp_path / "none")))
+        universal.main(
+            SimpleNamespace(input_folder=str(tmp_path), output_folder=str(tmp_path / "none"))
+        )
 
 
 def written(path: Path, shapes: list[dict[str, int] | None]) -> str:
@@ -261,12 +298,23 @@ def written(path: Path, shapes: list[dict[str, int] | None]) -> str:
 def test_a_folder_says_by_what_shape_it_was_written(tmp_path: Path) -> None:
     stages = {"pp_degree": 2, "tp_degree": 1}
     found = folder.DeepSpeedCheckpoint(written(tmp_path, [stages, stages]), dp_degree=1)
-    assert (found.pp_degree, found.tp_degree, found.dp_degree, found.original_world_size) == (2, 1, 1, 4)
-    assert found.get_iteration() == 7 and found.is_change_dp_degree() and not found.is_change_tp_degree()
+    assert (found.pp_degree, found.tp_degree, found.dp_degree, found.original_world_size) == (
+        2,
+        1,
+        1,
+        4,
+    )
+    assert (
+        found.get_iteration() == 7
+        and found.is_change_dp_degree()
+        and not found.is_change_tp_degree()
+    )
     assert [Path(each).name for each in found.get_zero_files(1, 0, 0)] == [
         f"bf16_zero_pp_rank_{rank}_mp_rank_01_optim_states.pt" for rank in (0, 1)
     ]
-    assert [Path(each).name for each in found.get_2d_parallel_files(0, 1)] == ["mp_rank_01_model_states.pt"]
+    assert [Path(each).name for each in found.get_2d_parallel_files(0, 1)] == [
+        "mp_rank_01_model_states.pt"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -278,7 +326,9 @@ def test_a_folder_says_by_what_shape_it_was_written(tmp_path: Path) -> None:
         ([{"pp_degree": 3, "tp_degree": 1}] * 2, "not 3 stages"),
     ],
 )
-def test_a_folder_that_disagrees_with_itself_is_refused(tmp_path: Path, shapes: Any, error: str) -> None:
+def test_a_folder_that_disagrees_with_itself_is_refused(
+    tmp_path: Path, shapes: Any, error: str
+) -> None:
     path = written(tmp_path, shapes)
     if error:
         with pytest.raises(RuntimeError, match=error):

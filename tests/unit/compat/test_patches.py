@@ -1,4 +1,6 @@
-"""What is changed of torch, or of a user's module, lasts while an engine needs it, and then is as it was."""
+"""What is changed of torch, or of a user's module, lasts while an engine needs it, and then is as
+it was.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def test_parameters_answer_to_deepspeeds_names_while_somebody_has_sharded_some()
     assert model.weight.ds_shape == (2, 2)
     assert shown() == list(VIEWS)
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    engine = deepseek_zero.initialize(model=model, config={"train_batch_size": 1, "zero_optimization": zero})[0]
+    engine = deepseek_zero.initialize(
+        model=model, config={"train_batch_size": 1, "zero_optimization": zero}
+    )[0]
     assert model.weight.ds_numel == 4
     engine.destroy()
     del engine, model

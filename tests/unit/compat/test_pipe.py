@@ -18,7 +18,11 @@ from deepseek_zero.compat.deepspeed.pipe import (
     partition_balanced,
     partition_uniform,
 )
-from deepseek_zero.compat.deepspeed.pipe_schedule import DataParallelSchedule, InferenceSchedule, TrainSchedule
+from deepseek_zero.compat.deepspeed.pipe_schedule import (
+    DataParallelSchedule,
+    InferenceSchedule,
+    TrainSchedule,
+)
 from deepseek_zero.compat.deepspeed.pipe_topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
@@ -57,7 +61,11 @@ def test_pipe_data_model_is_the_order_of_our_mesh() -> None:
 def test_a_grid_of_one() -> None:
     grid = PipelineParallelGrid()
     assert grid.get_pipe_parallel_world_size() == grid.get_data_parallel_world_size() == 1
-    assert (grid.get_stage_id(), grid.get_model_parallel_rank(), grid.get_slice_parallel_rank()) == (0, 0, 0)
+    assert (
+        grid.get_stage_id(),
+        grid.get_model_parallel_rank(),
+        grid.get_slice_parallel_rank(),
+    ) == (0, 0, 0)
     assert grid.get_pipe_parallel_group() is None
     assert grid.stage_to_global(0) == 0
     with pytest.raises(AssertionError, match="Invalid Grid"):
@@ -109,7 +117,11 @@ def test_the_inference_and_the_data_parallel_schedule() -> None:
         ["SendActivation(buffer_id=1)"],
     ]
     found = words(DataParallelSchedule(2, 1, 0))
-    assert found[0] == ["LoadMicroBatch(buffer_id=0)", "ForwardPass(buffer_id=0)", "BackwardPass(buffer_id=0)"]
+    assert found[0] == [
+        "LoadMicroBatch(buffer_id=0)",
+        "ForwardPass(buffer_id=0)",
+        "BackwardPass(buffer_id=0)",
+    ]
     assert found[1][-2:] == ["ReduceGrads()", "OptimizerStep()"]
 
 
@@ -126,7 +138,9 @@ def test_a_pipeline_module_on_one_process_is_the_model() -> None:
 def test_errors_are_deepspeeds() -> None:
     with pytest.raises(RuntimeError, match="must provide num_stages or topology"):
         PipelineModule([nn.Linear(2, 2)])
-    with pytest.raises(RuntimeError, match=r"num_stages \(2\) must divide distributed world size \(1\)"):
+    with pytest.raises(
+        RuntimeError, match=r"num_stages \(2\) must divide distributed world size \(1\)"
+    ):
         PipelineModule([nn.Linear(2, 2)] * 2, num_stages=2)
     with pytest.raises(NotImplementedError, match="Partitioning method profile not implemented"):
         PipelineModule([nn.Linear(2, 2)], num_stages=1, partition_method="profile")
@@ -136,7 +150,9 @@ def test_errors_are_deepspeeds() -> None:
 def test_a_modules_stages_and_the_runs_are_the_same() -> None:
     module = PipelineModule([nn.Linear(2, 2)], num_stages=1)
     with pytest.raises(UsageError, match="mesh= says pp=2, and PipelineModule says pp=1"):
-        deepseek_zero.initialize(model=module, config={"train_micro_batch_size_per_gpu": 1}, mesh={"pp": 2})
+        deepseek_zero.initialize(
+            model=module, config={"train_micro_batch_size_per_gpu": 1}, mesh={"pp": 2}
+        )
 
 
 def test_partitions_by_deepspeeds_functions() -> None:

@@ -1,4 +1,6 @@
-"""Genuine checkpoints of DeepSpeed's pipelines are read by name, whole, whatever stages and ranks wrote them."""
+"""Genuine checkpoints of DeepSpeed's pipelines are read by name, whole, whatever stages and ranks
+wrote them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ class Layers(nn.Module):
         self.add_module("5", nn.Linear(7, 3, bias=False))
 
     def forward(self, x: Tensor) -> Any:
-        tied, (first, norm, last) = self.tied_modules["square"], (self.get_submodule(name) for name in "035")
+        tied, (first, norm, last) = (
+            self.tied_modules["square"],
+            (self.get_submodule(name) for name in "035"),
+        )
         return last(tied(norm(torch.tanh(tied(first(x))))))
 
 
@@ -59,7 +64,9 @@ def test_weights_and_moments_have_their_names_and_bits(case: str) -> None:
     assert set(found.manifest.parameters) == names
     for name, value in wanted.items():
         weight, _, key = name.partition(" ")
-        parts = [each for _, each in found.read(MOMENT if key else WEIGHT, weight, key, 0, value.numel())]
+        parts = [
+            each for _, each in found.read(MOMENT if key else WEIGHT, weight, key, 0, value.numel())
+        ]
         assert torch.equal(torch.cat(parts).view(value.shape), value), name
 
 
@@ -74,7 +81,9 @@ def test_an_engine_goes_on_from_it(case: str, stage: int) -> None:
     for name, param in engine.module.named_parameters():
         assert torch.equal(safe_get_full_fp32_param(param), wanted[name]), name
         for key in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(safe_get_full_optimizer_state(param, key), wanted[f"{name} {key}"]), name
+            assert torch.equal(
+                safe_get_full_optimizer_state(param, key), wanted[f"{name} {key}"]
+            ), name
 
 
 def test_numbered_moments_are_refused_and_the_weights_taken() -> None:
@@ -83,13 +92,20 @@ def test_numbered_moments_are_refused_and_the_weights_taken() -> None:
         engine.load_checkpoint(HERE / "pipe_stage0")
     engine.load_checkpoint(HERE / "pipe_stage0", load_optimizer_states=False)
     state = engine.module.state_dict()
-    assert not [name for name, value in expected("pipe_stage0").items() if not torch.equal(state[name], value)]
+    assert not [
+        name
+        for name, value in expected("pipe_stage0").items()
+        if not torch.equal(state[name], value)
+    ]
 
 
 def test_a_folder_is_converted_without_a_model(tmp_path: Path) -> None:
     convert_to_pth(HERE / "pipe_stage1", tmp_path / "out.pth", tag="global_step2")
     state, wanted = torch.load(tmp_path / "out.pth"), expected("pipe_stage1")
-    assert not [name for name, value in state.items() if not torch.equal(value, wanted[name])] and len(state) == 7
+    assert (
+        not [name for name, value in state.items() if not torch.equal(value, wanted[name])]
+        and len(state) == 7
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +126,8 @@ def test_tensor_parallel_files_are_refused_by_name(tmp_path: Path) -> None:
     shutil.copytree(HERE / "pipe_stage1" / "global_step2", tmp_path / "tag")
     for part in range(2):
         shutil.copy(
-            tmp_path / "tag/layer_00-model_states.pt", tmp_path / f"tag/layer_00-model_{part:02d}-model_states.pt"
+            tmp_path / "tag/layer_00-model_states.pt",
+            tmp_path / f"tag/layer_00-model_{part:02d}-model_states.pt",
         )
     (tmp_path / "tag/layer_00-model_states.pt").unlink()
     with pytest.raises(CheckpointError, match="tensor parallelism of 2"):

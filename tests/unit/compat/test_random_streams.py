@@ -1,4 +1,6 @@
-"""DeepSpeed's named streams: draws apart from the default generator, again the same where a checkpoint recomputes."""
+"""DeepSpeed's named streams: draws apart from the default generator, again the same where a
+checkpoint recomputes.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def test_streams_are_seeded_anew_and_wrong_ones_refused() -> None:
         pass
     checkpointing.model_parallel_reconfigure_tp_seed(5)
     with streams.fork():
-        assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(5 + 2718)))
+        assert torch.equal(
+            torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(5 + 2718))
+        )
     states = streams.get_states()
     streams.reset()
     assert not streams.get_states()

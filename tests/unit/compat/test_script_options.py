@@ -14,12 +14,16 @@ def parsed(*words: str) -> argparse.Namespace:
 
 
 def test_the_flags_become_a_scheduler_block() -> None:
-    args = parsed("--lr_schedule", "OneCycle", "--cycle_max_lr", "0.5", "--lr_range_test_staircase", "false")
+    args = parsed(
+        "--lr_schedule", "OneCycle", "--cycle_max_lr", "0.5", "--lr_range_test_staircase", "false"
+    )
     block, problem = get_config_from_args(args)
     assert problem is None and block is not None and args.lr_range_test_staircase is False
     assert block["type"] == "OneCycle" and block["params"]["cycle_max_lr"] == 0.5
     assert "cycle_second_step_size" not in block["params"]  # -1 says that nothing was given
-    schedule = resolve_schedule(block["type"], block["params"], SimpleNamespace(param_groups=[{"lr": 9.0}]))
+    schedule = resolve_schedule(
+        block["type"], block["params"], SimpleNamespace(param_groups=[{"lr": 9.0}])
+    )
     assert schedule.get_last_lr() == [0.01]
 
 
@@ -32,4 +36,7 @@ def test_a_total_of_the_scripts_own_reaches_the_schedule() -> None:
 
 def test_flags_without_a_known_schedule_say_why() -> None:
     assert get_config_from_args(parsed()) == (None, "--lr_schedule not specified on command line")
-    assert get_config_from_args(parsed("--lr_schedule", "Up")) == (None, "Up is not supported LR schedule")
+    assert get_config_from_args(parsed("--lr_schedule", "Up")) == (
+        None,
+        "Up is not supported LR schedule",
+    )

@@ -26,7 +26,9 @@ DEEPSPEED = [case for case in CASES if CASES[case]["stage"]]
 @pytest.fixture
 def ours(tmp_path: Path) -> Any:
     """A checkpoint of this library's in a world of one, and the fp32 state dict it must give."""
-    engine = deepseek_zero.initialize(model=small(8), config=config(3, "bf16") | {"optimizer": {"type": "AdamW"}})[0]
+    engine = deepseek_zero.initialize(
+        model=small(8), config=config(3, "bf16") | {"optimizer": {"type": "AdamW"}}
+    )[0]
     for step in range(2):
         engine.backward(engine(torch.full((4, 5), float(step))).float().square().mean())
         engine.step()
@@ -40,7 +42,9 @@ def ours(tmp_path: Path) -> Any:
 
 
 def same(found: dict[str, Any], told: dict[str, Tensor]) -> bool:
-    return found.keys() == told.keys() and all(torch.equal(found[name], told[name]) for name in told)
+    return found.keys() == told.keys() and all(
+        torch.equal(found[name], told[name]) for name in told
+    )
 
 
 def fp32_of(case: str) -> dict[str, Tensor]:
@@ -57,7 +61,9 @@ def test_deepspeeds_folder_gives_its_masters(case: str) -> None:
     assert state["again.weight"] is state["write.weight"]
     assert {value.dtype for value in state.values()} == {torch.float32}
     assert state.keys() == Small().state_dict().keys()
-    few = words.get_fp32_state_dict_from_zero_checkpoint(DATA / case, exclude_frozen_parameters=True)
+    few = words.get_fp32_state_dict_from_zero_checkpoint(
+        DATA / case, exclude_frozen_parameters=True
+    )
     assert state.keys() - few.keys() == {"frozen.weight", "frozen.bias"}
 
 
@@ -73,8 +79,12 @@ def test_our_folder_gives_its_masters(ours: Any) -> None:
 
 def test_files_by_deepspeeds_function(ours: Any, tmp_path: Path) -> None:
     folder, told = ours
-    words.convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "torch", max_shard_size="400B")
-    where = json.loads((tmp_path / "torch" / "pytorch_model.bin.index.json").read_text())["weight_map"]
+    words.convert_zero_checkpoint_to_fp32_state_dict(
+        folder, tmp_path / "torch", max_shard_size="400B"
+    )
+    where = json.loads((tmp_path / "torch" / "pytorch_model.bin.index.json").read_text())[
+        "weight_map"
+    ]
     assert len(set(where.values())) > 2
     found: dict[str, Tensor] = {}
     for file in set(where.values()):
@@ -85,7 +95,9 @@ def test_files_by_deepspeeds_function(ours: Any, tmp_path: Path) -> None:
     assert same(load_file(tmp_path / "safe" / "model.safetensors"), once)
 
 
-def test_our_own_words_convert_with_little_memory(ours: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_words_convert_with_little_memory(
+    ours: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, told = ours
     monkeypatch.setattr("deepseek_zero.checkpoint.read.READ_NUMEL", 5)
     assert len(convert_to_safetensors(folder, tmp_path / "many", "bf16", max_shard_bytes=200)) > 2
@@ -99,7 +111,8 @@ def test_our_own_words_convert_with_little_memory(ours: Any, tmp_path: Path, mon
     assert torch.equal(whole["again.weight"], told["write.weight"]) and whole.keys() == told.keys()
     convert_to_safetensors(DATA / "stage3", tmp_path / "genuine")
     assert torch.equal(
-        load_file(tmp_path / "genuine" / "model.safetensors")["read.bias"], fp32_of("stage3")["read.bias"]
+        load_file(tmp_path / "genuine" / "model.safetensors")["read.bias"],
+        fp32_of("stage3")["read.bias"],
     )
 
 
@@ -110,14 +123,19 @@ def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'\.\./elsewhere' cannot be a tag"):
         convert_to_safetensors(tmp_path, tmp_path / "out")
     with pytest.raises(CheckpointError, match="'12 parsecs' is no size"):
-        words.convert_zero_checkpoint_to_fp32_state_dict(DATA / "stage3", tmp_path / "out", "12 parsecs")
+        words.convert_zero_checkpoint_to_fp32_state_dict(
+            DATA / "stage3", tmp_path / "out", "12 parsecs"
+        )
     assert not (tmp_path / "out").exists()
 
 
 def test_the_files_that_lightning_looks_for(tmp_path: Path) -> None:
     folder = DATA / "stage2" / "global_step2"
     assert words.get_model_state_file(folder, 2) == str(folder / "mp_rank_00_model_states.pt")
-    assert [Path(each).name[:14] for each in words.get_optim_files(folder)] == ["zero_pp_rank_0", "zero_pp_rank_1"]
+    assert [Path(each).name[:14] for each in words.get_optim_files(folder)] == [
+        "zero_pp_rank_0",
+        "zero_pp_rank_1",
+    ]
     shutil.copytree(folder, tmp_path / "copy")
     with pytest.raises(FileNotFoundError, match="zero_pp_rank_0_mp_rank_00_model_states"):
         words.get_model_state_file(tmp_path / "copy", 3)
@@ -129,4 +147,7 @@ def test_the_files_that_lightning_looks_for_of_a_folder_of_ours(ours: Any) -> No
     assert optimizer["optimizer_state_dict"]["zero_stage"] == 3
     model = torch.load(words.get_model_state_file(folder, 3), weights_only=True)
     assert model == {"epoch": 4, "module": {}}
-    assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors"}  # nothing is left in it
+    assert {path.suffix for path in folder.iterdir()} == {
+        ".json",
+        ".safetensors",
+    }  # nothing is left in it

@@ -30,7 +30,9 @@ def test_every_key_at_once_may_say_auto() -> None:
     given: dict[str, Any] = {}
     for key in KEYS:
         # Below a section that exists only when it is given there is nothing to leave open.
-        if key not in ("optimizer.params", "scheduler.params") and not key.startswith((*_GIVEN_ONLY, *_GIVEN)):
+        if key not in ("optimizer.params", "scheduler.params") and not key.startswith(
+            (*_GIVEN_ONLY, *_GIVEN)
+        ):
             put(given, key, AUTO)
     plain, auto = resolved({}), resolved(given)
     # asked for, where silence leaves them off
@@ -40,7 +42,9 @@ def test_every_key_at_once_may_say_auto() -> None:
     assert auto.tensor_parallel.model_copy(update={"sequence": None}) == plain.tensor_parallel
     assert auto.tensor_parallel.sequence == "auto"
     places = {"offload_optimizer", "offload_param"}
-    assert auto.zero_optimization.model_dump(exclude=places) == plain.zero_optimization.model_dump(exclude=places)
+    assert auto.zero_optimization.model_dump(exclude=places) == plain.zero_optimization.model_dump(
+        exclude=places
+    )
     assert all(getattr(auto.zero_optimization, name).device == "auto" for name in places)
 
 
@@ -73,7 +77,9 @@ def test_each_key_alone_may_say_auto(key: str) -> None:
 
 
 def test_a_resolved_auto_is_recorded_with_its_reason() -> None:
-    config = resolved({"zero_optimization": {"stage": 3, "reduce_bucket_size": AUTO}}, Facts(hidden_size=16))
+    config = resolved(
+        {"zero_optimization": {"stage": 3, "reduce_bucket_size": AUTO}}, Facts(hidden_size=16)
+    )
     decision = reason(config, "zero_optimization.reduce_bucket_size")
     assert (decision.value, decision.asked) == (256, True)
     assert str(decision) == "zero_optimization.reduce_bucket_size = 256: hidden size squared (16)"
@@ -87,13 +93,27 @@ def test_a_stated_size_is_kept_beside_a_known_hidden_size() -> None:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_overlap_is_on_at_every_stage_unless_stated(stage: int) -> None:
-    for stated, overlaps in (({}, True), ({"overlap_comm": "auto"}, True), ({"overlap_comm": False}, False)):
-        assert resolved({"zero_optimization": {"stage": stage, **stated}}).zero_optimization.overlap_comm is overlaps
+    for stated, overlaps in (
+        ({}, True),
+        ({"overlap_comm": "auto"}, True),
+        ({"overlap_comm": False}, False),
+    ):
+        assert (
+            resolved(
+                {"zero_optimization": {"stage": stage, **stated}}
+            ).zero_optimization.overlap_comm
+            is overlaps
+        )
 
 
-# Precision ------------------------------------------------------------------------------------------------------------
+# Precision
+# ------------------------------------------------------------------------------------------------------------
 
-CPU, OLD_GPU, NEW_GPU = Facts(), Facts(device_type="cuda", has_bf16=False), Facts(device_type="cuda")
+CPU, OLD_GPU, NEW_GPU = (
+    Facts(),
+    Facts(device_type="cuda", has_bf16=False),
+    Facts(device_type="cuda"),
+)
 BOTH = {"fp16": {"enabled": AUTO}, "bf16": {"enabled": AUTO}}
 
 
@@ -123,7 +143,9 @@ def test_the_precision_follows_words_then_hardware(
     assert (config.fp16.enabled, config.bf16.enabled) == expected
 
 
-@pytest.mark.parametrize("top, inner, expected", [(True, None, True), (False, None, False), (True, False, False)])
+@pytest.mark.parametrize(
+    "top, inner, expected", [(True, None, True), (False, None, False), (True, False, False)]
+)
 def test_fp16_casts_inputs_as_the_top_level_says_unless_it_says_so_itself(
     top: bool, inner: bool | None, expected: bool
 ) -> None:
@@ -137,7 +159,8 @@ def test_autocast_takes_the_dtype_the_hardware_has() -> None:
     assert resolved(given, OLD_GPU).torch_autocast.dtype == "fp16"
 
 
-# Optimizer and schedule -----------------------------------------------------------------------------------------------
+# Optimizer and schedule
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -148,14 +171,19 @@ def test_autocast_takes_the_dtype_the_hardware_has() -> None:
         ("Adagrad", {"lr": 1e-2, "eps": 1e-10}),
     ],
 )
-def test_auto_arguments_get_the_usual_values_of_the_optimizer(kind: str, expected: dict[str, Any]) -> None:
+def test_auto_arguments_get_the_usual_values_of_the_optimizer(
+    kind: str, expected: dict[str, Any]
+) -> None:
     params = dict.fromkeys(expected, AUTO)
     assert resolved({"optimizer": {"type": kind, "params": params}}).optimizer.params == expected
 
 
 def test_an_auto_optimizer_is_the_programs_own_or_adamw() -> None:
     given = {"optimizer": {"type": AUTO, "params": {"lr": AUTO}}}
-    assert resolved(given).optimizer.model_dump(include={"type", "params"}) == {"type": "AdamW", "params": {"lr": 1e-3}}
+    assert resolved(given).optimizer.model_dump(include={"type", "params"}) == {
+        "type": "AdamW",
+        "params": {"lr": 1e-3},
+    }
     assert resolved(given, Facts(client_optimizer={"lr": 0.5})).optimizer.type is None
 
 
@@ -170,7 +198,9 @@ def test_an_auto_schedule_takes_its_peak_from_the_optimizer() -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": 5e-4}},
         "scheduler": {
             "type": "WarmupDecayLR",
-            "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), AUTO),
+            "params": dict.fromkeys(
+                ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), AUTO
+            ),
         },
     }
     config = resolved(given, Facts(total_steps=400))
@@ -183,11 +213,14 @@ def test_an_auto_schedule_takes_its_peak_from_the_optimizer() -> None:
 
 
 def test_an_auto_total_without_a_plan_asks_for_it() -> None:
-    with pytest.raises(ConfigError, match=r"scheduler\.params\.total_num_steps = 'auto'.*not known"):
+    with pytest.raises(
+        ConfigError, match=r"scheduler\.params\.total_num_steps = 'auto'.*not known"
+    ):
         resolved({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": AUTO}}})
 
 
-# Ranks and batch ------------------------------------------------------------------------------------------------------
+# Ranks and batch
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_the_degree_is_the_world_unless_stated() -> None:
@@ -216,7 +249,12 @@ def test_a_batch_that_does_not_fit_the_ranks_is_reported_with_the_rest() -> None
 def test_a_batch_is_divided_by_the_ranks_that_see_different_ones() -> None:
     facts = Facts(world_size=8, data_size=2, stages=2, tensor_size=2)
     config = resolved({"train_batch_size": 12, "gradient_accumulation_steps": 3}, facts)
-    assert (config.batch.micro, config.dp_degree, config.pp_degree, config.mp_degree) == (2, 2, 2, 2)
+    assert (config.batch.micro, config.dp_degree, config.pp_degree, config.mp_degree) == (
+        2,
+        2,
+        2,
+        2,
+    )
     assert resolved({"dp_degree": 2, "data_parallel_size": 2}, facts).train_batch_size == 2
     with pytest.raises(ConfigError, match="the run has 2 data-parallel ranks") as error:
         resolved({"dp_degree": 4}, facts)
@@ -248,7 +286,8 @@ def test_deepspeeds_refusal_is_there_for_doors_that_want_it() -> None:
     assert resolved({"train_batch_size": AUTO}, Facts(require_batch_key=True)).batch.train == 1
 
 
-# The result -----------------------------------------------------------------------------------------------------------
+# The result
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_configuration_is_frozen() -> None:
@@ -257,7 +296,15 @@ def test_the_configuration_is_frozen() -> None:
 
 
 def test_resolving_leaves_the_raw_configuration_as_it_was() -> None:
-    raw = load({"zero_optimization": {"stage": 3, "reduce_bucket_size": AUTO, "offload_param": {"device": "cpu"}}})
+    raw = load(
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "reduce_bucket_size": AUTO,
+                "offload_param": {"device": "cpu"},
+            }
+        }
+    )
     resolve(raw, Facts(hidden_size=8))
     assert raw.values == {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     assert raw.autos == {"zero_optimization.reduce_bucket_size"}

@@ -40,7 +40,11 @@ def test_every_answer_closes_the_triangle() -> None:
         except ConfigError:
             continue
         assert batch.train == batch.micro * batch.accumulation * ranks
-        assert train in (None, batch.train) and micro in (None, batch.micro) and steps in (None, batch.accumulation)
+        assert (
+            train in (None, batch.train)
+            and micro in (None, batch.micro)
+            and steps in (None, batch.accumulation)
+        )
         closed += 1
     assert closed > 100
 
@@ -83,7 +87,9 @@ def test_the_loader_decides_beside_a_stated_accumulation() -> None:
 
 
 @pytest.mark.parametrize("micro_auto, expected", [(True, (4, 4)), (False, (16, 1))])
-def test_an_auto_micro_batch_prefers_the_loader_to_a_division(micro_auto: bool, expected: tuple[int, int]) -> None:
+def test_an_auto_micro_batch_prefers_the_loader_to_a_division(
+    micro_auto: bool, expected: tuple[int, int]
+) -> None:
     batch = solve(BatchRequest(2, train=32, loader=4, micro_auto=micro_auto))
     assert (batch.micro, batch.accumulation) == expected
 

@@ -1,4 +1,6 @@
-"""Whatever a configuration holds, both doors take it or refuse it in our words: no error and no warning of others."""
+"""Whatever a configuration holds, both doors take it or refuse it in our words: no error and no
+warning of others.
+"""
 
 from __future__ import annotations
 
@@ -60,11 +62,19 @@ class Findings:
             self._judge(str(error), given)
             return False
         except Exception as error:
-            place = next(f"{at.name}:{at.lineno}" for at in reversed(traceback.extract_tb(error.__traceback__)))
-            ours = [at for at in traceback.extract_tb(error.__traceback__) if "deepseek_zero" in at.filename]
+            place = next(
+                f"{at.name}:{at.lineno}"
+                for at in reversed(traceback.extract_tb(error.__traceback__))
+            )
+            ours = [
+                at
+                for at in traceback.extract_tb(error.__traceback__)
+                if "deepseek_zero" in at.filename
+            ]
             where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else place
             self.found.setdefault(
-                f"{type(error).__name__} at {where}", f"{shown(str(error), 200)} of {shown(given, 1000)}"
+                f"{type(error).__name__} at {where}",
+                f"{shown(str(error), 200)} of {shown(given, 1000)}",
             )
             return False
         self.answers["taken"] += 1
@@ -73,9 +83,13 @@ class Findings:
         return True
 
     def _judge(self, message: str, given: Any) -> None:
-        unwritable = "\0" in message or any("\ud800" <= letter <= "\udfff" for letter in set(message))
+        unwritable = "\0" in message or any(
+            "\ud800" <= letter <= "\udfff" for letter in set(message)
+        )
         if max(map(len, message.splitlines())) > LONGEST_LINE or unwritable:
-            self.found.setdefault("an unreadable message", f"{shown(message, 300)} of {shown(given, 500)}")
+            self.found.setdefault(
+                "an unreadable message", f"{shown(message, 300)} of {shown(given, 500)}"
+            )
 
     def none(self) -> None:
         assert not self.found, "\n".join(f"{place}: {about}" for place, about in self.found.items())
@@ -113,7 +127,9 @@ def test_every_configuration_is_taken_or_refused_in_our_words(door: str) -> None
         while findings.answers.total() < COUNT and time.process_time() < ends:
             findings.try_one(*read_at(door, rng))
     findings.none()
-    assert min(findings.answers["taken"], findings.answers["refused"]) > 0.1 * findings.answers.total()
+    assert (
+        min(findings.answers["taken"], findings.answers["refused"]) > 0.1 * findings.answers.total()
+    )
 
 
 class Net(nn.Module):
@@ -160,7 +176,9 @@ def test_what_is_taken_builds_an_engine_and_takes_a_step_or_says_why_not(door: s
     findings.none()
     assert findings.answers["taken"] > 0.5 * tried
     gc.collect()
-    assert recompute.current() is None, "what an engine says of the process's checkpoints goes with it"
+    assert recompute.current() is None, (
+        "what an engine says of the process's checkpoints goes with it"
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Loading: types, aliases, unknown keys, contradictions, what is not built, and all of it in one error."""
+"""Loading: types, aliases, unknown keys, contradictions, what is not built, and all of it in one
+error.
+"""
 
 from __future__ import annotations
 
@@ -34,24 +36,36 @@ def zero(**keys: Any) -> dict[str, Any]:
     return {"zero_optimization": keys}
 
 
-# Types ----------------------------------------------------------------------------------------------------------------
+# Types
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def test_whole_floats_are_integers() -> None:
-    found = config_of(**zero(stage=3.0, reduce_bucket_size=5e8, sub_group_size=1e9)).zero_optimization
-    assert (found.stage, found.reduce_bucket_size, found.sub_group_size) == (3, 500_000_000, 1_000_000_000)
+    found = config_of(
+        **zero(stage=3.0, reduce_bucket_size=5e8, sub_group_size=1e9)
+    ).zero_optimization
+    assert (found.stage, found.reduce_bucket_size, found.sub_group_size) == (
+        3,
+        500_000_000,
+        1_000_000_000,
+    )
     assert isinstance(found.reduce_bucket_size, int)
 
 
 def test_other_floats_are_not() -> None:
-    assert "zero_optimization.reduce_bucket_size = 1.5 (from dict): must be a whole number" in complaint(
-        zero(reduce_bucket_size=1.5)
+    assert (
+        "zero_optimization.reduce_bucket_size = 1.5 (from dict): must be a whole number"
+        in complaint(zero(reduce_bucket_size=1.5))
     )
 
 
 def test_quoted_numbers_and_words_are_read_with_a_note() -> None:
     raw = load({"train_batch_size": "8", "gradient_clipping": "1e-1", "fp16": {"enabled": "false"}})
-    assert raw.values == {"train_batch_size": 8, "gradient_clipping": 0.1, "fp16": {"enabled": False}}
+    assert raw.values == {
+        "train_batch_size": 8,
+        "gradient_clipping": 0.1,
+        "fp16": {"enabled": False},
+    }
     assert len(raw.notes) == 3
     assert all("remove the quotes" in note for note in raw.notes)
 
@@ -67,9 +81,9 @@ def test_steps_per_print_may_be_never(never: Any) -> None:
 
 
 def test_infinite_sizes_are_the_largest_integer() -> None:
-    assert config_of(**zero(stage3_max_live_parameters=math.inf)).zero_optimization.stage3_max_live_parameters == (
-        sys.maxsize
-    )
+    assert config_of(
+        **zero(stage3_max_live_parameters=math.inf)
+    ).zero_optimization.stage3_max_live_parameters == (sys.maxsize)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -81,7 +95,11 @@ def test_null_means_the_default() -> None:
     config = config_of(
         fp16=None,
         gradient_clipping=None,
-        zero_optimization={"stage": None, "offload_param": None, "offload_optimizer": {"device": None}},
+        zero_optimization={
+            "stage": None,
+            "offload_param": None,
+            "offload_optimizer": {"device": None},
+        },
     )
     assert not config.fp16.enabled
     assert config.gradient_clipping == 0.0
@@ -91,12 +109,18 @@ def test_null_means_the_default() -> None:
 
 def test_the_plugin_default_of_accelerate_loads() -> None:
     offload = {"device": "none", "nvme_path": None}
-    raw = load({**zero(stage=2, offload_optimizer=offload, offload_param=offload), "steps_per_print": math.inf})
+    raw = load(
+        {
+            **zero(stage=2, offload_optimizer=offload, offload_param=offload),
+            "steps_per_print": math.inf,
+        }
+    )
     assert raw.get("zero_optimization.offload_param") == {"device": "none", "nvme_path": None}
 
 
 @pytest.mark.parametrize(
-    "spelled, dtype", [("bf16", "bf16"), ("torch.bfloat16", "bf16"), ("float16", "fp16"), ("FP32", "fp32")]
+    "spelled, dtype",
+    [("bf16", "bf16"), ("torch.bfloat16", "bf16"), ("float16", "fp16"), ("FP32", "fp32")],
 )
 def test_dtypes_have_several_spellings(spelled: str, dtype: str) -> None:
     assert config_of(communication_data_type=spelled).communication_data_type == dtype
@@ -108,7 +132,9 @@ def test_words_are_read_whatever_their_case() -> None:
 
 
 def test_a_single_name_is_a_list_of_one() -> None:
-    assert config_of(**zero(leaf_module={"classes": "Block"})).zero_optimization.leaf_module.classes == ("Block",)
+    assert config_of(
+        **zero(leaf_module={"classes": "Block"})
+    ).zero_optimization.leaf_module.classes == ("Block",)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +150,10 @@ def test_a_single_name_is_a_list_of_one() -> None:
         ({"optimizer": {"type": 3}}, "must be a text, not an int"),
         ({"optimizer": {"type": "AdamW", "params": [1]}}, "must be an object {...}, not a list"),
         ({"communication_data_type": "int8"}, "must be one of fp32, fp16, bf16"),
-        ({"gradient_clipping": -1}, "gradient_clipping = -1.0 (from dict): must be greater than or equal to 0"),
+        (
+            {"gradient_clipping": -1},
+            "gradient_clipping = -1.0 (from dict): must be greater than or equal to 0",
+        ),
         ({"steps_per_print": 0}, "must be greater than or equal to 1"),
     ],
 )
@@ -137,15 +166,16 @@ def test_a_loss_scale_that_cannot_be_is_refused(scale: Any) -> None:
     assert "fp16.loss_scale = " in complaint({"fp16": {"enabled": True, "loss_scale": scale}})
 
 
-# All at once ----------------------------------------------------------------------------------------------------------
+# All at once
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_every_problem_is_reported_at_once_with_key_value_origin_and_fix(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(
-        '{"train_batch_size": "many", "zero_optimization": {"stagee": 3, "stage": 7}, "fp16": {"enabled": true},'
-        '"bf16": {"enabled": true}, "optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}},'
-        '"amp": {"enabled": 1},'
+        '{"train_batch_size": "many", "zero_optimization": {"stagee": 3, "stage": 7}, '
+        '"fp16": {"enabled": true},"bf16": {"enabled": true}, "optimizer": {"type": '
+        '"Adam", "params": {"max_grad_norm": 1.0}},"amp": {"enabled": 1},'
         '"gradient_clipping": 1, "gradient_clipping": 2}',
         encoding="utf-8",
     )
@@ -173,7 +203,8 @@ def test_the_origin_can_be_named() -> None:
         load({"nothing": 1}, origin="args")
 
 
-# Unknown keys ---------------------------------------------------------------------------------------------------------
+# Unknown keys
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -182,8 +213,14 @@ def test_the_origin_can_be_named() -> None:
         ({"grandient_accumulation_steps": 2}, "did you mean gradient_accumulation_steps?"),
         ({"fp16": {"enable": True}}, "did you mean fp16.enabled?"),
         ({"loss_scale": 0}, "it belongs at fp16.loss_scale"),
-        ({"stage3_max_live_parameter": 1}, "did you mean zero_optimization.stage3_max_live_parameters?"),
-        ({"zero_optimization.reduce_bucket_size": 1}, "put reduce_bucket_size inside the object zero_optimization"),
+        (
+            {"stage3_max_live_parameter": 1},
+            "did you mean zero_optimization.stage3_max_live_parameters?",
+        ),
+        (
+            {"zero_optimization.reduce_bucket_size": 1},
+            "put reduce_bucket_size inside the object zero_optimization",
+        ),
         ({"qqqqqq": 1}, "docs/reference/config.md lists every key"),
     ],
 )
@@ -199,7 +236,8 @@ def test_an_unknown_key_can_be_a_warning_instead() -> None:
     assert "no such key, ignored" in raw.notes[0]
 
 
-# Aliases --------------------------------------------------------------------------------------------------------------
+# Aliases
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -221,7 +259,9 @@ def test_an_unknown_key_can_be_a_warning_instead() -> None:
         ({"allgather_size": 9}, "zero_optimization.allgather_bucket_size", 9),
     ],
 )
-def test_a_deprecated_key_is_copied_with_one_note(given: dict[str, Any], key: str, value: Any) -> None:
+def test_a_deprecated_key_is_copied_with_one_note(
+    given: dict[str, Any], key: str, value: Any
+) -> None:
     before = deepcopy(given)
     raw = load(given)
     assert raw.get(key) == value
@@ -247,7 +287,10 @@ def test_keys_without_effect_are_named_in_one_line_where_they_are_off_their_defa
 ) -> None:
     load(zero(stage=3, reduce_scatter=False, contiguous_gradients=True, allgather_bucket_size=2e8))
     (line,) = capsys.readouterr().err.splitlines()
-    assert "INFO: config dict: without effect here: zero_optimization.reduce_scatter = False (stages 1 to 3" in line
+    assert (
+        "INFO: config dict: without effect here: zero_optimization.reduce_scatter = False (stages "
+        "1 to 3" in line
+    )
     assert "zero_optimization.allgather_bucket_size = 200000000 (one all-gather" in line
     assert "contiguous" not in line
 
@@ -263,16 +306,23 @@ def test_a_warning_is_logged_once_per_process(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err.count("max_reuse_distance is deprecated") == 1
 
 
-# Contradictions -------------------------------------------------------------------------------------------------------
+# Contradictions
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "given, clause",
     [
-        ({"fp16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "autocast wants it in fp32"),
+        (
+            {"fp16": {"enabled": True}, "torch_autocast": {"enabled": True}},
+            "autocast wants it in fp32",
+        ),
         ({"precision": "fp32", "bf16": {"enabled": True}}, "contradicts bf16.enabled"),
         ({"precision": "bf16", "fp16": {"enabled": True}}, "contradicts fp16.enabled"),
-        ({"fp16": {"loss_scale_window": 0}}, "fp16.loss_scale_window = 0 (from dict): must be greater than 0"),
+        (
+            {"fp16": {"loss_scale_window": 0}},
+            "fp16.loss_scale_window = 0 (from dict): must be greater than 0",
+        ),
         ({"fp16": {"min_loss_scale": 0}}, "must be greater than 0 while the loss scale is dynamic"),
         ({"optimizer": {"params": {"lr": 1}}}, "has no optimizer.type beside it"),
         ({"scheduler": {"params": {"warmup_num_steps": 1}}}, "has no scheduler.type beside it"),
@@ -283,7 +333,12 @@ def test_a_contradiction_is_an_error(given: dict[str, Any], clause: str) -> None
 
 
 def test_a_fixed_loss_scale_needs_no_window() -> None:
-    assert load({"fp16": {"enabled": True, "loss_scale": 128, "loss_scale_window": 0}}).get("fp16.loss_scale") == 128.0
+    assert (
+        load({"fp16": {"enabled": True, "loss_scale": 128, "loss_scale_window": 0}}).get(
+            "fp16.loss_scale"
+        )
+        == 128.0
+    )
 
 
 def test_a_monitor_without_its_package_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +348,8 @@ def test_a_monitor_without_its_package_names_the_package(monkeypatch: pytest.Mon
     assert load({"wandb": {"enabled": True}}).get("wandb.enabled") is True
 
 
-# Not built ------------------------------------------------------------------------------------------------------------
+# Not built
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -301,11 +357,20 @@ def test_a_monitor_without_its_package_names_the_package(monkeypatch: pytest.Mon
     [
         (zero(zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow"),
         ({"expert_parallel": {"enabled": True, "top_k": 2}}, "expert_parallel.enabled"),
-        ({"tensor_parallel": {"autotp_size": 2, "kernel_inject": True}}, "tensor_parallel.kernel_inject"),
-        ({"tensor_parallel": {"tp": {"tp_size": 2, "tp_group": "g"}}}, "tensor_parallel.tp.tp_group"),
+        (
+            {"tensor_parallel": {"autotp_size": 2, "kernel_inject": True}},
+            "tensor_parallel.kernel_inject",
+        ),
+        (
+            {"tensor_parallel": {"tp": {"tp_size": 2, "tp_group": "g"}}},
+            "tensor_parallel.tp.tp_group",
+        ),
         ({"autotuning": {"enabled": True, "fast": False}}, "autotuning.enabled"),
         ({"optimizer": {"type": "ZeroOneAdam"}}, "optimizer.type"),
-        ({"compression_training": {"x": {"shared_parameters": {"enabled": True}}}}, "compression_training"),
+        (
+            {"compression_training": {"x": {"shared_parameters": {"enabled": True}}}},
+            "compression_training",
+        ),
     ],
 )
 def test_a_key_that_is_not_built_is_named(given: dict[str, Any], key: str) -> None:
@@ -318,7 +383,10 @@ def test_a_key_that_is_not_built_is_named(given: dict[str, Any], key: str) -> No
     "given, words",
     [
         ({"sparse_gradients": True}, ("8504", "zero_quantized_gradients")),
-        ({"compression_training": {"x": {"shared_parameters": {"enabled": True}}}}, ("8489", "remove the section")),
+        (
+            {"compression_training": {"x": {"shared_parameters": {"enabled": True}}}},
+            ("8489", "remove the section"),
+        ),
         ({"optimizer": {"type": "ZeroOneAdam"}}, ("8489", "zero_quantized_gradients")),
         ({"optimizer": {"type": "OneBitLamb"}}, ("8489", "take Lamb")),
     ],
@@ -327,21 +395,33 @@ def test_a_key_that_is_not_built_is_named(given: dict[str, Any], key: str) -> No
 def test_what_deepspeed_has_removed_is_refused_with_what_to_use(
     given: dict[str, Any], words: tuple[str, ...], unknown: Any
 ) -> None:
-    if unknown == "warn" and "sparse_gradients" in given:  # which is behind DeepSpeed's name; dense sums are the same
+    if (
+        unknown == "warn" and "sparse_gradients" in given
+    ):  # which is behind DeepSpeed's name; dense sums are the same
         assert isinstance(load(given, unknown=unknown), RawConfig)
         return
     with pytest.raises(NotBuiltError, match="DeepSpeed has removed it") as caught:
         load(given, unknown=unknown)
     assert all(word in str(caught.value) for word in words)
-    off = {"sparse_gradients": False, "compression_training": {"x": {"shared_parameters": {"enabled": False}}}}
+    off = {
+        "sparse_gradients": False,
+        "compression_training": {"x": {"shared_parameters": {"enabled": False}}},
+    }
     assert isinstance(load(off, unknown=unknown), RawConfig)
 
 
 def test_errors_that_are_kept_of_nothing_are_said(capsys: pytest.CaptureFixture[str]) -> None:
-    stated = {"compression": {"gradients": {"error_feedback": "int8"}}, "zeropp_loco_param": {"err_beta": 0.5}}
+    stated = {
+        "compression": {"gradients": {"error_feedback": "int8"}},
+        "zeropp_loco_param": {"err_beta": 0.5},
+    }
     load(zero(**stated))
     said = capsys.readouterr().err
-    assert "zeropp_loco_param" in said and "compression.gradients.error_feedback" in said and "as they are" in said
+    assert (
+        "zeropp_loco_param" in said
+        and "compression.gradients.error_feedback" in said
+        and "as they are" in said
+    )
     load(zero(**stated, zero_quantized_gradients=True))
     assert "as they are" not in capsys.readouterr().err
 
@@ -392,23 +472,35 @@ def test_a_mistake_beside_something_not_built_is_a_config_error_that_lists_both(
     ("section", "words"),
     [
         ({"device": "nvme"}, "activation_checkpointing.nvme_path = None (from dict): is missing"),
-        ({"device": "nvme", "nvme_path": "/tmp", "cpu_checkpointing": True}, "contradicts device 'nvme'"),
+        (
+            {"device": "nvme", "nvme_path": "/tmp", "cpu_checkpointing": True},
+            "contradicts device 'nvme'",
+        ),
         ({"number_checkpoints": 0}, "activation_checkpointing.number_checkpoints"),
     ],
 )
-def test_a_place_for_activations_that_makes_no_sense_is_named(section: dict[str, Any], words: str) -> None:
+def test_a_place_for_activations_that_makes_no_sense_is_named(
+    section: dict[str, Any], words: str
+) -> None:
     assert words in complaint({"activation_checkpointing": section})
 
 
-# Which source ---------------------------------------------------------------------------------------------------------
+# Which source
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_configuration_is_taken_from_wherever_it_is_given() -> None:
     given = {"train_batch_size": 1}
     assert choose_source(given, None, None) == (given, None)
     assert choose_source(None, given, SimpleNamespace(deepspeed_config=None)) == (given, None)
-    assert choose_source(None, None, SimpleNamespace(deepspeed_config="ds.json")) == ("ds.json", None)
-    assert choose_source(None, None, SimpleNamespace(deepscale_config="ds.json")) == ("ds.json", None)
+    assert choose_source(None, None, SimpleNamespace(deepspeed_config="ds.json")) == (
+        "ds.json",
+        None,
+    )
+    assert choose_source(None, None, SimpleNamespace(deepscale_config="ds.json")) == (
+        "ds.json",
+        None,
+    )
     assert choose_source(None, None, SimpleNamespace(deepspeed_config=given)) == (given, "args")
 
 
@@ -416,7 +508,11 @@ def test_the_configuration_is_taken_from_wherever_it_is_given() -> None:
     "config, args, words",
     [
         (None, None, "no configuration was given"),
-        ({}, SimpleNamespace(deepspeed_config="a"), "one to initialize, and one by the flag --deepspeed_config"),
+        (
+            {},
+            SimpleNamespace(deepspeed_config="a"),
+            "one to initialize, and one by the flag --deepspeed_config",
+        ),
         (
             None,
             SimpleNamespace(deepspeed_config="a", deepscale_config="b"),
@@ -429,7 +525,8 @@ def test_no_source_or_two_are_errors(config: Any, args: Any, words: str) -> None
         choose_source(config, None, args)
 
 
-# Rules by parameter name ----------------------------------------------------------------------------------------------
+# Rules by parameter name
+# ----------------------------------------------------------------------------------------------
 
 
 def specs(**spec: Any) -> dict[str, Any]:
@@ -443,13 +540,31 @@ def specs(**spec: Any) -> dict[str, Any]:
         (specs(patterns=["("]), "must be a list of regular expressions"),
         (specs(patterns=".*a"), "must be a list of regular expressions"),
         (specs(patterns=[".*a"], pattern="b"), r"layer_specs\[0\].pattern = 'b' .*no such key"),
-        (specs(patterns=[".*a"], partition_type="row", partition_dim=0), "partition_dim = 0 .*is not built"),
+        (
+            specs(patterns=[".*a"], partition_type="row", partition_dim=0),
+            "partition_dim = 0 .*is not built",
+        ),
         (specs(patterns=[".*a"], shape=[[8, -2, 2], -1]), "shape = .*is not built"),
-        (specs(patterns=[".*a"], grad_allreduce=True), "grad_allreduce = True .*is for layers that are skipped"),
-        ({"tensor_parallel": {"partition_config": {"layer_specs": {"patterns": []}}}}, "must be a list of objects"),
-        ({"tensor_parallel": {"partition_config": {"strict": True}}}, "partition_config.strict = True .*no such key"),
-        ({"pipeline": {"stages": 2, "virtual": 2}}, "pipeline.virtual = 2 .*more than schedule 1f1b has"),
-        ({"pipeline": {"stages": 2, "group": 2, "schedule": "interleaved"}}, "no matter of schedule interleaved"),
+        (
+            specs(patterns=[".*a"], grad_allreduce=True),
+            "grad_allreduce = True .*is for layers that are skipped",
+        ),
+        (
+            {"tensor_parallel": {"partition_config": {"layer_specs": {"patterns": []}}}},
+            "must be a list of objects",
+        ),
+        (
+            {"tensor_parallel": {"partition_config": {"strict": True}}},
+            "partition_config.strict = True .*no such key",
+        ),
+        (
+            {"pipeline": {"stages": 2, "virtual": 2}},
+            "pipeline.virtual = 2 .*more than schedule 1f1b has",
+        ),
+        (
+            {"pipeline": {"stages": 2, "group": 2, "schedule": "interleaved"}},
+            "no matter of schedule interleaved",
+        ),
     ],
 )
 def test_a_rule_or_a_schedule_that_cannot_be_is_named(given: dict[str, Any], words: str) -> None:
@@ -461,7 +576,11 @@ def test_rules_are_those_for_the_model() -> None:
     found = {
         "layer_specs": [
             {"patterns": [".*qkv.weight$"], "partition_type": "Column", "shape": (3, -1)},
-            {"patterns": [".*o.weight$", ".*down.weight$"], "partition_type": "row", "model_types": ["llama"]},
+            {
+                "patterns": [".*o.weight$", ".*down.weight$"],
+                "partition_type": "row",
+                "model_types": ["llama"],
+            },
             {"patterns": [".*norm.*"], "partition_type": "skip", "grad_allreduce": True},
             {"patterns": [".*head.*"], "gather_output": True, "shape": [[8, 2, 2], 12]},
             {"patterns": [".*"], "partition_type": "skip"},

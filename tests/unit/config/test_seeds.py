@@ -69,7 +69,12 @@ def resolved(text: str, facts: Facts) -> Config:
 def test_seed_001_loads_and_resolves_as_it_is() -> None:
     config = resolved(SEED_001, Facts(world_size=2, hidden_size=64, loader_micro_batch=4))
     assert (config.batch.train, config.batch.micro, config.batch.accumulation) == (8, 4, 1)
-    assert config.optimizer.params == {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01}
+    assert config.optimizer.params == {
+        "lr": 1e-3,
+        "betas": [0.9, 0.95],
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+    }
     assert config.zero_optimization.reduce_bucket_size == 64 * 64
     assert config.zero_optimization.stage3_prefetch_bucket_size == int(0.9 * 64 * 64)
     assert config.zero_optimization.stage3_param_persistence_threshold == 640
@@ -84,7 +89,9 @@ def test_the_lr_of_seed_001_comes_from_the_program_where_it_has_one() -> None:
     assert config.optimizer.params["lr"] == 3e-4
 
 
-def test_seed_002_loads_and_resolves_without_any_batch_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_seed_002_loads_and_resolves_without_any_batch_key(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     config = resolved(SEED_002, Facts(world_size=8, loader_micro_batch=128))
     assert (config.batch.train, config.batch.micro, config.batch.accumulation) == (1024, 128, 1)
     assert capsys.readouterr().err.count("no batch size is stated") == 1
@@ -92,7 +99,11 @@ def test_seed_002_loads_and_resolves_without_any_batch_key(capsys: pytest.Captur
 
 def test_seed_002_keeps_the_documented_sizes_where_the_model_has_no_hidden_size() -> None:
     zero = resolved(SEED_002, Facts()).zero_optimization
-    sizes = (zero.reduce_bucket_size, zero.stage3_prefetch_bucket_size, zero.stage3_param_persistence_threshold)
+    sizes = (
+        zero.reduce_bucket_size,
+        zero.stage3_prefetch_bucket_size,
+        zero.stage3_param_persistence_threshold,
+    )
     assert sizes == (500_000_000, 50_000_000, 100_000)
 
 

@@ -17,7 +17,9 @@ def test_comments_and_trailing_commas_are_read_over() -> None:
     assert parse(text, "text").values == {"a": 1, "b": [1, 2]}
 
 
-@pytest.mark.parametrize("inside", ["http://x", "a # b", "/* c */", ",]", 'say \\"//\\" now', "back\\\\"])
+@pytest.mark.parametrize(
+    "inside", ["http://x", "a # b", "/* c */", ",]", 'say \\"//\\" now', "back\\\\"]
+)
 def test_signs_inside_a_string_stay(inside: str) -> None:
     text = f'{{"a": "{inside}", /* c */ "b": 1,}}'
     assert parse(text, "text").values == {"a": json.loads(f'"{inside}"'), "b": 1}
@@ -26,13 +28,17 @@ def test_signs_inside_a_string_stay(inside: str) -> None:
 def test_stripping_keeps_every_line_and_column() -> None:
     text = '{ /* a\n b */ "x": 1, // c\n "y": 2 }'
     stripped = strip_comments(text)
-    assert [len(line) for line in stripped.splitlines()] == [len(line) for line in text.splitlines()]
+    assert [len(line) for line in stripped.splitlines()] == [
+        len(line) for line in text.splitlines()
+    ]
 
 
 def test_broken_json_names_file_line_and_text(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{\n // comment\n "a": True\n}', encoding="utf-8")
-    with pytest.raises(ConfigError, match=r'ds\.json is not JSON: .* at line 3, column 7: "a": True'):
+    with pytest.raises(
+        ConfigError, match=r'ds\.json is not JSON: .* at line 3, column 7: "a": True'
+    ):
         read(path)
 
 
@@ -61,7 +67,9 @@ def test_a_long_base64_text_is_not_taken_for_a_path() -> None:
     assert read(encoded).values == {"a": "x" * 5000}
 
 
-@pytest.mark.parametrize("source", ["nowhere.json", "@@@", base64.urlsafe_b64encode(b"[1, 2]").decode()])
+@pytest.mark.parametrize(
+    "source", ["nowhere.json", "@@@", base64.urlsafe_b64encode(b"[1, 2]").decode()]
+)
 def test_a_text_that_is_neither_path_nor_base64_is_refused(source: str) -> None:
     with pytest.raises(ConfigError, match="Expected a string path to an existing deepspeed config"):
         read(source)

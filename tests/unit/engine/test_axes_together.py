@@ -1,4 +1,6 @@
-"""What the axes of ranks must not get wrong between them: who reads which samples, short batches, other meshes."""
+"""What the axes of ranks must not get wrong between them: who reads which samples, short batches,
+other meshes.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,17 @@ def engine_of(mesh: Mesh, stage: int = 1, data: Any = None, layers: int = 2) -> 
     return start_file.start(load(config_of(stage, "fp32")), request)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(tp=2), Mesh(sp=2), Mesh(pp=2, tp=2), Mesh(dp_replicate=2)], ids=str)
-def test_ranks_of_one_data_coordinate_read_the_same_samples_and_others_read_others(mesh: Mesh) -> None:
+@pytest.mark.parametrize(
+    "mesh", [Mesh(pp=2), Mesh(tp=2), Mesh(sp=2), Mesh(pp=2, tp=2), Mesh(dp_replicate=2)], ids=str
+)
+def test_ranks_of_one_data_coordinate_read_the_same_samples_and_others_read_others(
+    mesh: Mesh,
+) -> None:
     """Pitfall: a loader that is cut by the world."""
     many = 32  # whole steps on every mesh
     samples: list[Tokens] = [
-        {"input_ids": torch.full((8,), number), "labels": torch.full((8,), number)} for number in range(many)
+        {"input_ids": torch.full((8,), number), "labels": torch.full((8,), number)}
+        for number in range(many)
     ]
 
     with engines_of_threads() as here:
@@ -50,14 +57,20 @@ def test_ranks_of_one_data_coordinate_read_the_same_samples_and_others_read_othe
     for share, _, seen in found:
         by_share.setdefault(share, set()).add(tuple(seen))
     size = found[0][1]
-    assert sorted(by_share) == list(range(size)) and all(len(each) == 1 for each in by_share.values())
+    assert sorted(by_share) == list(range(size)) and all(
+        len(each) == 1 for each in by_share.values()
+    )
     together = [number for each in by_share.values() for seen in each for number in seen]
     assert sorted(together) == list(range(many))
 
 
 @pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 3}, {"pp": 2, "tp": 2}])
-def test_a_short_last_batch_and_fewer_micro_batches_than_stages_do_not_hang(sizes: dict[str, int]) -> None:
-    """Pitfall: with two micro-batches on three stages, of which the last is shorter, then other shapes again."""
+def test_a_short_last_batch_and_fewer_micro_batches_than_stages_do_not_hang(
+    sizes: dict[str, int],
+) -> None:
+    """Pitfall: with two micro-batches on three stages, of which the last is shorter, then other
+    shapes again.
+    """
     mesh, rows = Mesh(dp_shard=1, **sizes), [(2, 1), (2, 2), (1, 2)]
 
     def given(step: int, micro: int) -> Tokens:
@@ -68,7 +81,10 @@ def test_a_short_last_batch_and_fewer_micro_batches_than_stages_do_not_hang(size
         def body(rank: Rank) -> list[float]:
             here.rank = rank
             engine = engine_of(mesh, stage=3, layers=3)
-            return [engine.train_batch(given(step, micro) for micro in range(MANY)).item() for step in range(len(rows))]
+            return [
+                engine.train_batch(given(step, micro) for micro in range(MANY)).item()
+                for step in range(len(rows))
+            ]
 
         found = run_ranks(mesh.world_size, body, reads_in_place=True)
     model: Any = llama(3)
@@ -79,12 +95,18 @@ def test_a_short_last_batch_and_fewer_micro_batches_than_stages_do_not_hang(size
         optimizer.zero_grad()
         mean.backward()
         optimizer.step()
-        assert [each[step] for each in found] == pytest.approx([mean.item()] * mesh.world_size, rel=1e-5)
+        assert [each[step] for each in found] == pytest.approx(
+            [mean.item()] * mesh.world_size, rel=1e-5
+        )
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(Mesh(pp=2), Mesh(tp=2)), (Mesh(tp=2), Mesh(dp_shard=2)), (Mesh(sp=2), Mesh(dp_replicate=2, dp_shard=1))],
+    [
+        (Mesh(pp=2), Mesh(tp=2)),
+        (Mesh(tp=2), Mesh(dp_shard=2)),
+        (Mesh(sp=2), Mesh(dp_replicate=2, dp_shard=1)),
+    ],
     ids=str,
 )
 def test_ranks_with_different_meshes_are_refused_at_the_start(first: Mesh, second: Mesh) -> None:
@@ -111,7 +133,9 @@ def test_unmodified_models_in_two_stages_of_two_parts_train_as_one_process(name:
         def body(rank: Rank) -> tuple[list[float], dict[str, Tensor]]:
             here.rank = rank
             model = tiny.tiny(name)
-            request = start_file.Request(model, OPTIMIZERS["sgd"](list(model.parameters())), mesh=Mesh(pp=2, tp=2))
+            request = start_file.Request(
+                model, OPTIMIZERS["sgd"](list(model.parameters())), mesh=Mesh(pp=2, tp=2)
+            )
             engine = start_file.start(load(config_of(3, "fp32")), request)
             losses = [engine.train_batch(iter(batches)).item() for batches in steps]
             whole = {name: value.clone() for name, value in engine.module.state_dict().items()}
@@ -130,7 +154,10 @@ def test_unmodified_models_in_two_stages_of_two_parts_train_as_one_process(name:
             (loss / MANY).backward()
             losses[-1] += loss.item() / MANY
         optimizer.step()
-    expected, is_tied = model.state_dict(), bool(getattr(model.config, "tie_word_embeddings", False))
+    expected, is_tied = (
+        model.state_dict(),
+        bool(getattr(model.config, "tie_word_embeddings", False)),
+    )
     for found, weights in ranks:
         assert found == pytest.approx(losses, rel=1e-6)
         assert weights.keys() == expected.keys()

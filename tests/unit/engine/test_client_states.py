@@ -1,4 +1,6 @@
-"""A client's optimizer keeps the state that it has when it is handed over, on any number of ranks, at any stage."""
+"""A client's optimizer keeps the state that it has when it is handed over, on any number of ranks,
+at any stage.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,15 @@ class OwnState(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
         for group in self.param_groups:
             for param in group["params"]:
-                ramp = torch.arange(param.numel(), dtype=torch.float32).view(param.shape) / param.numel()
-                self.state[param] = {"speed": ramp.clone(), "calls": 0, "scale": torch.tensor(float(param.dim()))}
+                ramp = (
+                    torch.arange(param.numel(), dtype=torch.float32).view(param.shape)
+                    / param.numel()
+                )
+                self.state[param] = {
+                    "speed": ramp.clone(),
+                    "calls": 0,
+                    "scale": torch.tensor(float(param.dim())),
+                }
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -107,10 +116,16 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
     return config_of(stage, "fp32") | {"gradient_accumulation_steps": 1} | more
 
 
-def train(here: Here, rank: Rank, stage: int, frozen_until: int = 0, **request: Any) -> dict[str, Tensor]:
+def train(
+    here: Here, rank: Rank, stage: int, frozen_until: int = 0, **request: Any
+) -> dict[str, Tensor]:
     model = net()
     model.up.requires_grad_(frozen_until == 0)
-    made = request.pop("make")(model.parameters()) if "make" in request else request.pop("optimizer", None)
+    made = (
+        request.pop("make")(model.parameters())
+        if "make" in request
+        else request.pop("optimizer", None)
+    )
     engine = here.start(rank, model, config(stage, **request), optimizer=made)
     for step in range(STEPS):
         model.up.requires_grad_(step >= frozen_until)
@@ -182,7 +197,9 @@ def test_offloaded_states_begin_with_the_clients_values(stage: int, tier: str) -
         model = net()
         chosen = config(stage)
         chosen["zero_optimization"] |= {"offload_optimizer": {"device": tier}}
-        return trained(here.start(rank, model, chosen, optimizer=OwnState(model.parameters())), rank)
+        return trained(
+            here.start(rank, model, chosen, optimizer=OwnState(model.parameters())), rank
+        )
 
     assert_alike(on_ranks(body), plainly(OwnState))
 
@@ -192,7 +209,9 @@ def test_layers_that_become_tiles_keep_their_rows_of_the_state() -> None:
         model = net()
         chosen = config(3)
         chosen["zero_optimization"] |= {"tile_above": 4 * WIDTH * WIDTH // 2}
-        return trained(here.start(rank, model, chosen, optimizer=OwnState(model.parameters())), rank)
+        return trained(
+            here.start(rank, model, chosen, optimizer=OwnState(model.parameters())), rank
+        )
 
     assert_alike(on_ranks(body), plainly(OwnState))
 
@@ -229,7 +248,9 @@ def test_ranks_along_tp_take_their_part_of_the_state(stage: int) -> None:
     assert_alike(on_ranks(body), whole.state_dict())
 
 
-def refused(make: Make, stage: int = 3, spoil: Callable[[Any], None] = lambda _: None) -> list[Exception]:
+def refused(
+    make: Make, stage: int = 3, spoil: Callable[[Any], None] = lambda _: None
+) -> list[Exception]:
     def body(here: Here, rank: Rank) -> Exception:
         model = net()
         made = make(model.parameters())
@@ -244,12 +265,16 @@ def refused(make: Make, stage: int = 3, spoil: Callable[[Any], None] = lambda _:
 def test_what_cannot_be_cut_is_refused_by_name_on_every_rank() -> None:
     found = refused(RowOfElements)
     assert all("state 'row'" in str(each) and "RowOfElements" in str(each) for each in found)
-    assert any(isinstance(each, UsageError) and 'granularity = "tensor"' in str(each) for each in found)
+    assert any(
+        isinstance(each, UsageError) and 'granularity = "tensor"' in str(each) for each in found
+    )
 
 
 def test_tensors_in_a_parameter_group_are_refused_by_name() -> None:
     def spoil(made: Any) -> None:
-        made.param_groups[0]["speeds"] = [torch.zeros_like(param) for param in made.param_groups[0]["params"]]
+        made.param_groups[0]["speeds"] = [
+            torch.zeros_like(param) for param in made.param_groups[0]["params"]
+        ]
 
     assert all("'speeds'" in str(each) for each in refused(OwnState, spoil=spoil))
 

@@ -1,5 +1,5 @@
-"""Runs whose matrices travel as codes, through engines whose ranks are threads: the bits of one process that rounds the
-same tensors, bytes by the formulas, other numbers of ranks, other axes.
+"""Runs whose matrices travel as codes, through engines whose ranks are threads: the bits of one
+process that rounds the same tensors, bytes by the formulas, other numbers of ranks, other axes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ TOLERANCE = 0.3  # of what two steps of SGD along gradients of 4 bits change
 INT4 = {"zero_quantized_gradients": True, "compression": {"min_numel": 0}}
 
 
-def configured(stage: int, dtype: str = "bf16", accumulation: int = 1, **zero: Any) -> dict[str, Any]:
+def configured(
+    stage: int, dtype: str = "bf16", accumulation: int = 1, **zero: Any
+) -> dict[str, Any]:
     """The configuration of a run.  zero: keys of zero_optimization."""
     return {
         "train_micro_batch_size_per_gpu": 2,
@@ -49,7 +51,9 @@ def configured(stage: int, dtype: str = "bf16", accumulation: int = 1, **zero: A
     }
 
 
-def start(here: Here, rank: Rank, config: dict[str, Any], model: nn.Module | None = None, **request: Any) -> Any:
+def start(
+    here: Here, rank: Rank, config: dict[str, Any], model: nn.Module | None = None, **request: Any
+) -> Any:
     """The engine of one rank; AdamW where the configuration names no optimizer."""
     model = seeded() if model is None else model
     if "optimizer" not in config:
@@ -72,7 +76,8 @@ def train_step(engine: Any, rank: Rank, step: int) -> list[Tensor]:
 
 @dataclass
 class Trained:
-    """What one rank saw in its steps.  scales: of losses.  reduced: bytes of summands that it sent; padded: elements of
+    """What one rank saw in its steps.  scales: of losses.  reduced: bytes of summands that it sent;
+    padded: elements of
     all flat buffers.  flats: where coded matrices lie.
     """
 
@@ -86,7 +91,12 @@ class Trained:
 
 
 def train(
-    here: Here, rank: Rank, config: dict[str, Any], model: nn.Module, poisoned: int = -1, **request: Any
+    here: Here,
+    rank: Rank,
+    config: dict[str, Any],
+    model: nn.Module,
+    poisoned: int = -1,
+    **request: Any,
 ) -> Trained:
     """Some steps of one rank; poisoned: the step in which the last rank's loss is infinite."""
     engine, found = start(here, rank, config, model, **request), Trained()
@@ -97,7 +107,9 @@ def train(
         for micro in range(engine.runtime.settings.accumulation):
             batch = batch_of(step, micro, rank.index)
             loss = engine(batch.tokens, batch.targets)
-            engine.backward(loss * (float("inf") if (step, rank.index) == (poisoned, rank.size - 1) else 1.0))
+            engine.backward(
+                loss * (float("inf") if (step, rank.index) == (poisoned, rank.size - 1) else 1.0)
+            )
             engine.step()
             losses.append(loss.detach())
         found.losses.append(losses)
@@ -110,8 +122,8 @@ def train(
 
 
 class Scaled(Reference):
-    """The reference with a loss scale that is a power of two, and one micro-batch whose loss is infinite; a step whose
-    sums are not finite is none.
+    """The reference with a loss scale that is a power of two, and one micro-batch whose loss is
+    infinite; a step whose sums are not finite is none.
     """
 
     scale, poison = 1.0, None
@@ -122,7 +134,9 @@ class Scaled(Reference):
         loss = self.model(batch.tokens, batch.targets)
         factor = self.scale / self.accumulation * (float("inf") if batch is self.poison else 1.0)
         (loss.float() * factor).backward()
-        return loss.detach(), [torch.zeros_like(each) if each.grad is None else each.grad for each in self.weights]
+        return loss.detach(), [
+            torch.zeros_like(each) if each.grad is None else each.grad for each in self.weights
+        ]
 
     def step(self, batches: Any, norm: float | None = None) -> tuple[list[list[Tensor]], float]:
         if self.poison is None:
@@ -144,7 +158,10 @@ def assert_follows(found: Sequence[Trained], reference: Any, poisoned: int = -1)
     for step in range(STEPS):
         micros = range(reference.accumulation)
         everyone = [[batch_of(step, micro, rank) for micro in micros] for rank in range(len(found))]
-        reference.scale, reference.poison = found[0].scales[step], everyone[-1][0] if step == poisoned else None
+        reference.scale, reference.poison = (
+            found[0].scales[step],
+            everyone[-1][0] if step == poisoned else None,
+        )
         expected, _ = reference.step(everyone)
         for one, losses in zip(found, expected, strict=True):
             assert all(map(torch.equal, one.losses[step], losses)), f"losses differ in step {step}"
@@ -175,7 +192,9 @@ def oracle(
     )
 
 
-@pytest.mark.parametrize(("stage", "codes"), [(2, (None, Blocks(4, 128))), (3, (Blocks(8, 256), Blocks(4, 128)))])
+@pytest.mark.parametrize(
+    ("stage", "codes"), [(2, (None, Blocks(4, 128))), (3, (Blocks(8, 256), Blocks(4, 128)))]
+)
 def test_beside_frozen_weights_a_run_has_the_bits_of_one_process(stage: int, codes: Any) -> None:
     def model() -> nn.Module:
         found = seeded()
@@ -201,17 +220,26 @@ def test_a_rank_alone_sends_nothing_and_has_the_bits_without_codes(stage: int) -
 def test_an_overflow_in_fp16_is_one_process_overflow(stage: int) -> None:
     fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 1}
     codes = Blocks(8, 256) if stage == 3 else None, Blocks(4, 128)
-    config = configured(stage, **INT4, zero_quantized_weights=stage == 3) | {"fp16": fp16, "bf16": {"enabled": False}}
+    config = configured(stage, **INT4, zero_quantized_weights=stage == 3) | {
+        "fp16": fp16,
+        "bf16": {"enabled": False},
+    }
     with engines_of_threads() as here:
         found = run_ranks(3, lambda rank: train(here, rank, config, seeded(), poisoned=1))
     assert [each.skipped for each in found] == [1, 1, 1] and len(set(found[0].scales)) > 1
-    assert_follows(found, oracle(found, config, torch.float16, seeded(), codes, ScaledRounding), poisoned=1)
+    assert_follows(
+        found, oracle(found, config, torch.float16, seeded(), codes, ScaledRounding), poisoned=1
+    )
 
 
 @pytest.mark.parametrize(("stage", "kept"), [(1, "int8"), (2, "bf16"), (3, "bf16")])
-def test_errors_that_are_fed_back_beside_offloaded_states_are_those_of_one_process(stage: int, kept: str) -> None:
+def test_errors_that_are_fed_back_beside_offloaded_states_are_those_of_one_process(
+    stage: int, kept: str
+) -> None:
     given = {"min_numel": 0, "gradients": {"bits": 4, "error_feedback": kept}}
-    config = configured(stage, accumulation=2, compression=given, **offload("cpu", weights=stage == 3))
+    config = configured(
+        stage, accumulation=2, compression=given, **offload("cpu", weights=stage == 3)
+    )
     with engines_of_threads() as here:
         found = run_ranks(2, lambda rank: train(here, rank, config, seeded()))
     reference = oracle(found, config, torch.bfloat16, seeded(), (None, Blocks(4, 128)), FeedingBack)
@@ -225,14 +253,20 @@ def weights_of(engine: Any) -> dict[str, Tensor]:
 
 ONE_BIT = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.01, "freeze_step": 2}}}
 STATES = {  # what a run keeps beside weights, masters and moments
-    "errors": configured(2, **{**INT4, "compression": {"min_numel": 0, "gradients": {"error_feedback": "bf16"}}}),
-    "differences": configured(2, compression={"min_numel": 0, "weights": {"bits": 4}, "gradients": {"bits": 4}}),
+    "errors": configured(
+        2, **{**INT4, "compression": {"min_numel": 0, "gradients": {"error_feedback": "bf16"}}}
+    ),
+    "differences": configured(
+        2, compression={"min_numel": 0, "weights": {"bits": 4}, "gradients": {"bits": 4}}
+    ),
     "signs": configured(1) | ONE_BIT,
 }
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_a_run_of_4_ranks_goes_on_at_2(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_4_ranks_goes_on_at_2(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said = list[str]()
     monkeypatch.setattr(load, "log_first", said.append)
 
@@ -252,7 +286,9 @@ def test_a_run_of_4_ranks_goes_on_at_2(state: str, tmp_path: Path, monkeypatch: 
         assert_same_bits(weights_of(engine), weights, "weights")
         assert_same_bits(masters_of(engine), masters, "masters")
         groups = engine.runtime.groups
-        errors = [group.gradient.errors.memory for group in groups if group.gradient.errors is not None]
+        errors = [
+            group.gradient.errors.memory for group in groups if group.gradient.errors is not None
+        ]
         errors += [group.momentum.worker for group in groups if group.momentum is not None]
         assert bool(errors) is (state != "differences") and not any(each.any() for each in errors)
         losses = torch.stack([train_step(engine, rank, step)[0] for step in (4, 5, 6)])
@@ -269,10 +305,13 @@ def test_a_run_of_4_ranks_goes_on_at_2(state: str, tmp_path: Path, monkeypatch: 
     for mine, others in zip(one, other, strict=True):
         assert_same_bits(mine, others, "what both ranks have")
     lines = [line for line in said if "is dropped" in line]
-    assert len(lines) == (0 if state == "differences" else 2), "one on each thread, which is rank 0 of a process"
+    assert len(lines) == (0 if state == "differences" else 2), (
+        "one on each thread, which is rank 0 of a process"
+    )
 
 
-# -- bytes, by the formulas: P padded elements, f = (N - 1) / N, F = (M - 1) / M, w and r bytes of an element as codes
+# -- bytes, by the formulas: P padded elements, f = (N - 1) / N, F = (M - 1) / M, w and r bytes of
+# an element as codes
 
 
 class Square(nn.Sequential):
@@ -285,7 +324,9 @@ class Square(nn.Sequential):
 
 
 def bytes_of_a_step(ranks: int, hosts: int, config: dict[str, Any]) -> tuple[int, int]:
-    """What the first rank sends in a step, and what all ranks of its host send to other hosts, rows aside."""
+    """What the first rank sends in a step, and what all ranks of its host send to other hosts, rows
+    aside.
+    """
 
     def step(rank: Rank) -> tuple[int, int]:
         engine = start(here, rank, config, Square())
@@ -296,7 +337,10 @@ def bytes_of_a_step(ranks: int, hosts: int, config: dict[str, Any]) -> tuple[int
                 engine.backward(engine(torch.ones(2, 128)).float().square().mean())
                 engine.step()
         assert sum(group.layout.padded_numel for group in engine.runtime.groups) == Square.numel
-        found = meter.total_bytes() - meter.sent_bytes["rows"], sum(meter.far_bytes.values()) - meter.far_bytes["rows"]
+        found = (
+            meter.total_bytes() - meter.sent_bytes["rows"],
+            sum(meter.far_bytes.values()) - meter.far_bytes["rows"],
+        )
         engine.destroy()
         return found
 
@@ -308,7 +352,9 @@ def bytes_of_a_step(ranks: int, hosts: int, config: dict[str, Any]) -> tuple[int
 W, R, DIFFERENCE = 1 + 4 / 256, 0.5 + 4 / 128, 0.5 + 4 / 512
 BOTH = {"zero_quantized_weights": True, **INT4}
 KEPT = {"stage3_max_live_parameters": 10**9}  # gathered once, for forward and backward
-BLOCKS_OF_512 = {"compression": {"min_numel": 0, "weights": {"bits": 4, "block": 512}, "gradients": {"bits": 4}}}
+BLOCKS_OF_512 = {
+    "compression": {"min_numel": 0, "weights": {"bits": 4, "block": 512}, "gradients": {"bits": 4}}
+}
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -338,7 +384,9 @@ def test_by_host_two_hosts_of_four_send_each_other_a_quarter_of_what_flat_sums_s
     dtype: str, zero: dict[str, Any]
 ) -> None:
     config = configured(3, dtype, **zero)
-    by_host, flat = (bytes_of_a_step(8, 2, config | {"ranks_per_host": each})[1] for each in (None, 1))
+    by_host, flat = (
+        bytes_of_a_step(8, 2, config | {"ranks_per_host": each})[1] for each in (None, 1)
+    )
     assert by_host == flat / 4 > 0
 
 
@@ -376,7 +424,16 @@ def test_summands_that_travel_in_another_dtype_are_rounded_to_it_once(
         found = run_ranks(ranks, lambda rank: train(here, rank, config, seeded()), hosts=hosts)
     of, sent, optimizer = DTYPES[dtype], DTYPES[travels], OPTIMIZERS["adamw"]
     per_host, times = ranks // hosts if hosts > 1 else 1, STEPS * (accumulation if stage > 1 else 1)
-    reference = Casting(seeded(), ranks, accumulation, stage < 2, of, optimizer, ranks_per_host=per_host, travels=sent)
+    reference = Casting(
+        seeded(),
+        ranks,
+        accumulation,
+        stage < 2,
+        of,
+        optimizer,
+        ranks_per_host=per_host,
+        travels=sent,
+    )
     assert_follows(found, reference)
     if hosts == 1:
         assert found[0].reduced == found[0].padded / ranks * (ranks - 1) * sent.itemsize * times
@@ -387,10 +444,14 @@ def test_summands_that_travel_in_another_dtype_are_rounded_to_it_once(
 
 @dataclass
 class RoundingLevels(Rounding, TwoLevels):
-    """The reference that rounds what travels among the ranks that share slices, and nothing between replicas."""
+    """The reference that rounds what travels among the ranks that share slices, and nothing between
+    replicas.
+    """
 
 
-@pytest.mark.parametrize(("stage", "codes"), [(2, (None, Blocks(4, 128))), (3, (Blocks(8, 256), Blocks(4, 128)))])
+@pytest.mark.parametrize(
+    ("stage", "codes"), [(2, (None, Blocks(4, 128))), (3, (Blocks(8, 256), Blocks(4, 128)))]
+)
 def test_beside_replicas_codes_have_the_bits_of_one_process(stage: int, codes: Any) -> None:
     config = configured(stage, accumulation=2, **INT4, zero_quantized_weights=codes[0] is not None)
     mesh = {"dp_replicate": 2, "dp_shard": 2}
@@ -403,14 +464,24 @@ def test_beside_replicas_codes_have_the_bits_of_one_process(stage: int, codes: A
 
 @pytest.mark.parametrize(
     ("sizes", "stage"),
-    [((1, 2, 2, 1), 1), ((1, 2, 2, 1), 3), ((2, 2, 1, 1), 3), ((1, 2, 1, 2), 2), ((1, 2, 1, 2), 3), ((1, 1, 1, 2), 3)],
+    [
+        ((1, 2, 2, 1), 1),
+        ((1, 2, 2, 1), 3),
+        ((2, 2, 1, 1), 3),
+        ((1, 2, 1, 2), 2),
+        ((1, 2, 1, 2), 3),
+        ((1, 1, 1, 2), 3),
+    ],
 )
-def test_beside_other_axes_codes_leave_ranks_alike_and_close_to_a_run_without(sizes: Sizes, stage: int) -> None:
+def test_beside_other_axes_codes_leave_ranks_alike_and_close_to_a_run_without(
+    sizes: Sizes, stage: int
+) -> None:
     pytest.importorskip("transformers")
 
     def run(zero: dict[str, Any]) -> list[Found]:
         return run_ranks(
-            math.prod(sizes), lambda rank: compositions.train(here, rank, sizes, stage, "fp32", "sgd", zero=zero)
+            math.prod(sizes),
+            lambda rank: compositions.train(here, rank, sizes, stage, "fp32", "sgd", zero=zero),
         )
 
     with engines_of_threads() as here:
@@ -418,7 +489,9 @@ def test_beside_other_axes_codes_leave_ranks_alike_and_close_to_a_run_without(si
     begins = compositions.llama(2).state_dict()
     first = {each.mesh.coordinates["tp"]: each for each in reversed(coded)}
     for one, without in zip(coded, plain, strict=True):
-        assert_same_bits(one.weights, first[one.mesh.coordinates["tp"]].weights, "what ranks of one piece hold")
+        assert_same_bits(
+            one.weights, first[one.mesh.coordinates["tp"]].weights, "what ranks of one piece hold"
+        )
         assert one.norms == coded[0].norms
         for name, value in one.weights.items():
             before, plainly = begins[name], without.weights[name]

@@ -1,6 +1,8 @@
-"""Every way to put 2, 4 or 8 ranks along pp, dp, tp and sp, with ZeRO 0-3 in three number formats: one process's bits.
+"""Every way to put 2, 4 or 8 ranks along pp, dp, tp and sp, with ZeRO 0-3 in three number formats:
+one process's bits.
 
-CI runs cases that try every pair of values on up to 8 ranks; DEEPSEEK_ZERO_FULL=1 runs the whole product, half an hour.
+CI runs cases that try every pair of values on up to 8 ranks; DEEPSEEK_ZERO_FULL=1 runs the whole
+product, half an hour.
 """
 
 from __future__ import annotations
@@ -39,7 +41,14 @@ from tests.reference import OPTIMIZERS
 
 pytest.importorskip("transformers")
 SIZES = (1, 2, 4, 8) if is_full() else (1, 2, 4)
-AXES = {"pp": SIZES, "dp": SIZES, "tp": SIZES, "sp": SIZES, "stage": (0, 1, 2, 3), "dtype": tuple(DTYPES)}
+AXES = {
+    "pp": SIZES,
+    "dp": SIZES,
+    "tp": SIZES,
+    "sp": SIZES,
+    "stage": (0, 1, 2, 3),
+    "dtype": tuple(DTYPES),
+}
 
 
 def is_built(case: Case) -> bool:
@@ -48,7 +57,9 @@ def is_built(case: Case) -> bool:
 
 
 @pytest.mark.parametrize(*cases(AXES, [(2, 2, 2, 1, 3, "bf16")], is_built))
-def test_a_composition_has_the_bits_of_one_process(pp: int, dp: int, tp: int, sp: int, stage: int, dtype: str) -> None:
+def test_a_composition_has_the_bits_of_one_process(
+    pp: int, dp: int, tp: int, sp: int, stage: int, dtype: str
+) -> None:
     assert run((pp, dp, tp, sp), stage, dtype) == ("bitwise" if sp == 1 else "close")
 
 
@@ -61,7 +72,9 @@ def test_sequences_beside_split_layers_and_stages(sizes: Sizes, stage: int) -> N
 
 @pytest.mark.parametrize("attention", ["ulysses", "all_gather"])
 def test_both_loops_of_stages_whose_ranks_share_sequences(attention: Any) -> None:
-    """`train_batch` cuts whole batches itself, the plain loop is given this rank's tokens; messages are as planned."""
+    """`train_batch` cuts whole batches itself, the plain loop is given this rank's tokens; messages
+    are as planned.
+    """
     config = config_of(3, "fp32") | {"sequence_parallel": {"attention": attention}}
 
     with engines_of_threads() as here:
@@ -73,10 +86,14 @@ def test_both_loops_of_stages_whose_ranks_share_sequences(attention: Any) -> Non
             for is_plain in (False, True):
                 model = llama(2)
                 optimizer = OPTIMIZERS["sgd"](list(model.parameters()))
-                request = start_file.Request(model, optimizer, mesh=Mesh(pp=2, sp=2), training_data=data)
+                request = start_file.Request(
+                    model, optimizer, mesh=Mesh(pp=2, sp=2), training_data=data
+                )
                 engine = start_file.start(load(config), request)
                 planned = engine.runtime.plan.pipeline
-                assert planned is not None and planned.outputs == (LENGTH * 32 * 4 // 2,)  # of one sample
+                assert planned is not None and planned.outputs == (
+                    LENGTH * 32 * 4 // 2,
+                )  # of one sample
                 losses = []
                 for step in range(STEPS):
                     micros = [batch(step, micro, 0) for micro in range(MANY)]
@@ -86,7 +103,9 @@ def test_both_loops_of_stages_whose_ranks_share_sequences(attention: Any) -> Non
                     else:
                         loss = engine.train_batch(iter(micros)).item()
                     sent = engine.runtime.comm.meter.sent_bytes["send"] - before
-                    described = planned.header_bytes // (MANY if is_plain else 1)  # the first call's, or step's
+                    described = planned.header_bytes // (
+                        MANY if is_plain else 1
+                    )  # the first call's, or step's
                     assert sent - (described if not step else 0) == MANY * ROWS * planned.outputs[0]
                     losses.append(loss)
                 found.append(losses)
@@ -101,7 +120,9 @@ def test_both_loops_of_stages_whose_ranks_share_sequences(attention: Any) -> Non
 
 @pytest.mark.parametrize("sizes", [(2, 1, 2, 1), (1, 2, 2, 1), (1, 2, 1, 2)])
 def test_a_gradient_is_clipped_by_its_norm_over_the_world(sizes: Sizes) -> None:
-    """Pitfalls: clipped per stage, or by a norm that counts a parameter as often as there are ranks along "tp"."""
+    """Pitfalls: clipped per stage, or by a norm that counts a parameter as often as there are ranks
+    along "tp".
+    """
     assert expected_of(2, sizes[2], sizes[1], True, "fp32", "sgd").norms[0] > 0.5
     assert run(sizes, 2 if sizes[0] == 1 else 3, "fp32", clipping=0.1) == "close"
 
@@ -127,6 +148,9 @@ def test_the_comparison_sees_one_bit() -> None:
     with pytest.raises(AssertionError, match=name):
         compare(found, expected, None)
     further = [[loss * (1 + 1e-6) for loss in each] for each in losses]
-    for other in (Found(further, expected.norms), Found(losses, [norm * 1.4 for norm in expected.norms])):
+    for other in (
+        Found(further, expected.norms),
+        Found(losses, [norm * 1.4 for norm in expected.norms]),
+    ):
         with pytest.raises(AssertionError):
             compare(other, expected, None)

@@ -1,4 +1,6 @@
-"""Which samples each rank's micro-batches have: the same in a step at every number of ranks, also after a resume."""
+"""Which samples each rank's micro-batches have: the same in a step at every number of ranks, also
+after a resume.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,15 @@ def loaders(ranks: int, micro: int, **more: Any) -> list[ShardedLoader]:
     """One loader for each rank of a world."""
     meshes = [Mesh(dp_shard=ranks, rank=rank) for rank in range(ranks)]
     return [
-        ShardedLoader(more.get("data", DATA), micro, mesh, step_samples=STEP, **more.get("how", {})) for mesh in meshes
+        ShardedLoader(more.get("data", DATA), micro, mesh, step_samples=STEP, **more.get("how", {}))
+        for mesh in meshes
     ]
 
 
 def steps(world: list[ShardedLoader], count: int) -> Iterator[list[int]]:
-    """Yield the samples of `count` steps, in the order in which micro-batches and ranks have them."""
+    """Yield the samples of `count` steps, in the order in which micro-batches and ranks have
+    them.
+    """
     streams = [iter(()) for _ in world]
     for _ in range(count):
         seen: list[int] = []
@@ -44,7 +49,9 @@ def steps(world: list[ShardedLoader], count: int) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(("ranks", "micro"), WORLDS)
-def test_a_step_has_the_same_samples_at_every_number_of_ranks(ranks: int, micro: int, drop_last: bool) -> None:
+def test_a_step_has_the_same_samples_at_every_number_of_ranks(
+    ranks: int, micro: int, drop_last: bool
+) -> None:
     world = loaders(ranks, micro, how={"drop_last": drop_last})
     per_epoch = 2 if drop_last else 3  # steps of 48 among 110 samples
     assert [len(loader) for loader in world] == [per_epoch * STEP // (ranks * micro)] * ranks
@@ -57,7 +64,9 @@ def test_a_step_has_the_same_samples_at_every_number_of_ranks(ranks: int, micro:
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 4), (2, 2), (3, 4), (4, 1)])
 @pytest.mark.parametrize("done", range(7))
-def test_another_number_of_ranks_goes_on_with_the_next_sample(ranks: int, micro: int, done: int) -> None:
+def test_another_number_of_ranks_goes_on_with_the_next_sample(
+    ranks: int, micro: int, done: int
+) -> None:
     """Also from the middle of a step, which is taken again from its first micro-batch."""
     undisturbed = list(steps(loaders(1, 1), 9))
     first = loaders(3, 2)
@@ -86,7 +95,10 @@ def test_a_step_that_began_in_the_epoch_before_is_taken_again_there() -> None:
     loader = ShardedLoader(DATA, 10, Mesh(dp_shard=2))  # 6 micro-batches an epoch
     assert len(list(loader)) == len(loader) == 6
     next(iter(loader))
-    assert {name: loader.state_dict(again=3)[name] for name in ("epoch", "samples")} == {"epoch": 0, "samples": 80}
+    assert {name: loader.state_dict(again=3)[name] for name in ("epoch", "samples")} == {
+        "epoch": 0,
+        "samples": 80,
+    }
 
 
 def test_a_batch_size_that_changes_between_epochs_is_that_of_the_next_ones_end() -> None:
@@ -96,10 +108,13 @@ def test_a_batch_size_that_changes_between_epochs_is_that_of_the_next_ones_end()
     assert len(list(loader)) == len(loader) == 6
 
 
-def test_data_that_changed_are_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_changed_are_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("deepseek_zero.base.log.logger.propagate", True)
     saved, same, other = (
-        ShardedLoader(data, 2, Mesh(dp_shard=1)) for data in (DATA, DATA, TensorDataset(torch.arange(90)))
+        ShardedLoader(data, 2, Mesh(dp_shard=1))
+        for data in (DATA, DATA, TensorDataset(torch.arange(90)))
     )
     next(iter(saved))
     same.load_state_dict(saved.state_dict())
@@ -120,7 +135,9 @@ def test_a_samplers_own_order_stands() -> None:
     loader = ShardedLoader(data, 2, mesh, sampler=DistributedSampler(data, 2, 1, shuffle=False))
     assert [batch[0].tolist() for batch in loader] == [[1, 3], [5, 7], [9]]
     loader.load_state_dict({"epoch": 1, "samples": 6})
-    assert [batch[0].tolist() for batch in loader] == [[5, 7], [9]], "a batch that is cut is given again"
+    assert [batch[0].tolist() for batch in loader] == [[5, 7], [9]], (
+        "a batch that is cut is given again"
+    )
     endless = ShardedLoader(Counting(), 4, mesh)
     endless.load_state_dict({"epoch": 0, "samples": 8})
     assert [batch.tolist() for batch in endless] == [[4, 5, 6, 7], [8, 9]]

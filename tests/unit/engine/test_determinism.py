@@ -1,4 +1,6 @@
-"""Deterministic algorithms: cuBLAS's workspace is fixed before anything touches the GPU, or the run is refused."""
+"""Deterministic algorithms: cuBLAS's workspace is fixed before anything touches the GPU, or the run
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,17 @@ def with_module(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("door", [with_engine, with_module])
 @pytest.mark.parametrize(("asked", "size"), [(True, WORKSPACE_SIZE), (False, None)])
 def test_the_workspace_is_fixed_before_the_engine_touches_the_gpu(
-    door: Callable[[dict[str, Any]], None], asked: bool, size: str | None, monkeypatch: pytest.MonkeyPatch
+    door: Callable[[dict[str, Any]], None],
+    asked: bool,
+    size: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(WORKSPACE, "")  # so that it is restored
     monkeypatch.delenv(WORKSPACE)
     monkeypatch.setattr(start, "default_device", lambda: GPU)
-    monkeypatch.setattr(import_module("deepseek_zero.compat.deepspeed.initialize"), "join", start_cuda)
+    monkeypatch.setattr(
+        import_module("deepseek_zero.compat.deepspeed.initialize"), "join", start_cuda
+    )
     monkeypatch.setattr(import_module("deepseek_zero.deepseek"), "current_mesh", start_cuda)
     with pytest.raises(Started) as raised:
         door({"deterministic": asked})

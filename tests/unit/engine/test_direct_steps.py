@@ -1,4 +1,6 @@
-"""`engine.optimizer.step()` is a step of the engine: weights, counters, rates and tags are those of `step()`."""
+"""`engine.optimizer.step()` is a step of the engine: weights, counters, rates and tags are those of
+`step()`.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,15 @@ def train(here: Here, rank: Rank, stage: int, accumulation: int, *, directly: bo
         if directly:
             engine.optimizer.step()
         rate = engine.optimizer.param_groups[0]["lr"]
-        told.append((engine.global_steps, engine.micro_steps, engine.global_samples, engine.was_step_applied(), rate))
+        told.append(
+            (
+                engine.global_steps,
+                engine.micro_steps,
+                engine.global_samples,
+                engine.was_step_applied(),
+                rate,
+            )
+        )
     weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
     engine.destroy()
     return weights, told, hooks[0]

@@ -1,4 +1,6 @@
-"""After a load the hyper-parameters of every group are equal on all ranks, also on one without a slice."""
+"""After a load the hyper-parameters of every group are equal on all ranks, also on one without a
+slice.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.in_process import Rank, run_ranks
 RANKS = 2
 
 
-def build(here: Here, rank: Rank, stage: int, layout: str, width: int, *, freezes: bool = False) -> Any:
+def build(
+    here: Here, rank: Rank, stage: int, layout: str, width: int, *, freezes: bool = False
+) -> Any:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
     if freezes:
@@ -29,7 +33,9 @@ def build(here: Here, rank: Rank, stage: int, layout: str, width: int, *, freeze
     config = config_of(stage, "fp32") | {"gradient_accumulation_steps": 1}
     if layout == "deepspeed":
         config["checkpoint"] = {"layout": "deepspeed"}
-    return here.start(rank, model, config, DeepSpeedEngine, optimizer=torch.optim.AdamW(groups, lr=0.3))
+    return here.start(
+        rank, model, config, DeepSpeedEngine, optimizer=torch.optim.AdamW(groups, lr=0.3)
+    )
 
 
 def step(engine: Any, number: int, rank: int, width: int) -> None:
@@ -39,12 +45,19 @@ def step(engine: Any, number: int, rank: int, width: int) -> None:
 
 
 def hypers(engine: Any) -> list[dict[str, Any]]:
-    return [{key: value for key, value in each.items() if key != "params"} for each in engine.optimizer.param_groups]
+    return [
+        {key: value for key, value in each.items() if key != "params"}
+        for each in engine.optimizer.param_groups
+    ]
 
 
 @pytest.mark.parametrize("width", [8, 64])
-@pytest.mark.parametrize(("stage", "layout"), [(0, ""), (1, ""), (3, ""), (1, "deepspeed"), (3, "deepspeed")])
-def test_edited_groups_come_back_on_every_rank(tmp_path: Path, stage: int, layout: str, width: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "layout"), [(0, ""), (1, ""), (3, ""), (1, "deepspeed"), (3, "deepspeed")]
+)
+def test_edited_groups_come_back_on_every_rank(
+    tmp_path: Path, stage: int, layout: str, width: int
+) -> None:
     def body(here: Here, rank: Rank) -> tuple[list[dict[str, Any]], list[dict[str, Any]], bool]:
         engine = build(here, rank, stage, layout, width)
         step(engine, 0, rank.index, width)
@@ -64,11 +77,15 @@ def test_edited_groups_come_back_on_every_rank(tmp_path: Path, stage: int, layou
     for found, saved, _ in results:
         assert found == saved and found[0]["lr"] == 0.1 and found[0]["betas"] == (0.5, 0.9)
     if width == 8 and stage > 0:
-        assert [has_shards for *_, has_shards in results] == [True, False], "a rank without a slice is what this tests"
+        assert [has_shards for *_, has_shards in results] == [True, False], (
+            "a rank without a slice is what this tests"
+        )
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_parameters_that_are_unfrozen_after_a_load_have_the_loaded_rates(tmp_path: Path, stage: int) -> None:
+def test_parameters_that_are_unfrozen_after_a_load_have_the_loaded_rates(
+    tmp_path: Path, stage: int
+) -> None:
     width = 64
 
     def body(here: Here, rank: Rank) -> list[Tensor]:

@@ -26,18 +26,30 @@ def tables(**states: Sequence[Sequence[int] | None]) -> dict[int, Table]:
     ("found", "expected"),
     [
         (tables(weight=[[1, 2], [1, 2], [1, 2]]), []),
-        (tables(weight=[[1, 2], [1, 3], [1, 2]]), ["weight of 'p1' is another on rank 1 than on ranks 0, 2"]),
+        (
+            tables(weight=[[1, 2], [1, 3], [1, 2]]),
+            ["weight of 'p1' is another on rank 1 than on ranks 0, 2"],
+        ),
         (
             tables(weight=[[9], [1], [1], [8]]),
             ["weight of 'p0' differs between ranks 0, 1, 2, 3, of which none is in the majority"],
         ),
-        (tables(weight=[[9], [1], [1], [8], [1]]), ["weight of 'p0' is another on ranks 0, 3 than on ranks 1, 2, 4"]),
-        (tables(weight=[[1], [2]]), ["weight of 'p0' differs between ranks 0, 1, of which none is in the majority"]),
+        (
+            tables(weight=[[9], [1], [1], [8], [1]]),
+            ["weight of 'p0' is another on ranks 0, 3 than on ranks 1, 2, 4"],
+        ),
+        (
+            tables(weight=[[1], [2]]),
+            ["weight of 'p0' differs between ranks 0, 1, of which none is in the majority"],
+        ),
         (
             tables(weight=[[1, 5, 6], [1, 2, 3], [1, 2, 3]]),
             ["weight of 'p1' (and 1 MiB more) is another on rank 0 than on ranks 1, 2"],
         ),
-        (tables(weight=[[1], [1], [1]], gradient=[[4], None, [4]]), []),  # what some have is compared among them
+        (
+            tables(weight=[[1], [1], [1]], gradient=[[4], None, [4]]),
+            [],
+        ),  # what some have is compared among them
         (
             tables(weight=[[1], [1], [2]], master=[[1], [3], [1]]),
             [
@@ -48,14 +60,18 @@ def tables(**states: Sequence[Sequence[int] | None]) -> dict[int, Table]:
         ({5: tables(weight=[[1]])[0]}, []),
     ],
 )
-def test_what_differs_is_said_of_the_ranks_that_are_fewer(found: Mapping[int, Table], expected: list[str]) -> None:
+def test_what_differs_is_said_of_the_ranks_that_are_fewer(
+    found: Mapping[int, Table], expected: list[str]
+) -> None:
     assert differences(found) == expected
 
 
 def test_pieces_are_compared_among_themselves_and_replicas_their_slices() -> None:
     whole = tables(weight=[[1], [1], [7], [7]])  # two pieces of a model
     slices = tables(moment=[[1], [2], [1], [3]])  # ranks 0 and 2 hold one slice, 1 and 3 the other
-    heard = [(whole[rank], slices[rank], [] if rank != 3 else ["master of 'a'"]) for rank in range(4)]
+    heard = [
+        (whole[rank], slices[rank], [] if rank != 3 else ["master of 'a'"]) for rank in range(4)
+    ]
     assert found_in(heard, ((0, 1), (2, 3)), ((0, 2), (1, 3))) == [
         "master of 'a' changed on rank 3 while nothing wrote it",
         "moment of 'p0' differs between ranks 1, 3, of which none is in the majority",

@@ -45,10 +45,14 @@ def differentiate(engine: Any, way: str, loss: Tensor) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("way", ["engine.backward", "engine.scale", "autograd.backward", "loss.backward"])
+@pytest.mark.parametrize(
+    "way", ["engine.backward", "engine.scale", "autograd.backward", "loss.backward"]
+)
 @pytest.mark.parametrize("is_scaled", [False, True])
 def test_the_mean_of_the_losses_is_recorded(way: str, is_scaled: bool) -> None:
-    engine = engine_of(**({"fp16": {"enabled": True, "initial_scale_power": 4}} if is_scaled else {}))
+    engine = engine_of(
+        **({"fp16": {"enabled": True, "initial_scale_power": 4}} if is_scaled else {})
+    )
     other = engine_of()
     for _ in range(2):
         seen = []
@@ -72,7 +76,9 @@ def test_two_engines_have_the_losses_of_their_own_backwards() -> None:
     for engine, loss in zip(reversed(engines), reversed(losses), strict=True):
         loss.backward()
         engine.step()
-    assert [engine.observer.record.loss for engine in engines] == [pytest.approx(loss.item()) for loss in losses]
+    assert [engine.observer.record.loss for engine in engines] == [
+        pytest.approx(loss.item()) for loss in losses
+    ]
     for engine in engines:
         engine.destroy()
 
@@ -80,7 +86,9 @@ def test_two_engines_have_the_losses_of_their_own_backwards() -> None:
 def test_a_step_without_a_scalar_has_no_loss(tmp_path: Path) -> None:
     folder = tmp_path / "records"
     monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    engine = engine_of(gradient_accumulation_steps=1, records={"path": str(folder)}, csv_monitor=monitor)
+    engine = engine_of(
+        gradient_accumulation_steps=1, records={"path": str(folder)}, csv_monitor=monitor
+    )
     output = engine(x_of(0))
     output.backward(torch.ones_like(output))
     engine.step()

@@ -1,4 +1,6 @@
-"""The error of a failed allocation has the plan's bytes, the free memory, and one change that would fit."""
+"""The error of a failed allocation has the plan's bytes, the free memory, and one change that would
+fit.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ STATES = 4 * NUMEL  # bytes of fp32 parameters
 REQUEST = 4096  # bytes that the messages below name
 ON_CUDA = "CUDA out of memory. Tried to allocate 4.00 KiB. GPU 0 has a total capacity of 1.00 GiB."
 ON_CPU = (
-    "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
-    "4096 bytes. Error code 12 (Cannot allocate memory)"
+    "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+    "tried to allocate 4096 bytes. Error code 12 (Cannot allocate memory)"
 )
 ERRORS = [torch.OutOfMemoryError(ON_CUDA), RuntimeError(ON_CPU), MemoryError("no memory")]
 
@@ -154,7 +156,9 @@ def test_a_failed_start_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(ranks: int, config: dict[str, Any], change: dict[str, Any]) -> int:
-    """Return the bytes that `plan` predicts for the host's memory, with a change of `zero_optimization`."""
+    """Return the bytes that `plan` predicts for the host's memory, with a change of
+    `zero_optimization`.
+    """
     model = nn.Sequential(*layers())
     config = config | {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
     config["zero_optimization"] = config["zero_optimization"] | change
@@ -171,7 +175,12 @@ ON_DISK = {"device": "nvme", "nvme_path": "."}
         (2, {"stage": 0}, {"stage": 1}, '{"stage": 1}'),
         (2, {"stage": 0}, {"stage": 3}, '{"stage": 3}'),
         (2, {"stage": 1}, {"stage": 2}, '{"stage": 2}'),
-        (1, {"stage": 1}, {"offload_optimizer": ON_DISK}, '{"offload_optimizer": {"device": "nvme"'),
+        (
+            1,
+            {"stage": 1},
+            {"offload_optimizer": ON_DISK},
+            '{"offload_optimizer": {"device": "nvme"',
+        ),
         (
             2,
             {
@@ -186,7 +195,11 @@ ON_DISK = {"device": "nvme", "nvme_path": "."}
     ],
 )
 def test_the_change_of_states_fits_by_the_plan(
-    ranks: int, zero: dict[str, Any], change: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+    ranks: int,
+    zero: dict[str, Any],
+    change: dict[str, Any],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = config_of(zero["stage"], "bf16")
     config["zero_optimization"] |= zero
@@ -196,7 +209,9 @@ def test_the_change_of_states_fits_by_the_plan(
     set_memory(monkeypatch, room=then, allocated=now - REQUEST)
     text = str(error_of(ranks, config, fail_forward(torch.OutOfMemoryError(ON_CUDA))))
     fix = text.rpartition("What to do: ")[2]
-    assert fix.startswith(f'set "zero_optimization": {expected}') and fix.endswith("which fits."), text
+    assert fix.startswith(f'set "zero_optimization": {expected}') and fix.endswith("which fits."), (
+        text
+    )
     assert format_bytes(then) in fix
 
 
@@ -205,7 +220,9 @@ def test_a_smaller_micro_batch_keeps_the_global_batch(monkeypatch: pytest.Monkey
     now = planned(1, config, {})
     set_memory(monkeypatch, room=4 * now, allocated=10 * now - REQUEST)
     text = str(error_of(1, config, fail_forward(torch.OutOfMemoryError(ON_CUDA))))
-    expected = 'What to do: set "train_micro_batch_size_per_gpu": 2 and "gradient_accumulation_steps": 8'
+    expected = (
+        'What to do: set "train_micro_batch_size_per_gpu": 2 and "gradient_accumulation_steps": 8'
+    )
     assert expected in text, text  # 9 / 2 + 1 does not fit
 
 
@@ -219,7 +236,10 @@ def test_no_change_is_promised_that_does_not_fit(monkeypatch: pytest.MonkeyPatch
 
 def test_other_errors_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     set_memory(monkeypatch, room=STATES, allocated=STATES)
-    for error in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), OutOfMemoryError("a", "b", "c")):
+    for error in (
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        OutOfMemoryError("a", "b", "c"),
+    ):
         assert error_of(1, config_of(1, "fp32"), fail_forward(error)) is error
 
 

@@ -1,5 +1,5 @@
-"""One mesh of everything that says something of it: places that agree, places that disagree, and a world that is too
-small.
+"""One mesh of everything that says something of it: places that agree, places that disagree, and a
+world that is too small.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def _nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen(config: dict[str, Any], given: Any = None, ranks: int = 8, others: Any = ()) -> Mesh:
-    return choose_mesh(statements_of(load(config), given, others), Mesh().on_world(ranks, ranks - 1))
+    return choose_mesh(
+        statements_of(load(config), given, others), Mesh().on_world(ranks, ranks - 1)
+    )
 
 
 def parallelism(**sizes: int) -> Any:
@@ -47,13 +49,23 @@ def parallelism(**sizes: int) -> Any:
         ({"pipeline": {"stages": "auto"}}, {"pp": 4}, (4, 1, 2, 1, 1)),
         ({"sequence_parallel_size": 2, "data_parallel_size": 4}, None, (1, 1, 4, 2, 1)),
         ({"zero_optimization": {"mics_shard_size": 2}, "mp_degree": 2}, None, (1, 2, 2, 1, 2)),
-        ({"zero_optimization": {"mics_shard_size": 4}, "sequence_parallel_size": 2}, None, (1, 2, 2, 2, 1)),
+        (
+            {"zero_optimization": {"mics_shard_size": 4}, "sequence_parallel_size": 2},
+            None,
+            (1, 2, 2, 2, 1),
+        ),
         ({"mesh": {"tp": 2}}, {"pp": 2}, (2, 1, 2, 1, 2)),
-        ({"tensor_parallel": {"autotp_size": 2}}, parallelism(dp_replicate=2, dp_shard=2), (1, 2, 2, 1, 2)),
+        (
+            {"tensor_parallel": {"autotp_size": 2}},
+            parallelism(dp_replicate=2, dp_shard=2),
+            (1, 2, 2, 1, 2),
+        ),
         ({}, parallelism(tp=2), (1, 1, 4, 1, 2)),
     ],
 )
-def test_places_that_agree_make_one_mesh(config: dict[str, Any], given: Any, sizes: tuple[int, ...]) -> None:
+def test_places_that_agree_make_one_mesh(
+    config: dict[str, Any], given: Any, sizes: tuple[int, ...]
+) -> None:
     mesh = chosen(config, given)
     assert (mesh.sizes, mesh.rank) == (sizes, 7)
 
@@ -67,13 +79,29 @@ def test_places_that_agree_make_one_mesh(config: dict[str, Any], given: Any, siz
             None,
             "mp_degree says tp=2, and .*autotp_size says tp=4",
         ),
-        ({"pipeline": {"stages": 2}, "pp_degree": 4}, None, "pp_degree says pp=4, and pipeline.stages says pp=2"),
+        (
+            {"pipeline": {"stages": 2}, "pp_degree": 4},
+            None,
+            "pp_degree says pp=4, and pipeline.stages says pp=2",
+        ),
         ({"mp_degree": 1}, {"tp": 2}, "mesh= says tp=2, and mp_degree says tp=1"),
         ({"mp_degree": 2}, Mesh(), "mesh= says tp=1, and mp_degree says tp=2"),
-        ({"mesh": {"dp_replicate": 2}}, {"dp_replicate": 4}, "mesh= says .*, and the configuration's mesh says"),
-        ({"pp_degree": 3}, None, r"the mesh \(pp=3\) does not fit a world of 8 ranks.*\n.*--nproc 3"),
+        (
+            {"mesh": {"dp_replicate": 2}},
+            {"dp_replicate": 4},
+            "mesh= says .*, and the configuration's mesh says",
+        ),
+        (
+            {"pp_degree": 3},
+            None,
+            r"the mesh \(pp=3\) does not fit a world of 8 ranks.*\n.*--nproc 3",
+        ),
         ({"pp_degree": 16}, None, "does not fit a world of 8 ranks"),
-        ({"zero_optimization": {"mics_shard_size": 3}}, None, "mics_shard_size is 3, and there are 8 ranks"),
+        (
+            {"zero_optimization": {"mics_shard_size": 3}},
+            None,
+            "mics_shard_size is 3, and there are 8 ranks",
+        ),
         (
             {"zero_optimization": {"mics_shard_size": 2}, "sequence_parallel_size": 4},
             None,
@@ -82,7 +110,9 @@ def test_places_that_agree_make_one_mesh(config: dict[str, Any], given: Any, siz
         ({}, {"tp": 0}, "mesh axis tp is 0"),
     ],
 )
-def test_places_that_disagree_are_both_named(config: dict[str, Any], given: Any, words: str) -> None:
+def test_places_that_disagree_are_both_named(
+    config: dict[str, Any], given: Any, words: str
+) -> None:
     with pytest.raises(UsageError, match="(?s)" + words):
         chosen(config, given)
 
@@ -96,7 +126,9 @@ def test_a_lone_process_is_told_the_command() -> None:
 def test_an_argument_that_states_the_data_ranks_is_compared() -> None:
     others = [MeshStatement("mesh_param=", {"sp": 2}, data_size=4)]
     assert chosen({}, others=others).sizes == (1, 1, 4, 2, 1)
-    with pytest.raises(UsageError, match=r"mesh_param= says 4 data-parallel ranks, and the mesh .* has 2"):
+    with pytest.raises(
+        UsageError, match=r"mesh_param= says 4 data-parallel ranks, and the mesh .* has 2"
+    ):
         chosen({"mp_degree": 2}, others=others)
 
 
@@ -104,9 +136,17 @@ def test_the_launchers_command_line_is_one_more_place(monkeypatch: pytest.Monkey
     monkeypatch.setenv(MESH, "pp=2, tp=2")
     assert chosen({}).sizes == (2, 1, 2, 1, 2)
     assert chosen({"mp_degree": 2}).sizes == (2, 1, 2, 1, 2)
-    with pytest.raises(UsageError, match="mp_degree says tp=4, and the launcher's command line says tp=2"):
+    with pytest.raises(
+        UsageError, match="mp_degree says tp=4, and the launcher's command line says tp=2"
+    ):
         chosen({"mp_degree": 4})
-    assert choose_mesh(statements_of(load({}), launched=False), Mesh().on_world(8)).sizes == (1, 1, 8, 1, 1)
+    assert choose_mesh(statements_of(load({}), launched=False), Mesh().on_world(8)).sizes == (
+        1,
+        1,
+        8,
+        1,
+        1,
+    )
     for text in ("tp", "tp=two", "rows=2"):
         monkeypatch.setenv(MESH, text)
         with pytest.raises(UsageError):

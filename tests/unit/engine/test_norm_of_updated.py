@@ -1,4 +1,6 @@
-"""The gradient norm, and clipping by it, cover the parameters that the optimizer updates, in both APIs."""
+"""The gradient norm, and clipping by it, cover the parameters that the optimizer updates, in both
+APIs.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,11 @@ def test_parameters_that_join_are_counted_from_then_on() -> None:
         norms = []
         for number in range(2):
             if number:
-                rest = [each for each in model.parameters() if all(each is not one for one in part(model))]
+                rest = [
+                    each
+                    for each in model.parameters()
+                    if all(each is not one for one in part(model))
+                ]
                 engine.optimizer.add_param_group({"params": rest, "lr": 0.0})
             engine.backward(engine(data(0, rank.index)).square().mean())
             engine.step()
@@ -107,7 +113,8 @@ def test_parameters_that_join_are_counted_from_then_on() -> None:
     for rank in range(RANKS):
         (model(data(0, rank)).square().mean() / RANKS).backward()
     expected = [
-        float(nn.utils.get_total_norm([each.grad for each in which])) for which in (part(model), [*model.parameters()])
+        float(nn.utils.get_total_norm([each.grad for each in which]))
+        for which in (part(model), [*model.parameters()])
     ]
     for first, second, _ in on_ranks(body):
         assert [first, second] == pytest.approx(expected, rel=1e-5)
@@ -116,12 +123,16 @@ def test_parameters_that_join_are_counted_from_then_on() -> None:
 def test_what_is_not_finite_elsewhere_skips_no_step() -> None:
     def body(here: Here, rank: Rank) -> bool:
         model, config = net(), config_of(2, "fp32") | {"gradient_accumulation_steps": 1}
-        engine = here.start(rank, model, config, optimizer=torch.optim.SGD([model.last.bias], lr=1.0))
+        engine = here.start(
+            rank, model, config, optimizer=torch.optim.SGD([model.last.bias], lr=1.0)
+        )
         with torch.no_grad():
             model.first.weight.register_hook(lambda grad: grad * float("nan"))
         engine.backward(engine(data(0, rank.index)).square().mean())
         engine.step()
-        is_finite = bool(torch.isfinite(model.last.bias).all()) and engine.optimizer.last.verdict.is_finite
+        is_finite = (
+            bool(torch.isfinite(model.last.bias).all()) and engine.optimizer.last.verdict.is_finite
+        )
         engine.destroy()
         return is_finite
 
@@ -132,7 +143,13 @@ def test_what_is_not_finite_elsewhere_skips_no_step() -> None:
 def test_the_norm_stays_when_a_step_is_skipped(stage: int) -> None:
     def body(here: Here, rank: Rank) -> list[float | None]:
         model, config = net(), config_of(stage, "fp16") | {"gradient_accumulation_steps": 1}
-        engine = here.start(rank, model, config, DeepSpeedEngine, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        engine = here.start(
+            rank,
+            model,
+            config,
+            DeepSpeedEngine,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        )
         norms = [engine.get_global_grad_norm()]
         for factor in (float("inf"), 1.0, float("inf")):
             engine.backward(engine(data(0, rank.index).half()).float().square().mean() * factor)
@@ -150,7 +167,9 @@ def test_the_norm_stays_when_a_step_is_skipped(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_zero_optimizer_clips_by_the_norm_of_what_it_updates(stage: int) -> None:
     model = net()
-    wrapped: Any = dz.DeepSeekZeRO3(model, stage=stage, gradient_clipping=CLIP, train_micro_batch_size_per_gpu=2)
+    wrapped: Any = dz.DeepSeekZeRO3(
+        model, stage=stage, gradient_clipping=CLIP, train_micro_batch_size_per_gpu=2
+    )
     optimizer, norms = ZeroOptimizer(part(model), lr=1.0, optimizer_type="SGD"), []
     for step in range(STEPS):
         wrapped(data(step, 0)).square().mean().backward()

@@ -1,4 +1,6 @@
-"""Optimizers that compute an update from a whole tensor, on a mesh that splits tensors along "tp"."""
+"""Optimizers that compute an update from a whole tensor, on a mesh that splits tensors along
+"tp".
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class ElementWise(Unknown):
 
 
 def matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return [param for name, param in model.named_parameters() if param.ndim == 2 and "layers" in name]
+    return [
+        param for name, param in model.named_parameters() if param.ndim == 2 and "layers" in name
+    ]
 
 
 BY_CLIENTS: dict[str, Callable[[Any], Any]] = {
@@ -60,7 +64,9 @@ def outcomes(mesh: Mesh, **options: Any) -> list[Any]:
 def test_an_optimizer_of_whole_tensors_is_refused_with_a_split_parameter(name: str) -> None:
     for error in outcomes(Mesh(tp=2), name=name):
         assert isinstance(error, NotBuiltError), error
-        assert f"{name} with tensor parallelism" in str(error) and ".weight' is split over" in str(error)
+        assert f"{name} with tensor parallelism" in str(error) and ".weight' is split over" in str(
+            error
+        )
 
 
 @pytest.mark.parametrize("name", BY_CLIENTS)
@@ -80,7 +86,10 @@ def test_element_wise_groups_and_classes_are_taken() -> None:
         return Muon([{"params": list(model.parameters()), "use_muon": False}])
 
     assert outcomes(Mesh(tp=2), client=adamw_alone) == [None, None]
-    assert outcomes(Mesh(tp=2), client=lambda model: ElementWise(model.parameters(), lr=0.1)) == [None, None]
+    assert outcomes(Mesh(tp=2), client=lambda model: ElementWise(model.parameters(), lr=0.1)) == [
+        None,
+        None,
+    ]
 
 
 def test_a_group_that_is_added_later_is_refused_too() -> None:

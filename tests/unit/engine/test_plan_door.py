@@ -39,19 +39,31 @@ def test_1024_ranks_of_24_blocks_are_planned_in_under_a_second_and_without_a_gro
     print(f"a rank of 1,024 planned in {min(seconds):.3f} s")  # noqa: T201 - the figure of the acceptance
     assert min(seconds) < MOST_SECONDS, seconds
     assert not dist.is_initialized() and all(param.is_meta for param in model.parameters())
-    assert "over 1024 ranks (dp_shard=1024), as rank 1023" in text and "blocks.0 to blocks.23 (24)" in text
+    assert (
+        "over 1024 ranks (dp_shard=1024), as rank 1023" in text
+        and "blocks.0 to blocks.23 (24)" in text
+    )
     parameters = sum(param.numel() for param in model.parameters())
     first, last = (plan.bytes_by_state() for plan in plans)
     held = sum(first[state] for state in ("weight", "grad", "master", "moments"))
-    assert held == pytest.approx(14 * parameters / 1024, rel=0.1)  # 2 + 2 + 2 + 8 bytes, and padding
-    assert last["weight"] == first["weight"] and last["moments"] < first["moments"], "the last slices are padding"
+    assert held == pytest.approx(
+        14 * parameters / 1024, rel=0.1
+    )  # 2 + 2 + 2 + 8 bytes, and padding
+    assert last["weight"] == first["weight"] and last["moments"] < first["moments"], (
+        "the last slices are padding"
+    )
 
 
 def test_a_configuration_may_be_a_file(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2}}', encoding="utf-8")
     plan = deepseek_zero.plan(on_meta(2), str(path), ranks=8, rank=3)
-    assert (plan.settings.stage, plan.mesh.shard_size, plan.mesh.rank, plan.update) == (2, 8, 3, None)
+    assert (plan.settings.stage, plan.mesh.shard_size, plan.mesh.rank, plan.update) == (
+        2,
+        8,
+        3,
+        None,
+    )
 
 
 def test_a_clients_optimizer_and_its_groups_are_planned() -> None:
@@ -66,11 +78,17 @@ def test_a_gpu_need_not_be_here_to_be_planned_for() -> None:
     offload = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
     plan = deepseek_zero.plan(on_meta(2), CONFIG | offload, ranks=2, device="cuda")
     states = plan.bytes_by_state()
-    assert states["host"] > states["weight"] and states["moments"] < 4096, "counters alone stay on the device"
+    assert states["host"] > states["weight"] and states["moments"] < 4096, (
+        "counters alone stay on the device"
+    )
 
 
 def test_open_memories_need_budgets_and_are_placed_by_them() -> None:
-    zero = {"stage": 3, "offload_optimizer": {"device": "auto"}, "stage3_param_persistence_threshold": 0}
+    zero = {
+        "stage": 3,
+        "offload_optimizer": {"device": "auto"},
+        "stage3_param_persistence_threshold": 0,
+    }
     with pytest.raises(UsageError, match="no budget is given for device, host"):
         deepseek_zero.plan(on_meta(2), CONFIG | {"zero_optimization": zero}, ranks=2, device="cuda")
     budget = {"device": 1600 << 20, "host": 1 << 40}
@@ -78,10 +96,14 @@ def test_open_memories_need_budgets_and_are_placed_by_them() -> None:
     plan = deepseek_zero.plan(on_meta(2), config, ranks=2, device="cuda")
     assert {unit.states for unit in plan.settings.unit_tiers} == {Tier.DEVICE, Tier.HOST}
     states = plan.bytes_by_state()
-    assert sum(states[state] for state in ("weight", "grad", "master", "moments")) <= budget["device"]
+    assert (
+        sum(states[state] for state in ("weight", "grad", "master", "moments")) <= budget["device"]
+    )
 
 
-@pytest.mark.parametrize(("ranks", "rank", "named"), [(0, 0, "ranks"), (4, 4, "rank"), (4, -1, "rank")])
+@pytest.mark.parametrize(
+    ("ranks", "rank", "named"), [(0, 0, "ranks"), (4, 4, "rank"), (4, -1, "rank")]
+)
 def test_a_rank_that_is_not_of_the_world_is_refused(ranks: int, rank: int, named: str) -> None:
     with pytest.raises(UsageError, match=named):
         deepseek_zero.plan(on_meta(1), ranks=ranks, rank=rank)

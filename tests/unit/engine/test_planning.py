@@ -1,4 +1,6 @@
-"""What a plan asks of hosts and optimizers, through engines whose ranks are threads and say that they are on hosts."""
+"""What a plan asks of hosts and optimizers, through engines whose ranks are threads and say that
+they are on hosts.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +45,14 @@ def test_between_hosts_momenta_are_exchanged_rank_by_rank_unless_an_order_by_hos
 
     with engines_of_threads() as here, caplog.at_level("INFO", logger="deepseek_zero"):
         unstated = run_ranks(4, train, hosts=2)
-        said = [line for line in caplog.messages if "OneBitAdam exchanges momenta rank by rank" in line]
+        said = [
+            line for line in caplog.messages if "OneBitAdam exchanges momenta rank by rank" in line
+        ]
         assert len(said) == 4, "each thread is rank 0 of its process"
         assert unstated == run_ranks(4, train)
-        with pytest.raises(UsageError, match=r'ranks_per_host above 1 \("ranks_per_host": 1 goes\)'):
+        with pytest.raises(
+            UsageError, match=r'ranks_per_host above 1 \("ranks_per_host": 1 goes\)'
+        ):
             run_ranks(4, lambda rank: train(rank, ranks_per_host=2), hosts=2)
 
 
@@ -55,11 +61,15 @@ def test_a_plan_of_several_hosts_has_the_order_that_a_run_of_momenta_takes() -> 
         model = seeded()
     for name, expected in (("OneBitAdam", 1), ("AdamW", 2)):
         config = ONE_BIT | {"optimizer": {"type": name, "params": {"lr": 0.01}}}
-        assert deepseek_zero.plan(model, config, ranks=4, hosts=2).settings.ranks_per_host == expected
+        assert (
+            deepseek_zero.plan(model, config, ranks=4, hosts=2).settings.ranks_per_host == expected
+        )
 
 
 def test_the_host_updates_in_the_tiles_of_a_cpu_whatever_device_trains() -> None:
-    config = resolve(load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}), Facts())
+    config = resolve(
+        load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}), Facts()
+    )
     beside = step_settings_of(config, (), torch.device("cuda", 0))
     alone = step_settings_of(config, (), CPU)
     assert beside.host_tile_numel == alone.tile_numel == alone.host_tile_numel == TILE_NUMEL.cpu

@@ -1,4 +1,6 @@
-"""What a rank does with a signal: noted, chained, and in the right cases left to whoever had it before."""
+"""What a rank does with a signal: noted, chained, and in the right cases left to whoever had it
+before.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def test_the_end_of_the_survivors_is_no_request(
 
 
 @pytest.mark.parametrize("whole_job", [False, True])
-def test_a_forked_worker_dies_of_a_signal_of_its_own_and_survives_one_for_the_whole_job(whole_job: bool) -> None:
+def test_a_forked_worker_dies_of_a_signal_of_its_own_and_survives_one_for_the_whole_job(
+    whole_job: bool,
+) -> None:
     preemption = Preemption(SETTINGS)
     preemption.watch()
     if whole_job:
@@ -99,7 +103,9 @@ def test_another_thread_is_told_that_only_the_main_one_takes_signals() -> None:
     assert "needs the main thread" in str(raised[0])
 
 
-def test_a_handler_that_python_does_not_know_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handler_that_python_does_not_know_is_not_overwritten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(signal, "getsignal", _unknown)
     with pytest.raises(UsageError, match="SIGUSR2 has a handler that was not set from Python"):
         Preemption(SETTINGS).watch()

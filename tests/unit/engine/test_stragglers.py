@@ -1,4 +1,6 @@
-"""Which ranks are named as slow: by their own seconds, against the median, three windows in a row."""
+"""Which ranks are named as slow: by their own seconds, against the median, three windows in a
+row.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_a_rank_is_named_once_with_its_part_in_the_third_window(told: list[str],
     for window in range(1, 6):
         found.hear(WINDOW * window, slower(2, part, 0.4))
         assert len(told) == (window >= 3)
-    assert told[0].startswith(f"step {3 * WINDOW}: rank 2 is slow, and the others wait for it: {OWN[part]} took ")
+    assert told[0].startswith(
+        f"step {3 * WINDOW}: rank 2 is slow, and the others wait for it: {OWN[part]} took "
+    )
     found.hear(6 * WINDOW, EQUAL)
     for window in range(7, 10):
         found.hear(WINDOW * window, slower(2, part, 0.4))
@@ -50,8 +54,8 @@ def test_a_rank_that_is_slow_now_in_one_part_and_now_in_another_is_named(told: l
     for window in range(1, 6):
         found.hear(WINDOW * window, slower(2, window % 2, 0.4))
     assert told == [
-        f"step {3 * WINDOW}: rank 2 is slow, and the others wait for it: all that it does itself took 1.70 s of "
-        f"{WINDOW} steps, 1.30 s on the median rank, the third time in a row."
+        f"step {3 * WINDOW}: rank 2 is slow, and the others wait for it: all that it does itself "
+        f"took 1.70 s of {WINDOW} steps, 1.30 s on the median rank, the third time in a row."
     ]
 
 
@@ -111,8 +115,8 @@ def test_a_link_for_which_all_wait_at_once_is_named_and_no_rank(told: list[str])
     found.hear(WINDOW * 6, waiting(0.0, 0.0))
     assert not found.link
     assert told == [
-        f"step {3 * WINDOW}: steps wait for the link between h0 and h1: all ranks waited at once for 55% of the "
-        f"time of {WINDOW} steps, the third time in a row."
+        f"step {3 * WINDOW}: steps wait for the link between h0 and h1: all ranks waited at once "
+        f"for 55% of the time of {WINDOW} steps, the third time in a row."
     ]
 
 

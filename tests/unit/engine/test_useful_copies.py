@@ -1,5 +1,5 @@
-"""A second copy of the weights is made where a gather would read it, and codes where something travels; elsewhere the
-reason is said.
+"""A second copy of the weights is made where a gather would read it, and codes where something
+travels; elsewhere the reason is said.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from torch import nn
 
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.config import Config
-from deepseek_zero.engine.planning import say_fixed_codes, say_other_wires, say_uncoded, with_useful_copies
+from deepseek_zero.engine.planning import (
+    say_fixed_codes,
+    say_other_wires,
+    say_uncoded,
+    with_useful_copies,
+)
 from deepseek_zero.planner.plan import Machine, plan_model
 from deepseek_zero.planner.spec import Compression, PlanSettings, UnitTiers
 from deepseek_zero.precision.codecs import Blocks
@@ -29,7 +34,11 @@ MESH = Mesh(dp_replicate=2, dp_shard=4).on_world(8)
     [
         ({"secondary_ranks": 2}, True, "a gather moves nothing"),
         ({"secondary_ranks": 2, "stage": 2}, False, "stage 2 keeps whole weights"),
-        ({"secondary_ranks": 2, "weight_tier": Tier.HOST}, False, "offload_param has the weights leave the device"),
+        (
+            {"secondary_ranks": 2, "weight_tier": Tier.HOST},
+            False,
+            "offload_param has the weights leave the device",
+        ),
         ({"secondary_ranks": 4}, False, "no smaller group is left"),
         ({"secondary_ranks": 8}, False, "no smaller group is left"),
     ],
@@ -54,9 +63,16 @@ def test_elsewhere_the_settings_stay_and_nothing_is_said(caplog: pytest.LogCaptu
 def test_units_whose_weights_rest_elsewhere_have_no_copy_and_the_plan_says_so() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     settings = PlanSettings(persistence_numel=0, secondary_ranks=2)
-    for tiers, many in ((settings.unit_tiers, 0), ((UnitTiers("root", Tier.HOST, Tier.DEVICE),), 1)):
+    for tiers, many in (
+        (settings.unit_tiers, 0),
+        ((UnitTiers("root", Tier.HOST, Tier.DEVICE),), 1),
+    ):
         plan = plan_model(model, replace(settings, unit_tiers=tiers), MESH)
-        said = [line for line in plan.explain() if "no second copy of the weights of 1 of 1 units" in line]
+        said = [
+            line
+            for line in plan.explain()
+            if "no second copy of the weights of 1 of 1 units" in line
+        ]
         assert len(said) == many
         groups = [group for unit in plan.units for group in unit.sharded]
         assert groups and all((group.plan.secondary is None) is bool(many) for group in groups)
@@ -67,7 +83,12 @@ def test_units_whose_weights_rest_elsewhere_have_no_copy_and_the_plan_says_so() 
     [
         (3, 1, 0, ["weights are", "no other rank", "gradients are", "no other rank"]),
         (0, 2, 0, ["weights are", "stage 0"]),
-        (3, 2, 65, ["weights are", "matrices of 65 elements", "gradients are", "matrices of 65 elements"]),
+        (
+            3,
+            2,
+            65,
+            ["weights are", "matrices of 65 elements", "gradients are", "matrices of 65 elements"],
+        ),
         (3, 2, 64, []),
         (1, 2, 64, []),
     ],
@@ -94,7 +115,11 @@ def test_what_is_not_coded_though_it_was_asked_for_is_said(
     ],
 )
 def test_that_codes_stay_inside_a_host_where_slices_do_is_said(
-    among_hosts: bool, spans_hosts: bool, compression: Compression, is_said: bool, caplog: pytest.LogCaptureFixture
+    among_hosts: bool,
+    spans_hosts: bool,
+    compression: Compression,
+    is_said: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     settings = PlanSettings(persistence_numel=0, compression=compression)
     plan = plan_model(nn.Linear(8, 8), settings, MESH, Machine(spans_hosts=spans_hosts))
@@ -106,8 +131,18 @@ def test_that_codes_stay_inside_a_host_where_slices_do_is_said(
 @pytest.mark.parametrize(
     ("reduce", "keys", "mesh", "words"),
     [
-        (torch.bfloat16, {"compression": Compression(gradients=Blocks(4, 128))}, Mesh(dp_shard=2), "sent as codes"),
-        (torch.bfloat16, {"ranks_per_host": 2}, Mesh(dp_shard=4), "the sums of hosts, which are fp32"),
+        (
+            torch.bfloat16,
+            {"compression": Compression(gradients=Blocks(4, 128))},
+            Mesh(dp_shard=2),
+            "sent as codes",
+        ),
+        (
+            torch.bfloat16,
+            {"ranks_per_host": 2},
+            Mesh(dp_shard=4),
+            "the sums of hosts, which are fp32",
+        ),
         (
             torch.bfloat16,
             {"ranks_per_host": 2},
@@ -120,7 +155,11 @@ def test_that_codes_stay_inside_a_host_where_slices_do_is_said(
     ],
 )
 def test_where_gradients_travel_in_another_dtype_than_the_stated_one_is_said(
-    reduce: torch.dtype | None, keys: dict[str, Any], mesh: Mesh, words: str, caplog: pytest.LogCaptureFixture
+    reduce: torch.dtype | None,
+    keys: dict[str, Any],
+    mesh: Mesh,
+    words: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     settings = PlanSettings(persistence_numel=0, policy=Policy(reduce=reduce), **keys)
     with caplog.at_level("INFO", logger="deepseek_zero"):

@@ -1,4 +1,6 @@
-"""At stage 3 a small model stays whole by default: said in one line where it is wrapped, at both doors."""
+"""At stage 3 a small model stays whole by default: said in one line where it is wrapped, at both
+doors.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ def layers(*widths: int) -> nn.Module:
     ("model", "zero", "says"),
     [
         (layers(8), {}, "all 64 parameters"),
-        (layers(300, 300, 300), {}, "all 270000 parameters"),  # each below the threshold, together above it
+        (
+            layers(300, 300, 300),
+            {},
+            "all 270000 parameters",
+        ),  # each below the threshold, together above it
         (layers(400, *[300] * 20), {}, "1800000 of 1960000 parameters"),
         (layers(400, 300), {}, ""),
         (layers(8), {WORDS: 0}, ""),

@@ -68,19 +68,29 @@ def test_the_main_size_is_trainable_in_minutes_and_large_enough_to_shard() -> No
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_generated_text_continues_the_prompt_and_repeats_for_the_same_seed(temperature: float) -> None:
-    texts = [generate(small(), b"def ", 20, context=SMALL.context, temperature=temperature, seed=3) for _ in range(2)]
+def test_generated_text_continues_the_prompt_and_repeats_for_the_same_seed(
+    temperature: float,
+) -> None:
+    texts = [
+        generate(small(), b"def ", 20, context=SMALL.context, temperature=temperature, seed=3)
+        for _ in range(2)
+    ]
     assert texts[0] == texts[1]
     assert texts[0].startswith(b"def ")
     assert len(texts[0]) == 24
 
 
 def test_another_seed_generates_another_text() -> None:
-    texts = {generate(small(), b"a", 20, context=SMALL.context, temperature=1.0, seed=seed) for seed in range(3)}
+    texts = {
+        generate(small(), b"a", 20, context=SMALL.context, temperature=1.0, seed=seed)
+        for seed in range(3)
+    }
     assert len(texts) == 3
 
 
-def test_the_likeliest_byte_is_taken_at_temperature_zero_and_the_window_never_exceeds_the_context() -> None:
+def test_the_likeliest_byte_is_taken_at_temperature_zero_and_the_window_never_exceeds_the_context() -> (
+    None
+):
     class Counter(nn.Module):
         """Predicts the byte after the last one; fails on windows that are too long."""
 

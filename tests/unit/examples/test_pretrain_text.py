@@ -27,7 +27,10 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Names:
 
 
 def records(losses: list[float]) -> list[StepRecord]:
-    return [StepRecord(step, loss, 1e-3, 1.0, 1.0, 1, 1, 1.0) for step, loss in enumerate(losses, start=1)]
+    return [
+        StepRecord(step, loss, 1e-3, 1.0, 1.0, 1, 1, 1.0)
+        for step, loss in enumerate(losses, start=1)
+    ]
 
 
 @pytest.fixture
@@ -35,23 +38,33 @@ def make_run(script: Names, tmp_path: Path) -> Callable[[int | None], Any]:
     def make(steps: int | None) -> Any:
         stated = ["--steps", str(steps)] if steps else []
         options = script["parse"](["--size", "tiny", *stated])
-        return script["Run"](options, script["JOBS"]["tiny"], tmp_path, script["Console"](quiet=True))
+        return script["Run"](
+            options, script["JOBS"]["tiny"], tmp_path, script["Console"](quiet=True)
+        )
 
     return make
 
 
-def test_the_margin_shrinks_with_fewer_steps_and_never_grows(make_run: Callable[[int | None], Any]) -> None:
+def test_the_margin_shrinks_with_fewer_steps_and_never_grows(
+    make_run: Callable[[int | None], Any],
+) -> None:
     full = make_run(None)
     assert make_run(full.steps // 2).least_fall == pytest.approx(full.least_fall / 2)
     assert make_run(full.steps * 10).least_fall == full.least_fall
 
 
-def test_a_loss_that_falls_far_enough_passes(script: Names, make_run: Callable[[int | None], Any]) -> None:
+def test_a_loss_that_falls_far_enough_passes(
+    script: Names, make_run: Callable[[int | None], Any]
+) -> None:
     run = make_run(None)
-    script["check_fall"](run, records([5.5, 4.0, 5.5 - run.least_fall, 5.5 - run.least_fall, 5.4 - run.least_fall]))
+    script["check_fall"](
+        run, records([5.5, 4.0, 5.5 - run.least_fall, 5.5 - run.least_fall, 5.4 - run.least_fall])
+    )
 
 
-@pytest.mark.parametrize("losses", [[5.5, 5.0, 5.0, 5.0], [5.5, 5.5, 6.0, 7.0], [5.5, 1.0, float("nan"), 1.0]])
+@pytest.mark.parametrize(
+    "losses", [[5.5, 5.0, 5.0, 5.0], [5.5, 5.5, 6.0, 7.0], [5.5, 1.0, float("nan"), 1.0]]
+)
 def test_a_loss_that_does_not_fall_far_enough_ends_the_job_with_an_error(
     script: Names, make_run: Callable[[int | None], Any], losses: list[float]
 ) -> None:
@@ -60,15 +73,30 @@ def test_a_loss_that_does_not_fall_far_enough_ends_the_job_with_an_error(
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_short_run_leaves_everything_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+def test_a_short_run_leaves_everything_it_promises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(EXAMPLES)
     arguments = ["--size", "tiny", "--steps", "12", "--stage", str(stage), "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["pretrain_text.py", *arguments])
     runpy.run_path(str(EXAMPLES / "pretrain_text.py"), run_name="__main__")
-    names = {"loss.png", "memory.png", "memory.json", "metrics.csv", "metrics.jsonl", "model.safetensors", "sample.txt"}
+    names = {
+        "loss.png",
+        "memory.png",
+        "memory.json",
+        "metrics.csv",
+        "metrics.jsonl",
+        "model.safetensors",
+        "sample.txt",
+    }
     assert {path.name for path in tmp_path.iterdir()} == names
     assert [record.step for record in read_records(tmp_path)] == list(range(1, 13))
-    assert [row["stage"] for row in json.loads((tmp_path / "memory.json").read_text())] == [0, 1, 2, 3]
+    assert [row["stage"] for row in json.loads((tmp_path / "memory.json").read_text())] == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert (tmp_path / "sample.txt").read_text().startswith("def ")
     GPT(SIZES["tiny"]).load_state_dict(load_file(tmp_path / "model.safetensors"))

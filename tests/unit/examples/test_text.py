@@ -1,4 +1,6 @@
-"""The example's corpus is split by file, and its batches depend on nothing but seed, step and rank."""
+"""The example's corpus is split by file, and its batches depend on nothing but seed, step and
+rank.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The CUDA kernel of an update without a GPU: its PTX has only exact operations, and run with NumPy it has the bits of
-the definition.
+"""The CUDA kernel of an update without a GPU: its PTX has only exact operations, and run with NumPy
+it has the bits of the definition.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ from tests.kernels import LAYOUTS, VARIANTS
 from tests.needs import need
 from tests.ptx import Launch, Memory, Program
 
-CASES = [*((variant, "split") for variant in VARIANTS), *(("adamw", layout) for layout in LAYOUTS if layout != "split")]
+CASES = [
+    *((variant, "split") for variant in VARIANTS),
+    *(("adamw", layout) for layout in LAYOUTS if layout != "split"),
+]
 NO_CHANCE = check.Chance()
 SCALAR_COUNTS = {"adam": 7, "sgd": 4, "adagrad": 3, "lion": 6}
 EXACT = tuple(f"{name}.rn.f32" for name in ("mul", "add", "sub", "fma", "div", "sqrt"))
-# For one element: multiplications (one of them by the factor), additions, subtractions, fma, divisions, square roots.
+# For one element: multiplications (one of them by the factor), additions, subtractions, fma,
+# divisions, square roots.
 OPERATIONS = {
     "adamw": (5, 1, 2, 2, 2, 1),
     "adamw near": (5, 1, 2, 2, 2, 1),
@@ -41,7 +45,8 @@ OPERATIONS = {
     "lion": (7, 2, 1, 0, 0, 0),
     "lion, maximize": (7, 2, 1, 0, 0, 0),
 }
-# Bytes for one element: gradient and main weight in, main weight and the published weight out; states come on top.
+# Bytes for one element: gradient and main weight in, main weight and the published weight out;
+# states come on top.
 BYTES = {
     "fp32": 4 + 4 + 4,
     "fp32, bf16 gradient": 2 + 4 + 4,
@@ -69,7 +74,9 @@ def ptx(variant: Variant, layout: Layout, capability: int = 80) -> str:
 
 @dataclass
 class Column:
-    """An array in the emulated memory, with the attributes that `cuda.launch_of` asks of a tensor."""
+    """An array in the emulated memory, with the attributes that `cuda.launch_of` asks of a
+    tensor.
+    """
 
     address: int
     values: NDArray[Any]
@@ -130,7 +137,10 @@ class Emulator:
 
 
 def same(left: check.Arrays, right: check.Arrays) -> bool:
-    return all(mine.tobytes() == its.tobytes() for mine, its in zip(left.columns(), right.columns(), strict=True))
+    return all(
+        mine.tobytes() == its.tobytes()
+        for mine, its in zip(left.columns(), right.columns(), strict=True)
+    )
 
 
 def differing(variant: str, layout: str, emulator: Emulator, numel: int = check.NUMEL) -> int:
@@ -139,13 +149,19 @@ def differing(variant: str, layout: str, emulator: Emulator, numel: int = check.
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_ptx_has_only_operations_that_round_to_the_nearest_number(name: str, capability: int) -> None:
+def test_the_ptx_has_only_operations_that_round_to_the_nearest_number(
+    name: str, capability: int
+) -> None:
     if capability not in nvidia.architectures():
         pytest.skip(f"NVRTC {nvidia.nvrtc_version()} does not compile for {capability}")
     text = ptx(VARIANTS[name], LAYOUTS["split"], capability)
     opcodes = set(re.findall(r"^\s+(?:@!?%p\d+\s+)?([a-z][a-z0-9_.]+)", text, re.MULTILINE))
     on_floats = {opcode for opcode in opcodes if re.search(r"\.b?f(16|32|64)", opcode)}
-    moves = {opcode for opcode in on_floats if opcode.split(".")[0] in ("ld", "st", "mov", "selp", "setp", "neg")}
+    moves = {
+        opcode
+        for opcode in on_floats
+        if opcode.split(".")[0] in ("ld", "st", "mov", "selp", "setp", "neg")
+    }
     assert on_floats - moves <= set(EXACT)
     assert not [opcode for opcode in opcodes if re.search(r"\.(ftz|approx|full|sat)\b", opcode)]
 
@@ -165,9 +181,13 @@ def test_many_random_elements_have_the_bits_of_the_definition() -> None:
     assert differing("adamw", "split", Emulator(), numel=(1 << 17) + 3) == 0
 
 
-@pytest.mark.parametrize("offsets", [(8, 16, 0, 4, 8), (3, 3, 3, 3, 3), (1, 0, 0, 0, 0), (0, 2, 2, 3, 1)], ids=str)
+@pytest.mark.parametrize(
+    "offsets", [(8, 16, 0, 4, 8), (3, 3, 3, 3, 3), (1, 0, 0, 0, 0), (0, 2, 2, 3, 1)], ids=str
+)
 @pytest.mark.parametrize("numel", [1, 7, 8, 13, 2048 * 2 + 13])
-def test_arrays_may_begin_anywhere_and_have_any_length(offsets: tuple[int, ...], numel: int) -> None:
+def test_arrays_may_begin_anywhere_and_have_any_length(
+    offsets: tuple[int, ...], numel: int
+) -> None:
     assert differing("adamw", "split", Emulator(offsets), numel) == 0
     assert differing("adagrad", "fp32", Emulator(offsets), numel) == 0
 
@@ -222,7 +242,10 @@ def test_each_array_is_read_once_and_written_once(variant: str, layout: str) -> 
     ("what", "instead"),
     [
         (r"div\.rn\.f32\s+(%f\d+), (%f\d+), (%f\d+)", r"mul.rn.f32 \1, \2, \3"),
-        (r"fma\.rn\.f32\s+(%f\d+), (%f\d+), (%f\d+), (%f\d+)", r"mul.rn.f32 \1, \2, \3;\n\tadd.rn.f32 \1, \1, \4"),
+        (
+            r"fma\.rn\.f32\s+(%f\d+), (%f\d+), (%f\d+), (%f\d+)",
+            r"mul.rn.f32 \1, \2, \3;\n\tadd.rn.f32 \1, \1, \4",
+        ),
         (r", 2143289344,", ", 2147483647,"),
     ],
     ids=["a division", "a fused operation", "the canonical NaN"],

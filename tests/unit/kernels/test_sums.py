@@ -64,9 +64,16 @@ def test_a_compiled_sum_has_torchs_bits(dtypes: tuple[torch.dtype, torch.dtype],
 @pytest.mark.usefixtures("every_size_has_a_loop")
 @pytest.mark.parametrize("dtype", (BF16, FP16))
 def test_every_tie_is_rounded_to_the_even_number(dtype: torch.dtype) -> None:
-    """Two fp32 rows whose sums are all numbers of 16 bits, and half of the distance to the next one."""
-    all_numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
-    towards_next = torch.nextafter(all_numbers.to(dtype), torch.full((), math.inf, dtype=dtype)).float() - all_numbers
+    """Two fp32 rows whose sums are all numbers of 16 bits, and half of the distance to the next
+    one.
+    """
+    all_numbers = (
+        torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    )
+    towards_next = (
+        torch.nextafter(all_numbers.to(dtype), torch.full((), math.inf, dtype=dtype)).float()
+        - all_numbers
+    )
     rows = [all_numbers, towards_next / 2]
     found, expected = torch.empty(1 << 16, dtype=dtype), torch.empty(1 << 16, dtype=dtype)
     add_rows(rows, found, torch.empty(0))
@@ -88,7 +95,9 @@ def test_a_sum_may_overwrite_any_of_its_rows(numel: int, count: int) -> None:
 
 
 @pytest.mark.usefixtures("every_size_has_a_loop")
-def test_a_sum_writes_nothing_outside_and_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_writes_nothing_outside_and_does_not_depend_on_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(compiler, "GRAIN", 64)
     memory = [numbers("normal", 1003, BF16, seed) for seed in range(3)]
     rows = [each[1:-1] for each in memory]  # at addresses that are no multiples of anything
@@ -149,7 +158,9 @@ def test_the_definition_of_a_sum_of_squares(numel: int, first: int, dtype: torch
 
 @pytest.mark.usefixtures("every_size_has_a_loop")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_compiled_sum_of_squares_has_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_sum_of_squares_has_the_same_bits(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert sums._has_square_loop(dtype), "it is compiled, and not left to torch"
     monkeypatch.setattr(compiler, "GRAIN", 64)
     for numel, first in product((BLOCK, 5 * BLOCK, 200 * BLOCK + 77), (0, 1, 1023)):
@@ -179,8 +190,8 @@ def test_slices_of_the_layout_begin_with_a_block() -> None:
 def test_small_sums_import_no_numba() -> None:
     program = (
         "import sys, torch; from deepseek_zero.kernels import sums; rows = [torch.ones(1000)] * 3;"
-        "sums.add_rows(rows, torch.empty(1000), torch.empty(10)); sums.sum_of_squares(rows[0], 0, 2);"
-        "assert 'numba' not in sys.modules"
+        "sums.add_rows(rows, torch.empty(1000), torch.empty(10)); sums.sum_of_squares(rows[0], 0, "
+        "2);assert 'numba' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
@@ -189,10 +200,11 @@ def test_small_sums_import_no_numba() -> None:
 @pytest.mark.usefixtures("every_size_has_a_loop")
 def test_a_processor_without_fp16_leaves_it_to_torch() -> None:
     program = (
-        "import torch; from deepseek_zero.kernels import sums; sums.LARGE = 64; rows = [torch.ones(100).half()] * 3;"
-        "sums.add_rows(rows, out := torch.empty(100), torch.empty(100)); assert out.tolist() == [3.0] * 100;"
-        "assert not sums._has_sum_loop(torch.float16, torch.float32);"
-        "assert sums._has_sum_loop(torch.bfloat16, torch.float32)"
+        "import torch; from deepseek_zero.kernels import sums; sums.LARGE = 64; rows = "
+        "[torch.ones(100).half()] * 3;sums.add_rows(rows, out := torch.empty(100), "
+        "torch.empty(100)); assert out.tolist() == [3.0] * 100;assert not "
+        "sums._has_sum_loop(torch.float16, torch.float32);assert "
+        "sums._has_sum_loop(torch.bfloat16, torch.float32)"
     )
     plain = {**os.environ, "NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": ""}
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, env=plain)

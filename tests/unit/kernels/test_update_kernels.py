@@ -1,4 +1,6 @@
-"""The formulas of an update against PyTorch's fused optimizers, and the compiled kernels against the formulas."""
+"""The formulas of an update against PyTorch's fused optimizers, and the compiled kernels against
+the formulas.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,34 @@ import torch
 
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.kernels import compiler, definition
-from deepseek_zero.kernels.check import Arrays, Chance, differing_elements, expected, fused_update, sample
+from deepseek_zero.kernels.check import (
+    Arrays,
+    Chance,
+    differing_elements,
+    expected,
+    fused_update,
+    sample,
+)
 from deepseek_zero.kernels.rules import RULES, Layout, Variant, rule_of
 from deepseek_zero.optim.lion import Lion
 
 cpu = pytest.importorskip("deepseek_zero.kernels.cpu", reason="needs numba")
 
-ADAM = {"lr": 3e-4, "eps": 1e-8, "weight_decay": 0.01, "maximize": False, "decoupled_weight_decay": True}
-SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "nesterov": False, "weight_decay": 0.01, "maximize": False}
+ADAM = {
+    "lr": 3e-4,
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "maximize": False,
+    "decoupled_weight_decay": True,
+}
+SGD = {
+    "lr": 0.1,
+    "momentum": 0.9,
+    "dampening": 0.0,
+    "nesterov": False,
+    "weight_decay": 0.01,
+    "maximize": False,
+}
 ADAGRAD = {"lr": 0.01, "lr_decay": 0.1, "eps": 1e-10, "weight_decay": 0.01, "maximize": False}
 LION = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.01, "maximize": False}
 
@@ -31,7 +53,9 @@ LION = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.01, "maximize": Fals
 def hyper_parameters() -> list[tuple[str, dict[str, Any]]]:
     """Every rule under every option that selects a variant."""
     found: list[tuple[str, dict[str, Any]]] = []
-    for beta, decay, decoupled, maximize in itertools.product((0.9, 0.3), (0.0, 0.01), (True, False), (False, True)):
+    for beta, decay, decoupled, maximize in itertools.product(
+        (0.9, 0.3), (0.0, 0.01), (True, False), (False, True)
+    ):
         own = {"betas": (beta, 0.999), "weight_decay": decay, "decoupled_weight_decay": decoupled}
         found.append(("adam", ADAM | own | {"maximize": maximize}))
     for momentum, decay, maximize in itertools.product((0.0, 0.9), (0.0, 0.01), (False, True)):
@@ -58,9 +82,13 @@ def test_the_exact_fma_rounds_the_exact_result_once() -> None:
     for x, y, z, result in zip(a, b, c, found, strict=True):
         exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
         near = [np.nextafter(result, np.float32(sign * np.inf)) for sign in (-1, 1)]
-        errors = [abs(Fraction(float(value)) - exact) for value in (result, *near) if np.isfinite(value)]
+        errors = [
+            abs(Fraction(float(value)) - exact) for value in (result, *near) if np.isfinite(value)
+        ]
         assert not np.isfinite(result) or errors[0] == min(errors)
-        assert errors.count(errors[0]) == 1 or result.view(np.int32) % 2 == 0  # ties go to the even one
+        assert (
+            errors.count(errors[0]) == 1 or result.view(np.int32) % 2 == 0
+        )  # ties go to the even one
 
 
 def torch_update(name: str, hypers: dict[str, Any], arrays: Arrays, first: bool) -> Arrays:
@@ -85,7 +113,9 @@ def test_the_definition_is_what_pytorch_computes_for_a_parameter(kind: str, nume
             arrays = sample(variant, Layout(torch.float32), kind, numel)
             found = expected(variant, Layout(torch.float32), arrays, rule.scalars(hypers, 3), 1.0)
             theirs = torch_update(name, hypers, arrays, first=variant.first)
-            for mine, its in zip((found.main, *found.states), (theirs.main, *theirs.states), strict=True):
+            for mine, its in zip(
+                (found.main, *found.states), (theirs.main, *theirs.states), strict=True
+            ):
                 assert np.array_equal(bits(mine), bits(its)), (name, hypers, has_states)
 
 
@@ -115,7 +145,11 @@ def test_a_kernel_of_each_rule_is_the_definition(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_variant_is_the_definition(layout: Layout) -> None:
-    variants = {RULES[name].variant(hypers, has) for name, hypers in hyper_parameters() for has in (True, False)}
+    variants = {
+        RULES[name].variant(hypers, has)
+        for name, hypers in hyper_parameters()
+        for has in (True, False)
+    }
     for variant in variants:
         assert differing_elements(variant, layout, cpu.run, numel=20003) == 0, variant
 
@@ -133,7 +167,9 @@ def test_two_to_the_26_random_elements_have_the_bits_of_the_definition() -> None
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
-def test_lengths_offsets_and_threads_change_no_bit(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_offsets_and_threads_change_no_bit(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compiler, "GRAIN", 64)
     layout, scalars = LAYOUTS[1], RULES["adam"].scalars(ADAM | {"betas": (0.9, 0.999)}, 7)
     for numel, offset in itertools.product((0, 1, 7, 8, 9, 64, 65, 127, 1000, 1031), (0, 1, 3)):
@@ -157,26 +193,30 @@ def test_another_processor_has_the_same_bits_or_torch_is_chosen(name: str) -> No
         "print(cpu.is_exact(variant, Layout(torch.bfloat16, is_split=True)))\n"
     )
     environment = os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": ""}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() in ("True", "False")
     assert done.stdout.strip() == "True" or "so PyTorch computes it" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
-def test_pytorch_computes_every_update_where_its_bits_are_not_the_definition(capability: str) -> None:
+def test_pytorch_computes_every_update_where_its_bits_are_not_the_definition(
+    capability: str,
+) -> None:
     code = (
-        "import torch, deepseek_zero as dz\n"
-        "from deepseek_zero.kernels.check import pytorch_differs\n"
-        "from deepseek_zero.planner import update\n"
-        "update.WORTH_COMPILING = 1\n"
-        "config = {'train_micro_batch_size_per_gpu': 1, 'optimizer': {'type': 'AdamW', 'params': {'lr': 1e-3}}}\n"
-        "engine, optimizer, *_ = dz.initialize(model=torch.nn.Linear(64, 64), config=config)\n"
-        "kernels = {shard.has_kernel for shard in optimizer.shards()}\n"
-        "said = [line for line in engine.explain().splitlines() if 'updates:' in line]\n"
+        "import torch, deepseek_zero as dz\nfrom deepseek_zero.kernels.check import "
+        "pytorch_differs\nfrom deepseek_zero.planner import update\nupdate.WORTH_COMPILING = 1\n"
+        "config = {'train_micro_batch_size_per_gpu': 1, 'optimizer': {'type': 'AdamW', 'params': "
+        "{'lr': 1e-3}}}\nengine, optimizer, *_ = dz.initialize(model=torch.nn.Linear(64, 64), "
+        "config=config)\nkernels = {shard.has_kernel for shard in optimizer.shards()}\nsaid = "
+        "[line for line in engine.explain().splitlines() if 'updates:' in line]\n"
         "print(pytorch_differs('adam'), kernels, *said)\n"
     )
     environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, compiler.VARIABLE: ""}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     if done.stdout.startswith("True"):
         assert "{False}" in done.stdout
         assert "PyTorch's own fused update has other bits on this CPU" in done.stdout
@@ -190,7 +230,14 @@ def test_a_kernel_that_differs_is_not_used_and_named(
 ) -> None:
     run = cpu.run
 
-    def wrong(variant: Variant, layout: Layout, arrays: Arrays, scalars: Any, factor: float, chance: Chance) -> None:
+    def wrong(
+        variant: Variant,
+        layout: Layout,
+        arrays: Arrays,
+        scalars: Any,
+        factor: float,
+        chance: Chance,
+    ) -> None:
         run(variant, layout, arrays, scalars, factor, chance)
         arrays.main[17] += 1
 
@@ -210,7 +257,9 @@ def test_options_that_choose_another_implementation_have_no_rule() -> None:
     assert rule_of("RAdam", {}) is None
 
 
-def test_the_environment_is_stronger_than_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_stronger_than_the_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv(compiler.VARIABLE, raising=False)
     assert compiler.available("auto") == "auto"
     monkeypatch.setenv(compiler.VARIABLE, "torch")

@@ -1,4 +1,6 @@
-"""What windows of evidence decide, of units that are stand-ins: who is promoted, who is demoted, and when again."""
+"""What windows of evidence decide, of units that are stand-ins: who is promoted, who is demoted,
+and when again.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Run:
         assert unit.is_promoted
         unit.is_promoted = False
 
-    def play(self, windows: Sequence[Evidence], *, root: Evidence = FINE, named: bool = False) -> list[bool]:
+    def play(
+        self, windows: Sequence[Evidence], *, root: Evidence = FINE, named: bool = False
+    ) -> list[bool]:
         """Return whether the block is promoted behind each window."""
         found = []
         for evidence in windows:
@@ -67,13 +71,17 @@ def test_two_bad_windows_in_a_row_promote(bad: Evidence) -> None:
 def test_eight_good_windows_in_a_row_demote_and_each_new_promotion_doubles_them() -> None:
     run = Run()
     run.play([LOSING] * BAD)
-    assert run.play([FINE] * (GOOD - 1) + [BETWEEN] + [FINE] * GOOD) == [True] * (2 * GOOD - 1) + [False]
+    assert run.play([FINE] * (GOOD - 1) + [BETWEEN] + [FINE] * GOOD) == [True] * (2 * GOOD - 1) + [
+        False
+    ]
     assert run.play([LOSING] * BAD) == [False, True]
     assert run.play([FINE] * 2 * GOOD) == [True] * (2 * GOOD - 1) + [False]
 
 
 @pytest.mark.parametrize("evidence", [LOSING, BETWEEN, HUGE, VANISHED, ABSENT])
-def test_a_unit_stays_promoted_where_16_bits_would_not_hold_it_or_nothing_is_known(evidence: Evidence) -> None:
+def test_a_unit_stays_promoted_where_16_bits_would_not_hold_it_or_nothing_is_known(
+    evidence: Evidence,
+) -> None:
     run = Run()
     run.play([LOSING] * BAD)
     assert run.play([evidence] * 3 * GOOD) == [True] * 3 * GOOD
@@ -116,7 +124,11 @@ def test_stages_are_refused_by_name() -> None:
 def test_codes_that_do_not_follow_their_error_are_said_so(caplog: pytest.LogCaptureFixture) -> None:
     told = "the error of a codec as a signal is not built"
     for more in ({}, {"zero_quantized_gradients": True}):
-        config = {"precision": "auto", "fp16": {"enabled": True}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        config = {
+            "precision": "auto",
+            "fp16": {"enabled": True},
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        }
         config |= {"zero_optimization": {"stage": 2, **more}}
         deepseek_zero.initialize(model=torch.nn.Linear(2, 2), config=config)[0].destroy()
         assert (told in caplog.text) is bool(more)

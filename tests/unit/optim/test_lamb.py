@@ -43,7 +43,12 @@ SETTINGS = {"lr": 0.05, "betas": (0.8, 0.97), "eps": 1e-6, "weight_decay": 0.1}
 @pytest.mark.parametrize("bias_correction", [True, False])
 def test_lamb_follows_the_paper_tensor_by_tensor(bias_correction: bool) -> None:
     settings = {**SETTINGS, "bias_correction": bias_correction}
-    starts = [torch.randn(6, 4), torch.randn(5) * 0.01, torch.randn(2, 3, 2) * 100, torch.tensor(1.5)]
+    starts = [
+        torch.randn(6, 4),
+        torch.randn(5) * 0.01,
+        torch.randn(2, 3, 2) * 100,
+        torch.tensor(1.5),
+    ]
     grads = [[torch.randn_like(start) for start in starts] for _ in range(5)]
     weights = [start.clone() for start in starts]
     train(weights, grads, settings)
@@ -93,7 +98,9 @@ def test_a_saved_state_goes_on_with_the_same_bits() -> None:
     assert torch.equal(resumed, straight)
 
 
-@pytest.mark.parametrize("settings", [{"lr": -1.0}, {"min_coeff": 2.0, "max_coeff": 1.0}, {"betas": (0.9, 1.0)}])
+@pytest.mark.parametrize(
+    "settings", [{"lr": -1.0}, {"min_coeff": 2.0, "max_coeff": 1.0}, {"betas": (0.9, 1.0)}]
+)
 def test_impossible_settings_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="Lamb cannot use"):
         Lamb([torch.ones(1)], **settings)

@@ -35,7 +35,10 @@ print("torch._dynamo" in sys.modules)
 def test_training_does_not_import_the_compiler() -> None:
     for name in ("AdamW", "SGD", "Lion"):
         done = subprocess.run(
-            [sys.executable, "-c", TRAINS.replace("NAME", name)], capture_output=True, text=True, check=True
+            [sys.executable, "-c", TRAINS.replace("NAME", name)],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         assert done.stdout.strip() == "False"
 
@@ -84,7 +87,10 @@ def test_step_hooks_run_once_a_step_whatever_the_tiles() -> None:
     inner = torch.optim.AdamW(model.parameters(), lr=0.1)
     calls: list[str] = []
     inner.register_step_pre_hook(lambda *_: calls.append("inner before"))
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2, "sub_group_size": 1024}}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 2, "sub_group_size": 1024},
+    }
     engine, *_ = dz.initialize(model=model, optimizer=inner, config=config)
     assert engine.optimizer is not None
     assert len(engine.optimizer.tiles.now) > 1

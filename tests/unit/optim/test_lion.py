@@ -14,7 +14,13 @@ from deepseek_zero.optim import lion
 from deepseek_zero.optim.lion import Lion
 
 
-def slow_lion(weight: list[float], grads: list[list[float]], lr: float, betas: tuple[float, float], decay: float):
+def slow_lion(
+    weight: list[float],
+    grads: list[list[float]],
+    lr: float,
+    betas: tuple[float, float],
+    decay: float,
+):
     """Program 1 of the paper, one float at a time."""
     momentum = [0.0] * len(weight)
     for grad in grads:
@@ -38,7 +44,9 @@ def train(weights: list[Tensor], grads: list[list[Tensor]], **settings: object) 
 def test_lion_follows_the_paper() -> None:
     start, grads = torch.randn(7, 5), [torch.randn(7, 5) for _ in range(6)]
     weight = start.clone()
-    optimizer = train([weight], [[grad] for grad in grads], lr=0.03, betas=(0.8, 0.95), weight_decay=0.1)
+    optimizer = train(
+        [weight], [[grad] for grad in grads], lr=0.03, betas=(0.8, 0.95), weight_decay=0.1
+    )
     plain = [grad.flatten().tolist() for grad in grads]
     expected, momentum = slow_lion(start.flatten().tolist(), plain, 0.03, (0.8, 0.95), 0.1)
     torch.testing.assert_close(weight.flatten(), torch.tensor(expected))
@@ -74,7 +82,9 @@ def test_a_transposed_parameter_is_updated_in_place() -> None:
 
 def test_groups_have_their_own_rate_and_gradients_stay() -> None:
     slow, fast, idle = torch.ones(3), torch.ones(3), torch.ones(3)
-    optimizer = Lion([{"params": [slow], "lr": 0.1}, {"params": [fast], "lr": 0.2}, {"params": [idle]}])
+    optimizer = Lion(
+        [{"params": [slow], "lr": 0.1}, {"params": [fast], "lr": 0.2}, {"params": [idle]}]
+    )
     slow.grad, fast.grad = torch.full((3,), 5.0), torch.full((3,), -5.0)
     optimizer.step()
     assert torch.equal(slow, torch.full((3,), 0.9)) and torch.equal(fast, torch.full((3,), 1.2))

@@ -58,7 +58,9 @@ def test_warmup_to_each_groups_own_rate_is_the_default() -> None:
 
 
 def test_warmup_takes_one_value_per_group() -> None:
-    schedule = WarmupLR(groups(9, 9), warmup_min_lr=[0.1, 0.2], warmup_max_lr=[1.0, 2.0], warmup_num_steps=2)
+    schedule = WarmupLR(
+        groups(9, 9), warmup_min_lr=[0.1, 0.2], warmup_max_lr=[1.0, 2.0], warmup_num_steps=2
+    )
     assert schedule.get_last_lr() == [0.1, 0.2]
     schedule.step(5)
     assert schedule.get_last_lr() == [1.0, 2.0] and schedule.last_batch_iteration == 5
@@ -71,7 +73,9 @@ def test_no_warmup_steps_means_the_full_rate_at_once(shape: str) -> None:
     assert rates(WarmupLR(groups(0.5), warmup_num_steps=0, warmup_type=shape), 3) == [0.5] * 4
     decay = WarmupDecayLR(groups(0.5), 4, warmup_max_lr=1.0, warmup_num_steps=0, warmup_type=shape)
     assert rates(decay, 5) == pytest.approx([1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
-    cosine = WarmupCosineLR(groups(1.0), 4, warmup_num_steps=0, cos_min_ratio=0.0, warmup_type=shape)
+    cosine = WarmupCosineLR(
+        groups(1.0), 4, warmup_num_steps=0, cos_min_ratio=0.0, warmup_type=shape
+    )
     half = [(1 + math.cos(math.pi * done / 4)) / 2 for done in (1, 1, 2, 3, 4, 4)]
     assert rates(cosine, 5) == pytest.approx(half)
 
@@ -95,14 +99,18 @@ def test_warmup_decay_has_deepspeeds_own_default_maximum() -> None:
 
 def test_warmup_cosine_is_a_ratio_of_each_groups_rate() -> None:
     optimizer = groups(2.0, 4.0)
-    schedule = WarmupCosineLR(optimizer, 11, warmup_min_ratio=0.2, warmup_num_steps=3, cos_min_ratio=0.1)
+    schedule = WarmupCosineLR(
+        optimizer, 11, warmup_min_ratio=0.2, warmup_num_steps=3, cos_min_ratio=0.1
+    )
     up = [0.2 + 0.8 * math.log(i + 1) / math.log(3) for i in range(3)]
     down = [0.1 + 0.9 * (1 + math.cos(math.pi * min(1, (i - 3 + 1) / 8))) / 2 for i in range(3, 14)]
     assert rates(schedule, 14) == pytest.approx([2 * ratio for ratio in [0.0, *up, *down]])
     assert schedule.get_last_lr()[1] == pytest.approx(4 * 0.1)
 
 
-def test_a_total_inside_the_warmup_is_told_and_goes_to_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_total_inside_the_warmup_is_told_and_goes_to_the_floor(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     cosine = WarmupCosineLR(groups(1.0), 2, warmup_num_steps=4, cos_min_ratio=0.25)
     assert "total_num_steps 2 is less than warmup_num_steps 4" in capsys.readouterr().err
     cosine.step(4)
@@ -127,8 +135,12 @@ def test_one_cycle_rises_falls_and_decays_with_momentum_against_it() -> None:
         schedule.step()
         seen.append(optimizer.param_groups[0]["lr"])
         moments.append(optimizer.param_groups[0]["betas"][0])
-    assert seen == pytest.approx([0.1 + 0.4 * h for h in height] + [0.1 / (1 + 0.5 * t / 2) for t in (1, 2, 3)])
-    assert moments == pytest.approx([0.9 - 0.1 * h for h in height[1:]] + [0.9 * (1 + 0.1 * t / 2) for t in (1, 2, 3)])
+    assert seen == pytest.approx(
+        [0.1 + 0.4 * h for h in height] + [0.1 / (1 + 0.5 * t / 2) for t in (1, 2, 3)]
+    )
+    assert moments == pytest.approx(
+        [0.9 - 0.1 * h for h in height[1:]] + [0.9 * (1 + 0.1 * t / 2) for t in (1, 2, 3)]
+    )
 
 
 def test_one_cycle_without_a_decay_size_stays_at_the_ends() -> None:
@@ -140,12 +152,19 @@ def test_one_cycle_without_a_decay_size_stays_at_the_ends() -> None:
 
 def test_one_cycle_stairs_hold_the_rate_and_reach_the_peak() -> None:
     schedule = OneCycle(
-        groups(9.0), 0.0, 1.0, cycle_first_step_size=6, cycle_second_step_size=3, cycle_first_stair_count=2
+        groups(9.0),
+        0.0,
+        1.0,
+        cycle_first_step_size=6,
+        cycle_second_step_size=3,
+        cycle_first_stair_count=2,
     )
     assert rates(schedule, 8) == pytest.approx([0, 0, 0, 0.5, 0.5, 0.5, 1, 0.5, 0])
 
 
-def test_one_cycle_says_when_momentum_cannot_follow_or_beta2_changes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_cycle_says_when_momentum_cannot_follow_or_beta2_changes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     OneCycle(groups(9.0, momentum=0.5), 0.1, 0.5)
     assert "cycle_momentum has no effect" in capsys.readouterr().err
     OneCycle(groups(9.0, betas=(0.9, 0.999)), 0.1, 0.5)
@@ -170,7 +189,9 @@ def test_every_name_of_deepspeed_is_covered() -> None:
 
 @pytest.mark.parametrize(("name", "params"), SETTINGS)
 def test_a_saved_schedule_goes_on_where_it_stood(name: str, params: dict[str, Any]) -> None:
-    first, second = (resolve_schedule(name, params, groups(0.3, betas=(0.9, 0.99))) for _ in range(2))
+    first, second = (
+        resolve_schedule(name, params, groups(0.3, betas=(0.9, 0.99))) for _ in range(2)
+    )
     for _ in range(4):
         first.step()
     assert first.state_dict() == {"last_batch_iteration": 3}
@@ -182,7 +203,9 @@ def test_a_saved_schedule_goes_on_where_it_stood(name: str, params: dict[str, An
 
 
 @pytest.mark.parametrize(("name", "params"), SETTINGS)
-def test_a_schedule_drives_a_torch_optimizer_whose_rate_is_a_tensor(name: str, params: dict[str, Any]) -> None:
+def test_a_schedule_drives_a_torch_optimizer_whose_rate_is_a_tensor(
+    name: str, params: dict[str, Any]
+) -> None:
     rate = torch.tensor(0.3)
     optimizer = torch.optim.Adam([torch.ones(1)], lr=rate)
     schedule = resolve_schedule(name.lower(), params, optimizer)
@@ -212,14 +235,21 @@ def test_a_torch_schedule_is_found_by_name() -> None:
     schedule = resolve_schedule("StepLR", {"step_size": 1, "gamma": 0.5}, optimizer)
     optimizer.step()
     schedule.step()
-    assert isinstance(schedule, torch.optim.lr_scheduler.StepLR) and optimizer.param_groups[0]["lr"] == 0.5
+    assert (
+        isinstance(schedule, torch.optim.lr_scheduler.StepLR)
+        and optimizer.param_groups[0]["lr"] == 0.5
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
         ("WarmUp", {}, r"no learning-rate schedule is called WarmUp \(did you mean 'WarmupLR'\?\)"),
-        ("WarmupLR", {"warmup_steps": 3}, r"'warmup_steps' is not a parameter \(did you mean 'warmup_num_steps'\?\)"),
+        (
+            "WarmupLR",
+            {"warmup_steps": 3},
+            r"'warmup_steps' is not a parameter \(did you mean 'warmup_num_steps'\?\)",
+        ),
         ("WarmupDecayLR", {}, "'total_num_steps' is missing"),
         ("WarmupLR", {"warmup_num_steps": 2.5}, "warmup_num_steps is 2.5"),
         ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps is -1"),
@@ -239,7 +269,9 @@ def test_floats_count_and_auto_leaves_the_default() -> None:
     assert schedule.get_last_lr() == [pytest.approx(0.001 * 4 / 8)]
 
 
-def test_an_unknown_warmup_is_a_warning_and_logarithmic_as_in_deepspeed(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_warmup_is_a_warning_and_logarithmic_as_in_deepspeed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     for kind, arguments in ((WarmupLR, ()), (WarmupDecayLR, (9,)), (WarmupCosineLR, (9,))):
         strange = kind(groups(1.0), *arguments, warmup_num_steps=4, warmup_type="cubic")
         assert "warmup_type 'cubic' is not known" in caplog.text and strange.warmup_type == "log"
@@ -248,7 +280,9 @@ def test_an_unknown_warmup_is_a_warning_and_logarithmic_as_in_deepspeed(caplog: 
 
 def test_one_cycle_takes_momenta_and_rates_per_group_and_a_fall_of_no_length() -> None:
     optimizer = torch.optim.Adam([{"params": [torch.zeros(1)], "lr": 1.0} for _ in range(2)])
-    cycle = OneCycle(optimizer, [0.1, 0.2], [1.0, 2.0], cycle_first_step_size=2, cycle_min_mom=[0.5, 0.6])
+    cycle = OneCycle(
+        optimizer, [0.1, 0.2], [1.0, 2.0], cycle_first_step_size=2, cycle_min_mom=[0.5, 0.6]
+    )
     assert [group["betas"][0] for group in optimizer.param_groups] == [0.5, 0.6]
     cycle.step(1)
     assert cycle.get_lr() == [1.0, 2.0] and [mom for mom, _ in cycle.get_mom() or []] == [0.5, 0.6]

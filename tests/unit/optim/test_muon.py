@@ -1,4 +1,6 @@
-"""Newton-Schulz against the singular values, Muon against its formula, its AdamW against that of torch."""
+"""Newton-Schulz against the singular values, Muon against its formula, its AdamW against that of
+torch.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,12 @@ from deepseek_zero.optim.muon import Muon, orthogonalize
 
 
 def slow_orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
-    """The quintic applied to the singular values themselves, in float64: what the matrix products stand for."""
-    left, values, right = torch.linalg.svd(matrix.double() / matrix.double().norm(), full_matrices=False)
+    """The quintic applied to the singular values themselves, in float64: what the matrix products
+    stand for.
+    """
+    left, values, right = torch.linalg.svd(
+        matrix.double() / matrix.double().norm(), full_matrices=False
+    )
     for _ in range(steps):
         values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
     return left @ torch.diag(values) @ right
@@ -23,7 +29,9 @@ SHAPES = [(8, 8), (6, 10), (10, 6), (4, 32), (32, 4), (1, 5), (5, 1)]
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_newton_schulz_is_the_quintic_on_the_singular_values(shape: tuple[int, int], method: str) -> None:
+def test_newton_schulz_is_the_quintic_on_the_singular_values(
+    shape: tuple[int, int], method: str
+) -> None:
     matrix = torch.randn(shape)
     result = orthogonalize(matrix, method)
     torch.testing.assert_close(result.double(), slow_orthogonalize(matrix), rtol=0, atol=2e-5)
@@ -34,7 +42,9 @@ def test_newton_schulz_is_the_quintic_on_the_singular_values(shape: tuple[int, i
 def test_any_number_of_steps_works(steps: int, method: str) -> None:
     matrix = torch.randn(4, 20)
     expected = slow_orthogonalize(matrix, steps)
-    torch.testing.assert_close(orthogonalize(matrix, method, steps).double(), expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        orthogonalize(matrix, method, steps).double(), expected, rtol=0, atol=2e-5
+    )
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
@@ -65,7 +75,9 @@ def test_a_nearly_singular_matrix_stays_finite_and_bounded_in_the_gram_form() ->
 def test_a_matrix_follows_the_formula(shape: tuple[int, ...], nesterov: bool) -> None:
     start, grads = torch.randn(shape), [torch.randn(shape) for _ in range(3)]
     weight = start.clone()
-    optimizer = Muon([weight], lr=0.1, momentum=0.9, weight_decay=0.2, nesterov=nesterov, ns_method="standard")
+    optimizer = Muon(
+        [weight], lr=0.1, momentum=0.9, weight_decay=0.2, nesterov=nesterov, ns_method="standard"
+    )
     expected, momentum = start.double(), torch.zeros(shape, dtype=torch.float64)
     for grad in grads:
         weight.grad = grad.clone()
@@ -78,7 +90,9 @@ def test_a_matrix_follows_the_formula(shape: tuple[int, ...], nesterov: bool) ->
         scale = max(1.0, stack.shape[-2] / stack.shape[-1]) ** 0.5
         expected = expected * (1 - 0.1 * 0.2) - 0.1 * scale * direction
     torch.testing.assert_close(weight.double(), expected, rtol=0, atol=5e-5)
-    torch.testing.assert_close(optimizer.state[weight]["momentum_buffer"].double(), momentum, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        optimizer.state[weight]["momentum_buffer"].double(), momentum, rtol=0, atol=1e-6
+    )
 
 
 def test_the_other_parameters_follow_torchs_adamw_bit_for_bit() -> None:
@@ -103,7 +117,9 @@ def test_the_other_parameters_follow_torchs_adamw_bit_for_bit() -> None:
         ({"lr": 0.5, "adam_lr": 0.2}, [0.5, 0.2]),
     ],
 )
-def test_a_mixed_group_is_split_and_each_part_has_its_rate(settings: dict[str, float], rates: list[float]) -> None:
+def test_a_mixed_group_is_split_and_each_part_has_its_rate(
+    settings: dict[str, float], rates: list[float]
+) -> None:
     vector, matrix = torch.ones(3), torch.ones(3, 3)
     optimizer = Muon([vector, matrix], **settings)
     assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
@@ -113,10 +129,19 @@ def test_a_mixed_group_is_split_and_each_part_has_its_rate(settings: dict[str, f
 
 def test_a_group_may_say_which_it_is_and_keep_its_own_rate() -> None:
     embedding, hidden = torch.ones(3, 3), torch.ones(3, 3)
-    groups = [{"params": [embedding], "use_muon": False, "lr": 0.3}, {"params": [hidden], "use_muon": True}]
+    groups = [
+        {"params": [embedding], "use_muon": False, "lr": 0.3},
+        {"params": [hidden], "use_muon": True},
+    ]
     optimizer = Muon(groups, lr=0.1)
-    assert [(group["use_muon"], group["lr"]) for group in optimizer.param_groups] == [(False, 0.3), (True, 0.1)]
-    assert [Muon.group_granularity(group) for group in optimizer.param_groups] == ["element", "tensor"]
+    assert [(group["use_muon"], group["lr"]) for group in optimizer.param_groups] == [
+        (False, 0.3),
+        (True, 0.1),
+    ]
+    assert [Muon.group_granularity(group) for group in optimizer.param_groups] == [
+        "element",
+        "tensor",
+    ]
     embedding.grad = hidden.grad = torch.ones(3, 3)
     optimizer.step()
     assert set(optimizer.state[embedding]) == {"step", "exp_avg", "exp_avg_sq"}
@@ -129,7 +154,11 @@ def test_a_model_gives_its_hidden_matrices_to_muon_and_the_rest_to_adamw() -> No
             super().__init__()
             self.tokens = nn.Embedding(10, 4)
             self.position_embedding = nn.Parameter(torch.zeros(6, 4))
-            self.up, self.frozen, self.norm = nn.Linear(4, 8), nn.Linear(4, 4, bias=False), nn.LayerNorm(4)
+            self.up, self.frozen, self.norm = (
+                nn.Linear(4, 8),
+                nn.Linear(4, 4, bias=False),
+                nn.LayerNorm(4),
+            )
             self.tied_output = nn.Linear(4, 10, bias=False)
             self.tied_output.weight = self.tokens.weight
             self.lm_head = nn.Linear(4, 10)
@@ -138,7 +167,9 @@ def test_a_model_gives_its_hidden_matrices_to_muon_and_the_rest_to_adamw() -> No
     model = Float8Block()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     matrices, others = Muon.parameter_groups(model)
-    assert [names[id(p)] for p in matrices["params"]] == ["up.weight"] and matrices["use_muon"] is True
+    assert [names[id(p)] for p in matrices["params"]] == ["up.weight"] and matrices[
+        "use_muon"
+    ] is True
     assert others["use_muon"] is False and sorted(names[id(p)] for p in others["params"]) == [
         "lm_head.bias",
         "lm_head.weight",
@@ -151,7 +182,10 @@ def test_a_model_gives_its_hidden_matrices_to_muon_and_the_rest_to_adamw() -> No
 
 
 def test_a_saved_state_goes_on_with_the_same_bits() -> None:
-    starts, grads = [torch.randn(3, 4), torch.randn(3)], [[torch.randn(3, 4), torch.randn(3)] for _ in range(4)]
+    starts, grads = (
+        [torch.randn(3, 4), torch.randn(3)],
+        [[torch.randn(3, 4), torch.randn(3)] for _ in range(4)],
+    )
 
     def go(weights: list[Tensor], optimizer: Muon, steps: list[list[Tensor]]) -> None:
         for step in steps:

@@ -10,7 +10,9 @@ import torch
 from deepseek_zero.optim.one_pass import OnePass
 
 
-def test_a_counter_of_updates_is_read_only_if_something_else_changed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_counter_of_updates_is_read_only_if_something_else_changed_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     param = torch.nn.Parameter(torch.zeros(3))
     inner = torch.optim.AdamW([param])
     one_pass, group = OnePass(inner), inner.param_groups[0]

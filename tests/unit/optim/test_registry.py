@@ -55,7 +55,11 @@ def test_every_valid_name_builds_and_steps_on_the_cpu(name: str) -> None:
         ({"adam_w_mode": False}, torch.optim.Adam, 0.0),
         ({"adam_w_mode": False, "torch_adam": True}, torch.optim.Adam, 0),
         ({"torch_adam": True}, torch.optim.AdamW, 0.01),
-        ({"torch_adam": False, "fp32_optimizer_states": True, "bias_correction": True}, torch.optim.AdamW, 0.0),
+        (
+            {"torch_adam": False, "fp32_optimizer_states": True, "bias_correction": True},
+            torch.optim.AdamW,
+            0.0,
+        ),
         ({"fp32_optimizer_states": False, "set_grad_none": False}, torch.optim.AdamW, 0.0),
     ],
 )
@@ -87,8 +91,14 @@ def test_muon_hands_its_rates_to_the_groups_it_makes_of_a_model() -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
     spec = resolve_optimizer("Muon", {"muon_lr": 0.1, "adam_lr": 0.2, "ns_method": "standard"})
     optimizer = spec.build(spec.parameter_groups(model))
-    assert [(group["use_muon"], group["lr"]) for group in optimizer.param_groups] == [(True, 0.1), (False, 0.2)]
-    assert [granularity_of(optimizer, group) for group in optimizer.param_groups] == ["tensor", "element"]
+    assert [(group["use_muon"], group["lr"]) for group in optimizer.param_groups] == [
+        (True, 0.1),
+        (False, 0.2),
+    ]
+    assert [granularity_of(optimizer, group) for group in optimizer.param_groups] == [
+        "tensor",
+        "element",
+    ]
     assert granularity_of(Muon) == "tensor"
 
 
@@ -113,7 +123,9 @@ def test_muon_divides_the_users_groups_and_keeps_their_settings() -> None:
 
 def test_a_rank_may_own_nothing_of_a_group_and_the_groups_stay_in_place() -> None:
     for name in ("Muon", "Lamb", "Lion", "AdamW"):
-        optimizer = resolve_optimizer(name, {}).build([{"params": []}, {"params": [torch.ones(2, 2)]}])
+        optimizer = resolve_optimizer(name, {}).build(
+            [{"params": []}, {"params": [torch.ones(2, 2)]}]
+        )
         assert [len(group["params"]) for group in optimizer.param_groups] == [0, 1]
         optimizer.param_groups[1]["params"][0].grad = torch.ones(2, 2)
         optimizer.step()
@@ -135,7 +147,11 @@ def test_other_optimizers_take_all_trainable_parameters_as_one_group() -> None:
         ("Adam", {"lr": "fast"}, "'lr' must be a number, not 'fast'"),
         ("Lion", {"eps": 1e-8}, "'eps' is not a parameter"),
         ("Muon", {"ns_metod": "gram"}, r"did you mean 'ns_method'\?"),
-        ("SGD", {"max_grad_norm": 1.0}, "'max_grad_norm' is not supported as an optimizer parameter, please switch to"),
+        (
+            "SGD",
+            {"max_grad_norm": 1.0},
+            "'max_grad_norm' is not supported as an optimizer parameter, please switch to",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_named(name: str, params: dict[str, Any], message: str) -> None:
@@ -147,12 +163,18 @@ def test_all_problems_come_at_once_with_the_valid_names() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_optimizer("Lamb", {"lr": "x", "speed": 1, "max_coef": 2})
     text = str(caught.value)
-    assert "'lr' must be a number" in text and "'speed'" in text and "did you mean 'max_coeff'?" in text
+    assert (
+        "'lr' must be a number" in text
+        and "'speed'" in text
+        and "did you mean 'max_coeff'?" in text
+    )
     assert "betas, bias_correction, eps" in text
 
 
 def test_what_the_class_refuses_at_construction_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"AdamW refuses its parameters.*Invalid learning rate: -1"):
+    with pytest.raises(
+        ConfigError, match=r"AdamW refuses its parameters.*Invalid learning rate: -1"
+    ):
         resolve_optimizer("Adam", {"lr": -1}).build([torch.ones(1)])
 
 
@@ -180,10 +202,18 @@ def test_a_value_that_is_not_built_is_never_ignored(name: str, params: dict[str,
 
 def test_one_bit_adam_takes_deepspeeds_parameters_and_needs_a_warm_up() -> None:
     ignored = {"cuda_aware": True, "comm_backend_name": "nccl", "amsgrad": False}
-    spec = resolve_optimizer("OneBitAdam", {"lr": 0.1, "betas": [0.8, 0.9], "freeze_step": 400, **ignored})
-    assert spec.granularity == "element" and spec.defaults == {"lr": 0.1, "betas": (0.8, 0.9), "freeze_step": 400}
+    spec = resolve_optimizer(
+        "OneBitAdam", {"lr": 0.1, "betas": [0.8, 0.9], "freeze_step": 400, **ignored}
+    )
+    assert spec.granularity == "element" and spec.defaults == {
+        "lr": 0.1,
+        "betas": (0.8, 0.9),
+        "freeze_step": 400,
+    }
     built = spec.build([torch.nn.Parameter(torch.ones(2))])
-    assert (built.freeze_step, built.beta1) == (400, 0.8) and built.param_groups[0]["weight_decay"] == 0.0
+    assert (built.freeze_step, built.beta1) == (400, 0.8) and built.param_groups[0][
+        "weight_decay"
+    ] == 0.0
     with pytest.raises(ConfigError, match="freeze_step is 0"):
         resolve_optimizer("OneBitAdam", {"freeze_step": 0})
 
@@ -197,7 +227,9 @@ def test_an_optimizer_that_cannot_be_sharded_is_refused(name: str) -> None:
 
 
 def test_every_optimizer_of_this_torch_has_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    names = {name for name, value in vars(torch.optim).items() if inspect.isclass(value)} - {"Optimizer"}
+    names = {name for name, value in vars(torch.optim).items() if inspect.isclass(value)} - {
+        "Optimizer"
+    }
     refused = {cls.__name__ for cls in registry._REFUSED}
     answers = {name: granularity_of(getattr(torch.optim, name)) for name in names - refused}
     assert {name for name, answer in answers.items() if answer == "tensor"} == {"Adafactor", "Muon"}
@@ -208,7 +240,9 @@ class _Custom(torch.optim.AdamW):
     pass
 
 
-def test_an_unknown_class_gets_whole_tensors_and_one_note(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_class_gets_whole_tensors_and_one_note(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     registry._note_unknown.cache_clear()
     assert granularity_of(_Custom([torch.ones(1)])) == granularity_of(_Custom) == "tensor"
     assert capsys.readouterr().err.count('granularity = "element"') == 1
@@ -222,7 +256,8 @@ def test_a_declared_granularity_is_believed_and_a_wrong_one_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in VALID_OPTIMIZERS if resolve_optimizer(name, {}).granularity == "element"]
+    "name",
+    [name for name in VALID_OPTIMIZERS if resolve_optimizer(name, {}).granularity == "element"],
 )
 def test_element_means_that_slices_on_a_block_boundary_give_the_same_bits(name: str) -> None:
     spec = resolve_optimizer(name, {})

@@ -23,14 +23,18 @@ def whole(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 def sums_of(rank: Rank) -> int:
     """How many collectives this rank has issued in the lane of sums."""
     return sum(
-        len(rank.issued(lane)) for lane in {lane for lane, _ in rank.world.issued[rank.index]} if "reduce" in lane
+        len(rank.issued(lane))
+        for lane in {lane for lane, _ in rank.world.issued[rank.index]}
+        if "reduce" in lane
     )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_sum_has_the_order_of_the_ranks_and_is_rounded_once(dtype: torch.dtype, in_place: bool, size: int) -> None:
+def test_a_sum_has_the_order_of_the_ranks_and_is_rounded_once(
+    dtype: torch.dtype, in_place: bool, size: int
+) -> None:
     parts = [whole(5, 7, seed=seed, dtype=dtype) for seed in range(size)]
 
     def body(rank: Rank) -> Tensor:
@@ -61,7 +65,9 @@ def test_buffers_are_lent_again_and_never_while_others_read_them() -> None:
 @pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_column_and_row_are_a_whole_layer_each(shape: tuple[int, ...], transposed: bool) -> None:
-    """Pitfalls: gradients for the input are summed per input, a bias's over all leading dimensions."""
+    """Pitfalls: gradients for the input are summed per input, a bias's over all leading
+    dimensions.
+    """
     x, up, down = whole(*shape), whole(10, 8, seed=1), whole(8, 10, seed=2)
     up_bias, down_bias = whole(10, seed=3), whole(8, seed=4)
 
@@ -101,7 +107,9 @@ def test_the_gradient_of_an_input_is_summed_once_for_all_layers_that_read_it() -
         x = whole(3, 6).requires_grad_()
         before = sums_of(rank)
         read, entry = enter(x * 1, group, "x")
-        found = [column(read, whole(8, 6, seed=seed)[low:high], None, entry, False) for seed in range(3)]
+        found = [
+            column(read, whole(8, 6, seed=seed)[low:high], None, entry, False) for seed in range(3)
+        ]
         torch.stack(found).square().sum().backward()
         assert x.grad is not None
         return x.grad, sums_of(rank) - before

@@ -18,7 +18,15 @@ from deepseek_zero.parallel.loss import Terms, split_cross_entropy
 from deepseek_zero.parallel.virtual import VirtualAxis
 from deepseek_zero.planner.split import Split
 from tests.in_process import Rank, run_ranks
-from tests.unit.parallel.tiny import batch, differences, furthest, ranks_step, step, tiny, virtual_step
+from tests.unit.parallel.tiny import (
+    batch,
+    differences,
+    furthest,
+    ranks_step,
+    step,
+    tiny,
+    virtual_step,
+)
 
 WORDS, TOKENS = 11, 6
 PART = Part("head", Split("split", (WORDS, 4), 0, (((0, 4),), ((4, 8),), ((8, 11),))))
@@ -49,7 +57,9 @@ def split(terms: Terms, logits: Tensor, targets: Tensor) -> list[tuple[Tensor, T
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("ignored", [-100, 7])
-def test_the_words_of_cross_entropy(reduction: Any, smoothing: float, weighted: bool, ignored: int) -> None:
+def test_the_words_of_cross_entropy(
+    reduction: Any, smoothing: float, weighted: bool, ignored: int
+) -> None:
     logits, targets = values()
     targets = targets.masked_fill(targets == -100, ignored)
     weight = torch.linspace(0.5, 2.0, WORDS) if weighted else None
@@ -71,7 +81,9 @@ def test_the_z_loss_is_a_mean_over_the_tokens_that_count(reduction: Any) -> None
     logits, targets = values()
     whole = logits.clone().requires_grad_()
     squares = torch.logsumexp(whole, 1).square()[targets != -100]
-    expected = F.cross_entropy(whole, targets, reduction=reduction) + 0.1 * getattr(squares, reduction)()
+    expected = (
+        F.cross_entropy(whole, targets, reduction=reduction) + 0.1 * getattr(squares, reduction)()
+    )
     (expected * 3).backward()
     found = split(Terms(reduction=reduction, z_loss=0.1), logits, targets)
     torch.testing.assert_close(found[0][0], expected.detach())
@@ -81,7 +93,9 @@ def test_the_z_loss_is_a_mean_over_the_tokens_that_count(reduction: Any) -> None
 def test_a_mean_over_no_token_is_what_it_is_in_torch() -> None:
     logits, targets = values()
     nothing = torch.full_like(targets, -100)
-    assert F.cross_entropy(logits, nothing).isnan() and split(Terms(), logits, nothing)[0][0].isnan()
+    assert (
+        F.cross_entropy(logits, nothing).isnan() and split(Terms(), logits, nothing)[0][0].isnan()
+    )
 
 
 def test_words_that_are_masked_out_everywhere_on_a_rank() -> None:
@@ -118,12 +132,16 @@ class TestTransformers:
 
     @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt2", "gpt_neox", "opt"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    def test_ranks_compute_what_the_virtual_axis_does_and_show_no_logits(self, name: str, dtype: torch.dtype) -> None:
+    def test_ranks_compute_what_the_virtual_axis_does_and_show_no_logits(
+        self, name: str, dtype: torch.dtype
+    ) -> None:
         model = tiny(name, dtype)
         whole, steps = virtual_step(model, 2), ranks_step(model, 2)
         assert differences(steps, whole) == []
         assert all(each.logits is None for each in steps)
-        assert furthest(whole, step(copy.deepcopy(model), batch())) < (5e-6 if dtype == torch.float32 else 5e-2)
+        assert furthest(whole, step(copy.deepcopy(model), batch())) < (
+            5e-6 if dtype == torch.float32 else 5e-2
+        )
 
     def test_a_model_that_reads_its_logits_itself_gathers_them(self) -> None:
         assert all(each.logits is not None for each in ranks_step(tiny("bert"), 2))
@@ -149,7 +167,9 @@ class TestTransformers:
             torch.testing.assert_close(trained.detach(), whole.logits.detach())
 
     def test_tuples_and_token_counts(self) -> None:
-        """Labels may come by place, and the loss may be a sum over a count that the caller knows."""
+        """Labels may come by place, and the loss may be a sum over a count that the caller
+        knows.
+        """
         model, count = tiny("llama"), torch.tensor(16)
         whole = model(**batch(), num_items_in_batch=count).loss
 
@@ -171,7 +191,9 @@ class TestTransformers:
             own.loss_function = lambda **given: given["logits"].sum()  # type: ignore[assignment]
             own(**batch())
 
-        with pytest.raises(UsageError, match=r"did not pass the split logits of 'lm_head' to its loss function"):
+        with pytest.raises(
+            UsageError, match=r"did not pass the split logits of 'lm_head' to its loss function"
+        ):
             run_ranks(2, body)
 
 
@@ -186,7 +208,9 @@ def test_no_whole_row_travels() -> None:
         for smoothing in (0.0, 0.1):
             before = rank.comm.meter.sent_bytes["tp"]
             own = nn.Parameter(logits[:, start:stop].clone())
-            split_cross_entropy(own, targets, axis, PART, Terms(label_smoothing=smoothing)).backward()  # type: ignore[no-untyped-call]
+            split_cross_entropy(
+                own, targets, axis, PART, Terms(label_smoothing=smoothing)
+            ).backward()  # type: ignore[no-untyped-call]
             found.append(rank.comm.meter.sent_bytes["tp"] - before)
         return found
 

@@ -1,4 +1,6 @@
-"""Unmodified transformers models over a tensor-parallel axis: bit by bit what the virtual axis computes."""
+"""Unmodified transformers models over a tensor-parallel axis: bit by bit what the virtual axis
+computes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ from deepseek_zero.base.errors import BatchMismatchError
 from deepseek_zero.parallel.apply import parallelize
 from deepseek_zero.parallel.plans import ParallelSettings, choose
 from tests.in_process import Rank, run_ranks
-from tests.unit.parallel.tiny import EIGHT, MORE, batch, differences, furthest, ranks_step, step, tiny, virtual_step
+from tests.unit.parallel.tiny import (
+    EIGHT,
+    MORE,
+    batch,
+    differences,
+    furthest,
+    ranks_step,
+    step,
+    tiny,
+    virtual_step,
+)
 
 pytest.importorskip("transformers")
 
@@ -42,7 +54,9 @@ def test_the_virtual_axis_computes_the_model_within_rounding(name: str) -> None:
     assert furthest(virtual_step(model, 2, GATHERED), plain) < 5e-6
 
 
-@pytest.mark.parametrize("options", [{"num_key_value_heads": 1}, {"num_key_value_heads": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"num_key_value_heads": 1}, {"num_key_value_heads": 2}], ids=str
+)
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_ranks_share_a_key_value_head(name: str, options: dict[str, Any]) -> None:
     model = tiny(name, **options)
@@ -50,7 +64,9 @@ def test_ranks_share_a_key_value_head(name: str, options: dict[str, Any]) -> Non
     whole = virtual_step(model, 4, GATHERED)
     assert furthest(whole, plain) < 5e-6
     steps = ranks_step(model, 4, GATHERED)
-    assert any(split.kind == "split" and len(split.sharers(0)) > 1 for split in steps[0].splits.values())
+    assert any(
+        split.kind == "split" and len(split.sharers(0)) > 1 for split in steps[0].splits.values()
+    )
     assert differences(steps, whole) == []
 
 
@@ -68,12 +84,16 @@ def test_ranks_that_read_in_place_compute_the_same() -> None:
     model = tiny("llama")
     whole = virtual_step(model, 2, GATHERED)
     for seed in range(3):
-        assert differences(ranks_step(model, 2, GATHERED, reads_in_place=True, seed=seed), whole) == []
+        assert (
+            differences(ranks_step(model, 2, GATHERED, reads_in_place=True, seed=seed), whole) == []
+        )
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt_neox"])
 def test_a_block_has_four_sums(name: str) -> None:
-    """Two forward and two backward; and one for the embedding, one into the head, one to gather the logits."""
+    """Two forward and two backward; and one for the embedding, one into the head, one to gather the
+    logits.
+    """
     model = tiny(name)
 
     def body(rank: Rank) -> int:
@@ -107,11 +127,15 @@ def test_norms_of_heads_have_a_gradient_that_is_summed(dtype: torch.dtype) -> No
     whole, steps = virtual_step(model, 2), ranks_step(model, 2)
     assert steps[0].splits["model.layers.0.self_attn.q_norm.weight"].kind == "partial"
     assert differences(steps, whole) == []
-    assert furthest(whole, step(copy.deepcopy(model), batch())) < (5e-6 if dtype == torch.float32 else 5e-2)
+    assert furthest(whole, step(copy.deepcopy(model), batch())) < (
+        5e-6 if dtype == torch.float32 else 5e-2
+    )
 
 
 def test_outputs_that_are_gathered_at_once_and_inputs_that_come_whole() -> None:
-    """Phi-3's own plan: its fused projections are split, its attention is computed whole on every rank."""
+    """Phi-3's own plan: its fused projections are split, its attention is computed whole on every
+    rank.
+    """
     model = tiny("phi3")
     whole, steps = virtual_step(model, 2), ranks_step(model, 2)
     assert {choice.style for choice in choose(model, 2).choices} >= {"column_gather", "row_scatter"}
@@ -136,8 +160,14 @@ def test_lora_beside_split_layers() -> None:
         for name, each in steps[0].splits.items()
         if each.kind == "split" and "layers.0" in name
     }
-    assert {"self_attn.q_proj.lora_B.default.weight", "self_attn.o_proj.lora_A.default.weight"} <= split
-    assert not {"self_attn.q_proj.lora_A.default.weight", "self_attn.o_proj.lora_B.default.weight"} & split
+    assert {
+        "self_attn.q_proj.lora_B.default.weight",
+        "self_attn.o_proj.lora_A.default.weight",
+    } <= split
+    assert (
+        not {"self_attn.q_proj.lora_A.default.weight", "self_attn.o_proj.lora_B.default.weight"}
+        & split
+    )
 
 
 class Prompted(torch.nn.Module):
@@ -154,7 +184,9 @@ class Prompted(torch.nn.Module):
         prompts = self.prompt(torch.arange(3)).expand(rows, 3, 32)
         embedded: Any = self.base_model.get_input_embeddings()(input_ids)  # type: ignore[operator]
         padded = torch.cat((labels.new_full((rows, 3), -100), labels), 1)
-        return self.base_model(inputs_embeds=torch.cat((prompts, embedded), 1), labels=padded, **rest)
+        return self.base_model(
+            inputs_embeds=torch.cat((prompts, embedded), 1), labels=padded, **rest
+        )
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -177,7 +209,8 @@ def test_ranks_with_different_inputs_are_told() -> None:
         step(own, batch(rank.index))
 
     with pytest.raises(
-        BatchMismatchError, match=r"Data inconsistency within the TP group.*rank 0 was given .*, rank 1 "
+        BatchMismatchError,
+        match=r"Data inconsistency within the TP group.*rank 0 was given .*, rank 1 ",
     ):
         run_ranks(2, body)
 

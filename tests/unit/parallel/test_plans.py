@@ -77,9 +77,12 @@ def test_partition_config_comes_first() -> None:
     plan = choose(Net(), 2, ParallelSettings(layers=layers))
     assert all("attention" in name for name in kinds(plan))
     alone = ParallelSettings(
-        layers=((r".*\.up\.", "column", 1, ()), (r".*\.down\.", "row", 1, ())), uses_other_rules=False
+        layers=((r".*\.up\.", "column", 1, ()), (r".*\.down\.", "row", 1, ())),
+        uses_other_rules=False,
     )
-    assert set(kinds(choose(Net(), 2, alone))) == {f"blocks.{n}.{name}" for n in range(2) for name in ("up", "down")}
+    assert set(kinds(choose(Net(), 2, alone))) == {
+        f"blocks.{n}.{name}" for n in range(2) for name in ("up", "down")
+    }
 
 
 def test_a_column_that_no_row_closes_is_split_alone_where_it_was_named() -> None:
@@ -96,10 +99,13 @@ def test_a_column_that_no_row_closes_is_split_alone_where_it_was_named() -> None
 
 def test_layers_whose_widths_do_not_meet_are_split_alone() -> None:
     wished = ParallelSettings(
-        layers=((r".*attention\.q\.", "column", 1, ()), (r".*\.down\.", "row", 1, ())), uses_other_rules=False
+        layers=((r".*attention\.q\.", "column", 1, ()), (r".*\.down\.", "row", 1, ())),
+        uses_other_rules=False,
     )
     found = kinds(choose(Net(), 2, wished))
-    assert found["blocks.0.attention.q"] == "column_gather" and found["blocks.1.down"] == "row_scatter"
+    assert (
+        found["blocks.0.attention.q"] == "column_gather" and found["blocks.1.down"] == "row_scatter"
+    )
 
 
 def test_layers_that_are_all_skipped_leave_a_model_whole() -> None:
@@ -111,9 +117,13 @@ def test_layers_that_are_all_skipped_leave_a_model_whole() -> None:
 @pytest.mark.parametrize("kind", ["row", "column", "column_gather"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_single_layers_compute_what_whole_ones_do(kind: str, dtype: torch.dtype) -> None:
-    """Also one of parts of several widths, uneven over the ranks, and layers one behind the other."""
+    """Also one of parts of several widths, uneven over the ranks, and layers one behind the
+    other.
+    """
     torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 7), nn.Linear(7, 10)).to(dtype)
+    layers = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 7), nn.Linear(7, 10)).to(
+        dtype
+    )
     parts = ((r"3\.", "column", (4, 3, 3), ()),) if kind == "column" else ()
     settings = ParallelSettings(layers=(*parts, (r"\d\.", kind, 1, ())))
     x = torch.randn(4, 6, dtype=dtype)
@@ -128,20 +138,34 @@ def test_single_layers_compute_what_whole_ones_do(kind: str, dtype: torch.dtype)
         splits = parallelize(own, rank.comm, settings)
         assert any(split.kind == "split" for split in splits.values())
         of_input, *grads = step(own)
-        return [of_input, *(join_of(each, split, rank) for each, split in zip(grads, splits.values(), strict=True))]
+        return [
+            of_input,
+            *(
+                join_of(each, split, rank)
+                for each, split in zip(grads, splits.values(), strict=True)
+            ),
+        ]
 
     def join_of(own: torch.Tensor, split: Split, rank: Rank) -> torch.Tensor:
-        return own if split.kind != "split" else join_split(own.reshape(-1), split, rank.comm, "").view(split.shape)
+        return (
+            own
+            if split.kind != "split"
+            else join_split(own.reshape(-1), split, rank.comm, "").view(split.shape)
+        )
 
     plain, whole = step(copy.deepcopy(layers)), step(virtual(copy.deepcopy(layers), 3, settings))
     for found in run_ranks(3, body):
         for own, expected, exact in zip(found, plain, whole, strict=True):
             assert torch.equal(own, exact)
-            torch.testing.assert_close(own, expected, atol=1e-5 if dtype == torch.float32 else 0.3, rtol=0.02)
+            torch.testing.assert_close(
+                own, expected, atol=1e-5 if dtype == torch.float32 else 0.3, rtol=0.02
+            )
 
 
 def test_a_rank_without_a_head_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"layer 'blocks\.0\.attention\.o' has 3 heads and 3 key/value heads"):
+    with pytest.raises(
+        UsageError, match=r"layer 'blocks\.0\.attention\.o' has 3 heads and 3 key/value heads"
+    ):
         choose(Net(), 4)
 
 
@@ -170,7 +194,9 @@ def test_a_style_that_is_not_built_is_refused_by_name() -> None:
     net = Net()
     net.config = SimpleNamespace(base_model_tp_plan={"blocks.*.up": "grouped_gemm"})  # type: ignore[assignment]
     net.base_model_prefix = ""  # type: ignore[assignment]
-    with pytest.raises(NotBuiltError, match=r"layer 'blocks\.0\.up' is to be split as 'grouped_gemm'"):
+    with pytest.raises(
+        NotBuiltError, match=r"layer 'blocks\.0\.up' is to be split as 'grouped_gemm'"
+    ):
         choose(net, 2)
 
 
@@ -182,7 +208,17 @@ def test_an_unknown_preset_is_refused() -> None:
 def test_the_table_counts_blocks() -> None:
     lines = choose(Net(), 2).table().splitlines()
     assert lines[0].split() == ["layer", "becomes", "each", "rank", "by"]
-    assert lines[1].split() == ["blocks.*.attention.q", "column", "8", "+", "4", "of", "12", "names", "x2"]
+    assert lines[1].split() == [
+        "blocks.*.attention.q",
+        "column",
+        "8",
+        "+",
+        "4",
+        "of",
+        "12",
+        "names",
+        "x2",
+    ]
 
 
 class TestTransformers:
@@ -195,19 +231,27 @@ class TestTransformers:
     def test_fused_projections(self) -> None:
         gpt2 = choose(tiny("gpt2"), 2).splits["transformer.h.0.attn.c_attn.weight"]
         assert (gpt2.dim, gpt2.ranges[0]) == (1, ((0, 16), (32, 48), (64, 80)))
-        neox = choose(tiny("gpt_neox"), 2).splits["gpt_neox.layers.0.attention.query_key_value.weight"]
+        neox = choose(tiny("gpt_neox"), 2).splits[
+            "gpt_neox.layers.0.attention.query_key_value.weight"
+        ]
         assert (neox.dim, neox.ranges) == (0, (((0, 48),), ((48, 96),)))
 
     def test_tied_tables_are_cut_once(self) -> None:
         plan = choose(tiny("qwen2"), 2)
-        assert kinds(plan)["model.embed_tokens"] == "vocabulary" and kinds(plan)["lm_head"] == "head"
+        assert (
+            kinds(plan)["model.embed_tokens"] == "vocabulary" and kinds(plan)["lm_head"] == "head"
+        )
         assert plan.splits["model.embed_tokens.weight"].ranges == (((0, 34),), ((34, 67),))
 
     def test_key_value_heads_that_ranks_share(self) -> None:
-        split = choose(tiny("llama", num_key_value_heads=2), 4).splits["model.layers.0.self_attn.k_proj.weight"]
+        split = choose(tiny("llama", num_key_value_heads=2), 4).splits[
+            "model.layers.0.self_attn.k_proj.weight"
+        ]
         assert split.ranges == (((0, 8),), ((0, 8),), ((8, 16),), ((8, 16),))
         assert split.sharers(3) == (2, 3)
-        with pytest.raises(UsageError, match=r"self_attn\.o_proj' has 4 heads and 2 key/value heads.*tp=3"):
+        with pytest.raises(
+            UsageError, match=r"self_attn\.o_proj' has 4 heads and 2 key/value heads.*tp=3"
+        ):
             choose(tiny("llama", num_key_value_heads=2), 3)
 
     def test_a_preset_is_a_familys_table(self) -> None:
@@ -241,10 +285,18 @@ def test_nothing_changes_in_a_model_that_is_refused() -> None:
 def test_feed_forward_layers_and_vocabularies_are_cut_at_multiples_of_a_grain() -> None:
     """As DeepSpeed's tp_grain_size: heads are cut by heads; a width with too few grains evenly."""
     model = tiny("llama")
-    widths = {choice.name: choice.part.widths for choice in choose(model, 2, ParallelSettings(grain=32)).choices}
+    widths = {
+        choice.name: choice.part.widths
+        for choice in choose(model, 2, ParallelSettings(grain=32)).choices
+    }
     assert widths["lm_head"] == [32, 35] and widths["model.layers.0.self_attn.q_proj"] == [16, 16]
-    assert widths["model.layers.0.mlp.up_proj"] == widths["model.layers.0.mlp.down_proj"] == [24, 24]
-    narrow = {choice.name: choice.part.widths for choice in choose(model, 2, ParallelSettings(grain=16)).choices}
+    assert (
+        widths["model.layers.0.mlp.up_proj"] == widths["model.layers.0.mlp.down_proj"] == [24, 24]
+    )
+    narrow = {
+        choice.name: choice.part.widths
+        for choice in choose(model, 2, ParallelSettings(grain=16)).choices
+    }
     assert narrow["model.layers.0.mlp.up_proj"] == [32, 16] and narrow["lm_head"] == [32, 35]
     steps = ranks_step(model, 2, ParallelSettings(grain=16))
     assert differences(steps, virtual_step(model, 2, ParallelSettings(grain=16))) == []

@@ -1,4 +1,6 @@
-"""Modules between split layers: a rank computes its part, or the model is refused before the first step."""
+"""Modules between split layers: a rank computes its part, or the model is refused before the first
+step.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ from deepseek_zero.parallel.cuts import cut
 from deepseek_zero.parallel.plans import ParallelSettings, choose
 from deepseek_zero.parallel.proof import prove
 from tests.in_process import Rank, World, run_ranks
-from tests.unit.parallel.tiny import Step, batch, differences, ranks_step, step, summed, tiny, virtual_step
+from tests.unit.parallel.tiny import (
+    Step,
+    batch,
+    differences,
+    ranks_step,
+    step,
+    summed,
+    tiny,
+    virtual_step,
+)
 
 WIDE, NARROW, HEADS = 32, 16, 4
 TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
@@ -85,7 +96,9 @@ class Attention(nn.Module):
     def __init__(self, kind: str = "") -> None:
         super().__init__()
         self.kind, self.num_heads, self.head_dim = kind, HEADS, NARROW // HEADS
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(NARROW, NARROW) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(NARROW, NARROW) for _ in range(4)
+        )
         self.sinks = nn.Parameter(torch.randn(HEADS))
         self.q_norm = nn.Parameter(torch.rand(HEADS, self.head_dim) + 0.5)
         self.k_norm = nn.LayerNorm(self.head_dim)
@@ -95,10 +108,13 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         q = self.q_whole(self.q_proj(x)) if self.kind == "whole norm" else self.q_proj(x)
         q, k, v = (
-            each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (q, self.k_proj(x), self.v_proj(x))
+            each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for each in (q, self.k_proj(x), self.v_proj(x))
         )
         if self.kind == "norm by head":
-            q = torch.stack([norm(each) for norm, each in zip(self.norms, q.unbind(1), strict=False)], 1)
+            q = torch.stack(
+                [norm(each) for norm, each in zip(self.norms, q.unbind(1), strict=False)], 1
+            )
         q, k = q * self.q_norm.unsqueeze(1), self.k_norm(k)
         scores = q @ k.transpose(-1, -2)
         if bias is not None:
@@ -135,7 +151,9 @@ def taken(model: nn.Module, x: Tensor | None = None) -> Step:
 
 
 def agrees(model: nn.Module, tp: int, settings: ParallelSettings | None = None) -> dict[str, str]:
-    """Compare loss and every gradient of the ranks with the whole model's; return the kinds of splits by name."""
+    """Compare loss and every gradient of the ranks with the whole model's; return the kinds of
+    splits by name.
+    """
     whole = taken(copy.deepcopy(model))
 
     def body(rank: Rank) -> Step:
@@ -152,7 +170,9 @@ def agrees(model: nn.Module, tp: int, settings: ParallelSettings | None = None) 
             own = summed(steps, name, rank)
             if grad is not None:
                 assert own is not None
-                torch.testing.assert_close(own, cut(grad, each.splits[name], rank), rtol=1e-4, atol=1e-6, msg=name)
+                torch.testing.assert_close(
+                    own, cut(grad, each.splits[name], rank), rtol=1e-4, atol=1e-6, msg=name
+                )
     return {name: split.kind for name, split in steps[0].splits.items()}
 
 
@@ -202,7 +222,9 @@ class Biased(nn.Module):
         return self.attention(x, bias=self.bias[..., : x.shape[1], : x.shape[1]])
 
 
-def forwards(model: nn.Module, settings: ParallelSettings | None = None, x: Tensor | None = None) -> list[Any]:
+def forwards(
+    model: nn.Module, settings: ParallelSettings | None = None, x: Tensor | None = None
+) -> list[Any]:
     def body(rank: Rank) -> None:
         own = copy.deepcopy(model)
         parallelize(own, rank.comm, settings)
@@ -213,7 +235,9 @@ def forwards(model: nn.Module, settings: ParallelSettings | None = None, x: Tens
 
 @pytest.mark.parametrize("rows", [3, 40])
 def test_the_first_forward_examines_what_could_not_be_run_before(rows: int) -> None:
-    """Pitfall: a bias of all heads is made outside, and a learnt one has a gradient from each rank's heads."""
+    """Pitfall: a bias of all heads is made outside, and a learnt one has a gradient from each
+    rank's heads.
+    """
 
     class Needs(Attention):
         def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
@@ -236,7 +260,9 @@ def test_the_first_forward_examines_what_could_not_be_run_before(rows: int) -> N
 
 
 def test_an_examination_in_the_first_forward_changes_nothing() -> None:
-    """Pitfalls: it runs within a checkpoint, whose saved tensors are counted; it draws random numbers."""
+    """Pitfalls: it runs within a checkpoint, whose saved tensors are counted; it draws random
+    numbers.
+    """
 
     class Two(Mlp):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
@@ -284,7 +310,9 @@ def test_modules_of_one_class_that_differ_in_an_attribute_are_examined_each() ->
     model = net(lambda: Mlp("tokens"), lambda: Mlp("prelu"), lambda: Mlp("scalar"))
     plan = choose(model, 2)
     prove(model, plan)
-    assert plan.splits["layers.1.prelu.weight"].kind == plan.splits["layers.2.own"].kind == "partial"
+    assert (
+        plan.splits["layers.1.prelu.weight"].kind == plan.splits["layers.2.own"].kind == "partial"
+    )
     assert plan.splits["layers.0.prelu.weight"].kind == plan.splits["layers.1.own"].kind == "equal"
 
 
@@ -293,7 +321,10 @@ def test_a_model_without_values_is_examined_too() -> None:
         model = Net(Attention(), Mlp("scalar"))
     plan = choose(model, 2)
     prove(model, plan)
-    assert plan.splits["layers.0.sinks"].kind == "split" and plan.splits["layers.1.own"].kind == "partial"
+    assert (
+        plan.splits["layers.0.sinks"].kind == "split"
+        and plan.splits["layers.1.own"].kind == "partial"
+    )
     assert not plan.unproven
 
 
@@ -377,7 +408,9 @@ def of_transformers(name: str, **options: Any) -> nn.Module:
         ("Phi", {"qk_layernorm": True, "resid_pdrop": 0.0, "embd_pdrop": 0.0}, "partial"),
     ],
 )
-def test_norms_of_queries_and_keys_in_unmodified_models(name: str, options: dict[str, Any], kind: str) -> None:
+def test_norms_of_queries_and_keys_in_unmodified_models(
+    name: str, options: dict[str, Any], kind: str
+) -> None:
     model = of_transformers(name, **options)
     whole, steps = step(copy.deepcopy(model), batch()), ranks_step(model, 2)
     norms = [key for key in steps[0].splits if "q_norm" in key or "q_layernorm" in key]
@@ -386,7 +419,9 @@ def test_norms_of_queries_and_keys_in_unmodified_models(name: str, options: dict
         for key, grad in whole.grads.items():
             own = summed(steps, key, rank)
             assert grad is not None and own is not None
-            torch.testing.assert_close(own, cut(grad, each.splits[key], rank), rtol=1e-3, atol=1e-6, msg=key)
+            torch.testing.assert_close(
+                own, cut(grad, each.splits[key], rank), rtol=1e-3, atol=1e-6, msg=key
+            )
     if kind == "partial":
         assert differences(steps, virtual_step(model, 2)) == []
     else:
@@ -414,6 +449,8 @@ def test_the_magnitudes_of_dora_are_refused_and_rslora_is_right() -> None:
             warnings.simplefilter("ignore")
             dora = peft.get_peft_model(tiny("llama"), peft.LoraConfig(use_dora=True, **options))
         rslora = peft.get_peft_model(tiny("llama"), peft.LoraConfig(use_rslora=True, **options))
-    with pytest.raises(NotBuiltError, match=r"(?s)self_attn' .LlamaAttention.*itself, which is split"):
+    with pytest.raises(
+        NotBuiltError, match=r"(?s)self_attn' .LlamaAttention.*itself, which is split"
+    ):
         prove(dora, choose(dora, 2))
     assert differences(ranks_step(rslora, 2), virtual_step(rslora, 2)) == []

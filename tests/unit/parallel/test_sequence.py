@@ -23,10 +23,14 @@ def heads(number: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal, head by head: no kernel sees two of them, so bits cannot depend on how many there are."""
+    """Causal, head by head: no kernel sees two of them, so bits cannot depend on how many there
+    are.
+    """
     shared = query.shape[1] // key.shape[1]
     found = [
-        scaled_dot_product_attention(query[:, [h]], key[:, [h // shared]], value[:, [h // shared]], is_causal=True)
+        scaled_dot_product_attention(
+            query[:, [h]], key[:, [h // shared]], value[:, [h // shared]], is_causal=True
+        )
         for h in range(query.shape[1])
     ]
     return torch.cat(found, 1).transpose(1, 2)
@@ -41,7 +45,9 @@ def run(query: Tensor, key: Tensor, value: Tensor, weight: Tensor) -> list[Tenso
 
 @pytest.mark.parametrize("reads_in_place", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("size", "many", "few"), [(2, 4, 4), (2, 4, 2), (4, 4, 4), (4, 8, 4), (2, 2, 1), (4, 8, 2)])
+@pytest.mark.parametrize(
+    ("size", "many", "few"), [(2, 4, 4), (2, 4, 2), (4, 4, 4), (4, 8, 4), (2, 2, 1), (4, 8, 2)]
+)
 def test_attention_of_a_head_has_the_bits_of_one_process(
     size: int, many: int, few: int, dtype: torch.dtype, reads_in_place: bool
 ) -> None:
@@ -54,7 +60,9 @@ def test_attention_of_a_head_has_the_bits_of_one_process(
         group, own = SequenceGroup(rank.comm), slice(rank.index * share, (rank.index + 1) * share)
         inputs = [each[:, :, own].clone().requires_grad_() for each in (query, key, value)]
         spreads = [inputs[0], *(spread(each, size, 1) for each in inputs[1:])]
-        found = exchange(group, 2, 1, "the output", attention_of(exchange(group, 1, 2, "the input", *spreads)))[0]
+        found = exchange(
+            group, 2, 1, "the output", attention_of(exchange(group, 1, 2, "the input", *spreads))
+        )[0]
         (found.transpose(1, 2) * weight[:, own]).sum().backward()
         return [found.detach().transpose(1, 2), *(each.grad for each in inputs)]
 
@@ -74,12 +82,16 @@ def test_attention_of_a_head_has_the_bits_of_one_process(
 
 @pytest.mark.parametrize(("size", "few"), [(2, 4), (4, 2)])
 def test_bytes_are_those_of_the_formula(size: int, few: int) -> None:
-    """(C - 1) / C of query, key, value and output, keys and values as often as they are held; the same in backward."""
+    """(C - 1) / C of query, key, value and output, keys and values as often as they are held; the
+    same in backward.
+    """
     many, share = 8, TOKENS // size
 
     def body(rank: Rank) -> int:
         group = SequenceGroup(rank.comm)
-        query, key, value = (torch.ones(BATCH, each, share, WIDTH, requires_grad=True) for each in (many, few, few))
+        query, key, value = (
+            torch.ones(BATCH, each, share, WIDTH, requires_grad=True) for each in (many, few, few)
+        )
         whole = exchange(group, 1, 2, "in", query, spread(key, size, 1), spread(value, size, 1))
         exchange(group, 2, 1, "out", whole[0])[0].sum().backward()
         return rank.comm.meter.sent_bytes["sp"]

@@ -1,4 +1,6 @@
-"""Gathered keys and values: per block of queries the bits of one process, sums in the order of the ranks."""
+"""Gathered keys and values: per block of queries the bits of one process, sums in the order of the
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,15 @@ def kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Te
 
 def inputs(many: int, few: int, dtype: torch.dtype) -> list[Tensor]:
     """Query, key, value, and what the output is weighed by."""
-    return [heads(each, seed, dtype) for seed, each in enumerate((many, few, few))] + [heads(many, 3, dtype)]
+    return [heads(each, seed, dtype) for seed, each in enumerate((many, few, few))] + [
+        heads(many, 3, dtype)
+    ]
 
 
 def blocked(given: list[Tensor], size: int, is_causal: bool, window: int | None) -> list[Tensor]:
-    """One process, block by block: the output, the queries' gradients, and those of keys and values summed by rank."""
+    """One process, block by block: the output, the queries' gradients, and those of keys and values
+    summed by rank.
+    """
     query, key, value, weight = given
     chunk, found, grads = TOKENS // (2 * size), torch.empty_like(query), torch.empty_like(query)
     sums = [torch.zeros(each.shape, dtype=torch.float32) for each in (key, value)]
@@ -52,7 +58,9 @@ def blocked(given: list[Tensor], size: int, is_causal: bool, window: int | None)
     return [found, grads, *(total.to(query.dtype) for total in sums)]
 
 
-def gathered(rank: Rank, given: list[Tensor], is_causal: bool, window: int | None) -> tuple[list[Tensor], int]:
+def gathered(
+    rank: Rank, given: list[Tensor], is_causal: bool, window: int | None
+) -> tuple[list[Tensor], int]:
     """The same of one rank's tokens, and the bytes that it sent."""
     group, chunk = SequenceGroup(rank.comm), TOKENS // (2 * rank.size)
     places = zigzag(rank.index, rank.size)
@@ -73,18 +81,24 @@ def test_blocks_have_the_bits_of_one_process(
     for dtype in (torch.float32, torch.bfloat16):
         given = inputs(many, few, dtype)
         ranks = run_ranks(
-            size, lambda rank, given=given: gathered(rank, given, is_causal, window), reads_in_place=reads_in_place
+            size,
+            lambda rank, given=given: gathered(rank, given, is_causal, window),
+            reads_in_place=reads_in_place,
         )
         whole = blocked(given, size, is_causal, window)
         for rank, (found, _) in enumerate(ranks):
             for expected, own in zip(whole, found, strict=True):
                 chunks = expected.chunk(2 * size, 2)
-                assert torch.equal(own, torch.cat([chunks[place] for place in zigzag(rank, size)], 2))
+                assert torch.equal(
+                    own, torch.cat([chunks[place] for place in zigzag(rank, size)], 2)
+                )
 
 
 @pytest.mark.parametrize(("size", "many", "few"), [(2, 3, 3), (4, 4, 2)])
 def test_bytes_are_those_of_the_formula(size: int, many: int, few: int) -> None:
-    """(C - 1) times a rank's keys and values forward; backward gathers them again and sends as much of gradients."""
+    """(C - 1) times a rank's keys and values forward; backward gathers them again and sends as much
+    of gradients.
+    """
     given = inputs(many, few, torch.float32)
     sent = [bytes_ for _, bytes_ in run_ranks(size, lambda rank: gathered(rank, given, True, None))]
     own = 2 * BATCH * few * (TOKENS // size) * WIDTH * 4

@@ -1,4 +1,6 @@
-"""Unmodified models on sequences that ranks share, beside split layers too: ranks as threads against one process."""
+"""Unmodified models on sequences that ranks share, beside split layers too: ranks as threads
+against one process.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from deepseek_zero.base.errors import NotBuiltError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.parallel.apply import parallelize
 from deepseek_zero.parallel.cuts import cut
-from deepseek_zero.parallel.sequence_model import SequenceSettings, _Shared, choose_attention, own_part, share_sequences
+from deepseek_zero.parallel.sequence_model import (
+    SequenceSettings,
+    _Shared,
+    choose_attention,
+    own_part,
+    share_sequences,
+)
 from tests.in_process import Rank, run_ranks
 from tests.shared_sequences import batch, close
 from tests.unit.parallel.tiny import LENGTH, Step, tiny
@@ -26,14 +34,23 @@ THREE = {"hidden_size": 36, "num_attention_heads": 3, "num_key_value_heads": 3, 
 def step(model: nn.Module, inputs: dict[str, Tensor]) -> Step:
     loss = model(**inputs).loss
     loss.backward()
-    grads = {name: None if each.grad is None else each.grad.clone() for name, each in model.named_parameters()}
+    grads = {
+        name: None if each.grad is None else each.grad.clone()
+        for name, each in model.named_parameters()
+    }
     return Step(loss.detach(), grads)
 
 
 def on_ranks(
-    model: nn.Module, mesh: Mesh, inputs: dict[str, Tensor], settings: SequenceSettings | None = None, **world: Any
+    model: nn.Module,
+    mesh: Mesh,
+    inputs: dict[str, Tensor],
+    settings: SequenceSettings | None = None,
+    **world: Any,
 ) -> list[tuple[Step, dict[str, int], int]]:
-    """Each rank's step, with the means of gradients over sp, the bytes that it sent, and its place along tp."""
+    """Each rank's step, with the means of gradients over sp, the bytes that it sent, and its place
+    along tp.
+    """
 
     def body(rank: Rank) -> tuple[Step, dict[str, int], int]:
         here, own, splits = mesh.on_world(rank.size, rank.index), copy.deepcopy(model), {}
@@ -56,7 +73,12 @@ def on_ranks(
     return run_ranks(mesh.sp * mesh.tp, body, **world)
 
 
-def compare(model: nn.Module, mesh: Mesh, inputs: dict[str, Tensor], settings: SequenceSettings | None = None) -> None:
+def compare(
+    model: nn.Module,
+    mesh: Mesh,
+    inputs: dict[str, Tensor],
+    settings: SequenceSettings | None = None,
+) -> None:
     """Within 1e-6 of one process: losses, and gradients as ZeRO would average them."""
     whole = step(copy.deepcopy(model), inputs)
     for found, _, tp in on_ranks(model, mesh, inputs, settings):
@@ -92,7 +114,9 @@ def test_any_number_of_heads(name: str, options: dict[str, Any], size: int) -> N
 
 
 @pytest.mark.parametrize("attention", ["ulysses", "all_gather"])
-@pytest.mark.parametrize(("name", "options"), [("llama", {}), ("llama", {"num_key_value_heads": 1}), ("gpt2", {})])
+@pytest.mark.parametrize(
+    ("name", "options"), [("llama", {}), ("llama", {"num_key_value_heads": 1}), ("gpt2", {})]
+)
 def test_beside_tensor_parallelism(name: str, options: dict[str, Any], attention: Any) -> None:
     """Each of two ranks along tp has half the heads, which two ranks along sp divide again."""
     compare(tiny(name, **options), Mesh(sp=2, tp=2), batch(2), SequenceSettings(attention))
@@ -125,9 +149,21 @@ def test_padding_behind_sequences_may_be_masked(attention: Any) -> None:
     ("name", "options", "mesh", "attention", "words"),
     [
         ("llama", THREE, Mesh(sp=2), "ulysses", "3 attention heads cannot be cut"),
-        ("llama", {}, Mesh(sp=4, tp=2), "ulysses", "4 attention heads, 2 on each of 2 ranks along tp, cannot be cut"),
+        (
+            "llama",
+            {},
+            Mesh(sp=4, tp=2),
+            "ulysses",
+            "4 attention heads, 2 on each of 2 ranks along tp, cannot be cut",
+        ),
         ("llama", {"attention_dropout": 0.1}, Mesh(sp=2), "auto", "drop something in training"),
-        ("llama", {"attn_implementation": "eager"}, Mesh(sp=2), "auto", "takes masks of another form"),
+        (
+            "llama",
+            {"attn_implementation": "eager"},
+            Mesh(sp=2),
+            "auto",
+            "takes masks of another form",
+        ),
         ("gemma2", {}, Mesh(sp=2), "ulysses", "sliding_attention"),
     ],
 )
@@ -156,22 +192,49 @@ def made(config: str, model: str, options: dict[str, Any]) -> nn.Module:
 
     with torch.random.fork_rng():
         torch.manual_seed(11)
-        found: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**options)).train()
+        found: nn.Module = getattr(transformers, model)(
+            getattr(transformers, config)(**options)
+        ).train()
     return found
 
 
 @pytest.mark.parametrize(
     ("config", "model", "options", "words"),
     [
-        ("LlamaConfig", "LlamaForSequenceClassification", SMALL, "loss of LlamaForSequenceClassification is not known"),
-        ("LlamaConfig", "LlamaForQuestionAnswering", SMALL, "loss of LlamaForQuestionAnswering is not known"),
+        (
+            "LlamaConfig",
+            "LlamaForSequenceClassification",
+            SMALL,
+            "loss of LlamaForSequenceClassification is not known",
+        ),
+        (
+            "LlamaConfig",
+            "LlamaForQuestionAnswering",
+            SMALL,
+            "loss of LlamaForQuestionAnswering is not known",
+        ),
         ("BertConfig", "BertForPreTraining", ENCODER, "loss of BertForPreTraining is not known"),
-        ("BertConfig", "BertForMultipleChoice", ENCODER, "loss of BertForMultipleChoice is not known"),
+        (
+            "BertConfig",
+            "BertForMultipleChoice",
+            ENCODER,
+            "loss of BertForMultipleChoice is not known",
+        ),
         ("BertConfig", "BertModel", ENCODER, "output of 'pooler'"),
-        ("RobertaConfig", "RobertaForMaskedLM", ENCODER, "positions of 'roberta.embeddings.position_embeddings'"),
+        (
+            "RobertaConfig",
+            "RobertaForMaskedLM",
+            ENCODER,
+            "positions of 'roberta.embeddings.position_embeddings'",
+        ),
         ("MobileBertConfig", "MobileBertForMaskedLM", MOBILE, "by the tokens next to it"),
         ("MixtralConfig", "MixtralForCausalLM", MIXTURE, "a part over the routers of all tokens"),
-        ("MambaConfig", "MambaForCausalLM", SMALL, "mixer.conv1d' .* computes a token from its neighbours"),
+        (
+            "MambaConfig",
+            "MambaForCausalLM",
+            SMALL,
+            "mixer.conv1d' .* computes a token from its neighbours",
+        ),
         ("MambaConfig", "MambaForCausalLM", {"num_hidden_layers": 0}, "has no num_attention_heads"),
     ],
 )
@@ -187,24 +250,43 @@ def test_an_adapters_wrapper_does_not_hide_the_head() -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=4, target_modules=["q_proj"])
     choose_attention(
-        peft.get_peft_model(made("LlamaConfig", "LlamaForCausalLM", SMALL), lora), 2, 1, SequenceSettings()
+        peft.get_peft_model(made("LlamaConfig", "LlamaForCausalLM", SMALL), lora),
+        2,
+        1,
+        SequenceSettings(),
     )
     hidden = peft.get_peft_model(made("LlamaConfig", "LlamaForSequenceClassification", SMALL), lora)
-    with pytest.raises(NotBuiltError, match=r"the loss of .* is not known to be a mean over tokens"):
+    with pytest.raises(
+        NotBuiltError, match=r"the loss of .* is not known to be a mean over tokens"
+    ):
         choose_attention(hidden, 2, 1, SequenceSettings())
 
 
 @pytest.mark.parametrize("attention", ["ulysses", "all_gather"])
 def test_a_model_that_names_the_mask_of_its_attention(attention: Any) -> None:
-    options = SMALL | {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16}
+    options = SMALL | {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+    }
     options |= {"num_experts_per_tok": 2}
     options |= {"layer_types": ["full_attention", "full_attention"]}
-    compare(made("AfmoeConfig", "AfmoeForCausalLM", options), Mesh(sp=2), batch(0), SequenceSettings(attention))
+    compare(
+        made("AfmoeConfig", "AfmoeForCausalLM", options),
+        Mesh(sp=2),
+        batch(0),
+        SequenceSettings(attention),
+    )
 
 
 def test_attention_by_a_mask_of_its_own_is_refused_by_name() -> None:
-    doge = made("DogeConfig", "DogeForCausalLM", SMALL | {"num_key_value_heads": 2, "hidden_dropout": 0.0})
-    with pytest.raises(NotBuiltError, match=r"attention of DogeAttention .* adds a bias to its scores"):
+    doge = made(
+        "DogeConfig", "DogeForCausalLM", SMALL | {"num_key_value_heads": 2, "hidden_dropout": 0.0}
+    )
+    with pytest.raises(
+        NotBuiltError, match=r"attention of DogeAttention .* adds a bias to its scores"
+    ):
         on_ranks(doge, Mesh(sp=2), batch(0))
 
 
@@ -227,7 +309,9 @@ HIDDEN = torch.finfo(torch.float32).min
         (None, {"position_bias": torch.ones(6, 6)}, "adds a bias"),
     ],
 )
-def test_a_mask_is_what_ranks_compute_without_it(mask: Tensor | None, options: dict[str, Any], said: str) -> None:
+def test_a_mask_is_what_ranks_compute_without_it(
+    mask: Tensor | None, options: dict[str, Any], said: str
+) -> None:
     def body(rank: Rank) -> None:
         shared = _Shared(tiny("llama"), rank.comm, SequenceSettings(), "ulysses")
         shared.look_at_scores(nn.Identity(), mask if mask is None else mask[None, None], options)

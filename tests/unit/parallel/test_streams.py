@@ -19,7 +19,11 @@ def test_ranks_go_on_with_the_state_of_the_first(monkeypatch: pytest.MonkeyPatch
     def body(rank: Rank) -> list[str]:
         device = rank.comm.device
         monkeypatch.setattr(streams, "_generator_state", lambda device: states[device.rank])
-        monkeypatch.setattr(streams, "_set_generator_state", lambda state, device: states.update({device.rank: state}))
+        monkeypatch.setattr(
+            streams,
+            "_set_generator_state",
+            lambda state, device: states.update({device.rank: state}),
+        )
         rank.comm.device = Device(device.type, rank.index)  # type: ignore[assignment]
         for _ in range(2):
             streams.align_generators(rank.comm)
@@ -50,4 +54,6 @@ def test_what_may_draw_is_seen_by_names_and_in_the_configuration() -> None:
     assert has_dropout(Drops(drop_path_rate=0.2)) and has_dropout(Drops(layerdrop=0.2))
     assert not has_dropout(Drops(scale=0.2, drop_path=0.0))
     model = tiny("gpt2")
-    assert not has_dropout(model) and may_draw(model)  # the configuration has summary_first_dropout = 0.1
+    assert not has_dropout(model) and may_draw(
+        model
+    )  # the configuration has summary_first_dropout = 0.1

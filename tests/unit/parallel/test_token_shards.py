@@ -1,4 +1,6 @@
-"""Activations that are sharded over tokens between split layers: the bits of the virtual axis in that mode."""
+"""Activations that are sharded over tokens between split layers: the bits of the virtual axis in
+that mode.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from deepseek_zero.base.errors import NotBuiltError, UsageError
 from deepseek_zero.parallel.apply import parallelize
 from deepseek_zero.parallel.plans import ParallelSettings, choose
 from tests.in_process import Rank, run_ranks
-from tests.unit.parallel.tiny import batch, differences, furthest, ranks_step, step, tiny, virtual_step
+from tests.unit.parallel.tiny import (
+    batch,
+    differences,
+    furthest,
+    ranks_step,
+    step,
+    tiny,
+    virtual_step,
+)
 
 pytest.importorskip("transformers")
 
@@ -25,7 +35,9 @@ def test_ranks_compute_what_the_virtual_axis_does(name: str, dtype: torch.dtype)
     model = tiny(name, dtype)
     whole, steps = virtual_step(model, 2, SHARDED), ranks_step(model, 2, SHARDED)
     assert differences(steps, whole) == []
-    assert furthest(whole, step(copy.deepcopy(model), batch())) < (5e-6 if dtype == torch.float32 else 8e-2)
+    assert furthest(whole, step(copy.deepcopy(model), batch())) < (
+        5e-6 if dtype == torch.float32 else 8e-2
+    )
 
 
 def test_three_ranks_of_uneven_heads_and_four_that_share_some() -> None:
@@ -38,7 +50,9 @@ def test_ranks_that_read_in_place_compute_the_same() -> None:
     model = tiny("llama")
     whole = virtual_step(model, 2, SHARDED)
     for seed in range(2):
-        assert differences(ranks_step(model, 2, SHARDED, reads_in_place=True, seed=seed), whole) == []
+        assert (
+            differences(ranks_step(model, 2, SHARDED, reads_in_place=True, seed=seed), whole) == []
+        )
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
@@ -53,23 +67,38 @@ def test_recomputed_blocks(is_reentrant: bool) -> None:
 def test_only_what_is_between_the_regions_is_a_summand() -> None:
     splits = choose(tiny("gpt2"), 2, SHARDED).splits
     partial = {
-        name.replace(".h.0.", ".h.*.").replace(".h.1.", ".h.*.") for name in splits if splits[name].kind == "partial"
+        name.replace(".h.0.", ".h.*.").replace(".h.1.", ".h.*.")
+        for name in splits
+        if splits[name].kind == "partial"
     }
-    norms = {f"transformer.h.*.ln_{number}.{leaf}" for number in (1, 2) for leaf in ("weight", "bias")}
+    norms = {
+        f"transformer.h.*.ln_{number}.{leaf}" for number in (1, 2) for leaf in ("weight", "bias")
+    }
     assert partial == norms
-    assert not [name for name, each in choose(tiny("gpt2"), 2).splits.items() if each.kind == "partial"]
+    assert not [
+        name for name, each in choose(tiny("gpt2"), 2).splits.items() if each.kind == "partial"
+    ]
 
 
 def test_the_tokens_between_the_regions_are_a_part() -> None:
-    """Norms see half of the tokens in training and all of them in evaluation; what follows the blocks sees all."""
+    """Norms see half of the tokens in training and all of them in evaluation; what follows the
+    blocks sees all.
+    """
     model = tiny("gpt2")
 
     def body(rank: Rank) -> list[list[int]]:
         own = copy.deepcopy(model)
         parallelize(own, rank.comm, SHARDED)
         seen: list[int] = []
-        for name in ("transformer.h.0.ln_1", "transformer.h.1.ln_2", "transformer.h.1.mlp.act", "transformer.ln_f"):
-            own.get_submodule(name).register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
+        for name in (
+            "transformer.h.0.ln_1",
+            "transformer.h.1.ln_2",
+            "transformer.h.1.mlp.act",
+            "transformer.ln_f",
+        ):
+            own.get_submodule(name).register_forward_hook(
+                lambda module, args, output: seen.append(output.shape[1])
+            )
         step(own, batch())
         trained = list(seen)
         seen.clear()
@@ -94,7 +123,8 @@ def test_tokens_that_the_ranks_do_not_divide_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("phi3", "gathers its outputs"), ("opt", "join the batch"), ("olmo2", "gathers its")]
+    ("name", "why"),
+    [("phi3", "gathers its outputs"), ("opt", "join the batch"), ("olmo2", "gathers its")],
 )
 def test_models_that_need_all_tokens_are_refused_by_name(name: str, why: str) -> None:
     with pytest.raises(NotBuiltError, match=why):
@@ -106,7 +136,9 @@ def test_models_that_need_all_tokens_are_refused_by_name(name: str, why: str) ->
 
 def test_left_open_it_is_on_where_it_can_be() -> None:
     plan = choose(tiny("llama"), 2, ParallelSettings(sequence="auto"))
-    assert plan.stretch == choose(tiny("llama"), 2, SHARDED).stretch is not None and not plan.why_whole
+    assert (
+        plan.stretch == choose(tiny("llama"), 2, SHARDED).stretch is not None and not plan.why_whole
+    )
 
 
 def test_a_layer_that_may_mix_tokens_is_refused_by_name() -> None:

@@ -31,14 +31,20 @@ pytest.importorskip("transformers")
 )
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_metered_bytes_are_the_predicted(name: str, dtype: torch.dtype, tp: int, loss: str, recomputes: bool) -> None:
+def test_metered_bytes_are_the_predicted(
+    name: str, dtype: torch.dtype, tp: int, loss: str, recomputes: bool
+) -> None:
     assert_metered(name, dtype, tp, loss, recomputes=recomputes)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
 @pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("gpt2", 4), ("gpt_neox", 2), ("bert", 2), ("qwen3", 2)])
-def test_metered_bytes_of_sharded_tokens_are_the_predicted(name: str, tp: int, recomputes: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "tp"), [("llama", 2), ("gpt2", 4), ("gpt_neox", 2), ("bert", 2), ("qwen3", 2)]
+)
+def test_metered_bytes_of_sharded_tokens_are_the_predicted(
+    name: str, tp: int, recomputes: bool
+) -> None:
     assert_metered(name, torch.float32, tp, "split", recomputes=recomputes, sequence=True)
 
 
@@ -60,7 +66,9 @@ def assert_metered(
 
     tokens = BATCH * LENGTH
     expected = [
-        sent_bytes(plan, rank, tokens, dtype.itemsize, splits_loss=splits_loss, recomputes=recomputes)
+        sent_bytes(
+            plan, rank, tokens, dtype.itemsize, splits_loss=splits_loss, recomputes=recomputes
+        )
         for rank in range(tp)
     ]
     assert run_ranks(tp, body) == expected

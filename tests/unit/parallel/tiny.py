@@ -1,4 +1,6 @@
-"""Tiny unmodified transformers models, and one training step of them, alone or on the ranks of an axis."""
+"""Tiny unmodified transformers models, and one training step of them, alone or on the ranks of an
+axis.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,11 @@ _BERT = _COMMON | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", _GQA),
     "mistral": ("MistralConfig", "MistralForCausalLM", _GQA),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", _COMMON | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen2": (
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        _COMMON | {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    ),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", _GQA),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT2),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", _COMMON),
@@ -75,7 +81,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "max_position_embeddings": 32,
         },
     ),
-    "phi3": ("Phi3Config", "Phi3ForCausalLM", _COMMON | {"num_key_value_heads": 2, "pad_token_id": 0}),
+    "phi3": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        _COMMON | {"num_key_value_heads": 2, "pad_token_id": 0},
+    ),
     "bert": ("BertConfig", "BertForMaskedLM", _BERT),
 }
 
@@ -121,14 +131,28 @@ def step(model: nn.Module, inputs: dict[str, Tensor], autocast: bool = False) ->
     """One forward and backward; random numbers are the same each time."""
     torch.manual_seed(5)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        output = model(**inputs, **({"use_cache": False} if "ert" not in type(model).__name__ else {}))
+        output = model(
+            **inputs, **({"use_cache": False} if "ert" not in type(model).__name__ else {})
+        )
     output.loss.backward()
-    grads = {name: None if each.grad is None else each.grad.clone() for name, each in model.named_parameters()}
-    return Step(output.loss.detach(), grads, logits=None if output.logits is None else output.logits.detach())
+    grads = {
+        name: None if each.grad is None else each.grad.clone()
+        for name, each in model.named_parameters()
+    }
+    return Step(
+        output.loss.detach(),
+        grads,
+        logits=None if output.logits is None else output.logits.detach(),
+    )
 
 
 def ranks_step(
-    model: nn.Module, tp: int, settings: ParallelSettings | None = None, *, autocast: bool = False, **world: Any
+    model: nn.Module,
+    tp: int,
+    settings: ParallelSettings | None = None,
+    *,
+    autocast: bool = False,
+    **world: Any,
 ) -> list[Step]:
     """The step of each rank of a tensor-parallel axis."""
 
@@ -150,7 +174,9 @@ def virtual_step(
 
 
 def summed(steps: list[Step], name: str, rank: int) -> Tensor | None:
-    """A rank's gradient, where ranks hold the same elements and compute summands, summed in their order."""
+    """A rank's gradient, where ranks hold the same elements and compute summands, summed in their
+    order.
+    """
     split, own = steps[rank].splits[name], steps[rank].grads[name]
     summands = split.summands(rank, len(steps))
     if own is None or not summands:
@@ -176,13 +202,19 @@ def differences(steps: list[Step], whole: Step) -> list[str]:
             elif grad is not None and own is not None:
                 expected = cut(grad, split, rank)
                 if own.shape != expected.shape or not torch.equal(own, expected):
-                    far = (own - expected).abs().max().item() if own.shape == expected.shape else own.shape
+                    far = (
+                        (own - expected).abs().max().item()
+                        if own.shape == expected.shape
+                        else own.shape
+                    )
                     found.append(f"rank {rank}: {name} differs by {far}")
     return found
 
 
 def furthest(found: Step, plain: Step) -> float:
-    """The largest difference of two steps' losses and gradients, relative to the largest gradient of each name."""
+    """The largest difference of two steps' losses and gradients, relative to the largest gradient
+    of each name.
+    """
     far = abs((found.loss - plain.loss) / plain.loss).item()
     for name, grad in plain.grads.items():
         own = found.grads[name]

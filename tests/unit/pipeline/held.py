@@ -15,10 +15,11 @@ def assert_held(
     *,
     are_summed: bool,
 ) -> None:
-    """Compare to the bit what one stage holds; within rounding what several do, whose uses one process adds otherwise.
+    """Compare to the bit what one stage holds; within rounding what several do, whose uses one
+    process adds otherwise.
 
-    found: each rank's gradients, by name.  holders: how many stages hold a name.  are_summed: whether each of them has
-    the sum already, and not its own summand.
+    found: each rank's gradients, by name.  holders: how many stages hold a name.  are_summed:
+    whether each of them has the sum already, and not its own summand.
     """
     for name, grad in expected.items():
         held = [grads[name] for grads in found if name in grads]

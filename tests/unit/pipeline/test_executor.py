@@ -1,4 +1,6 @@
-"""Pipelines of ranks that take turns in one process: the same bits as one process that accumulates."""
+"""Pipelines of ranks that take turns in one process: the same bits as one process that
+accumulates.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def alone(make: Callable[[], nn.Module], batches: Sequence[Batch]) -> tuple[list
         loss = model(batch.tokens, batch.targets)
         (loss / len(batches)).backward()
         losses.append(loss.detach())
-    return losses, {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return losses, {
+        name: param.grad for name, param in model.named_parameters() if param.grad is not None
+    }
 
 
 @cache
@@ -70,12 +74,17 @@ def pipelined(
         model = make()
         cut = cut_of(schedule.stages, make)
         executor = PipelineExecutor(
-            Links(rank.comm, mesh, schedule), take_stages(model, cut, schedule.stages_of(rank.index))
+            Links(rank.comm, mesh, schedule),
+            take_stages(model, cut, schedule.stages_of(rank.index)),
         )
         for _ in range(steps):
             model.zero_grad()
-            outcome = executor.run(schedule, [given(each) for each in batches], keys=[key(each) for each in batches])
-        return outcome.losses, {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+            outcome = executor.run(
+                schedule, [given(each) for each in batches], keys=[key(each) for each in batches]
+            )
+        return outcome.losses, {
+            name: param.grad for name, param in model.named_parameters() if param.grad is not None
+        }
 
     found = run_ranks(schedule.ranks, body, **options)
     losses = [outcome for outcome, _ in found if outcome is not None]
@@ -93,12 +102,20 @@ def equal(found: tuple[list[Tensor], Grads, Any], expected: tuple[list[Tensor], 
     return losses and all(torch.equal(found[1][name], grad) for name, grad in expected[1].items())
 
 
-SCHEDULES = [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("breadth_first", 2), ("breadth_first", 1)]
+SCHEDULES = [
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("breadth_first", 2),
+    ("breadth_first", 1),
+]
 
 
 @pytest.mark.parametrize(("name", "virtual"), SCHEDULES)
 @pytest.mark.parametrize("reads_in_place", [False, True])
-def test_two_ranks_have_the_bits_of_one_process(name: str, virtual: int, reads_in_place: bool) -> None:
+def test_two_ranks_have_the_bits_of_one_process(
+    name: str, virtual: int, reads_in_place: bool
+) -> None:
     schedule = make_schedule(name, 2, virtual, 4)
     batches = micro_batches(4)
     found = pipelined(gpt, schedule, batches, reads_in_place=reads_in_place)
@@ -132,7 +149,9 @@ def test_a_stage_may_begin_with_a_layer_that_writes_in_place(ranks: int, virtual
     assert equal(found, alone(starts_in_place, batches))
 
 
-@pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), ("interleaved", 2), ("breadth_first", 2)])
+@pytest.mark.parametrize(
+    ("name", "virtual"), [("1f1b", 1), ("interleaved", 2), ("breadth_first", 2)]
+)
 @pytest.mark.parametrize("many", [1, 2, 4, 7])
 def test_three_ranks_and_any_number_of_micro_batches(name: str, virtual: int, many: int) -> None:
     batches = micro_batches(many)
@@ -142,14 +161,18 @@ def test_three_ranks_and_any_number_of_micro_batches(name: str, virtual: int, ma
 
 def test_groups_of_micro_batches() -> None:
     batches = micro_batches(6)
-    found = pipelined(gpt, make_schedule("breadth_first", 2, 3, 6, group=3), batches, reads_in_place=True, seed=1)
+    found = pipelined(
+        gpt, make_schedule("breadth_first", 2, 3, 6, group=3), batches, reads_in_place=True, seed=1
+    )
     assert equal(found, alone(gpt, batches))
 
 
 def test_a_short_last_batch_and_new_shapes() -> None:
     batches = micro_batches(3, (2, 2, 1))
     for key in (lambda batch: tuple(batch.tokens.shape), lambda batch: None):
-        found = pipelined(gpt, make_schedule("1f1b", 3, 1, 3), batches, steps=2, key=key, reads_in_place=True)
+        found = pipelined(
+            gpt, make_schedule("1f1b", 3, 1, 3), batches, steps=2, key=key, reads_in_place=True
+        )
         assert equal(found, alone(gpt, batches))
 
 
@@ -160,12 +183,16 @@ def test_a_shape_that_was_not_announced_is_an_error_on_both_sides() -> None:
         schedule = make_schedule("1f1b", 2, 1, 2)
         model = gpt()
         stages = take_stages(model, cut_of(2), schedule.stages_of(rank.index))
-        executor = PipelineExecutor(Links(rank.comm, Mesh(pp=2).on_world(rank.size, rank.index), schedule), stages)
+        executor = PipelineExecutor(
+            Links(rank.comm, Mesh(pp=2).on_world(rank.size, rank.index), schedule), stages
+        )
         executor.run(schedule, [given(each) for each in batches], keys=["alike", "alike"])
         shorter = [given(each) for each in micro_batches(2, (1, 1))]
         executor.run(schedule, shorter, keys=["alike", "alike"])
 
-    with pytest.raises(UsageError, match=r"output of pipeline stage 0 is \(1, 7, 15\) float32; stage 1 waits for"):
+    with pytest.raises(
+        UsageError, match=r"output of pipeline stage 0 is \(1, 7, 15\) float32; stage 1 waits for"
+    ):
         run_ranks(2, body, timeouts=3)
 
 
@@ -176,7 +203,9 @@ def test_what_is_known_travels_without_a_header() -> None:
     def body(rank: Rank) -> list[int]:
         model = gpt()
         stages = take_stages(model, cut_of(2), schedule.stages_of(rank.index))
-        executor = PipelineExecutor(Links(rank.comm, Mesh(pp=2).on_world(rank.size, rank.index), schedule), stages)
+        executor = PipelineExecutor(
+            Links(rank.comm, Mesh(pp=2).on_world(rank.size, rank.index), schedule), stages
+        )
         sent = []
         for _ in range(2):
             rank.comm.meter.sent_bytes.clear()
@@ -186,7 +215,9 @@ def test_what_is_known_travels_without_a_header() -> None:
 
     activation = 2 * 7 * 15 * 4
     first, last = run_ranks(2, body)
-    assert first[1] == last[1] == 4 * activation  # A forward and A backward for each boundary and micro-batch
+    assert (
+        first[1] == last[1] == 4 * activation
+    )  # A forward and A backward for each boundary and micro-batch
     assert first[0] > first[1]
     assert last[0] == last[1]
 
@@ -199,8 +230,12 @@ def test_evaluation_runs_forwards_alone() -> None:
         verify(schedule)
         model = gpt()
         stages = take_stages(model, cut_of(4), schedule.stages_of(rank.index))
-        executor = PipelineExecutor(Links(rank.comm, Mesh(pp=2).on_world(rank.size, rank.index), schedule), stages)
-        found = executor.run(schedule, [MicroBatch((each.tokens,)) for each in batches], keeps_outputs=True)
+        executor = PipelineExecutor(
+            Links(rank.comm, Mesh(pp=2).on_world(rank.size, rank.index), schedule), stages
+        )
+        found = executor.run(
+            schedule, [MicroBatch((each.tokens,)) for each in batches], keeps_outputs=True
+        )
         assert all(param.grad is None for param in model.parameters())
         return found.outputs
 
@@ -229,7 +264,9 @@ def test_frozen_stages_send_nothing_back() -> None:
             param.requires_grad_(name.startswith(("tokens", "blocks.0")))
         return model
 
-    assert equal(pipelined(last_frozen, make_schedule("1f1b", 3, 1, 3), batches), alone(last_frozen, batches))
+    assert equal(
+        pipelined(last_frozen, make_schedule("1f1b", 3, 1, 3), batches), alone(last_frozen, batches)
+    )
 
 
 class Tied(Gpt):
@@ -246,7 +283,9 @@ class Apart(Gpt):
         self.head.weight = nn.Parameter(self.tokens.weight.detach().clone())
 
 
-@pytest.mark.parametrize(("ranks", "name", "virtual"), [(2, "1f1b", 1), (3, "interleaved", 2), (2, "breadth_first", 3)])
+@pytest.mark.parametrize(
+    ("ranks", "name", "virtual"), [(2, "1f1b", 1), (3, "interleaved", 2), (2, "breadth_first", 3)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tied_weights_are_summed_in_the_order_of_stages(
     ranks: int, name: str, virtual: int, dtype: torch.dtype
@@ -267,7 +306,13 @@ def test_tied_weights_are_summed_in_the_order_of_stages(
 
         class Summing(NoStates):
             def tie(self, stage: int) -> None:
-                ties.add_up({key: param.grad for key, param in model.named_parameters() if param.grad is not None})
+                ties.add_up(
+                    {
+                        key: param.grad
+                        for key, param in model.named_parameters()
+                        if param.grad is not None
+                    }
+                )
 
         executor = PipelineExecutor(Links(rank.comm, mesh, schedule), stages, Summing())
         found = executor.run(schedule, [given(each) for each in batches])
@@ -306,7 +351,9 @@ def test_an_error_in_one_stage_reaches_the_others() -> None:
 
             stages[0].forward = broken  # type: ignore[method-assign]
         mesh = Mesh(pp=3).on_world(rank.size, rank.index)
-        PipelineExecutor(Links(rank.comm, mesh, schedule), stages).run(schedule, [given(b) for b in micro_batches(4)])
+        PipelineExecutor(Links(rank.comm, mesh, schedule), stages).run(
+            schedule, [given(b) for b in micro_batches(4)]
+        )
 
     with pytest.raises(Broken, match="in the middle"):
         run_ranks(3, body, timeouts=5)
@@ -318,7 +365,9 @@ def test_the_number_of_micro_batches_is_the_schedules() -> None:
         model = gpt()
         stages = take_stages(model, cut_of(1), [0])
         mesh = Mesh().on_world(1, 0)
-        PipelineExecutor(Links(rank.comm, mesh, schedule), stages).run(schedule, [given(b) for b in micro_batches(3)])
+        PipelineExecutor(Links(rank.comm, mesh, schedule), stages).run(
+            schedule, [given(b) for b in micro_batches(3)]
+        )
 
     with pytest.raises(UsageError, match="3 micro-batches for a schedule of 4"):
         run_ranks(1, body)

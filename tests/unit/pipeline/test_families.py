@@ -1,4 +1,6 @@
-"""Models of transformers, unmodified, cut into two and three stages: the loss and every gradient, to the bit."""
+"""Models of transformers, unmodified, cut into two and three stages: the loss and every gradient,
+to the bit.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Wrapped(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
         found = self.net(input_ids=input_ids, attention_mask=attention_mask)
-        found["loss"] = nn.functional.cross_entropy(found.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        found["loss"] = nn.functional.cross_entropy(
+            found.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        )
         return found
 
 
@@ -49,7 +53,14 @@ def model_of(family: str) -> nn.Module:
     need(find_spec("transformers") is not None, "transformers")
     import transformers as hf
 
-    gpt2 = {"vocab_size": 61, "n_embd": 32, "n_head": 4, "n_layer": 4, "resid_pdrop": 0, "embd_pdrop": 0}
+    gpt2 = {
+        "vocab_size": 61,
+        "n_embd": 32,
+        "n_head": 4,
+        "n_layer": 4,
+        "resid_pdrop": 0,
+        "embd_pdrop": 0,
+    }
     opt = {key: size for key, size in SIZES.items() if key != "intermediate_size"}
     t5 = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
     made: dict[str, Any] = {
@@ -59,7 +70,9 @@ def model_of(family: str) -> nn.Module:
         "gemma2": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**GROUPED, head_dim=8)),
         "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2, attn_pdrop=0)),
         "gpt_neox": lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**SIZES)),
-        "opt": lambda: hf.OPTForCausalLM(hf.OPTConfig(**opt, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0)),
+        "opt": lambda: hf.OPTForCausalLM(
+            hf.OPTConfig(**opt, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0)
+        ),
         "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**SIZES, **NO_DROPOUT)),
         "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**t5, decoder_start_token_id=0)),
         "wrapped": lambda: Wrapped(hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED))),
@@ -75,17 +88,23 @@ def sample(micro: int) -> MicroBatch:
     ids = torch.randint(0, 61, (2, 9), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, 6:] = 0
-    return MicroBatch((), {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+    return MicroBatch(
+        (), {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    )
 
 
 def alone(model: nn.Module, cut: Cut) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """One process that accumulates; the uses of a tied weight in two stages are summed apart, then added in order."""
+    """One process that accumulates; the uses of a tied weight in two stages are summed apart, then
+    added in order.
+    """
     losses = []
     for micro in range(MANY):
         loss = model(**sample(micro).kwargs).loss
         (loss / MANY).backward()
         losses.append(loss.detach())
-    return losses, {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return losses, {
+        name: param.grad for name, param in model.named_parameters() if param.grad is not None
+    }
 
 
 FAMILIES = ["llama", "mistral", "qwen2", "gemma2", "gpt2", "gpt_neox", "opt", "bert", "wrapped"]
@@ -102,18 +121,28 @@ def test_unmodified_models_have_the_bits_of_one_process(family: str, ranks: int)
     def body(rank: Rank) -> tuple[list[Tensor] | None, dict[str, Tensor]]:
         own = copy.deepcopy(model)
         mesh = Mesh(pp=ranks).on_world(rank.size, rank.index)
-        executor = PipelineExecutor(Links(rank.comm, mesh, schedule), take_stages(own, cut, [rank.index]))
+        executor = PipelineExecutor(
+            Links(rank.comm, mesh, schedule), take_stages(own, cut, [rank.index])
+        )
         outcome = executor.run(schedule, [sample(micro) for micro in range(MANY)])
-        return outcome.losses, {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
+        return outcome.losses, {
+            name: p.grad for name, p in own.named_parameters() if p.grad is not None
+        }
 
     found = run_ranks(ranks, body, reads_in_place=True)
     assert found[-1][0] is not None
     assert all(torch.equal(*pair) for pair in zip(found[-1][0], losses, strict=True))
-    assert_held([grads for _, grads in found], expected, lambda name: len(cut.owners[name]), are_summed=False)
+    assert_held(
+        [grads for _, grads in found],
+        expected,
+        lambda name: len(cut.owners[name]),
+        are_summed=False,
+    )
 
 
 @pytest.mark.parametrize(
-    ("family", "said"), [("t5", "is given more than the output of"), ("albert", "has no list of blocks")]
+    ("family", "said"),
+    [("t5", "is given more than the output of"), ("albert", "has no list of blocks")],
 )
 def test_other_models_are_refused_by_name(family: str, said: str) -> None:
     model = model_of(family)

@@ -1,4 +1,6 @@
-"""A model as a list of layers: cut, named by places, the same bits in a pipeline as in one process."""
+"""A model as a list of layers: cut, named by places, the same bits in a pipeline as in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from deepseek_zero.base.errors import NotBuiltError, UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.checkpoint.piece import refuse_same_names, remember_same_names
 from deepseek_zero.pipeline.executor import NoStates, PipelineExecutor
-from deepseek_zero.pipeline.layers import Labelled, LayerSpec, LayersStage, LayerStages, TiedLayerSpec
+from deepseek_zero.pipeline.layers import (
+    Labelled,
+    LayerSpec,
+    LayersStage,
+    LayerStages,
+    TiedLayerSpec,
+)
 from deepseek_zero.pipeline.messages import Links
 from deepseek_zero.pipeline.schedule import make_schedule
 from deepseek_zero.pipeline.ties import Ties
@@ -101,22 +109,33 @@ def test_a_list_of_layers_has_the_bits_of_one_process(stages: int, interval: int
 
         class Summing(NoStates):
             def tie(self, stage: int) -> None:
-                ties.add_up({name: p.grad for name, p in own.named_parameters() if p.grad is not None})
+                ties.add_up(
+                    {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
+                )
 
         executor = PipelineExecutor(Links(rank.comm, mesh, schedule), [LayersStage(own)], Summing())
         outcome = executor.run(schedule, [batch(micro) for micro in range(MANY)])
-        return outcome.losses, {name: param.grad for name, param in own.named_parameters() if param.grad is not None}
+        return outcome.losses, {
+            name: param.grad for name, param in own.named_parameters() if param.grad is not None
+        }
 
     found = run_ranks(stages, body, reads_in_place=True)
     assert found[-1][0] is not None
     assert all(torch.equal(*pair) for pair in zip(found[-1][0], losses, strict=True))
     gradients = [grads for _, grads in found]
-    assert_held(gradients, expected, lambda name: 2 if name.startswith("tied_modules") else 1, are_summed=True)
+    assert_held(
+        gradients,
+        expected,
+        lambda name: 2 if name.startswith("tied_modules") else 1,
+        are_summed=True,
+    )
 
 
 def test_names_and_builds_are_those_of_the_whole_list() -> None:
     whole, last = built(1, 0), built(3, 2)
-    assert {name for name, _ in last.named_parameters()} <= {name for name, _ in whole.named_parameters()}
+    assert {name for name, _ in last.named_parameters()} <= {
+        name for name, _ in whole.named_parameters()
+    }
     assert "tied_modules.tokens.weight" in dict(last.named_parameters())
     assert last.parts[0] == 0
     assert last.parts[-1] == len(layers())
@@ -127,7 +146,9 @@ def test_names_and_builds_are_those_of_the_whole_list() -> None:
     # Seeds by place: a layer has the same values whoever builds it.
     own = dict(last.named_parameters())
     assert all(
-        torch.equal(param, own[name]) for name, param in whole.named_parameters() if name in own and "." in name[:2]
+        torch.equal(param, own[name])
+        for name, param in whole.named_parameters()
+        if name in own and "." in name[:2]
     )
 
 
@@ -148,27 +169,42 @@ def test_what_is_no_layer_is_refused() -> None:
 
 def test_seeds_and_recomputation_are_by_layer() -> None:
     seeds: list[int] = []
-    own = LayerStages([nn.Linear(2, 2), nn.Dropout()], 1, 0, seed_layers=True, seed_fn=seeds.append, base_seed=10)
+    own = LayerStages(
+        [nn.Linear(2, 2), nn.Dropout()], 1, 0, seed_layers=True, seed_fn=seeds.append, base_seed=10
+    )
     assert seeds == [10, 11]
     own(torch.ones(1, 2))
     assert seeds[2:] == [20, 21]
     names = ["Linear"]
-    own = LayerStages([nn.Linear(2, 2), nn.Dropout()], 1, 0, checkpoint_interval=1, checkpointable=names)
+    own = LayerStages(
+        [nn.Linear(2, 2), nn.Dropout()], 1, 0, checkpoint_interval=1, checkpointable=names
+    )
     assert [own.recomputes([layer]) for layer in own.forward_funcs] == [True, False]
     assert repr(LayerSpec(nn.Linear, 2, 3, bias=False)) == "Linear(2, 3, bias=False)"
 
 
 def test_what_a_tied_layer_does_not_tie_is_known_on_every_stage_and_is_not_saved() -> None:
-    """Each stage trains a bias of its own, under one name: a checkpoint would keep the first stage's alone."""
-    specs = [TiedLayerSpec("ends", nn.Linear, 4, 4), nn.Tanh(), TiedLayerSpec("ends", nn.Linear, 4, 4)]
+    """Each stage trains a bias of its own, under one name: a checkpoint would keep the first
+    stage's alone.
+    """
+    specs = [
+        TiedLayerSpec("ends", nn.Linear, 4, 4),
+        nn.Tanh(),
+        TiedLayerSpec("ends", nn.Linear, 4, 4),
+    ]
     for stage in range(2):
         own = LayerStages(specs, 2, stage, method="uniform")
         assert own.same_names == ("tied_modules.ends.bias",)
         remember_same_names(own, own.same_names)
-        with pytest.raises(NotBuiltError, match=r"'tied_modules\.ends\.bias' is a parameter of several stages"):
+        with pytest.raises(
+            NotBuiltError, match=r"'tied_modules\.ends\.bias' is a parameter of several stages"
+        ):
             refuse_same_names(own)
     one = LayerStages(specs, 1, 0)
-    both = [TiedLayerSpec("ends", nn.Linear, 4, 4, tied_weight_attr=["weight", "bias"]) for _ in range(2)]
+    both = [
+        TiedLayerSpec("ends", nn.Linear, 4, 4, tied_weight_attr=["weight", "bias"])
+        for _ in range(2)
+    ]
     for fine in (one, LayerStages([both[0], nn.Tanh(), both[1]], 2, 0, method="uniform")):
         assert fine.same_names == ()
         remember_same_names(fine, fine.same_names)
@@ -176,17 +212,27 @@ def test_what_a_tied_layer_does_not_tie_is_known_on_every_stage_and_is_not_saved
 
 
 def a_list() -> list[Any]:
-    return [TiedLayerSpec("embed", nn.Embedding, 9, 4), nn.Linear(4, 4), LayerSpec(nn.Linear, 4, 8), nn.Linear(8, 9)]
+    return [
+        TiedLayerSpec("embed", nn.Embedding, 9, 4),
+        nn.Linear(4, 4),
+        LayerSpec(nn.Linear, 4, 8),
+        nn.Linear(8, 9),
+    ]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_plan_of_any_rank_is_that_of_the_stage_it_would_build(rank: int) -> None:
     adamw = {"type": "AdamW", "params": {"lr": 1e-3}}
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, "optimizer": adamw}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 1},
+        "optimizer": adamw,
+    }
     built = [LayerStages(a_list(), 2, index, method="uniform") for index in range(2)]
     before = [(name, id(param)) for name, param in built[1 - rank].named_parameters()]
     other, own = (
-        deepseek_zero.plan(built[each], config, ranks=2, rank=rank, mesh={"pp": 2}) for each in (1 - rank, rank)
+        deepseek_zero.plan(built[each], config, ranks=2, rank=rank, mesh={"pp": 2})
+        for each in (1 - rank, rank)
     )
     assert str(other) == str(own) and other.bytes_by_state() == own.bytes_by_state()
     assert own.numel == sum(param.numel() for param in built[rank].parameters())
@@ -194,4 +240,6 @@ def test_the_plan_of_any_rank_is_that_of_the_stage_it_would_build(rank: int) -> 
     client = torch.optim.AdamW(built[1 - rank].parameters())
     with pytest.raises(NotBuiltError, match="with an optimizer"):
         del config["optimizer"]
-        deepseek_zero.plan(built[1 - rank], config, ranks=2, rank=rank, mesh={"pp": 2}, optimizer=client)
+        deepseek_zero.plan(
+            built[1 - rank], config, ranks=2, rank=rank, mesh={"pp": 2}, optimizer=client
+        )

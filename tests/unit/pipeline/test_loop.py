@@ -1,4 +1,6 @@
-"""The plain loop over stages: bits of accumulation, what the caller does to the loss, and what is refused."""
+"""The plain loop over stages: bits of accumulation, what the caller does to the loss, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Tied(Gpt):
 
 
 class Loop:
-    """One rank of a model in stages, and its plain loop, as an engine has them.  calls: of a step."""
+    """One rank of a model in stages, and its plain loop, as an engine has them.  calls: of a
+    step.
+    """
 
     def __init__(
         self,
@@ -67,16 +71,22 @@ class Loop:
         counts = {"accumulation": calls, "row_parts": row_parts, "reduces_once": True}
         self.model, self.calls, self.rank = model, calls, rank
         self.runtime = sharded(rank, model, axes, stage=stage, policy=policy, **counts)
-        self.optimizer: ShardedOptimizer = optimizer_over(self.runtime, OPTIMIZERS["adamw"], max_norm=0.5)
+        self.optimizer: ShardedOptimizer = optimizer_over(
+            self.runtime, OPTIMIZERS["adamw"], max_norm=0.5
+        )
         self.pipeline = Pipeline(staged, ties, rank.comm, mesh, self.runtime, name)
-        self.loop = PlainLoop(self.pipeline, parts, own_rows=self.runtime.comm.along["pp"] if own_rows else None)
+        self.loop = PlainLoop(
+            self.pipeline, parts, own_rows=self.runtime.comm.along["pp"] if own_rows else None
+        )
         self.data = mesh.data_index
 
     def call(self, batch: Batch, *, ends: bool = True) -> Any:
         self.runtime.is_boundary = ends
         return self.loop((batch.tokens, batch.targets), {})
 
-    def step(self, batches: Sequence[Batch], change: Callable[[Tensor], Tensor] = lambda loss: loss) -> list[Tensor]:
+    def step(
+        self, batches: Sequence[Batch], change: Callable[[Tensor], Tensor] = lambda loss: loss
+    ) -> list[Tensor]:
         """The losses of one step, a call for each batch."""
         losses = []
         for number, batch in enumerate(batches, 1):
@@ -91,7 +101,9 @@ class Loop:
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    return Batch(torch.cat([each.tokens for each in batches]), torch.cat([each.targets for each in batches]))
+    return Batch(
+        torch.cat([each.tokens for each in batches]), torch.cat([each.targets for each in batches])
+    )
 
 
 def batches_of(step: int, calls: int, parts: int, data: int = 0) -> list[Batch]:
@@ -115,7 +127,16 @@ def test_parts_and_calls_have_the_bits_of_one_process_that_accumulates(
     stage: int, name: str, virtual: int, calls: int, parts: int, dtype: torch.dtype
 ) -> None:
     def body(rank: Rank) -> tuple[list[list[Tensor]], list[float], dict[str, Tensor]]:
-        here = Loop(rank, gpt(), calls, parts, name=name, virtual=virtual, stage=stage, policy=POLICIES[dtype])
+        here = Loop(
+            rank,
+            gpt(),
+            calls,
+            parts,
+            name=name,
+            virtual=virtual,
+            stage=stage,
+            policy=POLICIES[dtype],
+        )
         losses, norms = [], []
         for step in range(STEPS):
             losses.append(here.step(batches_of(step, calls, parts, here.data)))
@@ -125,13 +146,21 @@ def test_parts_and_calls_have_the_bits_of_one_process_that_accumulates(
     found = run_ranks(4, body, reads_in_place=True)
     reference = Reference(gpt(), 2, calls * parts, True, dtype, OPTIMIZERS["adamw"], 0.5)
     for step in range(STEPS):
-        batches = [[batch_of(step, micro, data) for micro in range(calls * parts)] for data in range(2)]
+        batches = [
+            [batch_of(step, micro, data) for micro in range(calls * parts)] for data in range(2)
+        ]
         norm = found[0][1][step]
         expected, exact = reference.step(batches, norm)
         assert norm == pytest.approx(exact, rel=1e-5)
         for rank, (losses, norms, _) in enumerate(found):
             assert norms[step] == norm
-            means = torch.stack(expected[rank % 2]).double().unflatten(0, (calls, parts)).mean(1).float()
+            means = (
+                torch.stack(expected[rank % 2])
+                .double()
+                .unflatten(0, (calls, parts))
+                .mean(1)
+                .float()
+            )
             assert torch.equal(torch.stack(losses[step]), means)
     values = reference.values()
     for _, _, weights in found:
@@ -152,14 +181,18 @@ def test_tied_weights_are_added_up_once_a_step(stage: int) -> None:
                 here.optimizer.step()
         return here.weights(), [name for _, name in rank.world.issued[rank.index] if "tied" in name]
 
-    found, expected = (run_ranks(4, lambda rank, plain=plain: body(rank, plain=plain)) for plain in (True, False))
+    found, expected = (
+        run_ranks(4, lambda rank, plain=plain: body(rank, plain=plain)) for plain in (True, False)
+    )
     for (weights, ties), (whole, others) in zip(found, expected, strict=True):
         assert len(ties) == len(others) == STEPS
         assert all(torch.equal(value, whole[key]) for key, value in weights.items())
 
 
 @pytest.mark.parametrize(("scale", "tied"), [(None, False), (8.0, True)])
-def test_a_factor_of_the_callers_is_rescaled_once_and_assumed_from_then_on(scale: float | None, tied: bool) -> None:
+def test_a_factor_of_the_callers_is_rescaled_once_and_assumed_from_then_on(
+    scale: float | None, tied: bool
+) -> None:
     def body(rank: Rank, factor: float) -> tuple[list[list[Tensor]], list[int]]:
         here = Loop(rank, seeded(Tied) if tied else gpt(), 2, 2, stage=2)
         loss_factor = here.runtime.loss_factor
@@ -183,11 +216,16 @@ def test_a_factor_of_the_callers_is_rescaled_once_and_assumed_from_then_on(scale
         loss_factor.scaler = None
         return grads, rescaled
 
-    plain, quarter = (run_ranks(2, lambda rank, each=each: body(rank, each)) for each in (1.0, 0.25))
+    plain, quarter = (
+        run_ranks(2, lambda rank, each=each: body(rank, each)) for each in (1.0, 0.25)
+    )
     for (expected, never), (found, once) in zip(plain, quarter, strict=True):
         assert (never, once) == ([], [0])
         for step in range(2):  # a power of two rounds nothing
-            assert all(torch.equal(grad * 0.25, other) for grad, other in zip(expected[step], found[step], strict=True))
+            assert all(
+                torch.equal(grad * 0.25, other)
+                for grad, other in zip(expected[step], found[step], strict=True)
+            )
 
 
 @pytest.mark.parametrize("calls", [1, 2])
@@ -201,13 +239,17 @@ def test_a_plain_backward_counts_as_the_engines(calls: int) -> None:
             here.optimizer.step()
         return here.weights()
 
-    found, expected = (run_ranks(2, lambda rank, plain=plain: body(rank, plain=plain)) for plain in (True, False))
+    found, expected = (
+        run_ranks(2, lambda rank, plain=plain: body(rank, plain=plain)) for plain in (True, False)
+    )
     for weights, others in zip(found, expected, strict=True):
         assert all(torch.equal(value, others[key]) for key, value in weights.items())
 
 
 @pytest.mark.parametrize(("parts", "dtype"), [(None, torch.bfloat16), (2, torch.float32)])
-def test_rows_of_each_rank_have_the_bits_of_all_rows_on_every_rank(parts: int | None, dtype: torch.dtype) -> None:
+def test_rows_of_each_rank_have_the_bits_of_all_rows_on_every_rank(
+    parts: int | None, dtype: torch.dtype
+) -> None:
     def body(rank: Rank, *, own: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
         many = parts if own else 2 * (parts or 1)
         here = Loop(rank, gpt(), 2, many, stage=2, policy=POLICIES[dtype], own_rows=own)
@@ -219,15 +261,21 @@ def test_rows_of_each_rank_have_the_bits_of_all_rows_on_every_rank(parts: int | 
         here.model.load_state_dict(here.weights())  # of the whole model
         return losses, here.weights()
 
-    found, expected = (run_ranks(2, lambda rank, own=own: body(rank, own=own)) for own in (True, False))
+    found, expected = (
+        run_ranks(2, lambda rank, own=own: body(rank, own=own)) for own in (True, False)
+    )
     means = torch.stack([torch.stack(own) for own, _ in found]).mean(0).tolist()
     for (_, weights), (losses, whole) in zip(found, expected, strict=True):
         assert means == pytest.approx(torch.stack(losses).tolist())
-        assert weights.keys() == whole.keys() and all(torch.equal(value, whole[key]) for key, value in weights.items())
+        assert weights.keys() == whole.keys() and all(
+            torch.equal(value, whole[key]) for key, value in weights.items()
+        )
 
 
 class Summed(nn.Module):
-    """Divides a sum of losses by a total, and returns logits beside it, as models of transformers do."""
+    """Divides a sum of losses by a total, and returns logits beside it, as models of transformers
+    do.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,14 +300,20 @@ def test_losses_that_are_sums_over_a_total_add_up() -> None:
 
     def body(rank: Rank, many: int | None) -> tuple[float, list[Tensor]]:
         here = Loop(rank, seeded(Summed), 1, many, stage=0)
-        given = {"tokens": batch.tokens, "targets": batch.targets, "num_items_in_batch": batch.targets.numel()}
+        given = {
+            "tokens": batch.tokens,
+            "targets": batch.targets,
+            "num_items_in_batch": batch.targets.numel(),
+        }
         loss = here.loop((), given).loss
         loss.backward()
         grads = [group.gradient.reduced() for group in here.runtime.trained_groups]
         return loss.item(), [grad.clone() for grad in grads if grad is not None]
 
     for (loss, grads), (whole, expected) in zip(
-        run_ranks(2, lambda rank: body(rank, 4)), run_ranks(2, lambda rank: body(rank, None)), strict=True
+        run_ranks(2, lambda rank: body(rank, 4)),
+        run_ranks(2, lambda rank: body(rank, None)),
+        strict=True,
     ):
         assert loss == pytest.approx(whole, rel=1e-6)
         assert len(grads) == len(expected) > 0
@@ -329,13 +383,20 @@ def test_each_rank_has_what_the_model_returns_for_its_own_rows(parts: int | None
         torch.testing.assert_close(found.logits, whole["logits"])
         torch.testing.assert_close(bare.logits, whole["logits"])
     norm = sum(grad.double().square().sum() for *_, grads in outcomes for grad in grads)
-    expected = sum(param.grad.double().square().sum() for param in model.parameters() if param.grad is not None)
+    expected = sum(
+        param.grad.double().square().sum() for param in model.parameters() if param.grad is not None
+    )
     assert float(norm) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_what_ranks_hand_each_other_arrives_as_it_was() -> None:
     def body(rank: Rank) -> tuple[Any, Any]:
-        own = {"x": [torch.full((rank.index, 3), 1.5, dtype=torch.bfloat16), (None, "a", float(rank.index))]}
+        own = {
+            "x": [
+                torch.full((rank.index, 3), 1.5, dtype=torch.bfloat16),
+                (None, "a", float(rank.index)),
+            ]
+        }
         own |= {"flags": torch.tensor([True, False]), "one": torch.tensor(7)}
         outputs = [own | {"cache": object()}, {"y": torch.arange(3)}] if rank.index == 1 else None
         return hand_to_all(own, rank.comm, "all"), hand_out(outputs, rank.comm, "each", 1)
@@ -344,7 +405,11 @@ def test_what_ranks_hand_each_other_arrives_as_it_was() -> None:
         for index, each in enumerate(found):
             (x, rest), flags = each["x"], each["flags"]
             assert x.shape == (index, 3) and x.dtype is torch.bfloat16 and bool((x == 1.5).all())
-            assert rest == (None, "a", float(index)) and flags.tolist() == [True, False] and int(each["one"]) == 7
+            assert (
+                rest == (None, "a", float(index))
+                and flags.tolist() == [True, False]
+                and int(each["one"]) == 7
+            )
         if rank:
             assert mine["y"].tolist() == [0, 1, 2]
         else:
@@ -438,7 +503,9 @@ def test_the_way_it_idles_is_told_once(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level("INFO"):
         run_ranks(2, body)
     told = [each for each in caplog.messages if "idles 50% of the time" in each]
-    assert len(told) == 2 and "micro_batches" in told[0]  # both threads of this process are rank 0 of it
+    assert (
+        len(told) == 2 and "micro_batches" in told[0]
+    )  # both threads of this process are rank 0 of it
 
 
 def test_two_losses_of_two_calls_may_be_added_up() -> None:
@@ -453,19 +520,31 @@ def test_two_losses_of_two_calls_may_be_added_up() -> None:
         here.optimizer.step()
         return here.weights()
 
-    found, expected = (run_ranks(2, lambda rank, apart=apart: body(rank, apart=apart)) for apart in (False, True))
+    found, expected = (
+        run_ranks(2, lambda rank, apart=apart: body(rank, apart=apart)) for apart in (False, True)
+    )
     for weights, others in zip(found, expected, strict=True):
         assert all(torch.equal(value, others[key]) for key, value in weights.items())
 
 
 @pytest.mark.parametrize(("parts", "dtype"), [(None, torch.bfloat16), (4, torch.float32)])
-def test_a_plan_adds_up_the_gradients_of_parts_as_of_an_accumulation(parts: int | None, dtype: torch.dtype) -> None:
-    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, "pipeline": {"micro_batches": parts}}
+def test_a_plan_adds_up_the_gradients_of_parts_as_of_an_accumulation(
+    parts: int | None, dtype: torch.dtype
+) -> None:
+    config = {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2},
+        "pipeline": {"micro_batches": parts},
+    }
     batch = {"tokens": batch_of(0, 0, 0).tokens, "targets": batch_of(0, 0, 0).targets}
     model, make = gpt(), OPTIMIZERS["adamw"]
-    found = deepseek_zero.plan(model, config, ranks=2, mesh={"pp": 2}, optimizer=make, example=batch)
+    found = deepseek_zero.plan(
+        model, config, ranks=2, mesh={"pp": 2}, optimizer=make, example=batch
+    )
     groups = [group for unit in found.units for group in unit.groups]
-    assert groups and {group.plan.grad.dtype for group in groups if group.plan.grad is not None} == {dtype}
+    assert groups and {
+        group.plan.grad.dtype for group in groups if group.plan.grad is not None
+    } == {dtype}
 
 
 def test_rows_are_cut_and_joined() -> None:
@@ -474,7 +553,12 @@ def test_rows_are_cut_and_joined() -> None:
     parts = cut_rows(MicroBatch((tokens,), given), 2)
     assert [part.args[0].tolist() for part in parts] == [tokens[:2].tolist(), tokens[2:].tolist()]
     assert [part.kwargs["labels"].tolist() for part in parts] == [[0, 1], [2, 3]]
-    assert all(torch.equal(part.kwargs["places"], place) and part.kwargs["names"] == ["a"] for part in parts)
-    back = join_rows([{"x": (part.args[0], "kept"), "mean": part.args[0].float().mean()} for part in parts])
+    assert all(
+        torch.equal(part.kwargs["places"], place) and part.kwargs["names"] == ["a"]
+        for part in parts
+    )
+    back = join_rows(
+        [{"x": (part.args[0], "kept"), "mean": part.args[0].float().mean()} for part in parts]
+    )
     assert torch.equal(back["x"][0], tokens) and back["x"][1] == "kept"
     assert float(back["mean"]) == float(tokens.float().mean())

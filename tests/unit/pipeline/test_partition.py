@@ -32,7 +32,9 @@ def test_balanced_is_the_best_there_is() -> None:
         weights = [generator.choice([0, 1, 2, 5, 9]) for _ in range(layers)]
         found = balanced(weights, stages)
         assert found in all_cuts(layers, stages)
-        assert heaviest(weights, found) == min(heaviest(weights, cut) for cut in all_cuts(layers, stages))
+        assert heaviest(weights, found) == min(
+            heaviest(weights, cut) for cut in all_cuts(layers, stages)
+        )
 
 
 def test_parameters_count_what_is_trained() -> None:
@@ -46,14 +48,18 @@ def test_type_counts_layers_whose_class_matches() -> None:
     kinds = ["Embedding", "Block", "Lambda", "Block", "Block", "Norm", "Block", "Linear"]
     layers = [LayerCost(kind) for kind in kinds]
     cut = partition("type:block", layers, 2)
-    assert [sum("Block" in kind for kind in kinds[start:stop]) for start, stop in itertools.pairwise(cut)] == [2, 2]
+    assert [
+        sum("Block" in kind for kind in kinds[start:stop])
+        for start, stop in itertools.pairwise(cut)
+    ] == [2, 2]
     with pytest.raises(UsageError, match="matches no layer"):
         partition("type:attention", layers, 2)
 
 
 def test_best_weighs_work_first_and_memory_among_equals() -> None:
     layers = [LayerCost(flops=4, state_bytes=size, saved_bytes=1) for size in (9, 1, 1, 1, 1)]
-    # Work is balanced by 2 + 3 and by 3 + 2; the first stage holds the large layer and keeps more in flight.
+    # Work is balanced by 2 + 3 and by 3 + 2; the first stage holds the large layer and keeps more
+    # in flight.
     assert partition("best", layers, 2, (2, 1)) == (0, 2, 5)
     assert partition("best", [LayerCost(flops=4) for _ in range(6)], 3) == (0, 2, 4, 6)
     assert partition("best", [LayerCost(flops=size) for size in (1, 1, 1, 9)], 2) == (0, 3, 4)
@@ -65,7 +71,9 @@ def test_best_finds_the_smallest_bottleneck() -> None:
         stages, layers = 3, generator.randint(3, 8)
         work = [generator.randint(50, 90) for _ in range(layers)]
         found = partition("best", [LayerCost(flops=each) for each in work], stages)
-        assert heaviest(work, found) <= 1.02 * min(heaviest(work, cut) for cut in all_cuts(layers, stages))
+        assert heaviest(work, found) <= 1.02 * min(
+            heaviest(work, cut) for cut in all_cuts(layers, stages)
+        )
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -80,6 +88,9 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_a_thousand_layers_are_cut_at_once() -> None:
     generator = random.Random(7)
-    layers = [LayerCost(trainable=generator.randint(1, 100), flops=generator.randint(1, 100)) for _ in range(1000)]
+    layers = [
+        LayerCost(trainable=generator.randint(1, 100), flops=generator.randint(1, 100))
+        for _ in range(1000)
+    ]
     for method in ("parameters", "best", "uniform"):
         assert len(partition(method, layers, 128)) == 129

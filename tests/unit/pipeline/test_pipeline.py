@@ -1,4 +1,6 @@
-"""A pipeline as an engine has it: cut, connect, train, evaluate; models as they are and lists of layers."""
+"""A pipeline as an engine has it: cut, connect, train, evaluate; models as they are and lists of
+layers.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def test_losses_fall_and_are_told_to_every_rank(name: str, virtual: int, stage: 
     def body(rank: Rank) -> tuple[list[float], list[Any] | None, float]:
         mesh = WHOLE.on_world(rank.size, rank.index)
         model = gpt()
-        staged = cut_model(model, chain_of(model), mesh, schedule=name, virtual=virtual, micro_batches=MANY)
+        staged = cut_model(
+            model, chain_of(model), mesh, schedule=name, virtual=virtual, micro_batches=MANY
+        )
         runtime = sharded(rank, model, WHOLE, stage=stage, accumulation=MANY, reduces_once=True)
         optimizer = optimizer_over(runtime, OPTIMIZERS["adamw"])
         pipeline = Pipeline(staged, ties_of(staged, rank, mesh), rank.comm, mesh, runtime, name)
@@ -76,7 +80,11 @@ def loss_fn(output: Tensor, labels: Tensor) -> Tensor:
 
 def test_a_list_of_layers_trains_and_may_change_its_shapes() -> None:
     def layers() -> list[Any]:
-        specs = [LayerSpec(nn.Embedding, 37, 15), *[LayerSpec(Block) for _ in range(3)], LayerSpec(nn.Linear, 15, 37)]
+        specs = [
+            LayerSpec(nn.Embedding, 37, 15),
+            *[LayerSpec(Block) for _ in range(3)],
+            LayerSpec(nn.Linear, 15, 37),
+        ]
         return [*specs]
 
     def body(rank: Rank) -> list[float]:

@@ -1,4 +1,6 @@
-"""Schedules of pipelines: their numbers are those of the specification, the verifier finds every mistake."""
+"""Schedules of pipelines: their numbers are those of the specification, the verifier finds every
+mistake.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def all_schedules() -> list[PipelineSchedule]:
     return found
 
 
-@pytest.mark.parametrize("schedule", all_schedules(), ids=lambda each: f"{each.name}-{each.ranks}-{each.stages}")
+@pytest.mark.parametrize(
+    "schedule", all_schedules(), ids=lambda each: f"{each.name}-{each.ranks}-{each.stages}"
+)
 def test_what_generators_make_is_proven(schedule: PipelineSchedule) -> None:
     verify(schedule)
     for rank, program in enumerate(schedule.programs):
@@ -84,7 +88,8 @@ def test_breadth_first_gathers_a_stage_twice_and_two_at_once() -> None:
         found = breadth_first(ranks, virtual, many)
         for rank in range(ranks):
             own = found.stages_of(rank)
-            # The last stage of a rank is used backward as soon as it was used forward: one gather serves both.
+            # The last stage of a rank is used backward as soon as it was used forward: one gather
+            # serves both.
             assert count(found, rank, StageActionKind.GATHER) == 2 * len(own) - 1
             assert count(found, rank, StageActionKind.REDUCE) == len(own)
         assert max(simulate(found).most_gathered) <= 2
@@ -112,7 +117,9 @@ def test_backwards_ascend_in_the_micro_batch() -> None:
     for found in (breadth_first(2, 2, 4), interleaved(3, 2, 6), one_f_one_b(4, 7)):
         for program in found.programs:
             for stage in {action.stage for action in program}:
-                micros = [action.micro for action in program if action.kind is B and action.stage == stage]
+                micros = [
+                    action.micro for action in program if action.kind is B and action.stage == stage
+                ]
                 assert micros == sorted(micros)
 
 
@@ -128,7 +135,9 @@ def without(schedule: PipelineSchedule, rank: int, kind: StageActionKind) -> Pip
     return changed(schedule, rank, program)
 
 
-def swapped(schedule: PipelineSchedule, rank: int, first: StageAction, second: StageAction) -> PipelineSchedule:
+def swapped(
+    schedule: PipelineSchedule, rank: int, first: StageAction, second: StageAction
+) -> PipelineSchedule:
     program = list(schedule.programs[rank])
     here, there = program.index(first), program.index(second)
     program[here], program[there] = program[there], program[here]
@@ -146,14 +155,27 @@ def test_the_verifier_finds_what_is_wrong() -> None:
         (without(good, 1, StageActionKind.TIE), "before the tied gradients"),
         (without(good, 1, StageActionKind.BACKWARD), "follows 0 backwards|before 1B0"),
         (
-            swapped(good, 1, StageAction(1, StageActionKind.RECV_F, 1), StageAction(1, StageActionKind.RECV_F, 2)),
+            swapped(
+                good,
+                1,
+                StageAction(1, StageActionKind.RECV_F, 1),
+                StageAction(1, StageActionKind.RECV_F, 2),
+            ),
             "before",
         ),
         (
-            swapped(good, 0, StageAction(0, StageActionKind.SEND_F, 0), StageAction(0, StageActionKind.SEND_F, 1)),
+            swapped(
+                good,
+                0,
+                StageAction(0, StageActionKind.SEND_F, 0),
+                StageAction(0, StageActionKind.SEND_F, 1),
+            ),
             "before",
         ),
-        (swapped(good, 1, StageAction(1, StageActionKind.REDUCE), StageAction(1, B, 2)), "after 2 of 3"),
+        (
+            swapped(good, 1, StageAction(1, StageActionKind.REDUCE), StageAction(1, B, 2)),
+            "after 2 of 3",
+        ),
         (replace(good, in_flight=(1, 1)), "in flight"),
     ):
         with pytest.raises(ScheduleError, match=said):
@@ -164,19 +186,34 @@ def test_messages_that_pass_each_other_are_found() -> None:
     good = one_f_one_b(2, 4)
     program = [action for action in good.programs[0] if action.kind is not StageActionKind.SEND_F]
     place = program.index(StageAction(0, F, 1)) + 1
-    program[place:place] = [StageAction(0, StageActionKind.SEND_F, 1), StageAction(0, StageActionKind.SEND_F, 0)]
+    program[place:place] = [
+        StageAction(0, StageActionKind.SEND_F, 1),
+        StageAction(0, StageActionKind.SEND_F, 0),
+    ]
     for micro in (2, 3):
-        program.insert(program.index(StageAction(0, F, micro)) + 1, StageAction(0, StageActionKind.SEND_F, micro))
-    with pytest.raises(ScheduleError, match="message 0 is sent for stage 0, micro-batch 1, and received as stage 0"):
+        program.insert(
+            program.index(StageAction(0, F, micro)) + 1,
+            StageAction(0, StageActionKind.SEND_F, micro),
+        )
+    with pytest.raises(
+        ScheduleError, match="message 0 is sent for stage 0, micro-batch 1, and received as stage 0"
+    ):
         verify(changed(good, 0, program))
 
 
 def test_a_ring_of_waits_is_found() -> None:
     # Rank 0 receives the gradient of micro-batch 0 before it sends its activation.
     good = one_f_one_b(2, 2)
-    program = [action for action in good.programs[0] if action != StageAction(0, StageActionKind.RECV_B, 0)]
-    program.insert(program.index(StageAction(0, StageActionKind.SEND_F, 0)), StageAction(0, StageActionKind.RECV_B, 0))
-    with pytest.raises(ScheduleError, match="hangs: pipeline rank 0 at 0RECV_B0, rank 1 at 1RECV_F0"):
+    program = [
+        action for action in good.programs[0] if action != StageAction(0, StageActionKind.RECV_B, 0)
+    ]
+    program.insert(
+        program.index(StageAction(0, StageActionKind.SEND_F, 0)),
+        StageAction(0, StageActionKind.RECV_B, 0),
+    )
+    with pytest.raises(
+        ScheduleError, match="hangs: pipeline rank 0 at 0RECV_B0, rank 1 at 1RECV_F0"
+    ):
         verify(changed(good, 0, program))
 
 
@@ -189,7 +226,10 @@ def test_the_notation_is_pytorchs() -> None:
 def parsed(*rows: str) -> list[list[StageAction]]:
     """Read computations such as 0F0 and 1B0, a row for each rank."""
     return [
-        [StageAction(int(stage), StageActionKind(kind), int(micro)) for stage, kind, micro in row.split()]
+        [
+            StageAction(int(stage), StageActionKind(kind), int(micro))
+            for stage, kind, micro in row.split()
+        ]
         for row in rows
     ]
 
@@ -218,5 +258,7 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
 def test_a_plan_for_16384_ranks_is_made_and_proven_in_two_seconds() -> None:
     began = time.process_time()
     for name, virtual in (("1f1b", 1), ("interleaved", 4), ("breadth_first", 4)):
-        verify(make_schedule(name, 16, virtual, 64))  # of a mesh of 16 x 8 x 128: as many programs as pipeline ranks
+        verify(
+            make_schedule(name, 16, virtual, 64)
+        )  # of a mesh of 16 x 8 x 128: as many programs as pipeline ranks
     assert time.process_time() - began < 2.0

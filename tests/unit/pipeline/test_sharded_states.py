@@ -1,4 +1,6 @@
-"""ZeRO 0-3 under pipelines: the bits of one process, one gather and one reduction of a unit in a step."""
+"""ZeRO 0-3 under pipelines: the bits of one process, one gather and one reduction of a unit in a
+step.
+"""
 
 from __future__ import annotations
 
@@ -59,13 +61,23 @@ def watch_gathered(states: ShardedStates) -> list[int]:
 
 
 def train(
-    rank: Rank, ranks: int, stage: int, dtype: torch.dtype, name: str, virtual: int, secondary_ranks: int = 1
+    rank: Rank,
+    ranks: int,
+    stage: int,
+    dtype: torch.dtype,
+    name: str,
+    virtual: int,
+    secondary_ranks: int = 1,
 ) -> Found:
     mesh = Mesh(pp=ranks).on_world(rank.size, rank.index)
     model = gpt()
     cut, schedule = cut_of(ranks * virtual), make_schedule(name, ranks, virtual, MANY)
     stages = take_stages(model, cut, schedule.stages_of(mesh.coordinates["pp"]))
-    settings: dict[str, Any] = {"policy": POLICIES[dtype], "accumulation": MANY, "reduces_once": True}
+    settings: dict[str, Any] = {
+        "policy": POLICIES[dtype],
+        "accumulation": MANY,
+        "reduces_once": True,
+    }
     settings["secondary_ranks"] = secondary_ranks
     runtime = sharded(rank, model, Mesh(pp=ranks), stage=stage, **settings)
     optimizer = optimizer_over(runtime, OPTIMIZERS["adamw"], max_norm=0.5)
@@ -87,12 +99,16 @@ def train(
 
 
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), ("interleaved", 2), ("breadth_first", 2)])
+@pytest.mark.parametrize(
+    ("name", "virtual"), [("1f1b", 1), ("interleaved", 2), ("breadth_first", 2)]
+)
 @pytest.mark.parametrize("dtype", POLICIES, ids=["fp32", "bf16"])
 def test_every_stage_of_zero_under_a_pipeline_has_the_bits_of_one_process(
     stage: int, name: str, virtual: int, dtype: torch.dtype
 ) -> None:
-    found = run_ranks(4, lambda rank: train(rank, 2, stage, dtype, name, virtual), reads_in_place=True)
+    found = run_ranks(
+        4, lambda rank: train(rank, 2, stage, dtype, name, virtual), reads_in_place=True
+    )
     reference = Reference(gpt(), 2, MANY, True, dtype, OPTIMIZERS["adamw"], 0.5)
     for step in range(STEPS):
         batches = [[batch_of(step, micro, rank) for micro in range(MANY)] for rank in range(2)]
@@ -114,7 +130,9 @@ def test_a_second_copy_of_weights_serves_the_later_gathers_of_each_stage() -> No
         found = train(rank, 2, 3, torch.bfloat16, "breadth_first", 2, secondary_ranks=near)
         return found, rank.comm.meter.calls["inner_gather"]
 
-    copied, plain = (run_ranks(8, lambda rank, near=near: body(rank, near), seed=near) for near in (2, 1))
+    copied, plain = (
+        run_ranks(8, lambda rank, near=near: body(rank, near), seed=near) for near in (2, 1)
+    )
     for (one, inside), (other, _) in zip(copied, plain, strict=True):
         for mine, theirs in zip(one[0], other[0], strict=True):
             assert all(map(torch.equal, mine, theirs))
@@ -138,7 +156,9 @@ class Apart(Tied):
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), ("breadth_first", 2)])
 def test_tied_weights_under_every_stage(stage: int, name: str, virtual: int) -> None:
-    cut = cut_chain(seeded(Tied), find_chain(seeded(Tied), (batch_of(0, 0, 0).tokens,)), 2 * virtual, "uniform")
+    cut = cut_chain(
+        seeded(Tied), find_chain(seeded(Tied), (batch_of(0, 0, 0).tokens,)), 2 * virtual, "uniform"
+    )
     schedule = make_schedule(name, 2, virtual, MANY, tied=cut.tied)
 
     def body(rank: Rank) -> tuple[dict[str, Tensor], list[str], list[float]]:
@@ -146,13 +166,21 @@ def test_tied_weights_under_every_stage(stage: int, name: str, virtual: int) -> 
         model = seeded(Tied)
         stages = take_stages(model, cut, schedule.stages_of(mesh.coordinates["pp"]))
         ties = Ties(rank.comm, mesh, schedule.placement, cut.ties)
-        runtime = sharded(rank, model, Mesh(pp=2), stage=stage, accumulation=MANY, reduces_once=True)
+        runtime = sharded(
+            rank, model, Mesh(pp=2), stage=stage, accumulation=MANY, reduces_once=True
+        )
         optimizer = optimizer_over(runtime, OPTIMIZERS["adamw"])
-        executor = PipelineExecutor(Links(rank.comm, mesh, schedule), stages, ShardedStates(runtime, ties))
+        executor = PipelineExecutor(
+            Links(rank.comm, mesh, schedule), stages, ShardedStates(runtime, ties)
+        )
         norms = []
         for step in range(STEPS):
             batches = [batch_of(step, micro, mesh.data_index) for micro in range(MANY)]
-            executor.run(schedule, [MicroBatch((batch.tokens, batch.targets)) for batch in batches], scale=1.0)
+            executor.run(
+                schedule,
+                [MicroBatch((batch.tokens, batch.targets)) for batch in batches],
+                scale=1.0,
+            )
             optimizer.step()
             norms.append(optimizer.last.norm)
         weights = {key: value.clone() for key, value in model.state_dict().items()}
@@ -170,14 +198,18 @@ def test_tied_weights_under_every_stage(stage: int, name: str, virtual: int) -> 
                 batch = batch_of(step, micro, rank)
                 (apart(batch.tokens, batch.targets) * (1 / MANY)).backward()
             assert apart.head.weight.grad is not None
-            grads = {key: param.grad for key, param in apart.named_parameters() if param.grad is not None}
+            grads = {
+                key: param.grad for key, param in apart.named_parameters() if param.grad is not None
+            }
             grads["tokens.weight"] = grads["tokens.weight"] + grads.pop("head.weight")
             of_rank.append(grads)
         for key, param in expected.named_parameters():
             param.grad = (of_rank[0][key] + of_rank[1][key]) / 2
         norm = torch.cat([param.grad.double().flatten() for param in expected.parameters()]).norm()
         for _, _, norms in found:
-            assert norms[step] == found[0][2][step] == pytest.approx(float(norm), rel=1e-5)  # a tied weight counts once
+            assert (
+                norms[step] == found[0][2][step] == pytest.approx(float(norm), rel=1e-5)
+            )  # a tied weight counts once
         optimizer.step()
     values = expected.state_dict()
     for rank, (weights, issued, _) in enumerate(found):
@@ -207,7 +239,9 @@ def test_breadth_first_gathers_twice_and_lets_the_other_stages_go() -> None:
         ):  # the last stage goes from forward to backward at once
             gathers = [each for each in issued if each.startswith(f"gather blocks.{block}")]
             assert len(gathers) == STEPS * times + 1, gathers
-            assert len([each for each in issued if each.startswith(f"reduce blocks.{block}")]) == STEPS
+            assert (
+                len([each for each in issued if each.startswith(f"reduce blocks.{block}")]) == STEPS
+            )
         assert issued[-1] == "at most 1"  # of two blocks, one to a stage
 
 
@@ -220,14 +254,21 @@ def test_the_loss_scale_and_the_accumulation_are_applied_once_over_all_stages() 
         stages = take_stages(model, cut, [rank.index])
         runtime = sharded(rank, model, Mesh(pp=3), stage=1, accumulation=MANY, reduces_once=True)
         runtime.loss_factor.scaler = LossScaler.static(scale) if scale != 1.0 else None
-        executor = PipelineExecutor(Links(rank.comm, mesh, schedule), stages, ShardedStates(runtime))
+        executor = PipelineExecutor(
+            Links(rank.comm, mesh, schedule), stages, ShardedStates(runtime)
+        )
         given = [batch_of(0, micro, 0) for micro in range(MANY)]
-        executor.run(schedule, [MicroBatch((each.tokens, each.targets)) for each in given], scale=1.0)
+        executor.run(
+            schedule, [MicroBatch((each.tokens, each.targets)) for each in given], scale=1.0
+        )
         found = [group.gradient.reduced() for group in runtime.trained_groups]
         runtime.loss_factor.scaler = None
         return [each.clone() for each in found if each is not None]
 
-    plain, scaled = run_ranks(3, lambda rank: body(rank, 1.0)), run_ranks(3, lambda rank: body(rank, 8.0))
+    plain, scaled = (
+        run_ranks(3, lambda rank: body(rank, 1.0)),
+        run_ranks(3, lambda rank: body(rank, 8.0)),
+    )
     for one, other in zip(plain, scaled, strict=True):
         assert len(one) == len(other) > 0
         assert all(torch.equal(grad * 8, more) for grad, more in zip(one, other, strict=True))

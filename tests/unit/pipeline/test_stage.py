@@ -23,7 +23,11 @@ class Tower(nn.Module):
 
     def __init__(self, blocks: int = 4) -> None:
         super().__init__()
-        self.first, self.blocks, self.last = nn.Linear(15, 15), nn.ModuleList(map(self.block, range(blocks))), Mean()
+        self.first, self.blocks, self.last = (
+            nn.Linear(15, 15),
+            nn.ModuleList(map(self.block, range(blocks))),
+            Mean(),
+        )
 
     def block(self, number: int) -> nn.Module:
         return Block()
@@ -351,9 +355,13 @@ class Own(Tower):
         return self.last(x) + mask.sum()
 
 
-@pytest.mark.parametrize("make", [Tower, Tuples, Own, lambda: Gpt(4), Tied, lambda: whole_sequential()])
+@pytest.mark.parametrize(
+    "make", [Tower, Tuples, Own, lambda: Gpt(4), Tied, lambda: whole_sequential()]
+)
 @pytest.mark.parametrize("stages", [1, 2, 3])
-def test_stages_one_after_the_other_are_the_model(make: Callable[[], nn.Module], stages: int) -> None:
+def test_stages_one_after_the_other_are_the_model(
+    make: Callable[[], nn.Module], stages: int
+) -> None:
     torch.manual_seed(3)
     model = make()
     batch = batch_of(0, 0, 0)
@@ -361,7 +369,9 @@ def test_stages_one_after_the_other_are_the_model(make: Callable[[], nn.Module],
     whole = copy.deepcopy(model)
     loss = whole(*args)
     loss.backward()
-    expected = {name: param.grad for name, param in whole.named_parameters() if param.grad is not None}
+    expected = {
+        name: param.grad for name, param in whole.named_parameters() if param.grad is not None
+    }
     found, grads = run_stages(model, stages, *args)
     assert torch.equal(found, loss)
     assert grads.keys() == expected.keys()
@@ -441,7 +451,9 @@ def test_the_sample_changes_nothing() -> None:
             return nn.Sequential(nn.Linear(15, 15), nn.BatchNorm1d(5), nn.Dropout(0.5))
 
     model = Counting()
-    model.blocks[0].register_forward_hook(lambda module, args, output: setattr(module, "seen", output))
+    model.blocks[0].register_forward_hook(
+        lambda module, args, output: setattr(module, "seen", output)
+    )
     before, state = torch.random.get_rng_state(), copy.deepcopy(model.state_dict())
     find_chain(model, (X,))
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -456,7 +468,9 @@ def test_an_attribute_of_another_stages_block_is_refused_by_name() -> None:
     block: Any = model.blocks[0]
     assert block.kind == "own"
     assert not hasattr(block, "aux")
-    with pytest.raises(UsageError, match="a block of another pipeline stage has no attribute 'aux'"):
+    with pytest.raises(
+        UsageError, match="a block of another pipeline stage has no attribute 'aux'"
+    ):
         block.aux  # noqa: B018
 
 

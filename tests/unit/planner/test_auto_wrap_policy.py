@@ -50,14 +50,19 @@ class Model(nn.Module):
     ("make", "expected"),
     [
         (Block, ["blocks.0", "blocks.1"]),
-        (Stage, ["blocks.0.layers.0", "blocks.0.layers.1", "blocks.1.layers.0", "blocks.1.layers.1"]),
+        (
+            Stage,
+            ["blocks.0.layers.0", "blocks.0.layers.1", "blocks.1.layers.0", "blocks.1.layers.1"],
+        ),
         (lambda: Stage(extra=True), ["blocks.0", "blocks.1"]),
         (Experts, ["blocks.0", "blocks.1"]),
         (lambda: nn.Linear(4, 4), []),
     ],
     ids=["blocks", "stages", "stages with more", "experts", "leaves"],
 )
-def test_repeated_blocks_are_units_the_rest_is_the_roots(make: Callable[[], nn.Module], expected: list[str]) -> None:
+def test_repeated_blocks_are_units_the_rest_is_the_roots(
+    make: Callable[[], nn.Module], expected: list[str]
+) -> None:
     model = Model(make)
     units = choose_units(model, PlanSettings(stage=3))
     assert [unit.name for unit in units] == ["", *expected]
@@ -68,7 +73,9 @@ def test_repeated_blocks_are_units_the_rest_is_the_roots(make: Callable[[], nn.M
 
 def test_units_by_name_override_the_search_and_unknown_names_are_refused() -> None:
     model = Model(Stage)
-    assert [unit.name for unit in choose_units(model, PlanSettings(stage=3, unit_names=("Stage",)))] == [
+    assert [
+        unit.name for unit in choose_units(model, PlanSettings(stage=3, unit_names=("Stage",)))
+    ] == [
         "",
         "blocks.0",
         "blocks.1",
@@ -99,11 +106,18 @@ TILES = ["up.linears.0.0", "up.linears.0.1", "up.linears.1.0", "up.linears.1.1"]
 def test_tiles_are_units_inside_their_block_and_own_their_parameters() -> None:
     model = Model(Tiled)
     units = choose_units(model, PlanSettings(stage=3))
-    expected = [name for n in (0, 1) for name in (f"blocks.{n}", *(f"blocks.{n}.{tile}" for tile in TILES))]
+    expected = [
+        name for n in (0, 1) for name in (f"blocks.{n}", *(f"blocks.{n}.{tile}" for tile in TILES))
+    ]
     assert [unit.name for unit in units] == ["", *expected]
-    assert [unit.name for unit in units if unit.is_tile] == [name for name in expected if "linears" in name]
+    assert [unit.name for unit in units if unit.is_tile] == [
+        name for name in expected if "linears" in name
+    ]
     assert list(units[1].params) == ["blocks.0.down.weight", "blocks.0.down.bias"]
-    assert list(units[3].params) == ["blocks.0.up.linears.0.1.weight", "blocks.0.up.linears.0.1.bias"]
+    assert list(units[3].params) == [
+        "blocks.0.up.linears.0.1.weight",
+        "blocks.0.up.linears.0.1.bias",
+    ]
     owned = [name for unit in units for name in unit.params]
     assert sorted(owned) == sorted(name for name, _ in model.named_parameters())
 
@@ -141,7 +155,11 @@ def test_a_large_lone_block_stays_one_though_tiles_repeat_inside() -> None:
 def test_units_by_name_leave_tiles_units_and_a_leaf_keeps_its_tiles() -> None:
     model = Model(Tiled)
     named = choose_units(model, PlanSettings(stage=3, unit_names=("blocks.1",)))
-    assert [unit.name for unit in named][:6] == ["", *(f"blocks.0.{tile}" for tile in TILES), "blocks.1"]
+    assert [unit.name for unit in named][:6] == [
+        "",
+        *(f"blocks.0.{tile}" for tile in TILES),
+        "blocks.1",
+    ]
     leaves = choose_units(model, PlanSettings(stage=3, leaf_classes=("Tiled",)))
     assert [unit.name for unit in leaves] == ["", "blocks.0", "blocks.1"]
 
@@ -158,10 +176,14 @@ def test_small_units_are_fused_where_their_modules_are_small_on_average() -> Non
             self.small, self.head = Stack(), nn.Linear(4, 1000)
 
     def names(threshold: int) -> list[str]:
-        return [unit.name for unit in choose_units(Model(), PlanSettings(stage=3, fuse_numel=threshold))]
+        return [
+            unit.name for unit in choose_units(Model(), PlanSettings(stage=3, fuse_numel=threshold))
+        ]
 
     block = Block()
     mean = sum(param.numel() for param in block.parameters()) // sum(1 for _ in block.modules())
-    assert names(0) == names(mean // 2) == ["", "small.blocks.0", "small.blocks.1", "small.blocks.2"]
+    assert (
+        names(0) == names(mean // 2) == ["", "small.blocks.0", "small.blocks.1", "small.blocks.2"]
+    )
     assert names(mean) == ["", "small"]
     assert names(5000) == [""]

@@ -12,13 +12,22 @@ import torch
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.config import Config
 from deepseek_zero.engine import planning
-from deepseek_zero.planner.codec_choice import CodecRate, Open, choose_codes, gather_traffic, reduce_traffic
+from deepseek_zero.planner.codec_choice import (
+    CodecRate,
+    Open,
+    choose_codes,
+    gather_traffic,
+    reduce_traffic,
+)
 from deepseek_zero.planner.spec import Compression, PlanSettings
 from deepseek_zero.precision.codecs import Blocks
 from deepseek_zero.precision.policy import Policy
 
 INT8, INT4 = Blocks(8, 256), Blocks(4, 128)
-RATES = {INT8: CodecRate(INT8, 1.1e9, 2.5e9), INT4: CodecRate(INT4, 1.1e9, 1.1e9)}  # elements a second of a core
+RATES = {
+    INT8: CodecRate(INT8, 1.1e9, 2.5e9),
+    INT4: CodecRate(INT4, 1.1e9, 1.1e9),
+}  # elements a second of a core
 MBIT = 1e6 / 8
 
 
@@ -51,7 +60,12 @@ def test_the_break_even_is_where_the_sums_meet() -> None:
 def test_by_host_a_rank_codes_a_part_and_sends_fp32_as_it_is() -> None:
     flat, by_host = reduce_traffic(4, 2, 1, 2), reduce_traffic(4, 2, 2, 2)
     assert (flat.far, flat.encoded, flat.decoded, flat.plain_bytes) == (0.5, 1.0, 1.0, 2)
-    assert (by_host.far, by_host.encoded, by_host.decoded, by_host.plain_bytes) == (0.25, 0.5, 0.5, 4)
+    assert (by_host.far, by_host.encoded, by_host.decoded, by_host.plain_bytes) == (
+        0.25,
+        0.5,
+        0.5,
+        4,
+    )
     assert gather_traffic(4, 2, 1, 2).far == 0.5 and gather_traffic(4, 2, 2, 2).far == 0.25
 
 
@@ -61,19 +75,27 @@ def test_what_is_stated_stays_and_the_numbers_are_said() -> None:
     found = choose_codes(asked, 100 * MBIT, gradients=gradients)
     assert replace(found, why="") == replace(asked, gradients=INT4)
     assert "a rank sends 11.9 MiB/s to other hosts" in found.why and "weights" not in found.why
-    assert "gradients int4/128 (ns an element: as they are 80.00, int8/256 41.93, int4/128 23.07)" in found.why
+    assert (
+        "gradients int4/128 (ns an element: as they are 80.00, int8/256 41.93, int4/128 23.07)"
+        in found.why
+    )
 
 
-@pytest.mark.parametrize(("stage", "weights", "is_said"), [(2, None, True), (2, INT8, False), (3, None, False)])
+@pytest.mark.parametrize(
+    ("stage", "weights", "is_said"), [(2, None, True), (2, INT8, False), (3, None, False)]
+)
 def test_that_weights_are_not_chosen_for_at_stages_1_and_2_is_said(
     stage: int, weights: Blocks | None, is_said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = list[str]()
     monkeypatch.setattr(planning, "log_once", said.append)
     alone: Any = SimpleNamespace(
-        shard=SimpleNamespace(far_size=0), whole=SimpleNamespace(all_gather_rows=lambda row, what: row[None])
+        shard=SimpleNamespace(far_size=0),
+        whole=SimpleNamespace(all_gather_rows=lambda row, what: row[None]),
     )
-    settings = PlanSettings(stage, compression=Compression(weights=weights, left_open=("gradients",)))
+    settings = PlanSettings(
+        stage, compression=Compression(weights=weights, left_open=("gradients",))
+    )
     planning.with_chosen_codes(Config(), settings, alone, Mesh())
     assert any("compression.weights.bits states them" in line for line in said) == is_said
 
@@ -89,7 +111,11 @@ def test_that_weights_are_not_chosen_for_at_stages_1_and_2_is_said(
     ],
 )
 def test_gradients_are_priced_in_the_dtype_in_which_they_would_travel(
-    stage: int, accumulation: int, reduce: torch.dtype | None, gradients: int, monkeypatch: pytest.MonkeyPatch
+    stage: int,
+    accumulation: int,
+    reduce: torch.dtype | None,
+    gradients: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     priced: dict[str, Open] = {}
 
@@ -101,10 +127,14 @@ def test_gradients_are_priced_in_the_dtype_in_which_they_would_travel(
     monkeypatch.setattr(planning, "measured_rates", lambda codec, device: (1e9, 1e9))
     monkeypatch.setattr(planning, "choose_codes", choose)
     comm: Any = SimpleNamespace(
-        shard=SimpleNamespace(far_size=1), whole=SimpleNamespace(all_gather_rows=lambda row, what: row[None])
+        shard=SimpleNamespace(far_size=1),
+        whole=SimpleNamespace(all_gather_rows=lambda row, what: row[None]),
     )
     policy = Policy(torch.bfloat16, reduce=reduce)
     asked = Compression(left_open=("weights", "gradients"))
     settings = PlanSettings(stage, policy=policy, accumulation=accumulation, compression=asked)
     planning.with_chosen_codes(Config(), settings, comm, Mesh(dp_shard=2))
-    assert {state: each.traffic.plain_bytes for state, each in priced.items()} == {"weights": 2, "gradients": gradients}
+    assert {state: each.traffic.plain_bytes for state, each in priced.items()} == {
+        "weights": 2,
+        "gradients": gradients,
+    }

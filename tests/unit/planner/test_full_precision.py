@@ -1,4 +1,6 @@
-"""Parameters and buffers that a model declares as fp32 stay fp32, with their values, under a 16-bit policy."""
+"""Parameters and buffers that a model declares as fp32 stay fp32, with their values, under a 16-bit
+policy.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scores = nn.functional.linear(x.float(), self.weight.float()).sigmoid()
-        return (scores + self.e_score_correction_bias + self.counts).sum(-1, keepdim=True).to(x.dtype)
+        return (
+            (scores + self.e_score_correction_bias + self.counts).sum(-1, keepdim=True).to(x.dtype)
+        )
 
 
 class Block(nn.Module):
@@ -84,9 +88,13 @@ def test_what_is_declared_as_fp32_stays_so(stage: int, under_init: bool) -> None
     for name, value in plain.named_parameters():
         expected = value.detach() if name in DECLARED else value.detach().to(torch.bfloat16)
         assert weights[name].dtype == expected.dtype, name
-        torch.testing.assert_close(weights[name], expected, rtol=0 if name in DECLARED else 1e-2, atol=0)
+        torch.testing.assert_close(
+            weights[name], expected, rtol=0 if name in DECLARED else 1e-2, atol=0
+        )
     assert engine.module.blocks[0].router.counts.dtype == torch.float32
     engine.backward(engine(torch.ones(2, 64)).float().square().mean())
     engine.step()
     moved = engine.module_state_dict()
-    assert all(not torch.equal(moved[name], weights[name]) for name in DECLARED)  # 16 bits would lose such a step
+    assert all(
+        not torch.equal(moved[name], weights[name]) for name in DECLARED
+    )  # 16 bits would lose such a step

@@ -1,4 +1,6 @@
-"""Layouts: every element of every parameter lies in one place, on one rank, and boxes describe slices exactly."""
+"""Layouts: every element of every parameter lies in one place, on one rank, and boxes describe
+slices exactly.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +10,51 @@ from math import prod
 import pytest
 import torch
 
-from deepseek_zero.planner.layout import BLOCK, GRAIN, LAYOUTS, FlatLayout, Shape, boxes, even_layout, messages_of
+from deepseek_zero.planner.layout import (
+    BLOCK,
+    GRAIN,
+    LAYOUTS,
+    FlatLayout,
+    Shape,
+    boxes,
+    even_layout,
+    messages_of,
+)
 
-SHAPES: list[Shape] = [(), (0,), (1,), (7,), (5, 3), (1, 9), (4, 1, 6), (2, 3, 4, 5), (3, 0, 2), (1025,), (33, 65)]
+SHAPES: list[Shape] = [
+    (),
+    (0,),
+    (1,),
+    (7,),
+    (5, 3),
+    (1, 9),
+    (4, 1, 6),
+    (2, 3, 4, 5),
+    (3, 0, 2),
+    (1025,),
+    (33, 65),
+]
 
 
 def random_shapes(seed: int) -> list[Shape]:
     draw = random.Random(seed)
-    return [tuple(draw.randint(0, 6) for _ in range(draw.randint(0, 4))) for _ in range(draw.randint(1, 9))]
+    return [
+        tuple(draw.randint(0, 6) for _ in range(draw.randint(0, 4)))
+        for _ in range(draw.randint(1, 9))
+    ]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_boxes_cover_every_element_once_whatever_the_cut(shape: Shape) -> None:
     numel = prod(shape)
-    cuts = [(0, numel), (0, 0), (numel, numel), (numel // 3, numel), (0, numel - numel // 5), (numel // 4, numel // 2)]
+    cuts = [
+        (0, numel),
+        (0, 0),
+        (numel, numel),
+        (numel // 3, numel),
+        (0, numel - numel // 5),
+        (numel // 4, numel // 2),
+    ]
     for start, stop in cuts:
         _assert_boxes_are_exact(shape, start, stop)
 
@@ -39,7 +72,9 @@ def _assert_boxes_are_exact(shape: Shape, start: int, stop: int) -> None:
     positions = torch.arange(prod(shape)).reshape(shape)
     found: list[int] = []
     for offset, size, flat_start in boxes(shape, start, stop):
-        part = positions[tuple(slice(low, low + length) for low, length in zip(offset, size, strict=True))]
+        part = positions[
+            tuple(slice(low, low + length) for low, length in zip(offset, size, strict=True))
+        ]
         assert part.shape == size
         assert part.reshape(-1)[0] == flat_start
         found += part.reshape(-1).tolist()
@@ -49,7 +84,9 @@ def _assert_boxes_are_exact(shape: Shape, start: int, stop: int) -> None:
 @pytest.mark.parametrize("granularity", LAYOUTS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("seed", range(12))
-def test_every_element_of_every_parameter_is_owned_by_one_rank(granularity: str, ranks: int, seed: int) -> None:
+def test_every_element_of_every_parameter_is_owned_by_one_rank(
+    granularity: str, ranks: int, seed: int
+) -> None:
     shapes = [*random_shapes(seed), (40, 50), (1025,)]
     layout = LAYOUTS[granularity]([f"p{k}" for k in range(len(shapes))], shapes, ranks, block=16)
     owners = torch.zeros(layout.padded_numel, dtype=torch.int64)
@@ -88,7 +125,11 @@ def test_a_whole_layout_cuts_no_parameter(ranks: int, seed: int) -> None:
     shapes = [*random_shapes(seed), (31, 7), (64,)]
     layout = LAYOUTS["tensor"]([f"p{k}" for k in range(len(shapes))], shapes, ranks, block=8)
     for slot in layout.slots:
-        owners = [rank for rank in range(ranks) if layout.owned(slot, rank)[0] < layout.owned(slot, rank)[1]]
+        owners = [
+            rank
+            for rank in range(ranks)
+            if layout.owned(slot, rank)[0] < layout.owned(slot, rank)[1]
+        ]
         assert len(owners) == (1 if slot.numel else 0)
 
 
@@ -109,7 +150,9 @@ def test_a_layout_of_nothing_is_empty() -> None:
     assert FlatLayout((), 0, 3).gaps == ()
 
 
-def test_messages_have_the_size_of_a_bucket_a_slice_or_what_a_codec_takes_whichever_is_least() -> None:
+def test_messages_have_the_size_of_a_bucket_a_slice_or_what_a_codec_takes_whichever_is_least() -> (
+    None
+):
     assert messages_of(5 << 20, 2, 1 << 62) == (5 << 20, 1)
     assert messages_of(5 << 20, 2, 1 << 22) == (1 << 21, 2)
     assert messages_of(5 << 20, 2, 1 << 62, 1 << 20) == (1 << 20, 2)

@@ -17,7 +17,9 @@ BF16 = Policy(compute=torch.bfloat16)
 WHOLE = Policy(compute=torch.bfloat16, master="fp32")  # the masters of the seeds' arithmetic
 
 
-def planned(params: int, ranks: int, stage: int, policy: Policy, accumulation: int = 1) -> dict[str, int]:
+def planned(
+    params: int, ranks: int, stage: int, policy: Policy, accumulation: int = 1
+) -> dict[str, int]:
     """Bytes of so many parameters by the plan."""
     settings = PlanSettings(stage=stage, policy=policy, accumulation=accumulation)
     plan = plan_for(settings, torch.float32, trainable=True, persistent=False, ranks=ranks)
@@ -41,16 +43,28 @@ def test_seed_004s_17_gb_become_5_on_four_ranks() -> None:
 
 
 def test_ten_billion_parameters_on_four_ranks_take_40_gb_each_instead_of_160() -> None:
-    assert [mixed_precision_adam_bytes(10 * GB, 4, stage) // GB for stage in range(4)] == [160, 70, 55, 40]
+    assert [mixed_precision_adam_bytes(10 * GB, 4, stage) // GB for stage in range(4)] == [
+        160,
+        70,
+        55,
+        40,
+    ]
     assert sum(planned(10 * GB, 4, 3, WHOLE).values()) == 40 * GB
 
 
 def test_64_ranks_save_3_82_7_21_and_64_times_because_4_and_8_are_limits() -> None:
     params = 64 * 10**8
-    saved = [mixed_precision_adam_bytes(params) / mixed_precision_adam_bytes(params, 64, stage) for stage in range(4)]
+    saved = [
+        mixed_precision_adam_bytes(params) / mixed_precision_adam_bytes(params, 64, stage)
+        for stage in range(4)
+    ]
     assert [round(each, 2) for each in saved] == [1.0, 3.82, 7.21, 64.0]
-    # What stays whole, 4 and 2 of 16 bytes, is all that is left when the rest is spread over ever more ranks.
-    many = [mixed_precision_adam_bytes(params) / mixed_precision_adam_bytes(params, 10**8, stage) for stage in (1, 2)]
+    # What stays whole, 4 and 2 of 16 bytes, is all that is left when the rest is spread over ever
+    # more ranks.
+    many = [
+        mixed_precision_adam_bytes(params) / mixed_precision_adam_bytes(params, 10**8, stage)
+        for stage in (1, 2)
+    ]
     assert many == pytest.approx([4.0, 8.0], rel=1e-6)
     assert max(many) < 8 < inf
 
@@ -59,7 +73,9 @@ def test_64_ranks_save_3_82_7_21_and_64_times_because_4_and_8_are_limits() -> No
 @pytest.mark.parametrize("ranks", [2, 4, 64])
 def test_the_plan_says_what_the_arithmetic_says(stage: int, ranks: int) -> None:
     params = 64 * 10**6
-    assert sum(planned(params, ranks, stage, WHOLE).values()) == mixed_precision_adam_bytes(params, ranks, stage)
+    assert sum(planned(params, ranks, stage, WHOLE).values()) == mixed_precision_adam_bytes(
+        params, ranks, stage
+    )
     assert sum(planned(64 * 10**6, ranks, stage, Policy()).values()) == {
         0: 16, 1: 8 + 8 / ranks, 2: 4 + 12 / ranks, 3: 16 / ranks,
     }[stage] * params  # fp32: the master is the weight, gradients are 4 bytes  # fmt: skip
@@ -94,5 +110,7 @@ def test_above_accumulation_1_the_gradient_of_16_bit_weights_is_kept_in_fp32() -
         ("SomebodysOwn", {}, 804),
     ],
 )
-def test_moments_follow_the_optimizer_and_its_options(name: str, options: dict[str, object], expected: int) -> None:
+def test_moments_follow_the_optimizer_and_its_options(
+    name: str, options: dict[str, object], expected: int
+) -> None:
     assert moments_for(name, options).bytes_of(100, options) == expected

@@ -1,4 +1,6 @@
-"""The transition table: complete where a plan can ask for a change, silent where no change makes sense."""
+"""The transition table: complete where a plan can ask for a change, silent where no change makes
+sense.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ def on_meta(blocks: int = 3, **sizes: int) -> Gpt:
 
 
 def adam_of(model: torch.nn.Module) -> UpdateSettings:
-    return UpdateSettings("AdamW", (ParamGroupPlan({}, frozenset(name for name, _ in model.named_parameters())),))
+    return UpdateSettings(
+        "AdamW", (ParamGroupPlan({}, frozenset(name for name, _ in model.named_parameters())),)
+    )
 
 
 def test_units_of_a_model_without_storage_are_its_blocks_and_the_root() -> None:
@@ -47,14 +49,25 @@ def test_a_model_without_storage_has_the_plan_of_one_with_values() -> None:
 
 def test_ranks_differ_in_what_they_update_and_in_nothing_else() -> None:
     model, settings = on_meta(), PlanSettings(stage=3, persistence_numel=0)
-    plans = [plan_model(model, settings, Mesh(dp_shard=3, rank=rank), update=adam_of(model)) for rank in range(3)]
+    plans = [
+        plan_model(model, settings, Mesh(dp_shard=3, rank=rank), update=adam_of(model))
+        for rank in range(3)
+    ]
     assert len({str(plan.schedule) for plan in plans}) == 1
-    assert all(plan.units == plans[0].units and plan.volume() == plans[0].volume() for plan in plans)
-    updated = [sum(shard.numel for shard in plan.update.shards[0]) for plan in plans if plan.update is not None]
+    assert all(
+        plan.units == plans[0].units and plan.volume() == plans[0].volume() for plan in plans
+    )
+    updated = [
+        sum(shard.numel for shard in plan.update.shards[0])
+        for plan in plans
+        if plan.update is not None
+    ]
     assert sum(updated) == plans[0].numel
 
 
-def test_a_rank_of_1024_is_planned_in_under_a_second(record_property: Callable[[str, object], None]) -> None:
+def test_a_rank_of_1024_is_planned_in_under_a_second(
+    record_property: Callable[[str, object], None],
+) -> None:
     model = on_meta(blocks=24, width=1024, heads=16, hidden=4096, vocabulary=50_000)
     settings = PlanSettings(stage=3, policy=Policy(compute=torch.bfloat16))
     seconds = []
@@ -93,5 +106,7 @@ def test_bytes_by_memory_are_the_bytes_by_state() -> None:
 
 
 def test_the_printed_plan_tells_units_that_look_alike_once() -> None:
-    text = str(plan_model(on_meta(blocks=24), PlanSettings(stage=3, persistence_numel=0), Mesh(dp_shard=8)))
+    text = str(
+        plan_model(on_meta(blocks=24), PlanSettings(stage=3, persistence_numel=0), Mesh(dp_shard=8))
+    )
     assert "blocks.0 to blocks.23 (24)" in text and "stage 3 over 8 ranks" in text

@@ -21,12 +21,19 @@ FP32 = torch.float32
 SCRATCH = (FP32, SUM_TILE_NUMEL.cpu)
 
 
-def units_of(stage: int, ranks: int, blocks: int = 3, **changes: object) -> tuple[list[UnitPlan], PlanSettings]:
+def units_of(
+    stage: int, ranks: int, blocks: int = 3, **changes: object
+) -> tuple[list[UnitPlan], PlanSettings]:
     """A root of one block of elements per rank, and units of two."""
     settings = PlanSettings(stage=stage, **({"window_numel": 0} | changes))  # type: ignore[arg-type]
     plan = plan_for(settings, FP32, trainable=True, persistent=False, ranks=ranks)
-    layouts = [even_layout(["w"], [(ranks * 1024 * (1 if k == 0 else 2),)], ranks) for k in range(blocks + 1)]
-    return [UnitPlan(str(k), (GroupPlan(plan, layout),)) for k, layout in enumerate(layouts)], settings
+    layouts = [
+        even_layout(["w"], [(ranks * 1024 * (1 if k == 0 else 2),)], ranks)
+        for k in range(blocks + 1)
+    ]
+    return [
+        UnitPlan(str(k), (GroupPlan(plan, layout),)) for k, layout in enumerate(layouts)
+    ], settings
 
 
 def test_a_world_of_one_borrows_nothing() -> None:
@@ -36,7 +43,11 @@ def test_a_world_of_one_borrows_nothing() -> None:
 
 def test_whole_gradients_need_an_inbox_per_size_and_a_scratch() -> None:
     for stage in (0, 1):
-        assert pool_buffers(*units_of(stage, ranks=3)) == {SCRATCH: 1, (FP32, 2 * 1024): 1, (FP32, 2 * 2048): 1}
+        assert pool_buffers(*units_of(stage, ranks=3)) == {
+            SCRATCH: 1,
+            (FP32, 2 * 1024): 1,
+            (FP32, 2 * 2048): 1,
+        }
 
 
 def test_sharded_gradients_need_two_partial_ones_as_well_while_one_is_on_its_way() -> None:
@@ -53,13 +64,19 @@ def test_between_hosts_two_units_are_on_their_way() -> None:
     partials = {(FP32, 3 * 1024): 1, (FP32, 3 * 2048): 3}
     assert pool_buffers(units, settings, most_reductions=2) == {SCRATCH: 1, **inboxes, **partials}
     settings = replace(settings, overlap=False)
-    assert pool_buffers(units, settings, most_reductions=2) == pool_buffers(units, settings), "none is"
+    assert pool_buffers(units, settings, most_reductions=2) == pool_buffers(units, settings), (
+        "none is"
+    )
 
 
 def test_stage_3_gathers_into_buffers_of_the_same_sizes() -> None:
     found = pool_buffers(*units_of(3, ranks=3))
-    assert found[FP32, 3 * 1024] == 2, "the root's weight and its partial gradient, open throughout backward"
-    assert found[FP32, 3 * 2048] == 3, "a block's weight, its partial gradient, and the one on its way"
+    assert found[FP32, 3 * 1024] == 2, (
+        "the root's weight and its partial gradient, open throughout backward"
+    )
+    assert found[FP32, 3 * 2048] == 3, (
+        "a block's weight, its partial gradient, and the one on its way"
+    )
 
 
 def test_a_bucket_bounds_the_inbox_of_each_of_the_two_messages_under_way() -> None:
@@ -74,7 +91,9 @@ def test_a_reduce_dtype_other_than_the_gradients_needs_a_copy_to_travel() -> Non
 
 def test_a_wide_window_holds_every_unit() -> None:
     found = pool_buffers(*units_of(3, ranks=2, blocks=5, window_numel=10**9))
-    assert found[FP32, 2 * 2048] == 5 + 1, "five weights; a partial gradient more while the first block is still in use"
+    assert found[FP32, 2 * 2048] == 5 + 1, (
+        "five weights; a partial gradient more while the first block is still in use"
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -88,7 +107,9 @@ def test_buffers_stay_constant_from_10_to_200_million_parameters(stage: int, win
         with torch.device("meta"):
             model = Gpt(blocks, width=512, heads=8, hidden=2048, vocabulary=256)
         found[sum(parameter.numel() for parameter in model.parameters())] = buffer_bytes(
-            pool_buffers(plan_units(read_model(model, settings), settings, Mesh(dp_shard=4)), settings)
+            pool_buffers(
+                plan_units(read_model(model, settings), settings, Mesh(dp_shard=4)), settings
+            )
         )
     assert min(found) < 10_500_000 and max(found) > 195_000_000
     assert len(set(found.values())) == 1, found
@@ -99,6 +120,10 @@ def test_the_default_window_of_a_billion_elements_holds_such_models_whole() -> N
         settings = PlanSettings(stage=3, persistence_numel=0)
         with torch.device("meta"):
             model = Gpt(blocks, width=512, heads=8, hidden=2048, vocabulary=256)
-        return buffer_bytes(pool_buffers(plan_units(read_model(model, settings), settings, Mesh(dp_shard=4)), settings))
+        return buffer_bytes(
+            pool_buffers(
+                plan_units(read_model(model, settings), settings, Mesh(dp_shard=4)), settings
+            )
+        )
 
     assert buffers(63) > 10 * buffers(3), "constant buffers need a window below the model's size"

@@ -7,7 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from deepseek_zero.planner.schedule import Action, ActionKind, Pass, Schedule, enclosing, plan_schedule, verify
+from deepseek_zero.planner.schedule import (
+    Action,
+    ActionKind,
+    Pass,
+    Schedule,
+    enclosing,
+    plan_schedule,
+    verify,
+)
 from deepseek_zero.planner.spec import PlanSettings
 from deepseek_zero.tiers.tier import Tier
 
@@ -17,19 +25,25 @@ SIZES = [10, 100, 100, 100]  # the root and three blocks
 def schedule_of(
     window: int, ahead: int = 0, keep: int = 10**9, sizes: list[int] = SIZES, overlap: bool = True
 ) -> Schedule:
-    settings = PlanSettings(window_numel=window, ahead_numel=ahead, keep_numel=keep, overlap=overlap)
+    settings = PlanSettings(
+        window_numel=window, ahead_numel=ahead, keep_numel=keep, overlap=overlap
+    )
     return plan_schedule(sizes, range(len(sizes)), settings)
 
 
 def test_without_a_window_each_unit_is_gathered_when_used_and_released_at_once() -> None:
     assert str(schedule_of(window=0)) == (
         "G0 F0 G1 F1 R1 G2 F2 R2 G3 F3 R3 R0 "  # forward
-        "G0 B0 G3 B3 S3 R3 G2 B2 S2 R2 G1 B1 S1 R1 S0 R0"  # backward: gradients are reduced (S) before the release
+        # Backward: gradients are reduced (S) before the release
+        "G0 B0 G3 B3 S3 R3 G2 B2 S2 R2 G1 B1 S1 R1 S0 R0"
     )
 
 
 def test_with_a_window_over_the_model_each_unit_is_gathered_once_and_kept() -> None:
-    assert str(schedule_of(window=10**9)) == "G0 F0 G1 F1 G2 F2 G3 F3 B0 B3 S3 R3 B2 S2 R2 B1 S1 R1 S0 R0"
+    assert (
+        str(schedule_of(window=10**9))
+        == "G0 F0 G1 F1 G2 F2 G3 F3 B0 B3 S3 R3 B2 S2 R2 B1 S1 R1 S0 R0"
+    )
 
 
 def test_a_window_between_keeps_the_units_that_backward_needs_first() -> None:
@@ -46,7 +60,9 @@ def test_ahead_gathers_the_next_unit_before_it_is_needed_while_the_window_allows
         "the window closes first"
     )
     one_ahead = str(schedule_of(window=10**9, ahead=100, keep=-1))
-    assert str(schedule_of(window=10**9, ahead=1, keep=-1)) == one_ahead, "the next unit, whatever its size"
+    assert str(schedule_of(window=10**9, ahead=1, keep=-1)) == one_ahead, (
+        "the next unit, whatever its size"
+    )
     assert str(schedule_of(window=10**9, ahead=0, keep=-1)) == str(schedule_of(window=0))
 
 
@@ -56,13 +72,16 @@ def test_without_overlap_nothing_is_gathered_ahead() -> None:
 
 
 def test_keep_counts_the_elements_between_forward_and_backward_of_a_unit() -> None:
-    # Unit 3 is used again after the root (2 x 10 elements), unit 2 after the root and unit 3 (2 x 110).
+    # Unit 3 is used again after the root (2 x 10 elements), unit 2 after the root and unit 3 (2 x
+    # 110).
     assert [sorted(schedule_of(10**9, keep=keep).kept) for keep in (-1, 0, 19, 20, 219, 220, 10**9)] == [
         [], [0], [0], [0, 3], [0, 3], [0, 2, 3], [0, 1, 2, 3],
     ]  # fmt: skip
 
 
-def test_an_agreed_order_is_walked_forward_and_its_reverse_backward_with_the_root_first_in_both() -> None:
+def test_an_agreed_order_is_walked_forward_and_its_reverse_backward_with_the_root_first_in_both() -> (
+    None
+):
     schedule = plan_schedule(SIZES, [0, 2, 1, 3], PlanSettings(window_numel=0))
     assert schedule.forward.order == (0, 2, 1, 3)
     assert schedule.backward.order == (0, 3, 1, 2)
@@ -72,7 +91,9 @@ def test_an_agreed_order_is_walked_forward_and_its_reverse_backward_with_the_roo
 def test_where_weights_stream_what_forward_ends_with_is_what_backward_begins_with() -> None:
     settings = PlanSettings(window_numel=0, weight_tier=Tier.NVME)
     schedule = plan_schedule(SIZES, range(4), settings)
-    assert str(schedule) == "G0 F0 G1 F1 R1 G2 F2 R2 G3 F3 B0 B3 S3 R3 G2 B2 S2 R2 G1 B1 S1 R1 S0 R0"
+    assert (
+        str(schedule) == "G0 F0 G1 F1 R1 G2 F2 R2 G3 F3 B0 B3 S3 R3 G2 B2 S2 R2 G1 B1 S1 R1 S0 R0"
+    )
     assert schedule.peak_live_numel(SIZES) == schedule_of(window=0).peak_live_numel(SIZES) == 110
     far = plan_schedule(SIZES, range(4), replace(settings, keep_numel=19))
     assert far.kept == {0}, "the reuse distance holds"
@@ -93,7 +114,9 @@ def test_any_schedule_uses_only_what_is_gathered_and_releases_what_it_gathers(se
     order = [0, *draw.sample(range(1, len(sizes)), len(sizes) - 1)]
     window, ahead, keep = (draw.choice([0, 10, 60, 150, 10**9]) for _ in range(3))
     tier = draw.choice(list(Tier))
-    settings = PlanSettings(window_numel=window, ahead_numel=ahead, keep_numel=keep, weight_tier=tier)
+    settings = PlanSettings(
+        window_numel=window, ahead_numel=ahead, keep_numel=keep, weight_tier=tier
+    )
     schedule = plan_schedule(sizes, order, settings)
     live: set[int] = set()
     for action in schedule.actions():
@@ -108,7 +131,9 @@ def test_any_schedule_uses_only_what_is_gathered_and_releases_what_it_gathers(se
     assert schedule.peak_live_numel(sizes) <= max(window, needed)
 
 
-def test_the_peak_is_the_root_and_one_block_without_a_window_and_the_model_with_a_wide_one() -> None:
+def test_the_peak_is_the_root_and_one_block_without_a_window_and_the_model_with_a_wide_one() -> (
+    None
+):
     assert schedule_of(window=0).peak_live_numel(SIZES) == 110
     assert schedule_of(window=250).peak_live_numel(SIZES) == 210
     assert schedule_of(window=10**9).peak_live_numel(SIZES) == 310
@@ -117,19 +142,26 @@ def test_the_peak_is_the_root_and_one_block_without_a_window_and_the_model_with_
 # -- orders: layerwise, and what is done once a step
 
 
-def test_layerwise_a_unit_takes_all_micro_batches_on_one_gather_and_backward_the_last_one_first() -> None:
+def test_layerwise_a_unit_takes_all_micro_batches_on_one_gather_and_backward_the_last_one_first() -> (
+    None
+):
     settings = PlanSettings(window_numel=0, layerwise_micro_batches=2)
     schedule = plan_schedule([10, 100, 100], range(3), settings, cut={1, 2}, ahead={1})
     assert str(schedule) == (
-        "G0 F0 G1 F1.0 F1.1 R1 G2 F2.0 F2.1 R2 R0 G0 B0 G2 B2.1 B2.0 S2 R2 G1 B1.1 B1.0 S1 U1 R1 S0 R0"
+        "G0 F0 G1 F1.0 F1.1 R1 G2 F2.0 F2.1 R2 R0 G0 B0 G2 B2.1 B2.0 S2 R2 G1 B1.1 B1.0 S1 U1 R1 "
+        "S0 R0"
     )
-    assert " ".join(map(str, schedule.inference.actions)) == "G0 F0 G1 F1 R1 G2 F2 R2 R0", "nothing is kept anyway"
+    assert " ".join(map(str, schedule.inference.actions)) == "G0 F0 G1 F1 R1 G2 F2 R2 R0", (
+        "nothing is kept anyway"
+    )
     assert (schedule.forward.order, schedule.backward.order) == ((0, 1, 2), (0, 2, 1))
     assert schedule.forward.gathers == ((0,), (1,), (2,))
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_layerwise_all_but_forwards_and_backwards_is_what_it_is_for_a_whole_batch(seed: int) -> None:
+def test_layerwise_all_but_forwards_and_backwards_is_what_it_is_for_a_whole_batch(
+    seed: int,
+) -> None:
     draw = random.Random(seed)
     sizes = [draw.randint(0, 50) for _ in range(draw.randint(2, 9))]
     window, ahead = (draw.choice([0, 10, 60, 150, 10**9]) for _ in range(2))
@@ -140,20 +172,24 @@ def test_layerwise_all_but_forwards_and_backwards_is_what_it_is_for_a_whole_batc
         plan_schedule(sizes, range(len(sizes)), settings),
         plan_schedule(sizes, range(len(sizes)), parts, cut=cut),
     )
-    assert list(dict.fromkeys(Action(each.kind, each.unit) for each in layerwise.forward.actions)) == list(
-        whole.forward.actions
-    )
-    assert list(dict.fromkeys(Action(each.kind, each.unit) for each in layerwise.backward.actions)) == list(
-        whole.backward.actions
-    )
+    assert list(
+        dict.fromkeys(Action(each.kind, each.unit) for each in layerwise.forward.actions)
+    ) == list(whole.forward.actions)
+    assert list(
+        dict.fromkeys(Action(each.kind, each.unit) for each in layerwise.backward.actions)
+    ) == list(whole.backward.actions)
     for unit in range(len(sizes)):
         expected = range(parts.layerwise_micro_batches) if unit in cut else [None]
         assert [each.micro_batch for each in layerwise.forward.computes[unit]] == list(expected)
-        assert [each.micro_batch for each in layerwise.backward.computes[unit]] == list(expected)[::-1]
+        assert [each.micro_batch for each in layerwise.backward.computes[unit]] == list(expected)[
+            ::-1
+        ]
 
 
 def test_replicas_meet_once_a_step_when_all_units_are_summed_and_updates_come_behind_that() -> None:
-    schedule = plan_schedule([10, 100], range(2), PlanSettings(window_numel=0), all_reduced=(0, 1), ahead={1})
+    schedule = plan_schedule(
+        [10, 100], range(2), PlanSettings(window_numel=0), all_reduced=(0, 1), ahead={1}
+    )
     assert " ".join(map(str, schedule.backward.actions)) == "G0 B0 G1 B1 S1 R1 S0 A1 U1 A0 R0"
     assert " ".join(map(str, schedule.accumulate.actions)) == "G0 B0 G1 B1 S1 R1 S0 R0"
     assert [times for _, times in schedule.passes(4)] == [4, 3, 1]
@@ -180,7 +216,11 @@ SOUND = (FORWARD, BACKWARD)
 @pytest.mark.parametrize(
     ("forward", "backward", "says"),
     [
-        ("G0 F0 F1.0 F1.1 R0", BACKWARD, r"F1\.0 uses \[1\], which is not gathered, in \.\.\. G0 F0 F1\.0"),
+        (
+            "G0 F0 F1.0 F1.1 R0",
+            BACKWARD,
+            r"F1\.0 uses \[1\], which is not gathered, in \.\.\. G0 F0 F1\.0",
+        ),
         ("G0 F0 G1 F1.0 R1 F1.1 R0", BACKWARD, r"F1\.1 uses \[1\], which is not gathered"),
         ("G0 F0 G1 R0 F1.0 F1.1 R1", BACKWARD, r"F1\.0 uses \[0\], which is not gathered"),
         ("G0 F0 G1 F1.0 R1 G1 F1.1 R1 R0", BACKWARD, "G1 is the second gather of a pass"),
@@ -191,15 +231,31 @@ SOUND = (FORWARD, BACKWARD)
         ("G0 F0 U1 U1 G1 F1.0 F1.1 R1 R0", BACKWARD, "U1 is the second update of a pass"),
         (FORWARD, BACKWARD.replace("B1.1", "B1.2"), r"B1\.2 goes backward without a forward"),
         (FORWARD, BACKWARD.replace("B1.1 ", ""), "S1 comes before the last backward of its unit"),
-        (FORWARD, BACKWARD.replace("B1.0 S1", "S1 B1.0"), "S1 comes before the last backward of its unit"),
+        (
+            FORWARD,
+            BACKWARD.replace("B1.0 S1", "S1 B1.0"),
+            "S1 comes before the last backward of its unit",
+        ),
         (FORWARD, BACKWARD.replace("S1", "S1 S1"), "S1 is the second sum of a backward"),
-        (FORWARD, BACKWARD.replace("B1.1 B1.0 S1 ", ""), r"A1 comes before the sums of \[1\] over the shards"),
-        (FORWARD, BACKWARD.replace("S0 A1", "A1 S0"), r"A1 comes before the sums of \[0\] over the shards"),
+        (
+            FORWARD,
+            BACKWARD.replace("B1.1 B1.0 S1 ", ""),
+            r"A1 comes before the sums of \[1\] over the shards",
+        ),
+        (
+            FORWARD,
+            BACKWARD.replace("S0 A1", "A1 S0"),
+            r"A1 comes before the sums of \[0\] over the shards",
+        ),
         (FORWARD, BACKWARD.replace("A1", "A1 A1"), "A1 is the second sum over replicas"),
         (FORWARD, BACKWARD.replace("S1", "S1 U1"), "U1 comes before the last sum of its unit"),
         (FORWARD, BACKWARD.removesuffix(" R0"), r"units \[0\] stay gathered"),
         (FORWARD, "G0 B0 S0 R0", r"units \[1\] never went backward"),
-        (FORWARD, BACKWARD.replace("S1 ", "").replace("A1 A0 ", ""), r"units \[1\] are summed or not"),
+        (
+            FORWARD,
+            BACKWARD.replace("S1 ", "").replace("A1 A0 ", ""),
+            r"units \[1\] are summed or not",
+        ),
         (FORWARD, BACKWARD.replace("A1 ", ""), r"units \[1\] are summed over replicas or not"),
     ],
 )
@@ -248,7 +304,9 @@ def test_a_unit_is_in_use_until_the_last_inside_it_is_done() -> None:
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_any_schedule_of_units_inside_units_has_what_it_uses_and_all_that_is_around_it(seed: int) -> None:
+def test_any_schedule_of_units_inside_units_has_what_it_uses_and_all_that_is_around_it(
+    seed: int,
+) -> None:
     draw = random.Random(seed)
     names = ["root"]
     while len(names) < draw.randint(2, 12):
@@ -259,7 +317,9 @@ def test_any_schedule_of_units_inside_units_has_what_it_uses_and_all_that_is_aro
     sizes = [draw.randint(0, 50) for _ in names]
     window, ahead, keep = (draw.choice([0, 10, 60, 150, 10**9]) for _ in range(3))
     tier = draw.choice(list(Tier))
-    settings = PlanSettings(window_numel=window, ahead_numel=ahead, keep_numel=keep, weight_tier=tier)
+    settings = PlanSettings(
+        window_numel=window, ahead_numel=ahead, keep_numel=keep, weight_tier=tier
+    )
     schedule = plan_schedule(sizes, range(len(names)), settings, around)
     live: set[int] = set()
     chains = {}

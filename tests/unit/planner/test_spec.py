@@ -11,7 +11,9 @@ from deepseek_zero.precision.policy import Policy
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
-def plan_of(stage: int, policy: Policy | None = None, dtype: torch.dtype = FP32, **changes: object) -> ShardPlan:
+def plan_of(
+    stage: int, policy: Policy | None = None, dtype: torch.dtype = FP32, **changes: object
+) -> ShardPlan:
     asked = {"trainable": True, "persistent": False, "ranks": 4} | changes
     accumulation = asked.pop("accumulation", 1)
     settings = PlanSettings(stage=stage, policy=policy or Policy(), accumulation=accumulation)  # type: ignore[arg-type]
@@ -28,15 +30,30 @@ def test_the_stages_are_the_columns_of_the_table() -> None:
 
 
 def test_persistent_parameters_of_stage_3_follow_stage_2_and_nothing_changes_below() -> None:
-    assert [letters(plan_of(stage, persistent=True)) for stage in range(4)] == ["RPRR", "RPSS", "RSSS", "RSSS"]
+    assert [letters(plan_of(stage, persistent=True)) for stage in range(4)] == [
+        "RPRR",
+        "RPSS",
+        "RSSS",
+        "RSSS",
+    ]
 
 
 def test_frozen_parameters_have_a_weight_and_nothing_else() -> None:
-    assert [letters(plan_of(stage, trainable=False)) for stage in range(4)] == ["R---", "R---", "R---", "S---"]
+    assert [letters(plan_of(stage, trainable=False)) for stage in range(4)] == [
+        "R---",
+        "R---",
+        "R---",
+        "S---",
+    ]
 
 
 def test_in_a_world_of_one_gradients_stay_where_they_are_collected() -> None:
-    assert [letters(plan_of(stage, ranks=1)) for stage in range(4)] == ["RPRR", "RPSS", "RPSS", "SPSS"]
+    assert [letters(plan_of(stage, ranks=1)) for stage in range(4)] == [
+        "RPRR",
+        "RPSS",
+        "RPSS",
+        "SPSS",
+    ]
 
 
 @pytest.mark.parametrize(

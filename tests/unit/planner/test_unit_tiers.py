@@ -1,4 +1,6 @@
-"""Places for units: the fastest memory first, weights before states, the first units before the last."""
+"""Places for units: the fastest memory first, weights before states, the first units before the
+last.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from deepseek_zero.base.errors import OutOfMemoryError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.auto_wrap_policy import read_model
 from deepseek_zero.planner.spec import PlanSettings, UnitTiers
-from deepseek_zero.planner.unit_tiers import TierChoices, assign_tiers, describe_tiers, split_by_ratio
+from deepseek_zero.planner.unit_tiers import (
+    TierChoices,
+    assign_tiers,
+    describe_tiers,
+    split_by_ratio,
+)
 from deepseek_zero.planner.units import UnitPlan, plan_units
 from deepseek_zero.precision.policy import Policy
 from deepseek_zero.tiers.tier import Tier
@@ -22,8 +29,13 @@ PLENTY = 1 << 40
 
 def units(stage: int = 3) -> dict[Tier, tuple[UnitPlan, ...]]:
     policy = Policy(compute=torch.bfloat16)
-    settings = {tier: PlanSettings(stage, policy, 1, 0, weight_tier=tier, state_tier=tier) for tier in ALL}
-    return {tier: plan_units(read_model(Gpt(), each), each, Mesh(dp_shard=2)) for tier, each in settings.items()}
+    settings = {
+        tier: PlanSettings(stage, policy, 1, 0, weight_tier=tier, state_tier=tier) for tier in ALL
+    }
+    return {
+        tier: plan_units(read_model(Gpt(), each), each, Mesh(dp_shard=2))
+        for tier, each in settings.items()
+    }
 
 
 def weight_bytes(number: int) -> int:
@@ -39,14 +51,19 @@ def test_where_there_is_room_everything_is_on_the_device() -> None:
 def test_weights_come_first_then_the_states_of_the_first_units() -> None:
     weights = sum(weight_bytes(number) for number in range(len(units()[DEVICE])))
     first = weight_bytes(0) // 2 * (2 + 2 + 8)  # gradient, the lower half of the master, moments
-    rests = assign_tiers(units(), TierChoices(ALL, ALL), {DEVICE: weights + first, HOST: 0, NVME: PLENTY}, 2)
+    rests = assign_tiers(
+        units(), TierChoices(ALL, ALL), {DEVICE: weights + first, HOST: 0, NVME: PLENTY}, 2
+    )
     assert {rest.weights for rest in rests} == {DEVICE}
     assert [rest.states for rest in rests] == [DEVICE, *[NVME] * (len(rests) - 1)]
 
 
 def test_what_overflows_one_memory_goes_to_the_next() -> None:
     rests = assign_tiers(
-        units(), TierChoices(ALL, ALL), {DEVICE: weight_bytes(0), HOST: weight_bytes(1), NVME: PLENTY}, 2
+        units(),
+        TierChoices(ALL, ALL),
+        {DEVICE: weight_bytes(0), HOST: weight_bytes(1), NVME: PLENTY},
+        2,
     )
     assert [rest.weights for rest in rests][:3] == [DEVICE, HOST, NVME]
 
@@ -57,7 +74,9 @@ def test_what_is_fixed_is_not_chosen() -> None:
 
 
 def test_what_fits_nowhere_is_named() -> None:
-    with pytest.raises(OutOfMemoryError, match=r"weight of unit 'root' need .* fit nowhere: 8 B are left of device"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"weight of unit 'root' need .* fit nowhere: 8 B are left of device"
+    ):
         assign_tiers(units(), TierChoices((DEVICE,), (DEVICE,)), {DEVICE: 8}, 2)
 
 
@@ -73,5 +92,12 @@ def test_a_ratio_keeps_whole_units_and_offloads_at_least_the_share(ratio: float)
 
 
 def test_one_line_tells_it() -> None:
-    rests = [UnitTiers("a", DEVICE, NVME), UnitTiers("b", DEVICE, DEVICE), UnitTiers("c", NVME, NVME)]
-    assert describe_tiers(rests) == "device: weights of 2 units, states of 1; nvme: weights of 1 units, states of 2"
+    rests = [
+        UnitTiers("a", DEVICE, NVME),
+        UnitTiers("b", DEVICE, DEVICE),
+        UnitTiers("c", NVME, NVME),
+    ]
+    assert (
+        describe_tiers(rests)
+        == "device: weights of 2 units, states of 1; nvme: weights of 1 units, states of 2"
+    )

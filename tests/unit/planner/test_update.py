@@ -26,7 +26,9 @@ def unit_of(numel: int, ranks: int, stage: int, policy: Policy | None = None) ->
     return UnitPlan("unit", (GroupPlan(plan, even_layout(["weight"], [(numel,)], ranks)),))
 
 
-def update_of(unit: UnitPlan, rank: int, optimizer: str = "AdamW", tile_numel: int = 1 << 22) -> UpdatePlan:
+def update_of(
+    unit: UnitPlan, rank: int, optimizer: str = "AdamW", tile_numel: int = 1 << 22
+) -> UpdatePlan:
     settings = UpdateSettings(optimizer, (ParamGroupPlan({}, frozenset({"weight"})),), tile_numel)
     return plan_update([unit], settings, rank)
 
@@ -42,7 +44,9 @@ class Tensors(torch.nn.Module):
 def bytes_of(numel: int, ranks: int, rank: int, stage: int) -> dict[str, int]:
     settings = PlanSettings(stage=stage, persistence_numel=0)
     update = UpdateSettings("AdamW", (ParamGroupPlan({}, frozenset({"weight"})),))
-    plan: Plan = plan_model(Tensors(numel), settings, Mesh(dp_shard=ranks, rank=rank), update=update)
+    plan: Plan = plan_model(
+        Tensors(numel), settings, Mesh(dp_shard=ranks, rank=rank), update=update
+    )
     return plan.bytes_by_state()
 
 
@@ -50,7 +54,12 @@ def test_padding_is_held_of_weights_and_gradients_and_not_of_moments() -> None:
     # 1,500 elements, padded to 2 x 1,024: rank 0 owns 1,024 elements, rank 1 the other 476
     found = [bytes_of(1500, 2, rank, 3) for rank in range(2)]
     buffers = found[0].pop("buffers")
-    assert found[0] == {"weight": 4 * 1024 + 4, "grad": 4 * 1024, "master": 0, "moments": 8 * 1024 + 4}
+    assert found[0] == {
+        "weight": 4 * 1024 + 4,
+        "grad": 4 * 1024,
+        "master": 0,
+        "moments": 8 * 1024 + 4,
+    }
     assert found[1] == found[0] | {"moments": 8 * 476 + 4, "buffers": buffers}
 
 
@@ -60,8 +69,15 @@ def test_a_rank_that_owns_nothing_of_a_unit_keeps_no_moments_of_it() -> None:
 
 
 def test_a_replicated_master_is_cut_where_slices_end_and_each_shard_has_a_counter() -> None:
-    def sizes(numel: int, ranks: int, stage: int, rank: int, tile_numel: int = 1 << 22) -> list[int]:
-        return [shard.numel for shard in update_of(unit_of(numel, ranks, stage), rank, tile_numel=tile_numel).shards[0]]
+    def sizes(
+        numel: int, ranks: int, stage: int, rank: int, tile_numel: int = 1 << 22
+    ) -> list[int]:
+        return [
+            shard.numel
+            for shard in update_of(
+                unit_of(numel, ranks, stage), rank, tile_numel=tile_numel
+            ).shards[0]
+        ]
 
     assert sizes(2500, ranks=3, stage=0, rank=0) == [1024, 1024, 452]
     assert sizes(2500, ranks=3, stage=1, rank=2) == [452]
@@ -70,16 +86,26 @@ def test_a_replicated_master_is_cut_where_slices_end_and_each_shard_has_a_counte
 
 def units_of(sizes: list[int], policy: Policy) -> list[UnitPlan]:
     """Units of one tensor each, on one rank."""
-    plan = plan_for(PlanSettings(stage=0, policy=policy), torch.float32, trainable=True, persistent=False, ranks=1)
+    plan = plan_for(
+        PlanSettings(stage=0, policy=policy),
+        torch.float32,
+        trainable=True,
+        persistent=False,
+        ranks=1,
+    )
     return [
         UnitPlan(str(k), (GroupPlan(plan, even_layout([f"w{k}"], [(size,)], 1, block=1)),))
         for k, size in enumerate(sizes)
     ]
 
 
-def scratch_of(sizes: list[int], tile_numel: int, policy: Policy | None = None, *, scales: bool = False) -> int:
+def scratch_of(
+    sizes: list[int], tile_numel: int, policy: Policy | None = None, *, scales: bool = False
+) -> int:
     names = frozenset(f"w{k}" for k in range(len(sizes)))
-    settings = UpdateSettings("AdamW", (ParamGroupPlan({}, names),), tile_numel, scales_grads=scales)
+    settings = UpdateSettings(
+        "AdamW", (ParamGroupPlan({}, names),), tile_numel, scales_grads=scales
+    )
     return plan_update(units_of(sizes, policy or Policy()), settings, 0).scratch_bytes
 
 
@@ -94,7 +120,8 @@ def test_scratch_is_the_fullest_tile_and_only_where_gradients_are_cast_or_master
 
 
 def tiles_beside(device: torch.device, tiers: tuple[Tier, ...], policy: Policy) -> UpdatePlan:
-    """Return the update of a tensor of 10,000 elements per tier, in tiles of 8,192 on the device and 1,024 on the host.
+    """Return the update of a tensor of 10,000 elements per tier, in tiles of 8,192 on the device
+    and 1,024 on the host.
 
     tiers: of the states of each tensor.
     """
@@ -128,7 +155,9 @@ def test_tensors_that_an_optimizer_needs_whole_are_shards_of_their_own() -> None
     names = frozenset(name for name, _ in model.named_parameters())
     update = UpdateSettings("Lamb", (ParamGroupPlan({}, names, is_uncut=True),))
     plans = [
-        plan_model(model, PlanSettings(persistence_numel=0), Mesh(dp_shard=3, rank=rank), update=update)
+        plan_model(
+            model, PlanSettings(persistence_numel=0), Mesh(dp_shard=3, rank=rank), update=update
+        )
         for rank in range(3)
     ]
     shards = [shard for plan in plans if plan.update is not None for shard in plan.update.shards[0]]

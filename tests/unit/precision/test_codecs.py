@@ -21,7 +21,9 @@ def coded(codec: Blocks | Cast, values: Tensor, scratch_numel: int = LARGE) -> T
     return message
 
 
-def decoded(codec: Blocks | Cast, message: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def decoded(
+    codec: Blocks | Cast, message: Tensor, numel: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
     out = torch.full((numel,), 7.0, dtype=dtype)
     codec.decode(message, 0, numel, out, torch.empty(LARGE))
     return out
@@ -30,7 +32,11 @@ def decoded(codec: Blocks | Cast, message: Tensor, numel: int, dtype: torch.dtyp
 def values_of(codec: Blocks, blocks: int = 12) -> Tensor:
     """Values of very different sizes, from block to block and within one."""
     shape = (blocks, codec.block)
-    return (torch.randn(shape) * torch.exp(4 * torch.randn(shape)) * torch.exp(9 * torch.randn(blocks, 1))).view(-1)
+    return (
+        torch.randn(shape)
+        * torch.exp(4 * torch.randn(shape))
+        * torch.exp(9 * torch.randn(blocks, 1))
+    ).view(-1)
 
 
 def defined(codec: Blocks, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,7 +50,9 @@ def defined(codec: Blocks, values: Tensor) -> tuple[Tensor, Tensor]:
 
 @named
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_codes_are_the_defined_ones_and_miss_a_value_by_half_a_scale_at_most(codec: Blocks, dtype: torch.dtype) -> None:
+def test_codes_are_the_defined_ones_and_miss_a_value_by_half_a_scale_at_most(
+    codec: Blocks, dtype: torch.dtype
+) -> None:
     values = values_of(codec).clamp(-6e4, 6e4).to(dtype)
     codes, scale = defined(codec, values)
     message = coded(codec, values)
@@ -72,7 +80,9 @@ def test_any_two_codes_of_four_bits_share_a_byte_and_no_zero_has_a_sign() -> Non
 
 
 @named
-def test_neither_the_size_of_a_tile_nor_the_part_that_is_decoded_changes_a_bit(codec: Blocks) -> None:
+def test_neither_the_size_of_a_tile_nor_the_part_that_is_decoded_changes_a_bit(
+    codec: Blocks,
+) -> None:
     values = values_of(codec, blocks=22)
     message = coded(codec, values)
     whole = decoded(codec, message, values.numel())
@@ -98,10 +108,14 @@ def test_what_is_not_finite_makes_its_block_nan_and_no_other(codec: Blocks, stra
 
 
 @named
-def test_blocks_of_zeros_and_of_numbers_too_small_for_a_scale_are_exact_zeros(codec: Blocks) -> None:
+def test_blocks_of_zeros_and_of_numbers_too_small_for_a_scale_are_exact_zeros(
+    codec: Blocks,
+) -> None:
     values = torch.zeros(4, codec.block)
     values[1] = 1e-40
-    values[2] = SMALLEST_SCALE * {8: 126, 4: 6}[codec.bits]  # of which the scale is just below the least
+    values[2] = (
+        SMALLEST_SCALE * {8: 126, 4: 6}[codec.bits]
+    )  # of which the scale is just below the least
     values[3, 0] = SMALLEST_SCALE * {8: 130, 4: 8}[codec.bits]
     found = decoded(codec, coded(codec, values.view(-1)), values.numel()).view_as(values)
     assert torch.equal(found[:3], torch.zeros(3, codec.block))
@@ -143,7 +157,9 @@ def test_a_message_may_be_written_in_parts_and_multiplied(codec: Blocks | Cast) 
     assert torch.equal(decoded(codec, message, 8192), 4 * before)
 
 
-@pytest.mark.parametrize("kept", [Cast(torch.float32), Cast(torch.bfloat16), Blocks(8, 256)], ids=str)
+@pytest.mark.parametrize(
+    "kept", [Cast(torch.float32), Cast(torch.bfloat16), Blocks(8, 256)], ids=str
+)
 def test_what_is_left_out_is_sent_later_whatever_the_tile_and_nothing_is_kept_of_what_is_not_finite(
     kept: Blocks | Cast,
 ) -> None:
@@ -160,8 +176,14 @@ def test_what_is_left_out_is_sent_later_whatever_the_tile_and_nothing_is_kept_of
         left = decoded(kept, errors.memory, 2 * numel)
         assert not left[:numel].any()
         missing = values.float().sum(0) - total
-        torch.testing.assert_close(missing, left[numel:], atol=1e-4 if kept == Cast(torch.float32) else 0.2, rtol=0.0)
-    assert all(torch.equal(mine, other) for pair in messages[1:] for mine, other in zip(pair, messages[0], strict=True))
+        torch.testing.assert_close(
+            missing, left[numel:], atol=1e-4 if kept == Cast(torch.float32) else 0.2, rtol=0.0
+        )
+    assert all(
+        torch.equal(mine, other)
+        for pair in messages[1:]
+        for mine, other in zip(pair, messages[0], strict=True)
+    )
     strange = values[0].clone()
     strange[700] = float("inf")
     errors.encode(wire, strange, message, numel, torch.empty(LARGE))
@@ -170,7 +192,9 @@ def test_what_is_left_out_is_sent_later_whatever_the_tile_and_nothing_is_kept_of
     assert left.isfinite().all() and not left[640:768].any() and left[:640].any()
 
 
-def test_signs_are_a_bit_each_and_one_scale_whatever_packs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signs_are_a_bit_each_and_one_scale_whatever_packs_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     codec, numel = Signs(), 1 << 17
     values = torch.randn(numel)
     values[numel - 100 :] = 0.0  # padding, which is positive
@@ -178,7 +202,10 @@ def test_signs_are_a_bit_each_and_one_scale_whatever_packs_them(monkeypatch: pyt
     scale = (values.double().square().sum() / (numel - 100)).sqrt().float()
     assert codec.length(numel) == numel // 8 + 4
     messages = []
-    for packed_bits, bits_of in ((codecs._packed_bits, codecs._bits_of), (codecs._packed_there, codecs._bits_there)):
+    for packed_bits, bits_of in (
+        (codecs._packed_bits, codecs._bits_of),
+        (codecs._packed_there, codecs._bits_there),
+    ):
         monkeypatch.setattr(codecs, "_packed_bits", packed_bits)
         monkeypatch.setattr(codecs, "_bits_of", bits_of)
         messages.append(torch.zeros(codec.length(numel), dtype=torch.uint8))

@@ -1,4 +1,6 @@
-"""Fewer bits: what is kept comes back, what changes a little every step changes on average by that much."""
+"""Fewer bits: what is kept comes back, what changes a little every step changes on average by that
+much.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,13 @@ def some_values(numel: int, *, signed: bool, spread: float = 12.0) -> Tensor:
 def test_chance_depends_on_step_name_and_element_alone() -> None:
     whole = StochasticRounding(3).of("exp_avg of a", 0, 1000)
     for start, stop in ((0, 1), (1, 18), (15, 999), (512, 1000)):
-        assert torch.equal(StochasticRounding(3).of("exp_avg of a", start, stop - start), whole[start:stop])
-    for other in (StochasticRounding(4).of("exp_avg of a", 0, 1000), StochasticRounding(3).of("exp_avg of b", 0, 1000)):
+        assert torch.equal(
+            StochasticRounding(3).of("exp_avg of a", start, stop - start), whole[start:stop]
+        )
+    for other in (
+        StochasticRounding(4).of("exp_avg of a", 0, 1000),
+        StochasticRounding(3).of("exp_avg of b", 0, 1000),
+    ):
         assert (other != whole).float().mean() > 0.99
     assert abs((whole.int() & 0xFFFF).float().mean() - 0x7FFF) < 3000
 
@@ -85,7 +92,10 @@ def test_what_chance_made_of_it_comes_back_the_same(kind: str) -> None:
 def test_the_mean_over_many_chances_is_the_value(kind: str) -> None:
     tiny = KINDS[kind]
     values = some_values(BLOCK, signed=tiny.is_signed, spread=8.0)
-    total = sum(kept(tiny, values, StochasticRounding(step).of("x", 0, BLOCK)).double() for step in range(2000))
+    total = sum(
+        kept(tiny, values, StochasticRounding(step).of("x", 0, BLOCK)).double()
+        for step in range(2000)
+    )
     assert isinstance(total, Tensor)
     off = ((total / 2000 - values).abs() / values.abs().clamp(min=1e-30))[values != 0]
     assert float(off.max()) < 0.01
@@ -94,7 +104,10 @@ def test_the_mean_over_many_chances_is_the_value(kind: str) -> None:
 def test_a_magnitude_that_is_not_zero_never_becomes_zero() -> None:
     values = torch.zeros(BLOCK)
     values[0], values[1] = 1.0, 1e-30
-    assert all(float(kept(MAGNITUDES, values, StochasticRounding(step).of("x", 0, BLOCK))[1]) > 0 for step in range(50))
+    assert all(
+        float(kept(MAGNITUDES, values, StochasticRounding(step).of("x", 0, BLOCK))[1]) > 0
+        for step in range(50)
+    )
     assert float(kept(SIGNED, values)[1]) == 0.0
 
 
@@ -131,6 +144,8 @@ def test_a_running_mean_moves_by_chance_and_stands_still_without() -> None:
 
 
 def test_an_unknown_state_is_refused_by_name() -> None:
-    assert storage_format("fp32", "whatever") is None and isinstance(storage_format("bf16", "whatever"), BFloat16Format)
+    assert storage_format("fp32", "whatever") is None and isinstance(
+        storage_format("bf16", "whatever"), BFloat16Format
+    )
     with pytest.raises(NotBuiltError, match="acc_delta"):
         storage_format("8bit", "acc_delta")

@@ -48,15 +48,25 @@ HYSTERESIS_1 = [(BAD, 8, 1), (BAD, 4, 1), (GOOD, 4, 1), (GOOD, 8, 1), (GOOD, 16,
 @pytest.mark.parametrize(
     ("settings", "table"),
     [
-        (LossScaleSettings(initial_scale_power=4, loss_scale_window=3, hysteresis=2), WINDOW_3_HYSTERESIS_2),
         (
-            LossScaleSettings(initial_scale_power=4, loss_scale_window=3, hysteresis=3, consecutive_hysteresis=True),
+            LossScaleSettings(initial_scale_power=4, loss_scale_window=3, hysteresis=2),
+            WINDOW_3_HYSTERESIS_2,
+        ),
+        (
+            LossScaleSettings(
+                initial_scale_power=4,
+                loss_scale_window=3,
+                hysteresis=3,
+                consecutive_hysteresis=True,
+            ),
             WINDOW_3_CONSECUTIVE_3,
         ),
         (LossScaleSettings(initial_scale_power=4, loss_scale_window=1, hysteresis=1), HYSTERESIS_1),
     ],
 )
-def test_the_scale_moves_as_in_deepspeed(settings: LossScaleSettings, table: list[tuple[bool, int, int]]) -> None:
+def test_the_scale_moves_as_in_deepspeed(
+    settings: LossScaleSettings, table: list[tuple[bool, int, int]]
+) -> None:
     scaler = LossScaler(settings)
     seen = []
     for verdict, _, _ in table:

@@ -6,10 +6,44 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepseek_zero.precision.policy import CANONICAL_NAN, CAST_TILE, cast_master, join, scratch_numel, split
+from deepseek_zero.precision.policy import (
+    CANONICAL_NAN,
+    CAST_TILE,
+    cast_master,
+    join,
+    scratch_numel,
+    split,
+)
 
-INTERESTING_LOW = (0, 1, 2, 0x3FFF, 0x4000, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xBFFF, 0xC000, 0xFFFE, 0xFFFF)
-SOME_HIGH = (0x0000, 0x0001, 0x007F, 0x0080, 0x3F80, 0x3FFF, 0x7F00, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF)
+INTERESTING_LOW = (
+    0,
+    1,
+    2,
+    0x3FFF,
+    0x4000,
+    0x7FFE,
+    0x7FFF,
+    0x8000,
+    0x8001,
+    0xBFFF,
+    0xC000,
+    0xFFFE,
+    0xFFFF,
+)
+SOME_HIGH = (
+    0x0000,
+    0x0001,
+    0x007F,
+    0x0080,
+    0x3F80,
+    0x3FFF,
+    0x7F00,
+    0x7F7F,
+    0x7F80,
+    0x7F81,
+    0x7FC0,
+    0x7FFF,
+)
 
 
 def values_of(high: Tensor, low: Tensor) -> Tensor:
@@ -19,7 +53,9 @@ def values_of(high: Tensor, low: Tensor) -> Tensor:
 
 
 def every_exponent() -> Tensor:
-    """All 65,536 upper halves with lower halves around each border: subnormals, ties, infinities, NaNs."""
+    """All 65,536 upper halves with lower halves around each border: subnormals, ties, infinities,
+    NaNs.
+    """
     return values_of(torch.arange(1 << 16), torch.tensor(INTERESTING_LOW))
 
 
@@ -30,7 +66,9 @@ def every_remainder() -> Tensor:
 
 
 def cast_by_the_definition(master: Tensor) -> Tensor:
-    """Add half of the last kept bit to the magnitude and cut; infinity is cut, and each NaN is the canonical one."""
+    """Add half of the last kept bit to the magnitude and cut; infinity is cut, and each NaN is the
+    canonical one.
+    """
     bits = master.view(torch.int32)
     kept = torch.where((bits & 0x007FFFFF) != 0, CANONICAL_NAN, bits)
     rounded = torch.where((bits & 0x7F800000) == 0x7F800000, kept, bits + 0x8000)
@@ -65,11 +103,20 @@ def test_a_weight_and_its_remainder_give_the_bits_back(case: str) -> None:
     join(weight, remainder, back)
     numbers = ~master.isnan()
     assert torch.equal(back.view(torch.int32)[numbers], master.view(torch.int32)[numbers])
-    assert bool((back.view(torch.int32)[~numbers] == CANONICAL_NAN).all()) and bool(weight[~numbers].isnan().all())
+    assert bool((back.view(torch.int32)[~numbers] == CANONICAL_NAN).all()) and bool(
+        weight[~numbers].isnan().all()
+    )
 
 
 def test_the_largest_number_rounds_to_infinity_and_comes_back() -> None:
-    master = torch.tensor([torch.finfo(torch.float32).max, torch.finfo(torch.float32).min, float("inf"), -float("inf")])
+    master = torch.tensor(
+        [
+            torch.finfo(torch.float32).max,
+            torch.finfo(torch.float32).min,
+            float("inf"),
+            -float("inf"),
+        ]
+    )
     weight, remainder = halves_of(master)
     assert bool(weight.isinf().all())
     assert remainder.tolist() == [-1, -1, 0, 0]
@@ -83,7 +130,10 @@ def test_tiles_do_not_show(numel: int) -> None:
     master = torch.randn(numel)
     master[numel // 2 :: 1000] = float("nan")  # some tiles have one and some have none
     weight, remainder = halves_of(master)
-    back, scratch = torch.empty_like(master), torch.empty(scratch_numel(torch.device("cpu"), numel), dtype=torch.int32)
+    back, scratch = (
+        torch.empty_like(master),
+        torch.empty(scratch_numel(torch.device("cpu"), numel), dtype=torch.int32),
+    )
     join(weight, remainder, back, scratch)
     assert torch.equal(weight.view(torch.int16), cast_by_the_definition(master).view(torch.int16))
     torch.testing.assert_close(back, master, rtol=0, atol=0, equal_nan=True)

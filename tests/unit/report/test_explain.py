@@ -1,4 +1,6 @@
-"""Where a step went: the parts add up, a wait that matters has a sentence, overlap is what was not stood still for."""
+"""Where a step went: the parts add up, a wait that matters has a sentence, overlap is what was not
+stood still for.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,25 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
 
 
 def test_before_there_are_two_steps_it_says_so() -> None:
-    assert where_steps_went(Meter(), Advice(0, 0, 0, True)) == ["steps: measured from the second one on"]
+    assert where_steps_went(Meter(), Advice(0, 0, 0, True)) == [
+        "steps: measured from the second one on"
+    ]
     assert shares(Meter()) == {}
 
 
 @pytest.mark.parametrize(
     ("lane", "advice", "sentence"),
     [
-        ("gather", Advice(0, 9**9, 5_000_000, False), "stage3_prefetch_bucket_size of 10.0M elements"),
-        ("gather", Advice(10_000_000, 14_000_000, 5_000_000, False), "stage3_max_live_parameters of 15.0M elements"),
+        (
+            "gather",
+            Advice(0, 9**9, 5_000_000, False),
+            "stage3_prefetch_bucket_size of 10.0M elements",
+        ),
+        (
+            "gather",
+            Advice(10_000_000, 14_000_000, 5_000_000, False),
+            "stage3_max_live_parameters of 15.0M elements",
+        ),
         ("gather", Advice(10_000_000, 15_000_000, 5_000_000, False), "a larger micro-batch"),
         ("gather", Advice(0, 9**9, 5_000_000, True), "another rank comes later"),
         ("reduce", Advice(0, 0, 0, False), "gradients travel slower"),
@@ -67,7 +79,9 @@ def test_overlap_is_the_share_of_what_was_under_way_that_nobody_stood_still_for(
     assert overlap_share([hidden]) == 1.0
     assert overlap_share([half]) == 0.5
     assert overlap_share([hidden, half]) == pytest.approx(5 / 6)
-    assert overlap_share([hidden, Event("gather", "c", 1.0, 2.0, (1.0, 2.0))]) == 0.75, "one waits while another flies"
+    assert overlap_share([hidden, Event("gather", "c", 1.0, 2.0, (1.0, 2.0))]) == 0.75, (
+        "one waits while another flies"
+    )
 
 
 def test_waits_for_other_memories_are_a_part_of_their_own() -> None:
@@ -95,11 +109,12 @@ DISK = Link("disk", 3 << 30, 2 << 30, 1 << 30, 3.0, 0.75, 2e9, 2.5, 4.0)
 
 def test_a_link_is_told_by_bytes_speed_what_was_hidden_and_its_bound() -> None:
     assert what_moved([DISK]) == [
-        "disk: 3.00 GiB rest there; a step reads 2.00 GiB and writes 1.00 GiB at 1.07 GB/s, 75% of that time hidden, "
-        "750 ms waited for",
-        "  bound 2.50 s a step, 62% of it reached: the disk at its best (2.00 GB/s) needs 1.61 s, the work 2.50 s",
-        "  waiting for the disk could be hidden: a larger offload_optimizer.buffer_count lets updates run further "
-        "ahead, a larger stage3_prefetch_bucket_size gathers",
+        "disk: 3.00 GiB rest there; a step reads 2.00 GiB and writes 1.00 GiB at 1.07 GB/s, 75% of "
+        "that time hidden, 750 ms waited for",
+        "  bound 2.50 s a step, 62% of it reached: the disk at its best (2.00 GB/s) needs 1.61 s, "
+        "the work 2.50 s",
+        "  waiting for the disk could be hidden: a larger offload_optimizer.buffer_count lets "
+        "updates run further ahead, a larger stage3_prefetch_bucket_size gathers",
     ]
 
 
@@ -108,7 +123,8 @@ def test_advice_is_about_the_link_that_is_waited_for_most_and_only_if_it_matters
     lines = what_moved([host, DISK])
     assert len(lines) == 5
     assert lines[-1] == (
-        "  waiting for the host cannot be hidden: more tokens per step give it more work to hide behind"
+        "  waiting for the host cannot be hidden: more tokens per step give it more work to hide "
+        "behind"
     )
     assert len(what_moved([replace(DISK, waited_seconds=0.08)])) == 2
 

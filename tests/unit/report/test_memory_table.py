@@ -1,4 +1,6 @@
-"""The memory table shows every state that takes room, and marks a plan that does not tell the truth."""
+"""The memory table shows every state that takes room, and marks a plan that does not tell the
+truth.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,12 @@ from deepseek_zero.report.memory_table import memory_table
 
 MIB = 1024**2
 ROWS = [
-    MemoryRow(0, {"weight": 8 * MIB, "grad": 8 * MIB, "moments": 16 * MIB, "master": 0}, {}, 32 * MIB),
-    MemoryRow(3, {"weight": 4 * MIB, "grad": 4 * MIB, "moments": 8 * MIB, "window": 1}, {}, 17 * MIB),
+    MemoryRow(
+        0, {"weight": 8 * MIB, "grad": 8 * MIB, "moments": 16 * MIB, "master": 0}, {}, 32 * MIB
+    ),
+    MemoryRow(
+        3, {"weight": 4 * MIB, "grad": 4 * MIB, "moments": 8 * MIB, "window": 1}, {}, 17 * MIB
+    ),
 ]
 
 
@@ -27,7 +33,10 @@ def test_the_table_has_a_row_per_stage_with_predicted_and_measured_totals() -> N
     lines = printed(memory_table(ROWS))
     assert lines[0].strip() == "Memory per rank (MiB)"
     assert "0      8.00  8.00    16.00       -      32.00     32.00   +0.00" in " ".join(lines)
-    assert any(line.split() == ["3", "4.00", "4.00", "8.00", "0.00", "16.00", "17.00", "+6.25"] for line in lines)
+    assert any(
+        line.split() == ["3", "4.00", "4.00", "8.00", "0.00", "16.00", "17.00", "+6.25"]
+        for line in lines
+    )
 
 
 def test_the_table_of_all_states_fits_eighty_columns() -> None:

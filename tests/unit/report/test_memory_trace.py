@@ -1,4 +1,6 @@
-"""The memory of a step by kind: what an engine holds under its name, activations after the phase that made them."""
+"""The memory of a step by kind: what an engine holds under its name, activations after the phase
+that made them.
+"""
 
 from __future__ import annotations
 

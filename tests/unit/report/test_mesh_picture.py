@@ -1,4 +1,6 @@
-"""The pictures of axes say what mesh and schedule say: places of ranks, times of computations, idle time."""
+"""The pictures of axes say what mesh and schedule say: places of ranks, times of computations, idle
+time.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +40,22 @@ def test_of_many_ranks_the_first_and_the_last_are_shown() -> None:
     assert len(ranks) == 27 and ranks[0] == 0 and ranks[-1] == mesh.world_size - 1
 
 
-@pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), ("interleaved", 2), ("breadth_first", 2)])
+@pytest.mark.parametrize(
+    ("name", "virtual"), [("1f1b", 1), ("interleaved", 2), ("breadth_first", 2)]
+)
 @pytest.mark.parametrize(("ranks", "many"), [(2, 2), (4, 8), (8, 16)])
-def test_bars_are_the_schedules_and_what_is_left_is_idle(name: str, virtual: int, ranks: int, many: int) -> None:
+def test_bars_are_the_schedules_and_what_is_left_is_idle(
+    name: str, virtual: int, ranks: int, many: int
+) -> None:
     bars, length, idle = bars_of(pipeline(name, ranks, virtual, many))
     assert len(bars) == 2 * ranks * virtual * many
     for rank in range(ranks):
         own = sorted((bar for bar in bars if bar.rank == rank), key=lambda bar: bar.start)
         pairs = itertools.pairwise(own)
         assert all(before.start + before.length <= after.start + 1e-9 for before, after in pairs)
-        assert {bar.micro for bar in own if bar.kind is StageActionKind.BACKWARD} == set(range(many))
+        assert {bar.micro for bar in own if bar.kind is StageActionKind.BACKWARD} == set(
+            range(many)
+        )
     assert idle == pytest.approx(1 - 3 * many / length)
     if name == "1f1b":
         assert length == 3 * (many + ranks - 1)
@@ -61,7 +69,9 @@ def test_bars_are_the_schedules_and_what_is_left_is_idle(name: str, virtual: int
         (Mesh(dp_replicate=2, dp_shard=2), None),
     ],
 )
-def test_a_plan_with_axes_is_drawn_below_its_units(tmp_path: Path, mesh: Mesh, plan: PipelinePlan | None) -> None:
+def test_a_plan_with_axes_is_drawn_below_its_units(
+    tmp_path: Path, mesh: Mesh, plan: PipelinePlan | None
+) -> None:
     pytest.importorskip("matplotlib")
     places = [UnitPlace("root", {("weight", Tier.DEVICE): 4096}, True)]
     schedule = plan_schedule([10], [0], PlanSettings())

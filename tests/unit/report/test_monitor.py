@@ -1,4 +1,6 @@
-"""Monitors write DeepSpeed's layout on rank 0 and name the package that is missing on every rank."""
+"""Monitors write DeepSpeed's layout on rank 0 and name the package that is missing on every
+rank.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ import pytest
 
 from deepseek_zero.base.errors import NotBuiltError
 from deepseek_zero.report import monitor
-from deepseek_zero.report.monitor import CometSettings, FileSettings, MonitorMaster, MonitorSettings, WandbSettings
+from deepseek_zero.report.monitor import (
+    CometSettings,
+    FileSettings,
+    MonitorMaster,
+    MonitorSettings,
+    WandbSettings,
+)
 
 EVENTS = [("Train/Samples/train_loss", 2.5, 8), ("Train/Samples/lr", 0.001, 8), ("my loss", 1.0, 8)]
 
@@ -30,7 +38,9 @@ class Recorder:
         return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
 
 
-def install(monkeypatch: pytest.MonkeyPatch, name: str, starter: str) -> tuple[Recorder, dict[str, Any]]:
+def install(
+    monkeypatch: pytest.MonkeyPatch, name: str, starter: str
+) -> tuple[Recorder, dict[str, Any]]:
     """Put a package called `name` in place whose function `starter` returns a Recorder."""
     recorder, started = Recorder(), {}
     package = ModuleType(name)
@@ -73,7 +83,9 @@ def test_a_restarted_csv_monitor_appends_under_one_header(tmp_path: Path) -> Non
     assert (tmp_path / "job" / "Train_Samples_lr.csv").read_text() == "step,lr\n8,0.5\n16,0.5\n"
 
 
-def test_other_ranks_are_enabled_but_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_are_enabled_but_write_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     master = MonitorMaster(csv_settings(tmp_path))
@@ -103,16 +115,25 @@ def test_a_missing_package_is_named_on_every_rank(
 
 def test_wandb_receives_each_event_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     run, started = install(monkeypatch, "wandb", "init")
-    master = MonitorMaster(MonitorSettings(wandb=WandbSettings(True, group="g", team="t", project="p")))
+    master = MonitorMaster(
+        MonitorSettings(wandb=WandbSettings(True, group="g", team="t", project="p"))
+    )
     master.write_events(EVENTS[:1])
     master.close()
     assert started == {"project": "p", "group": "g", "entity": "t"}
-    assert run.calls == [("log", ({"Train/Samples/train_loss": 2.5},), {"step": 8}), ("finish", (), {})]
+    assert run.calls == [
+        ("log", ({"Train/Samples/train_loss": 2.5},), {"step": 8}),
+        ("finish", (), {}),
+    ]
 
 
-def test_comet_receives_a_tag_again_only_after_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comet_receives_a_tag_again_only_after_its_interval(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     experiment, started = install(monkeypatch, "comet_ml", "start")
-    settings = CometSettings(True, samples_log_interval=10, project="p", experiment_name="trial", online=False)
+    settings = CometSettings(
+        True, samples_log_interval=10, project="p", experiment_name="trial", online=False
+    )
     master = MonitorMaster(MonitorSettings(comet=settings))
     for step in (8, 16, 18):
         master.write_events([("loss", 1.0, step)])
@@ -133,4 +154,6 @@ def test_tensorboard_writes_an_event_file(tmp_path: Path) -> None:
     master = MonitorMaster(MonitorSettings(tensorboard=FileSettings(True, str(tmp_path), "job")))
     master.write_events(EVENTS)
     master.close()
-    assert [path.name.startswith("events.out.tfevents") for path in (tmp_path / "job").iterdir()] == [True]
+    assert [
+        path.name.startswith("events.out.tfevents") for path in (tmp_path / "job").iterdir()
+    ] == [True]

@@ -26,7 +26,9 @@ from tests.in_process import Rank, run_ranks
 
 def planned(per_host: int) -> Plan:
     codes = Compression(weights=Blocks(8, 256), gradients=Blocks(4, 128))
-    settings = PlanSettings(persistence_numel=0, window_numel=0, compression=codes, ranks_per_host=per_host)
+    settings = PlanSettings(
+        persistence_numel=0, window_numel=0, compression=codes, ranks_per_host=per_host
+    )
     return plan_model(nn.Linear(512, 512, bias=False), settings, Mesh().on_world(4, 0))
 
 
@@ -53,8 +55,12 @@ def groups(per_host: int) -> Any:
 def test_bytes_are_those_of_a_step_with_and_without_codes(per_host: int) -> None:
     plan = planned(per_host)
     volume, exact = plan.volume(), plan.uncoded().volume()
-    far = 2 / 3 if per_host == 1 else (volume.state_bytes - volume.inside_hosts) / volume.state_bytes
-    links = network_links(plan, metered(plan, far), Line(4 * volume.state_bytes * far, "eth0 has"), groups(per_host))
+    far = (
+        2 / 3 if per_host == 1 else (volume.state_bytes - volume.inside_hosts) / volume.state_bytes
+    )
+    links = network_links(
+        plan, metered(plan, far), Line(4 * volume.state_bytes * far, "eth0 has"), groups(per_host)
+    )
     between, inside = links
     assert (between.name, inside.name) == (BETWEEN_HOSTS, INSIDE_A_HOST)
     assert between.sent_bytes + inside.sent_bytes == volume.state_bytes
@@ -79,7 +85,13 @@ def test_bytes_are_those_of_a_step_with_and_without_codes(per_host: int) -> None
         (2, Mesh(dp_replicate=2, dp_shard=2), 1, 1, False),
         (4, Mesh(dp_replicate=2, dp_shard=2), 1, 1, True),
     ],
-    ids=["flat", "by host", "second copies", "replicas on other hosts", "replicas and slices on other hosts"],
+    ids=[
+        "flat",
+        "by host",
+        "second copies",
+        "replicas on other hosts",
+        "replicas and slices on other hosts",
+    ],
 )
 def test_what_codes_save_between_hosts_is_what_a_run_without_them_sends(
     hosts: int, mesh: Mesh, per_host: int, secondary: int, saves: bool
@@ -107,14 +119,17 @@ def test_what_codes_save_between_hosts_is_what_a_run_without_them_sends(
             engine.backward(engine(torch.ones(1, 512)).square().mean())
             engine.step()
         meter, comm_ctx = engine.runtime.comm.meter, engine.runtime.comm_ctx
-        links = {link.name: link for link in network_links(engine.current_plan(), meter, None, comm_ctx)}
+        links = {
+            link.name: link for link in network_links(engine.current_plan(), meter, None, comm_ctx)
+        }
         far = meter.counted_bytes[1] / meter.counted_steps
         engine.destroy()
         return links, far
 
     with engines_of_threads() as here:
         coded, plain = (
-            run_ranks(4, lambda rank, coded=coded: sent(rank, coded=coded), hosts=hosts) for coded in (True, False)
+            run_ranks(4, lambda rank, coded=coded: sent(rank, coded=coded), hosts=hosts)
+            for coded in (True, False)
         )
     for (links, far), (_, without) in zip(coded, plain, strict=True):
         between = links[BETWEEN_HOSTS]

@@ -1,4 +1,6 @@
-"""The plan's picture says what the plan and the schedule say, and is drawn for few units and for many."""
+"""The plan's picture says what the plan and the schedule say, and is drawn for few units and for
+many.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,18 @@ from tests.unit.report.test_plots import is_png_of
 
 def plan_of(stage: int, tier: Tier = Tier.DEVICE, numel: int = 8192) -> Plan:
     """A plan of one unit: a tensor that Adam updates, and a frozen one."""
-    settings = PlanSettings(stage=stage, weight_tier=tier if stage == 3 else Tier.DEVICE, state_tier=tier)
+    settings = PlanSettings(
+        stage=stage, weight_tier=tier if stage == 3 else Tier.DEVICE, state_tier=tier
+    )
     plan = plan_for(settings, torch.float32, trainable=True, persistent=False, ranks=2)
     frozen = plan_for(settings, torch.float32, trainable=False, persistent=False, ranks=2)
     group = GroupPlan(plan, even_layout(["weight"], [(numel,)], 2))
     unit = UnitPlan("blocks.0", (group, GroupPlan.of_size(frozen, 4096, 2)))
     update = UpdateSettings("Adam", (ParamGroupPlan({}, frozenset({"weight"})),))
     schedule = plan_schedule([unit.gathered_numel], [0], settings)
-    return Plan(settings, Mesh(dp_shard=2), Machine(), (unit,), schedule, plan_update([unit], update, 0))
+    return Plan(
+        settings, Mesh(dp_shard=2), Machine(), (unit,), schedule, plan_update([unit], update, 0)
+    )
 
 
 @pytest.mark.parametrize("tier", list(Tier))
@@ -52,9 +58,13 @@ def test_a_unit_has_the_bytes_that_the_plan_counts(stage: int, tier: Tier) -> No
 def test_a_promoted_unit_says_so_in_its_label() -> None:
     plan = plan_of(3)
     (unit,) = plan.units
-    lifted = replace(unit, groups=tuple(group.promoted() if group.plan.grad else group for group in unit.groups))
+    lifted = replace(
+        unit, groups=tuple(group.promoted() if group.plan.grad else group for group in unit.groups)
+    )
     assert [place.label for place in places_of(plan)] == ["blocks.0"]
-    assert [place.label for place in places_of(replace(plan, units=(lifted,)))] == ["blocks.0 (fp32)"]
+    assert [place.label for place in places_of(replace(plan, units=(lifted,)))] == [
+        "blocks.0 (fp32)"
+    ]
 
 
 def test_the_strip_is_the_list_of_actions_in_columns() -> None:
@@ -62,29 +72,43 @@ def test_the_strip_is_the_list_of_actions_in_columns() -> None:
     schedule = plan_schedule([10, 100, 100, 100], range(4), settings)
     assert str(schedule).startswith("G0 G1 F0 G2 F1 R1 G3 F2 R2 F3 R3 R0 G0 G3 B0 G2 B3 S3 R3")
     strip = strip_of(schedule.actions())
-    assert strip.used[:5] == [(unit, unit, ActionKind.FORWARD) for unit in range(4)] + [(0, 4, ActionKind.BACKWARD)]
+    assert strip.used[:5] == [(unit, unit, ActionKind.FORWARD) for unit in range(4)] + [
+        (0, 4, ActionKind.BACKWARD)
+    ]
     assert strip.gathered[:5] == [(1, 0, 2), (2, 1, 3), (3, 2, 4), (0, 0, 4), (3, 4, 6)]
     assert strip.reduced == [(3, 6), (2, 7), (1, 8), (0, 8)]
 
 
 @pytest.mark.parametrize("window", [0, 250, 10**9])
 def test_every_use_lies_in_a_stretch_in_which_its_unit_is_gathered(window: int) -> None:
-    schedule = plan_schedule([10] + [100] * 9, range(10), PlanSettings(window_numel=window, ahead_numel=150))
+    schedule = plan_schedule(
+        [10] + [100] * 9, range(10), PlanSettings(window_numel=window, ahead_numel=150)
+    )
     strip = strip_of(schedule.actions())
     assert len(strip.used) == 20
     for number, column, _ in strip.used:
-        assert any(each == number and start <= column < stop for each, start, stop in strip.gathered)
+        assert any(
+            each == number and start <= column < stop for each, start, stop in strip.gathered
+        )
 
 
 @pytest.mark.parametrize("units", [1, 4, 96, 300])
 @pytest.mark.parametrize("is_gathered", [True, False])
-def test_a_plan_of_any_number_of_units_is_drawn(units: int, is_gathered: bool, tmp_path: Path) -> None:
+def test_a_plan_of_any_number_of_units_is_drawn(
+    units: int, is_gathered: bool, tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib")
     places = [
-        UnitPlace(f"blocks.{number}", {("weight", Tier.NVME): 1 << 20, ("grad", Tier.DEVICE): 1 << 18}, is_gathered)
+        UnitPlace(
+            f"blocks.{number}",
+            {("weight", Tier.NVME): 1 << 20, ("grad", Tier.DEVICE): 1 << 18},
+            is_gathered,
+        )
         for number in range(units)
     ]
-    schedule = plan_schedule([100 * is_gathered] * units, range(units), PlanSettings(window_numel=300))
+    schedule = plan_schedule(
+        [100 * is_gathered] * units, range(units), PlanSettings(window_numel=300)
+    )
     draw_plan(places, schedule, tmp_path / "plan.png", "a plan")
     assert is_png_of(tmp_path / "plan.png", least_width=1500)
 

@@ -1,4 +1,6 @@
-"""The progress display speaks in plain lines to a log, draws on a terminal, and is silent on other ranks."""
+"""The progress display speaks in plain lines to a log, draws on a terminal, and is silent on other
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,14 @@ def test_a_log_gets_no_control_characters_and_no_wrapped_lines() -> None:
 
 def test_a_line_says_what_happened_since_the_line_before() -> None:
     line = show(total=20, every=10).splitlines()[-1]
-    for part in ("loss 15.500", "lr 1.00e-03", "grad norm 0.70", "10.0k tok/s", "memory 1.00 MiB", "comm 3.00 MiB"):
+    for part in (
+        "loss 15.500",
+        "lr 1.00e-03",
+        "grad norm 0.70",
+        "10.0k tok/s",
+        "memory 1.00 MiB",
+        "comm 3.00 MiB",
+    ):
         assert part in line  # the mean loss of steps 11 to 20 is 15.5
     assert "skipped" not in line
     assert "scale" not in line

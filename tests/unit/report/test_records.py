@@ -11,7 +11,13 @@ import pytest
 
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.report.measure import MemoryRow
-from deepseek_zero.report.records import CSV_NAME, JSONL_NAME, RecordWriter, StepRecord, read_records
+from deepseek_zero.report.records import (
+    CSV_NAME,
+    JSONL_NAME,
+    RecordWriter,
+    StepRecord,
+    read_records,
+)
 
 
 def record(step: int, loss: float = 2.5, **other: object) -> StepRecord:
@@ -25,7 +31,11 @@ def write(folder: Path, *records: StepRecord) -> None:
 
 
 def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
-    wrote = [record(1, 1 / 3), record(2, held_out_loss=2.25), record(3, loss_scale=1024.0, skipped=True)]
+    wrote = [
+        record(1, 1 / 3),
+        record(2, held_out_loss=2.25),
+        record(3, loss_scale=1024.0, skipped=True),
+    ]
     write(tmp_path, *wrote)
     assert read_records(tmp_path) == wrote
 
@@ -36,12 +46,17 @@ def test_every_record_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
         assert read_records(tmp_path) == [record(1)]
 
 
-def test_the_csv_file_has_one_column_per_field_and_one_header_after_a_restart(tmp_path: Path) -> None:
+def test_the_csv_file_has_one_column_per_field_and_one_header_after_a_restart(
+    tmp_path: Path,
+) -> None:
     write(tmp_path, record(1))
     write(tmp_path, record(2, 1.25))
     with (tmp_path / CSV_NAME).open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["step"], row["loss"], row["held_out_loss"]) for row in rows] == [("1", "2.5", ""), ("2", "1.25", "")]
+    assert [(row["step"], row["loss"], row["held_out_loss"]) for row in rows] == [
+        ("1", "2.5", ""),
+        ("2", "1.25", ""),
+    ]
 
 
 @pytest.mark.parametrize("name", [JSONL_NAME, CSV_NAME])

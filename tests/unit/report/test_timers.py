@@ -17,7 +17,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return hand
 
 
-def test_the_report_gives_the_mean_of_each_used_timer_in_the_order_of_a_step(clock: list[float]) -> None:
+def test_the_report_gives_the_mean_of_each_used_timer_in_the_order_of_a_step(
+    clock: list[float],
+) -> None:
     found = Timers()
     for name, seconds in (("step", 0.5), ("forward", 0.1), ("forward", 0.3)):
         with found.timed(name):

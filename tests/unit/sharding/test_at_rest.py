@@ -27,7 +27,12 @@ def engine() -> Any:
     return deepseek_zero.initialize(model=nn.Linear(64, 64), config=CONFIG)[0]
 
 
-CAST, MOVE, READ, CHANGE = "state the dtype in the configuration", "leave the move out", "read it inside", "change it"
+CAST, MOVE, READ, CHANGE = (
+    "state the dtype in the configuration",
+    "leave the move out",
+    "read it inside",
+    "change it",
+)
 CASES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "half": (lambda model: model.half(), CAST),
     "to(dtype)": (lambda model: model.to(torch.bfloat16), CAST),
@@ -55,8 +60,12 @@ def test_each_operation_is_refused_with_advice_of_its_own(engine: Any, case: str
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
-def test_an_optimizer_of_torchs_on_parameters_at_rest_is_told_where_it_belongs(engine: Any, kind: Any) -> None:
-    with pytest.raises(AtRestError, match=rf"do not step torch's {kind.__name__} .*initialize\(model="):
+def test_an_optimizer_of_torchs_on_parameters_at_rest_is_told_where_it_belongs(
+    engine: Any, kind: Any
+) -> None:
+    with pytest.raises(
+        AtRestError, match=rf"do not step torch's {kind.__name__} .*initialize\(model="
+    ):
         optimizer = kind(engine.module.parameters(), lr=0.1)
         engine.backward(engine(torch.ones(1, 64)).sum())
         optimizer.step()

@@ -30,7 +30,9 @@ def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     return (torch.randn(numel, generator=generator) * 10.0 ** (3 * rank - 3)).to(dtype)
 
 
-def plain_sum(parts: Sequence[Tensor], divisor: float, dtype: torch.dtype, onto: Tensor | None = None) -> Tensor:
+def plain_sum(
+    parts: Sequence[Tensor], divisor: float, dtype: torch.dtype, onto: Tensor | None = None
+) -> Tensor:
     """The contract's sum in plain words."""
     total = parts[0].float()
     for part in parts[1:]:
@@ -43,7 +45,9 @@ def context(rank: Rank, bucket_numel: int = 1 << 40, divisor: float = 1.0) -> Co
     return CommContext(rank.comm, Pool(CPU, rank.comm), bucket_numel, divisor)
 
 
-def buffer(layout: FlatLayout, placement: Placement, dtype: torch.dtype, whole: Tensor, rank: int) -> FlatBuffer:
+def buffer(
+    layout: FlatLayout, placement: Placement, dtype: torch.dtype, whole: Tensor, rank: int
+) -> FlatBuffer:
     """Memory of one placement that holds its part of these values."""
     spec = Spec(placement, dtype)
     held = whole[slice(*layout.bounds(rank))] if placement is S else whole
@@ -51,33 +55,52 @@ def buffer(layout: FlatLayout, placement: Placement, dtype: torch.dtype, whole: 
 
 
 def moved(
-    rank: Rank, kinds: tuple[Placement, Placement], dtypes: tuple[torch.dtype, torch.dtype], divisor: float, add: bool
+    rank: Rank,
+    kinds: tuple[Placement, Placement],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    divisor: float,
+    add: bool,
 ) -> Tensor:
     """What a target holds after a move; checks that everything that was lent is back."""
     layout = layout_over(rank.size)
     ctx = context(rank, 1024 * rank.size, divisor)
-    source = buffer(layout, kinds[0], dtypes[0], values(rank.index, layout.padded_numel, dtypes[0]), rank.index)
-    target = buffer(layout, kinds[1], dtypes[1], values(9, layout.padded_numel, dtypes[1]), rank.index)
+    source = buffer(
+        layout, kinds[0], dtypes[0], values(rank.index, layout.padded_numel, dtypes[0]), rank.index
+    )
+    target = buffer(
+        layout, kinds[1], dtypes[1], values(9, layout.padded_numel, dtypes[1]), rank.index
+    )
     pending = move(source, target, ctx, "it", add=add)
     pending.wait()
     pending.wait()
     idle = ctx.pool.idle()
     assert sum(each.nbytes for each in idle) == ctx.pool.allocated_bytes
     lent = [each for each in idle if each.dtype == dtypes[0]]
-    assert all(each.numel() <= max(1024 * (rank.size - 1), 1 << 18) for each in lent), "what travels has a bound"
+    assert all(each.numel() <= max(1024 * (rank.size - 1), 1 << 18) for each in lent), (
+        "what travels has a bound"
+    )
     return target.memory
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("reads_in_place", [False, True], ids=["copied", "in place"])
-@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, BF16), (FP32, BF16), (BF16, FP32), (FP16, FP32)], ids=str)
-@pytest.mark.parametrize("kinds", TRANSITIONS, ids=lambda kinds: f"{kinds[0].value} to {kinds[1].value}")
+@pytest.mark.parametrize(
+    "dtypes", [(FP32, FP32), (BF16, BF16), (FP32, BF16), (BF16, FP32), (FP16, FP32)], ids=str
+)
+@pytest.mark.parametrize(
+    "kinds", TRANSITIONS, ids=lambda kinds: f"{kinds[0].value} to {kinds[1].value}"
+)
 def test_every_transition(
-    kinds: tuple[Placement, Placement], dtypes: tuple[torch.dtype, torch.dtype], reads_in_place: bool, size: int
+    kinds: tuple[Placement, Placement],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    reads_in_place: bool,
+    size: int,
 ) -> None:
     layout, divisor = layout_over(size), 3.0
     numel, cuts = layout.padded_numel, [slice(*layout.bounds(rank)) for rank in range(size)]
-    found = run_ranks(size, lambda rank: moved(rank, kinds, dtypes, divisor, False), reads_in_place=reads_in_place)
+    found = run_ranks(
+        size, lambda rank: moved(rank, kinds, dtypes, divisor, False), reads_in_place=reads_in_place
+    )
     held = [values(rank, numel, dtypes[0]) for rank in range(size)]
     total = plain_sum(held, divisor, dtypes[1])
     for rank, got in enumerate(found):
@@ -102,7 +125,9 @@ def test_a_sum_is_added_to_what_is_there(
     dtypes: tuple[torch.dtype, torch.dtype], reads_in_place: bool, size: int
 ) -> None:
     layout = layout_over(size)
-    found = run_ranks(size, lambda rank: moved(rank, (P, S), dtypes, 2.0, True), reads_in_place=reads_in_place)
+    found = run_ranks(
+        size, lambda rank: moved(rank, (P, S), dtypes, 2.0, True), reads_in_place=reads_in_place
+    )
     held = [values(rank, layout.padded_numel, dtypes[0]) for rank in range(size)]
     expected = plain_sum(held, 2.0, dtypes[1], onto=values(9, layout.padded_numel, dtypes[1]))
     assert torch.equal(torch.cat(found), expected)
@@ -116,13 +141,19 @@ def test_it_is_the_ordered_sum_whatever_the_order_ranks_come_in(size: int, divis
     expected = torch.empty(layout.padded_numel)
     ordered_sum(held, expected, scratch, divisor=divisor)
     assert torch.equal(expected, plain_sum(held, divisor, FP32))
-    assert not torch.equal(expected, plain_sum(held[::-1], divisor, FP32)) or size == 2, "the order can be seen"
+    assert not torch.equal(expected, plain_sum(held[::-1], divisor, FP32)) or size == 2, (
+        "the order can be seen"
+    )
     for seed in range(6):
-        found = run_ranks(size, lambda rank: moved(rank, (P, S), (FP32, FP32), divisor, False), seed=seed)
+        found = run_ranks(
+            size, lambda rank: moved(rank, (P, S), (FP32, FP32), divisor, False), seed=seed
+        )
         assert torch.equal(torch.cat(found), expected)
 
 
-@pytest.mark.parametrize(("bucket", "messages"), [(1 << 40, 1), (2048 * 2, 2), (1024 * 2, 3), (1, 3)])
+@pytest.mark.parametrize(
+    ("bucket", "messages"), [(1 << 40, 1), (2048 * 2, 2), (1024 * 2, 3), (1, 3)]
+)
 def test_a_reduction_travels_in_messages_of_one_size(bucket: int, messages: int) -> None:
     def body(rank: Rank) -> list[str]:
         layout = layout_over(2)
@@ -140,7 +171,9 @@ def test_two_messages_are_under_way_and_no_more() -> None:
     def body(rank: Rank) -> None:
         layout = layout_over(2)
         source = buffer(layout, P, FP32, values(rank.index, layout.padded_numel, FP32), rank.index)
-        pending = move(source, FlatBuffer.empty(layout, Spec(S, FP32), CPU), context(rank, 2048), "it")
+        pending = move(
+            source, FlatBuffer.empty(layout, Spec(S, FP32), CPU), context(rank, 2048), "it"
+        )
         assert len(rank.issued("engine 0/reduce")) == 2
         pending.wait()
         assert len(rank.issued("engine 0/reduce")) == 3
@@ -154,12 +187,16 @@ def test_a_partial_gradient_is_reduced_where_it_lies(reads_in_place: bool) -> No
         layout = layout_over(rank.size)
         held = values(rank.index, layout.padded_numel, FP32)
         source = FlatBuffer(layout, Spec(P, FP32), held)
-        move(source, FlatBuffer(layout, Spec(S, FP32), source.shard(rank.index)), context(rank), "it").wait()
+        move(
+            source, FlatBuffer(layout, Spec(S, FP32), source.shard(rank.index)), context(rank), "it"
+        ).wait()
         return source.shard(rank.index).clone()
 
     numel = layout_over(3).padded_numel
     expected = plain_sum([values(rank, numel, FP32) for rank in range(3)], 1.0, FP32)
-    assert torch.equal(torch.cat(run_ranks(3, body, reads_in_place=reads_in_place, seed=1)), expected)
+    assert torch.equal(
+        torch.cat(run_ranks(3, body, reads_in_place=reads_in_place, seed=1)), expected
+    )
 
 
 def test_a_pool_lends_no_buffer_that_another_rank_still_reads() -> None:
@@ -170,7 +207,9 @@ def test_a_pool_lends_no_buffer_that_another_rank_still_reads() -> None:
             lent = ctx.pool.take(layout.padded_numel, FP32)
             lent.copy_(values(rank.index, layout.padded_numel, FP32) * (step + 1))
             target = FlatBuffer(layout, Spec(S, FP32), found)
-            move(FlatBuffer(layout, Spec(P, FP32), lent), target, ctx, f"step {step}", add=True).wait()
+            move(
+                FlatBuffer(layout, Spec(P, FP32), lent), target, ctx, f"step {step}", add=True
+            ).wait()
             ctx.pool.give(lent)
         assert ctx.pool.allocated_bytes < 2 * layout.padded_numel * 4 + (1 << 20) + 1
         return found
@@ -183,7 +222,9 @@ def test_a_pool_lends_no_buffer_that_another_rank_still_reads() -> None:
         return total
 
     for seed in range(4):
-        assert torch.equal(torch.cat(run_ranks(2, body, reads_in_place=True, seed=seed)), expected())
+        assert torch.equal(
+            torch.cat(run_ranks(2, body, reads_in_place=True, seed=seed)), expected()
+        )
 
 
 def test_moves_of_one_lane_in_another_order_are_a_deadlock() -> None:

@@ -1,4 +1,6 @@
-"""Sums by host: the bits of one process that adds in that order, whatever hosts there are, and bytes by the formula."""
+"""Sums by host: the bits of one process that adds in that order, whatever hosts there are, and
+bytes by the formula.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ STEPS = 2
 
 @dataclass
 class Trained:
-    """What one rank has after its steps.  sent, pool: bytes of the last step, and of lent buffers."""
+    """What one rank has after its steps.  sent, pool: bytes of the last step, and of lent
+    buffers.
+    """
 
     losses: list[Tensor] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -44,7 +48,12 @@ def train(
     mesh: Mesh | None = None,
     **settings: Any,
 ) -> Trained:
-    settings = {"policy": POLICIES[dtype], "accumulation": accumulation, "ranks_per_host": per_host, **settings}
+    settings = {
+        "policy": POLICIES[dtype],
+        "accumulation": accumulation,
+        "ranks_per_host": per_host,
+        **settings,
+    }
     runtime = sharded(rank, seeded(Gpt, blocks=2), mesh, stage=stage, window_numel=0, **settings)
     optimizer, found = optimizer_over(runtime, OPTIMIZERS["adamw"]), Trained(runtime=runtime)
     for step in range(STEPS):
@@ -64,7 +73,9 @@ def train(
     return found
 
 
-def reference(ranks: int, stage: int, per_host: int, dtype: torch.dtype, accumulation: int) -> dict[str, Tensor]:
+def reference(
+    ranks: int, stage: int, per_host: int, dtype: torch.dtype, accumulation: int
+) -> dict[str, Tensor]:
     """Weights of one process that adds in the order by host."""
     found = Reference(
         seeded(Gpt, blocks=2),
@@ -76,7 +87,12 @@ def reference(ranks: int, stage: int, per_host: int, dtype: torch.dtype, accumul
         ranks_per_host=per_host,
     )
     for step in range(STEPS):
-        found.step([[batch_of(step, micro, rank) for micro in range(accumulation)] for rank in range(ranks)])
+        found.step(
+            [
+                [batch_of(step, micro, rank) for micro in range(accumulation)]
+                for rank in range(ranks)
+            ]
+        )
     return found.values()
 
 
@@ -115,7 +131,9 @@ def test_it_has_the_bits_of_one_process_and_sends_and_lends_what_is_predicted(
         assert sum(one.sent.values()) - one.sent["rows"] == volume.state_bytes
         assert inside == volume.inside_hosts > 0
         lent = one.runtime.plan.pool_buffers()
-        assert one.pool.keys() == lent.keys() and all(count <= lent[size] for size, count in one.pool.items())
+        assert one.pool.keys() == lent.keys() and all(
+            count <= lent[size] for size, count in one.pool.items()
+        )
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -123,11 +141,15 @@ def test_beside_replicas_each_group_adds_up_by_host(stage: int) -> None:
     mesh = Mesh(dp_replicate=2, dp_shard=4)
     found = run_ranks(8, lambda rank: train(rank, stage, 2, torch.float32, mesh=mesh), seed=1)
     optimizer = OPTIMIZERS["adamw"]
-    expected = TwoLevels(seeded(Gpt, blocks=2), 8, 1, stage < 2, make_optimizer=optimizer, ranks_per_host=2, shard=4)
+    expected = TwoLevels(
+        seeded(Gpt, blocks=2), 8, 1, stage < 2, make_optimizer=optimizer, ranks_per_host=2, shard=4
+    )
     for step in range(STEPS):
         expected.step([[batch_of(step, 0, rank)] for rank in range(8)])
     for one in found:
-        assert all(torch.equal(one.weights[name], weight) for name, weight in expected.values().items())
+        assert all(
+            torch.equal(one.weights[name], weight) for name, weight in expected.values().items()
+        )
 
 
 def test_the_order_by_host_is_another_than_that_of_ranks() -> None:
@@ -147,7 +169,9 @@ def test_between_hosts_a_byte_crosses_once_for_each_host() -> None:
     (one, *_) = run_ranks(4, lambda rank: train(rank, 3, 2))
     padded = sum(group.layout.padded_numel for group in one.runtime.groups)
     gathers = one.runtime.plan.volume().gathers
-    between = sum(nbytes for kind, nbytes in one.sent.items() if kind in ("all_gather", "reduce_scatter"))
+    between = sum(
+        nbytes for kind, nbytes in one.sent.items() if kind in ("all_gather", "reduce_scatter")
+    )
     assert 2 * one.sent["all_gather"] * 3 == 2 * gathers  # H - 1 of N - 1 slices
     assert 2 * one.sent["reduce_scatter"] == padded // 2 * 4  # of both ranks of a host: F x P x 4
     assert between == one.runtime.plan.volume().state_bytes - one.runtime.plan.volume().inside_hosts
@@ -167,9 +191,20 @@ def test_hosts_of_several_sizes_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize(
     ("keys", "per_host"),
-    [("aabb", 2), ("aaaa", 1), ("ab", 1), ("abab", 1), ("aab", 1), ("aaabbb", 3), ("aabbaa", 1), (["", ""], 1)],
+    [
+        ("aabb", 2),
+        ("aaaa", 1),
+        ("ab", 1),
+        ("abab", 1),
+        ("aab", 1),
+        ("aaabbb", 3),
+        ("aabbaa", 1),
+        (["", ""], 1),
+    ],
 )
-def test_ranks_of_a_host_are_counted_where_each_host_has_the_next_so_many(keys: Any, per_host: int) -> None:
+def test_ranks_of_a_host_are_counted_where_each_host_has_the_next_so_many(
+    keys: Any, per_host: int
+) -> None:
     assert Hosts(0, tuple(keys)).per_host == per_host
 
 

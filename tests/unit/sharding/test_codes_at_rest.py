@@ -1,5 +1,5 @@
-"""Frozen matrices that rest as codes: the bits of one process whose frozen weights were rounded once, the bytes of the
-formula, and whatever reads or writes such weights.
+"""Frozen matrices that rest as codes: the bits of one process whose frozen weights were rounded
+once, the bytes of the formula, and whatever reads or writes such weights.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def adapted() -> nn.Module:
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """What comes out of the codec, by its definition: a matrix by itself, in blocks from its first element."""
+    """What comes out of the codec, by its definition: a matrix by itself, in blocks from its first
+    element.
+    """
     flat = torch.zeros(-(-values.numel() // CODEC.block) * CODEC.block)
     flat[: values.numel()] = values.detach().to(dtype).flatten().float()
     rows = flat.view(-1, CODEC.block)
@@ -56,7 +58,9 @@ def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass
 class Trained:
-    """What one rank has.  codes: of each matrix that it holds a part of, from its own first element on."""
+    """What one rank has.  codes: of each matrix that it holds a part of, from its own first element
+    on.
+    """
 
     losses: list[Tensor]
     weights: dict[str, Tensor]
@@ -66,7 +70,10 @@ class Trained:
 
 
 def train(
-    rank: Rank, dtype: torch.dtype, after: Callable[[Any], None] = lambda runtime: None, **settings: Any
+    rank: Rank,
+    dtype: torch.dtype,
+    after: Callable[[Any], None] = lambda runtime: None,
+    **settings: Any,
 ) -> Trained:
     runtime = sharded(rank, adapted(), **SETTINGS, policy=POLICIES[dtype], **settings)
     optimizer, losses = optimizer_over(runtime, sgd), []
@@ -98,7 +105,9 @@ def codes_of(group: Any, name: str) -> Tensor:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_training_has_the_bits_of_one_process_whose_frozen_weights_were_rounded(ranks: int, dtype: torch.dtype) -> None:
+def test_training_has_the_bits_of_one_process_whose_frozen_weights_were_rounded(
+    ranks: int, dtype: torch.dtype
+) -> None:
     found = run_ranks(ranks, lambda rank: train(rank, dtype), seed=ranks)
     model = adapted()
     exact = {name: param.detach().to(dtype) for name, param in model.named_parameters()}
@@ -113,7 +122,10 @@ def test_training_has_the_bits_of_one_process_whose_frozen_weights_were_rounded(
     for one in found:
         for name, weight in reference.values().items():
             assert torch.equal(one.weights[name], weight), name
-        plan, held = one.runtime.plan, sum(group.weight.memory.nbytes for group in one.runtime.groups)
+        plan, held = (
+            one.runtime.plan,
+            sum(group.weight.memory.nbytes for group in one.runtime.groups),
+        )
         elements = sum(group.layout.slice_numel for group in one.resting)
         others = [group for group in one.runtime.groups if group not in one.resting]
         whole = sum(group.weight.numel for group in others) * dtype.itemsize
@@ -130,11 +142,14 @@ def test_training_has_the_bits_of_one_process_whose_frozen_weights_were_rounded(
 @pytest.mark.parametrize("settings", [{"secondary_ranks": 2}, {"ranks_per_host": 2}])
 def test_second_copies_and_gathers_by_host_bring_the_same_values(settings: dict[str, int]) -> None:
     plain, other = (
-        run_ranks(4, lambda rank, more=more: train(rank, torch.bfloat16, **more)) for more in ({}, settings)
+        run_ranks(4, lambda rank, more=more: train(rank, torch.bfloat16, **more))
+        for more in ({}, settings)
     )
     for one, two in zip(plain, other, strict=True):
         assert two.sent == two.runtime.plan.volume().state_bytes
-        is_same = settings.get("ranks_per_host") is None  # by host sums of gradients have other bits
+        is_same = (
+            settings.get("ranks_per_host") is None
+        )  # by host sums of gradients have other bits
         for name in one.weights if is_same else FROZEN:
             assert torch.equal(one.weights[name], two.weights[name]), name
         assert torch.equal(one.losses[0], two.losses[0])
@@ -156,7 +171,10 @@ def test_what_is_saved_decoded_has_the_same_codes_when_it_is_written_back() -> N
 def test_a_change_of_one_matrix_leaves_the_codes_of_the_others() -> None:
     def change(runtime: Any) -> None:
         group = next(group for group in resting_in(runtime) if len(group.members) > 1)
-        (name, other), param = (group.members[0].name, group.members[1].name), group.members[0].param
+        (name, other), param = (
+            (group.members[0].name, group.members[1].name),
+            group.members[0].param,
+        )
         before = codes_of(group, other).clone()
         value = torch.full(tuple(param.shape), 3.0)
         value[0, 0] = 7.0
@@ -196,7 +214,11 @@ def test_what_is_decoded_encodes_to_the_same_codes(dtype: torch.dtype, block: in
     shape, powers = (4096, block), (-24, 15) if dtype == torch.float16 else (-140, 127)
     values = torch.randn(shape, generator=generator).clamp(-0.95, 0.95)
     values *= 1 + torch.rand((shape[0], 1), generator=generator)
-    values = torch.ldexp(values, torch.randint(*powers, (shape[0], 1), generator=generator)).to(dtype).flatten()
+    values = (
+        torch.ldexp(values, torch.randint(*powers, (shape[0], 1), generator=generator))
+        .to(dtype)
+        .flatten()
+    )
     values[: 2 * block] = 0.0
     values[3 * block] = float("nan")
     values[4 * block] = float("inf")
@@ -204,7 +226,9 @@ def test_what_is_decoded_encodes_to_the_same_codes(dtype: torch.dtype, block: in
     def again(codec: Blocks) -> int:
         """How many bytes differ; of scales that are NaN any bits are alike."""
         room = work_room(codec, values.numel(), values.device)
-        first, second = (torch.empty(codec.length(values.numel()), dtype=torch.uint8) for _ in range(2))
+        first, second = (
+            torch.empty(codec.length(values.numel()), dtype=torch.uint8) for _ in range(2)
+        )
         codec.encode(values, first, room)
         decoded = torch.empty_like(values)
         codec.decode(first, 0, values.numel(), decoded, room)
@@ -216,10 +240,18 @@ def test_what_is_decoded_encodes_to_the_same_codes(dtype: torch.dtype, block: in
         return int((first != second).sum())
 
     assert again(Blocks(8, block, EXACT_SCALE_BITS)) == 0
-    assert dtype != torch.float32 or again(Blocks(8, block)) > 0, "scales of 24 bits drift: the reason for 17"
+    assert dtype != torch.float32 or again(Blocks(8, block)) > 0, (
+        "scales of 24 bits drift: the reason for 17"
+    )
 
 
 def test_codes_beside_another_memory_are_refused_by_name() -> None:
-    section = {"stage": 3, "zero_quantized_nontrainable_weights": True, "offload_param": {"device": "cpu"}}
-    with pytest.raises(UsageError, match="zero_quantized_nontrainable_weights beside offload_param"):
+    section = {
+        "stage": 3,
+        "zero_quantized_nontrainable_weights": True,
+        "offload_param": {"device": "cpu"},
+    }
+    with pytest.raises(
+        UsageError, match="zero_quantized_nontrainable_weights beside offload_param"
+    ):
         plan_settings_of(resolve(load({"zero_optimization": section}), Facts()))

@@ -47,7 +47,9 @@ def test_as_few_tiles_as_fit_the_limit(limit: int, tiles: int) -> None:
     assert len(sizes) == (tiles if tiles > 1 else 0) and sum(sizes) in (0, 11)
     assert all(size * 20 <= limit for size in sizes) and (not sizes or max(sizes) - min(sizes) <= 1)
     assert {name for name, whole in names.items() if whole == "embed.weight"} == {
-        f"{layer}.tiles.{number}.weight" for layer in ("embed", "head") for number in range(len(sizes))
+        f"{layer}.tiles.{number}.weight"
+        for layer in ("embed", "head")
+        for number in range(len(sizes))
     }
     starts = [rows.start for tile in found if (rows := rows_of(tile.weight)) is not None]
     assert starts == [5 * sum(sizes[:number]) for number in range(len(sizes))]
@@ -58,7 +60,9 @@ def test_a_tiles_bytes_are_those_of_the_dtype_that_computes() -> None:
     assert found.places == (0, 6, 11)
 
 
-@pytest.mark.parametrize("options", [{}, {"padding_idx": 4}, {"padding_idx": 10}, {"scale_grad_by_freq": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"padding_idx": 4}, {"padding_idx": 10}, {"scale_grad_by_freq": True}]
+)
 def test_an_embedding_has_the_bits_of_the_whole_one(options: dict[str, Any]) -> None:
     tokens = torch.randint(11, (6, 9), generator=torch.Generator().manual_seed(1))
     tokens[tokens == 7] = 6  # a row that nobody asks for
@@ -84,7 +88,9 @@ def test_an_index_beyond_the_rows_is_an_error(wrong: int) -> None:
 
 
 def test_a_linear_computes_what_the_whole_one_does() -> None:
-    """To rounding: the library that multiplies chooses by the shape in which order it adds products up."""
+    """To rounding: the library that multiplies chooses by the shape in which order it adds products
+    up.
+    """
     torch.manual_seed(5)
     whole, model = nn.Linear(33, 47), nn.Sequential(nn.Linear(33, 47))
     model.load_state_dict({f"0.{name}": value for name, value in whole.state_dict().items()})
@@ -97,7 +103,9 @@ def test_a_linear_computes_what_the_whole_one_does() -> None:
     functional.gelu(found).sum().backward()
     layer = model[0]
     assert len(layer.tiles) == 5
-    torch.testing.assert_close(torch.cat([tile.weight.grad for tile in layer.tiles]), whole.weight.grad)
+    torch.testing.assert_close(
+        torch.cat([tile.weight.grad for tile in layer.tiles]), whole.weight.grad
+    )
     torch.testing.assert_close(layer.bias.grad, whole.bias.grad)
     torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
 
@@ -146,7 +154,11 @@ def test_a_layer_that_is_cut_says_where_its_weight_is() -> None:
 
 def configured(optimizer: str = "AdamW", **more: Any) -> dict[str, Any]:
     zero = {"stage": 3, "tile_above": 60, "stage3_param_persistence_threshold": 0}
-    return {"optimizer": {"type": optimizer, "params": {"lr": 1e-3}}, "zero_optimization": zero, **more}
+    return {
+        "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
+        "zero_optimization": zero,
+        **more,
+    }
 
 
 def test_plan_tells_of_tiles_and_leaves_the_model_as_it_is() -> None:
@@ -163,7 +175,13 @@ def test_plan_tells_of_tiles_and_leaves_the_model_as_it_is() -> None:
 @pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_axes_that_cut_the_model_are_refused_by_name(axis: str) -> None:
     with pytest.raises(NotBuiltError, match=f"tile_above on a mesh with {axis} = 2"):
-        deepseek_zero.plan(Model(), configured(), ranks=2, mesh={axis: 2}, example={"tokens": torch.zeros(1, 1).long()})
+        deepseek_zero.plan(
+            Model(),
+            configured(),
+            ranks=2,
+            mesh={axis: 2},
+            example={"tokens": torch.zeros(1, 1).long()},
+        )
 
 
 @pytest.mark.parametrize("key", ["tiled_loss", "tiled_mlp"])
@@ -174,7 +192,9 @@ def test_tiles_of_tokens_beside_it_are_refused_by_name(key: str) -> None:
 
 
 def test_an_optimizer_that_needs_whole_matrices_is_refused_by_name() -> None:
-    with pytest.raises(NotBuiltError, match=r"cuts 'embed\.weight', and Lamb looks at a whole parameter"):
+    with pytest.raises(
+        NotBuiltError, match=r"cuts 'embed\.weight', and Lamb looks at a whole parameter"
+    ):
         deepseek_zero.plan(Model(), configured("Lamb"), ranks=2)
 
 

@@ -26,7 +26,9 @@ on_precisions = pytest.mark.parametrize("policy", [Policy(), BF16], ids=["fp32",
 
 def summand(rank: int, backward: int, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
     """What one rank's backward finds; the order of a sum of these can be seen in its bits."""
-    generator = torch.Generator().manual_seed(1000 * rank + 10 * backward + list(SHAPES).index(name))
+    generator = torch.Generator().manual_seed(
+        1000 * rank + 10 * backward + list(SHAPES).index(name)
+    )
     return (torch.randn(SHAPES[name], generator=generator) * 10.0 ** (2 * rank - 2)).to(dtype)
 
 
@@ -46,7 +48,9 @@ def built(rank: Rank, stage: int, policy: Policy | None = None, **settings: Any)
     return group
 
 
-def bring(group: ParamGroup, rank: Rank, backward: int, names: Sequence[str] = tuple(SHAPES)) -> None:
+def bring(
+    group: ParamGroup, rank: Rank, backward: int, names: Sequence[str] = tuple(SHAPES)
+) -> None:
     """A backward of this rank that finds gradients of these parameters."""
     for member in group.members:
         if member.name in names:
@@ -104,10 +108,14 @@ def test_ranks_gradients_are_added_in_order(policy: Policy, stage: int, size: in
         assert gradient.is_reduced and all(map(gradient.has, range(len(SHAPES))))
         assert same(
             whole(group),
-            lambda name: plain_sum([summand(r, 0, name, group.plan.weight.dtype) for r in range(size)], dtype),
+            lambda name: plain_sum(
+                [summand(r, 0, name, group.plan.weight.dtype) for r in range(size)], dtype
+            ),
         )
         mine = gradient.reduced()
-        assert mine.numel() == (group.layout.padded_numel if stage == 0 else group.layout.slice_numel)
+        assert mine.numel() == (
+            group.layout.padded_numel if stage == 0 else group.layout.slice_numel
+        )
         low = 0 if stage == 0 else group.layout.bounds(rank.index)[0]
         for start, stop in group.layout.gaps:
             assert not mine[max(0, start - low) : max(0, stop - low)].any(), "padding is zero"
@@ -126,7 +134,9 @@ def test_what_a_rank_did_not_find_counts_as_zeros(stage: int, size: int) -> None
         def expected(name: str) -> Tensor:
             has = [name == "a" if r % 2 else name in ("b", "c") for r in range(size)]
             zeros = torch.zeros(SHAPES[name])
-            return plain_sum([summand(r, 0, name) if has[r] else zeros for r in range(size)], torch.float32)
+            return plain_sum(
+                [summand(r, 0, name) if has[r] else zeros for r in range(size)], torch.float32
+            )
 
         assert same(whole(group), expected)
 
@@ -136,7 +146,9 @@ def test_what_a_rank_did_not_find_counts_as_zeros(stage: int, size: int) -> None
 @on_ranks
 @on_stages
 @on_precisions
-def test_backwards_before_a_reduction_add_up_on_each_rank(policy: Policy, stage: int, size: int) -> None:
+def test_backwards_before_a_reduction_add_up_on_each_rank(
+    policy: Policy, stage: int, size: int
+) -> None:
     def body(rank: Rank) -> None:
         group = built(rank, stage, policy)
         travels = group.plan.weight.dtype
@@ -170,7 +182,10 @@ def test_a_sum_after_a_sum_is_added_to_it(stage: int, size: int) -> None:
             group.gradient.reduce("it").wait()
 
         def expected(name: str) -> Tensor:
-            sums = [plain_sum([summand(r, k, name) for r in range(size)], torch.float32) for k in range(3)]
+            sums = [
+                plain_sum([summand(r, k, name) for r in range(size)], torch.float32)
+                for k in range(3)
+            ]
             return (sums[0] + sums[1]) + sums[2]
 
         assert same(whole(group), expected)
@@ -180,7 +195,9 @@ def test_a_sum_after_a_sum_is_added_to_it(stage: int, size: int) -> None:
 
 @on_ranks
 @on_stages
-def test_a_gradient_that_comes_while_its_sum_is_under_way_is_not_lost(stage: int, size: int) -> None:
+def test_a_gradient_that_comes_while_its_sum_is_under_way_is_not_lost(
+    stage: int, size: int
+) -> None:
     """A late one: it is reduced a second time."""
 
     def body(rank: Rank) -> None:
@@ -226,7 +243,9 @@ def test_a_gradient_is_shown_until_it_is_hidden(stage: int, size: int) -> None:
 
 @on_ranks
 @on_stages
-def test_a_dropped_gradient_is_absent_and_an_assigned_one_is_there_again(stage: int, size: int) -> None:
+def test_a_dropped_gradient_is_absent_and_an_assigned_one_is_there_again(
+    stage: int, size: int
+) -> None:
     def body(rank: Rank) -> None:
         group = built(rank, stage)
         gradient, params = group.gradient, [member.param for member in group.members]
@@ -243,7 +262,8 @@ def test_a_dropped_gradient_is_absent_and_an_assigned_one_is_there_again(stage: 
         assert params[0].grad is None
         assert params[1].grad.full_tensor().eq(3.0).all()
         assert torch.equal(
-            params[4].grad.full_tensor(), plain_sum([summand(r, 0, "e") for r in range(size)], torch.float32)
+            params[4].grad.full_tensor(),
+            plain_sum([summand(r, 0, "e") for r in range(size)], torch.float32),
         )
 
     everywhere(size, body)
@@ -251,7 +271,9 @@ def test_a_dropped_gradient_is_absent_and_an_assigned_one_is_there_again(stage: 
 
 @on_ranks
 @on_stages
-def test_an_edit_changes_what_the_step_uses_and_each_slice_is_its_owners(stage: int, size: int) -> None:
+def test_an_edit_changes_what_the_step_uses_and_each_slice_is_its_owners(
+    stage: int, size: int
+) -> None:
     def body(rank: Rank) -> None:
         group = built(rank, stage)
         gradient, params = group.gradient, [member.param for member in group.members]
@@ -265,7 +287,9 @@ def test_an_edit_changes_what_the_step_uses_and_each_slice_is_its_owners(stage: 
         assert gradient.is_edited
         gradient.spread("it").wait()
         found, layout = whole(group), group.layout
-        assert torch.equal(found["a"], 0.5 * plain_sum([summand(r, 0, "a") for r in range(size)], torch.float32))
+        assert torch.equal(
+            found["a"], 0.5 * plain_sum([summand(r, 0, "a") for r in range(size)], torch.float32)
+        )
         slot = layout.slots[1]
         owners = torch.arange(slot.start, slot.stop) // layout.slice_numel
         assert torch.equal(found["b"], owners + 1.0)
@@ -286,9 +310,12 @@ def test_a_norm_is_over_all_ranks(order: float, stage: int, size: int) -> None:
         expected = float(torch.linalg.vector_norm(total.double(), order))
         assert float(group.members[0].param.grad.norm(order)) == pytest.approx(expected, rel=1e-6)
         squares = sum(
-            sum(each) for each in rank.comm.all_gather_rows(torch.tensor(group.gradient.squares()), "squares")
+            sum(each)
+            for each in rank.comm.all_gather_rows(torch.tensor(group.gradient.squares()), "squares")
         )
-        all_of_it = [plain_sum([summand(r, 0, n) for r in range(size)], torch.float32) for n in SHAPES]
+        all_of_it = [
+            plain_sum([summand(r, 0, n) for r in range(size)], torch.float32) for n in SHAPES
+        ]
         exact = float(sum(each.double().square().sum() for each in all_of_it))
         assert float(squares) / (size if stage == 0 else 1) == pytest.approx(exact, rel=1e-6)
 
@@ -297,7 +324,9 @@ def test_a_norm_is_over_all_ranks(order: float, stage: int, size: int) -> None:
 
 @on_ranks
 @on_stages
-def test_a_gradient_that_is_forgotten_leaves_its_memory_and_no_values(stage: int, size: int) -> None:
+def test_a_gradient_that_is_forgotten_leaves_its_memory_and_no_values(
+    stage: int, size: int
+) -> None:
     def body(rank: Rank) -> None:
         group = built(rank, stage)
         pool = group.comm_ctx.pool
@@ -326,7 +355,11 @@ def test_a_gradient_that_is_forgotten_leaves_its_memory_and_no_values(stage: int
 @on_stages
 @pytest.mark.parametrize(
     "settings",
-    [{"policy": Policy(torch.bfloat16, reduce=torch.float32)}, {"prescale": True}, {"predivide": 8.0}],
+    [
+        {"policy": Policy(torch.bfloat16, reduce=torch.float32)},
+        {"prescale": True},
+        {"predivide": 8.0},
+    ],
     ids=["in fp32", "prescaled", "predivided"],
 )
 def test_how_gradients_travel(settings: dict[str, Any], stage: int, size: int) -> None:

@@ -1,7 +1,8 @@
-"""The order of gathers and reductions, whatever the model does: every rank issues the same, and no gradient is lost.
+"""The order of gathers and reductions, whatever the model does: every rank issues the same, and no
+gradient is lost.
 
-The model takes a route through its blocks, which may differ from rank to rank: blocks left out, in another order,
-twice, recomputed, or no forward at all.
+The model takes a route through its blocks, which may differ from rank to rank: blocks left out, in
+another order, twice, recomputed, or no forward at all.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Block(nn.Module):
 
 
 class Routed(nn.Module):
-    """Blocks that a forward goes through in the order it is told.  recomputes: each in a reentrant checkpoint."""
+    """Blocks that a forward goes through in the order it is told.  recomputes: each in a reentrant
+    checkpoint.
+    """
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -51,30 +54,45 @@ class Routed(nn.Module):
 
     def forward(self, x: Tensor, route: Sequence[int], recomputes: bool = False) -> Tensor:
         for number in route:
-            x = checkpoint(self.blocks[number], x, use_reentrant=True) if recomputes else self.blocks[number](x)
+            x = (
+                checkpoint(self.blocks[number], x, use_reentrant=True)
+                if recomputes
+                else self.blocks[number](x)
+            )
         return self.head(x)
 
 
 def batch(rank: int, step: int, width: int = WIDTH) -> Tensor:
-    return torch.randn(4, width, generator=torch.Generator().manual_seed(100 * step + rank)) * 10.0**rank
+    return (
+        torch.randn(4, width, generator=torch.Generator().manual_seed(100 * step + rank))
+        * 10.0**rank
+    )
 
 
-def start(rank: Rank, most_reductions: int = 1, *, width: int = WIDTH, **settings: Any) -> tuple[Routed, Runtime]:
+def start(
+    rank: Rank, most_reductions: int = 1, *, width: int = WIDTH, **settings: Any
+) -> tuple[Routed, Runtime]:
     model = Routed(width)
-    runtime = sharded(rank, model, unit_names=("Block",), **{"stage": 3, "ahead_numel": 1000, **settings})
+    runtime = sharded(
+        rank, model, unit_names=("Block",), **{"stage": 3, "ahead_numel": 1000, **settings}
+    )
     runtime.executor.most_reductions = most_reductions
     return model, runtime
 
 
 def assert_at_rest(runtime: Runtime) -> None:
-    """Between backward and step: every unit is put to rest, and everything that was lent is back."""
+    """Between backward and step: every unit is put to rest, and everything that was lent is
+    back.
+    """
     assert all(unit.state is UnitState.SHARDED for unit in runtime.units)
     pool = runtime.comm_ctx.pool
     assert sum(each.nbytes for each in pool.idle()) == pool.allocated_bytes
 
 
 def reduce_late(runtime: Runtime) -> set[str]:
-    """As a step does: have what came after its sum reduced; names of the parameters that are of several sums."""
+    """As a step does: have what came after its sum reduced; names of the parameters that are of
+    several sums.
+    """
     runtime.before_step()
     mine = torch.tensor([float(unit.number in runtime.executor.late) for unit in runtime.units])
     late = runtime.comm.all_gather_rows(mine, "who is late").amax(dim=0).tolist()
@@ -86,7 +104,9 @@ def reduce_late(runtime: Runtime) -> set[str]:
 def assert_equal(found: Tensor, expected: Tensor, what: str, *, exact: bool) -> None:
     """exact: bit by bit; else but for the order of the sum."""
     close = 0.0 if exact else 1e-6 * float(expected.abs().max())
-    torch.testing.assert_close(found, expected, rtol=0.0, atol=close, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(
+        found, expected, rtol=0.0, atol=close, msg=lambda text: f"{what}: {text}"
+    )
 
 
 def plain_gradients(routes: Sequence[Route], step: int, width: int = WIDTH) -> dict[str, Tensor]:
@@ -96,13 +116,17 @@ def plain_gradients(routes: Sequence[Route], step: int, width: int = WIDTH) -> d
         model = Routed(width)
         if route is not None:
             model(batch(rank, step, width), route).square().mean().backward()
-        found.append([torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
+        found.append(
+            [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        )
     sums = [parts[0].clone() for parts in zip(*found, strict=True)]
     for number, parts in enumerate(zip(*found, strict=True)):
         for part in parts[1:]:
             sums[number].add_(part)
         sums[number].div_(float(len(routes)))
-    return {name: total for (name, _), total in zip(Routed(width).named_parameters(), sums, strict=True)}
+    return {
+        name: total for (name, _), total in zip(Routed(width).named_parameters(), sums, strict=True)
+    }
 
 
 ROUTES: dict[str, tuple[Route, ...]] = {
@@ -141,10 +165,17 @@ def test_ranks_that_stray_issue_the_same_and_lose_no_gradient(
             assert_at_rest(runtime)
             expected = plain_gradients(routes, step)
             for name, param in model.named_parameters():
-                assert_equal(param.grad.full_tensor(), expected[name], f"{name}, step {step}", exact=name not in late)
+                assert_equal(
+                    param.grad.full_tensor(),
+                    expected[name],
+                    f"{name}, step {step}",
+                    exact=name not in late,
+                )
             runtime.after_step()
             pool = runtime.comm_ctx.pool
-            assert step < 2 or allocated == pool.allocated_bytes, "the steady state allocates nothing"
+            assert step < 2 or allocated == pool.allocated_bytes, (
+                "the steady state allocates nothing"
+            )
             allocated = pool.allocated_bytes
         return rank.issued(GATHERS), rank.issued(REDUCES)
 
@@ -156,7 +187,12 @@ STRAYS: dict[str, tuple[Route, ...]] = {
     "straight": (STRAIGHT,) * 4,
     "a rank of each host skips": (STRAIGHT, (0, 4), (2,), STRAIGHT),
     "each rank skips others": ((0, 1, 2), (2, 3, 4), (0, 4), (3,)),
-    "each rank in its own order": ((0, 1, 2, 3, 4), (3, 1, 4, 0, 2), (2, 4, 0, 1, 3), STRAIGHT[::-1]),
+    "each rank in its own order": (
+        (0, 1, 2, 3, 4),
+        (3, 1, 4, 0, 2),
+        (2, 4, 0, 1, 3),
+        STRAIGHT[::-1],
+    ),
 }
 
 
@@ -166,8 +202,12 @@ STRAYS: dict[str, tuple[Route, ...]] = {
 def test_second_hops_are_issued_in_one_order_however_ranks_stray(
     routes: Sequence[Route], settings: dict[str, Any], seed: int | None
 ) -> None:
-    """Each lane of each group of two hosts of two ranks; who waits for anything issues them, or all would wait."""
-    lanes = [f"engine 0 {group}/{lane}" for group in ("near", "across") for lane in ("gather", "reduce")]
+    """Each lane of each group of two hosts of two ranks; who waits for anything issues them, or all
+    would wait.
+    """
+    lanes = [
+        f"engine 0 {group}/{lane}" for group in ("near", "across") for lane in ("gather", "reduce")
+    ]
 
     def body(rank: Rank) -> dict[str, list[str]]:
         model, runtime = start(rank, stage=3, ranks_per_host=2, **settings)
@@ -177,7 +217,9 @@ def test_second_hops_are_issued_in_one_order_however_ranks_stray(
             assert_at_rest(runtime)
             expected = plain_gradients(routes, step)
             for name, param in model.named_parameters():
-                assert_equal(param.grad.full_tensor(), expected[name], f"{name}, step {step}", exact=False)
+                assert_equal(
+                    param.grad.full_tensor(), expected[name], f"{name}, step {step}", exact=False
+                )
             runtime.after_step()
         return {lane: rank.issued(lane) for lane in lanes}
 
@@ -186,7 +228,9 @@ def test_second_hops_are_issued_in_one_order_however_ranks_stray(
 
 
 @pytest.mark.parametrize("routes", ROUTES.values(), ids=ROUTES)
-def test_between_hosts_a_units_messages_are_all_issued_before_the_next_units(routes: Sequence[Route]) -> None:
+def test_between_hosts_a_units_messages_are_all_issued_before_the_next_units(
+    routes: Sequence[Route],
+) -> None:
     def body(rank: Rank) -> list[str]:
         model, runtime = start(rank, 2, width=WIDE, bucket_numel=1024 * rank.size)
         for step in range(STEPS):
@@ -195,7 +239,12 @@ def test_between_hosts_a_units_messages_are_all_issued_before_the_next_units(rou
             assert_at_rest(runtime)
             expected = plain_gradients(routes, step, WIDE)
             for name, param in model.named_parameters():
-                assert_equal(param.grad.full_tensor(), expected[name], f"{name}, step {step}", exact=name not in late)
+                assert_equal(
+                    param.grad.full_tensor(),
+                    expected[name],
+                    f"{name}, step {step}",
+                    exact=name not in late,
+                )
             runtime.after_step()
         return rank.issued(REDUCES)
 
@@ -209,7 +258,9 @@ def test_between_hosts_a_units_messages_are_all_issued_before_the_next_units(rou
 
 @pytest.mark.parametrize("settings", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("order", [STRAIGHT, (3, 0, 4, 2, 1)])
-def test_what_is_issued_is_the_program_once_the_order_is_known(order: Sequence[int], settings: dict[str, Any]) -> None:
+def test_what_is_issued_is_the_program_once_the_order_is_known(
+    order: Sequence[int], settings: dict[str, Any]
+) -> None:
     def body(rank: Rank) -> None:
         model, runtime = start(rank, **settings)
         for step in range(STEPS):
@@ -220,7 +271,11 @@ def test_what_is_issued_is_the_program_once_the_order_is_known(order: Sequence[i
             for kind, verb, names in zip(
                 (ActionKind.GATHER, ActionKind.REDUCE), ("gather", "reduce"), issued, strict=True
             ):
-                program = [f"{verb} {runtime.units[each.unit].name}" for each in actions if each.kind is kind]
+                program = [
+                    f"{verb} {runtime.units[each.unit].name}"
+                    for each in actions
+                    if each.kind is kind
+                ]
                 assert not step or names == program
             runtime.after_step()
         assert list(runtime.plan.schedule.forward.order) == [0, *(number + 1 for number in order)]
@@ -230,7 +285,9 @@ def test_what_is_issued_is_the_program_once_the_order_is_known(order: Sequence[i
 
 @pytest.mark.parametrize("stage", range(4))
 def test_with_replicas_and_accumulation_what_is_issued_is_the_passes_of_a_step(stage: int) -> None:
-    """Sums of whole gradients wait for the backward that ends a step, and so does A, at every stage."""
+    """Sums of whole gradients wait for the backward that ends a step, and so does A, at every
+    stage.
+    """
     micro_batches, mesh = 3, Mesh(dp_replicate=2, dp_shard=2)
     lanes = {
         ActionKind.GATHER: "engine 0 dp_shard/gather",
@@ -260,11 +317,18 @@ def test_with_replicas_and_accumulation_what_is_issued_is_the_passes_of_a_step(s
                         schedule.backward if micro == micro_batches - 1 else schedule.accumulate,
                     )
                     for action in walk.actions
-                    if action.kind is kind and (kind is not ActionKind.GATHER or runtime.units[action.unit].sharded)
+                    if action.kind is kind
+                    and (kind is not ActionKind.GATHER or runtime.units[action.unit].sharded)
                 ]
-                issued = [name for name in rank.issued(lane)[before[kind] :] if name.startswith(f"{verb} ")]
+                issued = [
+                    name
+                    for name in rank.issued(lane)[before[kind] :]
+                    if name.startswith(f"{verb} ")
+                ]
                 assert issued == program, (step, lane)
-                assert kind is not ActionKind.ALL_REDUCE or len(program) == len(names), "once a step"
+                assert kind is not ActionKind.ALL_REDUCE or len(program) == len(names), (
+                    "once a step"
+                )
             runtime.after_step()
 
     run_ranks(4, body, seed=3)
@@ -283,7 +347,9 @@ def test_a_rank_without_a_batch_joins_at_the_step(stage: int) -> None:
         return {name: value.clone() for name, value in model.state_dict().items()}
 
     expected = Routed()
-    for (_, param), grad in zip(expected.named_parameters(), plain_gradients(routes, 0).values(), strict=True):
+    for (_, param), grad in zip(
+        expected.named_parameters(), plain_gradients(routes, 0).values(), strict=True
+    ):
         param.grad = grad
     OPTIMIZERS["sgd"](list(expected.parameters())).step()
     for found in run_ranks(3, body, seed=1):
@@ -292,10 +358,14 @@ def test_a_rank_without_a_batch_joins_at_the_step(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("late_ranks", [(0, 1, 2), (1,)], ids=["on all ranks", "on one"])
-def test_a_gradient_that_comes_after_its_sum_is_reduced_before_the_step(stage: int, late_ranks: Sequence[int]) -> None:
+def test_a_gradient_that_comes_after_its_sum_is_reduced_before_the_step(
+    stage: int, late_ranks: Sequence[int]
+) -> None:
     """A block in two reentrant checkpoints of one forward gets two gradients."""
     routes = [(0, 1, 1, 2) if rank in late_ranks else (0, 1, 2) for rank in range(3)]
-    settings = {"persistence_numel": 10_000} if stage == 3 else {}  # one rank alone must gather nothing twice
+    settings = (
+        {"persistence_numel": 10_000} if stage == 3 else {}
+    )  # one rank alone must gather nothing twice
 
     def body(rank: Rank) -> dict[str, Tensor]:
         model, runtime = start(rank, stage=stage, **settings)
@@ -317,13 +387,19 @@ def test_a_gradient_that_comes_after_its_sum_is_reduced_before_the_step(stage: i
 
 @pytest.mark.parametrize("strays", ["asks for a state dict", "uses a released block again"])
 def test_a_rank_that_leaves_the_program_alone_is_named(strays: str) -> None:
-    """It gathers what the others do not: nobody gets wrong bytes, and the two collectives are named."""
+    """It gathers what the others do not: nobody gets wrong bytes, and the two collectives are
+    named.
+    """
 
     def body(rank: Rank) -> None:
         model, _ = start(rank, window_numel=0, ahead_numel=0)
         if rank.index == 1 and strays == "asks for a state dict":
             model.state_dict()
-        route = (0, 1, 2, 1) if rank.index == 1 and strays == "uses a released block again" else (0, 1, 2)
+        route = (
+            (0, 1, 2, 1)
+            if rank.index == 1 and strays == "uses a released block again"
+            else (0, 1, 2)
+        )
         model(batch(rank.index, 0), route).square().mean().backward()
 
     found = World[None](2).outcomes(body)
@@ -333,7 +409,9 @@ def test_a_rank_that_leaves_the_program_alone_is_named(strays: str) -> None:
     assert first.removeprefix("rank 0") != second.removeprefix("rank 1")
 
     found = World[None](2, timeouts=40).outcomes(body)
-    assert any(isinstance(error, PeerError) and "different collectives" in str(error) for error in found)
+    assert any(
+        isinstance(error, PeerError) and "different collectives" in str(error) for error in found
+    )
 
 
 def test_a_forward_that_raises_on_all_ranks_leaves_the_next_one_whole() -> None:

@@ -19,7 +19,11 @@ RANK = 1
 def master_of(kind: str, placement: Placement, values: Tensor) -> MasterWeight:
     dtype = torch.int16 if kind == "split" else torch.float32
     buffer = FlatBuffer.empty(LAYOUT, Spec(placement, dtype), torch.device("cpu"))
-    weight = FlatBuffer.empty(LAYOUT, Spec(placement, torch.bfloat16), torch.device("cpu")) if kind == "split" else None
+    weight = (
+        FlatBuffer.empty(LAYOUT, Spec(placement, torch.bfloat16), torch.device("cpu"))
+        if kind == "split"
+        else None
+    )
     master = MasterWeight(buffer, RANK, torch.float32, weight, is_split=kind == "split")
     master.write(0, values.numel(), values)
     return master
@@ -32,7 +36,9 @@ def values_of(placement: Placement) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["split", "whole"])
 @pytest.mark.parametrize("placement", [R, S])
-def test_what_is_written_is_read_and_stays_what_it_was_at_the_caller(kind: str, placement: Placement) -> None:
+def test_what_is_written_is_read_and_stays_what_it_was_at_the_caller(
+    kind: str, placement: Placement
+) -> None:
     values = values_of(placement)
     before = values.clone()
     master = master_of(kind, placement, values)
@@ -47,7 +53,10 @@ def test_what_is_written_is_read_and_stays_what_it_was_at_the_caller(kind: str, 
 
 def test_a_split_master_keeps_its_weight_rounded() -> None:
     values = values_of(S)
-    master, expected = master_of("split", S, values), torch.empty(values.numel(), dtype=torch.bfloat16)
+    master, expected = (
+        master_of("split", S, values),
+        torch.empty(values.numel(), dtype=torch.bfloat16),
+    )
     cast_master(values, expected)
     assert master.weight is not None and torch.equal(master.weight.memory, expected)
 

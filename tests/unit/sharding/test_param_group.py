@@ -1,4 +1,6 @@
-"""A parameter group between ranks: built from rank 0's values, gathered, put to rest, changed and laid out anew."""
+"""A parameter group between ranks: built from rank 0's values, gathered, put to rest, changed and
+laid out anew.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def flat(values: dict[str, Tensor]) -> Tensor:
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 def everywhere(size: int, body: Callable[[Rank], Any]) -> None:
@@ -65,7 +69,9 @@ def everywhere(size: int, body: Callable[[Rank], Any]) -> None:
 
 
 def of_slots(group: ParamGroup, whole: Tensor) -> Tensor:
-    """Return the elements of a whole flat buffer that belong to parameters, one parameter behind the other."""
+    """Return the elements of a whole flat buffer that belong to parameters, one parameter behind
+    the other.
+    """
     return torch.cat([whole[slot.start : slot.stop] for slot in group.layout.slots])
 
 
@@ -80,7 +86,10 @@ def test_every_rank_gets_the_values_of_the_first(stage: int, size: int) -> None:
         held = group.layout.padded_numel // (size if stage == 3 else 1)
         assert group.weight.memory.numel() == held
         assert same(gathered(group) if stage == 3 else shown(group), FIRST)
-        assert sum(each.nbytes for each in group.comm_ctx.pool.idle()) == group.comm_ctx.pool.allocated_bytes
+        assert (
+            sum(each.nbytes for each in group.comm_ctx.pool.idle())
+            == group.comm_ctx.pool.allocated_bytes
+        )
 
     everywhere(size, body)
 
@@ -144,7 +153,12 @@ def test_new_whole_values_reach_weight_and_master(policy: Policy, stage: int, si
         slot = group.layout.slots[1]
         whole[slot.start : slot.stop] = 77.0
         group.set_full_values(whole)
-        expected = torch.cat([torch.full((1999,), 77.0) if name == "b" else FIRST[name].reshape(-1) for name in FIRST])
+        expected = torch.cat(
+            [
+                torch.full((1999,), 77.0) if name == "b" else FIRST[name].reshape(-1)
+                for name in FIRST
+            ]
+        )
         assert torch.equal(masters(group), expected)
         now = gathered(group) if stage == 3 else shown(group)
         assert now["b"].eq(77.0).all()
@@ -189,7 +203,13 @@ def test_a_new_layout_keeps_the_bits(policy: Policy, stage: int, size: int) -> N
         before = gathered(group) if stage == 3 else shown(group)
         group.relayout("tensor")
         for slot in group.layout.slots:
-            assert sum(start < stop for start, stop in (group.layout.owned(slot, r) for r in range(size))) <= 1
+            assert (
+                sum(
+                    start < stop
+                    for start, stop in (group.layout.owned(slot, r) for r in range(size))
+                )
+                <= 1
+            )
         assert torch.equal(masters(group), flat(FIRST))
         assert same(gathered(group) if stage == 3 else shown(group), before)
         group.relayout("element")
@@ -201,7 +221,9 @@ def test_a_new_layout_keeps_the_bits(policy: Policy, stage: int, size: int) -> N
 
 @on_ranks
 @pytest.mark.parametrize("stage", range(4))
-def test_a_group_that_was_let_go_leaves_plain_parameters_with_the_masters_values(stage: int, size: int) -> None:
+def test_a_group_that_was_let_go_leaves_plain_parameters_with_the_masters_values(
+    stage: int, size: int
+) -> None:
     def body(rank: Rank) -> None:
         group = built(rank, stage, BF16)
         group.restore_params()
@@ -216,7 +238,10 @@ def test_a_group_that_was_let_go_leaves_plain_parameters_with_the_masters_values
 def test_a_group_that_is_promoted_computes_in_fp32_from_its_masters(stage: int, size: int) -> None:
     def body(rank: Rank) -> None:
         group = built(rank, stage, BF16)
-        assert all(each.dtype is torch.bfloat16 for each in (gathered(group) if stage == 3 else shown(group)).values())
+        assert all(
+            each.dtype is torch.bfloat16
+            for each in (gathered(group) if stage == 3 else shown(group)).values()
+        )
         group.promote_to_fp32("it")
         assert same(gathered(group) if stage == 3 else shown(group), FIRST)
         assert torch.equal(masters(group), flat(FIRST))
@@ -226,8 +251,12 @@ def test_a_group_that_is_promoted_computes_in_fp32_from_its_masters(stage: int, 
 
 @on_ranks
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("policy", [BF16, Policy(torch.bfloat16, master="fp32"), Policy(torch.float16)], ids=str)
-def test_a_group_that_is_demoted_again_is_what_it_was(policy: Policy, stage: int, size: int) -> None:
+@pytest.mark.parametrize(
+    "policy", [BF16, Policy(torch.bfloat16, master="fp32"), Policy(torch.float16)], ids=str
+)
+def test_a_group_that_is_demoted_again_is_what_it_was(
+    policy: Policy, stage: int, size: int
+) -> None:
     def body(rank: Rank) -> None:
         group = built(rank, stage, policy)
         planned, before = group.planned, gathered(group) if stage == 3 else shown(group)

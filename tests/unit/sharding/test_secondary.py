@@ -1,4 +1,6 @@
-"""A second copy of weights among fewer ranks (hpZ): the bits of plain stage 3, and gathers that stay among the few."""
+"""A second copy of weights among fewer ranks (hpZ): the bits of plain stage 3, and gathers that
+stay among the few.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,12 @@ def train(
 ) -> Trained:
     model = small(recomputes)
     prepare(model)
-    settings = {"policy": POLICIES[dtype], "accumulation": accumulation, "secondary_ranks": near, **settings}
+    settings = {
+        "policy": POLICIES[dtype],
+        "accumulation": accumulation,
+        "secondary_ranks": near,
+        **settings,
+    }
     runtime = sharded(rank, model, mesh, stage=3, **settings)
     optimizer = optimizer_over(runtime, OPTIMIZERS["adamw"], max_norm=0.5)
     found = Trained()
@@ -77,7 +84,11 @@ def train(
     found.sent = dict(rank.comm.meter.sent_bytes)
     volume = runtime.plan.volume()
     outer = volume.gathers - volume.inner_gathers
-    found.predicted = {"all_gather": outer, "inner_gather": volume.inner_gathers, "rows": volume.rows}
+    found.predicted = {
+        "all_gather": outer,
+        "inner_gather": volume.inner_gathers,
+        "rows": volume.rows,
+    }
     found.weights = {name: value.clone() for name, value in model.state_dict().items()}
     return found
 
@@ -127,13 +138,17 @@ def test_a_group_of_all_ranks_is_no_smaller_one(near: int) -> None:
 def test_beside_replicas_it_is_within_each() -> None:
     mesh = Mesh(dp_replicate=2, dp_shard=4)
     found, plain = (
-        run_ranks(8, lambda rank, near=near: train(rank, torch.bfloat16, 2, near, mesh, window_numel=0))
+        run_ranks(
+            8, lambda rank, near=near: train(rank, torch.bfloat16, 2, near, mesh, window_numel=0)
+        )
         for near in (NEAR, 1)
     )
     assert_alike(found, plain)
     for one, other in zip(found, plain, strict=True):
         assert one.sent["inner_gather"] == one.predicted["inner_gather"] > 0
-        among_replicas = other.sent["all_gather"] - other.predicted["all_gather"]  # half of each sum over them
+        among_replicas = (
+            other.sent["all_gather"] - other.predicted["all_gather"]
+        )  # half of each sum over them
         assert one.sent["all_gather"] == one.predicted["all_gather"] + among_replicas
 
 
@@ -143,7 +158,12 @@ def freeze_the_first_block(model: nn.Module) -> None:
 
 def test_weights_that_are_never_updated_are_gathered_over_all_ranks_once() -> None:
     found, plain = (
-        run_ranks(WORLD, lambda rank, near=near: train(rank, near=near, prepare=freeze_the_first_block, window_numel=0))
+        run_ranks(
+            WORLD,
+            lambda rank, near=near: train(
+                rank, near=near, prepare=freeze_the_first_block, window_numel=0
+            ),
+        )
         for near in (NEAR, 1)
     )
     assert_alike(found, plain)
@@ -180,7 +200,9 @@ def test_every_change_of_the_weights_is_seen_by_the_next_gather() -> None:
         found.append(evaluate(runtime))
         return found
 
-    found, plain = (run_ranks(WORLD, lambda rank, near=near: body(rank, near), seed=3) for near in (NEAR, 1))
+    found, plain = (
+        run_ranks(WORLD, lambda rank, near=near: body(rank, near), seed=3) for near in (NEAR, 1)
+    )
     for one, other in zip(found, plain, strict=True):
         assert all(map(torch.equal, one, other))
     kinds = found[0][2:]
@@ -204,10 +226,14 @@ def test_it_follows_groups_that_are_divided_and_units_that_are_promoted() -> Non
             found.append(evaluate(runtime))
         assert len(runtime.units[1].groups) == 2
         copies = [group.secondary for group in runtime.groups]
-        assert [copy.buffer.spec.dtype if copy else None for copy in copies].count(torch.float32) == (near > 1)
+        assert [copy.buffer.spec.dtype if copy else None for copy in copies].count(
+            torch.float32
+        ) == (near > 1)
         return [*found, *model.state_dict().values()]
 
-    found, plain = (run_ranks(WORLD, lambda rank, near=near: body(rank, near)) for near in (NEAR, 1))
+    found, plain = (
+        run_ranks(WORLD, lambda rank, near=near: body(rank, near)) for near in (NEAR, 1)
+    )
     for one, other in zip(found, plain, strict=True):
         assert all(map(torch.equal, one, other))
 

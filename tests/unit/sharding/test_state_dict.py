@@ -1,4 +1,6 @@
-"""A local state dict (`StateDictMode.gathers` is false): no communication, whatever is sharded or gathered."""
+"""A local state dict (`StateDictMode.gathers` is false): no communication, whatever is sharded or
+gathered.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ def test_one_rank_alone_takes_a_local_state_dict(stage: int) -> None:
         if stage < 3:
             assert torch.equal(value, plain[name])
         else:
-            assert value.shape == (0,) and value.dtype == plain[name].dtype and type(value) is torch.Tensor
+            assert (
+                value.shape == (0,)
+                and value.dtype == plain[name].dtype
+                and type(value) is torch.Tensor
+            )
 
 
 def test_what_is_gathered_is_whole_in_a_local_state_dict() -> None:

@@ -1,4 +1,6 @@
-"""Every state machine of the heart: what its table allows happens, and everything else raises and changes nothing."""
+"""Every state machine of the heart: what its table allows happens, and everything else raises and
+changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,18 @@ from tests.in_process import Rank, build_one, run_ranks, sharded
 from tests.models import Odd
 
 
-def check(table: set[Any], states: type[Enum], owner: Any, attribute: str, enter: Callable[[Any], None]) -> None:
+def check(
+    table: set[Any], states: type[Enum], owner: Any, attribute: str, enter: Callable[[Any], None]
+) -> None:
     for before, after in itertools.product(states, states):
         setattr(owner, attribute, before)
         if (before, after) in table:
             enter(after)
             assert getattr(owner, attribute) is after
         else:
-            with pytest.raises(AssertionError, match=f"cannot go from {before.value} to {after.value}"):
+            with pytest.raises(
+                AssertionError, match=f"cannot go from {before.value} to {after.value}"
+            ):
                 enter(after)
             assert getattr(owner, attribute) is before
 
@@ -56,7 +62,11 @@ def test_a_gradient_goes_where_its_table_says() -> None:
 
 
 def test_every_state_is_reached_and_left() -> None:
-    tables: list[tuple[set[Any], type[Enum]]] = [(MOVES, UnitState), (PHASE_MOVES, Phase), (GRAD_MOVES, GradState)]
+    tables: list[tuple[set[Any], type[Enum]]] = [
+        (MOVES, UnitState),
+        (PHASE_MOVES, Phase),
+        (GRAD_MOVES, GradState),
+    ]
     for table, states in tables:
         assert {after for _, after in table} == {before for before, _ in table} == set(states)
 
@@ -79,7 +89,9 @@ def test_a_gradient_from_collecting_to_dropped(stage: int, size: int) -> None:
         pending.wait()
         assert gradient.state is GradState.REDUCED
         bring(group)  # a second backward: it takes the sum's place, or is collected beside it
-        assert gradient.state is (GradState.COLLECTING if group.plan.grad.placement is P else GradState.REDUCED)
+        assert gradient.state is (
+            GradState.COLLECTING if group.plan.grad.placement is P else GradState.REDUCED
+        )
         gradient.reduce("it").wait()
         assert_twos(gradient, size)
         gradient.defer()
@@ -100,7 +112,9 @@ def test_a_gradient_from_collecting_to_dropped(stage: int, size: int) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_with_replicas_a_sum_is_partial_until_they_have_met(stage: int) -> None:
     def body(rank: Rank) -> None:
-        runtime = sharded(rank, Odd(), Mesh(dp_replicate=2, dp_shard=2), stage=stage, accumulation=2)
+        runtime = sharded(
+            rank, Odd(), Mesh(dp_replicate=2, dp_shard=2), stage=stage, accumulation=2
+        )
         (group,) = runtime.trained_groups
         runtime.root.unshard()
         runtime.root.wait_for_unshard()
@@ -110,7 +124,9 @@ def test_with_replicas_a_sum_is_partial_until_they_have_met(stage: int) -> None:
             gradient.reduce("it").wait()
             assert gradient.state is GradState.PARTIAL
             assert gradient.is_reduced
-            with pytest.raises(AssertionError, match="cannot go from partially reduced to deferred"):
+            with pytest.raises(
+                AssertionError, match="cannot go from partially reduced to deferred"
+            ):
                 gradient.defer()
             pending = gradient.sum_over_replicas("it")
             assert gradient.state is GradState.REDUCING

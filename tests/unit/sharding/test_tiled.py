@@ -1,4 +1,6 @@
-"""TiledLinear by itself: nn.Linear's values and gradients, whatever the grid; what does not fit is refused."""
+"""TiledLinear by itself: nn.Linear's values and gradients, whatever the grid; what does not fit is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,21 @@ IN, OUT = 13, 11
 
 
 def tiled_of(plain: nn.Linear, grid: tuple[int, int], **options: Any) -> TiledLinear:
-    options = {"in_splits": grid[0], "out_splits": grid[1], "init_linear": plain, "dtype": plain.weight.dtype} | options
+    options = {
+        "in_splits": grid[0],
+        "out_splits": grid[1],
+        "init_linear": plain,
+        "dtype": plain.weight.dtype,
+    } | options
     return TiledLinear(IN, OUT, plain.bias is not None, **options)
 
 
 def whole(tiled: TiledLinear, of: str) -> Tensor:
     """The weight (or its gradient) put together again."""
     tiles = [[tile.weight for tile in row] for row in tiled.linears]
-    return torch.cat([torch.cat([w.grad if of == "grad" else w.detach() for w in row], dim=1) for row in tiles])
+    return torch.cat(
+        [torch.cat([w.grad if of == "grad" else w.detach() for w in row], dim=1) for row in tiles]
+    )
 
 
 def biases(tiled: TiledLinear, of: str) -> Tensor:
@@ -37,7 +46,9 @@ def biases(tiled: TiledLinear, of: str) -> Tensor:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(IN,), (6, IN), (2, 3, IN)], ids=str)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_values_and_gradients_are_the_linears(grid: tuple[int, int], shape: tuple[int, ...], bias: bool) -> None:
+def test_values_and_gradients_are_the_linears(
+    grid: tuple[int, int], shape: tuple[int, ...], bias: bool
+) -> None:
     plain = nn.Linear(IN, OUT, bias, dtype=torch.float64)
     tiled = tiled_of(plain, grid)
     x = torch.randn(*shape, dtype=torch.float64)
@@ -60,13 +71,17 @@ def test_tiles_are_as_even_as_they_go_and_one_of_each_row_has_a_bias() -> None:
     assert [[tuple(tile.weight.shape) for tile in row] for row in tiled.linears] == [
         [(rows, columns) for columns in (5, 4, 4)] for rows in (3, 3, 3, 2)
     ]
-    assert [[tile.bias is not None for tile in row] for row in tiled.linears] == [[False, False, True]] * 4
+    assert [[tile.bias is not None for tile in row] for row in tiled.linears] == [
+        [False, False, True]
+    ] * 4
 
 
 def test_partial_sums_are_added_in_the_order_of_the_input_tiles() -> None:
     tiled = TiledLinear(IN, OUT, in_splits=3)
     x = torch.randn(5, IN)
-    first, *rest = (tile(part) for tile, part in zip(tiled.linears[0], x.split([5, 4, 4], dim=-1), strict=True))
+    first, *rest = (
+        tile(part) for tile, part in zip(tiled.linears[0], x.split([5, 4, 4], dim=-1), strict=True)
+    )
     for part in rest:
         first = first + part
     assert torch.equal(tiled(x), first)
@@ -138,12 +153,16 @@ def test_without_gradients_and_copied_it_works_as_well() -> None:
 class Scaled(nn.Linear):
     """Somebody's own linear."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, *, factor: float = 1.0) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, factor: float = 1.0
+    ) -> None:
         super().__init__(in_features, out_features, bias)
         self.factor = factor
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(super().forward(x) * self.factor)  # saves its output, which nobody may change then
+        return torch.tanh(
+            super().forward(x) * self.factor
+        )  # saves its output, which nobody may change then
 
 
 def test_another_class_and_its_arguments_make_the_tiles() -> None:
@@ -177,9 +196,15 @@ def test_arguments_that_do_not_fit_are_refused(options: dict[str, Any], words: s
         TiledLinear(IN, OUT, **options)
 
 
-@pytest.mark.parametrize(("already", "given"), [(False, IN + 1), (True, IN), (True, [5, 8]), (False, [7, 6])])
+@pytest.mark.parametrize(
+    ("already", "given"), [(False, IN + 1), (True, IN), (True, [5, 8]), (False, [7, 6])]
+)
 def test_an_input_that_does_not_fit_is_refused(already: bool, given: int | list[int]) -> None:
     tiled = TiledLinear(IN, OUT, in_splits=2, input_is_already_split=already)
-    x = torch.randn(3, given) if isinstance(given, int) else [torch.randn(3, width) for width in given]
+    x = (
+        torch.randn(3, given)
+        if isinstance(given, int)
+        else [torch.randn(3, width) for width in given]
+    )
     with pytest.raises(UsageError, match="What to do: pass one tensor"):
         tiled(x)

@@ -1,4 +1,6 @@
-"""A small model trained on ranks of one process has the bits of a run without sharding, at every stage."""
+"""A small model trained on ranks of one process has the bits of a run without sharding, at every
+stage.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,12 @@ def small() -> nn.Module:
 
 
 def train(
-    rank: Rank, stage: int, dtype: torch.dtype, accumulation: int, mesh: Mesh | None = None, **settings: Any
+    rank: Rank,
+    stage: int,
+    dtype: torch.dtype,
+    accumulation: int,
+    mesh: Mesh | None = None,
+    **settings: Any,
 ) -> Trained:
     model = small()
     settings = {"policy": POLICIES[dtype], "accumulation": accumulation, **settings}
@@ -52,26 +59,43 @@ def train(
             losses[-1].append(loss.detach())
         optimizer.step()
         norms.append(optimizer.last.norm)
-    return Trained(losses, norms, {name: value.clone() for name, value in model.state_dict().items()})
+    return Trained(
+        losses, norms, {name: value.clone() for name, value in model.state_dict().items()}
+    )
 
 
 def assert_same_bits(found: list[Trained], reference: Reference) -> None:
     for step in range(STEPS):
-        batches = [[batch_of(step, k, r) for k in range(reference.accumulation)] for r in range(reference.ranks)]
+        batches = [
+            [batch_of(step, k, r) for k in range(reference.accumulation)]
+            for r in range(reference.ranks)
+        ]
         norm = found[0].norms[step]
         expected, exact = reference.step(batches, norm)
         assert norm == pytest.approx(exact, rel=1e-5)
         for rank, each in enumerate(found):
             assert each.norms[step] == norm, "one norm on all ranks"
-            assert all(map(torch.equal, each.losses[step], expected[rank])), f"losses of rank {rank}, step {step}"
+            assert all(map(torch.equal, each.losses[step], expected[rank])), (
+                f"losses of rank {rank}, step {step}"
+            )
     for rank, each in enumerate(found):
         for name, weight in reference.values().items():
             assert torch.equal(each.weights[name], weight), f"{name} on rank {rank}"
 
 
-def reference_of(size: int, stage: int, dtype: torch.dtype, accumulation: int, shard: int = 0) -> Reference:
+def reference_of(
+    size: int, stage: int, dtype: torch.dtype, accumulation: int, shard: int = 0
+) -> Reference:
     """shard: ranks of one group of a mesh with replicas; 0: there are none."""
-    given = (small(), size, accumulation, stage < 2 or (shard or size) == 1, dtype, OPTIMIZERS["adamw"], 0.5)
+    given = (
+        small(),
+        size,
+        accumulation,
+        stage < 2 or (shard or size) == 1,
+        dtype,
+        OPTIMIZERS["adamw"],
+        0.5,
+    )
     return TwoLevels(*given, shard=shard) if shard else Reference(*given)
 
 
@@ -89,8 +113,15 @@ def test_every_stage_gives_the_bits_of_one_process(
 @on_stages
 @pytest.mark.parametrize("seed", [None, 1, 2, 3])
 @pytest.mark.parametrize("reads_in_place", [False, True], ids=["copied", "in place"])
-def test_no_order_of_ranks_changes_a_bit(stage: int, seed: int | None, reads_in_place: bool) -> None:
-    found = run_ranks(3, lambda rank: train(rank, stage, torch.float32, 1), seed=seed, reads_in_place=reads_in_place)
+def test_no_order_of_ranks_changes_a_bit(
+    stage: int, seed: int | None, reads_in_place: bool
+) -> None:
+    found = run_ranks(
+        3,
+        lambda rank: train(rank, stage, torch.float32, 1),
+        seed=seed,
+        reads_in_place=reads_in_place,
+    )
     assert_same_bits(found, reference_of(3, stage, torch.float32, 1))
 
 
@@ -109,30 +140,47 @@ def test_no_order_of_ranks_changes_a_bit(stage: int, seed: int | None, reads_in_
     ids=lambda settings: " ".join(settings),
 )
 def test_no_schedule_and_no_size_changes_a_bit(stage: int, settings: dict[str, Any]) -> None:
-    found = run_ranks(2, lambda rank: train(rank, stage, torch.bfloat16, 2, **settings), seed=5, reads_in_place=True)
+    found = run_ranks(
+        2,
+        lambda rank: train(rank, stage, torch.bfloat16, 2, **settings),
+        seed=5,
+        reads_in_place=True,
+    )
     assert_same_bits(found, reference_of(2, stage, torch.bfloat16, 2))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("dtype", POLICIES, ids=["fp32", "bf16"])
-def test_gradients_that_are_reduced_once_a_step_are_added_up_first(stage: int, dtype: torch.dtype) -> None:
+def test_gradients_that_are_reduced_once_a_step_are_added_up_first(
+    stage: int, dtype: torch.dtype
+) -> None:
     found = run_ranks(3, lambda rank: train(rank, stage, dtype, 3, reduces_once=True), seed=stage)
     assert_same_bits(found, reference_of(3, 1, dtype, 3))
 
 
 @on_stages
 @pytest.mark.parametrize("size", [1, 2])
-def test_held_units_take_forwards_and_backwards_in_any_turn_and_are_gathered_once(stage: int, size: int) -> None:
+def test_held_units_take_forwards_and_backwards_in_any_turn_and_are_gathered_once(
+    stage: int, size: int
+) -> None:
     """As a pipeline's stage has them: F0 F1 B0 F2 B1 B2."""
 
     def body(rank: Rank) -> Trained:
         model = small()
-        settings = {"policy": POLICIES[torch.bfloat16], "accumulation": 3, "reduces_once": True, "window_numel": 0}
+        settings = {
+            "policy": POLICIES[torch.bfloat16],
+            "accumulation": 3,
+            "reduces_once": True,
+            "window_numel": 0,
+        }
         runtime = sharded(rank, model, None, stage=stage, **settings)
         optimizer = optimizer_over(runtime, OPTIMIZERS["adamw"], max_norm=0.5)
         losses, norms = [], []
         for step in range(STEPS):
-            batches, open_losses = [batch_of(step, micro, rank.index) for micro in range(3)], dict[int, Tensor]()
+            batches, open_losses = (
+                [batch_of(step, micro, rank.index) for micro in range(3)],
+                dict[int, Tensor](),
+            )
             runtime.executor.hold()
             for what, micro in (("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)):
                 if what == "F":
@@ -145,20 +193,34 @@ def test_held_units_take_forwards_and_backwards_in_any_turn_and_are_gathered_onc
             optimizer.step()
             norms.append(optimizer.last.norm)
         if stage == 3 and size > 1:
-            gathers = [each for each in rank.issued("engine 0/gather") if each.startswith("gather blocks.0")]
+            gathers = [
+                each
+                for each in rank.issued("engine 0/gather")
+                if each.startswith("gather blocks.0")
+            ]
             assert len(gathers) == STEPS, gathers
-        return Trained(losses, norms, {name: value.clone() for name, value in model.state_dict().items()})
+        return Trained(
+            losses, norms, {name: value.clone() for name, value in model.state_dict().items()}
+        )
 
-    assert_same_bits(run_ranks(size, body, seed=1), reference_of(size, min(stage, 1), torch.bfloat16, 3))
+    assert_same_bits(
+        run_ranks(size, body, seed=1), reference_of(size, min(stage, 1), torch.bfloat16, 3)
+    )
 
 
 @on_stages
 @pytest.mark.parametrize(("replicas", "shard"), [(2, 2), (2, 1), (1, 3), (4, 1), (2, 3)])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_replicas_add_up_in_two_levels(stage: int, replicas: int, shard: int, accumulation: int) -> None:
-    """Hybrid sharding: slices within a group, the same slices in every group, one outer sum a step."""
+def test_replicas_add_up_in_two_levels(
+    stage: int, replicas: int, shard: int, accumulation: int
+) -> None:
+    """Hybrid sharding: slices within a group, the same slices in every group, one outer sum a
+    step.
+    """
     mesh, size = Mesh(dp_replicate=replicas, dp_shard=shard), replicas * shard
-    found = run_ranks(size, lambda rank: train(rank, stage, torch.float32, accumulation, mesh), seed=stage)
+    found = run_ranks(
+        size, lambda rank: train(rank, stage, torch.float32, accumulation, mesh), seed=stage
+    )
     assert_same_bits(found, reference_of(size, stage, torch.float32, accumulation, shard))
 
 
@@ -178,7 +240,9 @@ def test_replicas_meet_once_a_step(stage: int) -> None:
 def test_a_gradient_is_not_changed_while_each_replica_has_its_own_sum(stage: int) -> None:
     def step(rank: Rank) -> None:
         model = small()
-        runtime = sharded(rank, model, Mesh(dp_replicate=2, dp_shard=2), stage=stage, accumulation=2)
+        runtime = sharded(
+            rank, model, Mesh(dp_replicate=2, dp_shard=2), stage=stage, accumulation=2
+        )
         param = next(iter(model.parameters()))
         for micro in range(2):
             runtime.is_boundary = micro == 1

@@ -45,7 +45,9 @@ class World:
     def __init__(self, own: float, other: float, *, in_place: bool = False, size: int = 2) -> None:
         self.size, self.reads_in_place, self.asked = size, in_place, 0
         self.own, self.other = own, other
-        self.meter = SimpleNamespace(wait_seconds={"gather": 0.0}, clock=SimpleNamespace(seconds={"forward": 0.0}))
+        self.meter = SimpleNamespace(
+            wait_seconds={"gather": 0.0}, clock=SimpleNamespace(seconds={"forward": 0.0})
+        )
 
     def step(self) -> None:
         self.meter.wait_seconds["gather"] += self.own
@@ -72,7 +74,9 @@ def test_the_slowest_rank_decides_for_all() -> None:
         tuner = Tuner(settings, [30, 50, 40], world)
         first = steps(tuner, world, PERIOD)
         assert [change.ahead_numel for change in first] == [100], "two of the largest units"
-        assert [change.ahead_numel for change in steps(tuner, world, PERIOD)] == [10], "no better: as it was"
+        assert [change.ahead_numel for change in steps(tuner, world, PERIOD)] == [10], (
+            "no better: as it was"
+        )
         assert steps(tuner, world, 5 * PERIOD) == []
         assert world.asked == 2, "nothing is asked once it is done"
 
@@ -94,7 +98,9 @@ def test_nothing_is_asked_where_nothing_can_be_gained(settings: PlanSettings, wo
 
 def test_only_what_nobody_stated_is_tuned() -> None:
     def tunes(**zero: Any) -> tuple[str, ...]:
-        return plan_settings_of(resolve(load({"zero_optimization": {"stage": 3, **zero}}), Facts())).tunes
+        return plan_settings_of(
+            resolve(load({"zero_optimization": {"stage": 3, **zero}}), Facts())
+        ).tunes
 
     assert tunes() == ("ahead_numel", "bucket_numel")
     assert tunes(stage3_prefetch_bucket_size="auto", reduce_bucket_size=7) == ("ahead_numel",)

@@ -25,7 +25,9 @@ def test_what_is_taken_is_counted_and_the_most_remembered() -> None:
 def test_the_byte_that_is_too_much_is_refused_and_nothing_is_counted() -> None:
     allowance = DeviceBudget(1000)
     allowance.reserve(1000, "everything")
-    with pytest.raises(OutOfMemoryError, match=r"one byte more needs 1 B .* 1000 B of the 1000 B .*memory_budget"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"one byte more needs 1 B .* 1000 B of the 1000 B .*memory_budget"
+    ):
         allowance.reserve(1, "one byte more")
     assert allowance.taken_bytes == 1000
 

@@ -1,4 +1,6 @@
-"""The disk tier: what is stored comes back bit for bit, takes no memory meanwhile, and every failure has a name."""
+"""The disk tier: what is stored comes back bit for bit, takes no memory meanwhile, and every
+failure has a name.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def disk(tmp_path: Path) -> Disk:
     return Disk(tmp_path)
 
 
-def filled(disk: Disk, numel: int = NUMEL, dtype: torch.dtype = torch.float32) -> tuple[Extent, torch.Tensor]:
+def filled(
+    disk: Disk, numel: int = NUMEL, dtype: torch.dtype = torch.float32
+) -> tuple[Extent, torch.Tensor]:
     """An extent and the values that were put into it."""
     extent, values = disk.reserve(numel, dtype, CHUNK, "values"), torch.randn(numel).to(dtype)
     extent.write(0, numel).copy_(values)
@@ -39,7 +43,9 @@ def states(extent: Extent) -> set[State]:
     return {chunk.state for chunk in extent.chunks}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.uint8], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int16, torch.uint8], ids=str
+)
 def test_what_was_stored_comes_back_bit_for_bit(disk: Disk, dtype: torch.dtype) -> None:
     extent = disk.reserve(NUMEL, dtype, CHUNK, "values")
     values = torch.arange(NUMEL).to(dtype)
@@ -238,7 +244,9 @@ def test_closing_waits_and_gives_the_file_up(tmp_path: Path) -> None:
 
 def test_a_directory_that_does_not_exist_is_made_for_this_user_alone(tmp_path: Path) -> None:
     Disk(tmp_path / "new" / "inner").close()
-    assert [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new", tmp_path / "new" / "inner")] == [0o700] * 2
+    assert [
+        stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new", tmp_path / "new" / "inner")
+    ] == [0o700] * 2
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
@@ -254,12 +262,16 @@ def test_a_file_in_the_place_of_a_directory_is_named(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_said_before_anything_is_written(disk: Disk) -> None:
-    with pytest.raises(StorageError, match=r"need 2\.00 PiB on .*1\.00 PiB for each of 2 ranks\), .* are free"):
+    with pytest.raises(
+        StorageError, match=r"need 2\.00 PiB on .*1\.00 PiB for each of 2 ranks\), .* are free"
+    ):
         disk.check_room(1 << 50, 2)
 
 
 def altered(change: Callable[[int, int], None], tmp_path: Path) -> StorageError:
-    """What a read says after somebody changed the file of an extent; the extent can be read again once it is mended."""
+    """What a read says after somebody changed the file of an extent; the extent can be read again
+    once it is mended.
+    """
     disk = Disk(tmp_path)
     extent, _ = filled(disk)
     extent.store(0, NUMEL).wait()
@@ -302,12 +314,16 @@ def test_a_stale_block_is_found(tmp_path: Path) -> None:
 
 
 def test_a_truncated_file_is_found(tmp_path: Path) -> None:
-    error = altered(lambda descriptor, nbytes: os.ftruncate(descriptor, 3 * CHUNK * 4 + 100), tmp_path)
+    error = altered(
+        lambda descriptor, nbytes: os.ftruncate(descriptor, 3 * CHUNK * 4 + 100), tmp_path
+    )
     assert "reading values" in str(error)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
-def test_a_write_that_fails_loses_nothing(disk: Disk, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_write_that_fails_loses_nothing(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def refuse(*given: object) -> int:
         raise OSError(number, os.strerror(number))
 

@@ -1,4 +1,5 @@
-"""Page-locked memory of the host: unlocked when it is freed, whatever frees it, so that a next engine can lock its own.
+"""Page-locked memory of the host: unlocked when it is freed, whatever frees it, so that a next
+engine can lock its own.
 
 CUDA's runtime is a stand-in (tests/cudart.py) that refuses what CUDA refuses.
 """
@@ -31,7 +32,9 @@ class Tower(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -62,13 +65,17 @@ def train(engine: Any, rows: int = 64) -> None:
     engine.step()
 
 
-def test_engines_one_after_the_other_lock_their_memory_and_leave_none_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_one_after_the_other_lock_their_memory_and_leave_none_locked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runtime = cudart.install(monkeypatch)
     for ends_by in ("destroy", "del", "destroy"):
         engine = engine_of()
         for rows in (64, 512, 2048):  # the arena of activations grows
             train(engine, rows)
-        assert len(runtime.ranges) == 4, "one slab of states, and an arena of activations for each number of rows"
+        assert len(runtime.ranges) == 4, (
+            "one slab of states, and an arena of activations for each number of rows"
+        )
         if ends_by == "destroy":
             engine.destroy()
         del engine
@@ -126,16 +133,29 @@ def test_a_step_that_fails_leaves_nothing_locked(monkeypatch: pytest.MonkeyPatch
     assert not runtime.ranges and not runtime.last_error
 
 
-def test_only_what_copies_touch_is_locked_and_only_while_the_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step reserves or locks memory; a range is at most `LOCK_BYTES` long, and all are unlocked at the end."""
+def test_only_what_copies_touch_is_locked_and_only_while_the_engine_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No step reserves or locks memory; a range is at most `LOCK_BYTES` long, and all are unlocked
+    at the end.
+    """
     runtime = cudart.install(monkeypatch)
     monkeypatch.setattr(memory, "LOCK_BYTES", 16 * PAGE)
     mapped = list[int]()
     map_private = memory._map_private
-    monkeypatch.setattr(memory, "_map_private", lambda nbytes: mapped.append(nbytes) or map_private(nbytes))
-    for stage, zero in ((1, {}), (2, {}), (3, {}), (3, {"offload_param": {"device": "cpu", "pin_memory": True}})):
+    monkeypatch.setattr(
+        memory, "_map_private", lambda nbytes: mapped.append(nbytes) or map_private(nbytes)
+    )
+    for stage, zero in (
+        (1, {}),
+        (2, {}),
+        (3, {}),
+        (3, {"offload_param": {"device": "cpu", "pin_memory": True}}),
+    ):
         mapped.clear()
-        engine = engine_of(stage=stage, **{"offload_param": {"device": "none"}, **zero}, activations="none")
+        engine = engine_of(
+            stage=stage, **{"offload_param": {"device": "none"}, **zero}, activations="none"
+        )
         plan = plan_of(engine.parts.runtime, engine.parts.optimizer)
         pieces = plan.host_pieces()
         copied = [piece.nbytes for piece in pieces if piece.is_copied]
@@ -174,7 +194,9 @@ def test_a_slab_hands_out_pieces_that_come_back_zeroed(monkeypatch: pytest.Monke
     assert large is not None
     for part in parts_in_lock_ranges(large[5 : 8 * PAGE // 4]):
         low, high = large[5:][part].data_ptr(), large[5:][part].data_ptr() + large[5:][part].nbytes
-        assert any(start <= low and high <= start + nbytes for start, nbytes in runtime.ranges.items())
+        assert any(
+            start <= low and high <= start + nbytes for start, nbytes in runtime.ranges.items()
+        )
     assert len(list(parts_in_lock_ranges(large))) == 3
     del slab, again, second, large
     assert not runtime.ranges
@@ -198,36 +220,48 @@ def test_huge_pages_are_given_up_if_they_come_slowly(monkeypatch: pytest.MonkeyP
         assert sum(nbytes for nbytes, what in calls if what == memory._POPULATE_WRITE) == 160 << 20
 
 
-def test_an_extent_is_locked_until_the_last_view_of_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_extent_is_locked_until_the_last_view_of_it_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runtime = cudart.install(monkeypatch)
     host = LockedHost()
     for nbytes in (4, PAGE, HUGE_PAGE + 4, 3 * HUGE_PAGE):
         extent = host.reserve(nbytes // 4, torch.float32, 1 << 20, "a state")
         view = extent.memory[1:]
         (size,) = runtime.ranges.values()
-        assert size % PAGE == 0 and nbytes <= size < nbytes + PAGE, "whole pages, which no other range touches"
+        assert size % PAGE == 0 and nbytes <= size < nbytes + PAGE, (
+            "whole pages, which no other range touches"
+        )
         del extent
         assert runtime.ranges
         del view
         assert not runtime.ranges
 
 
-def test_the_true_cause_of_a_refusal_is_told_and_the_error_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_true_cause_of_a_refusal_is_told_and_the_error_is_cleared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runtime = cudart.install(monkeypatch)
     monkeypatch.setattr(runtime, "cudaHostRegister", lambda *given: runtime._failed(cudart.ALREADY))
-    with pytest.raises(OutOfMemoryError, match="CUDA error 712, part or all of the requested memory range") as raised:
+    with pytest.raises(
+        OutOfMemoryError, match="CUDA error 712, part or all of the requested memory range"
+    ) as raised:
         private_pages(PAGE, torch.uint8, locked=True)
     assert "ulimit" not in str(raised.value) and '"pin_memory": false' in str(raised.value)
     assert not runtime.last_error
 
 
-def test_an_error_is_cleared_by_a_launch_if_the_runtime_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_cleared_by_a_launch_if_the_runtime_cannot_be_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """torch shows no cudaGetLastError, but reads it after each launch of a kernel."""
     launches = []
 
     def launch(*size: int, device: str) -> Tensor:
         launches.append(device)
-        raise RuntimeError("CUDA error: part or all of the requested memory range is already mapped")
+        raise RuntimeError(
+            "CUDA error: part or all of the requested memory range is already mapped"
+        )
 
     monkeypatch.setattr(torch, "ones", launch)
     memory._clear_cuda_error(object())

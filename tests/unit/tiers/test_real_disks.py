@@ -1,4 +1,6 @@
-"""Real file systems that fail: full, read-only, and with blocks missing underneath.  Only root can make them."""
+"""Real file systems that fail: full, read-only, and with blocks missing underneath.  Only root can
+make them.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,14 @@ def loop(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
 
 def test_a_full_disk_is_named_before_anything_is_lost(small: Path) -> None:
     disk = Disk(small)
-    with pytest.raises(StorageError, match=r"need 9\.00 MiB .* 8\.00 MiB are free|7\.\d+ MiB are free"):
+    with pytest.raises(
+        StorageError, match=r"need 9\.00 MiB .* 8\.00 MiB are free|7\.\d+ MiB are free"
+    ):
         disk.check_room(9 * MIB, 1)
     extent = disk.reserve(MIB, torch.float32, MIB, "the first")
-    with pytest.raises(StorageError, match=r"reserving 8\.00 MiB for the second .*No space left on device"):
+    with pytest.raises(
+        StorageError, match=r"reserving 8\.00 MiB for the second .*No space left on device"
+    ):
         disk.reserve(2 * MIB, torch.float32, MIB, "the second")
     extent.write(0, MIB).fill_(3)
     extent.store(0, MIB).wait()
@@ -74,7 +80,9 @@ def test_a_read_only_disk_is_named(small: Path) -> None:
         Disk(small)
 
 
-def test_a_disk_that_turns_read_only_fails_the_next_transfer_or_none(loop: tuple[Path, Path]) -> None:
+def test_a_disk_that_turns_read_only_fails_the_next_transfer_or_none(
+    loop: tuple[Path, Path],
+) -> None:
     disk = Disk(loop[0])
     extent = disk.reserve(MIB, torch.float32, MIB, "values")
     extent.write(0, MIB).fill_(3)

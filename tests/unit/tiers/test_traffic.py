@@ -1,4 +1,6 @@
-"""What a memory's traffic counts: bytes, seconds under way and waited for, the fastest stretch; and its log."""
+"""What a memory's traffic counts: bytes, seconds under way and waited for, the fastest stretch; and
+its log.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def moved(traffic: Traffic, clock: Clock, nbytes: int, seconds: float, *, is_read: bool = True) -> TransferEvent:
+def moved(
+    traffic: Traffic, clock: Clock, nbytes: int, seconds: float, *, is_read: bool = True
+) -> TransferEvent:
     event = traffic.request("values", nbytes, is_read=is_read)
     with traffic.transfer(event):
         clock.passes(seconds)

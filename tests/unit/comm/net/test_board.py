@@ -17,7 +17,14 @@ from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.launch import INTERFACE, SECRET_FILE, TLS
 from deepseek_zero.comm.bootstrap import Hosts
 from deepseek_zero.comm.net import board as module
-from deepseek_zero.comm.net.board import ANSWER_SECONDS, MOST_TEXT, Board, FarBoard, Operation, open_board
+from deepseek_zero.comm.net.board import (
+    ANSWER_SECONDS,
+    MOST_TEXT,
+    Board,
+    FarBoard,
+    Operation,
+    open_board,
+)
 from deepseek_zero.comm.net.channel import Address, Door, Hello, Refused, Role, dial, introduce
 from tests.wire import Wire
 
@@ -59,14 +66,19 @@ def test_lines_are_read_by_all_and_written_over(door: Door, far: Make) -> None:
     assert second.look("waiting/1") == ""
 
 
-def test_lines_are_read_after_the_process_with_the_board_has_said_farewell_and_ended(door: Door, far: Make) -> None:
+def test_lines_are_read_after_the_process_with_the_board_has_said_farewell_and_ended(
+    door: Door, far: Make
+) -> None:
     board, first, second = Board(door), far(1), far(2)
     first.set("waiting/1", "a collective")
     board.set("ended/0", "its program finished")
     board.say_farewell()
     door.close()
     for each in (first, second):
-        assert (each.look("waiting/1"), each.look("ended/0")) == ("a collective", "its program finished")
+        assert (each.look("waiting/1"), each.look("ended/0")) == (
+            "a collective",
+            "its program finished",
+        )
         assert each.look("raised/0") is None
         assert not each.set("waiting/1", "a later one")
 
@@ -92,9 +104,12 @@ def test_a_stranger_writes_nothing_and_the_others_go_on(door: Door, far: Make) -
 
 
 @pytest.mark.parametrize(
-    "request_", [struct.pack("!BII", Operation.SET, 5, 1 << 30), struct.pack("!BII", 7, 1, 1), b"\xff" * 40]
+    "request_",
+    [struct.pack("!BII", Operation.SET, 5, 1 << 30), struct.pack("!BII", 7, 1, 1), b"\xff" * 40],
 )
-def test_an_announced_gigabyte_and_nonsense_end_the_connection(door: Door, far: Make, request_: bytes) -> None:
+def test_an_announced_gigabyte_and_nonsense_end_the_connection(
+    door: Door, far: Make, request_: bytes
+) -> None:
     board = Board(door)
     with dial(door.address, PATIENCE) as connection:
         introduce(connection, SECRET, Hello(Role.BOARD, 1, 0))
@@ -104,7 +119,9 @@ def test_an_announced_gigabyte_and_nonsense_end_the_connection(door: Door, far: 
     assert far(1).look("x") is board.look("x") is None
 
 
-def test_a_broken_connection_is_made_again_and_an_ended_rank_0_is_known(door: Door, far: Make) -> None:
+def test_a_broken_connection_is_made_again_and_an_ended_rank_0_is_known(
+    door: Door, far: Make
+) -> None:
     board, friend = Board(door), far(1)
     assert friend._connection is not None
     friend._connection.shutdown(socket.SHUT_RDWR)
@@ -121,14 +138,18 @@ def test_a_broken_connection_is_made_again_and_an_ended_rank_0_is_known(door: Do
 def test_a_byte_that_flips_on_the_way_costs_a_connection_and_no_line(
     uses_tls: bool, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TLS finds it, and says so by an error that is no ConnectionError; without TLS what comes is no text."""
+    """TLS finds it, and says so by an error that is no ConnectionError; without TLS what comes is
+    no text.
+    """
     monkeypatch.setenv(TLS, str(int(uses_tls)))
     door = Door("127.0.0.1", SECRET, 0)
     board, wire = Board(door), Wire(door.address)
     friend = FarBoard(wire.address, SECRET, 1)
     assert friend.set("a", "b")  # all that joins has passed
     flips = [False] * passes + [True]
-    wire.garble = lambda data: data[:-1] + bytes([data[-1] ^ 0x80]) if flips and flips.pop(0) else data
+    wire.garble = lambda data: (
+        data[:-1] + bytes([data[-1] ^ 0x80]) if flips and flips.pop(0) else data
+    )
     assert friend.look("a") == "b"
     assert not flips and wire.connections == 2
     assert friend.set("c", "d") and board.look("c") == "d"
@@ -212,7 +233,9 @@ def test_a_full_queue_is_no_evidence_where_the_host_is_heard_or_is_this_one(
     friend.close()
 
 
-def test_a_host_without_a_sign_of_life_is_gone_after_its_time(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_a_sign_of_life_is_gone_after_its_time(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Board(door)
     friend = FarBoard(door.address, SECRET, 1, watches=True)
     friend.close()
@@ -234,14 +257,18 @@ def test_the_kernels_hear_each_other_and_an_ended_process_is_known(door: Door) -
     assert until(lambda: 3 in board.silences())
     time.sleep(2.5)
     # it only grows where nobody asks
-    assert until(lambda: board.silences()[3] < 1.5 and friend.silences()[0] < 1.5), "each asks the other every second"
+    assert until(lambda: board.silences()[3] < 1.5 and friend.silences()[0] < 1.5), (
+        "each asks the other every second"
+    )
     assert board.look("gone/3") is None
     friend.close()
     assert until(lambda: board.look("gone/3"))
     assert board.silences() == {}
 
 
-def test_kernels_hear_each_other_again_where_something_between_them_reset_all_connections(door: Door) -> None:
+def test_kernels_hear_each_other_again_where_something_between_them_reset_all_connections(
+    door: Door,
+) -> None:
     board, friend = Board(door), FarBoard(door.address, SECRET, 3, watches=True)
     assert until(lambda: 3 in board.silences())
     for each in (friend._connection, friend._idle):
@@ -256,12 +283,16 @@ def test_kernels_hear_each_other_again_where_something_between_them_reset_all_co
     assert until(lambda: board.look("gone/3"))
 
 
-def test_a_board_behind_a_silent_host_keeps_nobody_waiting(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_board_behind_a_silent_host_keeps_nobody_waiting(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
     board = Board(door)
     friend = FarBoard(door.address, SECRET, 1, watches=True)
     monkeypatch.setattr("deepseek_zero.comm.net.board.silence_of", lambda connection: 4.0)
     monkeypatch.setattr("deepseek_zero.comm.net.board.LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(door, "_look_at", lambda descriptor: time.sleep(0.01))  # nothing is answered
+    monkeypatch.setattr(
+        door, "_look_at", lambda descriptor: time.sleep(0.01)
+    )  # nothing is answered
     began = time.monotonic()
     assert not friend.set("a", "b") and friend.look("a") is None
     assert time.monotonic() - began < ANSWER_SECONDS / 3
@@ -286,10 +317,15 @@ def test_without_a_secret_a_board_that_others_reach_says_so_once_on_one_host_too
     _, _, door = open_board(0, 1, Hosts(0, ("this host",)), None)
     assert door is not None
     door.close()
-    assert caplog.text.count(f"ranks hold no secret: whoever reaches {interface}:{door.address[1]}") == warnings
+    assert (
+        caplog.text.count(f"ranks hold no secret: whoever reaches {interface}:{door.address[1]}")
+        == warnings
+    )
 
 
-def test_if_one_rank_lacks_the_package_for_tls_every_rank_raises_and_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_one_rank_lacks_the_package_for_tls_every_rank_raises_and_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(TLS, "1")
     monkeypatch.delenv(SECRET_FILE, raising=False)
     others = json.dumps({"mark": ""})

@@ -1,4 +1,6 @@
-"""Who does not prove the job's secret is let in nowhere, costs a closed connection, and is told in one line."""
+"""Who does not prove the job's secret is let in nowhere, costs a closed connection, and is told in
+one line.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def is_closed(connection: socket.socket, seconds: float) -> bool:
     return True
 
 
-def test_who_holds_the_secret_comes_in_and_what_he_says_next_is_not_lost(door: tuple[Door, Admitted]) -> None:
+def test_who_holds_the_secret_comes_in_and_what_he_says_next_is_not_lost(
+    door: tuple[Door, Admitted],
+) -> None:
     with dial(door[0].address, PATIENCE) as connection:
         introduce(connection, SECRET, HELLO)
         connection.sendall(b"data")
@@ -70,11 +74,15 @@ def test_who_holds_the_secret_comes_in_and_what_he_says_next_is_not_lost(door: t
     assert door[0].strangers == 0
 
 
-def test_a_proof_may_begin_with_any_byte(door: tuple[Door, Admitted], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proof_may_begin_with_any_byte(
+    door: tuple[Door, Admitted], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A door tells TLS by its first byte, and once took 1 of 128 proofs for it."""
     prove = channel._proof
     for first in range(256):
-        monkeypatch.setattr(channel, "_proof", lambda *said, byte=first: bytes([byte]) + prove(*said)[1:])
+        monkeypatch.setattr(
+            channel, "_proof", lambda *said, byte=first: bytes([byte]) + prove(*said)[1:]
+        )
         with dial(door[0].address, PATIENCE) as connection:
             introduce(connection, SECRET, HELLO)
             door[1].get(timeout=PATIENCE)[0].close()
@@ -82,7 +90,10 @@ def test_a_proof_may_begin_with_any_byte(door: tuple[Door, Admitted], monkeypatc
 
 
 def test_both_ends_refuse_another_secret(door: tuple[Door, Admitted]) -> None:
-    with dial(door[0].address, PATIENCE) as connection, pytest.raises(Refused, match="does not hold the job's secret"):
+    with (
+        dial(door[0].address, PATIENCE) as connection,
+        pytest.raises(Refused, match="does not hold the job's secret"),
+    ):
         introduce(connection, OTHER, HELLO)
     keeper = Doorkeeper(SECRET, 0)
     keeper.take(channel._HELLO.pack(channel._MAGIC, Role.DATA, 3, 0, bytes(32)))
@@ -93,7 +104,10 @@ def test_both_ends_refuse_another_secret(door: tuple[Door, Admitted]) -> None:
 
 
 def test_an_old_conversation_said_again_proves_nothing() -> None:
-    hello, keeper = channel._HELLO.pack(channel._MAGIC, Role.DATA, 3, 0, secrets.token_bytes(32)), Doorkeeper(SECRET, 0)
+    hello, keeper = (
+        channel._HELLO.pack(channel._MAGIC, Role.DATA, 3, 0, secrets.token_bytes(32)),
+        Doorkeeper(SECRET, 0),
+    )
     proof = channel._proof(SECRET, b"dialer", hello + keeper.take(hello))
     keeper.take(proof)
     assert keeper.hello == HELLO, "it was good once"
@@ -143,11 +157,16 @@ def test_a_thousand_half_open_connections_keep_nobody_out(
     for each in silent:
         each.close()
     assert door[0].strangers == 1000
-    assert len([line for line in caplog.messages if "closed a connection from 127.0.0.1" in line]) == 1, "one line"
+    assert (
+        len([line for line in caplog.messages if "closed a connection from 127.0.0.1" in line]) == 1
+    ), "one line"
 
 
 def test_a_listener_that_is_no_rank_of_the_job_is_refused() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, dial(listener.getsockname(), PATIENCE) as connection:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        dial(listener.getsockname(), PATIENCE) as connection,
+    ):
         stranger, _ = listener.accept()
         with stranger, pytest.raises(Refused, match="not rank 0"):
             stranger.sendall(b"220 mail ready".ljust(channel._CHALLENGE.size))
@@ -167,7 +186,10 @@ def test_a_door_listens_at_its_address_within_its_ports_alone() -> None:
 
 
 def test_ports_are_read_or_refused_by_name() -> None:
-    assert (channel.parse_ports("29600-29602"), channel.parse_ports("7")) == (range(29600, 29603), range(7, 8))
+    assert (channel.parse_ports("29600-29602"), channel.parse_ports("7")) == (
+        range(29600, 29603),
+        range(7, 8),
+    )
     for wrong in ("", "a", "5-3", "0-9", "1-70000"):
         with pytest.raises(UsageError, match="names no ports"):
             channel.parse_ports(wrong)
@@ -179,7 +201,9 @@ def write(path: Path, content: bytes, mode: int) -> Callable[[], bytes | None]:
     return channel.read_secret
 
 
-def test_a_secret_is_32_bytes_that_others_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_is_32_bytes_that_others_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "secret"
     monkeypatch.delenv(SECRET_FILE, raising=False)
     assert channel.read_secret() is None
@@ -195,7 +219,9 @@ def test_a_secret_is_32_bytes_that_others_cannot_read(tmp_path: Path, monkeypatc
             write(path, content, 0o600)()
 
 
-def test_a_secret_is_read_behind_links_as_kubernetes_mounts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_is_read_behind_links_as_kubernetes_mounts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     version = tmp_path / "..2026_01_01"
     version.mkdir()
     (version / "secret").write_bytes(SECRET)
@@ -206,7 +232,9 @@ def test_a_secret_is_read_behind_links_as_kubernetes_mounts_it(tmp_path: Path, m
     assert channel.read_secret() == SECRET
 
 
-def test_a_secret_of_another_user_is_refused_and_roots_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_of_another_user_is_refused_and_roots_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, me = tmp_path / "secret", os.geteuid()
     monkeypatch.setenv(SECRET_FILE, str(path))
     read = write(path, SECRET, 0o600)
@@ -249,7 +277,9 @@ def tls_door(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Door, Admitted]]
     yield from opened_door()
 
 
-def test_by_tls_who_holds_the_secret_comes_in_and_nobody_else(tls_door: tuple[Door, Admitted]) -> None:
+def test_by_tls_who_holds_the_secret_comes_in_and_nobody_else(
+    tls_door: tuple[Door, Admitted],
+) -> None:
     found, admitted = tls_door
     with introduce(dial(found.address, PATIENCE), SECRET, HELLO) as connection:
         assert isinstance(connection, TlsSocket) and connection.version() == "TLSv1.3"
@@ -262,7 +292,10 @@ def test_by_tls_who_holds_the_secret_comes_in_and_nobody_else(tls_door: tuple[Do
             with pytest.raises(BlockingIOError):
                 inside.recv(1)
     assert found.strangers == 0
-    with dial(found.address, PATIENCE) as connection, pytest.raises(Refused, match="does not hold the job's secret"):
+    with (
+        dial(found.address, PATIENCE) as connection,
+        pytest.raises(Refused, match="does not hold the job's secret"),
+    ):
         introduce(connection, OTHER, HELLO)
     with dial(found.address, PATIENCE) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n\r\n" * 20)
@@ -273,10 +306,14 @@ def test_by_tls_who_holds_the_secret_comes_in_and_nobody_else(tls_door: tuple[Do
 def test_by_tls_a_connection_that_proves_nothing_is_closed(
     tls_door: tuple[Door, Admitted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within TLS it is another object than the one that was dialed, and nobody but `introduce` could close it."""
+    """Within TLS it is another object than the one that was dialed, and nobody but `introduce`
+    could close it.
+    """
     made: list[socket.socket] = []
     encrypted = channel._encrypted
-    monkeypatch.setattr(channel, "_encrypted", lambda *given: made.append(encrypted(*given)) or made[0])
+    monkeypatch.setattr(
+        channel, "_encrypted", lambda *given: made.append(encrypted(*given)) or made[0]
+    )
     with pytest.raises(ConnectionError):
         introduce(dial(tls_door[0].address, PATIENCE), SECRET, Hello(Role.DATA, 3, to=5))
     assert made[0].fileno() == -1
@@ -289,7 +326,9 @@ def test_a_connection_that_is_reset_before_tls_begins_is_closed(end: str) -> Non
         dialed = dial(listener.getsockname(), PATIENCE)
         accepted, _ = listener.accept()
     kept, other = (accepted, dialed) if end == "door" else (dialed, accepted)
-    other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset when it is closed
+    other.setsockopt(
+        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+    )  # a reset when it is closed
     other.close()
     descriptor = kept.fileno()
     with pytest.raises(ConnectionResetError, match="ended before TLS began"):
@@ -306,24 +345,42 @@ def test_one_end_with_tls_and_one_without_never_meet_and_both_say_why(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with dial(door[0].address, PATIENCE) as connection, pytest.raises(Refused, match="speaks no TLS: say --tls on"):
+    with (
+        dial(door[0].address, PATIENCE) as connection,
+        pytest.raises(Refused, match="speaks no TLS: say --tls on"),
+    ):
         introduce(connection, SECRET, HELLO)
     monkeypatch.setenv(TLS, "0")
-    with dial(tls_door[0].address, PATIENCE) as connection, pytest.raises(Refused, match="speaks TLS: say --tls on"):
+    with (
+        dial(tls_door[0].address, PATIENCE) as connection,
+        pytest.raises(Refused, match="speaks TLS: say --tls on"),
+    ):
         introduce(connection, SECRET, HELLO)
     assert door[1].empty() and tls_door[1].empty()
     assert "it speaks TLS, and this job does not: say --tls on every host" in caplog.text
-    assert "127.0.0.1 to this job: it speaks no TLS, and this job does: say --tls on every host" in caplog.text
+    assert (
+        "127.0.0.1 to this job: it speaks no TLS, and this job does: say --tls on every host"
+        in caplog.text
+    )
 
 
-def test_a_jobs_certificate_has_the_same_bytes_in_every_process_and_with_every_version_of_the_package() -> None:
+def test_a_jobs_certificate_has_the_same_bytes_in_every_process_and_with_every_version_of_the_package() -> (
+    None
+):
     """Each end accepts these bytes only, and hosts may have different versions of cryptography."""
-    seed = bytes.fromhex("c5aa8df43f9f837bedb7442f31dcb7b166d38535076f094b85ce3a2e0b4458f7")  # RFC 8032, 7.1, TEST 3
+    seed = bytes.fromhex(
+        "c5aa8df43f9f837bedb7442f31dcb7b166d38535076f094b85ce3a2e0b4458f7"
+    )  # RFC 8032, 7.1, TEST 3
     key, certificate = tls._key_and_certificate(seed)
     der = ssl.PEM_cert_to_DER_cert(certificate)
-    assert bytes.fromhex("fc51cd8e6218a1a38da47ed00230f0580816ed13ba3303ac5deb911548908025") in der  # the public key
+    assert (
+        bytes.fromhex("fc51cd8e6218a1a38da47ed00230f0580816ed13ba3303ac5deb911548908025") in der
+    )  # the public key
     assert seed in base64.b64decode("".join(key.splitlines()[1:-1]))
-    assert hashlib.sha256(der).hexdigest() == "b58e586a3e26acdb719deec4d66df0dba7de384eb95161fa815d45109a8ee747"
+    assert (
+        hashlib.sha256(der).hexdigest()
+        == "b58e586a3e26acdb719deec4d66df0dba7de384eb95161fa815d45109a8ee747"
+    )
     assert tls._key_and_certificate(seed) == (key, certificate)
     assert tls._key_and_certificate(bytes(32))[1] != certificate
 

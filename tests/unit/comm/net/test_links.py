@@ -1,4 +1,6 @@
-"""Our own sockets between two ranks of this process, and a wire between them (tests/wire.py) that is damaged."""
+"""Our own sockets between two ranks of this process, and a wire between them (tests/wire.py) that
+is damaged.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def two_ranks() -> Iterator[tuple[Links, Links, Wire]]:
     """Ranks 0 and 1, connected by a wire."""
     doors = [Door("127.0.0.1", SECRET, rank) for rank in (0, 1)]
     wire = Wire(doors[0].address)
-    ranks = (Links(0, SECRET, doors[0], {1: doors[1].address}), Links(1, SECRET, doors[1], {0: wire.address}, ["h0"]))
+    ranks = (
+        Links(0, SECRET, doors[0], {1: doors[1].address}),
+        Links(1, SECRET, doors[1], {0: wire.address}, ["h0"]),
+    )
     try:
         on_both(lambda links: links.connect(), ranks)
         assert all(link.resumed for links in ranks for link in links.links.values())
@@ -82,9 +87,13 @@ def until_true(found: Callable[[], object], what: str) -> None:
 
 def swap(first: Links, second: Links, numel: int, place: int) -> Callable[[], None]:
     """Begin an exchange of `numel` bytes each way; the result waits and compares."""
-    sent, found = [random(numel), random(numel)], [torch.zeros(numel, dtype=torch.uint8) for _ in range(2)]
+    sent, found = (
+        [random(numel), random(numel)],
+        [torch.zeros(numel, dtype=torch.uint8) for _ in range(2)],
+    )
     begun = [
-        links.start({1 - rank: (sent[rank], found[rank])}, cid(place)) for rank, links in enumerate((first, second))
+        links.start({1 - rank: (sent[rank], found[rank])}, cid(place))
+        for rank, links in enumerate((first, second))
     ]
 
     def finish() -> None:
@@ -108,12 +117,17 @@ def test_what_travels_is_read_on_the_wire_without_tls_and_not_with_it(way: str) 
     with two_ranks() as (first, second, wire):
         tensor = torch.frombuffer(bytearray(marker * 40_000), dtype=torch.uint8)
         boxes = [torch.zeros_like(tensor), torch.zeros_like(tensor)]
-        for wait in [each.start({1 - at: (tensor, boxes[at])}, cid(0)) for at, each in enumerate((first, second))]:
+        for wait in [
+            each.start({1 - at: (tensor, boxes[at])}, cid(0))
+            for at, each in enumerate((first, second))
+        ]:
             until(wait)
         assert all(torch.equal(box, tensor) for box in boxes)
         on_the_wire = b"".join(wire.passed)
     assert len(on_the_wire) > 2 * tensor.numel()
-    assert (marker in on_the_wire, b"dszero" in on_the_wire) == ((True, True) if way == "plain" else (False, False))
+    assert (marker in on_the_wire, b"dszero" in on_the_wire) == (
+        (True, True) if way == "plain" else (False, False)
+    )
 
 
 @pytest.mark.parametrize("numel", [1, SMALL, MEDIUM, MEDIUM + 1, PIECE_BYTES, LARGE])
@@ -127,7 +141,9 @@ def test_collectives_arrive_in_any_order_and_dtype_and_nothing_is_held_after(way
     with two_ranks() as (first, second, _):
         outgoing = [torch.randn(300_000).bfloat16(), torch.randn(40_000), torch.arange(7)]
         boxes = [torch.zeros_like(each) for each in outgoing]
-        sends = [first.start({1: (each, each[:0])}, cid(place)) for place, each in enumerate(outgoing)]
+        sends = [
+            first.start({1: (each, each[:0])}, cid(place)) for place, each in enumerate(outgoing)
+        ]
         for place in (2, 0, 1):
             until(second.start({0: (boxes[place][:0], boxes[place])}, cid(place)))
         for wait in sends:
@@ -136,13 +152,17 @@ def test_collectives_arrive_in_any_order_and_dtype_and_nothing_is_held_after(way
         for links in (first, second):
             link = links.links[1 - links.rank]
             assert not (link.boxes or link.offers or link.early or link.ready or link.eager)
-        assert [storage_users(each) for each in (*boxes, *outgoing)] == [1] * 6, "the pool takes no viewed buffer back"
+        assert [storage_users(each) for each in (*boxes, *outgoing)] == [1] * 6, (
+            "the pool takes no viewed buffer back"
+        )
 
 
 def test_small_tensors_that_nobody_takes_are_bounded_at_their_receiver(way: str) -> None:
     with two_ranks() as (first, second, _):
         tensors = [random(EAGER_BYTES) for _ in range(MANY)]
-        sends = [first.start({1: (each, each[:0])}, cid(place)) for place, each in enumerate(tensors)]
+        sends = [
+            first.start({1: (each, each[:0])}, cid(place)) for place, each in enumerate(tensors)
+        ]
         until(sends[0])
         with pytest.raises(TimeoutError):
             sends[-1]()  # held by its sender
@@ -163,7 +183,9 @@ def test_a_box_that_is_made_while_its_tensor_comes_unasked_is_filled() -> None:
         link, tag, found = second.links[0], tag_of(cid(0)), torch.zeros_like(sent)
         payload = bytes(sent.tolist())
         with second._lock:  # as its thread does when the header and the payload come apart
-            link.header[:] = module._header(Kind.EAGER, link.received + 1, tag, SMALL, zlib.crc32(payload), total=SMALL)
+            link.header[:] = module._header(
+                Kind.EAGER, link.received + 1, tag, SMALL, zlib.crc32(payload), total=SMALL
+            )
             second._take_header(link)
             link.urgent.append(module._Frame(Kind.READY, tag + 1))  # another tensor's
             link.resumed = False  # nothing leaves meanwhile
@@ -195,9 +217,13 @@ def test_a_small_tensor_waits_for_no_large_one() -> None:
         large()
 
 
-def test_what_left_by_another_connection_leaves_first_and_small_messages_before_large_ones() -> None:
+def test_what_left_by_another_connection_leaves_first_and_small_messages_before_large_ones() -> (
+    None
+):
     link = module._Link(1, ("127.0.0.1", 1), "h1")
-    again, large, small = (module._Frame(kind, tag) for tag, kind in enumerate((Kind.PIECE, Kind.PIECE, Kind.READY)))
+    again, large, small = (
+        module._Frame(kind, tag) for tag, kind in enumerate((Kind.PIECE, Kind.PIECE, Kind.READY))
+    )
     again.number = 7
     link.queue.extend([again, large])
     link.urgent.append(small)
@@ -207,11 +233,17 @@ def test_what_left_by_another_connection_leaves_first_and_small_messages_before_
 def test_an_engine_that_ends_leaves_nothing_and_takes_no_room() -> None:
     with two_ranks() as (first, second, _):
         for engine in range(1, 4):
-            second.start({0: (random(0), random(1))}, cid(MANY, engine=engine))  # it is in that lane, too
+            second.start(
+                {0: (random(0), random(1))}, cid(MANY, engine=engine)
+            )  # it is in that lane, too
             for place in range(MANY):
-                first.start({1: (random(EAGER_BYTES), random(EAGER_BYTES))}, cid(place, engine=engine))
+                first.start(
+                    {1: (random(EAGER_BYTES), random(EAGER_BYTES))}, cid(place, engine=engine)
+                )
             early = second.links[0].early
-            until_true(lambda early=early: sum(map(len, early.values())) >= EAGER_BUDGET, "all of it came")  # type: ignore[misc]
+            until_true(
+                lambda early=early: sum(map(len, early.values())) >= EAGER_BUDGET, "all of it came"
+            )  # type: ignore[misc]
             assert sum(map(len, early.values())) == EAGER_BUDGET
             for links in (first, second):
                 links.end_engine(f"engine {engine}")
@@ -224,7 +256,10 @@ def test_a_connection_that_breaks_again_and_again_goes_on_where_it_was(way: str)
         made = 0
         for turn in range(6):
             until_true(lambda made=made: wire.connections > made, "a connection that can break")  # type: ignore[misc]
-            under_way = [swap(first, second, numel, 10 * turn + k) for k, numel in enumerate((LARGE, SMALL, LARGE))]
+            under_way = [
+                swap(first, second, numel, 10 * turn + k)
+                for k, numel in enumerate((LARGE, SMALL, LARGE))
+            ]
             time.sleep(0.002 * turn)
             made = wire.connections
             wire.reset()
@@ -255,11 +290,15 @@ def test_silence_is_told_and_replaced_when_the_wire_is_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "SILENT_SECONDS", 0.6)
-    monkeypatch.setattr(module, "TELL_AFTER", 2.5)  # longer than this process may stand still, which looks like silence
+    monkeypatch.setattr(
+        module, "TELL_AFTER", 2.5
+    )  # longer than this process may stand still, which looks like silence
     monkeypatch.setattr(module, "BEAT_SECONDS", 0.2)
 
     def lines() -> list[str]:
-        return [line for line in caplog.messages if line.startswith("rank")]  # a busy machine may say more
+        return [
+            line for line in caplog.messages if line.startswith("rank")
+        ]  # a busy machine may say more
 
     def told() -> list[tuple[bool, bool]]:
         return [("is silent" in line, "again" in line) for line in lines()]
@@ -273,14 +312,19 @@ def test_silence_is_told_and_replaced_when_the_wire_is_back(
         under_way()
         until_true(lambda: len(told()) >= 4, "both have told that it is over")
     assert told() == [(True, False)] * 2 + [(False, True)] * 2
-    assert all("rank 1 on 127.0.0.1 is" in line or "rank 0 on h0 (127.0.0.1) is" in line for line in lines())
+    assert all(
+        "rank 1 on 127.0.0.1 is" in line or "rank 0 on h0 (127.0.0.1) is" in line
+        for line in lines()
+    )
 
 
 @pytest.mark.parametrize("has_unanswered", [True, False])
 def test_an_old_connection_that_is_heard_again_is_replaced_where_the_kernel_waits(
     has_unanswered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a cut of 7 s left to send again went 10 s after it began: 3 s after the other end was heard."""
+    """What a cut of 7 s left to send again went 10 s after it began: 3 s after the other end was
+    heard.
+    """
     monkeypatch.setattr(module, "SILENT_SECONDS", 0.6)
     monkeypatch.setattr(module, "BEAT_SECONDS", 0.2)
     monkeypatch.setattr(module, "has_unanswered", lambda connection: has_unanswered)
@@ -323,7 +367,10 @@ def test_of_a_payload_the_kernel_tells_when_much_of_it_is_here() -> None:
     with two_ranks() as (first, second, wire):
         link, sent, came = second.links[0], random(LARGE), torch.zeros(LARGE, dtype=torch.uint8)
         wire.garble = half
-        waits = [first.start({1: (sent, sent[:0])}, cid(0)), second.start({0: (came[:0], came)}, cid(0))]
+        waits = [
+            first.start({1: (sent, sent[:0])}, cid(0)),
+            second.start({0: (came[:0], came)}, cid(0)),
+        ]
         assert reached.wait(PATIENCE)
         assert link.connection is not None
         until_true(lambda: 1 < wakes_at(link) <= module.WAKE_BYTES, "it waits for much of the rest")
@@ -335,7 +382,9 @@ def test_of_a_payload_the_kernel_tells_when_much_of_it_is_here() -> None:
 
 
 def test_nobody_waits_for_more_than_is_sure_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where reading ends since it is another connection's turn, what is left may be less than what is waited for."""
+    """Where reading ends since it is another connection's turn, what is left may be less than what
+    is waited for.
+    """
     found: list[tuple[int, int]] = []
     read = Links._read
 
@@ -348,7 +397,10 @@ def test_nobody_waits_for_more_than_is_sure_to_come(monkeypatch: pytest.MonkeyPa
     with two_ranks() as (first, second, _):
         for place in range(5):
             sent, came = random(LARGE), torch.zeros(LARGE, dtype=torch.uint8)
-            waits = [first.start({1: (sent, sent[:0])}, cid(place)), second.start({0: (came[:0], came)}, cid(place))]
+            waits = [
+                first.start({1: (sent, sent[:0])}, cid(place)),
+                second.start({0: (came[:0], came)}, cid(place)),
+            ]
             for wait in waits:
                 until(wait)
             assert torch.equal(came, sent)
@@ -367,7 +419,9 @@ def test_a_rank_that_ends_is_named_at_once_in_what_waits_for_it_and_what_comes_l
         wait = first.start({1: (tensor, tensor)}, cid(0))
         began = time.monotonic()
         second.close()
-        with pytest.raises(ConnectionLost, match=r"rank 1 is lost: its process has ended") as caught:
+        with pytest.raises(
+            ConnectionLost, match=r"rank 1 is lost: its process has ended"
+        ) as caught:
             until(wait)
         # a small part of the time after which silence would have told it
         assert (caught.value.rank, time.monotonic() - began < module.dead_after() / 2) == (1, True)
@@ -375,7 +429,9 @@ def test_a_rank_that_ends_is_named_at_once_in_what_waits_for_it_and_what_comes_l
             first.start({1: (tensor, tensor)}, cid(1))()
 
 
-def test_a_host_that_answers_nothing_is_lost_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_answers_nothing_is_lost_after_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "dead_after", lambda: 1.0)
     for name, value in {"SILENT_SECONDS": 0.3, "BEAT_SECONDS": 0.1}.items():
         monkeypatch.setattr(module, name, value)
@@ -389,7 +445,9 @@ def test_a_host_that_answers_nothing_is_lost_after_its_time(monkeypatch: pytest.
         began = time.monotonic()
         monkeypatch.setattr(module, "dial", unreachable)
         wire.silent.set()
-        with pytest.raises(ConnectionLost, match=r"rank 1 is lost: its host 127.0.0.1 has not answered for 1 s"):
+        with pytest.raises(
+            ConnectionLost, match=r"rank 1 is lost: its host 127.0.0.1 has not answered for 1 s"
+        ):
             until(wait)
         assert 1.0 < time.monotonic() - began < 10.0
         monkeypatch.undo()
@@ -419,10 +477,15 @@ def test_a_rank_that_is_busy_for_long_is_not_lost(monkeypatch: pytest.MonkeyPatc
 
 def test_another_size_is_an_error_with_both_sizes_and_not_the_end() -> None:
     with two_ranks() as (first, second, _):
-        for place, (here, there) in enumerate([(SMALL, 4), (SMALL, 2 * SMALL), (LARGE, SMALL), (SMALL, LARGE)]):
+        for place, (here, there) in enumerate(
+            [(SMALL, 4), (SMALL, 2 * SMALL), (LARGE, SMALL), (SMALL, LARGE)]
+        ):
             first.start({1: (random(here), random(0))}, cid(place))
             wait = second.start({0: (random(0), random(there))}, cid(place))
-            with pytest.raises(ModelMismatchError, match=f"rank 0 sent {here} bytes where this rank expects {there}"):
+            with pytest.raises(
+                ModelMismatchError,
+                match=f"rank 0 sent {here} bytes where this rank expects {there}",
+            ):
                 until(wait)
         swap(first, second, LARGE, 100)()
 
@@ -440,8 +503,12 @@ def test_who_lies_about_lengths_is_cut_off_before_memory_is_made() -> None:
         swap(first, second, LARGE, 0)()
 
 
-def test_a_child_of_a_fork_does_not_keep_a_rank_seemingly_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SILENT_SECONDS", 60.0)  # the end of the connection tells, not silence
+def test_a_child_of_a_fork_does_not_keep_a_rank_seemingly_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        module, "SILENT_SECONDS", 60.0
+    )  # the end of the connection tells, not silence
     with two_ranks() as (first, second, _):
         reader, writer = os.pipe()
         child = os.fork()

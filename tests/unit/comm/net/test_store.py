@@ -1,4 +1,6 @@
-"""torch's store over a board: the same answers as torch's own, from far and near, each request done once."""
+"""torch's store over a board: the same answers as torch's own, from far and near, each request done
+once.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ CALLS: list[Callable[[Any], Any]] = [
 ]
 
 
-def test_calls_answer_as_those_of_torchs_store(stores: tuple[Board, BoardStore, BoardStore]) -> None:
+def test_calls_answer_as_those_of_torchs_store(
+    stores: tuple[Board, BoardStore, BoardStore],
+) -> None:
     _, near, far = stores
     for number, ours in enumerate((near, far)):
         torchs = dist.HashStore()  # type: ignore[attr-defined]
@@ -65,7 +69,9 @@ def test_calls_answer_as_those_of_torchs_store(stores: tuple[Board, BoardStore, 
     assert near.num_keys() == far.num_keys() == 2 * torchs.num_keys()
 
 
-def test_a_wait_ends_when_the_key_comes_or_the_time_is_over(stores: tuple[Board, BoardStore, BoardStore]) -> None:
+def test_a_wait_ends_when_the_key_comes_or_the_time_is_over(
+    stores: tuple[Board, BoardStore, BoardStore],
+) -> None:
     _, near, far = stores
     threading.Timer(0.1, lambda: near.set("later", b"here")).start()
     assert far.get("later") == b"here"
@@ -79,7 +85,9 @@ def test_a_wait_ends_when_the_key_comes_or_the_time_is_over(stores: tuple[Board,
 def test_a_store_that_nobody_waits_for_is_asked_with_pauses(
     stores: tuple[Board, BoardStore, BoardStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind a silent host there is no answer at once: asking without a pause would take a core for as long."""
+    """Behind a silent host there is no answer at once: asking without a pause would take a core for
+    as long.
+    """
     _, _, far = stores
     asked: list[str] = []
     monkeypatch.setattr(far._board, "ask", lambda operation, key, value: asked.append(key))
@@ -96,7 +104,10 @@ def test_a_number_is_added_once_though_asked_for_over_two_connections(
     again = json.dumps(["somebody", 7, 5])
     assert [board.ask(Operation.ADD, "n", again).text for _ in range(2)] == ["5", "5"]
     assert board.ask(Operation.ADD, "n", json.dumps(["somebody", 8, 5])).text == "10"
-    adders = [threading.Thread(target=lambda each=each: [each.add("n", 1) for _ in range(50)]) for each in (near, far)]
+    adders = [
+        threading.Thread(target=lambda each=each: [each.add("n", 1) for _ in range(50)])
+        for each in (near, far)
+    ]
     for adder in adders:
         adder.start()
     for adder in adders:
@@ -122,7 +133,11 @@ def test_ranks_take_their_own_launchers_store_and_no_other(
     secret.touch(mode=0o600)
     secret.write_bytes(SECRET)
     host, port = board._door.address
-    for name, value in {SECRET_FILE: str(secret), STORE: f"{host}:{port}/29501", "MASTER_PORT": "29501"}.items():
+    for name, value in {
+        SECRET_FILE: str(secret),
+        STORE: f"{host}:{port}/29501",
+        "MASTER_PORT": "29501",
+    }.items():
         monkeypatch.setenv(name, value)
     near.set("here", b"yes")
     found = launchers_store()
@@ -134,7 +149,9 @@ def test_ranks_take_their_own_launchers_store_and_no_other(
     assert launchers_store() is None
 
 
-def test_the_store_asks_for_the_secret_and_is_no_board_of_ranks(stores: tuple[Board, BoardStore, BoardStore]) -> None:
+def test_the_store_asks_for_the_secret_and_is_no_board_of_ranks(
+    stores: tuple[Board, BoardStore, BoardStore],
+) -> None:
     board, _, _ = stores
     address = board._door.address
     with pytest.raises(Refused):
