@@ -1,1 +1,3 @@
-"""Side by side on CPU ranks: this library, its peers and the floor none of them can beat.  See README.md."""
+"""Side by side on CPU ranks: this library, its peers and the floor none of them can beat.  See
+README.md.
+"""

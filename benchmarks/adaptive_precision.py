@@ -1,12 +1,13 @@
-"""Precision "auto" in fp16: what looking at gradients costs a step, and what a promoted layer gains, on one thread.
+"""Precision "auto" in fp16: what looking at gradients costs a step, and what a promoted layer
+gains, on one thread.
 
     python -m benchmarks.adaptive_precision                        # a minute or two
     python -m benchmarks.adaptive_precision --steps 20 --rounds 2 --out /tmp/adaptive_precision.md
 
-Cost: the processor time of a step under precision "auto" that looks at every step, and at every 16th, over one of
-plain fp16; steps interleaved, medians of ratios of windows beside each other.  Gain: the loss of a small classifier
-whose first block has gradients scaled by 1e-6 inside, with a loss scale of 1, in fp32, plain fp16 and under precision
-"auto".  Leaves a table and a picture.
+Cost: the processor time of a step under precision "auto" that looks at every step, and at every
+16th, over one of plain fp16; steps interleaved, medians of ratios of windows beside each other.
+Gain: the loss of a small classifier whose first block has gradients scaled by 1e-6 inside, with a
+loss scale of 1, in fp32, plain fp16 and under precision "auto".  Leaves a table and a picture.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.stem, self.head = nn.Linear(8, width), nn.Linear(width, 4)
-        self.blocks = nn.ModuleList([Block(width, is_curved=True, fade=fade), Block(width, is_curved=False, fade=1.0)])
+        self.blocks = nn.ModuleList(
+            [Block(width, is_curved=True, fade=fade), Block(width, is_curved=False, fade=1.0)]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -107,7 +110,11 @@ class Case:
 
 def cost(width: int, rounds: int) -> list[tuple[str, float]]:
     """Return the ratio of a step's time to that of plain fp16, by name."""
-    kinds = {"fp16": FP16, "auto, looks at every step": adaptive(1), "auto, at every 16th": adaptive(16)}
+    kinds = {
+        "fp16": FP16,
+        "auto, looks at every step": adaptive(1),
+        "auto, at every 16th": adaptive(16),
+    }
     cases = {name: Case(width, 1.0, kind) for name, kind in kinds.items()}
     for _ in range(16 * rounds + 1):
         for case in cases.values():
@@ -118,20 +125,28 @@ def cost(width: int, rounds: int) -> list[tuple[str, float]]:
 
     plain = windows(cases["fp16"])
     return [
-        (name, statistics.median(own / other for own, other in zip(windows(case), plain, strict=True)))
+        (
+            name,
+            statistics.median(own / other for own, other in zip(windows(case), plain, strict=True)),
+        )
         for name, case in cases.items()
     ]
 
 
 def gain(steps: int) -> tuple[list[tuple[str, float]], list[str]]:
     """Return the last loss by precision, and what precision "auto" decided."""
-    cases = {name: Case(16, 1e-6, kind) for name, kind in (("fp32", {}), ("fp16", FP16), ("auto", adaptive(2)))}
+    cases = {
+        name: Case(16, 1e-6, kind)
+        for name, kind in (("fp32", {}), ("fp16", FP16), ("auto", adaptive(2)))
+    }
     losses = [(name, [case.step() for _ in range(steps)][-1]) for name, case in cases.items()]
     return losses, [str(each) for each in cases["auto"].engine.optimizer.fallback.decisions]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=4, help="windows of 16 steps")
     parser.add_argument("--steps", type=int, default=64)
@@ -142,8 +157,8 @@ def main() -> None:
     lines = [
         "# Precision that follows what gradients show",
         "",
-        f"`python -m benchmarks.adaptive_precision --rounds {asked.rounds} --steps {asked.steps}`, {date.today()}, "
-        f"{described(machine())}, one thread.",
+        f"`python -m benchmarks.adaptive_precision --rounds {asked.rounds} --steps {asked.steps}`, "
+        f"{date.today()}, {described(machine())}, one thread.",
         "",
         f"| width {asked.width} | step over plain fp16 |",
         "|---|---|",
@@ -158,7 +173,10 @@ def main() -> None:
     print("\n".join(lines), flush=True)
     asked.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     gains = [(name, loss / losses[0][1]) for name, loss in losses]
-    panels = [Panel("seconds of a step over fp16", costs, 1.0), Panel("last loss over fp32", gains, 1.01)]
+    panels = [
+        Panel("seconds of a step over fp16", costs, 1.0),
+        Panel("last loss over fp32", gains, 1.01),
+    ]
     draw_panels('Precision "auto"', panels, asked.out.with_suffix(".png"))
 
 

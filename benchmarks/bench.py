@@ -1,9 +1,11 @@
-"""Run the comparison and write it down: `make bench` (the cells of the goals, 20 minutes), `make bench-full` (all).
+"""Run the comparison and write it down: `make bench` (the cells of the goals, 20 minutes), `make
+bench-full` (all).
 
     python -m benchmarks.bench --cells 125m-fp32 --systems floor,fsdp2,ours-3 --rounds 3
     python -m benchmarks.bench --dry-run               # every system once, with the smallest model
 
-Leaves NAME.json (every run), NAME.md (the tables) and NAME.png beside it, and goes on from what NAME.json has.
+Leaves NAME.json (every run), NAME.md (the tables) and NAME.png beside it, and goes on from what
+NAME.json has.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def run_first(session: Session, request: Request) -> list[Run]:
 
 
 def run_again(session: Session, request: Request, most: float) -> None:
-    """Round after round, each cell in turn, until there are `most` of each or none fits any more."""
+    """Round after round, each cell in turn, until there are `most` of each or none fits any
+    more.
+    """
     while session.make(next_round(request, session.journal.runs, session.remaining, most)):
         pass
 
@@ -48,20 +52,36 @@ def parse_cells(text: str) -> list[Cell]:
 def parse_systems(text: str) -> list[str]:
     names = list(SYSTEMS) if text == "all" else text.split(",")
     if unknown := [name for name in names if name not in SYSTEMS]:
-        raise argparse.ArgumentTypeError(f"no system is called {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
+        raise argparse.ArgumentTypeError(
+            f"no system is called {', '.join(unknown)}; there are {', '.join(SYSTEMS)}"
+        )
     return names
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = ", ".join(f"'{name}'" for name in CELLS)
-    parser.add_argument("--cells", type=parse_cells, default=CELLS["bench"], help=f"{names}, or names with commas")
-    parser.add_argument("--systems", type=parse_systems, default=list(SYSTEMS), help="'all', or names with commas")
-    parser.add_argument("--budget-minutes", type=float, default=float("inf"), help="plan to end by then")
-    parser.add_argument("--rounds", type=int, help="of timed runs; without it as many as the budget allows")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of a run, fewer where time is short")
+    parser.add_argument(
+        "--cells", type=parse_cells, default=CELLS["bench"], help=f"{names}, or names with commas"
+    )
+    parser.add_argument(
+        "--systems", type=parse_systems, default=list(SYSTEMS), help="'all', or names with commas"
+    )
+    parser.add_argument(
+        "--budget-minutes", type=float, default=float("inf"), help="plan to end by then"
+    )
+    parser.add_argument(
+        "--rounds", type=int, help="of timed runs; without it as many as the budget allows"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=5, help="timed steps of a run, fewer where time is short"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="the results file")
-    parser.add_argument("--dry-run", action="store_true", help="every system once, with the smallest model")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="every system once, with the smallest model"
+    )
     options = parser.parse_args()
     if options.dry_run:
         options.cells, options.rounds, options.steps, options.out = CELLS["dry"], 1, 2, DRY_RUN
@@ -76,8 +96,13 @@ def main() -> None:
     installed = [name for name in options.systems if SYSTEMS[name].is_installed]
     with Session(options.out.resolve(), Console(), 60 * options.budget_minutes) as session:
         if missing := [name for name in options.systems if name not in installed]:
-            session.say(f"not installed (benchmarks/deepspeed_env installs it): {', '.join(missing)}")
-        request, most = Request(options.cells, installed, options.steps), options.rounds or float("inf")
+            session.say(
+                f"not installed (benchmarks/deepspeed_env installs it): {', '.join(missing)}"
+            )
+        request, most = (
+            Request(options.cells, installed, options.steps),
+            options.rounds or float("inf"),
+        )
         # A second and third round say more than the memory of what no goal speaks of.
         soon = replace(request, memory_of=MEMORY_GOALS)
         run_first(session, soon)

@@ -1,4 +1,5 @@
-"""What is measured: model sizes, number formats and gradient accumulation; one combination is a cell.
+"""What is measured: model sizes, number formats and gradient accumulation; one combination is a
+cell.
 
 Plain data without torch, read by the parent that plans runs as well as by the ranks that do them.
 """
@@ -16,8 +17,9 @@ ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight
 
 SIZES = {"tiny": (2, 64), "30m": (10, 512), "125m": (18, 768), "350m": (28, 1024)}  # layers, width
 
-# Largest difference of a loss from the one process' that is still the same training, by number format.  fp32 differs
-# by the order of its sums alone; bf16 also by what is rounded on the way between ranks.
+# Largest difference of a loss from the one process' that is still the same training, by number
+# format.  fp32 differs by the order of its sums alone; bf16 also by what is rounded on the way
+# between ranks.
 LOSS_BOUNDS = {"fp32": 2e-6, "bf16": 5e-3}
 
 
@@ -35,7 +37,9 @@ class Shape:
     @property
     def numel(self) -> int:
         """Its number of parameters."""
-        per_layer = 12 * self.width**2 + 13 * self.width  # four projections of attention, two of the MLP, two norms
+        per_layer = (
+            12 * self.width**2 + 13 * self.width
+        )  # four projections of attention, two of the MLP, two norms
         ends = (2 * VOCABULARY + CONTEXT) * self.width + 2 * self.width
         return self.layers * per_layer + ends
 
@@ -50,7 +54,9 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return f"{self.size}-{self.dtype}" + (f"-acc{self.accumulation}" if self.accumulation > 1 else "")
+        return f"{self.size}-{self.dtype}" + (
+            f"-acc{self.accumulation}" if self.accumulation > 1 else ""
+        )
 
     @property
     def shape(self) -> Shape:

@@ -1,11 +1,13 @@
-"""This checkout against another one of the library: step beside step, on the same machine, in the same minutes.
+"""This checkout against another one of the library: step beside step, on the same machine, in the
+same minutes.
 
     git worktree add /tmp/before COMMIT
     .venv/bin/python -m benchmarks.checkouts /tmp/before                      # GPT-125M and tiny, half an hour
     .venv/bin/python -m benchmarks.checkouts /tmp/before --cells tiny-fp32 --ways 3 --steps 5 --out /tmp/checkouts.md
 
-Each side has ranks of its own, which wait while the other side's take a step of the same batch; whoever goes first
-changes from pair to pair, so a drift of the machine's speed falls on both.  A ratio is ours divided by the other's.
+Each side has ranks of its own, which wait while the other side's take a step of the same batch;
+whoever goes first changes from pair to pair, so a drift of the machine's speed falls on both.  A
+ratio is ours divided by the other's.
 """
 
 from __future__ import annotations
@@ -45,7 +47,12 @@ def zero_settings(way: str, folder: str) -> dict[str, Any]:
     if way.isdigit():
         return {"stage": int(way), "stage3_param_persistence_threshold": 0}
     rest = {"device": "cpu"} if way == "host" else {"device": "nvme", "nvme_path": folder}
-    return {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": rest, "offload_optimizer": rest}
+    return {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "offload_param": rest,
+        "offload_optimizer": rest,
+    }
 
 
 def work(cell: Cell, way: str, folder: str) -> None:
@@ -68,7 +75,13 @@ def work(cell: Cell, way: str, folder: str) -> None:
         dist.barrier()
         began, ran = time.perf_counter(), time.process_time()
         losses = [loss.item() for loss in step(batches.of_step(number))]
-        say({"seconds": time.perf_counter() - began, "cpu": time.process_time() - ran, "losses": losses})
+        say(
+            {
+                "seconds": time.perf_counter() - began,
+                "cpu": time.process_time() - ran,
+                "losses": losses,
+            }
+        )
     engine.destroy()
 
 
@@ -93,15 +106,35 @@ class Side:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         for rank in range(RANKS):
-            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
+            world = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": RANKS,
+                "LOCAL_WORLD_SIZE": RANKS,
+            }
             world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
             environment = os.environ | {key: str(value) for key, value in world.items()}
             environment["PYTHONPATH"] = str(self.checkout / "src")
-            environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a start is that of an installed package
-            command = [sys.executable, "-m", "benchmarks.checkouts", "--worker", cell.name, way, folder]
+            environment.pop(
+                "PYTHONDONTWRITEBYTECODE", None
+            )  # a start is that of an installed package
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.checkouts",
+                "--worker",
+                cell.name,
+                way,
+                folder,
+            ]
             self.ranks.append(
                 subprocess.Popen(
-                    command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                    command,
+                    cwd=ROOT,
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
                 )
             )
         ready = self.heard()
@@ -150,7 +183,10 @@ def compare(cell: Cell, way: str, other: Path, steps: int) -> str:
             side.end()
     ratio, quartiles = of_pairs(ours.seconds, theirs.seconds)
     cpu, _ = of_pairs(ours.cpu, theirs.cpu)
-    step_ms = f"{statistics.median(theirs.seconds) * 1e3:.1f} | {statistics.median(ours.seconds) * 1e3:.1f}"
+    step_ms = (
+        f"{statistics.median(theirs.seconds) * 1e3:.1f} | "
+        f"{statistics.median(ours.seconds) * 1e3:.1f}"
+    )
     fastest = min(ours.seconds) / min(theirs.seconds)
     start = f"{theirs.start_seconds:.2f} | {ours.start_seconds:.2f}"
     same = "equal" if ours.losses == theirs.losses else "differ"
@@ -164,14 +200,19 @@ def of_pairs(ours: list[float], theirs: list[float]) -> tuple[str, str]:
     """The median of the ratios, and where their middle half lies."""
     ratios = sorted(mine / its for mine, its in zip(ours, theirs, strict=True))
     quarter = len(ratios) // 4
-    return f"{statistics.median(ratios):.3f}", f"{ratios[quarter]:.2f} to {ratios[-1 - quarter]:.2f}"
+    return (
+        f"{statistics.median(ratios):.3f}",
+        f"{ratios[quarter]:.2f} to {ratios[-1 - quarter]:.2f}",
+    )
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
         work(Cell.parse(sys.argv[2]), sys.argv[3], sys.argv[4])
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("other", type=Path, help="the other checkout")
     parser.add_argument("--cells", default=CELLS)
     parser.add_argument("--ways", default=WAYS)
@@ -180,16 +221,21 @@ def main() -> None:
     asked = parser.parse_args()
     other = asked.other.resolve()
     columns = (
-        "cell, , ms other, ours, ratio, middle half, fastest, CPU time, start s other, ours, MB other, ours, losses"
+        "cell, , ms other, ours, ratio, middle half, fastest, CPU time, start s other, ours, MB "
+        "other, ours, losses"
     )
     names = columns.split(",")
     rows = [
         "# Two checkouts, step beside step",
         "",
-        f"{date.today()}, {RANKS} ranks with a thread each, {len(os.sched_getaffinity(0))} cores, {asked.steps} pairs",
-        f"of steps a row.  `python -m benchmarks.checkouts` of {commit(ROOT)} against {commit(other)}: ratios are ours",
-        "divided by the other's, pair by pair.  Fastest: the fastest steps.  CPU time: of all ranks, also by pairs.",
-        "Start: building the engine, once.  MB: proportional set size of all ranks at the end.  Losses: bit by bit.",
+        f"{date.today()}, {RANKS} ranks with a thread each, {len(os.sched_getaffinity(0))} cores, "
+        f"{asked.steps} pairs",
+        f"of steps a row.  `python -m benchmarks.checkouts` of {commit(ROOT)} against "
+        f"{commit(other)}: ratios are ours",
+        "divided by the other's, pair by pair.  Fastest: the fastest steps.  CPU time: of all "
+        "ranks, also by pairs.",
+        "Start: building the engine, once.  MB: proportional set size of all ranks at the end.  "
+        "Losses: bit by bit.",
         "",
         f"|{'|'.join(names)} |",
         "|" + "---|" * len(names),
@@ -203,7 +249,9 @@ def main() -> None:
 
 
 def commit(checkout: Path) -> str:
-    return subprocess.check_output(["git", "-C", checkout, "log", "-1", "--format=%h"], text=True).strip()
+    return subprocess.check_output(
+        ["git", "-C", checkout, "log", "-1", "--format=%h"], text=True
+    ).strip()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""What a checkpoint costs: how long training stands still, how fast bytes reach the disk, what memory it takes.
+"""What a checkpoint costs: how long training stands still, how fast bytes reach the disk, what
+memory it takes.
 
     deepseek-zero run --nproc 2 benchmarks/checkpoint.py                     # GPT-350M in bf16 (make bench-checkpoint)
     deepseek-zero run --nproc 2 benchmarks/checkpoint.py --cells tiny-fp32 --rounds 1 --out /tmp/checkpoint.md
 
-In one run and in turn: a plain sequential write of the same bytes, past the page cache and through it, each ended by an
-fsync; a save that training waits for; a save written behind, while steps are taken; a load into a new engine, as at a
-resume, and over one that has trained, with and without its checksums; a plain read of the same bytes, into one block
-and into memory of their own.  All ranks write at once.  Leaves a table (.md) and figures (.json).
+In one run and in turn: a plain sequential write of the same bytes, past the page cache and through
+it, each ended by an fsync; a save that training waits for; a save written behind, while steps are
+taken; a load into a new engine, as at a resume, and over one that has trained, with and without its
+checksums; a plain read of the same bytes, into one block and into memory of their own.  All ranks
+write at once.  Leaves a table (.md) and figures (.json).
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ from deepseek_zero.checkpoint.writebehind import BLOCK_BYTES, BLOCKS
 from deepseek_zero.engine.saving import Restore, load_checkpoint
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint.md"
-STAGING_BYTES = BLOCKS * BLOCK_BYTES  # what a save may take beside the states, besides one piece under way
+STAGING_BYTES = (
+    BLOCKS * BLOCK_BYTES
+)  # what a save may take beside the states, besides one piece under way
 
 
 @dataclass
@@ -61,7 +65,9 @@ class Found:
         self.note(what, time.perf_counter() - began)
 
     def watched(self, what: str, act: Callable[[], Any], fence: Callable[[str], None]) -> None:
-        """Memory above what was held before.  Not where time is taken: looking at memory takes some."""
+        """Memory above what was held before.  Not where time is taken: looking at memory takes
+        some.
+        """
         fence(f"before watching {what}")
         before = settled_memory()["pss"]
         with Peak() as peak:
@@ -90,7 +96,9 @@ def plain_write(path: Path, nbytes: int, flag: int) -> None:
 
 
 def plain_read(path: Path, *, keeps: bool = False) -> None:
-    """One request at a time.  keeps: into a page of its own each, as a run that begins has no memory for its states."""
+    """One request at a time.  keeps: into a page of its own each, as a run that begins has no
+    memory for its states.
+    """
     length = os.stat(path).st_size
     room = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE if keeps else BLOCK_BYTES
     memory = memoryview(mmap.mmap(-1, room))
@@ -128,12 +136,21 @@ def measure(cell: Cell, rounds: int, folder: Path) -> Found:
     for _ in range(rounds):
         found.timed("save", lambda: engine.save_checkpoint(folder, tag="now"), fence)
         found.nbytes = (folder / "now" / f"rank_{job.rank:05d}.safetensors").stat().st_size
-        found.timed("plain write past the page cache", lambda: plain_write(plain, found.nbytes, os.O_DIRECT), fence)
+        found.timed(
+            "plain write past the page cache",
+            lambda: plain_write(plain, found.nbytes, os.O_DIRECT),
+            fence,
+        )
         found.timed("plain write through it", lambda: plain_write(plain, found.nbytes, 0), fence)
         for _ in range(2):
             found.timed("step", one_step, fence)
-        save_behind(found, engine, folder, lambda: found.timed("step while one is written", one_step, fence))
-        for what, verify in (("load over a run", True), ("load over a run, checksums not looked at", False)):
+        save_behind(
+            found, engine, folder, lambda: found.timed("step while one is written", one_step, fence)
+        )
+        for what, verify in (
+            ("load over a run", True),
+            ("load over a run, checksums not looked at", False),
+        ):
             forget_cache(folder)
             found.timed(what, partial(load, engine, folder, verify), fence)
         resumed = dz.initialize(model=build_model(cell.shape), config=settings)[0]
@@ -146,7 +163,9 @@ def measure(cell: Cell, rounds: int, folder: Path) -> Found:
     found.watched("save", lambda: engine.save_checkpoint(folder, tag="now"), fence)
     found.watched("load over a run", lambda: load(engine, folder, True), fence)
     found.watched("step", one_step, fence)
-    found.watched("step while one is written", lambda: save_behind(Found(), engine, folder, one_step), fence)
+    found.watched(
+        "step while one is written", lambda: save_behind(Found(), engine, folder, one_step), fence
+    )
     return found
 
 
@@ -159,7 +178,11 @@ def save_behind(found: Found, engine: Any, folder: Path, one_step: Callable[[], 
     while engine.parts.saver.current is not None:
         one_step()
     found.note("save behind: writing", shard.seconds)
-    still = {"call": called, "steps that wait": shard.blocked_seconds, "end": engine.parts.saver.commit_seconds}
+    still = {
+        "call": called,
+        "steps that wait": shard.blocked_seconds,
+        "end": engine.parts.saver.commit_seconds,
+    }
     for what, seconds in still.items():
         found.note(f"save behind, still: {what}", seconds)
     found.note("save behind: training stands still", sum(still.values()))
@@ -181,18 +204,35 @@ class Goal:
     def line(self) -> str:
         is_met = self.found <= self.limit if self.is_most else self.found >= self.limit
         sign = "<=" if self.is_most else ">="
-        return f"| {self.what} | {sign} {self.limit:.0%} | {self.found:.0%} | {'yes' if is_met else 'no'} |"
+        return (
+            f"| {self.what} | {sign} {self.limit:.0%} | {self.found:.0%} | "
+            f"{'yes' if is_met else 'no'} |"
+        )
 
 
 def goals_of(found: Found) -> list[Goal]:
     """The issue's, over the faster of the two plain writes."""
-    fastest = min(found.median("plain write past the page cache"), found.median("plain write through it"))
-    still = found.median("save behind: training stands still") / found.median("save behind: writing")
+    fastest = min(
+        found.median("plain write past the page cache"), found.median("plain write through it")
+    )
+    still = found.median("save behind: training stands still") / found.median(
+        "save behind: writing"
+    )
     read, new = found.median("plain read"), found.median("plain read into new memory")
     return [
         Goal("training stands still, of the time a save behind is written", 0.10, still),
-        Goal("save: bandwidth over a plain write's", 0.80, fastest / found.median("save"), is_most=False),
-        Goal("load: bandwidth over that of a plain read into new memory", 0.80, new / found.median("load"), False),
+        Goal(
+            "save: bandwidth over a plain write's",
+            0.80,
+            fastest / found.median("save"),
+            is_most=False,
+        ),
+        Goal(
+            "load: bandwidth over that of a plain read into new memory",
+            0.80,
+            new / found.median("load"),
+            False,
+        ),
         *(
             Goal(f"{what}: bandwidth over a plain read's", 0.80, read / found.median(what), False)
             for what in ("load over a run", "load over a run, checksums not looked at")
@@ -201,9 +241,18 @@ def goals_of(found: Found) -> list[Goal]:
 
 
 def table(name: str, found: Found, ranks: int) -> str:
-    lines = [f"## {name}, {found.nbytes / 1e9:.2f} GB a rank", "", "| goal | | measured | met |", "|---|--:|--:|:-:|"]
+    lines = [
+        f"## {name}, {found.nbytes / 1e9:.2f} GB a rank",
+        "",
+        "| goal | | measured | met |",
+        "|---|--:|--:|:-:|",
+    ]
     lines += [goal.line() for goal in goals_of(found)]
-    lines += ["", "| | seconds | GB/s, all ranks | extra memory of a rank, MB |", "|---|--:|--:|--:|"]
+    lines += [
+        "",
+        "| | seconds | GB/s, all ranks | extra memory of a rank, MB |",
+        "|---|--:|--:|--:|",
+    ]
     for what, seconds in found.seconds.items():
         moves = "step" not in what and "still" not in what
         rate = f"{ranks * found.nbytes / statistics.median(seconds) / 1e9:.2f}" if moves else "-"
@@ -214,10 +263,14 @@ def table(name: str, found: Found, ranks: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cells", type=lambda text: [Cell.parse(name) for name in text.split(",")])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="a directory on the disk to measure")
+    parser.add_argument(
+        "--folder", default=tempfile.gettempdir(), help="a directory on the disk to measure"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -244,14 +297,16 @@ def main() -> None:
             about,
             "",
             *(table(name, each, ranks) for name, each in found.items()),
-            f"A save stages {STAGING_BYTES / 1e6:.0f} MB a rank, beside one piece of a million elements; one written "
-            "behind copies up to `checkpoint.snapshot_bytes` more.",
+            f"A save stages {STAGING_BYTES / 1e6:.0f} MB a rank, beside one piece of a million "
+            "elements; one written behind copies up to `checkpoint.snapshot_bytes` more.",
             "",
         ]
     )
     options.out.write_text(text, encoding="utf-8")
     record = {name: asdict(each) for name, each in found.items()}
-    options.out.with_suffix(".json").write_text(json.dumps({"about": about, **record}, indent=1) + "\n")
+    options.out.with_suffix(".json").write_text(
+        json.dumps({"about": about, **record}, indent=1) + "\n"
+    )
     print(text)
 
 

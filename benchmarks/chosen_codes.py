@@ -3,11 +3,12 @@
     python -m benchmarks.chosen_codes                                        # as root, four minutes
     python -m benchmarks.chosen_codes --rates 100mbit --out /tmp/chosen_codes.md
 
-The hosts are namespaces of this machine (`tests/hosts.py`), one rank each; `tc tbf` limits their links.  At each rate
-four engines of stage 3 are started and take turns, a step each: as they are, with int8 weights and int4 gradients as
-stated, with `compression.auto`, and with that and `"transport": "measured"`.  A figure is the median of the rounds, of
-the slower rank, and beside it how many times faster than without codes; what choosing takes is in the start of an
-engine.  A good choice is near the better of the first two rows at every rate.
+The hosts are namespaces of this machine (`tests/hosts.py`), one rank each; `tc tbf` limits their
+links.  At each rate four engines of stage 3 are started and take turns, a step each: as they are,
+with int8 weights and int4 gradients as stated, with `compression.auto`, and with that and
+`"transport": "measured"`.  A figure is the median of the rounds, of the slower rank, and beside it
+how many times faster than without codes; what choosing takes is in the start of an engine.  A good
+choice is near the better of the first two rows at every rate.
 """
 
 from __future__ import annotations
@@ -90,7 +91,11 @@ def measure(rounds: int) -> None:
             "start": took,
             "step": statistics.median(seconds[name]),
             "rate": engine.runtime.comm.far_rate,
-            "said": [line.strip() for line in engine.explain().splitlines() if line.strip().startswith(words)],
+            "said": [
+                line.strip()
+                for line in engine.explain().splitlines()
+                if line.strip().startswith(words)
+            ],
         }
         for name, (engine, took) in engines.items()
     }
@@ -102,7 +107,9 @@ def measure(rounds: int) -> None:
 def run(rate: str, rounds: int) -> dict[str, Any]:
     with hosts(2, rate) as pair:
         said = run_ranks("benchmarks.chosen_codes", pair, PORT, ["--rounds", rounds])
-    found: dict[str, Any] = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+    found: dict[str, Any] = json.loads(
+        next(line for line in said.splitlines() if line.startswith("{"))
+    )
     return found
 
 
@@ -111,24 +118,40 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     lines = [
         "# Codes and transport chosen by measurement",
         "",
-        f"Written by `benchmarks/chosen_codes.py` on {date.today()}: {CELL.name} ({CELL.shape.numel / 1e6:.1f}M",
-        "parameters), stage 3, two hosts of one rank.  Milliseconds of a start and of a step, medians; times faster",
-        "than without codes; the rate that was measured at the start, as a share of the link's.  Compare",
+        f"Written by `benchmarks/chosen_codes.py` on {date.today()}: {CELL.name} "
+        f"({CELL.shape.numel / 1e6:.1f}M",
+        "parameters), stage 3, two hosts of one rank.  Milliseconds of a start and of a step, "
+        "medians; times faster",
+        "than without codes; the rate that was measured at the start, as a share of the link's.  "
+        "Compare",
         "within a table.",
     ]
     for rate, each in found.items():
-        lines += ["", f"## {rate}", "", "| system | start | step | faster | measured |", "|---|---|---|---|---|"]
+        lines += [
+            "",
+            f"## {rate}",
+            "",
+            "| system | start | step | faster | measured |",
+            "|---|---|---|---|---|",
+        ]
         plain = each[PLAIN]["step"]
         for name, one in each.items():
             share = f"{one['rate'] * 8 / bits_per_second(rate):.0%}" if one["rate"] else ""
-            figures = (f"{1e3 * one['start']:.0f}", f"{1e3 * one['step']:.0f}", f"{plain / one['step']:.2f}", share)
+            figures = (
+                f"{1e3 * one['start']:.0f}",
+                f"{1e3 * one['step']:.0f}",
+                f"{plain / one['step']:.2f}",
+                share,
+            )
             lines.append(f"| {name} | {' | '.join(figures)} |")
         lines += ["", *(f"- {name}: {line}" for name, one in each.items() for line in one["said"])]
     return "\n".join([*lines, ""])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rates", default=",".join(RATES), help="in tc's words")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--out", type=Path, default=RESULTS)

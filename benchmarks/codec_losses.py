@@ -1,4 +1,5 @@
-"""What codes on the wire do to a real training: the main job's model and text, four ranks on two hosts, each codec.
+"""What codes on the wire do to a real training: the main job's model and text, four ranks on two
+hosts, each codec.
 
     python -m benchmarks.codec_losses                             # as root, half an hour on two cores
     python -m benchmarks.codec_losses --steps 60 --seeds 1        # a look
@@ -6,11 +7,12 @@
     python -m benchmarks.codec_losses --size tiny --seeds 12      # least noise: what tells a hundredth
     python -m benchmarks.codec_losses --size 10m --steps 1000 --seeds 1 --only plain --only "int4 gradients"
 
-The hosts are namespaces of this machine (`tests/hosts.py`).  Every codec trains from the same weights on the same
-batches as plain communication, once for each seed; what is compared is the mean loss of the last 50 steps.  Two kinds
-of noise stand beside it: that of the seeds (other weights and batches), and that of rounding: the plain run with its
-sums in another order.  Losses depend on neither the load of the machine nor the link.
-Leaves a table and a picture.
+The hosts are namespaces of this machine (`tests/hosts.py`).  Every codec trains from the same
+weights on the same batches as plain communication, once for each seed; what is compared is the mean
+loss of the last 50 steps.  Two kinds
+of noise stand beside it: that of the seeds (other weights and batches), and that of rounding: the
+plain run with its sums in another order.  Losses depend on neither the load of the machine nor the
+link. Leaves a table and a picture.
 """
 
 from __future__ import annotations
@@ -36,14 +38,21 @@ from tests.hosts import hosts, run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "codec_losses.md"
 RANKS, HOSTS, PORT, LAST, LR = 4, 2, 29410, 50, 3e-3
-MODELS = {  # by size: its name, its shape, the learning rate that it takes, and the sequences of a rank's batch
+# By size: its name, its shape, the learning rate that it takes, and the sequences of a rank's batch
+MODELS = {
     "tiny": ("the tiny model", SIZES["tiny"], 1e-3, 16),
     "main": ("the main job's model", SIZES["main"], LR, 1),
-    "10m": ("a larger model", GPTConfig(num_layers=6, width=384, num_heads=6, context=128), 1e-3, 1),
+    "10m": (
+        "a larger model",
+        GPTConfig(num_layers=6, width=384, num_heads=6, context=128),
+        1e-3,
+        1,
+    ),
 }
 GRADIENTS, WEIGHTS = {"zero_quantized_gradients": True}, {"zero_quantized_weights": True}
 DIFFERENCES = {"weights": {"bits": 4, "difference": True}, "gradients": {"bits": 4}}
-FLAT = "plain, in another order of sums"  # other bits, no other numbers: what rounding alone does after some steps
+# Other bits, no other numbers: what rounding alone does after some steps
+FLAT = "plain, in another order of sums"
 CODECS: dict[str, dict[str, Any]] = {
     "plain": {},
     FLAT: {},
@@ -52,7 +61,10 @@ CODECS: dict[str, dict[str, Any]] = {
     "int8 gradients": {"compression": {"gradients": {"bits": 8}}},
     "int8 weights, int4 gradients": {**WEIGHTS, **GRADIENTS},
     "int4 gradients and differences, stage 2": {"stage": 2, "compression": DIFFERENCES},
-    "int4 gradients, errors kept": {**GRADIENTS, "compression": {"gradients": {"error_feedback": "bf16"}}},
+    "int4 gradients, errors kept": {
+        **GRADIENTS,
+        "compression": {"gradients": {"error_feedback": "bf16"}},
+    },
     "int4 gradients, LoCo": {**GRADIENTS, "zeropp_loco_param": {}},
     "AdamW without clipping": {"stage": 1},
     "OneBitAdam": {"stage": 1},
@@ -70,7 +82,9 @@ def train(codec: str, seed: int, steps: int, size: str) -> list[float]:
     if zero:  # every matrix is coded, however small the model
         zero = zero | {"compression": zero.get("compression", {}) | {"min_numel": 0}}
     model = GPT(shape)
-    beta2 = 0.999 if codec in UNCLIPPED else 0.95  # a second moment that is frozen is to be a long mean
+    beta2 = (
+        0.999 if codec in UNCLIPPED else 0.95
+    )  # a second moment that is frozen is to be a long mean
     hypers: dict[str, Any] = {"lr": rate, "betas": [0.9, beta2], "weight_decay": 0.1}
     if codec == "OneBitAdam":
         hypers["freeze_step"] = max(1, steps // 4)
@@ -81,9 +95,15 @@ def train(codec: str, seed: int, steps: int, size: str) -> list[float]:
         "optimizer": {"type": "OneBitAdam" if codec == "OneBitAdam" else "AdamW", "params": hypers},
         "scheduler": {
             "type": "WarmupCosineLR",
-            "params": {"total_num_steps": steps, "warmup_num_steps": max(1, steps // 20), "warmup_min_ratio": 0.01},
+            "params": {
+                "total_num_steps": steps,
+                "warmup_num_steps": max(1, steps // 20),
+                "warmup_min_ratio": 0.01,
+            },
         },
-        "ranks_per_host": 1 if codec in (FLAT, UNCLIPPED[0]) else None,  # OneBitAdam takes 1 by itself
+        "ranks_per_host": 1
+        if codec in (FLAT, UNCLIPPED[0])
+        else None,  # OneBitAdam takes 1 by itself
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
     }
     engine = dz.initialize(model=model, config=config)[0]
@@ -142,11 +162,16 @@ def table(found: dict[str, list[list[float]]], steps: int, size: str) -> str:
     lines = [
         "# What codes on the wire do to a training",
         "",
-        f"Written by `benchmarks/codec_losses.py` on {date.today()}: {name} ({numel / 1e6:.2f}M parameters), the main",
-        f"job's text, ZeRO-3, {RANKS} ranks on {HOSTS} hosts, {steps} steps, {len(plain)} seeds.  Losses are means of",
-        f"the last {min(LAST, steps)} steps in nats per byte; between seeds the plain one varies by {noise} (standard",
-        f"deviation).  Bound: {BOUND} above plain, mean of the seeds; OneBitAdam, frozen after a quarter of the steps,",
-        f"is compared with AdamW at stage 1, without clipping and with its second beta, 0.999; bound {ONE_BIT_BOUND}.",
+        f"Written by `benchmarks/codec_losses.py` on {date.today()}: {name} ({numel / 1e6:.2f}M "
+        "parameters), the main",
+        f"job's text, ZeRO-3, {RANKS} ranks on {HOSTS} hosts, {steps} steps, {len(plain)} seeds.  "
+        "Losses are means of",
+        f"the last {min(LAST, steps)} steps in nats per byte; between seeds the plain one varies "
+        f"by {noise} (standard",
+        f"deviation).  Bound: {BOUND} above plain, mean of the seeds; OneBitAdam, frozen after a "
+        "quarter of the steps,",
+        "is compared with AdamW at stage 1, without clipping and with its second beta, 0.999; "
+        f"bound {ONE_BIT_BOUND}.",
         "Behind a mean: its standard error.",
         "",
         "| codec | loss | above plain, by seed | mean | within the bound |",
@@ -155,12 +180,19 @@ def table(found: dict[str, list[list[float]]], steps: int, size: str) -> str:
     for codec, runs in found.items():
         is_one_bit = codec == "OneBitAdam"
         references = unclipped if is_one_bit else plain
-        above = [last(losses) - reference for losses, reference in zip(runs, references, strict=True)]
+        above = [
+            last(losses) - reference for losses, reference in zip(runs, references, strict=True)
+        ]
         mean = statistics.fmean(above)
         told = ", ".join(f"{each:+.4f}" for each in above)
-        error = f" ± {statistics.stdev(above) / math.sqrt(len(above)):.4f}" if len(above) > 1 and any(above) else ""
+        error = (
+            f" ± {statistics.stdev(above) / math.sqrt(len(above)):.4f}"
+            if len(above) > 1 and any(above)
+            else ""
+        )
         lines.append(
-            f"| {codec} | {statistics.fmean(map(last, runs)):.4f} | {told} | **{mean:+.4f}**{error} | "
+            f"| {codec} | {statistics.fmean(map(last, runs)):.4f} | {told} | "
+            f"**{mean:+.4f}**{error} | "
             f"{'yes' if mean <= (ONE_BIT_BOUND if is_one_bit else BOUND) else 'no'} |"
         )
     return "\n".join([*lines, ""])
@@ -172,22 +204,40 @@ def draw(found: dict[str, list[list[float]]], path: Path) -> None:
     axes = figure.subplots()
     for codec, runs in found.items():
         losses, width = runs[0], min(20, len(runs[0]))
-        smooth = [statistics.fmean(losses[max(0, end - width) : end]) for end in range(1, len(losses) + 1)]
+        smooth = [
+            statistics.fmean(losses[max(0, end - width) : end]) for end in range(1, len(losses) + 1)
+        ]
         axes.plot(range(1, len(smooth) + 1), smooth, label=codec, linewidth=1.2)
     axes.set_xlabel("step")
-    axes.set_title("Loss in nats per byte, by what travels", loc="left", color=INK, fontsize=10.5, fontweight="bold")
+    axes.set_title(
+        "Loss in nats per byte, by what travels",
+        loc="left",
+        color=INK,
+        fontsize=10.5,
+        fontweight="bold",
+    )
     axes.legend(fontsize=8, frameon=False)
     style_axes(axes, along="x")
     save_figure(figure, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--size", choices=MODELS, default="main", help="of the model; default %(default)s")
+    parser.add_argument(
+        "--size", choices=MODELS, default="main", help="of the model; default %(default)s"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--only", action="append", default=[], choices=[*CODECS], help="a codec; all if none is named")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        choices=[*CODECS],
+        help="a codec; all if none is named",
+    )
     parser.add_argument("--as-rank", action="store_true", help="be one of the ranks")
     given = parser.parse_args()
     if given.as_rank:

@@ -1,12 +1,13 @@
-"""What codecs take and what they save: kernels beside a copy of memory, and a reduction over a limited link.
+"""What codecs take and what they save: kernels beside a copy of memory, and a reduction over a
+limited link.
 
     python -m benchmarks.codecs                          # as root, a minute
     python -m benchmarks.codecs --rates 100mbit --rounds 3
 
-Kernels run on one thread over a buffer that no cache holds, in turns with the copy, in the thread's own time, medians
-of the rounds.  The
-reduction is the library's own (`move` from partial to sharded) of one flat gradient, between two ranks on two hosts
-made of this machine (`tests/hosts.py`) with gloo between them, in turns with bf16; the slower rank counts.
+Kernels run on one thread over a buffer that no cache holds, in turns with the copy, in the thread's
+own time, medians of the rounds.  The reduction is the library's own (`move` from partial to
+sharded) of one flat gradient, between two ranks on two hosts made of this machine
+(`tests/hosts.py`) with gloo between them, in turns with bf16; the slower rank counts.
 """
 
 from __future__ import annotations
@@ -44,30 +45,45 @@ OF_A_COPY = {"int8 encode": "0.42", "int8 decode": "0.9"}
 def kernels(rounds: int) -> dict[str, float]:
     """Return Gelem/s by kernel."""
     torch.set_num_threads(1)
-    values, out, scratch = torch.randn(KERNEL_NUMEL), torch.empty(KERNEL_NUMEL), torch.empty(SCRATCH)
+    values, out, scratch = (
+        torch.randn(KERNEL_NUMEL),
+        torch.empty(KERNEL_NUMEL),
+        torch.empty(SCRATCH),
+    )
     ways: dict[str, Callable[[], object]] = {"copy of memory": lambda: out.copy_(values)}
     for name, codec in CODECS.items():
         message = torch.empty(codec.length(KERNEL_NUMEL), dtype=torch.uint8)
         codec.encode(values, message, scratch)
         for dtype in (torch.float32, torch.bfloat16):
-            given, landed = values.to(dtype), out if dtype == torch.float32 else torch.empty(KERNEL_NUMEL, dtype=dtype)
+            given, landed = (
+                values.to(dtype),
+                out if dtype == torch.float32 else torch.empty(KERNEL_NUMEL, dtype=dtype),
+            )
             words = "" if dtype == torch.float32 else ", bf16"
-            ways[f"{name} encode{words}"] = lambda c=codec, v=given, m=message: c.encode(v, m, scratch)
-            ways[f"{name} decode{words}"] = lambda c=codec, o=landed, m=message: c.decode(m, 0, o.numel(), o, scratch)
+            ways[f"{name} encode{words}"] = lambda c=codec, v=given, m=message: c.encode(
+                v, m, scratch
+            )
+            ways[f"{name} decode{words}"] = lambda c=codec, o=landed, m=message: c.decode(
+                m, 0, o.numel(), o, scratch
+            )
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):
         for name, way in ways.items():
             began = time.thread_time()
             way()
             taken[name].append(time.thread_time() - began)
-    return {name: KERNEL_NUMEL / statistics.median(seconds[1:]) / 1e9 for name, seconds in taken.items()}
+    return {
+        name: KERNEL_NUMEL / statistics.median(seconds[1:]) / 1e9 for name, seconds in taken.items()
+    }
 
 
 def be_a_rank(rounds: int) -> None:
     """Reduce with every wire in turn; rank 0 prints seconds and bytes."""
     dist.init_process_group("gloo", init_method="env://")
     torch.set_num_threads(1)
-    comm = Comm(torch.device("cpu"), transport="gloo").lay_out(Mesh(dp_shard=2, rank=dist.get_rank()))
+    comm = Comm(torch.device("cpu"), transport="gloo").lay_out(
+        Mesh(dp_shard=2, rank=dist.get_rank())
+    )
     pool = Pool(torch.device("cpu"), comm, scratch_numel=SCRATCH)
     context = CommContext.over(comm, pool, 1 << 62, 2.0, Tiers())
     layout = FlatLayout((), SUM_NUMEL // 2, 2)
@@ -87,7 +103,10 @@ def be_a_rank(rounds: int) -> None:
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             taken[name].append(float(seconds))
     if dist.get_rank() == 0:
-        print(json.dumps({name: [statistics.median(taken[name][1:]), sent[name]] for name in WIRES}), flush=True)
+        print(
+            json.dumps({name: [statistics.median(taken[name][1:]), sent[name]] for name in WIRES}),
+            flush=True,
+        )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -106,10 +125,11 @@ def table(speeds: dict[str, float], sums: dict[str, dict[str, list[float]]]) -> 
     lines = [
         "# Codecs",
         "",
-        f"Written by `benchmarks/codecs.py` on {date.today()}.  Load at the end: {os.getloadavg()[0]:.1f} on "
-        f"{os.cpu_count()} cores.",
+        f"Written by `benchmarks/codecs.py` on {date.today()}.  Load at the end: "
+        f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.",
         "",
-        f"Kernels on one thread, {KERNEL_NUMEL >> 20} Mi elements of fp32 unless said, the median round:",
+        f"Kernels on one thread, {KERNEL_NUMEL >> 20} Mi elements of fp32 unless said, the median "
+        "round:",
         "",
         "| kernel | Gelem/s | goal | of a copy | goal |",
         "|---|---|---|---|---|",
@@ -119,8 +139,8 @@ def table(speeds: dict[str, float], sums: dict[str, dict[str, list[float]]]) -> 
         lines.append(f"| {name} | {speed:.2f} | {goal} | {speed / copied:.2f} | {of_a_copy} |")
     lines += [
         "",
-        f"The sum of one bf16 gradient of {SUM_NUMEL >> 20} Mi elements between two ranks on two hosts, codec and sum "
-        "included:",
+        f"The sum of one bf16 gradient of {SUM_NUMEL >> 20} Mi elements between two ranks on two "
+        "hosts, codec and sum included:",
         "",
         "| rate | wire | ms | bytes sent | bytes less | faster |",
         "|---|---|---|---|---|---|",
@@ -128,13 +148,18 @@ def table(speeds: dict[str, float], sums: dict[str, dict[str, list[float]]]) -> 
     for rate, found in sums.items():
         seconds, nbytes = found["bf16"]
         for name, (taken, sent) in found.items():
-            shown = f"{taken * 1e3:.0f} | {sent:,} | {nbytes / sent:.2f} x | **{seconds / taken:.2f} x**"
+            shown = (
+                f"{taken * 1e3:.0f} | {sent:,} | {nbytes / sent:.2f} x | **{seconds / taken:.2f} "
+                "x**"
+            )
             lines.append(f"| {rate} | {name} | {shown} |")
     return "\n".join([*lines, ""])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rates", default=",".join(RATES), help="in tc's words")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -3,10 +3,11 @@
     python -m benchmarks.cut                                # as root, six minutes
     python -m benchmarks.cut --rounds 1 --timeout 20 --out /tmp/cut.md    # a look
 
-Two hosts of namespaces (`tests/hosts.py`) with one rank each train a small model over gloo; when both have taken five
-steps, the switch takes every packet of one host no further, and nobody is told.  DDP and FSDP2 know a cut by gloo's
-time limit alone, 30 minutes unless a program says less: here they are given `--timeout`, since nobody would wait that
-long.  This library goes by evidence, and waits for a busy rank as long as it takes.
+Two hosts of namespaces (`tests/hosts.py`) with one rank each train a small model over gloo; when
+both have taken five steps, the switch takes every packet of one host no further, and nobody is
+told.  DDP and FSDP2 know a cut by gloo's time limit alone, 30 minutes unless a program says less:
+here they are given `--timeout`, since nobody would wait that long.  This library goes by evidence,
+and waits for a busy rank as long as it takes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ Step = Callable[[Tensor], None]
 
 
 def ours(model: nn.Module, timeout: timedelta) -> Step:
-    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
     engine: Any = dz.initialize(model=model, config=config | {"zero_optimization": {"stage": 3}})[0]
 
     def step(batch: Tensor) -> None:
@@ -78,7 +82,9 @@ SYSTEMS = {"deepseek_zero": ours, "DDP": ddp, "FSDP2": fsdp2}
 
 
 class End(NamedTuple):
-    """What one host's rank said of a cut.  after: seconds from it; None: nothing, for long after the limit."""
+    """What one host's rank said of a cut.  after: seconds from it; None: nothing, for long after
+    the limit.
+    """
 
     after: float | None
     words: str
@@ -106,10 +112,23 @@ def be_a_rank(name: str, timeout: float) -> None:
 
 def cut_once(name: str, pair: list[Host], options: argparse.Namespace) -> list[End]:
     """Let a system train on two hosts, cut them, and return what each host's rank said."""
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": pair[0].address}
+    world = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": pair[0].address,
+    }
     world |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "v0", "OMP_NUM_THREADS": "1"}
     world |= {DEAD_AFTER: f"{options.dead_after:g}", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    command = [sys.executable, "-m", "benchmarks.cut", "--as-rank", name, "--timeout", f"{options.timeout:g}"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.cut",
+        "--as-rank",
+        name,
+        "--timeout",
+        f"{options.timeout:g}",
+    ]
     ranks = [host.run(command, {**world, "RANK": str(rank)}) for rank, host in enumerate(pair)]
     for rank in ranks:
         if not any(line == "ready\n" for line in iter(_lines(rank), "")):
@@ -143,20 +162,32 @@ def _end(rank: Process, began: float, seconds: float) -> End:
 
 
 def row(name: str, ends: list[list[End]], options: argparse.Namespace) -> str:
-    """One system's line: the median and the worst of both hosts, whether each named the other, and its words."""
+    """One system's line: the median and the worst of both hosts, whether each named the other, and
+    its words.
+    """
     taken = [end.after for pair in ends for end in pair if end.after is not None]
     mute = sum(end.after is None for pair in ends for end in pair)
-    named = sum(other in end.words for pair in ends for end, other in zip(pair, ("h1", "h0"), strict=True))
-    limit = f"{options.dead_after:g} s of silence" if name == "deepseek_zero" else f"{options.timeout:g} s of waiting"
+    named = sum(
+        other in end.words for pair in ends for end, other in zip(pair, ("h1", "h0"), strict=True)
+    )
+    limit = (
+        f"{options.dead_after:g} s of silence"
+        if name == "deepseek_zero"
+        else f"{options.timeout:g} s of waiting"
+    )
     times = f"{statistics.median(taken):.1f} s, {max(taken):.1f} s" if taken else "never"
-    words = re.sub(r"\[[^]]*\] ", "", ends[0][0].words.replace("|", "/"))  # without a line of somebody's source
+    words = re.sub(
+        r"\[[^]]*\] ", "", ends[0][0].words.replace("|", "/")
+    )  # without a line of somebody's source
     return f"| {name} | {limit} | {times} | {mute} | {named} of {2 * len(ends)} | `{words[:160]}` |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--timeout", type=float, default=60.0, help="gloo's limit for DDP and FSDP2, in seconds")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, help="gloo's limit for DDP and FSDP2, in seconds"
+    )
     parser.add_argument("--dead-after", type=float, default=10.0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--as-rank", choices=SYSTEMS, help=argparse.SUPPRESS)
@@ -168,7 +199,9 @@ def main() -> None:
         for name in SYSTEMS:
             with hosts(2) as pair:
                 ends[name].append(cut_once(name, pair, options))
-            said = ", ".join("nothing" if end.after is None else f"{end.after:.1f} s" for end in ends[name][-1])
+            said = ", ".join(
+                "nothing" if end.after is None else f"{end.after:.1f} s" for end in ends[name][-1]
+            )
             sys.stderr.write(f"round {number + 1} of {options.rounds}, {name}: {said}\n")
     rows = [row(name, ends[name], options) for name in SYSTEMS]
     text = f"""# A cut between two hosts, beside PyTorch's own

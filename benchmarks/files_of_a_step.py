@@ -1,9 +1,11 @@
-"""Which files of the library one training step runs through: two ranks, stage 3, bf16, every state on a disk.
+"""Which files of the library one training step runs through: two ranks, stage 3, bf16, every state
+on a disk.
 
     OMP_NUM_THREADS=1 deepseek-zero run --nproc 2 benchmarks/files_of_a_step.py
 
-Prints a line for each file whose functions ran on rank 0 in two steps after the first three, in any thread, and how
-many functions.  It uses public names only, so that it runs over an older checkout too (PYTHONPATH=OTHER/src).
+Prints a line for each file whose functions ran on rank 0 in two steps after the first three, in any
+thread, and how many functions.  It uses public names only, so that it runs over an older checkout
+too (PYTHONPATH=OTHER/src).
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ def main() -> None:
             if number == 3:
                 threading.setprofile(note)
                 sys.setprofile(note)
-            loss = nn.functional.cross_entropy(engine(tokens).view(-1, 100).float(), tokens.view(-1))
+            loss = nn.functional.cross_entropy(
+                engine(tokens).view(-1, 100).float(), tokens.view(-1)
+            )
             engine.backward(loss)
             engine.step()
         sys.setprofile(None)

@@ -84,7 +84,12 @@ GOALS = [
     Goal("stage 3, step over floor", {"bf16": 1.15, "fp32": 1.10}, _over_floor(3)),
     Goal("stages 1 and 2, step over floor", {"bf16": 1.15, "fp32": 1.10}, _over_floor(1, 2)),
     Goal("stage 0, step over floor", {"bf16": 1.25, "fp32": 1.12}, _over_floor(0)),
-    Goal("stage 3, times faster than FSDP2", {"bf16": 1.9, "fp32": 1.6}, _faster_than("fsdp2"), at_least=True),
+    Goal(
+        "stage 3, times faster than FSDP2",
+        {"bf16": 1.9, "fp32": 1.6},
+        _faster_than("fsdp2"),
+        at_least=True,
+    ),
     Goal(
         "stage 3, times faster than DeepSpeed 3",
         {"bf16": 2.2, "fp32": 1.9},
@@ -93,8 +98,18 @@ GOALS = [
     ),
     Goal("stage 3, steady memory, PSS", _both(975), _memory("steady"), " MB"),
     Goal("stage 3, peak memory, PSS", {"bf16": 1230, "fp32": 1430}, _memory("train_peak"), " MB"),
-    Goal("peak while initialising under zero.Init, PSS", _both(700), _memory("init_peak", "ours-3-init"), " MB"),
-    Goal("import and initialise, beyond torch's import and the model's own building", _both(1.2), _ready, " s"),
+    Goal(
+        "peak while initialising under zero.Init, PSS",
+        _both(700),
+        _memory("init_peak", "ours-3-init"),
+        " MB",
+    ),
+    Goal(
+        "import and initialise, beyond torch's import and the model's own building",
+        _both(1.2),
+        _ready,
+        " s",
+    ),
     Goal("first step over a later one", _both(1.3), _first),
     Goal("a step of the 2-layer, 64-wide model", _both(13), _fixed_cost, " ms"),
     Goal("losses against the one-process run, all stages", {"bf16": 2e-4, "fp32": 1e-6}, _loss_gap),
@@ -103,7 +118,10 @@ GOALS = [
 
 def goal_table(summaries: Mapping[str, Summary]) -> list[str]:
     """Markdown: goal, measured and verdict for bf16 and fp32; `summaries` by the cell's name."""
-    lines = ["| goal | bf16 | measured | met | fp32 | measured | met |", "|---|--:|--:|:-:|--:|--:|:-:|"]
+    lines = [
+        "| goal | bf16 | measured | met | fp32 | measured | met |",
+        "|---|--:|--:|:-:|--:|--:|:-:|",
+    ]
     for goal in GOALS:
         cells = [part for dtype in ("bf16", "fp32") for part in _verdict(goal, dtype, summaries)]
         lines.append(f"| {goal.what} | {' | '.join(cells)} |")
@@ -115,4 +133,8 @@ def _verdict(goal: Goal, dtype: str, summaries: Mapping[str, Summary]) -> list[s
     value = goal.measure(main, tiny) if main else None
     if value is None:
         return [goal.bound(dtype), "-", "-"]
-    return [goal.bound(dtype), show(value) + goal.unit, "yes" if goal.is_met(dtype, value) else "no"]
+    return [
+        goal.bound(dtype),
+        show(value) + goal.unit,
+        "yes" if goal.is_met(dtype, value) else "no",
+    ]

@@ -1,9 +1,11 @@
-"""What grows: a step over the floor with the number of ranks, and the cost of a unit with the number of units.
+"""What grows: a step over the floor with the number of ranks, and the cost of a unit with the
+number of units.
 
     make bench-growth
 
-Stage 3 and the floor at 2, 3 and 4 ranks (each against as many silent ranks), and on 2 ranks with 8 to 96 layers of
-width 256.  Both lines ought to be flat.  Leaves growth.json, growth.md and growth.png in results/.
+Stage 3 and the floor at 2, 3 and 4 ranks (each against as many silent ranks), and on 2 ranks with 8
+to 96 layers of width 256.  Both lines ought to be flat.  Leaves growth.json, growth.md and
+growth.png in results/.
 """
 
 from __future__ import annotations
@@ -54,7 +56,11 @@ class Point:
 
 def runs_of(rounds: int, steps: int, small: bool) -> list[Run]:
     """Every point once a round, floor and system in turn."""
-    places = [("2x64-fp32", ranks) for ranks in RANKS] if small else [(RANKS_CELL.name, ranks) for ranks in RANKS]
+    places = (
+        [("2x64-fp32", ranks) for ranks in RANKS]
+        if small
+        else [(RANKS_CELL.name, ranks) for ranks in RANKS]
+    )
     places += [(depth(layers).name, 2) for layers in (LAYERS[:2] if small else LAYERS)]
     return [
         Run(cell, system, steps=steps, round=number + 1, ranks=ranks)
@@ -83,7 +89,10 @@ def points_by_layers(runs: Sequence[Mapping[str, Any]]) -> list[Point]:
 def _point(name: str, ranks: int, runs: Sequence[Mapping[str, Any]], at: int) -> Point | None:
     cell = Cell.parse(name)
     summary: Summary = summarise(cell, [run for run in runs if run["ranks"] == ranks])
-    floor, step = (summary.rows[system].median if system in summary.rows else None for system in (FLOOR, SYSTEM))
+    floor, step = (
+        summary.rows[system].median if system in summary.rows else None
+        for system in (FLOOR, SYSTEM)
+    )
     return Point(at, floor, step, cell.shape.layers) if floor and step else None
 
 
@@ -107,9 +116,17 @@ def write_growth(results: Path) -> list[Path]:
 
 
 def _table(what: str, points: Sequence[Point]) -> list[str]:
-    lines = [f"| {what} | floor, s | step, s | over floor | ms over the floor per layer |", "|--:|--:|--:|--:|--:|"]
+    lines = [
+        f"| {what} | floor, s | step, s | over floor | ms over the floor per layer |",
+        "|--:|--:|--:|--:|--:|",
+    ]
     for each in points:
-        figures = [f"{each.floor:.3g}", f"{each.step:.3g}", f"{each.over_floor:.2f}", f"{each.per_unit * 1e3:.2f}"]
+        figures = [
+            f"{each.floor:.3g}",
+            f"{each.step:.3g}",
+            f"{each.over_floor:.2f}",
+            f"{each.per_unit * 1e3:.2f}",
+        ]
         lines.append(f"| {each.at} | {' | '.join(figures)} |")
     return lines
 
@@ -117,16 +134,31 @@ def _table(what: str, points: Sequence[Point]) -> list[str]:
 def _draw(ranks: Sequence[Point], layers: Sequence[Point], path: Path) -> None:
     figure = Figure(figsize=(10, 3.6), dpi=160, layout="constrained")
     left, right = figure.subplots(1, 2)
-    _line(left, ranks, [point.over_floor for point in ranks], "ranks", "step over the floor of as many silent ranks")
+    _line(
+        left,
+        ranks,
+        [point.over_floor for point in ranks],
+        "ranks",
+        "step over the floor of as many silent ranks",
+    )
     milliseconds = [point.per_unit * 1e3 for point in layers]
     _line(right, layers, milliseconds, f"layers of width {WIDTH}", "ms over the floor per layer")
     save_figure(figure, path)
 
 
-def _line(axes: Any, points: Sequence[Point], values: Sequence[float], across: str, title: str) -> None:
+def _line(
+    axes: Any, points: Sequence[Point], values: Sequence[float], across: str, title: str
+) -> None:
     axes.plot([point.at for point in points], values, "o-", color=BLUE, linewidth=2, markersize=6)
     for point, value in zip(points, values, strict=True):
-        axes.annotate(f"{value:.2f}", (point.at, value), (0, 8), textcoords="offset points", ha="center", color=INK)
+        axes.annotate(
+            f"{value:.2f}",
+            (point.at, value),
+            (0, 8),
+            textcoords="offset points",
+            ha="center",
+            color=INK,
+        )
     axes.set_xticks([point.at for point in points])
     axes.set_ylim(1.3 * min(0.0, *values), 1.3 * max(values, default=1.0))
     axes.margins(x=0.08)
@@ -136,14 +168,20 @@ def _line(axes: Any, points: Sequence[Point], values: Sequence[float], across: s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS, help="the results file")
     parser.add_argument("--dry-run", action="store_true", help="small models, once")
     options = parser.parse_args()
     if options.dry_run:
-        options.rounds, options.steps, options.out = 1, 2, ROOT / "runs" / "bench" / "growth-dry-run.json"
+        options.rounds, options.steps, options.out = (
+            1,
+            2,
+            ROOT / "runs" / "bench" / "growth-dry-run.json",
+        )
         options.out.unlink(missing_ok=True)
     with Session(options.out.resolve(), Console()) as session:
         session.make(runs_of(options.rounds, options.steps, options.dry_run))

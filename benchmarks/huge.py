@@ -1,12 +1,14 @@
-"""A model larger than the memory it is trained in: two billion parameters, everything on a disk, in a few gigabytes.
+"""A model larger than the memory it is trained in: two billion parameters, everything on a disk, in
+a few gigabytes.
 
     python -m benchmarks.huge                     # 2B parameters, 2 ranks, 3 steps, in a memory control group (root)
     python -m benchmarks.huge --layers 2 --width 256 --steps 2 --limit-gib 0      # a quick look, without one
 
-The model is built on the meta device and never exists in memory.  Reports the seconds of each step against its
-schedule bound (backward and the larger of state traffic, at the speed of a plain copy in the same run, and a forward),
-and the largest memory of all ranks together: as the control group counts it, page cache included, and as PSS.  Checks
-first that the disk has the room.  Leaves results/huge.md.
+The model is built on the meta device and never exists in memory.  Reports the seconds of each step
+against its schedule bound (backward and the larger of state traffic, at the speed of a plain copy
+in the same run, and a forward), and the largest memory of all ranks together: as the control group
+counts it, page cache included, and as PSS.  Checks first that the disk has the room.  Leaves
+results/huge.md.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ import psutil
 import torch
 from torch.utils.checkpoint import checkpoint
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are started as a file, by a launcher
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # the ranks are started as a file, by a launcher
 
 import deepseek_zero as dz
 from benchmarks.cells import SEQUENCES_PER_RANK, Cell, Shape
@@ -41,7 +45,8 @@ RESULTS = Path(__file__).parent / "results" / "huge.md"
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")  # version 1; version 2 has one tree for all
 GIB = 1 << 30
 ONE_UNIT_AHEAD = {"stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 1}
-# Bytes of a parameter on the disk, over all ranks: weight, gradient, two moments, what bf16 lacks of a master.
+# Bytes of a parameter on the disk, over all ranks: weight, gradient, two moments, what bf16 lacks
+# of a master.
 DISK_BYTES = {"fp32": 4 + 4 + 8, "bf16": 2 + 2 + 8 + 2}
 
 
@@ -64,7 +69,12 @@ def train(options: argparse.Namespace) -> None:
     engine = offloading_engine(model, job, "nvme", options.folder, **ONE_UNIT_AHEAD)
     runtime = engine.runtime
     (memory,) = runtime.comm_ctx.tiers.memories.values()
-    story: dict[str, Any] = {"initialise": time.perf_counter() - began, "steps": [], "losses": [], "rates": []}
+    story: dict[str, Any] = {
+        "initialise": time.perf_counter() - began,
+        "steps": [],
+        "losses": [],
+        "rates": [],
+    }
     batches = Batches(job.cell, SEQUENCES_PER_RANK, rank, size)
     for step in range(options.steps):
         runtime.comm.barrier("a step")
@@ -80,7 +90,9 @@ def train(options: argparse.Namespace) -> None:
         story["losses"].append(float(loss.detach()))
         if rank == 0:
             print(
-                f"step {step}: {story['steps'][-1]:.1f} s, loss {story['losses'][-1]:.4f}", file=sys.stderr, flush=True
+                f"step {step}: {story['steps'][-1]:.1f} s, loss {story['losses'][-1]:.4f}",
+                file=sys.stderr,
+                flush=True,
             )
     clock = runtime.comm.meter.clock
     story |= {
@@ -100,7 +112,9 @@ def train(options: argparse.Namespace) -> None:
 
 
 class Memory:
-    """The largest memory of a process and its children: by a control group where one can be made, and by PSS."""
+    """The largest memory of a process and its children: by a control group where one can be made,
+    and by PSS.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.group: Path | None = None
@@ -140,13 +154,21 @@ class Memory:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=26)
     parser.add_argument("--width", type=int, default=2560)
     parser.add_argument("--dtype", choices=sorted(DISK_BYTES), default="bf16")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--limit-gib", type=float, default=6.0, help="of the control group; 0: none")
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="a directory on the disk that holds everything")
+    parser.add_argument(
+        "--limit-gib", type=float, default=6.0, help="of the control group; 0: none"
+    )
+    parser.add_argument(
+        "--folder",
+        default=tempfile.gettempdir(),
+        help="a directory on the disk that holds everything",
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--story", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -156,7 +178,10 @@ def main() -> None:
     params = Shape(options.layers, options.width).numel
     needed, free = params * DISK_BYTES[options.dtype] + GIB, shutil.disk_usage(options.folder).free
     if needed > free:
-        parser.error(f"{needed / GIB:.0f} GiB of disk are needed in {options.folder}, {free / GIB:.0f} are free")
+        parser.error(
+            f"{needed / GIB:.0f} GiB of disk are needed in {options.folder}, {free / GIB:.0f} are "
+            "free"
+        )
     memory = Memory(int(options.limit_gib * GIB))
     with tempfile.TemporaryDirectory() as folder:
         story_file = Path(folder) / "story.json"
@@ -164,20 +189,32 @@ def main() -> None:
         command += ["--story", str(story_file)]
         for name in ("layers", "width", "dtype", "steps", "folder"):
             command += [f"--{name}", str(getattr(options, name))]
-        child = subprocess.Popen(command, preexec_fn=memory.enter, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        child = subprocess.Popen(
+            command, preexec_fn=memory.enter, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
         watcher = threading.Thread(target=memory.watch, args=(child.pid,), daemon=True)
         watcher.start()
         code = child.wait()
         largest = memory.end()
         if code:
-            raise SystemExit(f"the run ended with exit code {code}; the group held {largest / GIB:.2f} GiB at most")
+            raise SystemExit(
+                f"the run ended with exit code {code}; the group held {largest / GIB:.2f} GiB at "
+                "most"
+            )
         story = json.loads(story_file.read_text())
     page = report(options, params, story, largest, memory.largest_pss, described(machine()))
     options.out.write_text(page, encoding="utf-8")
     print(page)
 
 
-def report(options: argparse.Namespace, params: int, story: dict[str, Any], group: int, pss: int, about: str) -> str:
+def report(
+    options: argparse.Namespace,
+    params: int,
+    story: dict[str, Any],
+    group: int,
+    pss: int,
+    about: str,
+) -> str:
     """The page."""
     rate = sorted(story["rates"])[len(story["rates"]) // 2]
     step = sorted(story["steps"][1:])[len(story["steps"][1:]) // 2]
@@ -185,7 +222,10 @@ def report(options: argparse.Namespace, params: int, story: dict[str, Any], grou
     bound = seconds["backward"] + max(traffic, seconds["forward"])
     hidden = max(0.0, 1 - story["waited"] / story["busy"]) if story["busy"] else 0.0
     rows = {
-        "parameters": f"{params / 1e9:.2f} billion, {options.layers} layers of width {options.width}, {options.dtype}",
+        "parameters": (
+            f"{params / 1e9:.2f} billion, {options.layers} layers of width {options.width}, "
+            f"{options.dtype}"
+        ),
         "states on the disk": f"{story['at_rest'] / 1e9:.1f} GB",
         "largest memory, PSS of all ranks": f"{pss / GIB:.2f} GiB",
         "largest memory, control group with page cache": f"{group / GIB:.2f} GiB" if group else "-",
@@ -203,7 +243,8 @@ def report(options: argparse.Namespace, params: int, story: dict[str, Any], grou
     lines = [
         "# A model larger than its memory",
         "",
-        "Written by `benchmarks/huge.py`; 2 ranks, 1,024 tokens a step, clipping on, everything on the disk.",
+        "Written by `benchmarks/huge.py`; 2 ranks, 1,024 tokens a step, clipping on, everything on "
+        "the disk.",
         "",
         f"{date.today()}, torch {torch.__version__}, {about}",
         "",

@@ -1,11 +1,13 @@
-"""What it costs to compare memory with what it should be: a step with `integrity` over a step without it.
+"""What it costs to compare memory with what it should be: a step with `integrity` over a step
+without it.
 
     deepseek-zero run --nproc 2 benchmarks/integrity.py                # GPT-30M in fp32 and bf16, ten minutes
     deepseek-zero run --nproc 2 benchmarks/integrity.py --cells tiny-fp32 --steps 3 --out /tmp/integrity.md
 
-An engine that compares at every step and one that never does take the same batch in turn, in the same processes; the
-difference of a pair is what one comparison costs, and a hundredth of it what it costs every hundred steps, the default.
-The floor beside it is one reading of what this rank holds, at the rate at which this core reads.
+An engine that compares at every step and one that never does take the same batch in turn, in the
+same processes; the difference of a pair is what one comparison costs, and a hundredth of it what it
+costs every hundred steps, the default. The floor beside it is one reading of what this rank holds,
+at the rate at which this core reads.
 """
 
 from __future__ import annotations
@@ -56,16 +58,21 @@ def race(job: Job, steps: int) -> list[str]:
     """The rows of one cell, a stage each."""
     batches, rows = Batches(job.cell, job.size, job.rank, job.size), []
     for stage in (0, 1, 2, 3):
-        pair = [stage_racer(job, stage, integrity={"mode": mode, "every": 1}) for mode in ("off", "end")]
+        pair = [
+            stage_racer(job, stage, integrity={"mode": mode, "every": 1}) for mode in ("off", "end")
+        ]
         for number in range(WARM_UP + steps):
             for each in pair:
                 each.run(batches.of_step(number), count=number >= WARM_UP)
         off, on = pair
-        more = statistics.median(mine - its for mine, its in zip(on.seconds, off.seconds, strict=True))
+        more = statistics.median(
+            mine - its for mine, its in zip(on.seconds, off.seconds, strict=True)
+        )
         step, nbytes = statistics.median(off.seconds), held(on.engine)
         rows.append(
             f"| {stage} | {step * 1e3:.0f} | {more * 1e3:.1f} | {nbytes / 1e6:.0f} | "
-            f"{nbytes * seconds_a_byte() * 1e3:.1f} | {more / step:.2%} | {more / step / EVERY:.3%} |"
+            f"{nbytes * seconds_a_byte() * 1e3:.1f} | {more / step:.2%} | "
+            f"{more / step / EVERY:.3%} |"
         )
         for each in pair:
             each.engine.destroy()
@@ -75,7 +82,9 @@ def race(job: Job, steps: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cells", default=CELLS)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -86,18 +95,22 @@ def main() -> None:
     lines = [
         "# What it costs to compare memory with what it should be",
         "",
-        f"{date.today()}, torch {torch.__version__}, {size} ranks with one thread each, {cores} cores; medians of "
-        f"{asked.steps} pairs on rank 0.",
-        "Written by `benchmarks/integrity.py`: an engine with `integrity` at every step and one without take each "
-        "batch in turn.",
+        f"{date.today()}, torch {torch.__version__}, {size} ranks with one thread each, {cores} "
+        f"cores; medians of {asked.steps} pairs on rank 0.",
+        "Written by `benchmarks/integrity.py`: an engine with `integrity` at every step and one "
+        "without take each batch in turn.",
         "",
-        "*One comparison*: the difference of a pair. *Held*: bytes of weights, masters and moments on a rank. *One "
-        "reading*: of these, at this core's rate; what rests is read twice, and what was gathered once.",
+        "*One comparison*: the difference of a pair. *Held*: bytes of weights, masters and moments "
+        "on a rank. *One reading*: of these, at this core's rate; what rests is read twice, and "
+        "what was gathered once.",
     ]
     for name in asked.cells.split(","):
         rows = race(Job(Cell.parse(name), rank, size), asked.steps)
         lines += ["", f"## {name}", ""]
-        lines += ["| stage | step, ms | one comparison, ms | held, MB | one reading, ms | at every step | every 100 |"]
+        lines += [
+            "| stage | step, ms | one comparison, ms | held, MB | one reading, ms | at every step "
+            "| every 100 |"
+        ]
         lines += ["|---|" + "--:|" * 6, *rows]
     if rank == 0:
         asked.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """The results file: every run as one line of JSON, with the code and the machine they are true for.
 
-Written after each run, so that an interrupted benchmark goes on where it stopped.  Runs of other code or of another
+Written after each run, so that an interrupted benchmark goes on where it stopped.  Runs of other
+code or of another
 machine are never mixed with new ones: they are moved to runs/bench/.
 """
 
@@ -24,19 +25,30 @@ ASIDE = ROOT / "runs" / "bench"
 
 
 class Journal:
-    """Runs of this code on this machine.  `moved`: where an older file went, None if there was none."""
+    """Runs of this code on this machine.  `moved`: where an older file went, None if there was
+    none.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.moved = path, None
-        self.about: dict[str, Any] = {"code": fingerprint(ROOT), "commit": commit(ROOT), "machine": machine()}
+        self.about: dict[str, Any] = {
+            "code": fingerprint(ROOT),
+            "commit": commit(ROOT),
+            "machine": machine(),
+        }
         self.runs: list[dict[str, Any]] = []
         if not path.exists():
             return
         found = read(path)
         if all(found["about"].get(key) == self.about[key] for key in ("code", "machine")):
-            self.runs = [run for run in found["runs"] if "failed" not in run]  # what failed gets another chance
+            self.runs = [
+                run for run in found["runs"] if "failed" not in run
+            ]  # what failed gets another chance
         else:
-            self.moved = ASIDE / f"{path.stem}-{found['about'].get('commit', 'unknown').replace(' ', '')}.json"
+            self.moved = (
+                ASIDE
+                / f"{path.stem}-{found['about'].get('commit', 'unknown').replace(' ', '')}.json"
+            )
             self.moved.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, self.moved)
 
@@ -73,7 +85,9 @@ def fingerprint(root: Path) -> str:
     for place in MEASURED:
         path = root / place
         for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
-            digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+            digest.update(
+                file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes() + b"\0"
+            )
     return digest.hexdigest()[:16]
 
 
@@ -81,10 +95,14 @@ def commit(root: Path) -> str:
     """The commit checked out, and whether what is measured differs from it."""
     try:
         name = _git(root, "rev-parse", "--short=10", "HEAD")
-        return name + (" with changes" if _git(root, "status", "--porcelain", "--", *MEASURED) else "")
+        return name + (
+            " with changes" if _git(root, "status", "--porcelain", "--", *MEASURED) else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
 def _git(root: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=root, check=True, capture_output=True, text=True
+    ).stdout.strip()

@@ -2,7 +2,8 @@
 
     python -m benchmarks.launch tiny-fp32 ours-3        # one short run of one system, its record as JSON
 
-A run that fails or takes too long becomes a record that says why; its processes are killed with all they started.
+A run that fails or takes too long becomes a record that says why; its processes are killed with all
+they started.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ from .worker import Task
 
 Record = dict[str, Any]
 GRACE_SECONDS = 5.0  # for the other ranks to end by themselves, and say why, once one has failed
-# One thread per rank; glibc gives freed memory back at once only where memory is measured, since that costs time.
+# One thread per rank; glibc gives freed memory back at once only where memory is measured, since
+# that costs time.
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-WARM = {"PYTHONDONTWRITEBYTECODE": ""}  # every system's modules are compiled once, as after an install
+WARM = {
+    "PYTHONDONTWRITEBYTECODE": ""
+}  # every system's modules are compiled once, as after an install
 TRIM = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
@@ -50,7 +54,13 @@ class Run:
 
 def launch(run: Run) -> Record:
     """The record of one run; never raises for what happens inside it."""
-    record: Record = {"cell": run.cell, "system": run.system, "kind": run.kind, "round": run.round, "ranks": run.ranks}
+    record: Record = {
+        "cell": run.cell,
+        "system": run.system,
+        "kind": run.kind,
+        "round": run.round,
+        "ranks": run.ranks,
+    }
     record["at"] = datetime.now().isoformat(timespec="seconds")
     began, busy, own = time.perf_counter(), busy_seconds(), _children_seconds()
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
@@ -64,22 +74,36 @@ def launch(run: Run) -> Record:
         record |= {"wall_seconds": round(wall, 2), "others_cores": round(max(0.0, taken / wall), 3)}
         if failure is not None:
             return record | {"failed": f"{failure}{_last_words(Path(folder))}"}
-        reports = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(len(processes))]
+        reports = [
+            json.loads((Path(folder) / f"{rank}.json").read_text())
+            for rank in range(len(processes))
+        ]
     return record | merge(reports)
 
 
 def merge(reports: list[dict[str, Any]]) -> Record:
-    """One record of all ranks: times and losses are means, since ranks share a step; start-up and memory the worst."""
-    merged: Record = {"losses": _means([report["losses"] for report in reports]), "versions": reports[0]["versions"]}
+    """One record of all ranks: times and losses are means, since ranks share a step; start-up and
+    memory the worst.
+    """
+    merged: Record = {
+        "losses": _means([report["losses"] for report in reports]),
+        "versions": reports[0]["versions"],
+    }
     if "memory" in reports[0]:
         merged["memory"] = {
-            moment: {kind: max(report["memory"][moment][kind] for report in reports) for kind in sizes}
+            moment: {
+                kind: max(report["memory"][moment][kind] for report in reports) for kind in sizes
+            }
             for moment, sizes in reports[0]["memory"].items()
         }
         return merged
-    worst = {name: max(report["seconds"][name] for report in reports) for name in reports[0]["seconds"]}
+    worst = {
+        name: max(report["seconds"][name] for report in reports) for name in reports[0]["seconds"]
+    }
     merged["seconds"] = {name: round(seconds, 4) for name, seconds in worst.items()}
-    merged["steps"] = [round(seconds, 5) for seconds in _means([report["steps"] for report in reports])]
+    merged["steps"] = [
+        round(seconds, 5) for seconds in _means([report["steps"] for report in reports])
+    ]
     merged["cpu_seconds"] = round(statistics.mean(report["cpu_seconds"] for report in reports), 4)
     merged["wire_bytes"] = round(reports[0]["wire_bytes"])
     merged["sent_bytes"] = reports[0]["sent_bytes"]
@@ -95,7 +119,11 @@ def _start(run: Run, folder: Path) -> list[subprocess.Popen[bytes]]:
     entry = SYSTEMS[run.system]
     cores = sorted(os.sched_getaffinity(0))
     processes = 1 if entry.alone else run.ranks
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    world = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     world |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     started = []
     for rank in range(processes):
@@ -103,7 +131,9 @@ def _start(run: Run, folder: Path) -> list[subprocess.Popen[bytes]]:
         core = cores[rank] if run.ranks <= len(cores) else None
         out = str(folder / f"{rank}.json")
         task = Task(run.cell, run.system, run.kind, run.steps, rank, run.ranks, core, out)
-        environment = os.environ | THREADS | WARM | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environment = (
+            os.environ | THREADS | WARM | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
         if run.kind == "memory":
             environment |= TRIM
         if entry.module == "deepspeed":
@@ -121,7 +151,11 @@ def deepspeed_environment() -> dict[str, str]:
     """Its own tools first (it calls ninja by name), and its compiled operators beside it."""
     home = Path(SYSTEMS["deepspeed-3"].python).parent
     path = f"{home}{os.pathsep}{os.environ.get('PATH', '')}"
-    return {"PATH": path, "TORCH_EXTENSIONS_DIR": str(home.parent / "extensions"), "DS_ACCELERATOR": "cpu"}
+    return {
+        "PATH": path,
+        "TORCH_EXTENSIONS_DIR": str(home.parent / "extensions"),
+        "DS_ACCELERATOR": "cpu",
+    }
 
 
 def _free_port() -> int:
@@ -149,7 +183,9 @@ def _first_failure(codes: list[int | None]) -> str | None:
     if not failed:
         return None
     rank, code = failed[0]
-    return f"rank {rank} " + (f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}")
+    return f"rank {rank} " + (
+        f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+    )
 
 
 def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
@@ -162,8 +198,13 @@ def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
 
 def _last_words(folder: Path) -> str:
     """The last line of the first rank that has an error to tell."""
-    logs = [path.read_text(errors="replace").strip().splitlines() for path in sorted(folder.glob("*.log"))]
-    lines = [line for log in logs for line in log if "Error" in line] or [log[-1] for log in logs if log]
+    logs = [
+        path.read_text(errors="replace").strip().splitlines()
+        for path in sorted(folder.glob("*.log"))
+    ]
+    lines = [line for log in logs for line in log if "Error" in line] or [
+        log[-1] for log in logs if log
+    ]
     return f": {lines[0][:300]}" if lines else ""
 
 

@@ -1,16 +1,18 @@
-"""A link between two hosts: what of it an exchange of two ranks uses, over gloo and over our own sockets.
+"""A link between two hosts: what of it an exchange of two ranks uses, over gloo and over our own
+sockets.
 
     python -m benchmarks.link                                    # as root, three minutes
     python -m benchmarks.link --rates 100mbit,unlimited --out link.md
 
-The hosts are namespaces of this machine (`tests/hosts.py`), the link is a pair of veth devices that `tc tbf` limits at
-both ends.  Both ranks send and receive all the time.  "gloo" is the library's own transport over it (`Gloo.exchange`),
-"sends first" is gloo's messages in the order that it had before, "sockets" is `"transport": "tcp"` (`Tcp.exchange`).
-All take turns in one run; medians of the rounds.  A share of 100 % is the rate in bytes of data, each way: headers
-alone take 4 % of it.
+The hosts are namespaces of this machine (`tests/hosts.py`), the link is a pair of veth devices that
+`tc tbf` limits at both ends.  Both ranks send and receive all the time.  "gloo" is the library's
+own transport over it (`Gloo.exchange`), "sends first" is gloo's messages in the order that it had
+before, "sockets" is `"transport": "tcp"` (`Tcp.exchange`). All take turns in one run; medians of
+the rounds.  A share of 100 % is the rate in bytes of data, each way: headers alone take 4 % of it.
 
-Behind it, with one rank and with two on each host: a gather of one flat tensor (by host, where there are two), and a
-table of a row of every rank, beside the time that one byte takes there and back.
+Behind it, with one rank and with two on each host: a gather of one flat tensor (by host, where
+there are two), and a table of a row of every rank, beside the time that one byte takes there and
+back.
 """
 
 from __future__ import annotations
@@ -48,7 +50,11 @@ MOST_SECONDS = 2.0  # that a round may take at the rate
 PORT, ROUNDS, HOSTS = 29400, 5, 2
 COLLECTIVES_RATE, GATHERED = "1gbit", 16 * MIB  # elements of fp32
 COLLECTIVES_BY = {"fastest": "gloo", "tcp": "sockets"}  # by transport, what goes between the hosts
-CHAINS, TABLES, TRIPS = 30, 20, 300  # tables of rows one behind another in a chain; bytes there and back
+CHAINS, TABLES, TRIPS = (
+    30,
+    20,
+    300,
+)  # tables of rows one behind another in a chain; bytes there and back
 
 
 def nothing(received: object) -> None:
@@ -98,11 +104,15 @@ def shapes_at(rate: str) -> list[tuple[int, int]]:
     """Return the shapes of which a round does not take too long."""
     if rate == "unlimited":
         return list(SHAPES)
-    return [shape for shape in SHAPES if shape[0] * shape[1] * 8 / bits_per_second(rate) < MOST_SECONDS]
+    return [
+        shape for shape in SHAPES if shape[0] * shape[1] * 8 / bits_per_second(rate) < MOST_SECONDS
+    ]
 
 
 def measure(rate: str, rounds: int) -> None:
-    """Print, on rank 0, seconds by way and shape: the median round, in which the slower rank counts."""
+    """Print, on rank 0, seconds by way and shape: the median round, in which the slower rank
+    counts.
+    """
     dist.init_process_group("gloo", init_method="env://")
     ways, taken = Sends(), dict[str, list[float]]()
     for turn in range(rounds + 1):
@@ -119,13 +129,18 @@ def measure(rate: str, rounds: int) -> None:
                 if turn:  # the first one opens connections
                     taken.setdefault(f"{name}/{nbytes}/{count}", []).append(float(seconds))
     if dist.get_rank() == 0:
-        print(json.dumps({key: statistics.median(seconds) for key, seconds in taken.items()}), flush=True)
+        print(
+            json.dumps({key: statistics.median(seconds) for key, seconds in taken.items()}),
+            flush=True,
+        )
     dist.barrier()
     dist.destroy_process_group()
 
 
 def round_trip(rank: int, times: int) -> float:
-    """Return the median seconds of one byte from rank 0 to the last rank and back; 0 on the others."""
+    """Return the median seconds of one byte from rank 0 to the last rank and back; 0 on the
+    others.
+    """
     there, port, taken = dist.get_world_size() - 1, PORT + 50, []
     if rank == there:
         with socket.create_server(("", port)) as door:
@@ -154,8 +169,8 @@ def last_address() -> str:
 
 
 def measure_collectives(rounds: int, transport: str) -> None:
-    """Print, on rank 0, the median seconds of a gather, of a table of rows, of its own CPU in one, of torch's sum, and
-    of a round trip.
+    """Print, on rank 0, the median seconds of a gather, of a table of rows, of its own CPU in one,
+    of torch's sum, and of a round trip.
     """
     dz.init_distributed()
     torch.set_num_threads(1)
@@ -172,7 +187,9 @@ def measure_collectives(rounds: int, transport: str) -> None:
             way(full, "gather", "a unit", "gather").wait()
 
         gathers.append(slowest(gather))
-        assert all(bool((piece == turn + each).all()) for each, piece in enumerate(full.chunk(size)))
+        assert all(
+            bool((piece == turn + each).all()) for each, piece in enumerate(full.chunk(size))
+        )
 
     def tables() -> None:
         for _ in range(TABLES):
@@ -190,7 +207,10 @@ def measure_collectives(rounds: int, transport: str) -> None:
         torchs.append(slowest(sums) / TABLES)
     trip = round_trip(rank, TRIPS)
     if rank == 0:
-        print(json.dumps([*map(statistics.median, (gathers[1:], rows, busy, torchs)), trip]), flush=True)
+        print(
+            json.dumps([*map(statistics.median, (gathers[1:], rows, busy, torchs)), trip]),
+            flush=True,
+        )
     dist.barrier()
 
 
@@ -203,7 +223,9 @@ def slowest(work: Callable[[], object]) -> float:
 
 def run_on(pair: list[Host], rate: str, rounds: int) -> dict[str, float]:
     """Return what rank 0 measured between two hosts."""
-    said = run_ranks("benchmarks.link", pair, PORT, ["--rates", rate, "--rounds", rounds], timeout=600)
+    said = run_ranks(
+        "benchmarks.link", pair, PORT, ["--rates", rate, "--rounds", rounds], timeout=600
+    )
     found: dict[str, float] = json.loads(said.splitlines()[-1])
     return found
 
@@ -220,12 +242,16 @@ def collectives_table(found: dict[tuple[int, str], list[float]]) -> list[str]:
     """Return the lines of the second part; found: by ranks on a host and transport."""
     lines = [
         "",
-        f"A flat tensor of {4 * GATHERED // MIB} MiB gathered over {COLLECTIVES_RATE}, of which a host lacks a half",
-        "(goal: 300 ms), and a table of a row of every rank (goal: 1.5 round trips and 0.3 ms), beside torch's sum of",
-        f"one number, {TABLES} one behind another; the slowest rank's time, and rank 0's CPU in a table, medians: with",
+        f"A flat tensor of {4 * GATHERED // MIB} MiB gathered over {COLLECTIVES_RATE}, of which a "
+        "host lacks a half",
+        "(goal: 300 ms), and a table of a row of every rank (goal: 1.5 round trips and 0.3 ms), "
+        "beside torch's sum of",
+        f"one number, {TABLES} one behind another; the slowest rank's time, and rank 0's CPU in a "
+        "table, medians: with",
         f"two ranks a host {os.cpu_count()} cores do four ranks' work.",
         "",
-        "| ranks | over | gather, ms | share | rows, ms | CPU, ms | torch's sum, ms | round trip, ms | goal, ms |",
+        "| ranks | over | gather, ms | share | rows, ms | CPU, ms | torch's sum, ms | round trip, "
+        "ms | goal, ms |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for (each, transport), (gather, rows, busy, torchs, trip) in found.items():
@@ -233,19 +259,25 @@ def collectives_table(found: dict[tuple[int, str], list[float]]) -> list[str]:
         times = " | ".join(f"{1e3 * seconds:.2f}" for seconds in (rows, busy, torchs))
         trips = f"{trip * 1e3:.3f} | {1.5e3 * trip + 0.3:.2f}"
         way = COLLECTIVES_BY[transport]
-        lines.append(f"| {HOSTS} x {each} | {way} | {gather * 1e3:.0f} | {share:.1%} | {times} | {trips} |")
+        lines.append(
+            f"| {HOSTS} x {each} | {way} | {gather * 1e3:.0f} | {share:.1%} | {times} | {trips} |"
+        )
     return lines
 
 
-def table(found: dict[str, dict[str, float]], collectives: dict[tuple[int, str], list[float]]) -> str:
+def table(
+    found: dict[str, dict[str, float]], collectives: dict[tuple[int, str], list[float]]
+) -> str:
     """Return the page."""
     lines = [
         "# A limited link between two hosts",
         "",
-        f"Written by `benchmarks/link.py` on {date.today()}: one rank on each host, both send and receive at once,",
-        "shares of the rate each way, the median round.  An interface's headers take 4 % of every rate.  Without a",
-        f"limit: GB/s each way at once, all cores for both hosts.  Load at the end: {os.getloadavg()[0]:.1f} on "
-        f"{os.cpu_count()} cores.",
+        f"Written by `benchmarks/link.py` on {date.today()}: one rank on each host, both send and "
+        "receive at once,",
+        "shares of the rate each way, the median round.  An interface's headers take 4 % of every "
+        "rate.  Without a",
+        "limit: GB/s each way at once, all cores for both hosts.  Load at the end: "
+        f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.",
         "",
         "| rate | messages | " + " | ".join(f"{way}, ms | share" for way in WAYS) + " |",
         "|---" * (2 + 2 * len(WAYS)) + "|",
@@ -264,7 +296,9 @@ def table(found: dict[str, dict[str, float]], collectives: dict[tuple[int, str],
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rates", default=",".join(RATES), help="in tc's words")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--out", type=Path, default=RESULTS)

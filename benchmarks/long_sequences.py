@@ -1,17 +1,20 @@
-"""The longest sequence that a small Llama trains on in 3 GiB, one switch of the configuration after another.
+"""The longest sequence that a small Llama trains on in 3 GiB, one switch of the configuration after
+another.
 
     python -m benchmarks.long_sequences                            # half an hour; root, a memory control group
     python -m benchmarks.long_sequences --limit-gib 1 --longest 4096 --out /tmp/long.md
     python -m benchmarks.long_sequences --window null                                   # without the last row
 
-Each trial is a process of its own in a memory control group: the model at stage 3, a step on a short sequence (so that
-the optimizer has its moments) and one on the sequence in question.  A sequence is too long where the kernel ends the
-process.  Each way is tried at plain's longest sequence first, so that there is one length at which all are compared,
-and then at one that is longer: these two say what a token costs, and so how long a sequence should be; from there
-lengths change by an eighth.  The time of dense attention grows with the square of the length, so its rows end at
-`--longest`; what their memory would hold by the cost of a token stands beside it.  The last row has the section
-`sparse_attention` that `--window` says.  `--at 8192` tells instead what each way holds at that length, without a
-limit.  Leaves a table, a picture and a journal of its trials; run again, it goes on where it stopped.
+Each trial is a process of its own in a memory control group: the model at stage 3, a step on a
+short sequence (so that the optimizer has its moments) and one on the sequence in question.  A
+sequence is too long where the kernel ends the process.  Each way is tried at plain's longest
+sequence first, so that there is one length at which all are compared,
+and then at one that is longer: these two say what a token costs, and so how long a sequence should
+be; from there lengths change by an eighth.  The time of dense attention grows with the square of
+the length, so its rows end at `--longest`; what their memory would hold by the cost of a token
+stands beside it.  The last row has the section `sparse_attention` that `--window` says.  `--at
+8192` tells instead what each way holds at that length, without a limit.  Leaves a table, a picture
+and a journal of its trials; run again, it goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -41,7 +44,12 @@ RESULTS = Path(__file__).parent / "results" / "long_sequences.md"
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = {"vocab_size": 32768, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 20}
-WINDOW = {"mode": "localslidingwindow", "block": 128, "num_sliding_window_blocks": 9, "attention": "unidirectional"}
+WINDOW = {
+    "mode": "localslidingwindow",
+    "block": 128,
+    "num_sliding_window_blocks": 9,
+    "attention": "unidirectional",
+}
 TILE = 512  # tokens
 SHORT = 64
 FIRST = 2048
@@ -50,7 +58,9 @@ FINEST = 8  # of a length: the gap that is not halved any more
 
 
 def ways(folder: str, window: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
-    """Return by name what each way says in its configuration; each has what the one before it has."""
+    """Return by name what each way says in its configuration; each has what the one before it
+    has.
+    """
     found: dict[str, dict[str, Any]] = {"plain": {}}
     section: dict[str, Any] = {"policy": "attention"}
     found["ours: + selective recomputation"] = {"activation_checkpointing": dict(section)}
@@ -59,12 +69,17 @@ def ways(folder: str, window: dict[str, Any] | None) -> dict[str, dict[str, Any]
     section |= {"device": "nvme", "nvme_path": folder}
     found["ours: + parking on a disk"] = {"activation_checkpointing": dict(section)}
     if window is not None:
-        found["ours: + sparse window"] = {"activation_checkpointing": dict(section), "sparse_attention": window}
+        found["ours: + sparse window"] = {
+            "activation_checkpointing": dict(section),
+            "sparse_attention": window,
+        }
     return found
 
 
 def train(length: int, section: dict[str, Any]) -> None:
-    """Train one step on a sequence of so many tokens, after one on a short one; prints what it held and took."""
+    """Train one step on a sequence of so many tokens, after one on a short one; prints what it held
+    and took.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  in the child alone
 
     torch.set_num_threads(1)
@@ -91,7 +106,9 @@ def train(length: int, section: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """A sequence that trained.  resident: the most bytes its process held; seconds: of processor time in its step."""
+    """A sequence that trained.  resident: the most bytes its process held; seconds: of processor
+    time in its step.
+    """
 
     tokens: int = 0
     resident: int = 0
@@ -99,11 +116,15 @@ class Trial:
 
 
 class Trials:
-    """The trials of one way, and those of a run before: a journal says of each what it took; null: too long."""
+    """The trials of one way, and those of a run before: a journal says of each what it took; null:
+    too long.
+    """
 
     def __init__(self, way: str, section: dict[str, Any], limit: int, journal: Path | None) -> None:
         self.way, self.section, self.limit, self.journal = way, section, limit, journal
-        self.known: dict[str, Any] = json.loads(journal.read_text()) if journal is not None and journal.exists() else {}
+        self.known: dict[str, Any] = (
+            json.loads(journal.read_text()) if journal is not None and journal.exists() else {}
+        )
         self.trained: dict[int, Trial] = {}
 
     def of(self, tokens: int) -> Trial | None:
@@ -119,8 +140,8 @@ class Trials:
         return self.trained.setdefault(tokens, Trial(tokens, **self.known[key]))
 
     def room(self) -> int:
-        """Return the tokens that would fill the limit, by what the two longest sequences held that trained; of a single
-        one its tokens.
+        """Return the tokens that would fill the limit, by what the two longest sequences held that
+        trained; of a single one its tokens.
         """
         lengths = sorted(self.trained)
         if len(lengths) == 1:
@@ -131,7 +152,14 @@ class Trials:
 
     def _run(self, tokens: int) -> dict[str, float] | None:
         memory = Memory(self.limit)
-        command = [sys.executable, "-m", "benchmarks.long_sequences", "--trial", str(tokens), json.dumps(self.section)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.long_sequences",
+            "--trial",
+            str(tokens),
+            json.dumps(self.section),
+        ]
         child = subprocess.run(
             command,
             preexec_fn=memory.enter,
@@ -143,13 +171,21 @@ class Trials:
         )
         memory.end()
         if child.returncode not in (0, -9):
-            raise SystemExit(f"a trial of {tokens} tokens ended with {child.returncode}:\n{child.stderr[-4000:]}")
+            raise SystemExit(
+                f"a trial of {tokens} tokens ended with {child.returncode}:\n{child.stderr[-4000:]}"
+            )
         told = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
-        return {name: told[-1][name] for name in ("resident", "seconds")} if child.returncode == 0 else None
+        return (
+            {name: told[-1][name] for name in ("resident", "seconds")}
+            if child.returncode == 0
+            else None
+        )
 
 
 def longest(trials: Trials, start: int, then: int, most: int) -> Trial:
-    """Return the longest sequence that trains, to an eighth, or `most`.  start, then: of the first two trials."""
+    """Return the longest sequence that trains, to an eighth, or `most`.  start, then: of the first
+    two trials.
+    """
     first = trials.of(min(start, most))
     if first is None:
         return longest(trials, rounded(start / 2), start, most)
@@ -163,7 +199,8 @@ def longest(trials: Trials, start: int, then: int, most: int) -> Trial:
             best = found
         if high > most:  # nothing was too long yet
             length = min(max(trials.room(), best.tokens + best.tokens // FINEST + GRAIN), most)
-        else:  # from a length that memory foretold there is little to go back, from another one half
+        # From a length that memory foretold there is little to go back, from another one half
+        else:
             length = rounded(max((best.tokens + high) / 2, high * FINEST / (FINEST + 1)))
     return best
 
@@ -173,13 +210,25 @@ def rounded(tokens: float) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--limit-gib", type=float, default=3.0, help="of the control group")
-    parser.add_argument("--longest", type=int, default=20480, help="no longer sequence is tried with dense attention")
-    parser.add_argument("--longest-window", type=int, default=98304, help="nor with the window")
-    parser.add_argument("--at", type=int, help="tokens of the only sequence that is tried, without a limit")
     parser.add_argument(
-        "--window", type=json.loads, default=WINDOW, help="the section sparse_attention of the last row, as JSON"
+        "--longest",
+        type=int,
+        default=20480,
+        help="no longer sequence is tried with dense attention",
+    )
+    parser.add_argument("--longest-window", type=int, default=98304, help="nor with the window")
+    parser.add_argument(
+        "--at", type=int, help="tokens of the only sequence that is tried, without a limit"
+    )
+    parser.add_argument(
+        "--window",
+        type=json.loads,
+        default=WINDOW,
+        help="the section sparse_attention of the last row, as JSON",
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--trial", nargs=2, metavar=("TOKENS", "SECTION"), help=argparse.SUPPRESS)
@@ -198,28 +247,40 @@ def main() -> None:
         for name, section in ways(folder, asked.window).items():
             print(name, flush=True)
             most = asked.longest_window if "sparse_attention" in section else asked.longest
-            trials = Trials(name, section, int(asked.limit_gib * GIB), asked.out.with_suffix(".json"))
+            trials = Trials(
+                name, section, int(asked.limit_gib * GIB), asked.out.with_suffix(".json")
+            )
             start, then = (rows[0].best.tokens, rows[-1].best.tokens) if rows else (FIRST, 0)
             best = longest(trials, start, then, most)
-            rows.append(Row(name, best, trials.trained[min(trials.trained)] if rows else best, trials.room(), most))
+            rows.append(
+                Row(
+                    name,
+                    best,
+                    trials.trained[min(trials.trained)] if rows else best,
+                    trials.room(),
+                    most,
+                )
+            )
     first = rows[0].best
     lines = [
         "# The longest sequence in a fixed memory",
         "",
-        f"`python -m benchmarks.long_sequences`, {date.today()}, {described(machine())}, one thread, load "
-        f"{os.getloadavg()[0]:.0f} at the end.",
-        f"A Llama of {MODEL}, fp32, one sequence, AdamW, stage 3 on one rank, in a control group of "
-        f"{asked.limit_gib:g} GiB. Dense attention but in the row of a window, which is {json.dumps(asked.window)}.",
-        f"No sequence above {asked.longest} tokens was tried with dense attention, whose time grows with the square of "
-        f'the length, nor above {asked.longest_window} with the window; "by memory" is where the cost of a token '
-        "would fill the group.",
+        f"`python -m benchmarks.long_sequences`, {date.today()}, {described(machine())}, one "
+        f"thread, load {os.getloadavg()[0]:.0f} at the end.",
+        f"A Llama of {MODEL}, fp32, one sequence, AdamW, stage 3 on one rank, in a control group "
+        f"of {asked.limit_gib:g} GiB. Dense attention but in the row of a window, which is "
+        f"{json.dumps(asked.window)}.",
+        f"No sequence above {asked.longest} tokens was tried with dense attention, whose time "
+        f"grows with the square of the length, nor above {asked.longest_window} with the window; "
+        '"by memory" is where the cost of a token would fill the group.',
         "",
-        f"| each with what is above it | MiB at {first.tokens} tokens | tokens | over plain | by memory | "
-        "MiB at most | processor seconds of the step |",
+        f"| each with what is above it | MiB at {first.tokens} tokens | tokens | over plain | by "
+        "memory | MiB at most | processor seconds of the step |",
         "|---|---|---|---|---|---|---|",
         *(
-            f"| {each.name} | {each.short.resident >> 20} | {each.tokens} | {each.best.tokens / first.tokens:.1f} | "
-            f"{each.room} | {each.best.resident >> 20} | {each.best.seconds:.0f} |"
+            f"| {each.name} | {each.short.resident >> 20} | {each.tokens} | "
+            f"{each.best.tokens / first.tokens:.1f} | {each.room} | {each.best.resident >> 20} | "
+            f"{each.best.seconds:.0f} |"
             for each in rows
         ),
     ]
@@ -232,8 +293,8 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of one way.  best: the longest; short: as long as plain's longest; room: tokens by memory; most:
-    the tokens above which nothing was tried.
+    """What was found of one way.  best: the longest; short: as long as plain's longest; room:
+    tokens by memory; most: the tokens above which nothing was tried.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """The GPT that every system trains, and the text it is trained on; nothing in it knows of ranks.
 
-Same seed, so that every system starts from the same fp32 weights; real text, so that a system which updates wrongly
-has other losses within a few steps.
+Same seed, so that every system starts from the same fp32 weights; real text, so that a system which
+updates wrongly has other losses within a few steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from .cells import CONTEXT, SEQUENCES_PER_RANK, VOCABULARY, Cell, Shape
 
-TEXT = Path(__file__).resolve().parent.parent / "LICENSE"  # bytes that do not change from one version to the next
+TEXT = (
+    Path(__file__).resolve().parent.parent / "LICENSE"
+)  # bytes that do not change from one version to the next
 Batch = tuple[Tensor, Tensor]  # tokens and targets, each (sequences, CONTEXT)
 
 
@@ -44,7 +46,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens and targets in, mean cross-entropy out; learned positions, untied head, torch's own initial values."""
+    """Tokens and targets in, mean cross-entropy out; learned positions, untied head, torch's own
+    initial values.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -67,12 +71,15 @@ def build_model(shape: Shape) -> GPT:
 
 
 class Batches:
-    """The micro-batches of each step, as one of `shares` equal parts of the global batch of `ranks` ranks.
+    """The micro-batches of each step, as one of `shares` equal parts of the global batch of `ranks`
+    ranks.
 
     context: tokens of a sequence.
     """
 
-    def __init__(self, cell: Cell, ranks: int, share: int, shares: int, context: int = CONTEXT) -> None:
+    def __init__(
+        self, cell: Cell, ranks: int, share: int, shares: int, context: int = CONTEXT
+    ) -> None:
         self.text = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8).long()
         self.sequences = ranks * SEQUENCES_PER_RANK
         self.accumulation, self.context = cell.accumulation, context
@@ -80,7 +87,10 @@ class Batches:
 
     def of_step(self, step: int) -> list[Batch]:
         """Consecutive pieces of the text, from its start again at its end."""
-        return [self._micro_batch(step * self.accumulation + number) for number in range(self.accumulation)]
+        return [
+            self._micro_batch(step * self.accumulation + number)
+            for number in range(self.accumulation)
+        ]
 
     def _micro_batch(self, number: int) -> Batch:
         numel = self.sequences * (self.context + 1)

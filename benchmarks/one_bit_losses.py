@@ -1,11 +1,13 @@
-"""Where the loss of 1-bit Adam comes from: a second moment that is frozen, signs, or how we exchange them.
+"""Where the loss of 1-bit Adam comes from: a second moment that is frozen, signs, or how we
+exchange them.
 
     python -m benchmarks.one_bit_losses                              # an hour on a core
     python -m benchmarks.one_bit_losses --size tiny                  # some minutes
 
-One process does what four ranks would, written from the paper (Tang et al., arXiv 2102.02888, algorithm 1) and with
-nothing of the library's but the learning rates: the main job's model, text and seeds, as benchmarks/codec_losses.py has
-them, so that its OneBitAdam, on four ranks, stands beside.  What is compared is the mean loss of the last 50 steps:
+One process does what four ranks would, written from the paper (Tang et al., arXiv 2102.02888,
+algorithm 1) and with nothing of the library's but the learning rates: the main job's model, text
+and seeds, as benchmarks/codec_losses.py has them, so that its OneBitAdam, on four ranks, stands
+beside.  What is compared is the mean loss of the last 50 steps:
 
     v frozen            momenta are exact, and the second moment stays as it was after a quarter of the steps
     signs, one scale    the paper: of the whole model's momentum each server's chunk has one scale
@@ -66,7 +68,9 @@ def parts_of(model: nn.Module, variant: str) -> list[list[nn.Parameter]]:
         return [list(model.parameters())]
     names: dict[str, list[nn.Parameter]] = {}
     for name, param in model.named_parameters():
-        names.setdefault(".".join(name.split(".")[:2]) if name.startswith("blocks.") else "", []).append(param)
+        names.setdefault(
+            ".".join(name.split(".")[:2]) if name.startswith("blocks.") else "", []
+        ).append(param)
     return list(names.values())
 
 
@@ -78,9 +82,14 @@ def train(variant: str, size: str, seed: int, steps: int, beta2: float) -> list[
     """The loss of each step, the mean of all ranks."""
     torch.manual_seed(seed)
     model, freeze = GPT(SIZES[size]), max(1, steps // 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(BETA1, beta2), eps=EPS, weight_decay=DECAY)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, betas=(BETA1, beta2), eps=EPS, weight_decay=DECAY
+    )
     schedule = WarmupCosineLR(
-        optimizer, total_num_steps=steps, warmup_num_steps=max(1, steps // 20), warmup_min_ratio=0.01
+        optimizer,
+        total_num_steps=steps,
+        warmup_num_steps=max(1, steps // 20),
+        warmup_min_ratio=0.01,
     )
     sampler = Sampler(load_corpus().train, 1, SIZES[size].context, seed)
     parts, exchanges, losses = parts_of(model, variant), list[Exchange](), []
@@ -91,27 +100,41 @@ def train(variant: str, size: str, seed: int, steps: int, beta2: float) -> list[
             loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
             model.zero_grad()
             loss.backward()
-            grads.append([flat([param.grad for param in part if param.grad is not None]) for part in parts])
+            grads.append(
+                [flat([param.grad for param in part if param.grad is not None]) for part in parts]
+            )
             total += loss.item() / RANKS
         losses.append(total)
         means = [torch.stack(of_part).mean(0) for of_part in zip(*grads, strict=True)]
         with torch.no_grad():
             if variant == "AdamW" or step < freeze:
                 for part, mean in zip(parts, means, strict=True):
-                    for param, grad in zip(part, mean.split([param.numel() for param in part]), strict=True):
+                    for param, grad in zip(
+                        part, mean.split([param.numel() for param in part]), strict=True
+                    ):
                         param.grad = grad.view_as(param).clone()
                 optimizer.step()
             else:
                 states = [[optimizer.state[param] for param in part] for part in parts]
                 if not exchanges:
-                    exchanges = [Exchange(flat([state["exp_avg"] for state in part])) for part in states]
-                for number, (part, mean, exchange) in enumerate(zip(parts, means, exchanges, strict=True)):
+                    exchanges = [
+                        Exchange(flat([state["exp_avg"] for state in part])) for part in states
+                    ]
+                for number, (part, mean, exchange) in enumerate(
+                    zip(parts, means, exchanges, strict=True)
+                ):
                     if variant == "v frozen":
                         exchange.momentum = exchange.momentum * BETA1 + (1 - BETA1) * mean
                     else:
                         exchange.step([of_rank[number] for of_rank in grads])
                     update(
-                        part, states[number], exchange.momentum, optimizer.param_groups[0]["lr"], step, freeze, beta2
+                        part,
+                        states[number],
+                        exchange.momentum,
+                        optimizer.param_groups[0]["lr"],
+                        step,
+                        freeze,
+                        beta2,
                     )
         schedule.step()
     return losses
@@ -131,11 +154,15 @@ def update(
     for param, state, piece in zip(part, states, pieces, strict=True):
         scale = (state["exp_avg_sq"] / (1 - beta2**freeze)).sqrt() + EPS
         mean = piece.view_as(param) / (1 - BETA1 ** (step + 1))
-        param.mul_(1 - rate * DECAY).sub_(torch.where(state["exp_avg_sq"] > 0, mean / scale, 0.0) * rate)
+        param.mul_(1 - rate * DECAY).sub_(
+            torch.where(state["exp_avg_sq"] > 0, mean / scale, 0.0) * rate
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SIZES, default="main")
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--seeds", type=int, default=3)
@@ -146,7 +173,8 @@ def main() -> None:
     lines = [
         "# Where the loss of 1-bit Adam comes from",
         "",
-        f"Written by `benchmarks/one_bit_losses.py` on {date.today()}: the {given.size} model, one process that does",
+        f"Written by `benchmarks/one_bit_losses.py` on {date.today()}: the {given.size} model, one "
+        "process that does",
         f"what {RANKS} ranks would, {given.steps} steps, {given.seeds} seeds.  Means of the last",
         f"{min(LAST, given.steps)} steps in nats per byte.",
         "",
@@ -156,7 +184,10 @@ def main() -> None:
     for beta2 in given.betas:
         plain: list[float] = []
         for variant in VARIANTS:
-            found = [last(train(variant, given.size, seed, given.steps, beta2)) for seed in range(given.seeds)]
+            found = [
+                last(train(variant, given.size, seed, given.steps, beta2))
+                for seed in range(given.seeds)
+            ]
             plain = plain or found
             above = [loss - reference for loss, reference in zip(found, plain, strict=True)]
             told = ", ".join(f"{each:+.4f}" for each in above)

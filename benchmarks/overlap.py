@@ -1,11 +1,13 @@
-"""How much of the communication runs beside the computation, by the event log of every rank (`engine.timeline`).
+"""How much of the communication runs beside the computation, by the event log of every rank
+(`engine.timeline`).
 
     deepseek-zero run --nproc 2 benchmarks/overlap.py               # GPT-30M, two minutes
     deepseek-zero run --nproc 2 benchmarks/overlap.py --cell tiny-fp32 --steps 2 --out /tmp/overlap.md
 
-Stages 2 and 3, through shared memory and through gloo, with `overlap_comm` and without, interleaved in one run.  A
-collective is under way from the call that starts it until its data is here; it is hidden while its rank does anything
-else than wait for it.  Leaves a table (.md) and the backward of each setting as a picture (.png).
+Stages 2 and 3, through shared memory and through gloo, with `overlap_comm` and without, interleaved
+in one run.  A collective is under way from the call that starts it until its data is here; it is
+hidden while its rank does anything else than wait for it.  Leaves a table (.md) and the backward of
+each setting as a picture (.png).
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ RESULTS = Path(__file__).parent / "results" / "overlap.md"
 
 @dataclass
 class Setting:
-    """One engine and what was seen of it.  events: of its last step, seconds from the step's start."""
+    """One engine and what was seen of it.  events: of its last step, seconds from the step's
+    start.
+    """
 
     stage: int
     transport: str
@@ -72,10 +76,14 @@ class Setting:
             self.shares.append(overlap_share(self.events))
 
     def row(self) -> str:
-        step, under_way, exposed = map(statistics.median, (self.seconds, self.under_way, self.exposed))
+        step, under_way, exposed = map(
+            statistics.median, (self.seconds, self.under_way, self.exposed)
+        )
         share = statistics.median(self.shares)
         figures = f"{step * 1e3:.0f} | {under_way * 1e3:.0f} | {share:.0%} | {exposed / step:.1%}"
-        return f"| {self.stage} | {self.transport} | {'on' if self.overlap else 'off'} | {figures} |"
+        return (
+            f"| {self.stage} | {self.transport} | {'on' if self.overlap else 'off'} | {figures} |"
+        )
 
 
 def settings_of(cell: Cell) -> list[Setting]:
@@ -88,7 +96,8 @@ def settings_of(cell: Cell) -> list[Setting]:
             "bf16": {"enabled": cell.dtype == "bf16"},
             "transport": transport,
             "steps_per_print": None,
-            # A window of nothing, so that stage 3 gathers for backward again; prefetching one unit ahead.
+            # A window of nothing, so that stage 3 gathers for backward again; prefetching one unit
+            # ahead.
             "zero_optimization": {
                 "stage": stage,
                 "overlap_comm": overlap,
@@ -102,23 +111,38 @@ def settings_of(cell: Cell) -> list[Setting]:
 
 
 def draw(settings: list[Setting], path: Path) -> None:
-    """One line per lane and setting: when collectives were under way, and where their rank stood and waited."""
+    """One line per lane and setting: when collectives were under way, and where their rank stood
+    and waited.
+    """
     figure = Figure(figsize=(9.6, 0.62 * len(settings) + 1.2), dpi=160, layout="constrained")
     axes = figure.add_subplot()
     for place, setting in enumerate(settings):
         for event in setting.events:
             if event.lane in ("gather", "reduce") and event.arrived > event.issued:
                 high = place - 0.2 if event.lane == "gather" else place + 0.2
-                start, length = (event.issued - setting.began) * 1e3, (event.arrived - event.issued) * 1e3
+                start, length = (
+                    (event.issued - setting.began) * 1e3,
+                    (event.arrived - event.issued) * 1e3,
+                )
                 axes.barh(high, length, 0.34, start, color=BLUE, alpha=0.55)
-                since, until = max(event.issued, event.waited[0]), min(event.arrived, event.waited[1])
+                since, until = (
+                    max(event.issued, event.waited[0]),
+                    min(event.arrived, event.waited[1]),
+                )
                 if until > since:
-                    axes.barh(high, (until - since) * 1e3, 0.34, (since - setting.began) * 1e3, color=ORANGE)
+                    axes.barh(
+                        high,
+                        (until - since) * 1e3,
+                        0.34,
+                        (since - setting.began) * 1e3,
+                        color=ORANGE,
+                    )
     axes.set_yticks(range(len(settings)), [setting.name for setting in settings])
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds of one step", color=INK)
     axes.set_title(
-        "Collectives under way (above: gathers, below: reductions); orange: the rank waits for them",
+        "Collectives under way (above: gathers, below: reductions); orange: the rank waits for "
+        "them",
         loc="left",
         color=INK,
         fontsize=10.5,
@@ -129,7 +153,9 @@ def draw(settings: list[Setting], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cell", type=Cell.parse, default=Cell.parse("30m-fp32"))
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -146,10 +172,12 @@ def main() -> None:
     lines = [
         "# Communication beside computation",
         "",
-        f"{date.today()}, torch {torch.__version__}, {asked.cell.name}, {size} ranks with one thread each, "
-        f"{cores} cores; medians of {asked.steps} steps on rank 0.",
-        "Written by `benchmarks/overlap.py`. Under way: from the call that starts a collective until its data is here.",
-        "Hidden: of that, the part in which the rank did something else. Exposed: waiting, as a part of the step.",
+        f"{date.today()}, torch {torch.__version__}, {asked.cell.name}, {size} ranks with one "
+        f"thread each, {cores} cores; medians of {asked.steps} steps on rank 0.",
+        "Written by `benchmarks/overlap.py`. Under way: from the call that starts a collective "
+        "until its data is here.",
+        "Hidden: of that, the part in which the rank did something else. Exposed: waiting, as a "
+        "part of the step.",
         "",
         "| stage | transport | overlap_comm | step, ms | under way, ms | hidden | exposed |",
         "|--:|---|---|--:|--:|--:|--:|",

@@ -3,9 +3,10 @@
     deepseek-zero run --nproc 2 benchmarks/paired.py                # GPT-125M in fp32 and bf16, a quarter of an hour
     deepseek-zero run --nproc 2 benchmarks/paired.py --cells tiny-fp32 --steps 3 --out /tmp/paired.md
 
-`make bench` starts every system anew, so what this machine does meanwhile is in its ratios.  Here the floor and a stage
-take the same batch in turn, and each step of ours is divided by the floor's step just before it.  The phases are
-the engine's own (`explain`): they say what a step has beyond its floor.
+`make bench` starts every system anew, so what this machine does meanwhile is in its ratios.  Here
+the floor and a stage take the same batch in turn, and each step of ours is divided by the floor's
+step just before it.  The phases are the engine's own (`explain`): they say what a step has beyond
+its floor.
 """
 
 from __future__ import annotations
@@ -37,7 +38,13 @@ from deepseek_zero.report.explain import shares
 RESULTS = Path(__file__).parent / "results" / "paired.md"
 CELLS = "125m-fp32,125m-bf16"
 WARM_UP = 2  # steps that are not counted
-PHASES = ("computing", "the optimizer", "adding gradients up", "waiting for gradients", "waiting for weights")
+PHASES = (
+    "computing",
+    "the optimizer",
+    "adding gradients up",
+    "waiting for gradients",
+    "waiting for weights",
+)
 
 
 @dataclass
@@ -48,7 +55,9 @@ class Racer:
     step: Step
     engine: Any = None
     seconds: list[float] = field(default_factory=list)
-    phases: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds of all counted steps
+    phases: dict[str, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # seconds of all counted steps
 
     def run(self, batches: list[Batch], *, count: bool) -> None:
         """One step that begins on all ranks together."""
@@ -77,8 +86,13 @@ class Racer:
         step = statistics.median(self.seconds) * 1e3
         parts = [self.phases[name] / len(self.seconds) * 1e3 for name in PHASES]
         told = " | ".join(f"{part:.1f}" if part else "" for part in parts)
-        over = f"{statistics.median(ratios):.2f} | {ratios[quarter]:.2f} to {ratios[-1 - quarter]:.2f}"
-        return f"| {self.name} | {step:.1f} | {over} | {min(self.seconds) / min(floor.seconds):.2f} | {told} |"
+        over = (
+            f"{statistics.median(ratios):.2f} | {ratios[quarter]:.2f} to {ratios[-1 - quarter]:.2f}"
+        )
+        return (
+            f"| {self.name} | {step:.1f} | {over} | {min(self.seconds) / min(floor.seconds):.2f} | "
+            f"{told} |"
+        )
 
 
 def floor_racer(job: Job) -> Racer:
@@ -112,7 +126,9 @@ def stage_racer(job: Job, stage: int, **keys: Any) -> Racer:
 
 
 def race(job: Job, steps: int) -> list[str]:
-    """The rows of one cell: each stage against the floor, one after the other, since all of them fill a memory."""
+    """The rows of one cell: each stage against the floor, one after the other, since all of them
+    fill a memory.
+    """
     floor, batches, rows = floor_racer(job), Batches(job.cell, job.size, job.rank, job.size), []
     for stage in range(4):
         racer = stage_racer(job, stage)
@@ -128,7 +144,9 @@ def race(job: Job, steps: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cells", default=CELLS)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -139,19 +157,21 @@ def main() -> None:
     lines = [
         "# A step over its floor, both in the same processes",
         "",
-        f"{date.today()}, torch {torch.__version__}, {size} ranks with one thread each, {cores} cores; "
-        f"{asked.steps} steps on rank 0.",
+        f"{date.today()}, torch {torch.__version__}, {size} ranks with one thread each, {cores} "
+        f"cores; {asked.steps} steps on rank 0.",
         "Written by `benchmarks/paired.py`: the floor and a stage take each batch in turn.",
         "",
-        "- *Over the floor*: median of the steps' ratios, each to the floor's step before it; *middle half* of them; "
-        "*fastest*: the fastest step over the floor's fastest.",
-        "- The rest: milliseconds of a step (means), by the engine's own clock. *Adding up*: reading the other ranks' "
-        "gradients.",
+        "- *Over the floor*: median of the steps' ratios, each to the floor's step before it; "
+        "*middle half* of them; *fastest*: the fastest step over the floor's fastest.",
+        "- The rest: milliseconds of a step (means), by the engine's own clock. *Adding up*: "
+        "reading the other ranks' gradients.",
     ]
     for name in asked.cells.split(","):
         rows = race(Job(Cell.parse(name), rank, size), asked.steps)
         lines += ["", f"## {name}", ""]
-        lines += ["| | step, ms | over the floor | middle half | fastest | " + " | ".join(PHASES) + " |"]
+        lines += [
+            "| | step, ms | over the floor | middle half | fastest | " + " | ".join(PHASES) + " |"
+        ]
         lines += ["|---|" + "--:|" * (4 + len(PHASES)), *rows]
     if rank == 0:
         asked.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,14 @@
-"""Pipelines on two ranks: a step over its bubble bound, and the CPU time of an action, beside torch's `pipelining`.
+"""Pipelines on two ranks: a step over its bubble bound, and the CPU time of an action, beside
+torch's `pipelining`.
 
     deepseek-zero run --nproc 2 benchmarks/pipeline_parallel.py                                  # three minutes
     deepseek-zero run --nproc 2 benchmarks/pipeline_parallel.py --cells 8x256-fp32 --rounds 3 --out /tmp/pp.md
 
-One core for each rank, everything interleaved in one run, minima of the rounds.  `work` is what the heavier rank
-computes: its stages' forwards and backwards alone, without messages or waiting.  The bound is
-work x (1 + (P - 1) / (v m)).  An action's time is CPU time: waiting is not in it.  Needs matplotlib.  Leaves a table
-and a picture.
+One core for each rank, everything interleaved in one run, minima of the rounds.  `work` is what the
+heavier rank
+computes: its stages' forwards and backwards alone, without messages or waiting.  The bound is work
+x (1 + (P - 1) / (v m)).  An action's time is CPU time: waiting is not in it.  Needs matplotlib.
+Leaves a table and a picture.
 """
 
 from __future__ import annotations
@@ -93,7 +95,10 @@ class Contest:
         self.executor = PipelineExecutor(Links(comm, mesh, self.schedule), self.stages)
         self.model, self.bubble = own, 1 + (ranks - 1) / (virtual * MANY)
         self.carried = torch.randn(1, CONTEXT, model.head.in_features).to(model.head.weight.dtype)
-        parts = [Part(model, cut.bounds[stage], cut.bounds[stage + 1]) for stage in self.schedule.stages_of(rank)]
+        parts = [
+            Part(model, cut.bounds[stage], cut.bounds[stage + 1])
+            for stage in self.schedule.stages_of(rank)
+        ]
         stages = [
             PipelineStage(part, stage, self.schedule.stages, CPU)
             for part, stage in zip(parts, self.schedule.stages_of(rank), strict=True)
@@ -101,7 +106,9 @@ class Contest:
         self.is_first, self.is_last = rank == 0, rank == ranks - 1
         self.parts = parts
         self.torchs: Any = (
-            Schedule1F1B(stages[0], MANY, loss_fn) if virtual == 1 else ScheduleInterleaved1F1B(stages, MANY, loss_fn)
+            Schedule1F1B(stages[0], MANY, loss_fn)
+            if virtual == 1
+            else ScheduleInterleaved1F1B(stages, MANY, loss_fn)
         )
 
     def ours(self) -> None:
@@ -142,7 +149,9 @@ def measure(cell: Cell, rounds: int, comm: Comm) -> tuple[list[str], list[Panel]
                     best[way, name] = min(best.get((way, name), took), took)
     rows, panels = [], []
     for way, contest in contests.items():
-        times = torch.tensor([best[way, name] for name in ("work", "ours", "torch")], dtype=torch.float64)
+        times = torch.tensor(
+            [best[way, name] for name in ("work", "ours", "torch")], dtype=torch.float64
+        )
         dist.all_reduce(times, dist.ReduceOp.MAX)
         work, ours, theirs = times.tolist()
         bound = work * contest.bubble
@@ -150,12 +159,16 @@ def measure(cell: Cell, rounds: int, comm: Comm) -> tuple[list[str], list[Panel]
         over = f"**{ours / bound:.2f}** | {theirs / bound:.2f} | {theirs / ours:.2f}"
         rows.append(f"| {cell.name} | {way[0]} | {ms} | {over} |")
         bars = [("ours", ours / bound), ("torch", theirs / bound)]
-        panels.append(Panel(f"{cell.name}, {way[0]}: step over its bubble bound", bars, GOALS[way[0]]))
+        panels.append(
+            Panel(f"{cell.name}, {way[0]}: step over its bubble bound", bars, GOALS[way[0]])
+        )
     return rows, panels
 
 
 def measure_actions(rounds: int, comm: Comm) -> list[str]:
-    """Rows: CPU microseconds of an action beyond the stages' own work, the busier rank's, messages included."""
+    """Rows: CPU microseconds of an action beyond the stages' own work, the busier rank's, messages
+    included.
+    """
     model, rows = build_model(ACTIONS_CELL.shape).to(DTYPES[ACTIONS_CELL.dtype]), []
     for way in WAYS:
         contest, least = Contest(model, *way, comm), dict[str, float]()
@@ -168,14 +181,20 @@ def measure_actions(rounds: int, comm: Comm) -> list[str]:
                 took = time.process_time() - began
                 least[name] = min(least.get(name, took), took)
         actions = len(contest.schedule.programs[dist.get_rank()])
-        found = torch.tensor([1e6 * (least[name] - least["work"]) / actions for name in ("ours", "torch")])
+        found = torch.tensor(
+            [1e6 * (least[name] - least["work"]) / actions for name in ("ours", "torch")]
+        )
         dist.all_reduce(found, dist.ReduceOp.MAX)
-        rows.append(f"| {way[0]} | {actions} | {' | '.join(f'{each:.0f}' for each in found.tolist())} |")
+        rows.append(
+            f"| {way[0]} | {actions} | {' | '.join(f'{each:.0f}' for each in found.tolist())} |"
+        )
     return rows
 
 
 def measure_plan(stages: int) -> str:
-    """A row: CPU milliseconds in which one process makes and proves the programs of a pipeline of so many ranks."""
+    """A row: CPU milliseconds in which one process makes and proves the programs of a pipeline of
+    so many ranks.
+    """
     took = []
     for name, virtual in PLANNED:
         began = time.process_time()
@@ -185,7 +204,9 @@ def measure_plan(stages: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cells", default="8x64-fp32,8x256-fp32,30m-fp32,30m-bf16")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -197,11 +218,15 @@ def main() -> None:
     lines = [
         "# Pipelines on two CPU ranks",
         "",
-        f"Written by `benchmarks/pipeline_parallel.py` on {date.today()}, load {os.getloadavg()[0]:.1f} at its start,",
-        f"a core for each rank, {MANY} micro-batches of {CONTEXT} tokens.  Milliseconds of the forwards and",
-        "backwards of a step, minima; the slower rank counts.  Bound: the heavier rank's work with the bubble.",
+        f"Written by `benchmarks/pipeline_parallel.py` on {date.today()}, load "
+        f"{os.getloadavg()[0]:.1f} at its start,",
+        f"a core for each rank, {MANY} micro-batches of {CONTEXT} tokens.  Milliseconds of the "
+        "forwards and",
+        "backwards of a step, minima; the slower rank counts.  Bound: the heavier rank's work with "
+        "the bubble.",
         "",
-        "| cell | schedule | work | bound | ours | torch | ours / bound | torch / bound | torch / ours |",
+        "| cell | schedule | work | bound | ours | torch | ours / bound | torch / bound | torch / "
+        "ours |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     panels: list[Panel] = []
@@ -210,14 +235,16 @@ def main() -> None:
         lines, panels = lines + rows, panels + drawn
     lines += [
         "",
-        f"CPU microseconds of an action of our programs ({ACTIONS_CELL.name}): what a step takes beyond its stages'",
+        f"CPU microseconds of an action of our programs ({ACTIONS_CELL.name}): what a step takes "
+        "beyond its stages'",
         "work, messages included and waiting not, least of the rounds, over our number of actions.",
         "",
         "| schedule | actions | ours | torch |",
         "|---|---|---|---|",
         *measure_actions(4 * given.rounds, comm),
         "",
-        "To make and prove the programs of 64 micro-batches (of 16,384 ranks: 8 x 16 x 128), CPU milliseconds of one",
+        "To make and prove the programs of 64 micro-batches (of 16,384 ranks: 8 x 16 x 128), CPU "
+        "milliseconds of one",
         "process.",
         "",
         f"| pipeline ranks | {' | '.join(f'{name}, v={virtual}' for name, virtual in PLANNED)} |",
@@ -225,7 +252,9 @@ def main() -> None:
         *(measure_plan(stages) for stages in (8, 16, 128)),
     ]
     if dist.get_rank() == 0:
-        draw_panels("Pipelines on two CPU ranks, 8 micro-batches", panels, given.out.with_suffix(".png"))
+        draw_panels(
+            "Pipelines on two CPU ranks, 8 micro-batches", panels, given.out.with_suffix(".png")
+        )
         given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
         print("\n".join(lines))
     dist.barrier()

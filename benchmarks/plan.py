@@ -1,8 +1,9 @@
 """Which runs to make, in which order and with how many steps, so that they fit the time there is.
 
-Pure functions of what is wanted, what is recorded and how much time is left.  A first pass runs every system of a
-cell once and looks at its memory; further rounds repeat the timed runs in the same order (A B C, A B C), so that a
-machine that drifts drifts for all.  Where time is short, what the goals compare goes first and the rest is left out.
+Pure functions of what is wanted, what is recorded and how much time is left.  A first pass runs
+every system of a cell once and looks at its memory; further rounds repeat the timed runs in the
+same order (A B C, A B C), so that a machine that drifts drifts for all.  Where time is short, what
+the goals compare goes first and the rest is left out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from .systems import SYSTEMS
 FEWEST_STEPS = 2  # after the first, in a timed run
 MOST_STEPS = 40  # of a model so small that its steps take milliseconds
 MEMORY_STEPS = 1  # the first step makes the optimizer's state, the second has everything
-ROUGH_FLOPS = {"fp32": 1e11, "bf16": 3e10}  # of one core without bf16 instructions; only for a cell never run before
+ROUGH_FLOPS = {
+    "fp32": 1e11,
+    "bf16": 3e10,
+}  # of one core without bf16 instructions; only for a cell never run before
 ROUGH_OVER_FLOOR = 2.0  # a system never run before against the floor of its cell
 STARTUP_SECONDS = 8.0  # imports and process group, and as much again for each 100M parameters
 DEEPSPEED_SECONDS = 8.0  # what DeepSpeed takes beyond that
@@ -33,15 +37,23 @@ MEMORY_GOALS = "ours-3 ours-3-init fsdp2".split()
 PRIORITY = [
     *((name, "time") for name in TIME_GOALS),
     *((name, "memory") for name in MEMORY_GOALS),
-    *((name, "time") for name, entry in reversed(SYSTEMS.items()) if entry.timed and name not in TIME_GOALS),
-    *((name, "memory") for name, entry in SYSTEMS.items() if entry.learns and name not in MEMORY_GOALS),
+    *(
+        (name, "time")
+        for name, entry in reversed(SYSTEMS.items())
+        if entry.timed and name not in TIME_GOALS
+    ),
+    *(
+        (name, "memory")
+        for name, entry in SYSTEMS.items()
+        if entry.learns and name not in MEMORY_GOALS
+    ),
 ]
 
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for.  steps: after the first, in a timed run, where there is time for them.  memory_of: systems
-    whose memory is looked at.
+    """What was asked for.  steps: after the first, in a timed run, where there is time for them.
+    memory_of: systems whose memory is looked at.
     """
 
     cells: Sequence[Cell]
@@ -50,7 +62,9 @@ class Request:
     memory_of: Sequence[str] = tuple(SYSTEMS)
 
     def jobs_of(self, cell: Cell) -> list[tuple[str, str]]:
-        """(system, kind) of one pass, most wanted first; the smallest model has no memory worth a run."""
+        """(system, kind) of one pass, most wanted first; the smallest model has no memory worth a
+        run.
+        """
         weighed = self.memory_of if cell.size != "tiny" else ()
         wanted = [(name, kind) for name, kind in PRIORITY if name in self.systems]
         return [(name, kind) for name, kind in wanted if kind == "time" or name in weighed]
@@ -63,7 +77,9 @@ class Costs:
         self.records = [record for record in records if "failed" not in record]
 
     def step(self, cell: Cell, system: str) -> float:
-        """One step of a system in a cell: as measured, else from the floor, else from the arithmetic."""
+        """One step of a system in a cell: as measured, else from the floor, else from the
+        arithmetic.
+        """
         if (own := self._measured(cell, system)) is not None:
             return own
         over = ROUGH_OVER_FLOOR if system != "floor" else 1.0
@@ -83,10 +99,16 @@ class Costs:
 
     def _timed(self, cell: Cell, system: str) -> list[Mapping[str, Any]]:
         wanted = (cell.name, system, "time")
-        return [record for record in self.records if (record["cell"], record["system"], record["kind"]) == wanted]
+        return [
+            record
+            for record in self.records
+            if (record["cell"], record["system"], record["kind"]) == wanted
+        ]
 
     def _startup(self, cell: Cell, system: str) -> float:
-        """From the start to the first step, and the end: as measured, else the floor's, else a guess."""
+        """From the start to the first step, and the end: as measured, else the floor's, else a
+        guess.
+        """
         for known in (system, "floor"):
             found = [
                 record["wall_seconds"] - record["seconds"]["first"] - sum(record["steps"])
@@ -94,7 +116,9 @@ class Costs:
             ]
             if found:
                 is_slower = known != system and SYSTEMS[system].module == "deepspeed"
-                return max(0.0, statistics.median(found)) + (DEEPSPEED_SECONDS if is_slower else 0.0)
+                return max(0.0, statistics.median(found)) + (
+                    DEEPSPEED_SECONDS if is_slower else 0.0
+                )
         return STARTUP_SECONDS * (1 + cell.shape.numel / 1e8)
 
     @staticmethod
@@ -104,26 +128,38 @@ class Costs:
 
 
 def is_recorded(run: Run, records: Records) -> bool:
-    """Whether this run has been made; a failed one counts, so that it is not tried again and again."""
+    """Whether this run has been made; a failed one counts, so that it is not tried again and
+    again.
+    """
     wanted = (run.cell, run.system, run.kind, run.round, run.ranks)
-    return any(tuple(map(each.get, ("cell", "system", "kind", "round", "ranks"))) == wanted for each in records)
+    return any(
+        tuple(map(each.get, ("cell", "system", "kind", "round", "ranks"))) == wanted
+        for each in records
+    )
 
 
 def floor_runs(request: Request) -> list[Run]:
     """The floor of every cell, shortly: all other estimates hang on it."""
     cells = request.cells if "floor" in request.systems else []
-    return [Run(cell.name, "floor", steps=max(FEWEST_STEPS, _quick_steps(Costs([]), cell))) for cell in cells]
+    return [
+        Run(cell.name, "floor", steps=max(FEWEST_STEPS, _quick_steps(Costs([]), cell)))
+        for cell in cells
+    ]
 
 
 def first_pass(request: Request, records: Records, seconds: float) -> tuple[list[Run], list[Run]]:
     """Runs of every cell that fit `seconds`, in the order to make them, and those left out.
 
-    Each cell has the share of the time that it would take of a complete pass; what it leaves goes to those after it.
+    Each cell has the share of the time that it would take of a complete pass; what it leaves goes
+    to those after it.
     """
     costs = Costs(records)
     chosen: list[Run] = []
     left_out: list[Run] = []
-    whole = {cell: [run for run in _pass_of(request, cell) if not is_recorded(run, records)] for cell in request.cells}
+    whole = {
+        cell: [run for run in _pass_of(request, cell) if not is_recorded(run, records)]
+        for cell in request.cells
+    }
     total = sum(map(costs.total, whole.values()))
     for cell, runs in whole.items():
         share = seconds * costs.total(runs) / total if runs else 0.0
@@ -137,7 +173,8 @@ def first_pass(request: Request, records: Records, seconds: float) -> tuple[list
 
 
 def next_round(request: Request, records: Records, seconds: float, most: float) -> list[Run]:
-    """The next round of the cell that has had fewest, up to `most`, with the steps its share of the time allows.
+    """The next round of the cell that has had fewest, up to `most`, with the steps its share of the
+    time allows.
 
     Empty when no cell's round fits.
     """
@@ -149,7 +186,9 @@ def next_round(request: Request, records: Records, seconds: float, most: float) 
     if not behind:
         return []
     share = seconds * costs.total(behind[0]) / sum(map(costs.total, behind))
-    return _with_more_steps(behind[0], steps_for(Cell.parse(behind[0][0].cell), request, costs), costs, share)
+    return _with_more_steps(
+        behind[0], steps_for(Cell.parse(behind[0][0].cell), request, costs), costs, share
+    )
 
 
 def steps_for(cell: Cell, request: Request, costs: Costs) -> int:
@@ -169,10 +208,16 @@ def _pass_of(request: Request, cell: Cell) -> list[Run]:
 
 
 def _round_of(request: Request, cell: Cell, records: Records) -> list[Run]:
-    """What is missing of the first round that is not complete, after the first pass; failed systems are left out."""
-    here = [record for record in records if record["cell"] == cell.name and record["kind"] == "time"]
+    """What is missing of the first round that is not complete, after the first pass; failed systems
+    are left out.
+    """
+    here = [
+        record for record in records if record["cell"] == cell.name and record["kind"] == "time"
+    ]
     failed = {record["system"] for record in here if "failed" in record}
-    systems = [name for name in request.systems if name in {record["system"] for record in here} - failed]
+    systems = [
+        name for name in request.systems if name in {record["system"] for record in here} - failed
+    ]
     number = 1
     runs: list[Run] = []
     while systems and not runs:

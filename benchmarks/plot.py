@@ -27,9 +27,13 @@ class Panel:
 
 
 def draw_panels(title: str, panels: Sequence[Panel], path: Path) -> None:
-    """One panel under the other; ours are the bars whose names begin so, the dotted line is the goal."""
+    """One panel under the other; ours are the bars whose names begin so, the dotted line is the
+    goal.
+    """
     rows = [len(panel.bars) for panel in panels]
-    figure = Figure(figsize=(6.4, 0.6 + 0.62 * len(rows) + 0.27 * sum(rows)), dpi=160, layout="constrained")
+    figure = Figure(
+        figsize=(6.4, 0.6 + 0.62 * len(rows) + 0.27 * sum(rows)), dpi=160, layout="constrained"
+    )
     grid = figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows).flatten()
     for axes, panel in zip(grid, panels, strict=True):
         for place, (name, value) in enumerate(panel.bars):
@@ -48,19 +52,32 @@ def draw_panels(title: str, panels: Sequence[Panel], path: Path) -> None:
 
 
 def draw(summaries: Sequence[Summary], path: Path) -> None:
-    """One panel per cell that has a floor; the tiny model, whose steps are all overhead, is left to the table."""
-    shown = [summary for summary in summaries if summary.over_floor("floor") and summary.cell.size != "tiny"]
+    """One panel per cell that has a floor; the tiny model, whose steps are all overhead, is left to
+    the table.
+    """
+    shown = [
+        summary
+        for summary in summaries
+        if summary.over_floor("floor") and summary.cell.size != "tiny"
+    ]
     counts = [len(_bars(summary)) for summary in shown] or [1]
     columns = min(2, len(counts))
     rows = [max(counts[start : start + columns]) for start in range(0, len(counts), columns)]
-    figure = Figure(figsize=(5.4 * columns, 1.1 * len(rows) + 0.27 * sum(rows)), dpi=160, layout="constrained")
+    figure = Figure(
+        figsize=(5.4 * columns, 1.1 * len(rows) + 0.27 * sum(rows)), dpi=160, layout="constrained"
+    )
     grid = figure.subplots(len(rows), columns, squeeze=False, height_ratios=rows).flatten()
     for axes, summary in zip(grid, shown, strict=False):
         _panel(axes, summary)
     for axes in grid[len(shown) :]:
         axes.set_axis_off()
     figure.suptitle(
-        "Step time over the floor: ranks that never talk", x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold"
+        "Step time over the floor: ranks that never talk",
+        x=0.01,
+        ha="left",
+        color=INK,
+        fontsize=13,
+        fontweight="bold",
     )
     save_figure(figure, path)
 

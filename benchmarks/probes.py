@@ -1,6 +1,8 @@
-"""What the kernel says of this process and this machine: memory, loopback traffic, who used the cores, which CPU.
+"""What the kernel says of this process and this machine: memory, loopback traffic, who used the
+cores, which CPU.
 
-PSS counts a shared page once over all that map it; USS is what would be freed if this process ended.  Linux only.
+PSS counts a shared page once over all that map it; USS is what would be freed if this process
+ended.  Linux only.
 """
 
 from __future__ import annotations
@@ -13,13 +15,22 @@ from pathlib import Path
 from types import TracebackType
 
 Memory = dict[str, int]  # bytes by kind: pss, uss, rss
-FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # what decides how fast fp32 and bf16 products are
+FLAGS = (
+    "avx2",
+    "avx512f",
+    "avx512_bf16",
+    "amx_bf16",
+)  # what decides how fast fp32 and bf16 products are
 
 
 def parse_rollup(text: str) -> Memory:
     """PSS, USS and RSS of a smaps_rollup."""
     kib = {name: int(size) for name, size in re.findall(r"^(\w+): +(\d+) kB", text, re.MULTILINE)}
-    kinds = {"pss": kib["Pss"], "uss": kib["Private_Clean"] + kib["Private_Dirty"], "rss": kib["Rss"]}
+    kinds = {
+        "pss": kib["Pss"],
+        "uss": kib["Private_Clean"] + kib["Private_Dirty"],
+        "rss": kib["Rss"],
+    }
     return {kind: size * 1024 for kind, size in kinds.items()}
 
 
@@ -36,8 +47,8 @@ def settled_memory() -> Memory:
 class Peak:
     """Largest PSS and USS seen while the block runs, and the exact high-water mark of RSS.
 
-    A thread looks every `interval` seconds.  Looking walks the page tables, which costs the process time: never
-    inside a timed step.
+    A thread looks every `interval` seconds.  Looking walks the page tables, which costs the process
+    time: never inside a timed step.
     """
 
     def __init__(self, interval: float = 0.02) -> None:
@@ -50,7 +61,12 @@ class Peak:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._done.set()
         self._thread.join()
         self._look()
@@ -80,7 +96,9 @@ def loopback_bytes() -> int:
 
 def parse_busy(text: str) -> float:
     """Core-seconds not idle since boot, those the hypervisor took included, from /proc/stat."""
-    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, text.split("\n", 1)[0].split()[1:9])
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(
+        int, text.split("\n", 1)[0].split()[1:9]
+    )
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 

@@ -1,12 +1,14 @@
-"""What recomputation costs and saves: policies of checkpoints, and feed-forward layers in tiles, on one thread.
+"""What recomputation costs and saves: policies of checkpoints, and feed-forward layers in tiles, on
+one thread.
 
     python -m benchmarks.recomputation                             # ten minutes
     python -m benchmarks.recomputation --tokens 512 --rounds 1 --out /tmp/recomputation.md
 
-A small Llama without its head's logits, so that its layers are what is measured: forward and backward, processor time,
-everything interleaved, medians of ratios to the run that recomputes nothing.  Peaks are of storages that operators
-make.  Saved is of what `full` saves.  Then one feed-forward layer in 1, 4 and 16 tiles; what it holds inside is what
-`engine.memory_trace` tells of activations and backward, less what the same tiles of a layer without an inside hold (a
+A small Llama without its head's logits, so that its layers are what is measured: forward and
+backward, processor time, everything interleaved, medians of ratios to the run that recomputes
+nothing.  Peaks are of storages that operators make.  Saved is of what `full` saves.  Then one
+feed-forward layer in 1, 4 and 16 tiles; what it holds inside is what `engine.memory_trace` tells of
+activations and backward, less what the same tiles of a layer without an inside hold (a
 product with one number: its output, and gradients of whole length).  Leaves a table and a picture.
 """
 
@@ -48,7 +50,9 @@ TILES = (1, 4, 16)
 class Case:
     """One module under one way, and its input."""
 
-    def __init__(self, compute: Callable[[Tensor], Tensor], x: Tensor, policy: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self, compute: Callable[[Tensor], Tensor], x: Tensor, policy: tuple[str, ...] | None = None
+    ) -> None:
         self.compute, self.x, self.policy = compute, x, policy
 
     def run(self) -> float:
@@ -68,7 +72,9 @@ class Case:
 
 
 def measured(cases: dict[str, Case], rounds: int) -> dict[str, tuple[float, int]]:
-    """Return by name the median ratio to the first one's time, and the peak.  The gradients of weights are there."""
+    """Return by name the median ratio to the first one's time, and the peak.  The gradients of
+    weights are there.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(rounds + 1):
         for name, case in cases.items():
@@ -77,7 +83,10 @@ def measured(cases: dict[str, Case], rounds: int) -> dict[str, tuple[float, int]
                 seconds[name].append(spent)
     first = next(iter(seconds.values()))
     return {
-        name: (statistics.median(own / base for own, base in zip(seconds[name], first, strict=True)), case.peak())
+        name: (
+            statistics.median(own / base for own, base in zip(seconds[name], first, strict=True)),
+            case.peak(),
+        )
         for name, case in cases.items()
     }
 
@@ -104,7 +113,10 @@ def layers_of(tokens: int, width: int, layers: int) -> dict[str, Case]:
         return lambda x: model(inputs_embeds=x).last_hidden_state
 
     x = torch.randn(1, tokens, width)
-    return {name: Case(of(plain if policy is None else again), x, policy) for name, policy in POLICIES.items()}
+    return {
+        name: Case(of(plain if policy is None else again), x, policy)
+        for name, policy in POLICIES.items()
+    }
 
 
 class PlainMLP(nn.Module):
@@ -124,7 +136,9 @@ def tiles_of(tokens: int, width: int) -> dict[str, Case]:
         module = PlainMLP(width)
         if tiles > 1:
             tile_mlps(module, tokens // tiles)
-        found[f"{'ours, ' if tiles > 1 else ''}{tiles} tile{'s' if tiles > 1 else ''}"] = Case(module, x)
+        found[f"{'ours, ' if tiles > 1 else ''}{tiles} tile{'s' if tiles > 1 else ''}"] = Case(
+            module, x
+        )
     return found
 
 
@@ -162,7 +176,9 @@ def inside(tokens: int, width: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
@@ -178,10 +194,11 @@ def main() -> None:
     lines = [
         "# What recomputation costs and saves",
         "",
-        f"`python -m benchmarks.recomputation`, {date.today()}, {described(machine())}, one thread, fp32, load "
-        f"{os.getloadavg()[0]:.0f}.",
+        f"`python -m benchmarks.recomputation`, {date.today()}, {described(machine())}, one "
+        f"thread, fp32, load {os.getloadavg()[0]:.0f}.",
         "",
-        f"A Llama of {asked.layers} layers of width {asked.width}, {asked.tokens} tokens, dense attention:",
+        f"A Llama of {asked.layers} layers of width {asked.width}, {asked.tokens} tokens, dense "
+        "attention:",
         "",
         "| recomputed | time over nothing's | peak MiB | saved of what full saves |",
         "|---|---|---|---|",
@@ -202,10 +219,19 @@ def main() -> None:
     asked.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
     panels = [
-        Panel("layers: time over nothing's", [(name, ratio) for name, (ratio, _) in layers.items()], 1.1),
-        Panel("layers: peak over nothing's", [(name, peak / most) for name, (_, peak) in layers.items()]),
         Panel(
-            "a feed-forward layer: time over one tile's", [(name, ratio) for name, (ratio, _) in tiles.items()], 1.35
+            "layers: time over nothing's",
+            [(name, ratio) for name, (ratio, _) in layers.items()],
+            1.1,
+        ),
+        Panel(
+            "layers: peak over nothing's",
+            [(name, peak / most) for name, (_, peak) in layers.items()],
+        ),
+        Panel(
+            "a feed-forward layer: time over one tile's",
+            [(name, ratio) for name, (ratio, _) in tiles.items()],
+            1.35,
         ),
         Panel(
             "a feed-forward layer: bytes inside over one tile's, times tiles",

@@ -1,9 +1,10 @@
-"""What rounding alone does to the losses of a bf16 run: one process, plain PyTorch, one change at a time.
+"""What rounding alone does to the losses of a bf16 run: one process, plain PyTorch, one change at a
+time.
 
     python -m benchmarks.rounding            # GPT-125M, six steps, some minutes
 
-The reference is the benchmark's `single`.  What moves its losses without any rank or library being at work is the least
-that ranks differ by.  Leaves rounding.md in results/.
+The reference is the benchmark's `single`.  What moves its losses without any rank or library being
+at work is the least that ranks differ by.  Leaves rounding.md in results/.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train.  flipped: the sequences of a batch in the opposite order.  parts: micro-batches that the batch
-    is cut into, whose gradients are added in fp32; rounded: and then rounded to bf16.  half_up: weights are cast as
-    this library does, exact ties away from zero.  late: masters are cut from the rounded weights.
+    """One way to train.  flipped: the sequences of a batch in the opposite order.  parts:
+    micro-batches that the batch is cut into, whose gradients are added in fp32; rounded: and then
+    rounded to bf16.  half_up: weights are cast as this library does, exact ties away from zero.
+    late: masters are cut from the rounded weights.
     """
 
     what: str
@@ -78,7 +80,9 @@ def losses_of(way: Way, cell: Cell, steps: int) -> list[float]:
     return losses
 
 
-def _gradients(model: nn.Module, weights: list[nn.Parameter], batch: Batch, way: Way) -> tuple[float, list[Tensor]]:
+def _gradients(
+    model: nn.Module, weights: list[nn.Parameter], batch: Batch, way: Way
+) -> tuple[float, list[Tensor]]:
     tokens, targets = (each.flip(0) for each in batch) if way.flipped else batch
     loss = model(tokens, targets)
     return loss.item(), list(torch.autograd.grad(loss, weights))
@@ -92,7 +96,9 @@ def _cast(master: Tensor, way: Way) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cell", default="125m-bf16")
     parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args()
@@ -102,16 +108,24 @@ def main() -> None:
     lines = [
         "# What rounding alone does to bf16 losses",
         "",
-        f"{date.today()}, torch {torch.__version__}, {cell.name}, {options.steps} steps in one process on the CPU.",
+        f"{date.today()}, torch {torch.__version__}, {cell.name}, {options.steps} steps in one "
+        "process on the CPU.",
         "Written by `benchmarks/rounding.py`; no rank and no transport takes part.",
-        f"Each row changes one thing of: {SINGLE.what}; losses {', '.join(f'{each:.4f}' for each in reference)}.",
+        f"Each row changes one thing of: {SINGLE.what}; losses "
+        f"{', '.join(f'{each:.4f}' for each in reference)}.",
         "",
         "| what differs | largest difference | of each step |",
         "|---|--:|---|",
     ]
     for way in WAYS:
-        gaps = [ours - theirs for ours, theirs in zip(losses_of(way, cell, options.steps), reference, strict=True)]
-        lines.append(f"| {way.what} | {max(map(abs, gaps)):.1e} | {', '.join(f'{gap:+.0e}' for gap in gaps)} |")
+        gaps = [
+            ours - theirs
+            for ours, theirs in zip(losses_of(way, cell, options.steps), reference, strict=True)
+        ]
+        lines.append(
+            f"| {way.what} | {max(map(abs, gaps)):.1e} | "
+            f"{', '.join(f'{gap:+.0e}' for gap in gaps)} |"
+        )
         print(lines[-1], flush=True)
     RESULTS.write_text("\n".join(lines) + "\n")
 

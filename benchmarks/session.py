@@ -20,12 +20,18 @@ RESERVE = 0.95  # of the time is planned with: estimates are estimates
 
 
 class Session:
-    """Runs into one results file, for at most `seconds`.  Use as a context manager, which shows a bar on a terminal."""
+    """Runs into one results file, for at most `seconds`.  Use as a context manager, which shows a
+    bar on a terminal.
+    """
 
     def __init__(self, results: Path, console: Console, seconds: float = float("inf")) -> None:
         self.journal, self.console = Journal(results), console
         self.deadline = time.monotonic() + seconds * RESERVE
-        columns = [TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[left]}")]
+        columns = [
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[left]}"),
+        ]
         # Once a second: the bar shares its core with a rank.
         self.bar = Progress(
             *columns,
@@ -37,7 +43,10 @@ class Session:
         )
         self.task = self.bar.add_task("benchmark", total=None, left="")
         if self.journal.moved is not None:
-            self.say(f"{results.name} is of other code or another machine; it is now {shown(self.journal.moved)}")
+            self.say(
+                f"{results.name} is of other code or another machine; it is now "
+                f"{shown(self.journal.moved)}"
+            )
 
     def __enter__(self) -> Session:
         self.bar.start()
@@ -74,7 +83,9 @@ class Session:
         passed = self.bar.tasks[0].elapsed or 0.0
         what = f"{run.cell} {run.system} ({run.kind})"
         left = f"about {ahead / 60:.0f} min left"
-        self.bar.update(self.task, description=what, total=passed + ahead, completed=passed, left=left)
+        self.bar.update(
+            self.task, description=what, total=passed + ahead, completed=passed, left=left
+        )
 
 
 def describe(record: dict[str, Any]) -> str:
@@ -84,7 +95,9 @@ def describe(record: dict[str, Any]) -> str:
     if "failed" in record:
         return f"{head} FAILED {record['failed']} {tail}"
     if record["kind"] == "memory":
-        steady, peak = (record["memory"][moment]["pss"] / 1e6 for moment in ("steady", "train_peak"))
+        steady, peak = (
+            record["memory"][moment]["pss"] / 1e6 for moment in ("steady", "train_peak")
+        )
         return f"{head} steady {steady:.0f} MB, peak {peak:.0f} MB PSS {tail}"
     steps = record["steps"]
     return f"{head} {min(steps):.3f}-{max(steps):.3f} s a step, {len(steps)} steps {tail}"

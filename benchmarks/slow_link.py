@@ -1,20 +1,23 @@
-"""A step over the rate of the link between two hosts: plain, codes, sums host by host, beside DDP and FSDP2.
+"""A step over the rate of the link between two hosts: plain, codes, sums host by host, beside DDP
+and FSDP2.
 
     python -m benchmarks.slow_link                                        # as root, ten minutes
     python -m benchmarks.slow_link --rates 100mbit --ranks 4 --out slow_link_2x2.md
     python -m benchmarks.slow_link --rates 1gbit --tokens 32 --systems "ours, stage 3" "ours, stage 3, int8 and int4"
     python -m benchmarks.slow_link --also deepspeed-3     # genuine DeepSpeed, once deepspeed_env has installed it
 
-The hosts are namespaces of this machine (`tests/hosts.py`); `tc tbf` limits their links.  Each system has processes of
-its own, as a training has, and all take turns, a step each; a figure is the median of the rounds, of the slower rank.
-After the turns of all others a step finds nothing of its own in the caches, which no training does: `--in-a-row 2`.
-What needs an environment of its own (`--also`, names of benchmarks/systems) comes afterwards.  Bytes are those that
-leave a host in a step, by its interface's counter, headers and all; neither they nor CPU time are counted for what
-comes afterwards.  A system's floor is the computation of a step that never talks (with int8 and int4 codes: and makes
-them), or its own bytes over the rate, whichever is longer.  What this machine takes for a line of namespaces is no
-system's doing: two steps that never talk have the bytes of our plain step and of our codes pass between the hosts
-meanwhile, from buffer to buffer by two threads, and nothing done with them.  With two ranks a host these are a
-machine's two cores shared by four, so that computation takes twice as long.  Leaves a table and a picture.
+The hosts are namespaces of this machine (`tests/hosts.py`); `tc tbf` limits their links.  Each
+system has processes of its own, as a training has, and all take turns, a step each; a figure is the
+median of the rounds, of the slower rank. After the turns of all others a step finds nothing of its
+own in the caches, which no training does: `--in-a-row 2`. What needs an environment of its own
+(`--also`, names of benchmarks/systems) comes afterwards.  Bytes are those that leave a host in a
+step, by its interface's counter, headers and all; neither they nor CPU time are counted for what
+comes afterwards.  A system's floor is the computation of a step that never talks (with int8 and
+int4 codes: and makes them), or its own bytes over the rate, whichever is longer.  What this machine
+takes for a line of namespaces is no system's doing: two steps that never talk have the bytes of our
+plain step and of our codes pass between the hosts meanwhile, from buffer to buffer by two threads,
+and nothing done with them.  With two ranks a host these are a machine's two cores shared by four,
+so that computation takes twice as long.  Leaves a table and a picture.
 """
 
 from __future__ import annotations
@@ -46,7 +49,15 @@ from benchmarks.cells import CONTEXT, SEQUENCES_PER_RANK, Cell
 from benchmarks.launch import THREADS, deepspeed_environment
 from benchmarks.model import Batch, Batches, build_model
 from benchmarks.systems import SYSTEMS, ddp, floor, fsdp2
-from benchmarks.systems.common import Job, MakeModel, System, engine_settings, engine_step, seconds_of, take_a_core
+from benchmarks.systems.common import (
+    Job,
+    MakeModel,
+    System,
+    engine_settings,
+    engine_step,
+    seconds_of,
+    take_a_core,
+)
 from benchmarks.worker import Task
 from deepseek_zero.precision.codecs import Blocks, work_room
 from deepseek_zero.report.plots import BLUE, INK, OTHER_COLOUR, save_figure, style_axes
@@ -61,7 +72,10 @@ SECONDS = [scale * step for scale in (0.1, 1, 10, 100) for step in (1, 2, 3, 5)]
 WEIGHTS, GRADIENTS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 DIFFERENCES = {"compression": {"weights": {"bits": 4}, "gradients": {"bits": 4}}}
 ALL = {"compression": {"weights": {"bits": 8}, "gradients": {"bits": 4}}}
-TWICE = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}  # gathered again for backward
+TWICE = {
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+}  # gathered again for backward
 
 Build = Callable[[MakeModel, Job], System]
 FLOOR, PLAIN, BOTH, PEER = "never talking", "ours, stage 3", "ours, stage 3, int8 and int4", "FSDP2"
@@ -75,15 +89,21 @@ def ours(stage: int, zero: dict[str, Any], **others: Any) -> Build:
     """This library at a stage.  zero, others: settings beside the cell's."""
 
     def build(make_model: MakeModel, job: Job) -> System:
-        settings = engine_settings(job, {"stage": stage, "stage3_param_persistence_threshold": 0, **zero})
-        engine, *_ = dz.initialize(model=make_model(), config={**settings, "steps_per_print": None, **others})
+        settings = engine_settings(
+            job, {"stage": stage, "stage3_param_persistence_threshold": 0, **zero}
+        )
+        engine, *_ = dz.initialize(
+            model=make_model(), config={**settings, "steps_per_print": None, **others}
+        )
         return System(engine_step(engine))
 
     return build
 
 
 def beside_bytes(per_element: float) -> Build:
-    """A step that never talks while so many bytes for each parameter pass between its two ranks, each way."""
+    """A step that never talks while so many bytes for each parameter pass between its two ranks,
+    each way.
+    """
 
     def build(make_model: MakeModel, job: Job) -> System:
         alone, nbytes = floor.build(make_model, job), int(per_element * job.cell.shape.numel)
@@ -115,14 +135,20 @@ def beside_bytes(per_element: float) -> Build:
 
 
 def beside_codes(make_model: MakeModel, job: Job) -> System:
-    """A step that never talks and makes the codes of `BOTH`: a rank codes its slice of the weights and every slice of
-    the gradients, and decodes every slice of both.
+    """A step that never talks and makes the codes of `BOTH`: a rank codes its slice of the weights
+    and every slice of the gradients, and decodes every slice of both.
     """
     alone = floor.build(make_model, job)
     numel = job.cell.shape.numel // job.size // OF_WEIGHTS.granule * OF_WEIGHTS.granule
-    slice_, gathered, summed = torch.randn(numel).bfloat16(), torch.empty(numel).bfloat16(), torch.empty(numel)
+    slice_, gathered, summed = (
+        torch.randn(numel).bfloat16(),
+        torch.empty(numel).bfloat16(),
+        torch.empty(numel),
+    )
     room = work_room(OF_WEIGHTS, numel, slice_.device)
-    weights, gradients = (torch.empty(each.length(numel), dtype=each.dtype) for each in (OF_WEIGHTS, OF_GRADIENTS))
+    weights, gradients = (
+        torch.empty(each.length(numel), dtype=each.dtype) for each in (OF_WEIGHTS, OF_GRADIENTS)
+    )
 
     def step(batches: list[Batch]) -> list[Tensor]:
         losses = alone.step(batches)
@@ -139,7 +165,8 @@ def beside_codes(make_model: MakeModel, job: Job) -> System:
 def systems(each: int) -> dict[str, Build]:
     """By name; each: ranks on a host."""
     codes = (OF_WEIGHTS.length(1 << 20) + OF_GRADIENTS.length(1 << 20)) / 2**20
-    bare = {  # of what a rank sends the other of two: half of each state, weights once and gradients once
+    # Of what a rank sends the other of two: half of each state, weights once and gradients once
+    bare = {
         BARE: beside_bytes((2 + 2) / 2),
         BARE_CODES: beside_bytes(codes / 2),
         CODES: beside_codes,
@@ -162,7 +189,9 @@ def systems(each: int) -> dict[str, Build]:
 
 
 def by_host(each: int) -> dict[str, Build]:
-    """What several ranks on a host have: sums by host, and a second copy of the weights among them (hpZ)."""
+    """What several ranks on a host have: sums by host, and a second copy of the weights among them
+    (hpZ).
+    """
     second_copy = {**TWICE, "zero_hpz_partition_size": each}
     return {
         "ours, stage 3 by host": ours(3, {}),
@@ -174,7 +203,9 @@ def by_host(each: int) -> dict[str, Build]:
 
 @dataclass(frozen=True)
 class Turn:
-    """Of a measured step: its seconds, of the slowest rank; those of this rank's CPU; the bytes that left its host."""
+    """Of a measured step: its seconds, of the slowest rank; those of this rank's CPU; the bytes
+    that left its host.
+    """
 
     seconds: float
     busy: float
@@ -182,7 +213,9 @@ class Turn:
 
 
 def be_a_rank(given: argparse.Namespace) -> None:
-    """Build the one system that is named, and say so; take a turn for every line that comes, and write its `Turn`."""
+    """Build the one system that is named, and say so; take a turn for every line that comes, and
+    write its `Turn`.
+    """
     dz.init_distributed()
     job = Job(given.cell, dist.get_rank(), dist.get_world_size())
     take_a_core(job.rank, job.size)
@@ -198,17 +231,29 @@ def be_a_rank(given: argparse.Namespace) -> None:
         took = torch.tensor(seconds_of(partial(system.step, micro_batches)), dtype=torch.float64)
         computed = time.process_time() - computed
         dist.all_reduce(took, dist.ReduceOp.MAX)
-        print(json.dumps(asdict(Turn(float(took), computed, sent_from_here() - before))), flush=True)
+        print(
+            json.dumps(asdict(Turn(float(took), computed, sent_from_here() - before))), flush=True
+        )
 
 
 class Team:
     """The ranks of one system; between their turns they wait.  Made, they are still starting."""
 
-    def __init__(self, name: str, port: int, pair: Sequence[Host], given: argparse.Namespace) -> None:
+    def __init__(
+        self, name: str, port: int, pair: Sequence[Host], given: argparse.Namespace
+    ) -> None:
         each = given.ranks // HOSTS
         world = {"WORLD_SIZE": given.ranks, "LOCAL_WORLD_SIZE": each}
         world |= {"MASTER_ADDR": pair[0].address, "MASTER_PORT": port}
-        command = [sys.executable, "-m", "benchmarks.slow_link", "--as-rank", *map(str, given.words), "--systems", name]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.slow_link",
+            "--as-rank",
+            *map(str, given.words),
+            "--systems",
+            name,
+        ]
         self._ranks = []
         for rank in range(given.ranks):
             here = {**world, "RANK": rank, "LOCAL_RANK": rank % each}
@@ -222,7 +267,9 @@ class Team:
         return Turn(**self.said()[0])
 
     def said(self) -> list[Any]:
-        """Wait for the next line of every rank; SystemExit with what a rank said that ended instead."""
+        """Wait for the next line of every rank; SystemExit with what a rank said that ended
+        instead.
+        """
         return [self._next(rank) for rank in self._ranks]
 
     def end(self) -> None:
@@ -243,8 +290,8 @@ class Team:
 
 @dataclass
 class Found:
-    """Of one rate: by system, the median seconds of a step, and, where they were counted, those of rank 0's CPU and the
-    bytes that left the first host in one.
+    """Of one rate: by system, the median seconds of a step, and, where they were counted, those of
+    rank 0's CPU and the bytes that left the first host in one.
     """
 
     rate: str
@@ -256,7 +303,9 @@ class Found:
 def run(rate: str, given: argparse.Namespace) -> Found:
     with hosts(HOSTS, rate) as pair:
         names = given.systems or systems(given.ranks // HOSTS)
-        teams = {name: Team(name, PORT + 2 * number, pair, given) for number, name in enumerate(names, 1)}
+        teams = {
+            name: Team(name, PORT + 2 * number, pair, given) for number, name in enumerate(names, 1)
+        }
         for team in teams.values():
             assert team.said() == [READY] * given.ranks
         turns: dict[str, list[Turn]] = {name: [] for name in teams}
@@ -279,8 +328,8 @@ def run(rate: str, given: argparse.Namespace) -> Found:
 
 
 def seconds_of_its_own(system: str, pair: Sequence[Host], given: argparse.Namespace) -> float:
-    """Run a system of benchmarks/systems in its own environment; return the median seconds of a step, of the slowest
-    rank.  SystemExit with what a rank said that failed.
+    """Run a system of benchmarks/systems in its own environment; return the median seconds of a
+    step, of the slowest rank.  SystemExit with what a rank said that failed.
     """
     entry, ranks, each, started = SYSTEMS[system], given.ranks, given.ranks // HOSTS, []
     world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(each), "GLOO_SOCKET_IFNAME": DEVICE}
@@ -291,11 +340,27 @@ def seconds_of_its_own(system: str, pair: Sequence[Host], given: argparse.Namesp
         outs = [Path(folder, f"{rank}.json") for rank in range(ranks)]
         for rank, out in enumerate(outs):
             core = cores[rank] if ranks <= len(cores) else None
-            task = Task(given.cell.name, system, "time", given.rounds, rank, ranks, core, str(out), given.tokens)
+            task = Task(
+                given.cell.name,
+                system,
+                "time",
+                given.rounds,
+                rank,
+                ranks,
+                core,
+                str(out),
+                given.tokens,
+            )
             here = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank % each)}
-            started.append(pair[rank // each].run([entry.python, "-m", "benchmarks.worker", task.as_json()], here))
+            started.append(
+                pair[rank // each].run(
+                    [entry.python, "-m", "benchmarks.worker", task.as_json()], here
+                )
+            )
         said = [process.communicate()[0] for process in started]
-        if not all(out.exists() for out in outs):  # a rank that aborts as it ends has measured all the same
+        if not all(
+            out.exists() for out in outs
+        ):  # a rank that aborts as it ends has measured all the same
             raise SystemExit("\n".join(said))
         steps = [json.loads(out.read_text())["steps"] for out in outs]
     return statistics.median(map(max, zip(*steps, strict=True)))
@@ -307,12 +372,17 @@ def table(found: list[Found], given: argparse.Namespace) -> str:
     lines = [
         "# A step over the rate of the link",
         "",
-        f"Written by `benchmarks/slow_link.py` on {date.today()}: {given.cell.name} ({shape.numel / 1e6:.1f}M",
-        f"parameters), {given.ranks} ranks on {HOSTS} hosts, {tokens} tokens each, {given.rounds} rounds.  Steps in a",
-        f"turn, of which the last is measured: {given.in_a_row}.  Load at the end: {os.getloadavg()[0]:.1f} on "
-        f"{os.cpu_count()} cores.  Milliseconds of a step and of a rank's CPU",
-        "in one, medians; megabytes that left a host in one; a step over its own floor (a step that never talks, with",
-        "both codes one that makes them too, or its bytes over the rate, whichever is longer); times faster than our",
+        f"Written by `benchmarks/slow_link.py` on {date.today()}: {given.cell.name} "
+        f"({shape.numel / 1e6:.1f}M",
+        f"parameters), {given.ranks} ranks on {HOSTS} hosts, {tokens} tokens each, {given.rounds} "
+        "rounds.  Steps in a",
+        f"turn, of which the last is measured: {given.in_a_row}.  Load at the end: "
+        f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.  Milliseconds of a step and of a "
+        "rank's CPU",
+        "in one, medians; megabytes that left a host in one; a step over its own floor (a step "
+        "that never talks, with",
+        "both codes one that makes them too, or its bytes over the rate, whichever is longer); "
+        "times faster than our",
         f"plain stage 3, and {PEER}.",
     ]
     for each in found:
@@ -336,7 +406,10 @@ def table(found: list[Found], given: argparse.Namespace) -> str:
             for place, other in enumerate((PLAIN, PEER)):
                 if other in each.seconds:
                     faster[place] = f"{each.seconds[other] / seconds:.2f}"
-            lines.append(f"| {name} | {1e3 * seconds:.0f} | {busy} | {sent} | {over} | {' | '.join(faster)} |")
+            lines.append(
+                f"| {name} | {1e3 * seconds:.0f} | {busy} | {sent} | {over} | {' | '.join(faster)} "
+                "|"
+            )
     return "\n".join([*lines, ""])
 
 
@@ -365,7 +438,10 @@ def draw(found: list[Found], path: Path) -> None:
         axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
         axes.set_yticks(SECONDS, [f"{seconds:g}" for seconds in SECONDS])
         axes.minorticks_off()
-        least, most = (edge(seconds for each in found for seconds in each.seconds.values()) for edge in (min, max))
+        least, most = (
+            edge(seconds for each in found for seconds in each.seconds.values())
+            for edge in (min, max)
+        )
         axes.set_ylim(least / 1.15, most * 1.15)
         axes.set_xlabel("Mbit/s of the link")
         axes.legend(fontsize=7.5, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
@@ -376,15 +452,27 @@ def draw(found: list[Found], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cell", type=Cell.parse, default=CELL, help="model and number format; default %(default)s")
-    parser.add_argument("--tokens", type=int, default=CONTEXT, help="of a sequence; default %(default)s")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cell", type=Cell.parse, default=CELL, help="model and number format; default %(default)s"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=CONTEXT, help="of a sequence; default %(default)s"
+    )
     parser.add_argument("--rates", default=",".join(RATES), help="in tc's words")
     parser.add_argument("--ranks", type=int, default=HOSTS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--in-a-row", type=int, default=1, help="steps in a turn, of which the last is measured")
-    parser.add_argument("--systems", nargs="*", default=[], help="names of the table's first column; default all")
-    parser.add_argument("--also", nargs="*", choices=SYSTEMS, default=[], help="in processes of their own")
+    parser.add_argument(
+        "--in-a-row", type=int, default=1, help="steps in a turn, of which the last is measured"
+    )
+    parser.add_argument(
+        "--systems", nargs="*", default=[], help="names of the table's first column; default all"
+    )
+    parser.add_argument(
+        "--also", nargs="*", choices=SYSTEMS, default=[], help="in processes of their own"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--as-rank", action="store_true", help="be one of the ranks")
     given = parser.parse_args()

@@ -1,13 +1,15 @@
-"""Attention over blocks of keys beside dense attention, on one thread: seconds, gain over density, and peak bytes.
+"""Attention over blocks of keys beside dense attention, on one thread: seconds, gain over density,
+and peak bytes.
 
     python -m benchmarks.sparse_attention                                         # some minutes
     python -m benchmarks.sparse_attention --lengths 2048 --rounds 1 --longest 0 --out /tmp/sparse.md
 
-One head of 64, forward and backward: torch's attention, causal where the layout is, against the library's kernel, in
-turns. Processor time, medians of the rounds; a gain is the median ratio of two runs beside each other. The density is
-of what the kernel's tiles compute, edges included, in what dense attention computes; its inverse bounds the gain. Then
-a layer (width 256, 4 heads, an MLP) with its attention dense or not; then the longest sequence, with a window of 512
-tokens. Peaks are those of storages that operators make, beyond the inputs. Leaves a table and a picture.
+One head of 64, forward and backward: torch's attention, causal where the layout is, against the
+library's kernel, in turns. Processor time, medians of the rounds; a gain is the median ratio of two
+runs beside each other. The density is of what the kernel's tiles compute, edges included, in what
+dense attention computes; its inverse bounds the gain. Then a layer (width 256, 4 heads, an MLP)
+with its attention dense or not; then the longest sequence, with a window of 512 tokens. Peaks are
+those of storages that operators make, beyond the inputs. Leaves a table and a picture.
 """
 
 from __future__ import annotations
@@ -36,13 +38,18 @@ from deepseek_zero.report.memory_trace import MemoryTrace
 
 RESULTS = Path(__file__).parent / "results" / "sparse_attention.md"
 WIDTH, WINDOW = 64, 512
-FORMATS = ((torch.float32, "fp32", 0.65), (torch.bfloat16, "bf16", 0.5))  # and what each should reach of its bound
+FORMATS = (
+    (torch.float32, "fp32", 0.65),
+    (torch.bfloat16, "bf16", 0.5),
+)  # and what each should reach of its bound
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass
 class Case:
-    """A pattern and the part of its bound that it should reach.  faster: and how many times dense attention's speed."""
+    """A pattern and the part of its bound that it should reach.  faster: and how many times dense
+    attention's speed.
+    """
 
     name: str
     pattern: Pattern
@@ -72,14 +79,18 @@ class Case:
 def scattered(length: int, block: int, others: int) -> Pattern:
     """Return a pattern in which each block sees itself and so many others, drawn by chance."""
     blocks = length // block
-    drawn = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(0)).fill_diagonal_(2.0)
+    drawn = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(0)).fill_diagonal_(
+        2.0
+    )
     seen = torch.zeros(1, blocks, blocks, dtype=torch.bool)
     seen[0].scatter_(1, drawn.topk(others + 1).indices, True)
     return Pattern(Listed(block=block, seen=seen))
 
 
 def cases(length: int) -> list[Case]:
-    """Return the cases; at 16384 tokens their densities are those of the goals in times: .077 and .062."""
+    """Return the cases; at 16384 tokens their densities are those of the goals in times: .077 and
+    .062.
+    """
     sliding = Pattern.of(LocalSlidingWindow(block=64, num_sliding_window_blocks=9))
     spread = BSLongformer(block=128, num_sliding_window_blocks=5, attention="unidirectional")
     both, few = Pattern.of(spread), scattered(length, 256, 3)
@@ -117,7 +128,9 @@ def in_turns(ways: Sequence[Callable[[], float]], rounds: int) -> tuple[list[flo
     """Return each way's median seconds, and how many times faster than the first it is."""
     seconds = [[way() for way in ways] for _ in range(rounds + 1)][1:]
     medians = [statistics.median(each) for each in zip(*seconds, strict=True)]
-    return medians, [statistics.median(row[0] / row[place] for row in seconds) for place in range(len(ways))]
+    return medians, [
+        statistics.median(row[0] / row[place] for row in seconds) for place in range(len(ways))
+    ]
 
 
 class Layer(nn.Module):
@@ -152,7 +165,9 @@ def peak(way: Way, given: Sequence[Tensor]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--longest", type=int, default=65536, help="0: leave it out")
@@ -163,11 +178,13 @@ def main() -> None:
     lines = [
         "# Sparse attention beside dense attention",
         "",
-        f"`python -m benchmarks.sparse_attention --rounds {asked.rounds}`, {date.today()}, torch {torch.__version__}, "
-        f"{described(machine())}, one thread, load {os.getloadavg()[0]:.0f} at the start.",
+        f"`python -m benchmarks.sparse_attention --rounds {asked.rounds}`, {date.today()}, torch "
+        f"{torch.__version__}, {described(machine())}, one thread, load {os.getloadavg()[0]:.0f} "
+        "at the start.",
         f"One head of {WIDTH}, forward and backward; density and peak as the script's head says.",
         "",
-        "| tokens | pattern | density | dense s | sparse s | times faster | of 1 / density | goal | peak MiB |",
+        "| tokens | pattern | density | dense s | sparse s | times faster | of 1 / density | goal "
+        "| peak MiB |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     panels = []
@@ -175,30 +192,55 @@ def main() -> None:
         bars: dict[torch.dtype, list[tuple[str, float]]] = {}
         for case in cases(length):
             given = tensors(length, case.dtype)
-            ways = [lambda c=case, g=given: run(c.dense, g), lambda c=case, g=given: run(c.sparse, g)]
+            ways = [
+                lambda c=case, g=given: run(c.dense, g),
+                lambda c=case, g=given: run(c.sparse, g),
+            ]
             (slow, fast), (_, gain) = in_turns(ways, asked.rounds)
             density = case.density(length)
             lines.append(
-                f"| {length} | {case.name} | {density:.3f} | {slow:.2f} | {fast:.3f} | {gain:.1f} | "
-                f"{gain * density:.2f} | {case.goals} | {peak(case.sparse, given):.0f} |"
+                f"| {length} | {case.name} | {density:.3f} | {slow:.2f} | {fast:.3f} | {gain:.1f} "
+                f"| {gain * density:.2f} | {case.goals} | {peak(case.sparse, given):.0f} |"
             )
             print(lines[-1], flush=True)
             bars.setdefault(case.dtype, []).append((f"ours: {case.name}", gain * density))
-        panels += [Panel(f"{length} tokens, {name}", bars[dtype], goal) for dtype, name, goal in FORMATS]
-    lines += ["", "| tokens | a layer's step | dense s | sparse s | times faster |", "|---|---|---|---|---|"]
+        panels += [
+            Panel(f"{length} tokens, {name}", bars[dtype], goal) for dtype, name, goal in FORMATS
+        ]
+    lines += [
+        "",
+        "| tokens | a layer's step | dense s | sparse s | times faster |",
+        "|---|---|---|---|---|",
+    ]
     for length in asked.lengths:
-        case = Case("", Pattern.of(BSLongformer(128, num_sliding_window_blocks=9, attention="unidirectional")), 0)
+        case = Case(
+            "",
+            Pattern.of(BSLongformer(128, num_sliding_window_blocks=9, attention="unidirectional")),
+            0,
+        )
         x, layers = torch.randn(1, length, 256), [Layer(case.dense), Layer(case.sparse)]
-        (slow, fast), (_, gain) = in_turns([lambda m=each, x=x: m.step(x) for each in layers], asked.rounds)
-        lines.append(f"| {length} | window of 4 x 128 and global | {slow:.2f} | {fast:.2f} | {gain:.2f} |")
+        (slow, fast), (_, gain) = in_turns(
+            [lambda m=each, x=x: m.step(x) for each in layers], asked.rounds
+        )
+        lines.append(
+            f"| {length} | window of 4 x 128 and global | {slow:.2f} | {fast:.2f} | {gain:.2f} |"
+        )
         print(lines[-1], flush=True)
     window = Pattern.of(None, is_causal=True, window=WINDOW)
-    lines += ["", f"| tokens | a window of {WINDOW} | seconds | peak MiB beyond the inputs |", "|---|---|---|---|"]
+    lines += [
+        "",
+        f"| tokens | a window of {WINDOW} | seconds | peak MiB beyond the inputs |",
+        "|---|---|---|---|",
+    ]
     ours = ("by tiles", Case("", window, 0).sparse)
     for length, ways_of in (
         (
             min(asked.lengths),
-            [("dense, causal", Case("", window, 0).dense), ("dense, with a mask", masked_window), ours],
+            [
+                ("dense, causal", Case("", window, 0).dense),
+                ("dense, with a mask", masked_window),
+                ours,
+            ],
         ),
         (asked.longest, [ours, ("dense, causal, once", Case("", window, 0).dense)]),
     ):

@@ -1,11 +1,12 @@
-"""What a split master costs in an optimizer step, on one thread: joined, updated by fused AdamW, split again.
+"""What a split master costs in an optimizer step, on one thread: joined, updated by fused AdamW,
+split again.
 
     python benchmarks/split_master.py --out split_master.json        # about a minute; 64M elements, 2.5 GB
 
-Interleaved in one run: torch's fused AdamW alone over fp32 parameters with fp32 gradients (what no step can beat); the
-same and the cast to bf16 weights; our step with whole fp32 masters; our step with split ones, by elements per optimizer
-call.  Ours also cast the bf16 gradient.  Times are those of the processor, so that other programs on the machine count
-less; per element, medians.
+Interleaved in one run: torch's fused AdamW alone over fp32 parameters with fp32 gradients (what no
+step can beat); the same and the cast to bf16 weights; our step with whole fp32 masters; our step
+with split ones, by elements per optimizer call.  Ours also cast the bf16 gradient.  Times are those
+of the processor, so that other programs on the machine count less; per element, medians.
 """
 
 from __future__ import annotations
@@ -46,10 +47,16 @@ def ours(side: int, kind: str, tile_numel: int) -> Callable[[], Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--side", type=int, default=8192, help="the weight has side x side elements")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--side", type=int, default=8192, help="the weight has side x side elements"
+    )
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--tiles", type=int, nargs="+", default=[1 << 18, 1 << 19, 1 << 20, 1 << 22])
+    parser.add_argument(
+        "--tiles", type=int, nargs="+", default=[1 << 18, 1 << 19, 1 << 20, 1 << 22]
+    )
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -76,7 +83,10 @@ def main() -> None:
                     times[name].append((time.process_time() - start) / numel * 1e9)
     medians = {name: statistics.median(found) for name, found in times.items()}
     for name, found in medians.items():
-        print(f"{name:<30} {found:5.2f} ns per element   {found / medians['AdamW and cast']:.2f} x AdamW and cast")
+        print(
+            f"{name:<30} {found:5.2f} ns per element   {found / medians['AdamW and cast']:.2f} x "
+            "AdamW and cast"
+        )
     if asked.out is not None:
         facts = {"numel": numel, "torch": torch.__version__, "ns_per_element": medians}
         asked.out.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

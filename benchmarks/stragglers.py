@@ -3,9 +3,9 @@
     python -m benchmarks.stragglers                                            # as root, three minutes
     python -m benchmarks.stragglers --cells tiny-fp32 --steps 14 --out /tmp/stragglers.md
 
-Hosts are namespaces of this machine (`tests/hosts.py`), their link as fast as it is.  What is watched costs the calls
-in which a rank sums up its own seconds and compares those of all, timed here where the engine makes them, and a few
-numbers more in the verdict of every seventh step.
+Hosts are namespaces of this machine (`tests/hosts.py`), their link as fast as it is.  What is
+watched costs the calls in which a rank sums up its own seconds and compares those of all, timed
+here where the engine makes them, and a few numbers more in the verdict of every seventh step.
 """
 
 from __future__ import annotations
@@ -37,13 +37,19 @@ GOAL = 0.001
 
 
 def be_a_rank(cell: str, steps: int) -> None:
-    """Train; rank 0 writes the seconds of a step, those of the watch in it, and the bytes of its words, at worst."""
+    """Train; rank 0 writes the seconds of a step, those of the watch in it, and the bytes of its
+    words, at worst.
+    """
     torch.set_num_threads(1)
     dz.init_distributed()
     job = Job(Cell.parse(cell), dist.get_rank(), dist.get_world_size())
     config = {**engine_settings(job, {"stage": 3}), "steps_per_print": None}
     engine: Any = dz.initialize(model=build_model(job.cell.shape), config=config)[0]
-    watch, batches, step = engine._stragglers, Batches(job.cell, job.size, job.rank, job.size), engine_step(engine)
+    watch, batches, step = (
+        engine._stragglers,
+        Batches(job.cell, job.size, job.rank, job.size),
+        engine_step(engine),
+    )
     spent, words = 0.0, 0
 
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,11 +92,14 @@ def main() -> None:
     lines = []
     for cell in options.cells.split(","):
         with hosts(HOSTS) as pair:
-            said = run_ranks("benchmarks.stragglers", pair, free_port(), [cell, options.steps], each=EACH)
+            said = run_ranks(
+                "benchmarks.stragglers", pair, free_port(), [cell, options.steps], each=EACH
+            )
         step, watch, nbytes = json.loads(said.splitlines()[-1])
         share = watch / step
         lines.append(
-            f"| {cell} | {step * 1e3:.1f} | {watch * 1e6:.1f} | {share:.4%} | {share / GOAL:.2f} | {nbytes:g} |"
+            f"| {cell} | {step * 1e3:.1f} | {watch * 1e6:.1f} | {share:.4%} | {share / GOAL:.2f} | "
+            f"{nbytes:g} |"
         )
         sys.stderr.write(f"{lines[-1]}\n")
     text = f"""# What it costs to watch for slow ranks and links

@@ -2,8 +2,8 @@
 
     python -m benchmarks.sum_kernels --threads 1
 
-Each figure is the fastest of many repetitions, in nanoseconds per element of the result, or of the input of a sum of
-squares.
+Each figure is the fastest of many repetitions, in nanoseconds per element of the result, or of the
+input of a sum of squares.
 """
 
 from __future__ import annotations
@@ -78,14 +78,17 @@ def time_sums(numel: int, threads: int) -> Iterator[tuple[str, dict[str, float]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time sums over rows and sums of squares, per element.")
+    parser = argparse.ArgumentParser(
+        description="Time sums over rows and sums of squares, per element."
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--numel", type=int, nargs="*", default=[1 << 18, 1 << 22])
     args = parser.parse_args()
     for numel in args.numel:
         for what, found in time_sums(numel, args.threads):
             print(
-                f"2^{numel.bit_length() - 1:<3} {what:<22} numba {found['numba']:6.3f}  torch {found['torch']:6.3f} ns"
+                f"2^{numel.bit_length() - 1:<3} {what:<22} numba {found['numba']:6.3f}  torch "
+                f"{found['torch']:6.3f} ns"
             )
 
 

@@ -1,4 +1,6 @@
-"""From runs to what is said of them: one row per system of a cell.  Pure functions of the results file."""
+"""From runs to what is said of them: one row per system of a cell.  Pure functions of the results
+file.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ Runs = Sequence[Mapping[str, Any]]
 class Row:
     """One system in one cell; None where it was not measured.
 
-    median: of the runs' medians, seconds.  fastest: of all steps.  loss_gap: largest difference of a loss from the
-    one process'.  seconds: import, build, initialise, first.  memory: {moment: {kind: bytes}}.
+    median: of the runs' medians, seconds.  fastest: of all steps.  loss_gap: largest difference of
+    a loss from the one process'.  seconds: import, build, initialise, first.  memory: {moment:
+    {kind: bytes}}.
     """
 
     system: str
@@ -29,7 +32,9 @@ class Row:
     fastest: float | None = None
     cpu_seconds: float | None = None
     sent_bytes: float | None = None
-    counts_itself: bool = False  # sent_bytes is the system's own count, not the loopback interface's
+    counts_itself: bool = (
+        False  # sent_bytes is the system's own count, not the loopback interface's
+    )
     seconds: dict[str, float] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +73,9 @@ class Summary:
         return top / bottom if top and bottom else None
 
     def psi(self, system: str) -> float | None:
-        """Bytes sent in units of the model's: 3 at stage 3, where each rank sends its part of each gather and sum."""
+        """Bytes sent in units of the model's: 3 at stage 3, where each rank sends its part of each
+        gather and sum.
+        """
         row = self.rows.get(system)
         if row is None or row.sent_bytes is None:
             return None
@@ -95,8 +102,15 @@ def summarise(cell: Cell, runs: Runs) -> Summary:
     """The rows of one cell, from all its runs of one number of ranks."""
     here = [run for run in runs if run["cell"] == cell.name]
     truth = _losses(here, "single")
-    rows = {name: _row(cell, name, [run for run in here if run["system"] == name], truth) for name in SYSTEMS}
-    return Summary(cell, here[0]["ranks"] if here else 2, {name: row for name, row in rows.items() if row is not None})
+    rows = {
+        name: _row(cell, name, [run for run in here if run["system"] == name], truth)
+        for name in SYSTEMS
+    }
+    return Summary(
+        cell,
+        here[0]["ranks"] if here else 2,
+        {name: row for name, row in rows.items() if row is not None},
+    )
 
 
 def cells_of(runs: Runs) -> list[Cell]:
@@ -116,11 +130,16 @@ def _row(cell: Cell, system: str, runs: Runs, truth: Sequence[float]) -> Row | N
         row.fastest = min(seconds for run in timed for seconds in run["steps"])
         row.cpu_seconds = statistics.median(run["cpu_seconds"] for run in timed)
         row.counts_itself = timed[0]["sent_bytes"] is not None
-        # Other programs use the interface too, and only ever add: the least is nearest to the truth.
-        row.sent_bytes = min(run["sent_bytes" if row.counts_itself else "wire_bytes"] for run in timed)
+        # Other programs use the interface too, and only ever add: the least is nearest to the
+        # truth.
+        row.sent_bytes = min(
+            run["sent_bytes" if row.counts_itself else "wire_bytes"] for run in timed
+        )
         names = timed[0]["seconds"]
         row.settings = timed[0]["settings"]
-        row.seconds = {name: statistics.median(run["seconds"][name] for run in timed) for name in names}
+        row.seconds = {
+            name: statistics.median(run["seconds"][name] for run in timed) for name in names
+        }
     row.memory = next((run["memory"] for run in good if run["kind"] == "memory"), {})
     if SYSTEMS[system].learns and truth:
         gaps = [_gaps(run["losses"], truth) for run in good]

@@ -1,4 +1,6 @@
-"""The results as Markdown: what they are true for, the goals, and per cell a table of time and one of memory."""
+"""The results as Markdown: what they are true for, the goals, and per cell a table of time and one
+of memory.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from .systems import SYSTEMS
 QUIET = 0.1  # cores that other work may take
 DISTURBED = " - **this machine was not quiet: trust no difference in time**"
 MISSING = {"not_installed": "not installed", "left_out": "left out for lack of time"}
-MOMENTS = {"init_peak": "initialise peak", "initialised": "initialised", "steady": "steady", "train_peak": "peak"}
+MOMENTS = {
+    "init_peak": "initialise peak",
+    "initialised": "initialised",
+    "steady": "steady",
+    "train_peak": "peak",
+}
 
 
 def write_report(results: Path) -> list[Path]:
@@ -31,7 +38,14 @@ def write_report(results: Path) -> list[Path]:
 
 def _page(content: Mapping[str, Any], summaries: Mapping[str, Summary], picture: str) -> list[str]:
     lines = ["# Side by side on CPU ranks", "", *about(content["about"], content["runs"]), ""]
-    lines += ["## Goals (GPT-125M)", "", *goal_table(summaries), "", f"![step time over the floor]({picture})", ""]
+    lines += [
+        "## Goals (GPT-125M)",
+        "",
+        *goal_table(summaries),
+        "",
+        f"![step time over the floor]({picture})",
+        "",
+    ]
     for summary in summaries.values():
         lines += [f"## {summary.cell.name}", "", *time_table(summary), ""]
         if any(row.memory for row in summary.rows.values()):
@@ -45,12 +59,16 @@ def about(facts: Mapping[str, Any], runs: Runs) -> list[str]:
     machine = facts["machine"]
     versions = {name: version for run in runs for name, version in run.get("versions", {}).items()}
     others = [run["others_cores"] for run in runs]
-    has = [f"with {flag}" for flag in machine["has"]] + [f"without {flag}" for flag in machine["has_not"]]
+    has = [f"with {flag}" for flag in machine["has"]] + [
+        f"without {flag}" for flag in machine["has_not"]
+    ]
     return [
         "Written from the JSON beside it; `benchmarks/README.md` says how it is measured.",
         "",
-        f"- {facts['date']}, commit {facts['commit']}, {', '.join(f'{k} {v}' for k, v in versions.items())}",
-        f"- {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {', '.join(has)}",
+        f"- {facts['date']}, commit {facts['commit']}, "
+        f"{', '.join(f'{k} {v}' for k, v in versions.items())}",
+        f"- {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; "
+        f"{', '.join(has)}",
         f"- cores that other work took while a run lasted: median {statistics.median(others):.2f}, "
         f"most {max(others):.2f}" + (DISTURBED if statistics.median(others) > QUIET else ""),
         *(f"- {what}: {', '.join(facts[key])}" for key, what in MISSING.items() if facts.get(key)),
@@ -59,10 +77,18 @@ def about(facts: Mapping[str, Any], runs: Runs) -> list[str]:
 
 def time_table(summary: Summary) -> list[str]:
     """Step time and what it is made of; the fastest right system is bold."""
-    head = "system | rounds | step, s | over floor | fastest over floor | seconds over floor | times faster than fsdp2 "
-    head += "| than deepspeed-3 | tokens/s | CPU s per rank | MB sent per rank | largest loss difference"
+    head = (
+        "system | rounds | step, s | over floor | fastest over floor | seconds over floor | times "
+        "faster than fsdp2 "
+    )
+    head += (
+        "| than deepspeed-3 | tokens/s | CPU s per rank | MB sent per rank | largest loss "
+        "difference"
+    )
     lines = [f"| {head} |", "|---|" + "--:|" * head.count("|")]
-    return lines + [_time_line(summary, row) for row in summary.rows.values() if SYSTEMS[row.system].timed]
+    return lines + [
+        _time_line(summary, row) for row in summary.rows.values() if SYSTEMS[row.system].timed
+    ]
 
 
 def _time_line(summary: Summary, row: Row) -> str:
@@ -91,7 +117,9 @@ def _time_line(summary: Summary, row: Row) -> str:
 
 def memory_table(summary: Summary) -> list[str]:
     """MB per rank as PSS / USS, and seconds until the first step is done."""
-    head = " | ".join(["system", *(f"{title}, MB" for title in MOMENTS.values()), "peak RSS, exact, MB"])
+    head = " | ".join(
+        ["system", *(f"{title}, MB" for title in MOMENTS.values()), "peak RSS, exact, MB"]
+    )
     head += " | import, s | build, s | initialise, s | first step over later"
     lines = [f"| {head} |", "|---|" + "--:|" * head.count("|")]
     return lines + [_memory_line(row) for row in summary.rows.values() if row.memory or row.seconds]
@@ -110,8 +138,9 @@ def remarks(summary: Summary) -> list[str]:
     single = summary.rows.get("single")
     compared = max((row.losses_compared for row in summary.rows.values()), default=0)
     lines = [
-        f"{shape.numel / 1e6:.1f}M parameters ({shape.layers} x {shape.width}), {summary.ranks} ranks, accumulation "
-        f"{cell.accumulation}. *: bytes of the loopback interface, headers included; without: the system's own count."
+        f"{shape.numel / 1e6:.1f}M parameters ({shape.layers} x {shape.width}), {summary.ranks} "
+        f"ranks, accumulation {cell.accumulation}. *: bytes of the loopback interface, headers "
+        "included; without: the system's own count."
     ]
     if single is None:
         lines.append("`single` was not run, so no losses were compared.")
@@ -120,7 +149,9 @@ def remarks(summary: Summary) -> list[str]:
     for row in summary.rows.values():
         if row.system.startswith("ours") and (psi := summary.psi(row.system)) is not None:
             settings = ", ".join(f"{name} {value}" for name, value in row.settings.items())
-            lines.append(f"`{row.system}` ({settings}) sent {psi:.3f} times its share of the weights (Psi).")
+            lines.append(
+                f"`{row.system}` ({settings}) sent {psi:.3f} times its share of the weights (Psi)."
+            )
     lines += [f"`{row.system}` failed: {row.failed}" for row in summary.rows.values() if row.failed]
     return [f"- {line}" for line in lines]
 

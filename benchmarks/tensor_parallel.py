@@ -1,12 +1,14 @@
-"""Tensor parallelism on two ranks: a step over half of one process's, beside DTensor's, and a sum over one addition.
+"""Tensor parallelism on two ranks: a step over half of one process's, beside DTensor's, and a sum
+over one addition.
 
     deepseek-zero run --nproc 2 benchmarks/tensor_parallel.py                                  # five minutes
     deepseek-zero run --nproc 2 benchmarks/tensor_parallel.py --cells 10m-fp32 --rounds 3 --out /tmp/tp.md
 
-One core for each rank, everything interleaved in one run, minima of the rounds. `half` is half of the whole model's
-step, `mute` the step of ranks that compute their parts and never talk: what is whole on every rank (norms, residuals)
-is in it twice. `tokens` is ours with activations sharded over tokens there (tensor_parallel.sequence), which computes
-it once. Needs transformers and matplotlib. Leaves a table and a picture.
+One core for each rank, everything interleaved in one run, minima of the rounds. `half` is half of
+the whole model's step, `mute` the step of ranks that compute their parts and never talk: what is
+whole on every rank (norms, residuals) is in it twice. `tokens` is ours with activations sharded
+over tokens there (tensor_parallel.sequence), which computes it once. Needs transformers and
+matplotlib. Leaves a table and a picture.
 """
 
 from __future__ import annotations
@@ -26,7 +28,12 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, by a launcher
 
@@ -86,7 +93,9 @@ def build(size: str, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
 
 
 def systems(size: str, dtype: torch.dtype) -> tuple[dict[str, nn.Module], Tensor, Comm]:
-    """The whole model, ours, ours with sharded tokens, ours without talk, and DTensor's, by name."""
+    """The whole model, ours, ours with sharded tokens, ours without talk, and DTensor's, by
+    name.
+    """
     whole, ids = build(size, dtype)
     comm = Comm(CPU)
     found = {
@@ -101,7 +110,13 @@ def systems(size: str, dtype: torch.dtype) -> tuple[dict[str, nn.Module], Tensor
     parallelize(found["mute"], comm)
     found["mute"].lm_head.axis.group = MuteGroup(comm)  # type: ignore[union-attr, assignment]
     mesh = init_device_mesh("cpu", (2,))
-    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    columns = (
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+    )
     plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
     plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
     for block in found["dtensor"].model.layers:  # type: ignore[union-attr]
@@ -110,7 +125,9 @@ def systems(size: str, dtype: torch.dtype) -> tuple[dict[str, nn.Module], Tensor
 
 
 def measure_steps(cell: str, rounds: int) -> tuple[str, Panel]:
-    """One row: milliseconds of a forward and backward of each system, the best of the rounds; and its picture."""
+    """One row: milliseconds of a forward and backward of each system, the best of the rounds; and
+    its picture.
+    """
     size, dtype = cell.split("-")
     models, ids, comm = systems(size, DTYPES[dtype])
     best: dict[str, float] = {}
@@ -128,16 +145,32 @@ def measure_steps(cell: str, rounds: int) -> tuple[str, Panel]:
     dist.all_reduce(times, dist.ReduceOp.MAX)
     milliseconds = [1e3 * each for each in times.tolist()]
     whole, mute, ours, tokens, dtensor = milliseconds
-    ratios = f"{2 * ours / whole:.2f} | {2 * tokens / whole:.2f} | {ours / mute:.2f} | {dtensor / ours:.2f}"
-    row = f"| {cell} | {' | '.join(f'{each:.0f}' for each in milliseconds)} | {ratios} | {sent / 1e6:.1f} |"
-    over = [("ours", ours), ("ours, sharded tokens", tokens), ("ours, never talking", mute), ("DTensor", dtensor)]
+    ratios = (
+        f"{2 * ours / whole:.2f} | {2 * tokens / whole:.2f} | {ours / mute:.2f} | "
+        f"{dtensor / ours:.2f}"
+    )
+    row = (
+        f"| {cell} | {' | '.join(f'{each:.0f}' for each in milliseconds)} | {ratios} | "
+        f"{sent / 1e6:.1f} |"
+    )
+    over = [
+        ("ours", ours),
+        ("ours, sharded tokens", tokens),
+        ("ours, never talking", mute),
+        ("DTensor", dtensor),
+    ]
     goal = GOALS[dtype] if size == "125m" else None
-    return row, Panel(f"{cell}: step over half of one process's", [(name, 2 * ms / whole) for name, ms in over], goal)
+    return row, Panel(
+        f"{cell}: step over half of one process's",
+        [(name, 2 * ms / whole) for name, ms in over],
+        goal,
+    )
 
 
 def measure_sums(repeats: int = 300) -> tuple[list[str], Panel]:
-    """Rows, and their picture: microseconds of a sum, of an addition of two such tensors in this process, and of an
-    addition of one to what the other rank has just written, which is all that a sum must do.
+    """Rows, and their picture: microseconds of a sum, of an addition of two such tensors in this
+    process, and of an addition of one to what the other rank has just written, which is all that a
+    sum must do.
     """
     group, rows, bars = TensorGroup(Comm(CPU)), [], []
     for nbytes in (1 << 16, 3 << 20):
@@ -146,7 +179,9 @@ def measure_sums(repeats: int = 300) -> tuple[list[str], Panel]:
             source, other, out = (torch.randn(numel).to(dtype) for _ in range(3))
             took = dict[str, list[float]](sum=[], own=[], others=[])
 
-            def add(received: Sequence[Tensor], which: str, out: Tensor = out, took: Any = took) -> None:
+            def add(
+                received: Sequence[Tensor], which: str, out: Tensor = out, took: Any = took
+            ) -> None:
                 began = time.perf_counter()
                 torch.add(*received, out=out)
                 took[which].append(time.perf_counter() - began)
@@ -157,19 +192,28 @@ def measure_sums(repeats: int = 300) -> tuple[list[str], Panel]:
                 add((source, other), "own")
                 part = group.take((numel,), dtype).copy_(source)
                 dist.barrier()
-                group.comm.exchange([part] * 2, [None] * 2, "reduce", "others", lambda got: add(got, "others")).wait()
+                group.comm.exchange(
+                    [part] * 2, [None] * 2, "reduce", "others", lambda got: add(got, "others")
+                ).wait()
                 group.give_back(part)
             median = 1e6 * sorted(took["sum"])[repeats // 2]
             least, own, others = (1e6 * min(took[which]) for which in ("sum", "own", "others"))
             ratios = f"{least / (own + 20):.2f} | {least / (others + 20):.2f}"
             size = f"{nbytes >> 10} KiB {name}"
-            rows.append(f"| {size} | {least:.0f} | {median:.0f} | {own:.0f} | {others:.0f} | {ratios} |")
-            bars += [(f"{size}, over its own", least / (own + 20)), ("over the other's", least / (others + 20))]
+            rows.append(
+                f"| {size} | {least:.0f} | {median:.0f} | {own:.0f} | {others:.0f} | {ratios} |"
+            )
+            bars += [
+                (f"{size}, over its own", least / (own + 20)),
+                ("over the other's", least / (others + 20)),
+            ]
     return rows, Panel("a sum over two ranks, over one addition + 20 µs", bars, 1.5)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cells", default="10m-fp32,10m-bf16,125m-fp32,125m-bf16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -183,15 +227,18 @@ def main() -> None:
     lines = [
         "# Tensor parallelism on two CPU ranks",
         "",
-        f"Written by `benchmarks/tensor_parallel.py` on {date.today()}, load {os.getloadavg()[0]:.1f} at its start,",
-        "a core for each rank. Milliseconds of a forward and backward, minima; the slower rank counts.",
+        f"Written by `benchmarks/tensor_parallel.py` on {date.today()}, load "
+        f"{os.getloadavg()[0]:.1f} at its start,",
+        "a core for each rank. Milliseconds of a forward and backward, minima; the slower rank "
+        "counts.",
         "",
-        "| cell | whole | mute | ours | tokens | DTensor | ours / half | tokens / half | ours / mute | DTensor / ours "
-        "| MB sent |",
+        "| cell | whole | mute | ours | tokens | DTensor | ours / half | tokens / half | ours / "
+        "mute | DTensor / ours | MB sent |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
         *(row for row, _ in steps),
         "",
-        "A sum over both ranks, in microseconds, beside one addition of two such tensors within a rank, and of one to",
+        "A sum over both ranks, in microseconds, beside one addition of two such tensors within a "
+        "rank, and of one to",
         "what the other rank has just written.",
         "",
         "| sum | least | median | own | other's | least / (own + 20) | least / (other's + 20) |",

@@ -1,12 +1,14 @@
-"""What it costs to keep states on the host or on a disk, beside the floor and the disk's own speed, in one run.
+"""What it costs to keep states on the host or on a disk, beside the floor and the disk's own speed,
+in one run.
 
     deepseek-zero run --nproc 2 benchmarks/tiers.py                          # GPT-125M in bf16 and fp32
     deepseek-zero run --nproc 2 benchmarks/tiers.py --cells tiny-fp32 --steps 2 --out /tmp/tiers.md
 
-Interleaved in the same processes: the floor (ranks that never talk), stage 3 with everything on the device, on the
-host, and on a disk, and, between steps, a plain sequential O_DIRECT copy of a few hundred megabytes.  The schedule
-bound of a step is its backward and the larger of its state traffic (at the speed of that copy) and a forward.  Losses
-are compared bit by bit with the run that offloads nothing.  Leaves a table (.md), figures (.json) and a picture (.png).
+Interleaved in the same processes: the floor (ranks that never talk), stage 3 with everything on the
+device, on the host, and on a disk, and, between steps, a plain sequential O_DIRECT copy of a few
+hundred megabytes.  The schedule bound of a step is its backward and the larger of its state traffic
+(at the speed of that copy) and a forward.  Losses are compared bit by bit with the run that
+offloads nothing.  Leaves a table (.md), figures (.json) and a picture (.png).
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ BLOCK = 8 << 20
 
 @dataclass
 class Way:
-    """One way to train.  seconds: of its timed steps.  losses, logs (if it is ours): of all its steps."""
+    """One way to train.  seconds: of its timed steps.  losses, logs (if it is ours): of all its
+    steps.
+    """
 
     name: str
     step: Step
@@ -94,14 +98,24 @@ def our_way(job: Job, name: str, device: str, folder: str) -> Way:
 def offloading_engine(model: GPT, job: Job, device: str, folder: str, **zero: Any) -> Any:
     """Stage 3 with clipping, everything at rest on `device`."""
     place = {"device": device, "nvme_path": folder}
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, **zero}
+    zero = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0,
+        **zero,
+    }
     settings = engine_settings(job, zero | {"offload_optimizer": place, "offload_param": place})
-    return dz.initialize(model=model, config=settings | {"gradient_clipping": 1.0, "steps_per_print": None})[0]
+    return dz.initialize(
+        model=model, config=settings | {"gradient_clipping": 1.0, "steps_per_print": None}
+    )[0]
 
 
 def described(facts: dict[str, Any]) -> str:
     """A machine in a few words."""
-    return f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB, with {' '.join(facts['has'])}"
+    return (
+        f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB, with "
+        f"{' '.join(facts['has'])}"
+    )
 
 
 def copy_rate(folder: str) -> float:
@@ -128,11 +142,15 @@ def job_of(cell: Cell) -> Job:
 def measure(cell: Cell, steps: int, folder: str) -> list[Row]:
     """All ways over the same batches in turn.  Collective.
 
-    Each takes two steps, of which the second counts: in the first it gets back the memory that the others gave up.
+    Each takes two steps, of which the second counts: in the first it gets back the memory that the
+    others gave up.
     """
     job = job_of(cell)
     batches = Batches(cell, SEQUENCES_PER_RANK, job.rank, job.size)
-    ways = [floor_way(job), *(our_way(job, name, device, folder) for name, device in PLACES.items())]
+    ways = [
+        floor_way(job),
+        *(our_way(job, name, device, folder) for name, device in PLACES.items()),
+    ]
     fence = ways[1].engine.runtime.comm.barrier
     rates = []
     for turn in range(1 + steps):
@@ -167,10 +185,14 @@ def row_of(cell: Cell, way: Way, ways: list[Way], rate: float) -> Row:
         row.disk_gbps = ranks * (moved.read_bytes + moved.written_bytes) / moved.seconds / 1e9
         row.of_copy = row.disk_gbps * 1e9 / rate
         row.hidden = max(0.0, 1 - moved.waited_seconds / moved.seconds)
-        shares = [overlap_share(log.transfers, log.collectives) for log in way.logs[3::2]]  # of the timed steps
+        shares = [
+            overlap_share(log.transfers, log.collectives) for log in way.logs[3::2]
+        ]  # of the timed steps
         row.beside_compute = statistics.median(shares)
         clock = plain.engine.runtime.comm.meter.clock
-        forward, backward = (clock.seconds.get(phase, 0.0) / clock.steps for phase in ("forward", "backward"))
+        forward, backward = (
+            clock.seconds.get(phase, 0.0) / clock.steps for phase in ("forward", "backward")
+        )
         traffic = ranks * (row.read_bytes + row.written_bytes) / rate
         row.over_bound = row.step_seconds / (backward + max(traffic, forward))
     return row
@@ -179,8 +201,10 @@ def row_of(cell: Cell, way: Way, ways: list[Way], rate: float) -> Row:
 PLACES = {"stage 3, device": "none", "stage 3, host": "cpu", "stage 3, disk": "nvme"}
 NOTES = (
     "Bytes are one rank's; the disk's speed is that of all ranks together.",
-    "Hidden: of the disk's time, what nobody waited for it. Beside compute, from the log of every transfer: of the",
-    "time in which bytes moved, what passed while this rank waited neither for the disk nor for a rank (goal: 50%).",
+    "Hidden: of the disk's time, what nobody waited for it. Beside compute, from the log of every "
+    "transfer: of the",
+    "time in which bytes moved, what passed while this rank waited neither for the disk nor for a "
+    "rank (goal: 50%).",
 )
 
 
@@ -197,17 +221,30 @@ class Goal:
 
     def line(self, row: Row) -> str:
         found = getattr(row, self.column)
-        is_met = found is not None and (found <= self.limit if self.is_most else found >= self.limit)
+        is_met = found is not None and (
+            found <= self.limit if self.is_most else found >= self.limit
+        )
         sign = "<=" if self.is_most else ">="
-        return f"| {row.cell}, {self.what} | {sign} {self.limit} | {found:.2f} | {'yes' if is_met else 'no'} |"
+        return (
+            f"| {row.cell}, {self.what} | {sign} {self.limit} | {found:.2f} | "
+            f"{'yes' if is_met else 'no'} |"
+        )
 
 
 GOALS = (
     Goal("stage 3, host", "host: step over the floor", "over_floor", 1.25),
     Goal("stage 3, disk", "disk: step over the floor", "over_floor", 2.4, cells=("bf16",)),
-    Goal("stage 3, disk", "disk: step over its schedule bound", "over_bound", 1.25, cells=("bf16",)),
+    Goal(
+        "stage 3, disk", "disk: step over its schedule bound", "over_bound", 1.25, cells=("bf16",)
+    ),
     Goal("stage 3, disk", "disk: speed over a plain copy's", "of_copy", 0.85, is_most=False),
-    Goal("stage 3, disk", "disk: share of transfer time beside compute", "beside_compute", 0.5, is_most=False),
+    Goal(
+        "stage 3, disk",
+        "disk: share of transfer time beside compute",
+        "beside_compute",
+        0.5,
+        is_most=False,
+    ),
 )
 
 
@@ -226,28 +263,29 @@ def table(rows: list[Row], about: str) -> str:
     lines = [
         "# States on the host and on a disk",
         "",
-        "Written by `benchmarks/tiers.py`; medians, ratios turn by turn: each way takes two steps, of which the second",
+        "Written by `benchmarks/tiers.py`; medians, ratios turn by turn: each way takes two steps, "
+        "of which the second",
         "counts, before the next one does.",
         "",
         about,
         "",
         *goals(rows),
-        "| cell | | step, s | over floor | over schedule bound | read, MB | written, MB | disk, GB/s | of a plain copy "
-        "| hidden | beside compute | at rest there, MB | same losses |",
+        "| cell | | step, s | over floor | over schedule bound | read, MB | written, MB | disk, "
+        "GB/s | of a plain copy | hidden | beside compute | at rest there, MB | same losses |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|:-:|",
     ]
     for row in rows:
         bound = f"{row.over_bound:.2f}" if row.over_bound is not None else "-"
         disk = (
-            f"{row.read_bytes / 1e6:.0f} | {row.written_bytes / 1e6:.0f} | {row.disk_gbps:.2f} | {row.of_copy:.0%} | "
-            f"{row.hidden:.0%} | {row.beside_compute:.0%}"
+            f"{row.read_bytes / 1e6:.0f} | {row.written_bytes / 1e6:.0f} | {row.disk_gbps:.2f} | "
+            f"{row.of_copy:.0%} | {row.hidden:.0%} | {row.beside_compute:.0%}"
             if row.disk_gbps
             else "- | - | - | - | - | -"
         )
         same = "-" if row.name == "floor" else "yes" if row.same_losses else "**NO**"
         lines.append(
-            f"| {row.cell} | {row.name} | {row.step_seconds:.3f} | {row.over_floor:.2f} | {bound} | {disk} | "
-            f"{row.resting_bytes / 1e6:.0f} | {same} |"
+            f"| {row.cell} | {row.name} | {row.step_seconds:.3f} | {row.over_floor:.2f} | {bound} "
+            f"| {disk} | {row.resting_bytes / 1e6:.0f} | {same} |"
         )
     lines += ["", *NOTES, ""]
     return "\n".join(lines)
@@ -260,7 +298,9 @@ def draw(rows: list[Row], path: Path) -> None:
     colors = [ORANGE if row.disk_gbps else BLUE for row in rows]
     axes.barh(range(len(rows)), [row.over_floor for row in rows], color=colors)
     for place, row in enumerate(rows):
-        axes.text(row.over_floor, place, f" {row.over_floor:.2f}", va="center", color=INK, fontsize=8)
+        axes.text(
+            row.over_floor, place, f" {row.over_floor:.2f}", va="center", color=INK, fontsize=8
+        )
     axes.set_yticks(range(len(rows)), [f"{row.cell}: {row.name}" for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel("step time over the floor", color=INK)
@@ -269,12 +309,19 @@ def draw(rows: list[Row], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cells", type=lambda text: [Cell.parse(name) for name in text.split(",")])
     parser.add_argument(
-        "--steps", type=int, default=5, help="timed steps of each way; one more before each, and two to warm up"
+        "--steps",
+        type=int,
+        default=5,
+        help="timed steps of each way; one more before each, and two to warm up",
     )
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="a directory on the disk to measure")
+    parser.add_argument(
+        "--folder", default=tempfile.gettempdir(), help="a directory on the disk to measure"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -283,9 +330,14 @@ def main() -> None:
     for cell in options.cells or [Cell("125m", "fp32"), Cell("125m", "bf16")]:
         rows += measure(cell, options.steps, options.folder)
     if int(os.environ["RANK"]) == 0:
-        about = f"{date.today()}, torch {torch.__version__}, {os.environ['WORLD_SIZE']} ranks, {described(machine())}"
+        about = (
+            f"{date.today()}, torch {torch.__version__}, {os.environ['WORLD_SIZE']} ranks, "
+            f"{described(machine())}"
+        )
         options.out.write_text(table(rows, about), encoding="utf-8")
-        options.out.with_suffix(".json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        options.out.with_suffix(".json").write_text(
+            json.dumps([asdict(row) for row in rows], indent=1) + "\n"
+        )
         draw(rows, options.out.with_suffix(".png"))
         print(table(rows, about))
 

@@ -1,12 +1,13 @@
-"""Layers above a limit as tiles of rows against whole ones, on one thread: seconds of a step, and gathered weights.
+"""Layers above a limit as tiles of rows against whole ones, on one thread: seconds of a step, and
+gathered weights.
 
     python -m benchmarks.tile_above                                # a minute or two
     python -m benchmarks.tile_above --words 2048 --tokens 128 --rounds 1 --out /tmp/tile_above.md
 
-An embedding and a head of V words and width D that share one weight, and two layers of 4 D between them, in fp32 at
-stage 3 with one unit at a time (`stage3_max_live_parameters` 0): whole, and with `tile_above` of 1/4, 1/16 and 1/64 of
-the weight.  Steps are interleaved, processor time, medians of the rounds; ratios are of rounds beside each other.
-Leaves a table and a picture.
+An embedding and a head of V words and width D that share one weight, and two layers of 4 D between
+them, in fp32 at stage 3 with one unit at a time (`stage3_max_live_parameters` 0): whole, and with
+`tile_above` of 1/4, 1/16 and 1/64 of the weight.  Steps are interleaved, processor time, medians of
+the rounds; ratios are of rounds beside each other. Leaves a table and a picture.
 """
 
 from __future__ import annotations
@@ -90,14 +91,19 @@ class Case:
         def gather(unit: Unit) -> None:
             start(unit)
             units = self.engine.runtime.units
-            self.most = max(self.most, 4 * sum(u.gathered_numel for u in units if u.state is not UnitState.SHARDED))
+            self.most = max(
+                self.most,
+                4 * sum(u.gathered_numel for u in units if u.state is not UnitState.SHARDED),
+            )
 
         with mock.patch.object(Unit, "unshard", gather):
             yield
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--words", type=int, default=16384)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=512)
@@ -108,7 +114,9 @@ def main() -> None:
     cases = {parts: Case(asked.words, asked.width, parts) for parts in PARTS}
     losses: dict[int, float] = {}
     for number in range(asked.rounds + 1):
-        tokens = torch.randint(asked.words, (1, asked.tokens), generator=torch.Generator().manual_seed(number))
+        tokens = torch.randint(
+            asked.words, (1, asked.tokens), generator=torch.Generator().manual_seed(number)
+        )
         for parts, case in cases.items():
             losses[parts] = case.step(tokens)
     for case in cases.values():
@@ -120,21 +128,24 @@ def main() -> None:
     lines = [
         "# Layers above a limit in tiles of rows",
         "",
-        f"`python -m benchmarks.tile_above --words {asked.words} --rounds {asked.rounds}`, {date.today()}, "
-        f"{described(machine())}, one thread.",
+        f"`python -m benchmarks.tile_above --words {asked.words} --rounds {asked.rounds}`, "
+        f"{date.today()}, {described(machine())}, one thread.",
         f"A tied weight of {asked.words} x {asked.width} in fp32 ({whole / 2**20:.1f} MiB), "
         f"{asked.tokens} tokens a step.  On a busy machine ratios alone say something.",
         "",
-        "| tile_above, of the weight | units | seconds | over whole layers | most gathered at once, MiB | loss |",
+        "| tile_above, of the weight | units | seconds | over whole layers | most gathered at "
+        "once, MiB | loss |",
         "|---|---|---|---|---|---|",
     ]
     ratios, peaks = [], []
     for parts, case in cases.items():
-        ratio = statistics.median(a / b for a, b in zip(case.seconds, cases[1].seconds, strict=True))
+        ratio = statistics.median(
+            a / b for a, b in zip(case.seconds, cases[1].seconds, strict=True)
+        )
         name = "whole" if parts == 1 else f"1/{parts}"
         lines.append(
-            f"| {name} | {len(case.engine.runtime.units)} | {statistics.median(case.seconds):.3f} | {ratio:.2f} | "
-            f"{case.most / 2**20:.2f} | {losses[parts]:.6f} |"
+            f"| {name} | {len(case.engine.runtime.units)} | {statistics.median(case.seconds):.3f} "
+            f"| {ratio:.2f} | {case.most / 2**20:.2f} | {losses[parts]:.6f} |"
         )
         print(lines[-1], flush=True)
         ratios.append((name, ratio))

@@ -1,13 +1,15 @@
-"""The loss in tiles of tokens against the loss of all logits, on one thread: seconds and peak bytes.
+"""The loss in tiles of tokens against the loss of all logits, on one thread: seconds and peak
+bytes.
 
     python -m benchmarks.tiled_loss                                # some minutes
     python -m benchmarks.tiled_loss --words 4096 --tokens 512 --rounds 1 --out /tmp/tiled.md
 
-A head of width D, T tokens, V words, fp32, forward and backward: torch's cross entropy of whole logits; the library's
-loop of tiles; DeepSpeed's TiledFusedLogitsLoss over this library, which computes tiles again in backward where it is
-not told the weights; torch's own linear_cross_entropy, where this torch has it.  Everything interleaved, processor
-time, medians of the rounds; ratios are of rounds beside each other.  Peaks are those of storages that operators make,
-beyond the inputs.  Leaves a table and a picture.
+A head of width D, T tokens, V words, fp32, forward and backward: torch's cross entropy of whole
+logits; the library's loop of tiles; DeepSpeed's TiledFusedLogitsLoss over this library, which
+computes tiles again in backward where it is not told the weights; torch's own linear_cross_entropy,
+where this torch has it.  Everything interleaved, processor time, medians of the rounds; ratios are
+of rounds beside each other.  Peaks are those of storages that operators make, beyond the inputs.
+Leaves a table and a picture.
 """
 
 from __future__ import annotations
@@ -53,13 +55,17 @@ def of_deepspeeds_name(named: bool) -> Way:
             return F.cross_entropy(module(part).float(), own)
 
         weights = [head.weight] if named else None
-        return TiledFusedLogitsLoss.apply(one, head, x[None], targets[None], None, len(x) // ROWS, weights, "mean")
+        return TiledFusedLogitsLoss.apply(
+            one, head, x[None], targets[None], None, len(x) // ROWS, weights, "mean"
+        )
 
     return whole
 
 
 def torchs(head: nn.Linear, x: Tensor, targets: Tensor) -> Tensor:
-    found: Tensor = F.linear_cross_entropy(x, head.weight, targets, options=nn.LinearCrossEntropyOptions())  # type: ignore[attr-defined]
+    found: Tensor = F.linear_cross_entropy(
+        x, head.weight, targets, options=nn.LinearCrossEntropyOptions()
+    )  # type: ignore[attr-defined]
     return found
 
 
@@ -80,7 +86,10 @@ class Case:
 
     def __init__(self, tokens: int, words: int, width: int) -> None:
         torch.manual_seed(0)
-        self.head, self.x = nn.Linear(width, words, bias=False), torch.randn(tokens, width, requires_grad=True)
+        self.head, self.x = (
+            nn.Linear(width, words, bias=False),
+            torch.randn(tokens, width, requires_grad=True),
+        )
         self.targets = torch.randint(words, (tokens,))
         self.bound = BOUND * 4 * (ROWS * words + tokens * width + words * width)
 
@@ -102,12 +111,16 @@ class Case:
         found = []
         for each in (way, dense):
             self.run(each)
-            found.append([grad.clone() for grad in (self.x.grad, self.head.weight.grad) if grad is not None])
+            found.append(
+                [grad.clone() for grad in (self.x.grad, self.head.weight.grad) if grad is not None]
+            )
         return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*found, strict=True))
 
 
 def measure(case: Case, rounds: int) -> list[tuple[str, float, float, int, float]]:
-    """Return by way its median seconds, their ratio to all logits', its peak, and how far its gradients are."""
+    """Return by way its median seconds, their ratio to all logits', its peak, and how far its
+    gradients are.
+    """
     known = ways()
     seconds: dict[str, list[float]] = {name: [] for name in known}
     for number in range(rounds + 1):
@@ -117,13 +130,19 @@ def measure(case: Case, rounds: int) -> list[tuple[str, float, float, int, float
                 seconds[name].append(spent)
     rows = []
     for name, way in known.items():
-        ratio = statistics.median(own / other for own, other in zip(seconds[name], seconds[DENSE], strict=True))
-        rows.append((name, statistics.median(seconds[name]), ratio, case.peak(way), case.difference(way)))
+        ratio = statistics.median(
+            own / other for own, other in zip(seconds[name], seconds[DENSE], strict=True)
+        )
+        rows.append(
+            (name, statistics.median(seconds[name]), ratio, case.peak(way), case.difference(way))
+        )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--words", type=int, nargs="+", default=[8192, 16384, 32768])
     parser.add_argument("--width", type=int, default=256)
@@ -140,7 +159,8 @@ def main() -> None:
         f"{asked.tokens} tokens, width {asked.width}, fp32, forward and backward.",
         f"The bound of a peak is {BOUND} x (one tile of logits + both gradients).",
         "",
-        "| words | way | seconds | over all logits | peak MiB | over its bound | gradients differ by |",
+        "| words | way | seconds | over all logits | peak MiB | over its bound | gradients differ "
+        "by |",
         "|---|---|---|---|---|---|---|",
     ]
     panels = []
@@ -150,11 +170,13 @@ def main() -> None:
         whole = next(peak for name, _, _, peak, _ in rows if name == DENSE)
         for name, seconds, ratio, peak, far in rows:
             lines.append(
-                f"| {words} | {name} | {seconds:.2f} | {ratio:.2f} | {peak / 2**20:.0f} | {peak / case.bound:.2f} | "
-                f"{far:.0e} |"
+                f"| {words} | {name} | {seconds:.2f} | {ratio:.2f} | {peak / 2**20:.0f} | "
+                f"{peak / case.bound:.2f} | {far:.0e} |"
             )
             print(lines[-1], flush=True)
-        panels.append(Panel(f"{words} words: seconds", [(name, ratio) for name, _, ratio, _, _ in rows], 1.0))
+        panels.append(
+            Panel(f"{words} words: seconds", [(name, ratio) for name, _, ratio, _, _ in rows], 1.0)
+        )
         peaks = [(name, peak / whole) for name, _, _, peak, _ in rows]
         panels.append(Panel(f"{words} words: peak bytes", peaks, case.bound / whole))
     asked.out.write_text("\n".join(lines) + "\n", encoding="utf-8")

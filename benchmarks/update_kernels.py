@@ -3,8 +3,8 @@
     .venv/bin/python -m benchmarks.update_kernels                      # 200M parameters: 6 GB, two minutes
     .venv/bin/python -m benchmarks.update_kernels --millions 50 --threads 1
 
-One process and one rank. The two sides take turns. Each side allocates its memory once, so a step is in its steady
-state. `--kernels torch` measures the update in PyTorch's operations.
+One process and one rank. The two sides take turns. Each side allocates its memory once, so a step
+is in its steady state. `--kernels torch` measures the update in PyTorch's operations.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def time_engine(engine: Any) -> float:
 
 
 def fused_step(layers: int) -> Callable[[], float]:
-    """Return a function that times a step of PyTorch's fused AdamW over the same parameters in fp32."""
+    """Return a function that times a step of PyTorch's fused AdamW over the same parameters in
+    fp32.
+    """
     params = [nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(layers)]
     for param in params:
         param.grad = torch.randn(WIDTH, WIDTH) * 1e-3
@@ -80,18 +82,25 @@ def row(label: str, layers: int, kernels: str, master: str, threads: int, rounds
     ratio = statistics.median(mine / its for mine, its in zip(ours, theirs, strict=True))
     columns = [f"{statistics.median(side) / numel * 1e9:.2f}" for side in (ours, theirs)]
     best = [f"{min(side) / numel * 1e9:.2f}" for side in (ours, theirs)]
-    return f"| {label} | {threads} | {columns[0]} | {columns[1]} | **{ratio:.2f}** | {best[0]} | {best[1]} |"
+    return (
+        f"| {label} | {threads} | {columns[0]} | {columns[1]} | **{ratio:.2f}** | {best[0]} | "
+        f"{best[1]} |"
+    )
 
 
 CORES = sorted(os.sched_getaffinity(0))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--millions", type=int, default=200, help="parameters")
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--kernels", default="numba,torch")
-    parser.add_argument("--masters", default="split,fp32", help="split: bf16 with remainders; fp32: fp32 training")
+    parser.add_argument(
+        "--masters", default="split,fp32", help="split: bf16 with remainders; fp32: fp32 training"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
@@ -99,11 +108,15 @@ def main() -> None:
     rows = [
         "# A step of the engine beside PyTorch's fused AdamW",
         "",
-        f"{date.today()}, {len(CORES)} cores, {layers * WIDTH**2 / 1e6:.0f}M parameters, medians of {asked.rounds}",
-        "pairs of steps. `python -m benchmarks.update_kernels`. ns: nanoseconds per parameter. A step is the norm,",
-        "clipping and the update; PyTorch's is the fused fp32 AdamW alone. Ratio: ours over theirs, pair by pair.",
+        f"{date.today()}, {len(CORES)} cores, {layers * WIDTH**2 / 1e6:.0f}M parameters, medians "
+        f"of {asked.rounds}",
+        "pairs of steps. `python -m benchmarks.update_kernels`. ns: nanoseconds per parameter. A "
+        "step is the norm,",
+        "clipping and the update; PyTorch's is the fused fp32 AdamW alone. Ratio: ours over "
+        "theirs, pair by pair.",
         "",
-        "| main weights, kernels | threads | ns ours | ns fused | ratio | least ours | least fused |",
+        "| main weights, kernels | threads | ns ours | ns fused | ratio | least ours | least fused "
+        "|",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     for master in asked.masters.split(","):

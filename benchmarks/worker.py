@@ -2,8 +2,8 @@
 
     python -m benchmarks.worker '{"cell": "tiny-fp32", "system": "floor", ...}'
 
-Started by launch.py.  Of kind "time" the steps are timed and nothing looks at memory; of kind "memory" a thread looks
-at it all the time and nothing is timed.
+Started by launch.py.  Of kind "time" the steps are timed and nothing looks at memory; of kind
+"memory" a thread looks at it all the time and nothing is timed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 @dataclass(frozen=True)
 class Task:
-    """One rank's orders.  steps: those after the first.  core: the one to stay on, None for any.  context: tokens of a
-    sequence.
+    """One rank's orders.  steps: those after the first.  core: the one to stay on, None for any.
+    context: tokens of a sequence.
     """
 
     cell: str
@@ -70,11 +70,18 @@ class Trial:
         if self.entry.module == "deepspeed":
             self.versions["deepspeed"] = metadata.version("deepspeed")
         package = f"{__package__}.systems"
-        self.module = self.timed("import", lambda: importlib.import_module(f"{package}.{self.entry.module}"))
-        self.common, self.model = sys.modules[f"{package}.common"], sys.modules[f"{__package__}.model"]
+        self.module = self.timed(
+            "import", lambda: importlib.import_module(f"{package}.{self.entry.module}")
+        )
+        self.common, self.model = (
+            sys.modules[f"{package}.common"],
+            sys.modules[f"{__package__}.model"],
+        )
 
     def build(self) -> None:
-        """The model and the system around it; `initialise` is what the system takes beyond a plain model."""
+        """The model and the system around it; `initialise` is what the system takes beyond a plain
+        model.
+        """
         job = self.common.Job(self.cell, self.task.rank, self.task.ranks)
         share, shares = (0, 1) if self.entry.alone else (job.rank, job.size)
         self.batches = self.model.Batches(self.cell, job.size, share, shares, self.task.context)
@@ -82,7 +89,9 @@ class Trial:
         def make_model() -> Any:
             return self.timed("build", lambda: self.model.build_model(self.cell.shape))
 
-        self.system = self.timed("initialise", lambda: self.module.build(make_model, job, **self.entry.options))
+        self.system = self.timed(
+            "initialise", lambda: self.module.build(make_model, job, **self.entry.options)
+        )
         self.seconds["initialise"] -= self.seconds["build"]
 
     def step(self, number: int) -> float:
@@ -97,7 +106,9 @@ class Trial:
 
 
 def measure_time(task: Task) -> Report:
-    """Seconds of everything up to the first step and of each later one; CPU and traffic of the later ones."""
+    """Seconds of everything up to the first step and of each later one; CPU and traffic of the
+    later ones.
+    """
     trial = Trial(task)
     trial.load()
     trial.build()
@@ -124,7 +135,9 @@ def measure_time(task: Task) -> Report:
 
 
 def measure_memory(task: Task) -> Report:
-    """Memory before anything, at the peak of initialising, after it, at the peak of training and between steps."""
+    """Memory before anything, at the peak of initialising, after it, at the peak of training and
+    between steps.
+    """
     trial = Trial(task)
     trial.load()
     memory = {"imported": settled_memory()}
@@ -144,7 +157,9 @@ def _own_count(trial: Trial) -> int:
 
 def main() -> None:
     task = Task(**json.loads(sys.argv[1]))
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a benchmark that is killed leaves no rank behind
+    ctypes.CDLL(None).prctl(
+        PR_SET_PDEATHSIG, signal.SIGKILL
+    )  # a benchmark that is killed leaves no rank behind
     if task.core is not None:
         os.sched_setaffinity(0, {task.core})
     report = {"time": measure_time, "memory": measure_memory}[task.kind](task)

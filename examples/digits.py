@@ -1,8 +1,9 @@
-"""Real images without a download: scikit-learn's handwritten digits, or CIFAR-10 where its files are.
+"""Real images without a download: scikit-learn's handwritten digits, or CIFAR-10 where its files
+are.
 
-Owns the pictures and their split.  The digits are 1,797 scans of 8 x 8 points, resized to 32 x 32 in three equal
-channels, so that networks made for CIFAR-10 take them as they are.  CIFAR-10 is read from `<root>/cifar-10-batches-py`
-(its "python version", unpacked); nothing is fetched.
+Owns the pictures and their split.  The digits are 1,797 scans of 8 x 8 points, resized to 32 x 32
+in three equal channels, so that networks made for CIFAR-10 take them as they are.  CIFAR-10 is read
+from `<root>/cifar-10-batches-py` (its "python version", unpacked); nothing is fetched.
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ def load_images(train: bool = True, root: str | Path = "data") -> tuple[Tensor, 
     return _cifar(folder, train) if folder.is_dir() else _digits(train)
 
 
-def dataset(train: bool = True, root: str | Path = "data", limit: int | None = None) -> TensorDataset:
-    """(image, class) pairs for a loader; images are float32 in [-1, 1].  limit: keep only the first so many."""
+def dataset(
+    train: bool = True, root: str | Path = "data", limit: int | None = None
+) -> TensorDataset:
+    """(image, class) pairs for a loader; images are float32 in [-1, 1].  limit: keep only the first
+    so many.
+    """
     images, labels = load_images(train, root)
     return TensorDataset(images[:limit].float() / 127.5 - 1.0, labels[:limit])
 
@@ -39,7 +44,9 @@ def _digits(train: bool) -> tuple[Tensor, Tensor]:
     kept = (torch.arange(len(found.target)) % HELD_OUT_EVERY != 0) == train
     images = torch.from_numpy(found.images).float().unsqueeze(1)[kept] * (255.0 / 16.0)
     large = interpolate(images, size=(32, 32), mode="bilinear", align_corners=False)
-    return large.round().to(torch.uint8).expand(-1, 3, -1, -1).contiguous(), torch.from_numpy(found.target).long()[kept]
+    return large.round().to(torch.uint8).expand(-1, 3, -1, -1).contiguous(), torch.from_numpy(
+        found.target
+    ).long()[kept]
 
 
 def _cifar(folder: Path, train: bool) -> tuple[Tensor, Tensor]:
@@ -49,14 +56,23 @@ def _cifar(folder: Path, train: bool) -> tuple[Tensor, Tensor]:
         with (folder / name).open("rb") as file:
             batches.append(_ArraysOnly(file, encoding="bytes").load())
     images = np.concatenate([batch[b"data"] for batch in batches]).reshape(-1, 3, 32, 32)
-    return torch.from_numpy(images), torch.tensor([label for batch in batches for label in batch[b"labels"]])
+    return torch.from_numpy(images), torch.tensor(
+        [label for batch in batches for label in batch[b"labels"]]
+    )
 
 
 class _ArraysOnly(pickle.Unpickler):
     """A pickle may name any function to call; a file of pictures needs only numpy's arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
-        arrays = module.partition(".")[0] == "numpy" and name in {"_reconstruct", "ndarray", "dtype"}
-        if arrays or (module, name) == ("_codecs", "encode"):  # the latter: bytes as Python 3 writes them for Python 2
+        arrays = module.partition(".")[0] == "numpy" and name in {
+            "_reconstruct",
+            "ndarray",
+            "dtype",
+        }
+        if arrays or (module, name) == (
+            "_codecs",
+            "encode",
+        ):  # the latter: bytes as Python 3 writes them for Python 2
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a CIFAR-10 file")

@@ -1,6 +1,7 @@
 """A small byte-level GPT: one file of plain torch, with nothing in it that knows of sharding.
 
-Owns the model, its two sizes and `generate`.  Text comes from `text.py`; training lives in `pretrain_text.py`.
+Owns the model, its two sizes and `generate`.  Text comes from `text.py`; training lives in
+`pretrain_text.py`.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ class GPTConfig:
 
 SIZES = {
     "tiny": GPTConfig(num_layers=2, width=64, num_heads=2, context=64),
-    # Small on purpose: in the three minutes that two cores have, steps count more than parameters.  With about the
-    # same arithmetic 0.9M parameters reach 1.75 nats per byte (1,100 steps), 1.9M 2.02 (420) and 4.9M 2.12 (270).
+    # Small on purpose: in the three minutes that two cores have, steps count more than parameters.
+    # With about the same arithmetic 0.9M parameters reach 1.75 nats per byte (1,100 steps), 1.9M
+    # 2.02 (420) and 4.9M 2.12 (270).
     "main": GPTConfig(num_layers=4, width=128, num_heads=4, context=256),
 }
 
@@ -40,8 +42,9 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
-        # Each channel also sees its own last bytes (Primer, arXiv 2109.08668).  In a run of minutes this is what lets
-        # the model leave bigrams behind: 2.04 against 2.40 nats per byte after 450 steps of 1,024 bytes.
+        # Each channel also sees its own last bytes (Primer, arXiv 2109.08668).  In a run of minutes
+        # this is what lets the model leave bigrams behind: 2.04 against 2.40 nats per byte after
+        # 450 steps of 1,024 bytes.
         self.recent = nn.Conv1d(config.width, config.width, RECENT, groups=config.width)
         self.query_key_value = nn.Linear(config.width, 3 * config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
@@ -49,7 +52,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         x = x + self.recent(F.pad(x.transpose(1, 2), (RECENT - 1, 0))).transpose(1, 2)
-        heads = self.query_key_value(x).view(batch, length, 3, self.num_heads, width // self.num_heads)
+        heads = self.query_key_value(x).view(
+            batch, length, 3, self.num_heads, width // self.num_heads
+        )
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
@@ -83,7 +88,9 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, VOCABULARY, bias=False)
         self.apply(_initialize)
-        for block in self.blocks:  # the residual stream starts with the same variance at every depth
+        for (
+            block
+        ) in self.blocks:  # the residual stream starts with the same variance at every depth
             for last in (block.attention.out, block.down):
                 nn.init.normal_(last.weight, std=0.02 / (2 * config.num_layers) ** 0.5)
         if config.tied_head:
@@ -109,10 +116,13 @@ def _initialize(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def generate(model: nn.Module, prompt: bytes, length: int, *, context: int, temperature: float, seed: int = 0) -> bytes:
+def generate(
+    model: nn.Module, prompt: bytes, length: int, *, context: int, temperature: float, seed: int = 0
+) -> bytes:
     """Continue `prompt` by `length` bytes; temperature 0 takes the likeliest byte.
 
-    Under ZeRO-3 each forward is collective, so every rank calls this; the shared seed gives all of them the same bytes.
+    Under ZeRO-3 each forward is collective, so every rank calls this; the shared seed gives all of
+    them the same bytes.
     """
     device = next(model.parameters()).device
     tokens = torch.tensor([list(prompt)], device=device)

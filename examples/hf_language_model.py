@@ -1,11 +1,13 @@
-"""A Hugging Face language model from its configuration: small Llama layers, trained on bytes with ZeRO-3, then writing.
+"""A Hugging Face language model from its configuration: small Llama layers, trained on bytes with
+ZeRO-3, then writing.
 
     deepseek-zero run --nproc 2 examples/hf_language_model.py
     python examples/hf_language_model.py --steps 300
 
-Nothing is downloaded: the weights start random and the text is the Python library's own sources (text.py).  The model
-is used as transformers made it: `model(input_ids=, labels=).loss`, and `model.generate` while its weights lie in
-shards. Ends with an error unless the loss fell by 1.5 nats per byte.
+Nothing is downloaded: the weights start random and the text is the Python library's own sources
+(text.py).  The model
+is used as transformers made it: `model(input_ids=, labels=).loss`, and `model.generate` while its
+weights lie in shards. Ends with an error unless the loss fell by 1.5 nats per byte.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 8,
     "gradient_clipping": 1.0,
     "steps_per_print": None,
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
+    },
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 10}},
     # Shard the norms too: at the default threshold parameters this small stay whole on every rank.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
@@ -50,12 +55,18 @@ CONFIG = {
 
 
 def write(engine: dz.DeepSpeedEngine, prompt: bytes, num_bytes: int = 60) -> str:
-    """Continue the prompt.  Collective: each token's forward gathers from every rank, so all draw the same tokens."""
+    """Continue the prompt.  Collective: each token's forward gathers from every rank, so all draw
+    the same tokens.
+    """
     torch.manual_seed(0)
     tokens = torch.tensor([list(prompt)], device=engine.device)
     engine.eval()
     found = engine.module.generate(
-        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=num_bytes, do_sample=True, top_k=8
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=num_bytes,
+        do_sample=True,
+        top_k=8,
     )
     engine.train()
     return bytes(found[0].tolist()).decode("utf-8", errors="replace")
@@ -67,7 +78,9 @@ def main() -> None:
     steps = parser.parse_args().steps
     torch.manual_seed(0)
     engine, *_ = dz.initialize(model=LlamaForCausalLM(MODEL), config=CONFIG)
-    sampler = Sampler(load_corpus(limit_bytes=2_000_000).train, engine.train_micro_batch_size_per_gpu(), LENGTH)
+    sampler = Sampler(
+        load_corpus(limit_bytes=2_000_000).train, engine.train_micro_batch_size_per_gpu(), LENGTH
+    )
 
     losses = []
     for step in range(steps):
@@ -84,7 +97,9 @@ def main() -> None:
     fall = losses[0] - sum(losses[-5:]) / 5
     if engine.global_rank == 0:
         print(f"the loss fell by {fall:.2f} nats per byte; the model writes:\n{sample}")
-    assert fall >= LEAST_FALL, f"the loss fell by {fall:.2f} nats per byte; the margin is {LEAST_FALL}"
+    assert fall >= LEAST_FALL, (
+        f"the loss fell by {fall:.2f} nats per byte; the margin is {LEAST_FALL}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""A job that loses a rank and is preempted, and goes on by itself both times, to the same losses bit for bit.
+"""A job that loses a rank and is preempted, and goes on by itself both times, to the same losses
+bit for bit.
 
     deepseek-zero run --nproc 2 --max-restarts 1 examples/preempted.py --die-at 4 --preempt-at 8
     deepseek-zero run --nproc 2 --max-restarts 1 examples/preempted.py --die-at 4 --preempt-at 8
 
-In the first run the last rank is killed in step 4; the launcher starts all ranks again, and they go on behind step 3.
-In step 8 rank 0 gets SIGTERM, as a scheduler sends it: all ranks save at the end of that step and leave, and the
-launcher ends with exit code 85.  The same command again, as a scheduler queues it again, goes on from there and
-finishes.  Then all steps are taken once more without interruption, and the program ends with an error unless every loss
-is the same.
+In the first run the last rank is killed in step 4; the launcher starts all ranks again, and they go
+on behind step 3. In step 8 rank 0 gets SIGTERM, as a scheduler sends it: all ranks save at the end
+of that step and leave, and the launcher ends with exit code 85.  The same command again, as a
+scheduler queues it again, goes on from there and finishes.  Then all steps are taken once more
+without interruption, and the program ends with an error unless every loss is the same.
 """
 
 from __future__ import annotations
@@ -47,12 +48,16 @@ class Plan:
 
 def start(**checkpoint: Any) -> dz.DeepSpeedEngine:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)), nn.Linear(64, 1))
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)), nn.Linear(64, 1)
+    )
     return dz.initialize(model=model, config={**CONFIG, "checkpoint": checkpoint})[0]
 
 
 def train(engine: dz.DeepSpeedEngine, losses: list[float], plan: Plan) -> None:
-    """Go on from wherever the engine is; the data of a step depend on its number and the rank alone."""
+    """Go on from wherever the engine is; the data of a step depend on its number and the rank
+    alone.
+    """
     while (step := engine.global_steps) < plan.steps:
         meet_misfortune(engine, plan)
         dice = torch.Generator().manual_seed(1000 * step + engine.global_rank)
@@ -68,7 +73,11 @@ def train(engine: dz.DeepSpeedEngine, losses: list[float], plan: Plan) -> None:
 def meet_misfortune(engine: dz.DeepSpeedEngine, plan: Plan) -> None:
     """What a data centre does to a job."""
     first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    if engine.global_steps == plan.die_at and first_start and engine.global_rank == engine.world_size - 1:
+    if (
+        engine.global_steps == plan.die_at
+        and first_start
+        and engine.global_rank == engine.world_size - 1
+    ):
         os.kill(os.getpid(), signal.SIGKILL)
     if engine.global_steps == plan.preempt_at and engine.global_rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -77,9 +86,13 @@ def meet_misfortune(engine: dz.DeepSpeedEngine, plan: Plan) -> None:
 def parse() -> Plan:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--die-at", type=int, help="the step in which the last rank is killed, once")
+    parser.add_argument(
+        "--die-at", type=int, help="the step in which the last rank is killed, once"
+    )
     parser.add_argument("--preempt-at", type=int, help="the step in which rank 0 gets SIGTERM")
-    parser.add_argument("--out", type=Path, default=Path("runs/preempted"), help="directory of the checkpoints")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/preempted"), help="directory of the checkpoints"
+    )
     return Plan(**vars(parser.parse_args()))
 
 
@@ -98,7 +111,10 @@ def main() -> None:
     train(start(), undisturbed, Plan(plan.steps))
     if engine.global_rank == 0 and losses != undisturbed:
         sys.exit(f"FAILED: the losses are\n{losses}\nand would have been\n{undisturbed}")
-    say(engine, f"the losses of {len(losses)} steps are those of a run without interruption, bit for bit")
+    say(
+        engine,
+        f"the losses of {len(losses)} steps are those of a run without interruption, bit for bit",
+    )
 
 
 def say(engine: dz.DeepSpeedEngine, text: str) -> None:

@@ -1,10 +1,12 @@
-"""The main job: train a byte-level GPT on the Python library's own sources with ZeRO-3, and show what it cost.
+"""The main job: train a byte-level GPT on the Python library's own sources with ZeRO-3, and show
+what it cost.
 
     deepseek-zero run --nproc 2 examples/pretrain_text.py
     python examples/pretrain_text.py --size tiny --steps 40          # one process, a few seconds
 
-Leaves in --out: metrics.jsonl, metrics.csv, loss.png, memory.png, memory.json, sample.txt and model.safetensors.  Ends
-with an error if the loss did not fall by the margin of its size (see JOBS).
+Leaves in --out: metrics.jsonl, metrics.csv, loss.png, memory.png, memory.json, sample.txt and
+model.safetensors.  Ends with an error if the loss did not fall by the margin of its size (see
+JOBS).
 """
 
 from __future__ import annotations
@@ -46,10 +48,12 @@ PROMPT = b"def "
 class Job:
     """How one size is trained.
 
-    steps: fewer on a machine that would need more than `seconds` for them; what is done between steps (held-out loss,
-    records) came to as much as half of that again on two busy cores, and the whole run is to end within five minutes.
+    steps: fewer on a machine that would need more than `seconds` for them; what is done between
+    steps (held-out loss, records) came to as much as half of that again on two busy cores, and the
+    whole run is to end within five minutes.
     batch: sequences per step over all ranks.
-    least_fall: the margin, in nats per byte, for that many steps; it shrinks in proportion with fewer.
+    least_fall: the margin, in nats per byte, for that many steps; it shrinks in proportion with
+    fewer.
     """
 
     steps: int
@@ -63,16 +67,34 @@ class Job:
 
 
 JOBS = {
-    "tiny": Job(steps=60, seconds=60, batch=8, lr=5e-3, least_fall=2.2, every=10, held_out_every=30, sample_bytes=80),
+    "tiny": Job(
+        steps=60,
+        seconds=60,
+        batch=8,
+        lr=5e-3,
+        least_fall=2.2,
+        every=10,
+        held_out_every=30,
+        sample_bytes=80,
+    ),
     "main": Job(
-        steps=1500, seconds=130, batch=4, lr=3e-3, least_fall=3.3, every=50, held_out_every=100, sample_bytes=320
+        steps=1500,
+        seconds=130,
+        batch=4,
+        lr=3e-3,
+        least_fall=3.3,
+        every=50,
+        held_out_every=100,
+        sample_bytes=320,
     ),
 }
 
 
 @dataclass
 class Run:
-    """One run of the script: what was asked for, where it writes, who speaks, and how long each part took."""
+    """One run of the script: what was asked for, where it writes, who speaks, and how long each
+    part took.
+    """
 
     options: argparse.Namespace
     job: Job
@@ -100,12 +122,17 @@ class Run:
 
 
 def config_for(run: Run, stage: int) -> dict[str, Any]:
-    """DeepSpeed's words.  The zeros at stage 3 shard every parameter and release each block as soon as it was used."""
+    """DeepSpeed's words.  The zeros at stage 3 shard every parameter and release each block as soon
+    as it was used.
+    """
     return {
         "train_micro_batch_size_per_gpu": max(1, run.job.batch // num_ranks()),
         "gradient_clipping": 1.0,
         "steps_per_print": None,  # the progress lines below say the same
-        "optimizer": {"type": "AdamW", "params": {"lr": run.job.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": run.job.lr, "betas": [0.9, 0.95], "weight_decay": 0.1},
+        },
         "scheduler": {
             "type": "WarmupCosineLR",
             "params": {
@@ -125,7 +152,9 @@ def config_for(run: Run, stage: int) -> dict[str, Any]:
 
 
 def start(run: Run, stage: int) -> tuple[Any, dict[str, Any]]:
-    """A fresh model and its engine; every rank builds the same model, and rank 0's values win anyway."""
+    """A fresh model and its engine; every rank builds the same model, and rank 0's values win
+    anyway.
+    """
     torch.manual_seed(run.options.seed)
     config = config_for(run, stage)
     engine, *_ = dz.initialize(model=GPT(SIZES[run.options.size]), config=config)
@@ -138,7 +167,10 @@ def train(run: Run, engine: Any, corpus: Corpus, micro_batch: int) -> list[StepR
     sampler = Sampler(corpus.train, micro_batch, length, run.options.seed)
     held_out = Sampler(corpus.held_out, micro_batch, length, run.options.seed)
     records: list[StepRecord] = []
-    with Progress(run.steps, run.job.every, run.console) as progress, RecordWriter(run.out) as writer:
+    with (
+        Progress(run.steps, run.job.every, run.console) as progress,
+        RecordWriter(run.out) as writer,
+    ):
         for step in range(1, run.steps + 1):
             started = time.monotonic()
             x, y = (tensor.to(engine.device) for tensor in sampler.draw(step, rank()))
@@ -151,8 +183,14 @@ def train(run: Run, engine: Any, corpus: Corpus, micro_batch: int) -> list[StepR
             due = step % run.job.held_out_every == 0 or step == run.steps
             held_out_loss = evaluate(engine, held_out) if due else None
             speed = x.numel() * num_ranks() / seconds
-            # The engine's own record knows the gradient norm and this rank's bytes; the loop knows the rest.
-            known = {"loss": mean_loss, "lr": lr, "tokens_per_second": speed, "step_seconds": seconds}
+            # The engine's own record knows the gradient norm and this rank's bytes; the loop knows
+            # the rest.
+            known = {
+                "loss": mean_loss,
+                "lr": lr,
+                "tokens_per_second": speed,
+                "step_seconds": seconds,
+            }
             records.append(replace(engine.observer.record, **known, held_out_loss=held_out_loss))
             writer.write(records[-1])
             progress.step(records[-1])
@@ -161,46 +199,65 @@ def train(run: Run, engine: Any, corpus: Corpus, micro_batch: int) -> list[StepR
 
 @torch.no_grad()
 def evaluate(engine: Any, sampler: Sampler, batches: int = 12) -> float:
-    """Mean loss over the same held-out windows each time; collective, each rank reads its own windows."""
+    """Mean loss over the same held-out windows each time; collective, each rank reads its own
+    windows.
+    """
     engine.eval()
-    losses = [engine(*(t.to(engine.device) for t in sampler.draw(index, rank()))) for index in range(batches)]
+    losses = [
+        engine(*(t.to(engine.device) for t in sampler.draw(index, rank())))
+        for index in range(batches)
+    ]
     engine.train()
     return mean_over_ranks(torch.stack(losses).mean())
 
 
 def fit_steps(run: Run, corpus: Corpus) -> None:
-    """Unless --steps is given, take fewer steps than the job's on a slow machine; collective, one answer for all."""
+    """Unless --steps is given, take fewer steps than the job's on a slow machine; collective, one
+    answer for all.
+    """
     if run.options.steps is not None:
         return
     engine, config = start(run, run.options.stage)
-    sampler = Sampler(corpus.train, config["train_micro_batch_size_per_gpu"], SIZES[run.options.size].context)
+    sampler = Sampler(
+        corpus.train, config["train_micro_batch_size_per_gpu"], SIZES[run.options.size].context
+    )
     for step in range(10):
         if step == 2:  # the first two pay for recording the schedule and for buffers
             started = time.monotonic()
-        engine.backward(engine(*(tensor.to(engine.device) for tensor in sampler.draw(step, rank()))))
+        engine.backward(
+            engine(*(tensor.to(engine.device) for tensor in sampler.draw(step, rank())))
+        )
         engine.step()
     took = mean_over_ranks(torch.tensor((time.monotonic() - started) / 8))
     engine.destroy()
     run.options.steps = max(20, min(run.job.steps, int(run.job.seconds / took)))
     if run.options.steps < run.job.steps:
         run.say(
-            f"A step takes {format_seconds(took)} here: {run.options.steps} steps instead of {run.job.steps}, "
-            f"{format_seconds(run.job.seconds)} of them (--steps sets a number)."
+            f"A step takes {format_seconds(took)} here: {run.options.steps} steps instead of "
+            f"{run.job.steps}, {format_seconds(run.job.seconds)} of them (--steps sets a number)."
         )
 
 
 def memory_rows(run: Run, corpus: Corpus) -> list[MemoryRow]:
-    """Train a fresh model for two steps at each stage, and read what it keeps beside what its plan predicts."""
+    """Train a fresh model for two steps at each stage, and read what it keeps beside what its plan
+    predicts.
+    """
     rows = []
     for stage in range(4):
         engine, config = start(run, stage)
         micro_batch = config["train_micro_batch_size_per_gpu"]
-        sampler = Sampler(corpus.train, micro_batch, SIZES[run.options.size].context, run.options.seed)
+        sampler = Sampler(
+            corpus.train, micro_batch, SIZES[run.options.size].context, run.options.seed
+        )
         for step in (1, 2):  # the second step finds the moments that the first one made
-            engine.backward(engine(*(tensor.to(engine.device) for tensor in sampler.draw(step, rank()))))
+            engine.backward(
+                engine(*(tensor.to(engine.device) for tensor in sampler.draw(step, rank())))
+            )
             engine.step()
         report = engine.memory_report()
-        ours = {state: size for state, size in report.measured.items() if state != "other"}  # the text, a batch
+        ours = {
+            state: size for state, size in report.measured.items() if state != "other"
+        }  # the text, a batch
         rows.append(MemoryRow(stage, dict(report.predicted), ours, report.measured_total))
         engine.destroy()
         del engine, report
@@ -208,18 +265,28 @@ def memory_rows(run: Run, corpus: Corpus) -> list[MemoryRow]:
 
 
 def save_model(run: Run, engine: Any) -> None:
-    """Full weights as safetensors.  Gathering is collective, so all ranks call this; rank 0 writes."""
+    """Full weights as safetensors.  Gathering is collective, so all ranks call this; rank 0
+    writes.
+    """
     state = engine.module.state_dict()
     if rank() == 0:
         unfinished = run.out / ".model.safetensors.unfinished"
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, unfinished)
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, unfinished
+        )
         os.replace(unfinished, run.out / "model.safetensors")  # a reader never finds half a file
 
 
-def draw_results(run: Run, records: list[StepRecord], rows: list[MemoryRow], num_parameters: int) -> None:
+def draw_results(
+    run: Run, records: list[StepRecord], rows: list[MemoryRow], num_parameters: int
+) -> None:
     """The two pictures and the table's numbers; rank 0."""
-    subtitle = f"{format_count(num_parameters)} parameters, ZeRO stage {run.options.stage} on {ranks()}"
-    labels = LossCurveLabels("A byte-level GPT reads Python's library", subtitle, "nats per byte", chance=math.log(256))
+    subtitle = (
+        f"{format_count(num_parameters)} parameters, ZeRO stage {run.options.stage} on {ranks()}"
+    )
+    labels = LossCurveLabels(
+        "A byte-level GPT reads Python's library", subtitle, "nats per byte", chance=math.log(256)
+    )
     loss_curve(records, run.out / "loss.png", labels)
     memory_bars(rows, run.out / "memory.png", f"Memory per rank by ZeRO stage, {ranks()}")
     (run.out / "memory.json").write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
@@ -230,18 +297,40 @@ def summarise(run: Run, records: list[StepRecord], rows: list[MemoryRow], sample
     (run.out / "sample.txt").write_text(sample, encoding="utf-8")
     print_ = run.console.print
     print_()
-    print_(Panel(Syntax(sample, "python", theme="ansi_dark", word_wrap=True), title="a sample", title_align="left"))
+    print_(
+        Panel(
+            Syntax(sample, "python", theme="ansi_dark", word_wrap=True),
+            title="a sample",
+            title_align="left",
+        )
+    )
     print_(memory_table(rows, f"Memory per rank, {ranks()}"))
-    print_("[dim]Buffers hold a unit on its way, and scratch: as much for a hundred blocks as for these few.\n")
+    print_(
+        "[dim]Buffers hold a unit on its way, and scratch: as much for a hundred blocks as for "
+        "these few.\n"
+    )
     facts = Table.grid(padding=(0, 2))
     facts.add_row(
-        "loss", f"{records[0].loss:.3f} nats per byte at the first step, {final_loss(records):.3f} at the end"
+        "loss",
+        f"{records[0].loss:.3f} nats per byte at the first step, {final_loss(records):.3f} at the "
+        "end",
     )
-    facts.add_row("held-out", f"{records[-1].held_out_loss:.3f} nats per byte; a uniform guess has {math.log(256):.3f}")
+    facts.add_row(
+        "held-out",
+        f"{records[-1].held_out_loss:.3f} nats per byte; a uniform guess has {math.log(256):.3f}",
+    )
     facts.add_row("sent", f"{format_bytes(records[-1].comm_bytes)} per rank and step")
     parts = ", ".join(f"{name} {format_seconds(took)}" for name, took in run.seconds.items())
     facts.add_row("time", f"{format_seconds(sum(run.seconds.values()))}: {parts}")
-    for name in ("loss.png", "memory.png", JSONL_NAME, CSV_NAME, "memory.json", "sample.txt", "model.safetensors"):
+    for name in (
+        "loss.png",
+        "memory.png",
+        JSONL_NAME,
+        CSV_NAME,
+        "memory.json",
+        "sample.txt",
+        "model.safetensors",
+    ):
         path = run.out / name
         facts.add_row("file", f"{path}  ({format_bytes(path.stat().st_size)})")
     print_(Panel(facts, title="done", title_align="left", expand=False))
@@ -254,9 +343,14 @@ def final_loss(records: list[StepRecord]) -> float:
 
 
 def check_fall(run: Run, records: list[StepRecord]) -> None:
-    """End with an error unless the loss fell by the stated margin; all ranks come to the same verdict."""
+    """End with an error unless the loss fell by the stated margin; all ranks come to the same
+    verdict.
+    """
     fall = records[0].loss - final_loss(records)
-    verdict = f"the loss fell by {fall:.2f} nats per byte; the margin for {run.steps} steps is {run.least_fall:.2f}"
+    verdict = (
+        f"the loss fell by {fall:.2f} nats per byte; the margin for {run.steps} steps is "
+        f"{run.least_fall:.2f}"
+    )
     if not fall >= run.least_fall:  # written so that NaN fails too
         sys.exit(f"FAILED: {verdict}" if rank() == 0 else 1)
     run.say(verdict)
@@ -286,8 +380,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="main")
     parser.add_argument("--steps", type=int, help="optimizer steps (default: what the size needs)")
-    parser.add_argument("--stage", type=int, choices=range(4), default=3, help="ZeRO stage (default: 3)")
-    parser.add_argument("--out", type=Path, default=Path("runs/pretrain_text"), help="folder for what the run leaves")
+    parser.add_argument(
+        "--stage", type=int, choices=range(4), default=3, help="ZeRO stage (default: 3)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/pretrain_text"),
+        help="folder for what the run leaves",
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 
@@ -297,7 +398,10 @@ def main() -> None:
     require_matplotlib()
     dz.init_distributed()
     run = Run(options, JOBS[options.size], options.out, Console(quiet=rank() != 0))
-    for name in (JSONL_NAME, CSV_NAME):  # this program never continues a run, so the records of an earlier one go
+    for name in (
+        JSONL_NAME,
+        CSV_NAME,
+    ):  # this program never continues a run, so the records of an earlier one go
         (run.out / name).unlink(missing_ok=True)
     with run.timed("setup"):
         corpus = load_corpus()
@@ -313,7 +417,9 @@ def main() -> None:
         records = train(run, engine, corpus, config["train_micro_batch_size_per_gpu"])
     with run.timed("sample"):
         context = SIZES[options.size].context
-        sample = generate(engine.module, PROMPT, run.job.sample_bytes, context=context, temperature=0.7)
+        sample = generate(
+            engine.module, PROMPT, run.job.sample_bytes, context=context, temperature=0.7
+        )
     save_model(run, engine)
     engine.destroy()
     del engine

@@ -1,9 +1,11 @@
-"""ResNet-101 on real images through the engine door: every block's weights live in shards (ZeRO-3) between their uses.
+"""ResNet-101 on real images through the engine door: every block's weights live in shards (ZeRO-3)
+between their uses.
 
     deepseek-zero run --nproc 2 examples/resnet101_digits.py
     python examples/resnet101_digits.py --images 800 --epochs 6
 
-Reads handwritten digits, or CIFAR-10 where ./data has its files.  Ends with an error unless the loss fell by 0.5 nats.
+Reads handwritten digits, or CIFAR-10 where ./data has its files.  Ends with an error unless the
+loss fell by 0.5 nats.
 The defaults suit two cores: within a minute the network learns 64 images by heart.
 """
 
@@ -27,7 +29,8 @@ CONFIG = {
     "optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "weight_decay": 0.01}},
     "zero_optimization": {
         "stage": 3,
-        # Shard the batch norms too: at the default threshold parameters this small stay whole on every rank.
+        # Shard the batch norms too: at the default threshold parameters this small stay whole on
+        # every rank.
         "stage3_param_persistence_threshold": 0,
     },
 }
@@ -56,7 +59,9 @@ def main() -> None:
             engine.step()
             losses.append(loss.item())
         if engine.global_rank == 0:
-            print(f"epoch {epoch}: loss {sum(losses[-len(loader) :]) / len(loader):.3f}", flush=True)
+            print(
+                f"epoch {epoch}: loss {sum(losses[-len(loader) :]) / len(loader):.3f}", flush=True
+            )
 
     fall = sum(losses[: len(loader)]) / len(loader) - sum(losses[-len(loader) :]) / len(loader)
     if engine.global_rank == 0:

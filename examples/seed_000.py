@@ -1,10 +1,12 @@
-"""Seed 000's program, word for word, with what it leaves out filled in: random tokens, a small Transformer, ZeRO-3.
+"""Seed 000's program, word for word, with what it leaves out filled in: random tokens, a small
+Transformer, ZeRO-3.
 
     deepseek-zero run --nproc 2 examples/seed_000.py
     python examples/seed_000.py
 
-tests/contract/test_seeds.py prints what differs from the article and why.  The article names no `num_epochs`; with 3
-the random labels are met often enough to be learnt.  SEED_SAMPLES=4 trains on four of the hundred samples.
+tests/contract/test_seeds.py prints what differs from the article and why.  The article names no
+`num_epochs`; with 3 the random labels are met often enough to be learnt.  SEED_SAMPLES=4 trains on
+four of the hundred samples.
 """
 
 # ruff: noqa
@@ -79,9 +81,9 @@ for epoch in range(num_epochs):
         if batch_idx % 10 == 0:
             print(f'Epoch [{epoch+1}/{num_epochs}], Batch [{batch_idx}/{len(train_data)}], Loss: {loss.item():.4f}')
 
-# 保存模型
-# Every rank calls state_dict(): under ZeRO-3 it gathers full tensors from all of them.  One rank writes, because two
-# writers of one file spoil it; the barrier keeps the others from going on (to load it, or to exit) before it is whole.
+# 保存模型 Every rank calls state_dict(): under ZeRO-3 it gathers full tensors from all of them.  One
+# rank writes, because two writers of one file spoil it; the barrier keeps the others from going on
+# (to load it, or to exit) before it is whole.
 state = model.state_dict()
 if comm.get_rank() == 0: torch.save(state, 'model.pth')
 comm.barrier()

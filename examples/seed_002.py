@@ -3,9 +3,10 @@
     deepseek-zero run --nproc 2 examples/seed_002.py
     python examples/seed_002.py
 
-tests/contract/test_seeds.py prints what differs from the article and why.  Nothing is downloaded: without CIFAR-10's
-files in ./data the images are scikit-learn's digits.  For a run of a minute:
-SEED_SAMPLES=64 SEED_BATCH=16 SEED_LR=3e-3, because the article's warm-up takes 500 steps and such a run has 20.
+tests/contract/test_seeds.py prints what differs from the article and why.  Nothing is downloaded:
+without CIFAR-10's files in ./data the images are scikit-learn's digits.  For a run of a minute:
+SEED_SAMPLES=64 SEED_BATCH=16 SEED_LR=3e-3, because the article's warm-up takes 500 steps and such a
+run has 20.
 """
 
 # ruff: noqa
@@ -53,8 +54,8 @@ parameters = filter(lambda p: p.requires_grad, model.parameters())
 # DeepSpeed 配置
 config = {
     "fp16": {
-        # Few CPUs have fp16 arithmetic: without it a convolution takes roughly 10 to 70 times its fp32 time (AVX-512, torch
-        # 2.13).
+        # Few CPUs have fp16 arithmetic: without it a convolution takes roughly 10 to 70 times its
+        # fp32 time (AVX-512, torch 2.13).
         "enabled": cuda,
         "loss_scale": 0,
         "initial_scale_power": 16,

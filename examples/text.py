@@ -1,7 +1,9 @@
 """Text that every Python already has: the sources of its own standard library, as bytes.
 
-Owns the corpus, its split into training and held-out files, and the sampler.  No download, no tokenizer, no shuffled
-index: a batch is a pure function of (seed, step, rank), so a restarted run reads what it would have read.
+Owns the corpus, its split into training and held-out files, and the sampler.  No download, no
+tokenizer, no shuffled
+index: a batch is a pure function of (seed, step, rank), so a restarted run reads what it would have
+read.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Tests and demos repeat themselves, code pages and generated tables are numbers, site-packages belongs to the user.
+# Tests and demos repeat themselves, code pages and generated tables are numbers, site-packages
+# belongs to the user.
 SKIPPED_FOLDERS = frozenset(
-    "test tests idlelib turtledemo lib2to3 site-packages dist-packages encodings pydoc_data __pycache__".split()
+    "test tests idlelib turtledemo lib2to3 site-packages dist-packages encodings pydoc_data "
+    "__pycache__".split()
 )
 SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 HELD_OUT_EVERY = 20  # one file in twenty is never trained on
@@ -32,7 +36,8 @@ class Corpus:
 
 
 def load_corpus(root: Path | None = None, limit_bytes: int = 20_000_000) -> Corpus:
-    """Read the library's `*.py` files in path order; whole files go to one side of the split or the other.
+    """Read the library's `*.py` files in path order; whole files go to one side of the split or the
+    other.
 
     root: another folder of Python files (default: the running interpreter's library).
     """
@@ -46,7 +51,10 @@ def load_corpus(root: Path | None = None, limit_bytes: int = 20_000_000) -> Corp
         size, num_files = size + len(text), num_files + 1
         parts[_is_held_out(path.relative_to(root))].append(text)
     if not parts[True] or not parts[False]:
-        raise SystemExit(f"{root} holds too few Python files to train on ({num_files} found); pass another folder.")
+        raise SystemExit(
+            f"{root} holds too few Python files to train on ({num_files} found); pass another "
+            "folder."
+        )
     return Corpus(_as_tensor(parts[False]), _as_tensor(parts[True]), num_files)
 
 
@@ -63,7 +71,8 @@ def _read(path: Path, root: Path) -> bytes:
 
 
 def _is_held_out(path: Path) -> bool:
-    # By a hash of the name, so that adding a file to the library moves no other file across the split.
+    # By a hash of the name, so that adding a file to the library moves no other file across the
+    # split.
     return hashlib.sha256(path.as_posix().encode()).digest()[0] % HELD_OUT_EVERY == 0
 
 

@@ -2,8 +2,8 @@
 
     deepseek-zero run --nproc 8 examples/three_axes.py
 
-pp 2 x dp_shard 2 x tp 2 at ZeRO-3: each rank holds a quarter of the layers' parts, cut again between two ranks.  The
-program prints who holds what, and asserts that the loss falls.
+pp 2 x dp_shard 2 x tp 2 at ZeRO-3: each rank holds a quarter of the layers' parts, cut again
+between two ranks.  The program prints who holds what, and asserts that the loss falls.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ class Counting(torch.utils.data.Dataset):
 
 def main() -> None:
     torch.manual_seed(0)
-    sizes = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    sizes = {
+        "vocab_size": WORDS,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+    }
     model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes))
     total = sum(param.numel() for param in model.parameters())
     config = {
@@ -42,12 +47,16 @@ def main() -> None:
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     }
     mesh = {"pp": 2, "dp_shard": 2, "tp": 2}
-    engine, *_ = deepseek_zero.initialize(model=model, config=config, training_data=Counting(), mesh=mesh)
+    engine, *_ = deepseek_zero.initialize(
+        model=model, config=config, training_data=Counting(), mesh=mesh
+    )
     losses = [engine.train_batch().item() for _ in range(STEPS)]
 
     runtime = engine.runtime
     held = sum(group.weight.memory.numel() for group in runtime.groups)
-    here = ", ".join(f"{axis} {place}" for axis, place in engine.mesh.coordinates.items() if axis in mesh)
+    here = ", ".join(
+        f"{axis} {place}" for axis, place in engine.mesh.coordinates.items() if axis in mesh
+    )
     units = [unit.name for unit in runtime.units if unit.groups]
     told = f"({here}) holds {held:,} of {total:,} elements: {', '.join(units)}"
     for rank, line in enumerate(runtime.comm.whole.all_gather_text(told, "who holds what")):

@@ -1,9 +1,10 @@
 """What seed 002 takes from torchvision, in its words: four transforms, CIFAR-10 and ResNet-101.
 
-torchvision's wheel does not import beside a CPU build of torch, so the network comes from torchvision where that
-imports and from transformers elsewhere (the same layers, the same 44.5 million weights).  The transforms work on
-tensors, and `CIFAR10` downloads nothing: where its files are missing it holds scikit-learn's digits.  Imported by
-seed_002.py and resnet101_digits.py.
+torchvision's wheel does not import beside a CPU build of torch, so the network comes from
+torchvision where that imports and from transformers elsewhere (the same layers, the same 44.5
+million weights).  The transforms work on
+tensors, and `CIFAR10` downloads nothing: where its files are missing it holds scikit-learn's
+digits.  Imported by seed_002.py and resnet101_digits.py.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ Transform = Callable[[Tensor], Tensor]
 class CIFAR10(Dataset[tuple[Tensor, int]]):
     """(image, class) pairs, each image transformed anew whenever it is read."""
 
-    def __init__(self, root: str | Path, train: bool = True, transform: Transform | None = None) -> None:
+    def __init__(
+        self, root: str | Path, train: bool = True, transform: Transform | None = None
+    ) -> None:
         self.images, self.labels = load_images(train, root)
         self.transform = transform
 
@@ -84,14 +87,18 @@ class Normalize(nn.Module):
 def resnet101(pretrained: bool = False) -> nn.Module:
     """ResNet-101 for 1,000 classes whose last layer is `fc`; its weights are random.
 
-    Each block starts as the identity (torchvision's `zero_init_residual`).  Otherwise 33 batch norms over 2 x 2 points
-    multiply the gradient at 32 x 32 images (its norm is 10,000 and the loss stands still for dozens of steps).
+    Each block starts as the identity (torchvision's `zero_init_residual`).  Otherwise 33 batch
+    norms over 2 x 2 points multiply the gradient at 32 x 32 images (its norm is 10,000 and the loss
+    stands still for dozens of steps).
     """
     if pretrained:
         raise ValueError("pretrained weights would have to be downloaded")
     try:
         from torchvision import models  # noqa: PLC0415
-    except (ImportError, RuntimeError):  # RuntimeError: torchvision's operators do not fit this torch
+    except (
+        ImportError,
+        RuntimeError,
+    ):  # RuntimeError: torchvision's operators do not fit this torch
         return _ResNet101()
     network: nn.Module = models.resnet101(zero_init_residual=True)
     return network

@@ -1,10 +1,11 @@
-"""A vision transformer on real images through seed 000's door: wrap the model, keep the training loop.
+"""A vision transformer on real images through seed 000's door: wrap the model, keep the training
+loop.
 
     deepseek-zero run --nproc 2 examples/vit_digits.py
     python examples/vit_digits.py --epochs 20
 
-Reads handwritten digits, or CIFAR-10 where ./data has its files.  The loop is plain PyTorch.  Ends with an error
-unless the loss fell by 0.5 nats.
+Reads handwritten digits, or CIFAR-10 where ./data has its files.  The loop is plain PyTorch.  Ends
+with an error unless the loss fell by 0.5 nats.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ LEAST_FALL = 0.5
 class VisionTransformer(nn.Module):
     """Patches of 4 x 4 pixels, a few transformer blocks, the mean of the patches, ten classes."""
 
-    def __init__(self, dim: int = 96, num_heads: int = 4, num_blocks: int = 4, size: int = 32, patch: int = 4) -> None:
+    def __init__(
+        self, dim: int = 96, num_heads: int = 4, num_blocks: int = 4, size: int = 32, patch: int = 4
+    ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, dim, patch, patch)
         self.position = nn.Parameter(torch.randn((size // patch) ** 2, dim) * 0.02)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(dim, num_heads, 4 * dim, 0.0, "gelu", batch_first=True, norm_first=True)
+            nn.TransformerEncoderLayer(
+                dim, num_heads, 4 * dim, 0.0, "gelu", batch_first=True, norm_first=True
+            )
             for _ in range(num_blocks)
         )
         self.norm = nn.LayerNorm(dim)
@@ -45,7 +50,9 @@ class VisionTransformer(nn.Module):
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--images", type=int, default=512, help="how many to train on (default: 512)")
+    parser.add_argument(
+        "--images", type=int, default=512, help="how many to train on (default: 512)"
+    )
     parser.add_argument("--epochs", type=int, default=5)
     return parser.parse_args()
 
@@ -82,7 +89,10 @@ def main() -> None:
         images, labels = dataset(train=False, limit=256).tensors
         right = (model(images.to(device)).argmax(-1).cpu() == labels).float().mean()
     if rank == 0:
-        print(f"the loss fell by {means[0] - means[-1]:.2f} nats; {right:.0%} of held-out images are named rightly")
+        print(
+            f"the loss fell by {means[0] - means[-1]:.2f} nats; {right:.0%} of held-out images are "
+            "named rightly"
+        )
     assert means[0] - means[-1] >= LEAST_FALL, f"the loss fell by less than {LEAST_FALL} nats"
 
 

@@ -1,4 +1,6 @@
-"""Part 5 of scripts/gpu: 8B parameters if the GPU has 24 GiB; states fill it, then the host, then the disk."""
+"""Part 5 of scripts/gpu: 8B parameters if the GPU has 24 GiB; states fill it, then the host, then
+the disk.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,12 @@ def main() -> None:
     if is_dry:
         memories = Memories(90_000_000, 90_000_000, 1_000_000_000, tempfile.mkdtemp())
     if here.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(CAP / torch.cuda.get_device_properties(here).total_memory, here)
-    tell(Result("plan", figures={"B parameters": kind.params / 1e9, "host GiB": memories.host / GIB}))
+        torch.cuda.set_per_process_memory_fraction(
+            CAP / torch.cuda.get_device_properties(here).total_memory, here
+        )
+    tell(
+        Result("plan", figures={"B parameters": kind.params / 1e9, "host GiB": memories.host / GIB})
+    )
 
     def on_step(number: int, seconds: float) -> None:
         tell(Result(f"step {number}", figures={"s": seconds}))
@@ -35,7 +41,11 @@ def main() -> None:
         "host GiB": found.host_bytes / GIB,
         "disk GiB": found.disk_bytes / GIB,
     }
-    tell(Result("states in several memories", "FAILED" if found.failed else "ok", figures, found.failed))
+    tell(
+        Result(
+            "states in several memories", "FAILED" if found.failed else "ok", figures, found.failed
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Part 8 of scripts/gpu: what a user does on one GPU, each against plain PyTorch on the same device."""
+"""Part 8 of scripts/gpu: what a user does on one GPU, each against plain PyTorch on the same
+device.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ LENGTH, VOCABULARY = (16, 200) if IS_DRY else (128, 1000)
 Figures = dict[str, Any]
 
 
-def llama(layers: int = 2 if IS_DRY else 4, width: int = 64 if IS_DRY else 256, vocabulary: int = VOCABULARY) -> Any:
+def llama(
+    layers: int = 2 if IS_DRY else 4,
+    width: int = 64 if IS_DRY else 256,
+    vocabulary: int = VOCABULARY,
+) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  # optional
 
     torch.manual_seed(3)
@@ -56,7 +62,9 @@ def tokens_of(step: int, vocabulary: int = VOCABULARY) -> Tensor:
 def plain(model: nn.Module, steps: int = STEPS, autocast: bool = False) -> list[float]:
     """The losses of plain PyTorch."""
     model = model.to(HERE)
-    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], **ADAMW)
+    optimizer = torch.optim.AdamW(
+        [param for param in model.parameters() if param.requires_grad], **ADAMW
+    )
     losses = []
     for step in range(steps):
         with torch.autocast(HERE.type, torch.bfloat16, enabled=autocast):
@@ -79,7 +87,9 @@ def engine_of(model: nn.Module, zero: Figures | None = None, **top: Any) -> Any:
     return dz.initialize(model=model, config=config)[0]
 
 
-def train(engine: Any, steps: int = STEPS, first: int = 0, feed: Callable[[int], Tensor] = tokens_of) -> list[float]:
+def train(
+    engine: Any, steps: int = STEPS, first: int = 0, feed: Callable[[int], Tensor] = tokens_of
+) -> list[float]:
     losses = []
     for step in range(first, first + steps):
         loss = engine(input_ids=feed(step), labels=feed(step)).loss
@@ -96,7 +106,9 @@ def near(found: list[float], expected: list[float], tolerance: float) -> Figures
     return {"gap": gap}
 
 
-def compared(model: nn.Module, expected: list[float], tolerance: float = 2e-4, zero: Any = None, **top: Any) -> Figures:
+def compared(
+    model: nn.Module, expected: list[float], tolerance: float = 2e-4, zero: Any = None, **top: Any
+) -> Figures:
     """Train an engine over a model, and compare its losses."""
     engine = engine_of(model, zero, **top)
     found = train(engine, len(expected))
@@ -128,8 +140,14 @@ def offload(place: str, sections: tuple[str, ...]) -> Figures:
 def offload_of_a_client_optimizer() -> Figures:
     model = llama().to(HERE)
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    config = {"train_micro_batch_size_per_gpu": ROWS, "steps_per_print": None, "zero_optimization": zero}
-    engine = dz.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), **ADAMW), config=config)[0]
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "steps_per_print": None,
+        "zero_optimization": zero,
+    }
+    engine = dz.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), **ADAMW), config=config
+    )[0]
     found = near(train(engine), truth(), 2e-4)
     engine.destroy()
     return found
@@ -168,7 +186,9 @@ def gradient_checkpointing() -> Figures:
     expected, found = truth(), {}
     for reentrant in (False, True):
         model = llama().to(HERE)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": reentrant}
+        )
         found = compared(model, expected)
     return found
 
@@ -180,7 +200,8 @@ class Tower(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(12)
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(12)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -280,16 +301,25 @@ def memory_report() -> Figures:
     engine.destroy()
     assert report.predicted_total == report.measured_total, report
     # cuBLAS keeps a workspace of up to 32 MiB for each thread that computes.
-    assert abs(held - report.measured_total) < 0.1 * held + (64 << 20), (held, report.measured_total)
+    assert abs(held - report.measured_total) < 0.1 * held + (64 << 20), (
+        held,
+        report.measured_total,
+    )
     return {"allocator MiB": held / 2**20, "report MiB": report.measured_total / 2**20}
 
 
 def trainer() -> Figures:
-    """The Trainer of transformers with a DeepSpeed JSON has the losses of the Trainer without it."""
+    """The Trainer of transformers with a DeepSpeed JSON has the losses of the Trainer without
+    it.
+    """
     losses = {}
     for kind in ("plain", "zero"):
         program = [sys.executable, trainer_program.__file__, kind, tempfile.mkdtemp()]
-        command = [sys.executable, "-m", "deepseek_zero.cli", "exec", *program] if kind == "zero" else program
+        command = (
+            [sys.executable, "-m", "deepseek_zero.cli", "exec", *program]
+            if kind == "zero"
+            else program
+        )
         environment = {name: value for name, value in os.environ.items() if name not in WORLD}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
         print(done.stdout, done.stderr, flush=True)

@@ -1,4 +1,6 @@
-"""Part 4 of scripts/gpu: 3B parameters with the optimizer on the host; the build, the first step and a steady step."""
+"""Part 4 of scripts/gpu: 3B parameters with the optimizer on the host; the build, the first step
+and a steady step.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def main() -> None:
         "steps_per_print": None,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": ADAMW},
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        },
     }
     began = time.perf_counter()
     with torch.device("meta"):
@@ -49,7 +54,11 @@ def main() -> None:
         updates.append(time.perf_counter() - middle)
         tell(Result(f"step {number}", figures={"s": seconds[-1], "update s": updates[-1]}))
     steady = statistics.median(seconds[1:])
-    figures = {"s": steady, "update s": statistics.median(updates[1:]), "TFLOP/s": size.flops / steady / 1e12}
+    figures = {
+        "s": steady,
+        "update s": statistics.median(updates[1:]),
+        "TFLOP/s": size.flops / steady / 1e12,
+    }
     if here.type == "cuda":
         figures["peak GiB"] = torch.cuda.max_memory_allocated() / GIB
     figures["host GiB"] = engine.memory_report().measured.get("host", 0) / GIB

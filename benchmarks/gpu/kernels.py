@@ -1,4 +1,6 @@
-"""Part 7 of scripts/gpu: codecs compared with a copy of memory, and sparse attention compared with dense attention."""
+"""Part 7 of scripts/gpu: codecs compared with a copy of memory, and sparse attention compared with
+dense attention.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,13 @@ def attention(length: int, rounds: int) -> dict[str, Any]:
     """Milliseconds of forward and backward."""
     here = device()
     dtype = torch.bfloat16 if here.type == "cuda" else torch.float32
-    given = [torch.randn(1, 8, length, 64, device=here, dtype=dtype, requires_grad=True) for _ in range(3)]
-    pattern = Pattern.of(BSLongformer(block=128, num_sliding_window_blocks=3, attention="unidirectional"))
+    given = [
+        torch.randn(1, 8, length, 64, device=here, dtype=dtype, requires_grad=True)
+        for _ in range(3)
+    ]
+    pattern = Pattern.of(
+        BSLongformer(block=128, num_sliding_window_blocks=3, attention="unidirectional")
+    )
     ways: dict[str, Callable[[], Any]] = {
         "dense": lambda: F.scaled_dot_product_attention(*given, is_causal=True).sum().backward(),
         "pattern": lambda: attend(*given, pattern).sum().backward(),

@@ -1,4 +1,6 @@
-"""The output of a part of `scripts/gpu`, one line for each result, and the common start of all parts."""
+"""The output of a part of `scripts/gpu`, one line for each result, and the common start of all
+parts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ MARK = "RESULT "
 
 @dataclass
 class Result:
-    """name: of the check.  verdict: "ok", "FAILED" or "skipped".  figures: by name with its unit.  why: the reason."""
+    """name: of the check.  verdict: "ok", "FAILED" or "skipped".  figures: by name with its unit.
+    why: the reason.
+    """
 
     name: str
     verdict: str = "ok"
@@ -44,7 +48,9 @@ def tell(result: Result) -> None:
 
 
 def attempt(name: str, work: Callable[[], dict[str, Any] | None]) -> None:
-    """Tell of some work: the figures it returns and its seconds, or its error. The traceback goes to the log."""
+    """Tell of some work: the figures it returns and its seconds, or its error. The traceback goes
+    to the log.
+    """
     began = time.perf_counter()
     try:
         figures = work() or {}
@@ -70,7 +76,13 @@ def begin(arguments: Sequence[str] | None = None) -> bool:
     parser = argparse.ArgumentParser()
     parser.add_argument("--dry-run", action="store_true")
     asked = parser.parse_args(arguments)
-    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    world = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     for name, value in world.items():
         os.environ.setdefault(name, value)
     return bool(asked.dry_run)

@@ -1,8 +1,10 @@
-"""Runs the parts of `scripts/gpu`, each in a separate process with a time limit, and writes their results.
+"""Runs the parts of `scripts/gpu`, each in a separate process with a time limit, and writes their
+results.
 
-A part is a module of this folder. It prints `RESULT` and a line of JSON for each thing that it has found (results.py).
-After every result `gpu.json` and `gpu.md` are rewritten, so an interrupted call keeps all results so far.
-The whole output of a part is in `NAME.log`. A part that fails, or does not end in time, is a result too.
+A part is a module of this folder. It prints `RESULT` and a line of JSON for each thing that it has
+found (results.py). After every result `gpu.json` and `gpu.md` are rewritten, so an interrupted call
+keeps all results so far. The whole output of a part is in `NAME.log`. A part that fails, or does
+not end in time, is a result too.
 """
 
 from __future__ import annotations
@@ -28,13 +30,24 @@ from typing import Any
 from benchmarks.gpu.results import MARK, Result
 
 ROOT = Path(__file__).resolve().parents[2]
-REQUIRED = ("torch", "numpy", "pydantic", "typer", "rich", "psutil", "hjson", "cpuinfo")  # as imported
+REQUIRED = (
+    "torch",
+    "numpy",
+    "pydantic",
+    "typer",
+    "rich",
+    "psutil",
+    "hjson",
+    "cpuinfo",
+)  # as imported
 REPORTED = ("torch", "transformers", "peft", "deepspeed", "pytest", "triton")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One process. what: its title.  seconds: its limit.  needs: it is skipped without these packages."""
+    """One process. what: its title.  seconds: its limit.  needs: it is skipped without these
+    packages.
+    """
 
     name: str
     what: str
@@ -71,7 +84,9 @@ class Report:
 
     def write(self) -> None:
         rows = [{"part": part, **asdict(result)} for part, result in self.results]
-        _replace(self.out / "gpu.json", json.dumps({**self.facts, "results": rows}, indent=1) + "\n")
+        _replace(
+            self.out / "gpu.json", json.dumps({**self.facts, "results": rows}, indent=1) + "\n"
+        )
         lines = ["# One GPU", "", *(f"- {name}: {value}" for name, value in self.facts.items()), ""]
         lines += ["| part | result | verdict | found |", "|---|---|---|---|"]
         for part, result in self.results:
@@ -81,7 +96,9 @@ class Report:
 
     @property
     def failed(self) -> list[str]:
-        return [f"{part}: {result.name}" for part, result in self.results if result.verdict == "FAILED"]
+        return [
+            f"{part}: {result.name}" for part, result in self.results if result.verdict == "FAILED"
+        ]
 
 
 def _replace(path: Path, text: str) -> None:
@@ -95,11 +112,17 @@ def run_part(part: Part, report: Report, seconds: float, options: Sequence[str])
     """Run one part with a time limit in seconds, and add each result at once."""
     missing = [name for name in part.needs if find_spec(name) is None]
     if missing:
-        report.add(part.name, Result(part.what, "skipped", why=f"{', '.join(missing)} is not installed"))
+        report.add(
+            part.name, Result(part.what, "skipped", why=f"{', '.join(missing)} is not installed")
+        )
         return
     module = part.module or f"benchmarks.gpu.{part.name}"
     paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONUNBUFFERED": "1",
+    }
     began = time.monotonic()
     child = subprocess.Popen(
         [sys.executable, "-m", module, *options],
@@ -135,9 +158,15 @@ def run_part(part: Part, report: Report, seconds: float, options: Sequence[str])
         child.stdout.close()
     spent = time.monotonic() - began
     if code is None:
-        report.add(part.name, Result(part.what, "FAILED", why=f"not over after {spent:.0f} s; its last line: {last}"))
+        report.add(
+            part.name,
+            Result(part.what, "FAILED", why=f"not over after {spent:.0f} s; its last line: {last}"),
+        )
     elif code != 0:
-        report.add(part.name, Result(part.what, "FAILED", why=f"ended with exit code {code}; its last line: {last}"))
+        report.add(
+            part.name,
+            Result(part.what, "FAILED", why=f"ended with exit code {code}; its last line: {last}"),
+        )
     elif count == 0:
         report.add(part.name, Result(part.what, "FAILED", why="ended without a result"))
 
@@ -161,8 +190,13 @@ def _end(child: subprocess.Popen[str]) -> int | None:
 
 def facts(asked: argparse.Namespace) -> dict[str, Any]:
     """What a reader must know of the machine."""
-    found: dict[str, Any] = {"date": time.strftime("%Y-%m-%d %H:%M"), "python": platform.python_version()}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    found: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "python": platform.python_version(),
+    }
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
     found["commit"] = commit.stdout.strip() or "unknown"
     found["cores"] = os.cpu_count()
     for name in REPORTED:
@@ -171,7 +205,9 @@ def facts(asked: argparse.Namespace) -> dict[str, Any]:
         except PackageNotFoundError:
             found[name] = "not installed"
     asks = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
-    device = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True).stdout.strip()
+    device = subprocess.run(
+        [sys.executable, "-c", asks], capture_output=True, text=True
+    ).stdout.strip()
     found["device"] = "cpu, dry run" if asked.dry_run else device
     return found
 
@@ -180,16 +216,23 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
     """Run the chosen parts; return 1 if something failed, 2 if nothing could start."""
     table = "\n".join(f"  {part.name:8} {part.what}" for part in parts)
     parser = argparse.ArgumentParser(
-        prog="scripts/gpu", description=f"parts:\n{table}", formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/gpu",
+        description=f"parts:\n{table}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--only", choices=[part.name for part in parts], help="run this part alone")
     parser.add_argument("--seconds", type=float, default=480.0, help="of the whole call")
-    parser.add_argument("--out", type=Path, help="folder of gpu.json, gpu.md and the logs; without it a new one")
+    parser.add_argument(
+        "--out", type=Path, help="folder of gpu.json, gpu.md and the logs; without it a new one"
+    )
     parser.add_argument("--dry-run", action="store_true", help="tiny models on the CPU")
     asked = parser.parse_args(arguments)
     began = time.monotonic()
     if missing := [name for name in REQUIRED if find_spec(name) is None]:
-        print(f"not installed: {', '.join(missing)}. The library needs them; install them first.", file=sys.stderr)
+        print(
+            f"not installed: {', '.join(missing)}. The library needs them; install them first.",
+            file=sys.stderr,
+        )
         return 2
     if asked.dry_run:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -204,10 +247,15 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
     for part in chosen:
         left = began + asked.seconds - time.monotonic()
         if left < 5:
-            report.add(part.name, Result(part.what, "skipped", why=f"the {asked.seconds:.0f} s are over"))
+            report.add(
+                part.name, Result(part.what, "skipped", why=f"the {asked.seconds:.0f} s are over")
+            )
             continue
         limit = left if asked.dry_run else min(part.seconds, left)  # limits are those of a GPU
         run_part(part, report, limit, ["--dry-run"] if asked.dry_run else [])
     failed = report.failed
-    print(f"{len(report.results)} results in {time.monotonic() - began:.0f} s, {len(failed)} failed", flush=True)
+    print(
+        f"{len(report.results)} results in {time.monotonic() - began:.0f} s, {len(failed)} failed",
+        flush=True,
+    )
     return 1 if failed else 0

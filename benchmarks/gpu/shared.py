@@ -1,4 +1,6 @@
-"""Part 6 of scripts/gpu: two processes on one GPU train as one process of plain PyTorch does, to the bit."""
+"""Part 6 of scripts/gpu: two processes on one GPU train as one process of plain PyTorch does, to
+the bit.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,15 @@ def two_ranks(stage: int, dtype: str) -> None:
     folder = tempfile.mkdtemp()
     environment = {name: value for name, value in os.environ.items() if name not in WORLD}
     environment |= {"GPU_STAGE": str(stage), "GPU_DTYPE": dtype, "GPU_OUT": folder}
-    command = [sys.executable, "-m", "deepseek_zero.cli", "run", "--nproc", "2", str(Path(plain_runs.__file__))]
+    command = [
+        sys.executable,
+        "-m",
+        "deepseek_zero.cli",
+        "run",
+        "--nproc",
+        "2",
+        str(Path(plain_runs.__file__)),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=80)
     print(done.stdout, done.stderr, flush=True)
     assert done.returncode == 0, done.stderr[-400:]
@@ -33,7 +43,9 @@ WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 def main() -> None:
     is_dry = begin()
-    for stage, dtype in [(3, "bf16")] if is_dry else [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16")]:
+    for stage, dtype in (
+        [(3, "bf16")] if is_dry else [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16")]
+    ):
         attempt(f"stage {stage}, {dtype}, two ranks", lambda s=stage, d=dtype: two_ranks(s, d))
 
 

@@ -1,4 +1,6 @@
-"""Part 1 of scripts/gpu: each stage and number format against plain PyTorch, and two engines with offload."""
+"""Part 1 of scripts/gpu: each stage and number format against plain PyTorch, and two engines with
+offload.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 def fp16(stage: int) -> dict[str, Any]:
     """fp16 has no run of plain PyTorch with the same bits: the loss is near, and falls."""
     exact = trained(**config(stage, "fp32", optimizer=ADAMW))
-    low = trained(**config(stage, "fp32", optimizer=ADAMW, fp16={"enabled": True, "initial_scale_power": 8}))
+    low = trained(
+        **config(stage, "fp32", optimizer=ADAMW, fp16={"enabled": True, "initial_scale_power": 8})
+    )
     assert abs(low[0] - exact[0]) < 0.02 and low[-1] < low[0] - 0.1, (low, exact)
     return {"loss": low[-1]}
 
@@ -58,7 +62,10 @@ def main() -> None:
     begin()
     for dtype in ("fp32", "bf16"):
         for stage in range(4):
-            attempt(f"stage {stage}, {dtype}: the bits of plain PyTorch", lambda s=stage, d=dtype: same_bits(s, d))
+            attempt(
+                f"stage {stage}, {dtype}: the bits of plain PyTorch",
+                lambda s=stage, d=dtype: same_bits(s, d),
+            )
     for stage in range(4):
         attempt(f"stage {stage}, fp16", lambda s=stage: fp16(s))
     attempt("three engines with offload, one after the other", two_engines)

@@ -1,4 +1,6 @@
-"""Part 3 of scripts/gpu: a step of a 1.3B model at one rank: plain PyTorch, FSDP2, this library and DeepSpeed."""
+"""Part 3 of scripts/gpu: a step of a 1.3B model at one rank: plain PyTorch, FSDP2, this library and
+DeepSpeed.
+"""
 
 from __future__ import annotations
 

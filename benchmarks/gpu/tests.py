@@ -1,4 +1,6 @@
-"""Part 2 of scripts/gpu: tests/gpu, with plain pytest; every failing test is a result, and so is the total."""
+"""Part 2 of scripts/gpu: tests/gpu, with plain pytest; every failing test is a result, and so is
+the total.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ class Tell:
 
 def main() -> None:
     plugin = Tell()
-    code = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:timeout", "tests/gpu"], [plugin])
+    code = pytest.main(
+        ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:timeout", "tests/gpu"],
+        [plugin],
+    )
     is_good = code == pytest.ExitCode.OK
     why = "" if is_good else f"pytest ended with {code!r}"
     tell(Result("tests/gpu", "ok" if is_good else "FAILED", dict(plugin.counts), why))

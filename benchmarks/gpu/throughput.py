@@ -3,9 +3,10 @@
     python benchmarks/gpu/throughput.py               # under 8 minutes on one H200; writes benchmarks/results/gpu.json
     python benchmarks/gpu/throughput.py --dry-run     # a few steps of each with a tiny model, on any device
 
-All train in bf16 with fp32 masters and fused AdamW, interleaved round by round.  Plain PyTorch keeps bf16 weights and
-fp32 masters and casts after each step.  TFLOP/s are the model's: products of weights and of causal attention, three
-times for forward and backward; what checkpointing computes again is not counted, nor is padding (there is none).
+All train in bf16 with fp32 masters and fused AdamW, interleaved round by round.  Plain PyTorch
+keeps bf16 weights and fp32 masters and casts after each step.  TFLOP/s are the model's: products of
+weights and of causal attention, three times for forward and backward; what checkpointing computes
+again is not counted, nor is padding (there is none).
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ WARM = 3  # steps before the first that counts
 
 @dataclass(frozen=True)
 class Trained:
-    """A model ready to train.  compute: forward and backward of a batch, returning its loss.  engine: ours."""
+    """A model ready to train.  compute: forward and backward of a batch, returning its loss.
+    engine: ours.
+    """
 
     compute: Callable[[Tensor, Tensor], Tensor]
     update: Callable[[], None]
@@ -94,7 +97,9 @@ class Size:
 
     @property
     def flops(self) -> float:
-        """Of one step: 2 per weight and token in forward, 2 x context x width per layer for causal attention."""
+        """Of one step: 2 per weight and token in forward, 2 x context x width per layer for causal
+        attention.
+        """
         shape = self.shape
         products = 12 * shape.layers * shape.width**2 + VOCABULARY * shape.width
         attention = shape.layers * self.context * shape.width
@@ -106,7 +111,8 @@ SIZES = {
     "tiny": Size(Shape(2, 64), 64, 2, ALL, rounds=1),
     "350m": Size(Shape(24, 1024), 1024, 8, ALL),
     "1.3b": Size(Shape(24, 2048), 2048, 8, ALL),
-    # Plain PyTorch takes 20 bytes a parameter: 134 GB and the activations are more than the GPU has.
+    # Plain PyTorch takes 20 bytes a parameter: 134 GB and the activations are more than the GPU
+    # has.
     "7b": Size(Shape(32, 4096), 2048, 8, ("fsdp2", "ours-3"), rounds=1, checkpointed=True),
 }
 
@@ -118,12 +124,17 @@ class Model(nn.Module):
         super().__init__()
         width = size.shape.width
         self.is_checkpointed = size.checkpointed
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(size.context, width)
+        self.tokens, self.positions = (
+            nn.Embedding(VOCABULARY, width),
+            nn.Embedding(size.context, width),
+        )
         self.blocks = nn.ModuleList(Block(size.shape) for _ in range(size.shape.layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.tokens(tokens) + self.positions(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
@@ -172,7 +183,9 @@ def theirs(stage: int) -> Callable[[Model, torch.device], Trained]:
     def build(model: Model, device: torch.device) -> Trained:
         import deepspeed  # noqa: PLC0415
 
-        engine, *_ = deepspeed.initialize(model=model, config={**settings_of(stage), "gradient_clipping": 0.0})
+        engine, *_ = deepspeed.initialize(
+            model=model, config={**settings_of(stage), "gradient_clipping": 0.0}
+        )
         return Trained(computed_by(engine), engine.step)
 
     return build
@@ -256,9 +269,13 @@ def _wait(device: torch.device) -> None:
 
 
 def compare(
-    size: Size, device: torch.device, steps: int, on_rows: Callable[[dict[str, Row]], None] = lambda rows: None
+    size: Size,
+    device: torch.device,
+    steps: int,
+    on_rows: Callable[[dict[str, Row]], None] = lambda rows: None,
 ) -> dict[str, Row]:
-    """Run all systems of one size, interleaved; a system that does not fit is reported and not run again.
+    """Run all systems of one size, interleaved; a system that does not fit is reported and not run
+    again.
 
     on_rows: receives all rows after each run of a system.
     """
@@ -281,11 +298,15 @@ def compare(
 
 
 def figures(size: Size, rows: dict[str, Row]) -> dict[str, dict[str, Any]]:
-    """What is written down of each system; `over_plain` is a ratio of medians, `loss_gap` to the first that ran."""
+    """What is written down of each system; `over_plain` is a ratio of medians, `loss_gap` to the
+    first that ran.
+    """
     ran = {name: row for name, row in rows.items() if not row.failed}
     base = statistics.median(ran["plain"].seconds) if "plain" in ran else None
     truth = next(iter(ran.values())).losses if ran else []
-    found: dict[str, dict[str, Any]] = {name: {"failed": row.failed} for name, row in rows.items() if row.failed}
+    found: dict[str, dict[str, Any]] = {
+        name: {"failed": row.failed} for name, row in rows.items() if row.failed
+    }
     for name, row in ran.items():
         seconds = statistics.median(row.seconds)
         found[name] = {
@@ -305,16 +326,19 @@ def figures(size: Size, rows: dict[str, Row]) -> dict[str, dict[str, Any]]:
 def show(name: str, size: Size, found: dict[str, dict[str, Any]]) -> None:
     """One line per system."""
     remark = ", blocks checkpointed" if size.checkpointed else ""
-    print(f"{name}: {size.shape.layers} x {size.shape.width}, {size.batch} x {size.context} tokens{remark}")
+    print(
+        f"{name}: {size.shape.layers} x {size.shape.width}, {size.batch} x {size.context} "
+        f"tokens{remark}"
+    )
     for system, row in found.items():
         if "failed" in row:
             print(f"  {system:8} {row['failed']}")
             continue
         over = f"{row['over_plain']:.3f} x plain" if row["over_plain"] else ""
         print(
-            f"  {system:8} {row['median_seconds'] * 1e3:9.1f} ms  {row['tokens_per_second']:10,.0f} tokens/s  "
-            f"{row['model_tflops']:6.1f} TFLOP/s  {row['peak_bytes'] / 2**30:6.1f} GiB peak  "
-            f"loss gap {row['loss_gap']:.1e}  {over}"
+            f"  {system:8} {row['median_seconds'] * 1e3:9.1f} ms  "
+            f"{row['tokens_per_second']:10,.0f} tokens/s  {row['model_tflops']:6.1f} TFLOP/s  "
+            f"{row['peak_bytes'] / 2**30:6.1f} GiB peak  loss gap {row['loss_gap']:.1e}  {over}"
         )
 
 
@@ -325,14 +349,22 @@ def join(device: torch.device) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", default="350m,1.3b,7b")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a round")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--dry-run", action="store_true")
     asked = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    world = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     for name, value in world.items():
         os.environ.setdefault(name, value)
     join(device)

@@ -1,13 +1,14 @@
-"""One GPU: how large a model trains exactly, and how fast, with its states on the device, on the host and on a disk.
+"""One GPU: how large a model trains exactly, and how fast, with its states on the device, on the
+host and on a disk.
 
     python benchmarks/gpu/tiers.py --folder /mnt/nvme      # 7B to 32B; writes benchmarks/results/gpu_tiers.json
     python benchmarks/gpu/tiers.py --cap-gib 32            # the largest model under a cap, ours and plain PyTorch's
     python benchmarks/gpu/tiers.py --dry-run               # both with tiny models, on any device
 
-Every model is built on the meta device and never whole in one memory.  `"device": "auto"` fills the GPU, then the host,
-then the disk.  All clip by the exact norm of the whole gradient, which is known before the first weight changes
-(decision 0021).  TFLOP/s are the model's, as in throughput.py: what checkpointing computes again is not counted, nor is
-padding (there is none).
+Every model is built on the meta device and never whole in one memory.  `"device": "auto"` fills the
+GPU, then the host, then the disk.  All clip by the exact norm of the whole gradient, which is known
+before the first weight changes (decision 0021).  TFLOP/s are the model's, as in throughput.py: what
+checkpointing computes again is not counted, nor is padding (there is none).
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ NO_ROOM = (OutOfMemoryError, torch.cuda.OutOfMemoryError)
 
 @dataclass(frozen=True)
 class Memories:
-    """What one run may take, in bytes.  device: states and buffers; activations need the rest of it."""
+    """What one run may take, in bytes.  device: states and buffers; activations need the rest of
+    it.
+    """
 
     device: int
     host: int
@@ -65,7 +68,9 @@ class Kind:
             return sum(param.numel() for param in Model(self.size).parameters())
 
 
-def checkpointed_gpt(layers: int, width: int, context: int = 2048, batch: int = 8, moments: str = "fp32") -> Kind:
+def checkpointed_gpt(
+    layers: int, width: int, context: int = 2048, batch: int = 8, moments: str = "fp32"
+) -> Kind:
     return Kind(Size(Shape(layers, width), context, batch, (), checkpointed=True), moments)
 
 
@@ -75,7 +80,10 @@ KINDS = {
     "18b": checkpointed_gpt(46, 5760),
     "32b-bf16-moments": checkpointed_gpt(52, 7168, moments="bf16"),
 }
-TINY = {"tiny": checkpointed_gpt(3, 128, 64, 2), "tiny-bf16-moments": checkpointed_gpt(3, 128, 64, 2, moments="bf16")}
+TINY = {
+    "tiny": checkpointed_gpt(3, 128, 64, 2),
+    "tiny-bf16-moments": checkpointed_gpt(3, 128, 64, 2, moments="bf16"),
+}
 # Under a cap: one width, more and more layers.
 LADDERS = {
     "plain": [checkpointed_gpt(layers, 4096, batch=4) for layers in (3, 4, 5, 6, 7, 8, 10)],
@@ -127,9 +135,15 @@ def engine_for(kind: Kind, memories: Memories) -> Any:
 
 
 def train(
-    name: str, kind: Kind, memories: Memories, steps: int, on_step: Callable[[int, float], None] = lambda *_: None
+    name: str,
+    kind: Kind,
+    memories: Memories,
+    steps: int,
+    on_step: Callable[[int, float], None] = lambda *_: None,
 ) -> Found:
-    """Train a few steps, or report that the model does not fit.  on_step: receives each step's number and seconds."""
+    """Train a few steps, or report that the model does not fit.  on_step: receives each step's
+    number and seconds.
+    """
     found = Found(name, kind.params, kind.size.tokens)
     try:
         engine = engine_for(kind, memories)
@@ -139,7 +153,9 @@ def train(
     return found
 
 
-def _train(engine: Any, kind: Kind, found: Found, steps: int, on_step: Callable[[int, float], None]) -> None:
+def _train(
+    engine: Any, kind: Kind, found: Found, steps: int, on_step: Callable[[int, float], None]
+) -> None:
     device = engine.device
     tokens, targets = batch_for(kind.size, device)
     for number in range(WARM + steps):
@@ -163,7 +179,9 @@ def _train(engine: Any, kind: Kind, found: Found, steps: int, on_step: Callable[
 
 
 def plainly(kind: Kind, device: torch.device) -> bool:
-    """Whether plain PyTorch takes two steps with it: bf16 weights, fp32 masters, fused AdamW, on the device alone."""
+    """Whether plain PyTorch takes two steps with it: bf16 weights, fp32 masters, fused AdamW, on
+    the device alone.
+    """
     try:
         with device:
             model = Model(kind.size)
@@ -196,15 +214,26 @@ def free() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def under_a_cap(ladders: dict[str, list[Kind]], cap: int, memories: Memories, device: torch.device) -> dict[str, Any]:
+def under_a_cap(
+    ladders: dict[str, list[Kind]], cap: int, memories: Memories, device: torch.device
+) -> dict[str, Any]:
     """The largest models that train where the GPU seems to have `cap` bytes."""
     if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(cap / torch.cuda.get_device_properties(device).total_memory, device)
+        torch.cuda.set_per_process_memory_fraction(
+            cap / torch.cuda.get_device_properties(device).total_memory, device
+        )
     theirs = largest(ladders["plain"], lambda kind: plainly(kind, device))
     ours = largest(ladders["ours"], lambda kind: not train("under a cap", kind, memories, 1).failed)
-    found = {"cap_bytes": cap, "plain": theirs.params if theirs else 0, "ours": ours.params if ours else 0}
+    found = {
+        "cap_bytes": cap,
+        "plain": theirs.params if theirs else 0,
+        "ours": ours.params if ours else 0,
+    }
     times = found["ours"] / found["plain"] if found["plain"] else float("nan")
-    print(f"under {cap / GIB:.0f} GiB: plain {found['plain']:,} parameters, ours {found['ours']:,}: {times:.1f} times")
+    print(
+        f"under {cap / GIB:.0f} GiB: plain {found['plain']:,} parameters, ours {found['ours']:,}: "
+        f"{times:.1f} times"
+    )
     return found
 
 
@@ -213,34 +242,51 @@ def show(found: Found) -> None:
         print(f"{found.name}: {found.failed}")
         return
     print(
-        f"{found.name}: {found.params / 1e9:.2f}B parameters, {found.tokens:,} tokens a step, clipping by the "
-        f"{found.clipping}\n  {statistics.median(found.seconds):.2f} s a step, {found.model_tflops:.1f} TFLOP/s, "
-        f"{found.peak_device_bytes / GIB:.1f} GiB of the device, {found.host_bytes / GIB:.1f} of the host, "
-        f"{found.disk_bytes / GIB:.1f} of the disk, losses {found.losses[0]:.3f} to {found.losses[-1]:.3f}\n"
-        f"  {found.rests}"
+        f"{found.name}: {found.params / 1e9:.2f}B parameters, {found.tokens:,} tokens a step, "
+        f"clipping by the {found.clipping}\n  {statistics.median(found.seconds):.2f} s a step, "
+        f"{found.model_tflops:.1f} TFLOP/s, {found.peak_device_bytes / GIB:.1f} GiB of the device, "
+        f"{found.host_bytes / GIB:.1f} of the host, {found.disk_bytes / GIB:.1f} of the disk, "
+        f"losses {found.losses[0]:.3f} to {found.losses[-1]:.3f}\n  {found.rests}"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--steps", type=int, default=3, help="timed steps; two more warm up")
-    parser.add_argument("--device-gib", type=float, default=100.0, help="of the GPU, for states and buffers")
+    parser.add_argument(
+        "--device-gib", type=float, default=100.0, help="of the GPU, for states and buffers"
+    )
     parser.add_argument("--host-gib", type=float, default=108.0)
     parser.add_argument("--disk-gib", type=float, default=58.0)
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="a directory on a fast disk")
-    parser.add_argument("--cap-gib", type=float, default=0.0, help="instead: the largest model under this cap")
+    parser.add_argument(
+        "--folder", default=tempfile.gettempdir(), help="a directory on a fast disk"
+    )
+    parser.add_argument(
+        "--cap-gib", type=float, default=0.0, help="instead: the largest model under this cap"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--dry-run", action="store_true")
     asked = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    report: dict[str, Any] = {"date": str(date.today()), "hardware": hardware, "torch": torch.__version__}
-    memories = Memories(*(int(each * GIB) for each in (asked.device_gib, asked.host_gib, asked.disk_gib)), asked.folder)
+    report: dict[str, Any] = {
+        "date": str(date.today()),
+        "hardware": hardware,
+        "torch": torch.__version__,
+    }
+    memories = Memories(
+        *(int(each * GIB) for each in (asked.device_gib, asked.host_gib, asked.disk_gib)),
+        asked.folder,
+    )
     if asked.dry_run:
         memories = Memories(90_000_000, 90_000_000, 1_000_000_000, asked.folder)
     if asked.cap_gib or asked.dry_run:
-        tight = memories if asked.dry_run else replace(memories, device=int(0.6 * asked.cap_gib * GIB))
+        tight = (
+            memories if asked.dry_run else replace(memories, device=int(0.6 * asked.cap_gib * GIB))
+        )
         ladders = TINY_LADDERS if asked.dry_run else LADDERS
         report["cap"] = under_a_cap(ladders, int((asked.cap_gib or 1) * GIB), tight, device)
     if not asked.cap_gib:

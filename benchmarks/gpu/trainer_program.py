@@ -12,7 +12,12 @@ def main(kind: str, folder: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: PLC0415  # optional
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 500, "hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256}
+    sizes = {
+        "vocab_size": 500,
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "intermediate_size": 256,
+    }
     model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, use_cache=False, **sizes))
     rows = torch.randint(1, 500, (64, 32), generator=torch.Generator().manual_seed(0))
     zero: dict[str, Any] = {
@@ -51,7 +56,10 @@ def main(kind: str, folder: str) -> None:
     trainer.train()
     if kind == "zero":
         trainer.save_model(folder)
-    print("LOSSES", json.dumps([entry["loss"] for entry in trainer.state.log_history if "loss" in entry]))
+    print(
+        "LOSSES",
+        json.dumps([entry["loss"] for entry in trainer.state.log_history if "loss" in entry]),
+    )
 
 
 if __name__ == "__main__":

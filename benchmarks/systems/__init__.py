@@ -1,4 +1,5 @@
-"""The systems by name: which file builds each, and with what.  No torch here: the parent process reads this table.
+"""The systems by name: which file builds each, and with what.  No torch here: the parent process
+reads this table.
 
 Each file has `build(make_model, job, ...)`, which returns a `System` (common.py).
 """
@@ -12,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-DEEPSPEED = (ROOT / ".venv-deepspeed").resolve()  # a link to another checkout's: one path, or it compiles anew
+DEEPSPEED = (
+    ROOT / ".venv-deepspeed"
+).resolve()  # a link to another checkout's: one path, or it compiles anew
 
 
 @dataclass(frozen=True)
 class Entry:
     """How to build one system.
 
-    alone: one process does the work of all ranks.  learns: its losses are those of the one-process run.  timed: its
-    steps are measured, not only its memory.
+    alone: one process does the work of all ranks.  learns: its losses are those of the one-process
+    run.  timed: its steps are measured, not only its memory.
     """
 
     module: str

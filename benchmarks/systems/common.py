@@ -1,4 +1,6 @@
-"""What the systems share: what they return, one micro-batch after the other, and AdamW on fp32 masters."""
+"""What the systems share: what they return, one micro-batch after the other, and AdamW on fp32
+masters.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Job:
 
 @dataclass
 class System:
-    """A model ready to train.  step: one optimizer step over its micro-batches, returning their losses."""
+    """A model ready to train.  step: one optimizer step over its micro-batches, returning their
+    losses.
+    """
 
     step: Step
     sent_bytes: Callable[[], int] | None = None  # by the system's own count, since it was built
@@ -66,9 +70,13 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def backward_all(
-    model: nn.Module, batches: Sequence[Batch], quiet: Callable[[], AbstractContextManager[Any]] = nullcontext
+    model: nn.Module,
+    batches: Sequence[Batch],
+    quiet: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[Tensor]:
-    """Forward and backward of every micro-batch, the gradient of their mean; all but the last inside `quiet()`."""
+    """Forward and backward of every micro-batch, the gradient of their mean; all but the last
+    inside `quiet()`.
+    """
     losses = []
     for number, (tokens, targets) in enumerate(batches):
         with quiet() if number < len(batches) - 1 else nullcontext():
@@ -105,15 +113,21 @@ def engine_step(engine: Any) -> Step:
 
 
 def to_bf16(params: Iterable[nn.Parameter]) -> None:
-    """Round the weights in place, parameter by parameter, so that never a second whole model exists."""
+    """Round the weights in place, parameter by parameter, so that never a second whole model
+    exists.
+    """
     for param in params:
         param.data = param.data.to(torch.bfloat16)
 
 
 class MasterAdamW:
-    """Fused AdamW over `part` of each weight; below bf16 weights it keeps fp32 masters, cut from the fp32 originals."""
+    """Fused AdamW over `part` of each weight; below bf16 weights it keeps fp32 masters, cut from
+    the fp32 originals.
+    """
 
-    def __init__(self, model: nn.Module, *, bf16: bool, part: Callable[[Tensor], Tensor] = Tensor.flatten) -> None:
+    def __init__(
+        self, model: nn.Module, *, bf16: bool, part: Callable[[Tensor], Tensor] = Tensor.flatten
+    ) -> None:
         self.weights, self.part, self.bf16 = list(model.parameters()), part, bf16
         self.masters = []
         for weight in self.weights:

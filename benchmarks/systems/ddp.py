@@ -1,4 +1,6 @@
-"""DistributedDataParallel: every rank holds everything; gradients are averaged in the dtype they are computed in."""
+"""DistributedDataParallel: every rank holds everything; gradients are averaged in the dtype they
+are computed in.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Genuine DeepSpeed at one stage, with its defaults; runs in its own environment (../deepspeed_env)."""
+"""Genuine DeepSpeed at one stage, with its defaults; runs in its own environment
+(../deepspeed_env).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from .common import Job, MakeModel, System, engine_settings, engine_step
 
 def build(make_model: MakeModel, job: Job, *, stage: int) -> System:
     zero = {"stage": stage}
-    settings = {**engine_settings(job, zero), "gradient_clipping": 0.0}  # 1.0 unless said, and other losses with it
+    settings = {
+        **engine_settings(job, zero),
+        "gradient_clipping": 0.0,
+    }  # 1.0 unless said, and other losses with it
     deepspeed.init_distributed("gloo", verbose=False)
     engine, *_ = deepspeed.initialize(model=make_model(), config=settings)
     return System(engine_step(engine), settings=zero)

@@ -1,7 +1,8 @@
-"""Ranks that never talk: each trains on its own part of the batch and updates its own part of the elements.
+"""Ranks that never talk: each trains on its own part of the batch and updates its own part of the
+elements.
 
-The computation that any ZeRO has, and nothing else: what a step takes beyond this is what sharding costs.  Each rank's
-weights go their own way, so its losses mean nothing.
+The computation that any ZeRO has, and nothing else: what a step takes beyond this is what sharding
+costs.  Each rank's weights go their own way, so its losses mean nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from .common import Job, MakeModel, MasterAdamW, Step, System, backward_all, joi
 def build(make_model: MakeModel, job: Job) -> System:
     join()
     step = floor_step(make_model(), job)
-    dist.barrier()  # silent from here on, but started together: ranks of one machine share its memory bus
+    # Silent from here on, but started together: ranks of one machine share its memory bus
+    dist.barrier()
     return System(step)
 
 

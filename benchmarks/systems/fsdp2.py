@@ -13,7 +13,9 @@ from .common import Job, MakeModel, System, join
 
 
 def build(make_model: MakeModel, job: Job, *, reshard_after_forward: bool) -> System:
-    """reshard_after_forward: True gathers weights twice a micro-batch (stage 3), False keeps them until backward."""
+    """reshard_after_forward: True gathers weights twice a micro-batch (stage 3), False keeps them
+    until backward.
+    """
     join()
     model = make_model()
     mesh = init_device_mesh("cpu", (job.size,))
@@ -27,7 +29,8 @@ def build(make_model: MakeModel, job: Job, *, reshard_after_forward: bool) -> Sy
     def step(batches: list[Batch]) -> list[Tensor]:
         losses = []
         for number, (tokens, targets) in enumerate(batches):
-            # Like stage 2, gathered weights last for the whole step; gradients are sharded after every micro-batch.
+            # Like stage 2, gathered weights last for the whole step; gradients are sharded after
+            # every micro-batch.
             model.set_reshard_after_backward(reshard_after_forward or number == len(batches) - 1)
             loss = model(tokens, targets)
             (loss / len(batches)).backward()
@@ -36,4 +39,6 @@ def build(make_model: MakeModel, job: Job, *, reshard_after_forward: bool) -> Sy
         optimizer.zero_grad()
         return losses
 
-    return System(step, settings={"reshard_after_forward": reshard_after_forward, "units": "blocks and root"})
+    return System(
+        step, settings={"reshard_after_forward": reshard_after_forward, "units": "blocks and root"}
+    )

@@ -1,7 +1,8 @@
 """This library at one stage, through `deepseek_zero.initialize`.
 
-Stage 3 runs with a window of nothing: each unit is released after forward and gathered again for backward, so that its
-weights travel twice and its gradients once (3 Psi), as in FSDP2 that reshards.
+Stage 3 runs with a window of nothing: each unit is released after forward and gathered again for
+backward, so that its weights travel twice and its gradients once (3 Psi), as in FSDP2 that
+reshards.
 """
 
 from __future__ import annotations
@@ -26,5 +27,7 @@ def build(make_model: MakeModel, job: Job, *, stage: int, init: bool = False) ->
     zero = {"stage": stage, **(STAGE_3 if stage == 3 else {})}
     with Init() if init else nullcontext():
         model = make_model()
-    engine, *_ = initialize(model=model, config={**engine_settings(job, zero), "steps_per_print": None})
+    engine, *_ = initialize(
+        model=model, config={**engine_settings(job, zero), "steps_per_print": None}
+    )
     return System(engine_step(engine), engine.runtime.comm.meter.total_bytes, zero)
