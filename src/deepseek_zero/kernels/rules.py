@@ -205,7 +205,7 @@ def _sgd(variant: Variant, operations: Operations) -> Formula:
         if decays:
             d = fma(p, decay, d)
         if has_momentum:
-            if first:  # noqa: SIM108
+            if first:
                 m = d
             else:
                 m = fma(m, momentum, d * rest) if is_tail else fma(d, rest, m * momentum)
