@@ -455,9 +455,10 @@ class _Kind(type):
     """
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, NamedOptimizer) and bool(
-            cls.fits(instance, instance.runtime.settings.stage)
-        )  # type: ignore[attr-defined]
+        if not isinstance(instance, NamedOptimizer):
+            return False
+        stage = instance.runtime.settings.stage
+        return bool(cls.fits(instance, stage))  # type: ignore[attr-defined]
 
 
 class DeepSpeedZeroOptimizer(metaclass=_Kind):
