@@ -2,8 +2,9 @@
 same minutes.
 
     git worktree add /tmp/before COMMIT
-    .venv/bin/python -m benchmarks.checkouts /tmp/before                      # GPT-125M and tiny, half an hour
-    .venv/bin/python -m benchmarks.checkouts /tmp/before --cells tiny-fp32 --ways 3 --steps 5 --out /tmp/checkouts.md
+    # GPT-125M and tiny, half an hour
+    .venv/bin/python -m benchmarks.checkouts /tmp/before
+    .venv/bin/python -m benchmarks.checkouts /tmp/before --cells tiny-fp32 --steps 5 --out /tmp/a.md
 
 Each side has ranks of its own, which wait while the other side's take a step of the same batch;
 whoever goes first changes from pair to pair, so a drift of the machine's speed falls on both.  A

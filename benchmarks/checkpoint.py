@@ -1,8 +1,9 @@
 """What a checkpoint costs: how long training stands still, how fast bytes reach the disk, what
 memory it takes.
 
-    deepseek-zero run --nproc 2 benchmarks/checkpoint.py                     # GPT-350M in bf16 (make bench-checkpoint)
-    deepseek-zero run --nproc 2 benchmarks/checkpoint.py --cells tiny-fp32 --rounds 1 --out /tmp/checkpoint.md
+    # GPT-350M in bf16 (make bench-checkpoint)
+    deepseek-zero run --nproc 2 benchmarks/checkpoint.py
+    deepseek-zero run --nproc 2 benchmarks/checkpoint.py --cells tiny-fp32 --rounds 1 --out ~/a.md
 
 In one run and in turn: a plain sequential write of the same bytes, past the page cache and through
 it, each ended by an fsync; a save that training waits for; a save written behind, while steps are

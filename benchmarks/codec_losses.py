@@ -1,11 +1,11 @@
 """What codes on the wire do to a real training: the main job's model and text, four ranks on two
 hosts, each codec.
 
-    python -m benchmarks.codec_losses                             # as root, half an hour on two cores
-    python -m benchmarks.codec_losses --steps 60 --seeds 1        # a look
+    python -m benchmarks.codec_losses                          # as root, half an hour on two cores
+    python -m benchmarks.codec_losses --steps 60 --seeds 1     # a look
     python -m benchmarks.codec_losses --only OneBitAdam --only "AdamW without clipping"
-    python -m benchmarks.codec_losses --size tiny --seeds 12      # least noise: what tells a hundredth
-    python -m benchmarks.codec_losses --size 10m --steps 1000 --seeds 1 --only plain --only "int4 gradients"
+    python -m benchmarks.codec_losses --size tiny --seeds 12   # least noise: tells a hundredth
+    python -m benchmarks.codec_losses --size 10m --seeds 1 --only plain --only "int4 gradients"
 
 The hosts are namespaces of this machine (`tests/hosts.py`).  Every codec trains from the same
 weights on the same batches as plain communication, once for each seed; what is compared is the mean

@@ -206,9 +206,12 @@ def main() -> None:
     rows = [row(name, ends[name], options) for name in SYSTEMS]
     text = f"""# A cut between two hosts, beside PyTorch's own
 
-Written by `benchmarks/cut.py` on {date.today()}: torch {torch.__version__}, two hosts of namespaces with one rank each,
-{options.rounds} cuts for each system in turns.  Seconds are from the cut to the error in the program, of both hosts.
-gloo's limit is 30 minutes unless a program says another; DDP and FSDP2 were given {options.timeout:g} s.
+Written by `benchmarks/cut.py` on {date.today()}: torch {torch.__version__}, two hosts of \
+namespaces with one rank each,
+{options.rounds} cuts for each system in turns.  Seconds are from the cut to the error in the \
+program, of both hosts.
+gloo's limit is 30 minutes unless a program says another; DDP and FSDP2 were given \
+{options.timeout:g} s.
 
 | system | limit | median, worst | ranks that said nothing | named the other host | first words |
 |---|---|---|---|---|---|

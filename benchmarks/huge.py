@@ -1,8 +1,10 @@
 """A model larger than the memory it is trained in: two billion parameters, everything on a disk, in
 a few gigabytes.
 
-    python -m benchmarks.huge                     # 2B parameters, 2 ranks, 3 steps, in a memory control group (root)
-    python -m benchmarks.huge --layers 2 --width 256 --steps 2 --limit-gib 0      # a quick look, without one
+    # 2B parameters, 2 ranks, 3 steps, in a memory control group (root)
+    python -m benchmarks.huge
+    # a quick look, without one
+    python -m benchmarks.huge --layers 2 --width 256 --steps 2 --limit-gib 0
 
 The model is built on the meta device and never exists in memory.  Reports the seconds of each step
 against its schedule bound (backward and the larger of state traffic, at the speed of a plain copy

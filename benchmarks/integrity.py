@@ -1,8 +1,9 @@
 """What it costs to compare memory with what it should be: a step with `integrity` over a step
 without it.
 
-    deepseek-zero run --nproc 2 benchmarks/integrity.py                # GPT-30M in fp32 and bf16, ten minutes
-    deepseek-zero run --nproc 2 benchmarks/integrity.py --cells tiny-fp32 --steps 3 --out /tmp/integrity.md
+    # GPT-30M in fp32 and bf16, ten minutes
+    deepseek-zero run --nproc 2 benchmarks/integrity.py
+    deepseek-zero run --nproc 2 benchmarks/integrity.py --cells tiny-fp32 --steps 3 --out /tmp/a.md
 
 An engine that compares at every step and one that never does take the same batch in turn, in the
 same processes; the difference of a pair is what one comparison costs, and a hundredth of it what it

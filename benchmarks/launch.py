@@ -1,6 +1,6 @@
 """Starts the ranks of one run, waits for them, and makes one record of what they report.
 
-    python -m benchmarks.launch tiny-fp32 ours-3        # one short run of one system, its record as JSON
+    python -m benchmarks.launch tiny-fp32 ours-3   # one short run of one system, its record as JSON
 
 A run that fails or takes too long becomes a record that says why; its processes are killed with all
 they started.

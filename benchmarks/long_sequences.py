@@ -1,9 +1,9 @@
 """The longest sequence that a small Llama trains on in 3 GiB, one switch of the configuration after
 another.
 
-    python -m benchmarks.long_sequences                            # half an hour; root, a memory control group
+    python -m benchmarks.long_sequences                 # half an hour; root, a memory control group
     python -m benchmarks.long_sequences --limit-gib 1 --longest 4096 --out /tmp/long.md
-    python -m benchmarks.long_sequences --window null                                   # without the last row
+    python -m benchmarks.long_sequences --window null   # without the last row
 
 Each trial is a process of its own in a memory control group: the model at stage 3, a step on a
 short sequence (so that the optimizer has its moments) and one on the sequence in question.  A
@@ -305,7 +305,8 @@ class Row:
 
     @property
     def tokens(self) -> str:
-        return f"{self.best.tokens}{', no longer one was tried' if self.best.tokens == self.most else ''}"
+        more = ", no longer one was tried" if self.best.tokens == self.most else ""
+        return f"{self.best.tokens}{more}"
 
     @property
     def label(self) -> str:

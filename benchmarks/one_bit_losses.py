@@ -9,7 +9,8 @@ algorithm 1) and with nothing of the library's but the learning rates: the main 
 and seeds, as benchmarks/codec_losses.py has them, so that its OneBitAdam, on four ranks, stands
 beside.  What is compared is the mean loss of the last 50 steps:
 
-    v frozen            momenta are exact, and the second moment stays as it was after a quarter of the steps
+    v frozen            momenta are exact, and the second moment stays as it was after a quarter of
+                        the steps
     signs, one scale    the paper: of the whole model's momentum each server's chunk has one scale
     signs, by unit      ours: each block of the model, and the rest, is cut into chunks of its own
 """

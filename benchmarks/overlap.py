@@ -2,7 +2,7 @@
 (`engine.timeline`).
 
     deepseek-zero run --nproc 2 benchmarks/overlap.py               # GPT-30M, two minutes
-    deepseek-zero run --nproc 2 benchmarks/overlap.py --cell tiny-fp32 --steps 2 --out /tmp/overlap.md
+    deepseek-zero run --nproc 2 benchmarks/overlap.py --cell tiny-fp32 --steps 2 --out /tmp/a.md
 
 Stages 2 and 3, through shared memory and through gloo, with `overlap_comm` and without, interleaved
 in one run.  A collective is under way from the call that starts it until its data is here; it is

@@ -1,7 +1,8 @@
 """A step over the floor, with both in the same processes, and where its time goes.
 
-    deepseek-zero run --nproc 2 benchmarks/paired.py                # GPT-125M in fp32 and bf16, a quarter of an hour
-    deepseek-zero run --nproc 2 benchmarks/paired.py --cells tiny-fp32 --steps 3 --out /tmp/paired.md
+    # GPT-125M in fp32 and bf16, a quarter of an hour
+    deepseek-zero run --nproc 2 benchmarks/paired.py
+    deepseek-zero run --nproc 2 benchmarks/paired.py --cells tiny-fp32 --steps 3 --out /tmp/a.md
 
 `make bench` starts every system anew, so what this machine does meanwhile is in its ratios.  Here
 the floor and a stage take the same batch in turn, and each step of ours is divided by the floor's

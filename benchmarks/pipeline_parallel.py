@@ -1,8 +1,8 @@
 """Pipelines on two ranks: a step over its bubble bound, and the CPU time of an action, beside
 torch's `pipelining`.
 
-    deepseek-zero run --nproc 2 benchmarks/pipeline_parallel.py                                  # three minutes
-    deepseek-zero run --nproc 2 benchmarks/pipeline_parallel.py --cells 8x256-fp32 --rounds 3 --out /tmp/pp.md
+    deepseek-zero run --nproc 2 benchmarks/pipeline_parallel.py        # three minutes
+    deepseek-zero run --nproc 2 benchmarks/pipeline_parallel.py --cells 8x256-fp32 --out /tmp/pp.md
 
 One core for each rank, everything interleaved in one run, minima of the rounds.  `work` is what the
 heavier rank

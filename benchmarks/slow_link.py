@@ -3,8 +3,9 @@ and FSDP2.
 
     python -m benchmarks.slow_link                                        # as root, ten minutes
     python -m benchmarks.slow_link --rates 100mbit --ranks 4 --out slow_link_2x2.md
-    python -m benchmarks.slow_link --rates 1gbit --tokens 32 --systems "ours, stage 3" "ours, stage 3, int8 and int4"
-    python -m benchmarks.slow_link --also deepspeed-3     # genuine DeepSpeed, once deepspeed_env has installed it
+    python -m benchmarks.slow_link --systems "ours, stage 3" "ours, stage 3, int8 and int4"
+    # genuine DeepSpeed, once deepspeed_env has installed it
+    python -m benchmarks.slow_link --also deepspeed-3
 
 The hosts are namespaces of this machine (`tests/hosts.py`); `tc tbf` limits their links.  Each
 system has processes of its own, as a training has, and all take turns, a step each; a figure is the

@@ -1,7 +1,8 @@
 """What a split master costs in an optimizer step, on one thread: joined, updated by fused AdamW,
 split again.
 
-    python benchmarks/split_master.py --out split_master.json        # about a minute; 64M elements, 2.5 GB
+    # about a minute; 64M elements, 2.5 GB
+    python benchmarks/split_master.py --out split_master.json
 
 Interleaved in one run: torch's fused AdamW alone over fp32 parameters with fp32 gradients (what no
 step can beat); the same and the cast to bf16 weights; our step with whole fp32 masters; our step

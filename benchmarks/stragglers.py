@@ -1,6 +1,6 @@
 """What it costs to watch for slow ranks and links: its part of a step, on two hosts of two ranks.
 
-    python -m benchmarks.stragglers                                            # as root, three minutes
+    python -m benchmarks.stragglers                  # as root, three minutes
     python -m benchmarks.stragglers --cells tiny-fp32 --steps 14 --out /tmp/stragglers.md
 
 Hosts are namespaces of this machine (`tests/hosts.py`), their link as fast as it is.  What is
@@ -104,10 +104,13 @@ def main() -> None:
         sys.stderr.write(f"{lines[-1]}\n")
     text = f"""# What it costs to watch for slow ranks and links
 
-Written by `benchmarks/stragglers.py` on {date.today()}: torch {torch.__version__}, {HOSTS} hosts of namespaces with
-{EACH} ranks each, stage 3, {options.steps} steps; the slowest rank of each column.  The goal is {GOAL:.1%} of a step.
+Written by `benchmarks/stragglers.py` on {date.today()}: torch {torch.__version__}, {HOSTS} hosts \
+of namespaces with
+{EACH} ranks each, stage 3, {options.steps} steps; the slowest rank of each column.  The \
+goal is {GOAL:.1%} of a step.
 
-| cell | step, ms | the watch in a step, us | share | of the goal | bytes of a rank every {WINDOW} steps |
+| cell | step, ms | the watch in a step, us | share | of the goal | \
+bytes of a rank every {WINDOW} steps |
 |---|--:|--:|--:|--:|--:|
 """
     options.out.write_text(text + "\n".join(lines) + "\n")

@@ -1,8 +1,8 @@
 """Tensor parallelism on two ranks: a step over half of one process's, beside DTensor's, and a sum
 over one addition.
 
-    deepseek-zero run --nproc 2 benchmarks/tensor_parallel.py                                  # five minutes
-    deepseek-zero run --nproc 2 benchmarks/tensor_parallel.py --cells 10m-fp32 --rounds 3 --out /tmp/tp.md
+    deepseek-zero run --nproc 2 benchmarks/tensor_parallel.py        # five minutes
+    deepseek-zero run --nproc 2 benchmarks/tensor_parallel.py --cells 10m-fp32 --out /tmp/tp.md
 
 One core for each rank, everything interleaved in one run, minima of the rounds. `half` is half of
 the whole model's step, `mute` the step of ranks that compute their parts and never talk: what is

@@ -1,8 +1,8 @@
 """What it costs to keep states on the host or on a disk, beside the floor and the disk's own speed,
 in one run.
 
-    deepseek-zero run --nproc 2 benchmarks/tiers.py                          # GPT-125M in bf16 and fp32
-    deepseek-zero run --nproc 2 benchmarks/tiers.py --cells tiny-fp32 --steps 2 --out /tmp/tiers.md
+    deepseek-zero run --nproc 2 benchmarks/tiers.py           # GPT-125M in bf16 and fp32
+    deepseek-zero run --nproc 2 benchmarks/tiers.py --cells tiny-fp32 --steps 2 --out /tmp/a.md
 
 Interleaved in the same processes: the floor (ranks that never talk), stage 3 with everything on the
 device, on the host, and on a disk, and, between steps, a plain sequential O_DIRECT copy of a few

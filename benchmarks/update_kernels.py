@@ -1,6 +1,6 @@
 """Compare `engine.step()`, norm and update, with PyTorch's fused AdamW for as many fp32 parameters.
 
-    .venv/bin/python -m benchmarks.update_kernels                      # 200M parameters: 6 GB, two minutes
+    .venv/bin/python -m benchmarks.update_kernels     # 200M parameters: 6 GB, two minutes
     .venv/bin/python -m benchmarks.update_kernels --millions 50 --threads 1
 
 One process and one rank. The two sides take turns. Each side allocates its memory once, so a step

@@ -1,12 +1,15 @@
 """What every test shares: one seed, and the marker that runs a test's body on every rank of a
 world.
 
-    @pytest.mark.ranks(2)                       two gloo processes, from a pool reused over the session
-    @pytest.mark.ranks("world")                 the size is the parametrised argument `world`
-    @pytest.mark.ranks(2, timeout=20)           seconds before the ranks that did not answer are named and ended
-    @pytest.mark.ranks(2, fresh=True)           in processes of its own, ended afterwards
-    @pytest.mark.ranks(4, hosts=2)              ranks 0 and 1 on one host, 2 and 3 on another (tests/hosts.py); as root
-    @pytest.mark.ranks(3, dies=[1])             rank 1 must die during the test; the others must pass (implies fresh)
+    @pytest.mark.ranks(2)                two gloo processes, from a pool reused over the session
+    @pytest.mark.ranks("world")          the size is the parametrised argument `world`
+    @pytest.mark.ranks(2, timeout=20)    seconds before the ranks that did not answer are named and
+                                         ended
+    @pytest.mark.ranks(2, fresh=True)    in processes of its own, ended afterwards
+    @pytest.mark.ranks(4, hosts=2)       ranks 0 and 1 on one host, 2 and 3 on another
+                                         (tests/hosts.py); as root
+    @pytest.mark.ranks(3, dies=[1])      rank 1 must die during the test; the others must pass
+                                         (implies fresh)
 
 The test is a plain module-level function; its arguments must be picklable (parametrised values;
 tmp_path, one for all ranks).  `monkeypatch` is each rank's own, undone there when the body ends.

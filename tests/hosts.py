@@ -47,8 +47,9 @@ END_SECONDS = 60.0
 # The first process of its namespace: it takes in orphans that have ended, as bash does while it
 # reads.
 HOST = """
-hostname "$1" && mount -t tmpfs -o size=4g,mode=1777 shm /dev/shm && printf %s "$2" > /dev/shm/hosts \\
-    && mount --bind /dev/shm/hosts /etc/hosts && rm /dev/shm/hosts && ip link set lo up && echo ready && read -r _
+hostname "$1" && mount -t tmpfs -o size=4g,mode=1777 shm /dev/shm \\
+    && printf %s "$2" > /dev/shm/hosts && mount --bind /dev/shm/hosts /etc/hosts \\
+    && rm /dev/shm/hosts && ip link set lo up && echo ready && read -r _
 """
 SWITCH = "ip link add br0 type bridge && ip link set br0 up && echo ready && read -r _"
 

@@ -1,7 +1,9 @@
 """One GPU: our engine at one rank against plain PyTorch and FSDP2, on GPTs of 350M, 1.3B and 7B.
 
-    python benchmarks/gpu/throughput.py               # under 8 minutes on one H200; writes benchmarks/results/gpu.json
-    python benchmarks/gpu/throughput.py --dry-run     # a few steps of each with a tiny model, on any device
+    # under 8 minutes on one H200; writes benchmarks/results/gpu.json
+    python benchmarks/gpu/throughput.py
+    # a few steps of each with a tiny model, on any device
+    python benchmarks/gpu/throughput.py --dry-run
 
 All train in bf16 with fp32 masters and fused AdamW, interleaved round by round.  Plain PyTorch
 keeps bf16 weights and fp32 masters and casts after each step.  TFLOP/s are the model's: products of

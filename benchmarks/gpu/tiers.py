@@ -1,9 +1,12 @@
 """One GPU: how large a model trains exactly, and how fast, with its states on the device, on the
 host and on a disk.
 
-    python benchmarks/gpu/tiers.py --folder /mnt/nvme      # 7B to 32B; writes benchmarks/results/gpu_tiers.json
-    python benchmarks/gpu/tiers.py --cap-gib 32            # the largest model under a cap, ours and plain PyTorch's
-    python benchmarks/gpu/tiers.py --dry-run               # both with tiny models, on any device
+    # 7B to 32B; writes benchmarks/results/gpu_tiers.json
+    python benchmarks/gpu/tiers.py --folder /mnt/nvme
+    # the largest model under a cap, ours and plain PyTorch's
+    python benchmarks/gpu/tiers.py --cap-gib 32
+    # both with tiny models, on any device
+    python benchmarks/gpu/tiers.py --dry-run
 
 Every model is built on the meta device and never whole in one memory.  `"device": "auto"` fills the
 GPU, then the host, then the disk.  All clip by the exact norm of the whole gradient, which is known

@@ -29,7 +29,9 @@ from trl.models.utils import unwrap_model_for_generation
 
 from tests.clients.program_trainer import TINY, deepspeed_config
 
-WORDS = "a river runs under the old stone bridge and children throw small sticks into its brown water".split()
+WORDS = (
+    "a river runs under the old stone bridge and children throw small sticks into its brown water"
+).split()
 
 
 def write_base(folder: Path) -> None:

@@ -136,7 +136,8 @@ import torch
 args = deepspeed.add_config_arguments(argparse.ArgumentParser()).parse_args()
 deepspeed.init_distributed()
 model = torch.nn.Linear(4, 4)
-config = {"train_micro_batch_size_per_gpu": 2, "a_key_of_mine": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+config = {"train_micro_batch_size_per_gpu": 2, "a_key_of_mine": 1,
+          "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
           "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
 engine, *_ = deepspeed.initialize(args=args, model=model, config=config)
 before = engine(torch.ones(2, 4)).square().mean()

@@ -51,7 +51,8 @@ dz.initialize(model=model, config={"zero_optimization": {"stage": 2}, "steps_per
 dz.initialize(model=model, config=loaded)
 dz.initialize(model=model, config="config.json")
 dz.initialize(model=model, config_params=json.loads("{}"))
-dz.DeepSeekZeRO3(model, stage=2, lr=1e-3, optimizer="adam", gradient_clipping=1.0, zero_optimization={"stage": 2})
+dz.DeepSeekZeRO3(model, stage=2, lr=1e-3, optimizer="adam", gradient_clipping=1.0,
+                 zero_optimization={"stage": 2})
 dz.DeepSeekZeRO3(model, **loaded)
 dz.DeepSeekZeRO3(model)
 """

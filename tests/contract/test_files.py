@@ -96,13 +96,11 @@ def test_no_change_to_a_disk_passes_files_by() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "open(path, "
-        "'w')", "open(path, mode='ab')", "open(path, how)", "path.open('w')", "path.write_text('x')",
-        "os.replace(a, "
-        "b)", "path.rename(b)", "path.replace(b)", "path.unlink()", "shutil.rmtree(a)", "path.mkdir()",
-        "os.open(path, os.O_WRONLY | "
-        "os.O_CREAT)", "torch.save(state, path)", "os.fsync(fd)", "os.chmod(path, 0o600)",
-        "tempfile.mkdtemp()", "safetensors.torch.save_file(a, b)",
+        "open(path, 'w')", "open(path, mode='ab')", "open(path, how)", "path.open('w')",
+        "path.write_text('x')", "os.replace(a, b)", "path.rename(b)", "path.replace(b)",
+        "path.unlink()", "shutil.rmtree(a)", "path.mkdir()",
+        "os.open(path, os.O_WRONLY | os.O_CREAT)", "torch.save(state, path)", "os.fsync(fd)",
+        "os.chmod(path, 0o600)", "tempfile.mkdtemp()", "safetensors.torch.save_file(a, b)",
     ],
 )  # fmt: skip
 def test_such_a_line_would_be_found(line: str) -> None:
@@ -111,8 +109,8 @@ def test_such_a_line_would_be_found(line: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["open(path)", "open(path, 'rb')", "files.rename(a, b)", "os.open(path, os.O_RDONLY)", "text.replace('a', 'b')",
-     "replace(value, wait=True)", "torch.save(state, stream)"],
+    ["open(path)", "open(path, 'rb')", "files.rename(a, b)", "os.open(path, os.O_RDONLY)",
+     "text.replace('a', 'b')", "replace(value, wait=True)", "torch.save(state, stream)"],
 )  # fmt: skip
 def test_what_changes_nothing_is_left_alone(line: str) -> None:
     assert not list(bypasses(ast.parse(line), "any.py"))

@@ -22,38 +22,32 @@ REMOVED = {"000": 2, "001": 1, "002": 16}
 """How many lines of each article its example replaces; only ever lower these."""
 
 REASONS = {
-    "our "
-    "package": r"import (deepspeed|deepseek_zero as deepspeed)|from deepseek_zero import DeepSeekZeRO3(, comm)?",
-    "missing "
-    "num_epochs": r"num_epochs = \d+|for epoch in range\(num_epochs\):|sampler\.set_epoch\(epoch\)"
-    r"|print\(f.epoch.*",
-    "missing "
-    "args": r"import argparse|from pathlib import Path|parser\b.*|args = parser\.parse_args\(\)",
+    "our package": r"import (deepspeed|deepseek_zero as deepspeed)"
+    r"|from deepseek_zero import DeepSeekZeRO3(, comm)?",
+    "missing num_epochs": r"num_epochs = \d+|for epoch in range\(num_epochs\):"
+    r"|sampler\.set_epoch\(epoch\)|print\(f.epoch.*",
+    "missing args": r"import argparse|from pathlib import Path|parser\b.*"
+    r"|args = parser\.parse_args\(\)",
     "missing model and optimizer": r"from torch import nn|(model|criterion) = nn\..*"
     r"|(optimizer|lr_scheduler) = torch\..*",
-    "missing "
-    "dataset": r"from (digits|torch\.utils\.data) import .*|(digits|sampler|dataloader) = .*"
-    r"|inputs, labels = \(tensor.*in batch\)",
+    "missing dataset": r"from (digits|torch\.utils\.data) import .*"
+    r"|(digits|sampler|dataloader) = .*|inputs, labels = \(tensor.*in batch\)",
     "JSON words in Python": r"(?!)",  # found by translating, see _translated
-    "CUDA-only "
-    "calls": r"torch\.cuda\.set_device\(local_rank\)|cuda = .*|device = .*|model = model\.to\(\w+\)"
-    r"|inputs, labels = data\[0\]\.to\(\w+\), data\[1\]\.to\(\w+\)",
+    "CUDA-only calls": r"torch\.cuda\.set_device\(local_rank\)|cuda = .*|device = .*"
+    r"|model = model\.to\(\w+\)|inputs, labels = data\[0\]\.to\(\w+\), data\[1\]\.to\(\w+\)",
     "fp16 needs a GPU to be fast": r'"enabled": (true|cuda),',
-    "CIFAR-10's files or digits, no "
-    "download": r"trainset = (torchvision\.datasets|vision)\.CIFAR10\(.*"
-    r"|download=True, transform=transform\)",
-    "torchvision does not import "
-    "everywhere": r"import torchvision(\.transforms as transforms)?|import vision( as \w+)?"
-    r"|model = [\w.]+\.resnet101\(pretrained=False\)",
+    "CIFAR-10's files or digits, no download": r"trainset = "
+    r"(torchvision\.datasets|vision)\.CIFAR10\(.*|download=True, transform=transform\)",
+    "torchvision does not import everywhere": r"import torchvision(\.transforms as transforms)?"
+    r"|import vision( as \w+)?|model = [\w.]+\.resnet101\(pretrained=False\)",
     "shorter in CI": r"import os|.*SEED_(SAMPLES|BATCH|LR).*|trainloader = .*batch_size=128,"
     r'|"warmup_max_lr": 0\.0001,',
     "repeatable": r"torch\.manual_seed\(0\)",
-    "state_dict() on all ranks, one writes, a "
-    "barrier": r"torch\.save\(model\.state_dict\(\), 'model\.pth'\)"
-    r"|state = model\.state_dict\(\)|if comm\.get_rank\(\) == 0: torch\.save\(.*|comm\.barrier\(\)",
-    "the loss is seen to "
-    "fall": r"losses.*|deepspeed\.comm\.all_reduce\(losses.*|(first|last|fall)\b.*"
-    r"|assert .*|print\(f'mean loss.*",
+    "state_dict() on all ranks, one writes, a barrier": r"torch\.save\("
+    r"model\.state_dict\(\), 'model\.pth'\)|state = model\.state_dict\(\)"
+    r"|if comm\.get_rank\(\) == 0: torch\.save\(.*|comm\.barrier\(\)",
+    "the loss is seen to fall": r"losses.*|deepspeed\.comm\.all_reduce\(losses.*"
+    r"|(first|last|fall)\b.*|assert .*|print\(f'mean loss.*",
     "a comment": r"#.*",
 }
 

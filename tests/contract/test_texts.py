@@ -19,7 +19,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "deepseek_zero"
 # DeepSpeed as the speaker, and calls under its name: whoever imports deepseek_zero has called
 # neither.
 FOREIGN = re.compile(
-    r"^(DeepSpeed (requires|does not|can ?not|only|expects|needs)\b|Not sure how)|\bin DeepSpeed config\b"
+    r"^(DeepSpeed (requires|does not|can ?not|only|expects|needs)\b|Not sure how)"
+    r"|\bin DeepSpeed config\b"
 )
 CALL = re.compile(r"\bdeepspeed\.(initialize|init_distributed)\b")
 SAYS = re.compile(r"(Error|refuse|log_once|log_first|warning|info|error|add|warn)$")

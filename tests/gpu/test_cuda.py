@@ -41,7 +41,9 @@ tokens = torch.randint(0, 7, (64, 256), generator=torch.Generator().manual_seed(
 for _ in range(3):
     engine.backward(engine(tokens).square().mean())
     engine.step()
-print("weights", [value.cpu().view(torch.int32).sum().item() for value in engine.module_state_dict().values()])
+print("weights", [
+    value.cpu().view(torch.int32).sum().item() for value in engine.module_state_dict().values()
+])
 engine.destroy()
 try:
     dz.initialize(model=torch.nn.Linear(2, 2), config={"deterministic": True})[0].destroy()

@@ -333,7 +333,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_stages_and_transports
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("transport", ["fastest", "gloo"])
-def test_whoever_reads_weights_outside_a_forward_gets_exact_ones_and_frozen_ones_are_computed_with_as_codes(
+def test_weights_read_outside_a_forward_are_exact_and_frozen_ones_are_computed_with_as_codes(
     transport: str,
 ) -> None:
     model, plain = seeded(), seeded()
@@ -383,7 +383,7 @@ def test_a_second_copy_holds_decoded_weights_and_changes_no_bit() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_small_units_and_models_of_vectors_are_sent_as_they_are_and_explain_says_what_codes_save() -> (
+def test_small_units_and_models_of_vectors_are_sent_as_is_and_explain_says_what_codes_save() -> (
     None
 ):
     config = {

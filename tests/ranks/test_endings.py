@@ -23,7 +23,8 @@ class Slow:
 rank, folder = int(os.environ["RANK"]), sys.argv[1]
 deepseek_zero.init_distributed("gloo")
 if rank == 0:
-    atexit.register(lambda: os.kill(other, signal.SIGKILL))  # first, so that it runs last: the connection ends
+    # first, so that it runs last: the connection ends
+    atexit.register(lambda: os.kill(other, signal.SIGKILL))
 comm = Comm(torch.device("cpu"), transport="gloo")
 other = int(comm.all_gather_rows(torch.tensor([os.getpid()]), "processes")[1])
 if rank == 1:

@@ -82,9 +82,11 @@ def test_a_script_sees_what_a_plain_start_shows_it(tmp_path: Path) -> None:
         tmp_path,
         """
         import json, os, sys, beside
-        main = [__name__, __file__, __package__, __spec__, __doc__, sys.modules["__main__"].__dict__ is globals()]
+        main = [__name__, __file__, __package__, __spec__, __doc__,
+                sys.modules["__main__"].__dict__ is globals()]
         names = sorted(name for name in globals() if not name.startswith("__"))
-        open(sys.argv[1] + os.environ.get("RANK", ""), "w").write(json.dumps([sys.argv, sys.path, main, names]))
+        open(sys.argv[1] + os.environ.get("RANK", ""), "w").write(
+            json.dumps([sys.argv, sys.path, main, names]))
         """,
     )
     write(tmp_path, "", "beside.py")
@@ -299,8 +301,10 @@ STUBBORN = """
     import os, signal, subprocess, sys, time
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
-    stranger = subprocess.Popen([sys.executable, "-c", child], start_new_session=True)  # known by its mark only
-    nameless = subprocess.Popen([sys.executable, "-c", child], env={})  # known by its group only
+    # known by its mark only
+    stranger = subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
+    # known by its group only
+    nameless = subprocess.Popen([sys.executable, "-c", child], env={})
     pids = sys.argv[1] + os.environ["RANK"]
     open(pids + ".part", "w").write(f"{os.getpid()} {stranger.pid} {nameless.pid}")
     os.rename(pids + ".part", pids)
@@ -435,7 +439,8 @@ PROBE = """
     import argparse, json, os, sys
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int)
-    known, _ = parser.parse_known_args([one for one in sys.argv[1:] if one.startswith("--local_rank")])
+    known, _ = parser.parse_known_args(
+        [one for one in sys.argv[1:] if one.startswith("--local_rank")])
     seen = {"argv": sys.argv[1:], "local_rank": known.local_rank, **os.environ}
     open(f"seen_{os.environ['RANK']}", "w").write(json.dumps(seen))
 """
@@ -609,7 +614,8 @@ def test_two_nodes_meet_and_a_failure_on_one_ends_the_other(tmp_path: Path) -> N
         tmp_path,
         """
         import os, sys, time
-        print(*[os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK")], flush=True)
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK")
+        print(*[os.environ[name] for name in names], flush=True)
         open(sys.argv[1] + os.environ["RANK"], "w").close()
         if os.environ["RANK"] == "2":
             while not os.path.exists(sys.argv[1] + "0") or not os.path.exists(sys.argv[1] + "1"):
@@ -856,9 +862,11 @@ def test_the_ranks_of_a_launch_share_a_secret_that_nobody_else_sees(tmp_path: Pa
         import os, sys
         path = os.environ["DEEPSEEK_ZERO_SECRET_FILE"]
         secret, mode = open(path, "rb").read(), oct(os.stat(path).st_mode & 0o777)
-        arguments = open(f"/proc/{os.getppid()}/cmdline", "rb").read() + open("/proc/self/cmdline", "rb").read()
-        seen = secret in arguments or secret.hex().encode() in arguments or path.encode() in arguments
-        print(os.environ["RANK"], path, mode, len(secret), hash(secret) if seen else "hidden", secret.hex()[:8])
+        arguments = open(f"/proc/{os.getppid()}/cmdline", "rb").read()
+        arguments += open("/proc/self/cmdline", "rb").read()
+        forms = (secret, secret.hex().encode(), path.encode())
+        told = hash(secret) if any(form in arguments for form in forms) else "hidden"
+        print(os.environ["RANK"], path, mode, len(secret), told, secret.hex()[:8])
         """,
     )
     command = [sys.executable, "-m", "deepseek_zero.cli", "run", "--nproc", "2", str(script)]

@@ -128,7 +128,6 @@ BAD = [
     ".",
     "",
     "a/b",
-    # fmt: skip
     "/one",
     ".hidden",
     "x" * 250,
@@ -196,7 +195,8 @@ def test_a_tag_does_not_take_the_place_of_what_is_no_checkpoint(tmp_path: Path) 
 SECOND = """
 import sys, torch, deepseek_zero
 engine = deepseek_zero.initialize(model=torch.nn.Linear(2, 2), config={
-    "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "checkpoint": {"layout": sys.argv[2]}})[0]
+    "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"},
+    "checkpoint": {"layout": sys.argv[2]}})[0]
 try:
     engine.save_checkpoint(sys.argv[1], tag=sys.argv[3])
 except deepseek_zero.DeepSeekZeroError as error:

@@ -515,7 +515,8 @@ def test_two_engines_in_different_orders_are_an_error_on_both(setting: Setting) 
     engines = [engine_for(seeded(Model), setting) for _ in range(2)]
     with pytest.raises(
         PeerError,
-        match=r"rank 0 is in 'begin forward' of engine \d+, rank 1 is in 'begin forward' of engine \d+",
+        match=r"rank 0 is in 'begin forward' of engine \d+, "
+        r"rank 1 is in 'begin forward' of engine \d+",
     ):
         for number in (0, 1) if here() == 0 else (1, 0):
             one_good_step(engines[number])

@@ -169,8 +169,8 @@ def of_another_save(paths: list[Path], chance: random.Random, other: Path, folde
 
 
 WAYS: list[Callable[[list[Path], random.Random], None]] = [
-    flip_bits, flip_bits, flip_in_the_head, truncate, lengthen, swap_blocks, overwrite_block, cut_out, delete, rename,
-    swap_files, copy_over, put_a_folder, edit_json, edit_json,
+    flip_bits, flip_bits, flip_in_the_head, truncate, lengthen, swap_blocks, overwrite_block,
+    cut_out, delete, rename, swap_files, copy_over, put_a_folder, edit_json, edit_json,
 ]  # fmt: skip
 
 

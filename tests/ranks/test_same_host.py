@@ -374,18 +374,20 @@ ENDLESS = """
         here()
         signal.pause()
 
-    layer = torch.nn.TransformerEncoderLayer(256, 4, dim_feedforward=1024, dropout=0.0, batch_first=True)
+    layer = torch.nn.TransformerEncoderLayer(
+        256, 4, dim_feedforward=1024, dropout=0.0, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
-    config = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": None, "zero_optimization": zero,
-              "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    config = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": None,
+              "zero_optimization": zero, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     engine, *_ = deepseek_zero.initialize(model=model, config=config)
     for step in range(10**9):
         loss = engine(torch.randn(1, 8, 256)).square().mean()
         engine.backward(loss)
         engine.step()
         if step == 3 and victim == "rank in a gather" and rank == "1":
-            SharedMemory.barrier = stop  # the others have begun the gather that this rank does not come to
+            # the others have begun the gather that this rank does not come to
+            SharedMemory.barrier = stop
         elif step == 3:
             here()
 """

@@ -75,9 +75,7 @@ def test_a_run_has_the_bits_of_stage_3_and_its_bytes_and_memory_are_the_plans(
 
 
 @pytest.mark.ranks(WORLD)
-def test_between_two_hosts_a_unit_is_gathered_once_a_step_and_later_gathers_pass_through_shared_memory() -> (
-    None
-):
+def test_a_unit_is_gathered_between_hosts_once_a_step_and_later_through_shared_memory() -> None:
     run = Run(3, "bf16", 2, optimizer="adamw")
     with hosts(lambda rank: f"host {rank // 2}"):
         engine, plain = start(run, 2), start(run, 1)

@@ -44,8 +44,9 @@ TRAINS = """
     def losses(transport, pause):
         torch.manual_seed(1)
         model = torch.nn.Sequential(*[torch.nn.Linear(300, 300) for _ in range(4)])
-        config = {"train_micro_batch_size_per_gpu": 4, "steps_per_print": None, "zero_optimization": {"stage": 3},
-                  "transport": transport, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+        config = {"train_micro_batch_size_per_gpu": 4, "steps_per_print": None,
+                  "zero_optimization": {"stage": 3}, "transport": transport,
+                  "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
         engine, *_ = deepseek_zero.initialize(model=model, config=config)
         torch.manual_seed(2 + int(rank))
         found = []
@@ -68,7 +69,8 @@ TRAINS = """
 STRANGER = """
     import json, socket, sys
     for host, port in json.loads(sys.argv[1]):
-        for said in (b"", b"\\x01" + b"raised/1" * 20, b"GET / HTTP/1.1\\r\\n\\r\\n" * 9, b"\\x00\\x00\\x00\\x40" * 60):
+        for said in (b"", b"\\x01" + b"raised/1" * 20, b"GET / HTTP/1.1\\r\\n\\r\\n" * 9,
+                     b"\\x00\\x00\\x00\\x40" * 60):
             with socket.create_connection((host, port), timeout=30) as line:
                 line.sendall(said)
 """
@@ -144,7 +146,7 @@ def test_a_run_listens_at_one_address_and_goes_on_through_strangers_and_a_cut(
     assert not any(secret.hex() in output for output in outputs)
 
 
-def test_the_launchers_store_listens_at_the_interface_that_was_named_else_where_others_reach_its_host(
+def test_the_launchers_store_listens_at_the_named_interface_else_where_others_reach_its_host(
     tmp_path: Path,
 ) -> None:
     """Never at all addresses: also not where the meeting place is another machine's address, which

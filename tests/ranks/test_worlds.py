@@ -114,7 +114,8 @@ SRUN = {
 BOTH_DOORS = (
     TRAIN
     + """
-print("world", train().world_size, deepseek_zero.DeepSeekZeRO3(torch.nn.Linear(4, 4)).runtime.comm.whole.size)
+print("world", train().world_size,
+      deepseek_zero.DeepSeekZeRO3(torch.nn.Linear(4, 4)).runtime.comm.whole.size)
 """
 )
 

@@ -10,8 +10,11 @@ and arrives once, whatever waits for it.
 Autograd adds up in the weight's dtype, and in 16 bits a sum of many tiles loses what each of them
 adds. So a module's weights of 16 bits are read through nodes of ours (`fp32_sums`):
 
-    weight -> _Whole -> _Read -> tile 0      _Read adds a tile's gradient to a sum in fp32 and hands on nothing;
-                     -> _Read -> tile 1      _Whole runs when all tiles have, rounds the sum and hands it on
+    weight -> _Whole -> _Read -> tile 0
+                     -> _Read -> tile 1
+
+    _Read     adds a tile's gradient to a sum in fp32 and hands on nothing
+    _Whole    runs when all tiles have, rounds the sum and hands it on
 """
 
 from __future__ import annotations

@@ -1,21 +1,28 @@
 """What a launcher and its ranks tell each other beside signals: one exit code, a few empty files,
 and a mesh.
 
-    85                                     exit code of ranks that were asked to end, saved together and left
-    $DEEPSEEK_ZERO_ATTEMPT.saves.SIGTERM   a rank: asked to end by this signal, I save first; give me time
+    85                                     exit code of ranks that were asked to end, saved together
+                                           and left
+    $DEEPSEEK_ZERO_ATTEMPT.saves.SIGTERM   a rank: asked to end by this signal, I save first; give
+                                           me time
     $DEEPSEEK_ZERO_ATTEMPT.ending          the launcher: what I send now is the end, not a request
-    $DEEPSEEK_ZERO_MESH                    the launcher: the axes my command line named, as pp=2,tp=2
-    $DEEPSEEK_ZERO_SECRET_FILE             the launcher, or the user: 32 bytes that the ranks of this job alone know
-    $DEEPSEEK_ZERO_INTERFACE               the launcher, or the user: the interface or address at which ranks listen
-    $DEEPSEEK_ZERO_PORTS                   the launcher, or the user: the ports they choose from, as 29600-29700
+    $DEEPSEEK_ZERO_MESH                    the launcher: the axes my command line named, as
+                                           pp=2,tp=2
+    $DEEPSEEK_ZERO_SECRET_FILE             the launcher, or the user: 32 bytes that the ranks of
+                                           this job alone know
+    $DEEPSEEK_ZERO_INTERFACE               the launcher, or the user: the interface or address at
+                                           which ranks listen
+    $DEEPSEEK_ZERO_PORTS                   the launcher, or the user: the ports they choose from,
+                                           as 29600-29700
     $DEEPSEEK_ZERO_TLS                     the launcher, or the user: 1 encrypts what leaves a host
-    $DEEPSEEK_ZERO_STORE                   the launcher: where its store listens, and the MASTER_PORT of its ranks, as
-                                           10.0.0.1:29500/29501
-    $DEEPSEEK_ZERO_DEAD_AFTER              the launcher: seconds of silence after which another host is lost
+    $DEEPSEEK_ZERO_STORE                   the launcher: where its store listens, and the
+                                           MASTER_PORT of its ranks, as 10.0.0.1:29500/29501
+    $DEEPSEEK_ZERO_DEAD_AFTER              the launcher: seconds of silence after which another
+                                           host is lost
 
 The first variable holds a path of the launcher's, another one for each start of the ranks.  Under
-another launcher it
-is not set: then nothing is written, and every signal is a request.  Standard library only.
+another launcher it is not set: then nothing is written, and every signal is a request.  Standard
+library only.
 """
 
 from __future__ import annotations
@@ -74,8 +81,7 @@ def checked_dead_after(seconds: float, name: str) -> float:
 
 def place_of_store() -> str | None:
     """Return where the store of our launcher listens, which watches the hosts of this job; None
-    under another one, also
-    where a rank of ours has started that one: it says another MASTER_PORT.
+    under another one, also where a rank of ours has started that one: it says another MASTER_PORT.
     """
     place, _, master_port = os.environ.get(STORE, "").partition("/")
     return place if place and os.environ.get("MASTER_PORT") == master_port else None

@@ -2,7 +2,7 @@
 of plain values.
 
     <directory>/latest                           text: the tag to load
-    <directory>/<tag>/manifest.json              Manifest: names, shapes, chunks, counters, client state
+    <directory>/<tag>/manifest.json              names, shapes, chunks, counters, client state
     <directory>/<tag>/rank_00000.safetensors     rank 0's chunks, one tensor each
 
 A chunk is elements [start, stop) of one state of one parameter, or of a part of it (boxes.py), so
@@ -13,7 +13,8 @@ code:
     None, bool, int, str, float, list, dict with text keys: themselves
     tuple, other dicts, inf and nan     {"__tuple__": ...}, {"__items__": ...}, {"__float__": ...}
     tensor                              {"__tensor__": path}, the elements in a safetensors file
-    numpy array or scalar               {"__ndarray__": ..., "dtype": ..., "shape": ..., "is_scalar": ...}
+    numpy array or scalar               {"__ndarray__": ..., "dtype": ..., "shape": ...,
+                                        "is_scalar": ...}
 """
 
 from __future__ import annotations

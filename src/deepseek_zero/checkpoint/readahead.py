@@ -1,7 +1,8 @@
 """Reads ranges of files in the order they are wanted, a few blocks ahead of the consumer.
 
     in the page cache already     copied from there
-    wanted once, or a fast disk   read past the page cache: finding and filling its pages costs more than such a disk
+    wanted once, or a fast disk   read past the page cache: finding and filling its pages costs
+                                  more than such a disk
     wanted again, a slow disk     read through it, so that the second read costs no disk access
 
 The consumer sees the bytes in the block that they were read into: another copy would cost as much

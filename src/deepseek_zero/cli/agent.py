@@ -184,8 +184,9 @@ class Meeting(RendezvousHandler):
         return UsageError(
             f"The nodes cannot meet at {self.plan.master_addr}:{self.plan.master_port}.",
             why=(str(error).splitlines() or [type(error).__name__])[0],
-            fix="Another program may hold the port (leave --master_port out on a single node, and a free one is "
-            "taken), or node 0 is not running there, or the address cannot be reached from here.",
+            fix="Another program may hold the port (leave --master_port out on a single node, and "
+            "a free one is taken), or node 0 is not running there, or the address cannot be "
+            "reached from here.",
         )
 
     def is_closed(self) -> bool:

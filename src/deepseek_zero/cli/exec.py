@@ -14,7 +14,8 @@ from deepseek_zero.compat.deepspeed.dropin import DIRECTORY, child_environment
 
 EXEC_HELP = """Run a command in which `import deepspeed` means this library.
 
-For instance: deepseek-zero exec accelerate launch train.py. The commands `deepspeed` and `ds_report` are ours there
+For instance: deepseek-zero exec accelerate launch train.py. \
+The commands `deepspeed` and `ds_report` are ours there
 too. A genuine DeepSpeed stays as it is.
 """
 

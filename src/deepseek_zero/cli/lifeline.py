@@ -6,7 +6,7 @@ alone says little: `ssh -n`, cron, CI and a shell's `&` give an input that has e
 command begins, and `echo y | ...` one that ends soon.  So what counts is
 
     asked for (--end-with-input)   standard input's other end is closed
-    else                           standard input's other end is closed, and nobody reads standard output and error
+    else                           the same, and nobody reads standard output and error
 
 The second is a launcher that nobody can hear.  Nothing is read from standard input, which belongs
 to the first rank. A launcher that was told to survive a hang-up (nohup) does, and one with a

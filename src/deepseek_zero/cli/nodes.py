@@ -2,9 +2,11 @@
 nodes meet.
 
     asked                                   decides
-    --hostfile, --include, --exclude        hosts and slots; several hosts are several nodes, the first is node 0
+    --hostfile, --include, --exclude        hosts and slots; several hosts are several nodes, the
+                                            first is node 0
     --num_nodes, --num_gpus                 how many of them
-    --nproc                                 processes on this machine; else its GPUs, else one per pair of cores
+    --nproc                                 processes on this machine; else its GPUs, else one per
+                                            pair of cores
     --node_rank, else our own host name     which node this machine is
     variables of an engine (base/world.py)  what no option says, where there is no hostfile
 
@@ -236,8 +238,8 @@ def _local_share(asked: Asked, machine: Machine) -> Share:
     if asked.num_gpus > len(machine.gpus):
         return Share(
             len(machine.gpus),
-            note=f"--num_gpus {asked.num_gpus}: this machine shows {_count(len(machine.gpus), 'GPU')}, so that many "
-            "processes run",
+            note=f"--num_gpus {asked.num_gpus}: this machine shows "
+            f"{_count(len(machine.gpus), 'GPU')}, so that many processes run",
         )
     return Share(asked.num_gpus, machine.gpus[: asked.num_gpus])
 

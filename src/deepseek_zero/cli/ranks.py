@@ -331,8 +331,9 @@ class Ranks:
 
 
 NO_TRACEBACK = {
-    signal.SIGKILL: "Nobody can catch SIGKILL, so there is no traceback. If nobody sent it, the machine probably ran "
-    "out of memory: look at `dmesg`, and at a smaller batch or a higher ZeRO stage.",
+    signal.SIGKILL: "Nobody can catch SIGKILL, so there is no traceback. If nobody sent it, the "
+    "machine probably ran out of memory: look at `dmesg`, and at a smaller batch or a higher ZeRO "
+    "stage.",
     signal.SIGTERM: "Somebody asked this process to end (SIGTERM), so there is no traceback.",
 }
 CRASH = "It crashed in native code."

@@ -49,9 +49,11 @@ DEFAULT_HOSTFILE = Path("/job/hostfile")
 
 HELP = f"""Run a script as one process per GPU (without GPUs: one per pair of CPU cores).
 
-Everything after the script's name belongs to the script. Every option may be written with - or _ between its words.
+Everything after the script's name belongs to the script. \
+Every option may be written with - or _ between its words.
 
-Several machines: {START_EACH} Under Slurm (srun), SkyPilot, dstack, or with PET_* set, their variables say so.
+Several machines: {START_EACH} \
+Under Slurm (srun), SkyPilot, dstack, or with PET_* set, their variables say so.
 
 Started over ssh, --end-with-input ends everything here when that connection does."""
 

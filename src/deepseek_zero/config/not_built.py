@@ -41,7 +41,8 @@ class NotBuilt:
         keys: For a section: the names of its keys, separated by spaces.
         switch: For a section: the key that turns it on. Without a switch, any object turns it on.
         strict: Keys of a section that change results, so that `alternative` does not cover them,
-            with their defaults. The values of keys that are neither `switch` nor strict are not read.
+            with their defaults. The values of keys that are neither `switch` nor strict are not
+            read.
         part: The part of the library that would bring the key.
         alternative: What a run does without the key, if its result is right nevertheless.
         removed: The pull request that removed the key from DeepSpeed, with its reason.

@@ -356,7 +356,8 @@ def stated_budgets(
     asked = {*choices.weights, *choices.states} if choices.are_open else set[Tier]()
     if missing := [tier.value for tier in stated if tier in asked and stated[tier] is None]:
         raise UsageError(
-            f'the configuration leaves memories open ("auto"), and no budget is given for {", ".join(missing)}.',
+            'the configuration leaves memories open ("auto"), and no budget is given for '
+            f"{', '.join(missing)}.",
             "A plan of another machine cannot look at what is free there.",
             "state memory_budget.device, .host and .disk in bytes of one rank.",
         )

@@ -427,9 +427,10 @@ def _warn_of_other_batch(engine: Trainer, saved: Mapping[str, Any] | None) -> No
     before = _factors(saved["train"], saved["micro"], saved["accumulation"])
     after = _factors(now.train, now.micro, now.accumulation)
     log_once(
-        f"the global batch was {saved['train']} samples a step when the checkpoint was saved, and is {now.train} now: "
-        f"micro-batch x accumulation x ranks was {before} and is {after}.  The losses will differ from those of one "
-        f'run.  To keep the batch, write "train_batch_size": {saved["train"]} into the configuration and leave '
+        f"the global batch was {saved['train']} samples a step when the checkpoint was saved, and "
+        f"is {now.train} now: micro-batch x accumulation x ranks was {before} and is {after}.  The "
+        "losses will differ from those of one run.  To keep the batch, write "
+        f'"train_batch_size": {saved["train"]} into the configuration and leave '
         '"gradient_accumulation_steps" out; else adjust the learning rate.',
         logging.WARNING,
     )

@@ -48,7 +48,8 @@ def available(wanted: str) -> str:
     if wanted == "numba":
         raise UsageError(
             "updates are to be computed by numba, which is not installed.",
-            f'The configuration says "optimizer": {{"kernels": "numba"}}, or {VARIABLE} says numba.',
+            'The configuration says "optimizer": {"kernels": "numba"}, or '
+            f"{VARIABLE} says numba.",
             "install the extra: pip install -e '.[fast]'; or leave the setting out.",
         )
     log_once(

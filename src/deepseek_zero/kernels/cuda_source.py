@@ -28,7 +28,8 @@ enum {{
     READS_STATES = {reads_states:d},
 }};
 
-__device__ void formula(float& weight, float gradient, float& first, float& second, const Scalars& scalars,
+__device__ void formula(float& weight, float gradient, float& first, float& second, \
+const Scalars& scalars,
                         bool is_tail) {{
     if (is_tail) {{
 {tail}

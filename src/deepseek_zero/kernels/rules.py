@@ -47,10 +47,8 @@ class Variant:
     """What selects a formula of a rule; each variant is compiled by itself.
 
     states: the names of the states with one value per element, at most two. decays: weight decay is
-    not zero, and is
-    added to the gradient. decoupled: it shrinks the weight instead. near: the new gradient weighs
-    at least half in the
-    first moment. first: there is no momentum yet.
+    not zero, and is added to the gradient. decoupled: it shrinks the weight instead. near: the new
+    gradient weighs at least half in the first moment. first: there is no momentum yet.
     """
 
     rule: str
@@ -93,9 +91,10 @@ class Rule:
     """An optimizer class.
 
     Attributes:
-        variant: Returns the variant for hyper-parameters. The second argument says whether the parameter has its
-            states already.
-        scalars: Returns the scalars of a formula. The second argument is the number of the update, from 1 on.
+        variant: Returns the variant for hyper-parameters. The second argument says whether the
+            parameter has its states already.
+        scalars: Returns the scalars of a formula. The second argument is the number of the update,
+            from 1 on.
         formula: Returns the formula of a variant.
         counts: Whether the optimizer keeps the number of its updates in a state named `step`.
         hides_nan: Whether a state may be NaN where the weight is not.

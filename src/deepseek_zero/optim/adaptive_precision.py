@@ -5,7 +5,7 @@ A step whose gradient was not finite may name a unit (nonfinite.py): one that is
 times in a row, or once at the smallest loss scale, is promoted at once.  Beside that, once in every
 window of steps each unit's reduced gradient is looked at as it is, multiplied by the loss scale:
 
-    lost     of its elements that are not zero, those of at most 2^-24, the smallest number that fp16 has
+    lost     of its elements that are not zero, those of at most 2^-24, fp16's smallest number
     largest  the largest of them, which 16 bits must hold once the unit is demoted
 
 A unit in 16 bits has a bad window where more than `LOST` of the elements are lost, where all of
@@ -53,8 +53,7 @@ class Evidence:
     """What the gradient of one unit shows in one step, over all ranks.
 
     elements: of those that have a gradient.  counted: those that are not zero.  lost: of these, the
-    ones at the lower
-    end of fp16 or beyond.  largest: of their magnitudes.
+    ones at the lower end of fp16 or beyond.  largest: of their magnitudes.
     """
 
     elements: int
@@ -73,8 +72,7 @@ class History:
     """What is remembered of one unit.
 
     bad, good: windows in a row.  patience: good ones until it is demoted.  is_named: a skipped step
-    of this window has
-    named it.  times: it was promoted.
+    of this window has named it.  times: it was promoted.
     """
 
     bad: int = 0

@@ -158,7 +158,8 @@ _GRANULARITY: dict[type, Granularity] = {
     torch.optim.Muon: "tensor",
 }
 _REFUSED: dict[type, str] = {
-    torch.optim.LBFGS: "it evaluates the model several times per step and works on all parameters as one vector",
+    torch.optim.LBFGS: "it evaluates the model several times per step and works on all parameters "
+    "as one vector",
     torch.optim.SparseAdam: "it takes sparse gradients only, and sharded gradients are dense",
 }
 
@@ -261,7 +262,8 @@ def _refuse_max_grad_norm(params: Mapping[str, Any]) -> None:
             "'max_grad_norm' is not supported as an optimizer parameter, please switch to using "
             "the deepspeed parameter 'gradient_clipping'.",
             why="the norm runs over all shards of all groups, so it belongs to the engine.",
-            fix=f'remove it and set "gradient_clipping": {shown(params["max_grad_norm"])} at the top level.',
+            fix='remove it and set "gradient_clipping": '
+            f"{shown(params['max_grad_norm'])} at the top level.",
         )
 
 

@@ -88,7 +88,8 @@ ALIASES = {"gpt-neox": "gpt_neox", "gpt2": "gpt2", "gpt-2": "gpt2", "gpt-j": "gp
 # of heads.
 REFUSED: dict[str, str] = {
     "bloom": "its ALiBi bias is made for all heads outside of the attention",
-    "falcon": "its fused projection and its ALiBi bias depend on the number of heads outside of the attention",
+    "falcon": "its fused projection and its ALiBi bias depend on the number of heads outside of "
+    "the attention",
     "mpt": "its ALiBi bias is made for all heads outside of the attention",
     "t5": "its relative position bias is made for all heads in the first block",
     "mt5": "its relative position bias is made for all heads in the first block",

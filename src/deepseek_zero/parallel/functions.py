@@ -2,7 +2,7 @@
 
     column   y_i = x W_i^T + b_i          each rank its own outputs; x is whole on every rank
     row      y = sum_i x_i W_i^T + b      each rank its own inputs; y is whole on every rank
-    enter    y = x                        gradients: the sum over the ranks; belongs to x, not to a layer
+    enter    y = x                        gradients: the sum over the ranks; of x, not of a layer
     gather   y = (y_1, ..., y_T)          gradients: the own columns
 
 Where activations are sharded over tokens between the layers, `enter` gathers the tokens and its sum
@@ -349,8 +349,7 @@ class _Gather(torch.autograd.Function):
 
 def gather(x: Tensor, group: TensorGroup, columns: Split, what: str) -> Tensor:
     """Return every rank's columns, in the order of the whole. x: (..., own columns); the gradient
-    must be equal on
-    every rank. columns: how they lie over the ranks. Collective; waits.
+    must be equal on every rank. columns: how they lie over the ranks. Collective; waits.
     """
     found: Tensor = _Gather.apply(x, group, columns, what)  # type: ignore[no-untyped-call]
     return found

@@ -1,11 +1,12 @@
 """Activations that are sharded over tokens between the split layers of a block (Megatron's sequence
 parallelism).
 
-    first block    its input: this rank's tokens (`shard`)
+    first block                  its input: this rank's tokens (`shard`)
     norms, dropout, residuals    on this rank's tokens; a norm's gradient is a summand
-    attention      its module is given all tokens (`TensorAxis.read_tokens`), for it reads the number of tokens there
-    other columns  gather the tokens they read; a row layer's sum is of the own tokens
-    last block     its output: all tokens (`unshard`)
+    attention                    its module is given all tokens (`TensorAxis.read_tokens`), for it
+                                 reads the number of tokens there
+    other columns                gather the tokens they read; a row layer's sum is of the own tokens
+    last block                   its output: all tokens (`unshard`)
 
 Everything outside of the blocks is whole, as a model needs it to make positions and masks.  In
 evaluation nothing is sharded.

@@ -1,11 +1,14 @@
 """One pipeline, for an engine: cut the model before it is planned, connect its stages once it is
 wrapped, run steps.
 
-staged = cut_model(model, find_chain(model, args, kwargs), mesh)    # the model keeps this rank's stages
-ties = Ties(world, mesh, staged.placement, staged.ties)             # what several stages use
+# the model keeps this rank's stages
+staged = cut_model(model, find_chain(model, args, kwargs), mesh)
+# what several stages use
+ties = Ties(world, mesh, staged.placement, staged.ties)
 ... plan and wrap the model, with `PlanSettings.reduces_once` ...
 pipeline = Pipeline(staged, ties, world, mesh, runtime, "1f1b")
-loss = pipeline.train(micro_batches)                                # then the optimizer's step, as ever
+# then the optimizer's step, as ever
+loss = pipeline.train(micro_batches)
 """
 
 from __future__ import annotations
@@ -36,10 +39,8 @@ from .verify import verify
 @dataclass(frozen=True)
 class StagedModel:
     """A model of which this rank has some stages.  virtual: stages of each rank.  ties: by name,
-    the stages that share
-    a weight.  has_all_inputs: every stage is given the inputs, so that all know what messages hold
-    from those.
-    placement: by stage, its rank along "pp".
+    the stages that share a weight.  has_all_inputs: every stage is given the inputs, so that all
+    know what messages hold from those.  placement: by stage, its rank along "pp".
     """
 
     stages: Sequence[Stage]
@@ -68,9 +69,8 @@ def cut_model(
     """Leave of a model this rank's stages.  Local; every rank of a pipeline does the same.
 
     chain: of its blocks (`find_chain`); None for a list of layers (`LayerStages`), which is cut
-    already.  schedule,
-    virtual, group, micro_batches: of the run, for what is in flight.  UsageError names why a model
-    cannot be cut.
+    already.  schedule, virtual, group, micro_batches: of the run, for what is in flight.
+    UsageError names why a model cannot be cut.
     """
     if isinstance(model, LayerStages):
         if model.num_stages != mesh.pp or virtual != 1:

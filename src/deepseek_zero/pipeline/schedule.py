@@ -8,8 +8,9 @@ executor.py runs it.  There are P programs, however many ranks the other axes ad
 `print(schedule)` has PyTorch's notation, stage first and micro-batch last:
 
     0F3  0B3                            forward, backward of micro-batch 3 in stage 0
-    0SEND_F3  1RECV_F3                  its output from stage 0 to stage 1;  SEND_B, RECV_B: its gradient back
-    0UNSHARD  0RESHARD  0REDUCE_GRAD    gather and release the weights of stage 0, reduce its gradients
+    0SEND_F3  1RECV_F3                  its output from stage 0 to stage 1
+    1SEND_B3  0RECV_B3                  that output's gradient back
+    0UNSHARD  0RESHARD  0REDUCE_GRAD    gather and release stage 0's weights, reduce its gradients
     0TIE                                add up the gradients of a weight that two stages share
 
 The optimizer's step is not an action: the engine takes it after the schedule. Every stage runs its

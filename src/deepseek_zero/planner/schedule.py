@@ -5,12 +5,14 @@ It is a list of actions for each pass; `sharding/executor.py` runs it, the memor
 pictures read it. `print(schedule)` shows lines such as ``G0 F0 G1 F1 R1``:
 
     G  gather: all-gather a unit's weights; out of another memory, fetch this rank's slice first
-    U  update: carry out the update that an earlier step deferred, or, behind S or A, this step's, ahead of its end
-    F  forward        B  backward; ``F1.2``: of micro-batch 2, where a unit takes the micro-batches of a batch in turn
+    U  update: carry out the update that an earlier step deferred, or, behind S or A, this step's,
+       ahead of its end
+    F  forward        B  backward; ``F1.2``: of micro-batch 2, where a unit takes the micro-batches
+       of a batch in turn
     R  release: let the gathered weights go
-    S  reduce: reduce-scatter a unit's gradients; to another memory, store this rank's slice after
-    it A  all-reduce: add up the sums that replicas (dp_replicate; tp, of what its ranks share) have
-    of a unit, once a step
+    S  reduce: reduce-scatter a unit's gradients; to another memory, then store this rank's slice
+    A  all-reduce: add up the sums that replicas (dp_replicate; tp, of what its ranks share) have
+       of a unit, once a step
 
 Each action runs when all before it in its lane have run, and not before: F and B when the program
 comes there, R in forward when the unit's forward is over, S when the unit's gradients are complete,
@@ -312,11 +314,10 @@ def plan_schedule(
 
     sizes: elements that gathering unit u brings here (0 where nothing is sharded).  around: what
     `enclosing` found; such a unit is in use until the last one inside it is done, forward and
-    backward.  deferred: units whose update may
-    wait for the next forward.  ahead: units that may be updated in backward, ahead of their step.
-    cut: units that take the settings' micro-batches in turn.  reduces_each_backward: gradients are
-    sharded, so that no backward leaves them
-    to the one that ends a step.  all_reduced: units of whose sums replicas have summands.
+    backward.  deferred: units whose update may wait for the next forward.  ahead: units that may be
+    updated in backward, ahead of their step.  cut: units that take the settings' micro-batches in
+    turn.  reduces_each_backward: gradients are sharded, so that no backward leaves them to the one
+    that ends a step.  all_reduced: units of whose sums replicas have summands.
     """
     around = around or {}
     forward = list(order)

@@ -1,6 +1,6 @@
 """Where a parameter's elements are along the tensor-parallel axis, as data.
 
-    split     each rank holds ranges of one dimension; ranks may share a range (a kv head for several ranks)
+    split     each rank holds ranges of one dimension; ranks may share a range (a kv head)
     equal     every rank holds all of it, and computes the same gradient
     partial   every rank holds all of it, and computes a summand of its gradient
 

@@ -100,10 +100,10 @@ def assign_tiers(
             if needed <= left[tier]:
                 left[tier] -= needed
                 return tier
+        rest = [f"{format_bytes(left[tier])} are left of {tier.value}" for tier in tiers]
         raise OutOfMemoryError(
             f"{' and '.join(states)} of unit '{units[tiers[0]][number].name}' need "
-            f"{format_bytes(needed)} and fit nowhere: "
-            f"{', '.join(f'{format_bytes(left[tier])} are left of {tier.value}' for tier in tiers)}.",
+            f"{format_bytes(needed)} and fit nowhere: {', '.join(rest)}.",
             'device "auto" places what memory_budget allows, else what is free; nothing has been '
             "allocated.",
             "allow more, name an nvme_path, or use more ranks.",

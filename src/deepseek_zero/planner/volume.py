@@ -1,12 +1,15 @@
 """What a step will send, in bytes, from plan and schedule alone; base/meter.py counts what is sent.
 
-    G, gather      slice x (N-1), as weights are sent; from a second copy cut among I ranks, slice x N/I x (I-1)
-    S, reduce      slice x (N-1), as gradients are sent; at stage 0 once more, in the dtype gradients are kept in;
-                   by host, of H hosts with L ranks, slice x H x (L-1) inside, and slice x (H-1) between hosts, in
-                   fp32 or as codes; of momenta that are exchanged as signs, slice x (N-1) twice, at any stage
-    A, all-reduce  2 x slice/R x (R-1), where R ranks hold the same slices, in the dtype gradients are kept in
-    refresh        slice x (N-1), once, as weights are sent, where the optimizer works on slices of a weight that is
-                   whole
+    G, gather      slice x (N-1), as weights are sent; from a second copy cut among I ranks,
+                   slice x N/I x (I-1)
+    S, reduce      slice x (N-1), as gradients are sent; at stage 0 once more, in the dtype
+                   gradients are kept in; by host, of H hosts with L ranks, slice x H x (L-1)
+                   inside, and slice x (H-1) between hosts, in fp32 or as codes; of momenta that
+                   are exchanged as signs, slice x (N-1) twice, at any stage
+    A, all-reduce  2 x slice/R x (R-1), where R ranks hold the same slices, in the dtype gradients
+                   are kept in
+    refresh        slice x (N-1), once, as weights are sent, where the optimizer works on slices of
+                   a weight that is whole
 
 for each such action in the passes of a step.  A slice is padded numel / N elements, so each term is
 (N-1)/N of the padded size.  With persistence 0, window 0 and G micro-batches the sum is 2, 2, G+1

@@ -7,9 +7,10 @@ right amount on average.  Chance is a function of (seed, step, name, element) al
 repeated bit for bit and ranks may share elements as they like.
 
     bf16    the upper half of fp32
-    8 bits  blocks of BLOCK elements share a power of two, the largest magnitude over which is in (1/2, 1];
-            signed: sign, 4 bits of exponent, 3 of mantissa; magnitudes: 5 bits of exponent, 3 of mantissa.
-            Both have subnormals, so what was decoded is encoded to the same bits.
+    8 bits  blocks of BLOCK elements share a power of two, the largest magnitude over which is in
+            (1/2, 1]; signed: sign, 4 bits of exponent, 3 of mantissa; magnitudes: 5 bits of
+            exponent, 3 of mantissa. Both have subnormals, so what was decoded is encoded to the
+            same bits.
 """
 
 from __future__ import annotations

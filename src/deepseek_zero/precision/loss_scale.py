@@ -5,7 +5,7 @@ agreeing on them; `update` is told the verdict all ranks share, so the scale is 
 without a word exchanged.
 
     overflow, hysteresis left > 1      hysteresis falls by 1, the scale stays
-    overflow, hysteresis left = 1      scale = max(scale / 2, minimum); an error if it is there already
+    overflow, hysteresis left = 1      scale = max(scale / 2, minimum); an error if there already
     no overflow                        consecutive_hysteresis: hysteresis is refilled
     ... and a multiple of `window`     scale doubles, hysteresis is refilled
         good steps since the last overflow
@@ -97,8 +97,7 @@ class LossScaler:
     """The current scale; `update` is called once per optimizer step, skipped steps included.
 
     cur_iter: steps seen. last_overflow_iter: the step of the last overflow, -1 before any, so that
-    the first window is
-    as long as the others. cur_hysteresis: overflows still forgiven, plus one.
+    the first window is as long as the others. cur_hysteresis: overflows still forgiven, plus one.
     """
 
     settings: LossScaleSettings = dataclasses.field(default_factory=LossScaleSettings)
@@ -196,8 +195,8 @@ class LossScaler:
                     "gradients are infinite or NaN at the smallest scale allowed, so the scale is "
                     "not the cause."
                 ),
-                fix="look for the first non-finite loss, lower the learning rate or clip gradients, train in bf16, or "
-                "set a smaller fp16.min_loss_scale.",
+                fix="look for the first non-finite loss, lower the learning rate or clip "
+                "gradients, train in bf16, or set a smaller fp16.min_loss_scale.",
             )
         return max(self.scale / _FACTOR, least)
 

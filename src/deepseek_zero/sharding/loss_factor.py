@@ -3,15 +3,15 @@ of scaled losses.
 
 `LossFactor` multiplies every gradient of an engine by loss scale / accumulation steps, once,
 however backward is reached.  Gradients inside an engine's forward carry that factor.  Outside they
-carry what the loss that is
-differentiated was multiplied by: nothing in a plain `loss.backward()`, the factor of the engine
-whose `scale` or `backward` was called otherwise.  So at the border, where an outermost forward
-returns and where it takes arguments, a gradient is multiplied by what is missing, or divided again.
-Gradients that enter past the outputs are multiplied as well (entries.py).
+carry what the loss that is differentiated was multiplied by: nothing in a plain `loss.backward()`,
+the factor of the engine whose `scale` or `backward` was called otherwise.  So at the border, where
+an outermost forward returns and where it takes arguments, a gradient is multiplied by what is
+missing, or divided again.  Gradients that enter past the outputs are multiplied as well
+(entries.py).
 
-    differentiated                   outside carries          at an output x          at an input x
-    plain                            1                        scale / accumulation    accumulation / scale
-    engine.scale, engine.backward    scale' (/ accumulation') scale / scale'          scale' / scale
+    differentiated           outside carries           at an output x        at an input x
+    plain                    1                         scale / accumulation  accumulation / scale
+    engine.scale, .backward  scale' (/ accumulation')  scale / scale'        scale' / scale
 
 with ' for the engine that scaled the loss, which may be another one: a loss over the outputs of
 several engines is divided by the accumulation of the engine that was asked.

@@ -72,11 +72,11 @@ class GradientOwner(Protocol):
 # place.
 ELEMENT_WISE = frozenset(
     """
-    abs absolute add addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor clamp clamp_max clamp_min clip clone
-    copy copysign div divide eq erf exp fill float_power fmax fmin ge gt isfinite isinf isnan le lerp log
-    log1p logical_and logical_not logical_or logical_xor lt masked_fill maximum minimum mul multiply nan_to_num ne neg
-    negative positive pow reciprocal relu rsqrt rsub sigmoid sign sqrt square sub subtract tanh true_divide where xlogy
-    zero
+    abs absolute add addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor clamp clamp_max
+    clamp_min clip clone copy copysign div divide eq erf exp fill float_power fmax fmin ge gt
+    isfinite isinf isnan le lerp log log1p logical_and logical_not logical_or logical_xor lt
+    masked_fill maximum minimum mul multiply nan_to_num ne neg negative positive pow reciprocal relu
+    rsqrt rsub sigmoid sign sqrt square sub subtract tanh true_divide where xlogy zero
     """.split()
 )
 # Operators that torch hands on under their own names.

@@ -45,12 +45,13 @@ class Owner(Protocol):
 # Attributes and methods that say something about a parameter without reading its elements.
 SAFE = frozenset(
     """
-    shape dtype device requires_grad grad is_leaf ndim layout is_sparse is_cuda is_cpu is_meta is_quantized is_nested
-    grad_fn names _backward_hooks _post_accumulate_grad_hooks _version itemsize output_nr retains_grad is_mps is_xpu
-    _grad _grad_fn _base nbytes numel size dim ndimension nelement element_size is_floating_point is_complex is_signed
-    requires_grad_ get_device register_hook register_post_accumulate_grad_hook __hash__ stride is_contiguous
-    is_same_size is_inference is_neg is_conj is_shared _is_view has_names is_pinned storage_offset __len__ type
-    _has_compatible_shallow_copy_type new_empty new_zeros new_ones new_full new_tensor
+    shape dtype device requires_grad grad is_leaf ndim layout is_sparse is_cuda is_cpu is_meta
+    is_quantized is_nested grad_fn names _backward_hooks _post_accumulate_grad_hooks _version
+    itemsize output_nr retains_grad is_mps is_xpu _grad _grad_fn _base nbytes numel size dim
+    ndimension nelement element_size is_floating_point is_complex is_signed requires_grad_
+    get_device register_hook register_post_accumulate_grad_hook __hash__ stride is_contiguous
+    is_same_size is_inference is_neg is_conj is_shared _is_view has_names is_pinned storage_offset
+    __len__ type _has_compatible_shallow_copy_type new_empty new_zeros new_ones new_full new_tensor
     empty_like
     """.split()
 )

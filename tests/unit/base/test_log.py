@@ -22,7 +22,8 @@ QUIET = "logging.getLogger('deepseek_zero')"
 PROGRAMS = {
     "imports everything and looks": (
         f"""
-        import deepseek_zero.zero, deepseek_zero.utils, deepseek_zero.comm, deepseek_zero.compat.deepspeed.initialize
+        import deepseek_zero.zero, deepseek_zero.utils, deepseek_zero.comm
+        import deepseek_zero.compat.deepspeed.initialize
         assert not {QUIET}.handlers and {QUIET}.propagate and {QUIET}.level == logging.NOTSET
         assert not logging.getLogger().handlers
         """,

@@ -24,7 +24,8 @@ PROGRAMS = {
     "tell(Result('one', figures={'ms': 1.5}))\ntell(Result('two'))\n",
     "raising": "from benchmarks.gpu.results import attempt\nattempt('first', lambda: 1 / 0)\n"
     "attempt('second', lambda: {'ms': 2})\nraise SystemExit(3)\n",
-    "hanging": "import subprocess, sys, time\nfrom benchmarks.gpu.results import Result, tell\ntell(Result('before'))\n"
+    "hanging": "import subprocess, sys, time\nfrom benchmarks.gpu.results import Result, tell\n"
+    "tell(Result('before'))\n"
     "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\ntime.sleep(60)\n",
     "silent": "",
 }

@@ -17,9 +17,11 @@ Private_Clean:       108 kB
 Private_Dirty:       112 kB
 """
 NET = """Inter-|   Receive                                                |  Transmit
- face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier
+ face |bytes    packets errs drop fifo frame compressed multicast|\
+bytes    packets errs drop fifo colls carrier
   eth0: 5 1 0 0 0 0 0 0 6 1 0 0 0 0 0 0
-    lo: 100       2    0    0    0     0          0         0  354794       3    0    0    0     0       0          0
+    lo: 100       2    0    0    0     0          0         0  \
+354794       3    0    0    0     0       0          0
 """
 
 

@@ -145,7 +145,8 @@ def overwrite_a_header(folder: Path) -> None:
     [
         (
             cut,
-            r"rank_00000.safetensors is [\d,]+ bytes long, its header says [\d,]+: it was cut short",
+            r"rank_00000.safetensors is [\d,]+ bytes long, its header says [\d,]+: "
+            r"it was cut short",
         ),
         (cut_to_nothing, "rank_00000.safetensors ends inside its header, at 0 bytes"),
         (lengthen, "something was added to it"),

@@ -48,9 +48,10 @@ def test_what_of_deepspeeds_options_is_not_here_is_refused_by_name(name: str) ->
 
 
 def test_deepspeeds_other_options_are_taken(tmp_path: Path) -> None:
-    options = parse(
-        *"--no_ssh --no_ssh_check --launcher pdsh --enable_each_rank_log logs --save_pid -q x.py -q".split()
+    line = (
+        "--no_ssh --no_ssh_check --launcher pdsh --enable_each_rank_log logs --save_pid -q x.py -q"
     )
+    options = parse(*line.split())
     assert (options.log_dir, options.command, options.quiet) == (Path("logs"), ["x.py", "-q"], True)
     refuse_launcher(options, 1)
     with pytest.raises(NotBuiltError, match="--launcher pdsh cannot start 2 machines"):

@@ -205,7 +205,7 @@ def test_a_loss_in_fp16_is_scaled_by_the_program_or_it_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_one_loss_of_several_models_in_fp16_needs_no_scaling_if_they_are_called_without_their_engines(
+def test_one_loss_of_several_models_in_fp16_needs_no_scaling_if_called_without_their_engines(
     stage: int,
 ) -> None:
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad

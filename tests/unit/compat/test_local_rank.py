@@ -13,7 +13,8 @@ ARGPARSE = "import argparse\nparser = argparse.ArgumentParser()\n"
 TAKES = {
     "argparse": ARGPARSE + "parser.add_argument('--local_rank', type=int, default=-1)\n",
     "argparse with a hyphen": ARGPARSE + "parser.add_argument('--local-rank', dest='local_rank')\n",
-    "click": "import click\n@click.command()\n@click.option('--local_rank')\ndef main(local_rank): ...\n",
+    "click": "import click\n@click.command()\n@click.option('--local_rank')\n"
+    "def main(local_rank): ...\n",
     "a parser that lets unknown options through": ARGPARSE
     + "args, rest = parser.parse_known_args()\n",
 }

@@ -62,8 +62,8 @@ def test_every_answer_closes_the_triangle() -> None:
             18,
             1,
             2,
-            r"Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu \* "
-            r"gradient_acc_step \* world_size 18 != 1 \* 2 \* 4",
+            r"Check batch related parameters. train_batch_size is not equal to "
+            r"micro_batch_per_gpu \* gradient_acc_step \* world_size 18 != 1 \* 2 \* 4",
         ),
         (10, None, None, r"world_size 10 != 2 \* 1 \* 4"),
     ],

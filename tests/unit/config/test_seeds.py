@@ -8,14 +8,16 @@ from deepseek_zero.config import Config, Facts, resolve
 from deepseek_zero.config.load import load
 
 SEED_001 = """
-{ "train_batch_size": "auto", "gradient_accumulation_steps": 1, "optimizer": { "type": "AdamW", "params": {
-"lr": "auto", "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01 } }, "fp16": { "enabled": true,
-"loss_scale": 0, "initial_scale_power": 16 }, "zero_optimization": { "stage": 3, "offload_optimizer": {
-"device": "cpu", "pin_memory": true }, "offload_param": { "device": "cpu", "pin_memory": true }, "overlap_comm":
-true, "contiguous_gradients": true, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
+{ "train_batch_size": "auto", "gradient_accumulation_steps": 1, "optimizer": { "type": "AdamW",
+"params": { "lr": "auto", "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01 } }, "fp16": {
+"enabled": true, "loss_scale": 0, "initial_scale_power": 16 }, "zero_optimization": { "stage": 3,
+"offload_optimizer": { "device": "cpu", "pin_memory": true }, "offload_param": { "device": "cpu",
+"pin_memory": true }, "overlap_comm": true,
+"contiguous_gradients": true, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
 "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
-"stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9, "stage3_gather_fp16_weights_on_model_save":
-true }, "gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": false }
+"stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
+"stage3_gather_fp16_weights_on_model_save": true }, "gradient_clipping": 1.0,
+"train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": false }
 """
 
 SEED_002 = """

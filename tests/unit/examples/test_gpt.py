@@ -88,9 +88,7 @@ def test_another_seed_generates_another_text() -> None:
     assert len(texts) == 3
 
 
-def test_the_likeliest_byte_is_taken_at_temperature_zero_and_the_window_never_exceeds_the_context() -> (
-    None
-):
+def test_temperature_zero_takes_the_likeliest_byte_and_the_window_stays_in_the_context() -> None:
     class Counter(nn.Module):
         """Predicts the byte after the last one; fails on windows that are too long."""
 

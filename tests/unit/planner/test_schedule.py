@@ -74,14 +74,13 @@ def test_without_overlap_nothing_is_gathered_ahead() -> None:
 def test_keep_counts_the_elements_between_forward_and_backward_of_a_unit() -> None:
     # Unit 3 is used again after the root (2 x 10 elements), unit 2 after the root and unit 3 (2 x
     # 110).
-    assert [sorted(schedule_of(10**9, keep=keep).kept) for keep in (-1, 0, 19, 20, 219, 220, 10**9)] == [
+    keeps = (-1, 0, 19, 20, 219, 220, 10**9)
+    assert [sorted(schedule_of(10**9, keep=keep).kept) for keep in keeps] == [
         [], [0], [0], [0, 3], [0, 3], [0, 2, 3], [0, 1, 2, 3],
     ]  # fmt: skip
 
 
-def test_an_agreed_order_is_walked_forward_and_its_reverse_backward_with_the_root_first_in_both() -> (
-    None
-):
+def test_an_agreed_order_is_walked_forward_and_its_reverse_backward_each_root_first() -> None:
     schedule = plan_schedule(SIZES, [0, 2, 1, 3], PlanSettings(window_numel=0))
     assert schedule.forward.order == (0, 2, 1, 3)
     assert schedule.backward.order == (0, 3, 1, 2)
@@ -142,9 +141,7 @@ def test_the_peak_is_the_root_and_one_block_without_a_window_and_the_model_with_
 # -- orders: layerwise, and what is done once a step
 
 
-def test_layerwise_a_unit_takes_all_micro_batches_on_one_gather_and_backward_the_last_one_first() -> (
-    None
-):
+def test_layerwise_a_unit_takes_all_micro_batches_on_one_gather_backward_last_one_first() -> None:
     settings = PlanSettings(window_numel=0, layerwise_micro_batches=2)
     schedule = plan_schedule([10, 100, 100], range(3), settings, cut={1, 2}, ahead={1})
     assert str(schedule) == (

@@ -35,7 +35,8 @@ FACTORS: dict[str, Callable[[int], tuple[float, float]]] = {
 }
 LOGGED_CALLS = (
     *FACTORS,
-    *"broadcast broadcast_object_list reduce gather scatter barrier send recv isend irecv batch_isend_irecv".split(),
+    *"broadcast broadcast_object_list reduce gather scatter barrier".split(),
+    *"send recv isend irecv batch_isend_irecv".split(),
 )
 
 

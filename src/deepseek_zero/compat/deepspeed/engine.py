@@ -634,9 +634,10 @@ class DeepSpeedEngine(Engine):
         temporary files.  Whoever uses an offloaded state meanwhile gets a UsageError.
 
         Args:
-            include: Kinds of state, as `OffloadStateTypeEnum` or its values; None: all. `hp_params` are the main
-                weights, `lp_params` the weights that compute (in fp32 these are the same, and stay unless `lp_params`
-                are named), `lp_grads` the memory of gradients, `contiguous_grad_buffer` that of messages.
+            include: Kinds of state, as `OffloadStateTypeEnum` or its values; None: all.
+                `hp_params` are the main weights, `lp_params` the weights that compute (in fp32
+                these are the same, and stay unless `lp_params` are named), `lp_grads` the memory
+                of gradients, `contiguous_grad_buffer` that of messages.
             device: "cpu"; "nvme" takes the file for everything; "none" does nothing.
             pin_memory: Page-lock the host memory that a GPU's states go to.
             non_blocking: Accepted; the states have been moved when this returns.

@@ -4,7 +4,8 @@ Other options of the `deepspeed` command (LauncherOptions): each works, changes 
 refused by name.
 
     works             --save_pid, --log_level, --quiet
-    changes nothing   --no_ssh, --no_ssh_check (nothing is started over ssh); --launcher, --launcher_args on one machine
+    changes nothing   --no_ssh, --no_ssh_check (nothing is started over ssh);
+                      --launcher, --launcher_args on one machine
     refused           the rest: REFUSED says why and what to do
 
 Machines and slots: the hostfile, and --include / --exclude.  A slot is a GPU's number (on a machine

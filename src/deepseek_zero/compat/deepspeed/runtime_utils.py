@@ -63,7 +63,8 @@ def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
     """Return a call as text: `call_to_str("f", 1, a=2)` -> "f(1, a=2)"."""
-    return f"{base}({', '.join([*map(repr, args), *(f'{name}={value!r}' for name, value in kwargs.items())])})"
+    named = [f"{name}={value!r}" for name, value in kwargs.items()]
+    return f"{base}({', '.join([*map(repr, args), *named])})"
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:

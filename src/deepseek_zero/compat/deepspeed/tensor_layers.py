@@ -1,7 +1,7 @@
 """DeepSpeed's layers of tensor parallelism, for programs that put them into models by themselves.
 
-    LinearLayer       y_i = x W_i^T + b_i        each rank its own outputs, or all of them with gather_output
-    LinearAllreduce   y = sum_i x_i W_i^T + b    each rank its own inputs
+    LinearLayer      y_i = x W_i^T + b_i      each rank its own outputs, or all with gather_output
+    LinearAllreduce  y = sum_i x_i W_i^T + b  each rank its own inputs
 
 A layer takes the parameters of the one it is made of, leaves its own part in each, and communicates
 by torch's group. What it cut is a `Split` of the parameter (planner/split.py), so an engine knows

@@ -364,9 +364,7 @@ def test_one_end_with_tls_and_one_without_never_meet_and_both_say_why(
     )
 
 
-def test_a_jobs_certificate_has_the_same_bytes_in_every_process_and_with_every_version_of_the_package() -> (
-    None
-):
+def test_a_jobs_certificate_has_the_same_bytes_in_every_process_and_package_version() -> None:
     """Each end accepts these bytes only, and hosts may have different versions of cryptography."""
     seed = bytes.fromhex(
         "c5aa8df43f9f837bedb7442f31dcb7b166d38535076f094b85ce3a2e0b4458f7"

@@ -1,9 +1,13 @@
 """Reads a checkpoint that DeepSpeed wrote, stages 0 to 3, as ours is read: by name and flat range.
 
-    mp_rank_00_model_states.pt                          stages 0 to 2: the whole weights; at stage 0 the optimizer too
-    zero_pp_rank_R_mp_rank_00_model_states.pt           stage 3: buffers, and rank R's parts of frozen weights
-    [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt    stages 1 to 3: rank R's part of masters and moments
-    layer_LL[-model_00]-model_states.pt                 a pipeline: the weights of layer LL; mp_rank_PP then is a stage
+    mp_rank_00_model_states.pt                          stages 0 to 2: the whole weights;
+                                                        at stage 0 the optimizer too
+    zero_pp_rank_R_mp_rank_00_model_states.pt           stage 3: buffers, and rank R's parts of
+                                                        frozen weights
+    [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt    stages 1 to 3: rank R's part of masters
+                                                        and moments
+    layer_LL[-model_00]-model_states.pt                 a pipeline: the weights of layer LL;
+                                                        mp_rank_PP then is a stage
 
 The files are pickles.  They are read with weights_only=True, which builds tensors and plain values,
 and with stand-ins for the four classes of DeepSpeed's own that they hold; anything else in them is

@@ -50,7 +50,8 @@ from .reader import (
 LAYOUT = "0.19.8"  # the version of DeepSpeed whose layout this is
 # Elements of a rank's part after which stage 3 starts another flat tensor: its default
 SUB_GROUP_NUMEL = 1_000_000_000
-SCRIPT = '''"""Writes the whole fp32 weights of the checkpoints beside it: python zero_to_fp32.py . OUTPUT_FOLDER"""
+SCRIPT = '''"""Writes the whole fp32 weights of the checkpoints beside it: \
+python zero_to_fp32.py . OUTPUT_FOLDER"""
 
 from deepseek_zero.utils.zero_to_fp32 import main
 

@@ -116,8 +116,8 @@ class DeepSpeedDataSampler:
             raise UsageError(
                 f"the metric {name} has the difficulty_type {kind!r} and the clustering_type "
                 f"{metric.get('clustering_type')!r}.",
-                fix=f'in {WHERE}.curriculum_metrics.{name} state difficulty_type "value" or "percentile", and '
-                'clustering_type "single_cluster" or "schedule_based".',
+                fix=f'in {WHERE}.curriculum_metrics.{name} state difficulty_type "value" or '
+                '"percentile", and clustering_type "single_cluster" or "schedule_based".',
             )
         if metric["clustering_type"] == "single_cluster":
             return
