@@ -9,10 +9,9 @@ hosts, each codec.
 
 The hosts are namespaces of this machine (`tests/hosts.py`).  Every codec trains from the same
 weights on the same batches as plain communication, once for each seed; what is compared is the mean
-loss of the last 50 steps.  Two kinds
-of noise stand beside it: that of the seeds (other weights and batches), and that of rounding: the
-plain run with its sums in another order.  Losses depend on neither the load of the machine nor the
-link. Leaves a table and a picture.
+loss of the last 50 steps.  Two kinds of noise stand beside it: that of the seeds (other weights and
+batches), and that of rounding: the plain run with its sums in another order.  Losses depend on
+neither the load of the machine nor the link.  Leaves a table and a picture.
 """
 
 from __future__ import annotations

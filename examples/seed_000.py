@@ -81,9 +81,10 @@ for epoch in range(num_epochs):
         if batch_idx % 10 == 0:
             print(f'Epoch [{epoch+1}/{num_epochs}], Batch [{batch_idx}/{len(train_data)}], Loss: {loss.item():.4f}')
 
-# 保存模型 Every rank calls state_dict(): under ZeRO-3 it gathers full tensors from all of them.  One
-# rank writes, because two writers of one file spoil it; the barrier keeps the others from going on
-# (to load it, or to exit) before it is whole.
+# 保存模型
+# Every rank calls state_dict(): under ZeRO-3 it gathers full tensors from all of them.  One rank
+# writes, because two writers of one file spoil it; the barrier keeps the others from going on (to
+# load it, or to exit) before it is whole.
 state = model.state_dict()
 if comm.get_rank() == 0: torch.save(state, 'model.pth')
 comm.barrier()

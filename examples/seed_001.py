@@ -1,8 +1,9 @@
 """Seed 001's training loop with the names it leaves out: handwritten digits, a small network, its
 fp16 ZeRO-3 configuration.
 
-    deepseek-zero run --nproc 2 examples/seed_001.py --deepspeed --deepspeed_config
-    examples/seed_001_config.json python examples/seed_001.py
+    deepseek-zero run --nproc 2 examples/seed_001.py --deepspeed \
+        --deepspeed_config examples/seed_001_config.json
+    python examples/seed_001.py
 
 The configuration is the article's, untouched, and the default. tests/contract/test_seeds.py prints
 what differs and why.  SEED_SAMPLES=256 trains on that many digits.

@@ -1,7 +1,9 @@
 """DeepSpeed's rules by parameter name: which layers tensor parallelism cuts, and how.
 
-    "partition_config": { "use_default_specs": true, "strict_mode": false, "layer_specs":
-        [{"patterns": [".*qkv.weight$"], "partition_type": "column", "shape": [3, -1]}]}
+    "partition_config": {
+        "use_default_specs": true, "strict_mode": false,
+        "layer_specs": [
+            {"patterns": [".*qkv.weight$"], "partition_type": "column", "shape": [3, -1]}]}
 
 column cuts the outputs of a layer (dimension 0 of its weight), row its inputs (dimension 1), skip
 leaves it whole.
