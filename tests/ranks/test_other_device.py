@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import toy
 from tests.needs import need
@@ -47,6 +48,7 @@ if not is_full():
 @pytest.mark.parametrize(("case", "ranks"), RUNS)
 def test_beside_another_device(case: str, ranks: int, tmp_path: Path) -> None:
     need(toy.can_build(), "g++ and ninja")
+    need(torch.version.cuda is None, "a PyTorch without CUDA, beside which no other device can be")
     together = ["deepseek_zero.cli", "run", "--nproc", str(ranks), "--module"] if ranks > 1 else []
     ran = subprocess.run(
         [sys.executable, "-m", *together, "tests.toy.cases", case, str(tmp_path)],
