@@ -37,9 +37,8 @@ class Shape:
     @property
     def numel(self) -> int:
         """Its number of parameters."""
-        per_layer = (
-            12 * self.width**2 + 13 * self.width
-        )  # four projections of attention, two of the MLP, two norms
+        # Four projections of attention, two of the MLP, two norms
+        per_layer = 12 * self.width**2 + 13 * self.width
         ends = (2 * VOCABULARY + CONTEXT) * self.width + 2 * self.width
         return self.layers * per_layer + ends
 

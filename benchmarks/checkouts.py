@@ -116,9 +116,8 @@ class Side:
             world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
             environment = os.environ | {key: str(value) for key, value in world.items()}
             environment["PYTHONPATH"] = str(self.checkout / "src")
-            environment.pop(
-                "PYTHONDONTWRITEBYTECODE", None
-            )  # a start is that of an installed package
+            # A start is that of an installed package
+            environment.pop("PYTHONDONTWRITEBYTECODE", None)
             command = [
                 sys.executable,
                 "-m",

@@ -45,9 +45,8 @@ from deepseek_zero.checkpoint.writebehind import BLOCK_BYTES, BLOCKS
 from deepseek_zero.engine.saving import Restore, load_checkpoint
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint.md"
-STAGING_BYTES = (
-    BLOCKS * BLOCK_BYTES
-)  # what a save may take beside the states, besides one piece under way
+# What a save may take beside the states, besides one piece under way
+STAGING_BYTES = BLOCKS * BLOCK_BYTES
 
 
 @dataclass

@@ -81,9 +81,8 @@ def train(codec: str, seed: int, steps: int, size: str) -> list[float]:
     if zero:  # every matrix is coded, however small the model
         zero = zero | {"compression": zero.get("compression", {}) | {"min_numel": 0}}
     model = GPT(shape)
-    beta2 = (
-        0.999 if codec in UNCLIPPED else 0.95
-    )  # a second moment that is frozen is to be a long mean
+    # A second moment that is frozen is to be a long mean
+    beta2 = 0.999 if codec in UNCLIPPED else 0.95
     hypers: dict[str, Any] = {"lr": rate, "betas": [0.9, beta2], "weight_decay": 0.1}
     if codec == "OneBitAdam":
         hypers["freeze_step"] = max(1, steps // 4)

@@ -176,9 +176,8 @@ def row(name: str, ends: list[list[End]], options: argparse.Namespace) -> str:
         else f"{options.timeout:g} s of waiting"
     )
     times = f"{statistics.median(taken):.1f} s, {max(taken):.1f} s" if taken else "never"
-    words = re.sub(
-        r"\[[^]]*\] ", "", ends[0][0].words.replace("|", "/")
-    )  # without a line of somebody's source
+    # Without a line of somebody's source
+    words = re.sub(r"\[[^]]*\] ", "", ends[0][0].words.replace("|", "/"))
     return f"| {name} | {limit} | {times} | {mute} | {named} of {2 * len(ends)} | `{words[:160]}` |"
 
 

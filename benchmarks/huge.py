@@ -33,9 +33,8 @@ import psutil
 import torch
 from torch.utils.checkpoint import checkpoint
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # the ranks are started as a file, by a launcher
+# The ranks are started as a file, by a launcher
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import deepseek_zero as dz
 from benchmarks.cells import SEQUENCES_PER_RANK, Cell, Shape

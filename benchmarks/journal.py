@@ -41,9 +41,8 @@ class Journal:
             return
         found = read(path)
         if all(found["about"].get(key) == self.about[key] for key in ("code", "machine")):
-            self.runs = [
-                run for run in found["runs"] if "failed" not in run
-            ]  # what failed gets another chance
+            # What failed gets another chance
+            self.runs = [run for run in found["runs"] if "failed" not in run]
         else:
             self.moved = (
                 ASIDE

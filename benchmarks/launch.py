@@ -33,9 +33,8 @@ GRACE_SECONDS = 5.0  # for the other ranks to end by themselves, and say why, on
 # One thread per rank; glibc gives freed memory back at once only where memory is measured, since
 # that costs time.
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-WARM = {
-    "PYTHONDONTWRITEBYTECODE": ""
-}  # every system's modules are compiled once, as after an install
+# Every system's modules are compiled once, as after an install
+WARM = {"PYTHONDONTWRITEBYTECODE": ""}
 TRIM = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 

@@ -50,11 +50,8 @@ MOST_SECONDS = 2.0  # that a round may take at the rate
 PORT, ROUNDS, HOSTS = 29400, 5, 2
 COLLECTIVES_RATE, GATHERED = "1gbit", 16 * MIB  # elements of fp32
 COLLECTIVES_BY = {"fastest": "gloo", "tcp": "sockets"}  # by transport, what goes between the hosts
-CHAINS, TABLES, TRIPS = (
-    30,
-    20,
-    300,
-)  # tables of rows one behind another in a chain; bytes there and back
+# Tables of rows one behind another in a chain; bytes there and back
+CHAINS, TABLES, TRIPS = (30, 20, 300)
 
 
 def nothing(received: object) -> None:

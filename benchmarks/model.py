@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from .cells import CONTEXT, SEQUENCES_PER_RANK, VOCABULARY, Cell, Shape
 
-TEXT = (
-    Path(__file__).resolve().parent.parent / "LICENSE"
-)  # bytes that do not change from one version to the next
+# Bytes that do not change from one version to the next
+TEXT = Path(__file__).resolve().parent.parent / "LICENSE"
 Batch = tuple[Tensor, Tensor]  # tokens and targets, each (sequences, CONTEXT)
 
 

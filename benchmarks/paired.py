@@ -56,9 +56,8 @@ class Racer:
     step: Step
     engine: Any = None
     seconds: list[float] = field(default_factory=list)
-    phases: dict[str, float] = field(
-        default_factory=lambda: defaultdict(float)
-    )  # seconds of all counted steps
+    # Seconds of all counted steps
+    phases: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def run(self, batches: list[Batch], *, count: bool) -> None:
         """One step that begins on all ranks together."""

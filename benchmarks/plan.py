@@ -20,10 +20,8 @@ from .systems import SYSTEMS
 FEWEST_STEPS = 2  # after the first, in a timed run
 MOST_STEPS = 40  # of a model so small that its steps take milliseconds
 MEMORY_STEPS = 1  # the first step makes the optimizer's state, the second has everything
-ROUGH_FLOPS = {
-    "fp32": 1e11,
-    "bf16": 3e10,
-}  # of one core without bf16 instructions; only for a cell never run before
+# Of one core without bf16 instructions; only for a cell never run before
+ROUGH_FLOPS = {"fp32": 1e11, "bf16": 3e10}
 ROUGH_OVER_FLOOR = 2.0  # a system never run before against the floor of its cell
 STARTUP_SECONDS = 8.0  # imports and process group, and as much again for each 100M parameters
 DEEPSPEED_SECONDS = 8.0  # what DeepSpeed takes beyond that

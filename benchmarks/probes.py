@@ -15,12 +15,8 @@ from pathlib import Path
 from types import TracebackType
 
 Memory = dict[str, int]  # bytes by kind: pss, uss, rss
-FLAGS = (
-    "avx2",
-    "avx512f",
-    "avx512_bf16",
-    "amx_bf16",
-)  # what decides how fast fp32 and bf16 products are
+# What decides how fast fp32 and bf16 products are
+FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
 def parse_rollup(text: str) -> Memory:

@@ -73,10 +73,8 @@ SECONDS = [scale * step for scale in (0.1, 1, 10, 100) for step in (1, 2, 3, 5)]
 WEIGHTS, GRADIENTS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 DIFFERENCES = {"compression": {"weights": {"bits": 4}, "gradients": {"bits": 4}}}
 ALL = {"compression": {"weights": {"bits": 8}, "gradients": {"bits": 4}}}
-TWICE = {
-    "stage3_max_live_parameters": 0,
-    "stage3_max_reuse_distance": 0,
-}  # gathered again for backward
+# Gathered again for backward
+TWICE = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
 
 Build = Callable[[MakeModel, Job], System]
 FLOOR, PLAIN, BOTH, PEER = "never talking", "ours, stage 3", "ours, stage 3, int8 and int4", "FSDP2"
@@ -359,9 +357,8 @@ def seconds_of_its_own(system: str, pair: Sequence[Host], given: argparse.Namesp
                 )
             )
         said = [process.communicate()[0] for process in started]
-        if not all(
-            out.exists() for out in outs
-        ):  # a rank that aborts as it ends has measured all the same
+        # A rank that aborts as it ends has measured all the same
+        if not all(out.exists() for out in outs):
             raise SystemExit("\n".join(said))
         steps = [json.loads(out.read_text())["steps"] for out in outs]
     return statistics.median(map(max, zip(*steps, strict=True)))

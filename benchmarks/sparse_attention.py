@@ -38,10 +38,8 @@ from deepseek_zero.report.memory_trace import MemoryTrace
 
 RESULTS = Path(__file__).parent / "results" / "sparse_attention.md"
 WIDTH, WINDOW = 64, 512
-FORMATS = (
-    (torch.float32, "fp32", 0.65),
-    (torch.bfloat16, "bf16", 0.5),
-)  # and what each should reach of its bound
+# And what each should reach of its bound
+FORMATS = ((torch.float32, "fp32", 0.65), (torch.bfloat16, "bf16", 0.5))
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 

@@ -185,9 +185,8 @@ def row_of(cell: Cell, way: Way, ways: list[Way], rate: float) -> Row:
         row.disk_gbps = ranks * (moved.read_bytes + moved.written_bytes) / moved.seconds / 1e9
         row.of_copy = row.disk_gbps * 1e9 / rate
         row.hidden = max(0.0, 1 - moved.waited_seconds / moved.seconds)
-        shares = [
-            overlap_share(log.transfers, log.collectives) for log in way.logs[3::2]
-        ]  # of the timed steps
+        # Of the timed steps
+        shares = [overlap_share(log.transfers, log.collectives) for log in way.logs[3::2]]
         row.beside_compute = statistics.median(shares)
         clock = plain.engine.runtime.comm.meter.clock
         forward, backward = (

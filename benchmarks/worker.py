@@ -157,9 +157,8 @@ def _own_count(trial: Trial) -> int:
 
 def main() -> None:
     task = Task(**json.loads(sys.argv[1]))
-    ctypes.CDLL(None).prctl(
-        PR_SET_PDEATHSIG, signal.SIGKILL
-    )  # a benchmark that is killed leaves no rank behind
+    # A benchmark that is killed leaves no rank behind
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if task.core is not None:
         os.sched_setaffinity(0, {task.core})
     report = {"time": measure_time, "memory": measure_memory}[task.kind](task)

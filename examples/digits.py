@@ -70,9 +70,7 @@ class _ArraysOnly(pickle.Unpickler):
             "ndarray",
             "dtype",
         }
-        if arrays or (module, name) == (
-            "_codecs",
-            "encode",
-        ):  # the latter: bytes as Python 3 writes them for Python 2
+        # The latter: bytes as Python 3 writes them for Python 2
+        if arrays or (module, name) == ("_codecs", "encode"):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a CIFAR-10 file")

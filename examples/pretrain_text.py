@@ -255,9 +255,8 @@ def memory_rows(run: Run, corpus: Corpus) -> list[MemoryRow]:
             )
             engine.step()
         report = engine.memory_report()
-        ours = {
-            state: size for state, size in report.measured.items() if state != "other"
-        }  # the text, a batch
+        # The text, a batch
+        ours = {state: size for state, size in report.measured.items() if state != "other"}
         rows.append(MemoryRow(stage, dict(report.predicted), ours, report.measured_total))
         engine.destroy()
         del engine, report
@@ -398,10 +397,8 @@ def main() -> None:
     require_matplotlib()
     dz.init_distributed()
     run = Run(options, JOBS[options.size], options.out, Console(quiet=rank() != 0))
-    for name in (
-        JSONL_NAME,
-        CSV_NAME,
-    ):  # this program never continues a run, so the records of an earlier one go
+    # This program never continues a run, so the records of an earlier one go
+    for name in (JSONL_NAME, CSV_NAME):
         (run.out / name).unlink(missing_ok=True)
     with run.timed("setup"):
         corpus = load_corpus()

@@ -99,9 +99,8 @@ def engines_of_threads() -> Iterator[Here]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start_file, "current_mesh", current_mesh)
         patch.setattr(assemble_file, "Comm", lambda *args, **kwargs: here.rank.comm)
-        patch.setattr(
-            Comm, "capabilities", lambda comm: []
-        )  # it names the library's own transports
+        # It names the library's own transports
+        patch.setattr(Comm, "capabilities", lambda comm: [])
         yield here
 
 
@@ -261,9 +260,8 @@ def run(sizes: Sizes, stage: int, dtype: str, clipping: float = 0.0) -> str:
     """
     pp, dp, tp, sp = sizes
     is_close = sp > 1 or clipping > 0
-    optimizer = (
-        "sgd" if is_close else "adamw"
-    )  # a gradient that is nearly zero decides the sign of Adam's first step
+    # A gradient that is nearly zero decides the sign of Adam's first step
+    optimizer = "sgd" if is_close else "adamw"
     with engines_of_threads() as here:
         found = run_ranks(
             pp * dp * tp * sp,
@@ -299,13 +297,10 @@ def compare(found: Found, expected: Expected, tolerance: float | None) -> None:
             assert losses == pytest.approx(wanted[mesh.data_index], rel=tolerance), step
     assert found.norms == pytest.approx(expected.norms, rel=max(1e-5, tolerance or 0.0))
     for name, value in found.weights.items():
-        whole, split = (
-            expected.weights[name],
-            found.parts.get(name),
-        )  # other stages' weights come whole
-        is_whole = (
-            split is None or value.shape == whole.shape
-        )  # a checkpoint's state is gathered along "tp"
+        # Other stages' weights come whole
+        whole, split = (expected.weights[name], found.parts.get(name))
+        # A checkpoint's state is gathered along "tp"
+        is_whole = split is None or value.shape == whole.shape
         part = whole if is_whole else cut(whole, split, mesh.coordinates["tp"])
         if tolerance is None:
             assert torch.equal(value, part), (

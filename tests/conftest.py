@@ -115,12 +115,11 @@ def _seed() -> Iterator[None]:
     handlers = [(number, signal.getsignal(number)) for number in HEARD]
     listening = {name: os.environ.get(name) for name in (INTERFACE, PORTS, GLOO_INTERFACE)}
     yield
+    # An engine that was told where to listen tells all that are started later
     for (
         name,
         value,
-    ) in (
-        listening.items()
-    ):  # an engine that was told where to listen tells all that are started later
+    ) in listening.items():
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value

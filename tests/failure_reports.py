@@ -26,8 +26,7 @@ class FailureReports:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    file = os.environ.pop(
-        FILE, None
-    )  # removed, so that neither workers nor tests that start pytest write to it
+    # Removed, so that neither workers nor tests that start pytest write to it
+    file = os.environ.pop(FILE, None)
     if file is not None:
         config.pluginmanager.register(FailureReports(file))

@@ -46,10 +46,8 @@ PAUSE_SECONDS = 0.02  # of every step: time of the rank's own, as computing is
 STEPS = 30  # until what is slow is named
 STRANGERS = 1000
 CALM_STEPS = 1000
-SAVED_AFTER, SAVED_EVERY = (
-    3,
-    25,
-)  # steps: before the first damage, and more than those that name who is slow
+# steps: before the first damage, and more than those that name who is slow
+SAVED_AFTER, SAVED_EVERY = (3, 25)
 # Read by every Python program of the hosts as it starts: launchers and ranks.
 NO_PICKLES = """
 import pickle

@@ -40,9 +40,8 @@ RELAY = str(Path(__file__).with_name("relay.py"))
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 RECEIVED, SENT = 0, 8  # columns of bytes in /proc/net/dev
 LISTENS = "0A"  # the kernel's word in /proc/net/tcp
-FREE_PORTS = range(
-    20_000, 29_000
-)  # below those that systems give to connections, and those that tests name
+# Below those that systems give to connections, and those that tests name
+FREE_PORTS = range(20_000, 29_000)
 END_SECONDS = 60.0
 # The first process of its namespace: it takes in orphans that have ended, as bash does while it
 # reads.
@@ -63,9 +62,8 @@ class Process(subprocess.Popen[str]):
         inside = _children(self.pid) if self.poll() is None else []
         for pid in inside:
             os.kill(pid, sig)
-        if (
-            not inside or sig == signal.SIGCONT
-        ):  # nsenter stops with its child, and waits to be continued itself
+        # Nsenter stops with its child, and waits to be continued itself
+        if not inside or sig == signal.SIGCONT:
             super().send_signal(sig)
 
 
@@ -138,10 +136,8 @@ class Host:
         of frames passed, lost and damaged after the block.
         """
         counts: dict[str, int] = {}
-        near, far = (
-            f"q{self.number}",
-            f"r{self.number}",
-        )  # the relay's second device, and its other end at the switch
+        # The relay's second device, and its other end at the switch
+        near, far = (f"q{self.number}", f"r{self.number}")
         whole_frames = [sys.executable, "-S", RELAY]
         self._start.call(*whole_frames, DEVICE)
         self._switch.ip(f"link add {near} type veth peer name {far}", f"link set {near} up")
@@ -299,9 +295,8 @@ class Namespace:
         if self._process.returncode is not None:
             return
         with suppress(ProcessLookupError):
-            os.kill(
-                self.first, signal.SIGKILL
-            )  # without its first process the kernel ends all others
+            # Without its first process the kernel ends all others
+            os.kill(self.first, signal.SIGKILL)
         self._process.wait(END_SECONDS)
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             assert pipe is not None

@@ -156,9 +156,8 @@ class Message:
     outgoing: dict[int, list[Piece]] = field(default_factory=dict)
     incoming: dict[int, list[Piece | None]] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
-    arrivals: list[list[float]] = field(
-        default_factory=list
-    )  # of every member that has come, for the time of arrival
+    # Of every member that has come, for the time of arrival
+    arrivals: list[list[float]] = field(default_factory=list)
     has_travelled: bool = False
 
     @property
@@ -310,9 +309,8 @@ class InProcess:
 
     def progress(self) -> None:
         for receipt in [each for each in self.context.expected if each.message.is_complete]:
-            if (
-                receipt in self.context.expected
-            ):  # a sum may wait for memory, and so come here again
+            # A sum may wait for memory, and so come here again
+            if receipt in self.context.expected:
                 self.context.expected.remove(receipt)
                 receipt.take(in_place=True)
 

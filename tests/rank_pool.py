@@ -46,9 +46,8 @@ POLL_SECONDS = (
 )
 # What the other ranks get once one has failed: they may be waiting for it inside a collective
 GRACE_SECONDS = 3.0
-GROUP_TIMEOUT = timedelta(
-    minutes=30
-)  # longer than any test: the pool's own limit is the one that speaks
+# Longer than any test: the pool's own limit is the one that speaks
+GROUP_TIMEOUT = timedelta(minutes=30)
 PORT_ON_HOSTS = 29500  # of the store that rank 0 keeps where the parent's own cannot be reached
 
 
@@ -226,9 +225,8 @@ def _serve(
     """
     os.environ.clear()
     os.environ.update(environment)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the parent ends the ranks
+    # Ctrl-C reaches the whole group; the parent ends the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115 (open for life)
     if place.host:
         enter_host(place.host)

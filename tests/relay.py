@@ -88,10 +88,8 @@ def relay(names: list[str], loss: float, delay: float, flip_every: int, seed: in
     """Pass frames until standard input ends; return how many were passed, lost and damaged."""
     chance, counts = random.Random(seed), Counter(passed=0, lost=0, damaged=0)
     devices = [open_device(name) for name in names]
-    waiting: list[deque[tuple[float, bytes]]] = [
-        deque(),
-        deque(),
-    ]  # for each device: when due, and what
+    # For each device: when due, and what
+    waiting: list[deque[tuple[float, bytes]]] = [deque(), deque()]
     data_frames = 0
     say("ready")
     while True:

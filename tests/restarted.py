@@ -31,9 +31,8 @@ SAVE_EVERY = 3
 def at(moment: str) -> None:
     """Start the timer if this rank is to end after this moment."""
     if END is not None and END[:2] == [RANK, moment]:
-        signal.setitimer(
-            signal.ITIMER_REAL, END[2]
-        )  # its signal ends a process that has no handler
+        # Its signal ends a process that has no handler
+        signal.setitimer(signal.ITIMER_REAL, END[2])
 
 
 def note(name: str, line: str) -> None:

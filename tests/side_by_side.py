@@ -17,11 +17,8 @@ import deepseek_zero
 from tests.models import Gpt, batch_of, seeded
 
 Prepare = Callable[[nn.Module], Any]
-ADAMW: dict[str, Any] = {
-    "lr": 0.01,
-    "weight_decay": 0.1,
-    "eps": 1e-4,
-}  # gradients that ought to be zero stay small
+# Gradients that ought to be zero stay small
+ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4}
 
 
 def nothing_first(model: nn.Module) -> None:

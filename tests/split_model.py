@@ -99,9 +99,8 @@ def _split_of(leaf: str, shape: tuple[int, ...], tp: int, *, pads: bool) -> Spli
             if tp > 1
             else Split.whole("equal", shape, tp)
         )
-    if (
-        leaf == "weight" and len(shape) == 2
-    ):  # padded to a multiple: the last range ends behind the table
+    # Padded to a multiple: the last range ends behind the table
+    if leaf == "weight" and len(shape) == 2:
         each = -(-shape[0] // tp)
         most = each * tp if pads else shape[0]
         return Split(
@@ -199,9 +198,8 @@ def _take_stage(model: SplitModel, mesh: Mesh) -> None:
         model.norm, model.head = Absent(), Absent()  # type: ignore[assignment]
     if stage == mesh.pp - 1:
         model.uses_head = True
-        if (
-            mesh.pp == 2
-        ):  # the copy keeps its first name, as a stage that is cut out of a model does
+        # The copy keeps its first name, as a stage that is cut out of a model does
+        if mesh.pp == 2:
             del model.embed.scale
             model.embed.forward = Absent().forward  # type: ignore[method-assign]
             return

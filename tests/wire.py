@@ -75,8 +75,7 @@ class Wire:
         self.is_open = False
         self.silent.clear()
         with suppress(OSError):
-            self._listener.shutdown(
-                socket.SHUT_RDWR
-            )  # a close alone would leave its thread in accept
+            # A close alone would leave its thread in accept
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.reset()

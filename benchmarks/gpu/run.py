@@ -30,16 +30,8 @@ from typing import Any
 from benchmarks.gpu.results import MARK, Result
 
 ROOT = Path(__file__).resolve().parents[2]
-REQUIRED = (
-    "torch",
-    "numpy",
-    "pydantic",
-    "typer",
-    "rich",
-    "psutil",
-    "hjson",
-    "cpuinfo",
-)  # as imported
+# As imported
+REQUIRED = ("torch", "numpy", "pydantic", "typer", "rich", "psutil", "hjson", "cpuinfo")
 REPORTED = ("torch", "transformers", "peft", "deepspeed", "pytest", "triton")
 
 

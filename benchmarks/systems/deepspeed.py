@@ -11,10 +11,8 @@ from .common import Job, MakeModel, System, engine_settings, engine_step
 
 def build(make_model: MakeModel, job: Job, *, stage: int) -> System:
     zero = {"stage": stage}
-    settings = {
-        **engine_settings(job, zero),
-        "gradient_clipping": 0.0,
-    }  # 1.0 unless said, and other losses with it
+    # 1.0 unless said, and other losses with it
+    settings = {**engine_settings(job, zero), "gradient_clipping": 0.0}
     deepspeed.init_distributed("gloo", verbose=False)
     engine, *_ = deepspeed.initialize(model=make_model(), config=settings)
     return System(engine_step(engine), settings=zero)

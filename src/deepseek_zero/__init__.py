@@ -12,9 +12,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if (
-    sys.platform != "linux"
-):  # before anything fails for want of memfd, SO_PEERCRED or /proc, and says so less clearly
+# Before anything fails for want of memfd, SO_PEERCRED or /proc, and says so less clearly
+if sys.platform != "linux":
     raise ImportError(
         f"deepseek_zero runs on Linux only, and this is {sys.platform}: its ranks use memory, "
         "sockets and disks as other systems do not offer them. On Windows use WSL 2, on a Mac a "
@@ -48,9 +47,8 @@ __version__ = "0.1.0"
 if "torch.distributed" in sys.modules or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
     import_module(f"{__name__}.base.restarts").separate_starts()
 
-_LAYOUT_MODULES.append(
-    "deepseek_zero.compat.deepspeed.checkpoint"
-)  # checkpoints of DeepSpeed's are read as ours are
+# Checkpoints of DeepSpeed's are read as ours are
+_LAYOUT_MODULES.append("deepseek_zero.compat.deepspeed.checkpoint")
 
 __all__ = [
     "ConfigKeywords",

@@ -134,9 +134,8 @@ def mean_logit(found: Any) -> dict[str, float]:
 
 
 def main(stage: int, folder: Path, words: list[str]) -> None:
-    settings = arguments(
-        stage, folder, words
-    )  # first: from_pretrained asks it whether to build under zero.Init
+    # first: from_pretrained asks it whether to build under zero.Init
+    settings = arguments(stage, folder, words)
     model = model_for(folder, words)
     metrics = mean_logit if "metrics" in words else None
     trainer = Trainer(

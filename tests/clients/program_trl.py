@@ -87,9 +87,8 @@ def trainer_of(kind: str, stage: int, folder: Path, words: list[str]) -> Any:
         if "peft" in words
         else None
     )
-    given = settings(
-        arguments, stage, folder
-    )  # first: from_pretrained asks it whether to build under zero.Init
+    # first: from_pretrained asks it whether to build under zero.Init
+    given = settings(arguments, stage, folder)
     torch.manual_seed(3)
     return makes(
         AutoModelForCausalLM.from_pretrained(folder / "base"),

@@ -26,9 +26,8 @@ def test_trl_trains_generates_and_goes_on(kind: str, words: list[str], tmp_path:
     (tmp_path / "plain" / "base").symlink_to(tmp_path / "base")
     plain = start([sys.executable], program, kind, -1, tmp_path / "plain", *words)
     ours, alone = told(start([*OURS, *TWO], program, kind, 3, tmp_path, *words)), told(plain)
-    models = (
-        1 if kind == "sft" or words else 2
-    )  # with adapters the reference is the model without them
+    # With adapters the reference is the model without them
+    models = 1 if kind == "sft" or words else 2
     assert ours["world"] == 2 and ours["kinds"] == [["ShardedParameter"]] * models
     for key in ("loss", "norm"):
         assert ours[key] == pytest.approx(alone[key], rel=1e-4), key

@@ -65,10 +65,8 @@ def _run(code: str, name: str, line: int, ranks: int, output: int) -> str:
     """Run a block on every rank; return what went wrong, or nothing."""
     program = compile("\n" * (line - 1) + code, name, "exec")
     where = f" on {ranks} ranks" if ranks > 1 else ""
-    folder, port = (
-        tempfile.mkdtemp(),
-        _free_port(),
-    )  # a TemporaryDirectory would be removed by the first rank that ends
+    # A TemporaryDirectory would be removed by the first rank that ends
+    folder, port = (tempfile.mkdtemp(), _free_port())
     children = {}
     for rank in range(ranks):
         child = os.fork()

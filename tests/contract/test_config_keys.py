@@ -497,9 +497,8 @@ def test_a_key_that_is_stored_and_printed_and_never_read_is_found_dead(
         kept.append(DataSettings(**given, is_legacy=config.zero_optimization.legacy_stage1))
         return kept[-1]
 
-    storing.__code__ = storing.__code__.replace(
-        co_filename=assemble.__file__
-    )  # it passes on, as the assembly does
+    # It passes on, as the assembly does
+    storing.__code__ = storing.__code__.replace(co_filename=assemble.__file__)
     monkeypatch.setattr(assemble, "data_settings_of", storing)
     assert proof(DEAD, MOVED, train) == ""
     assert [one.is_legacy for one in kept] == [True, False]

@@ -93,9 +93,8 @@ def keys_of(kind: Any, written: dict[str, Any], prefix: str = "") -> set[str]:
 
 def test_every_key_of_the_schema_can_be_completed_at_both_doors() -> None:
     schema = {row.path for row in rows(Config)} | NOT_BUILT.keys()
-    sections = {
-        path for path in schema if any(other.startswith(path + ".") for other in schema)
-    }  # null or an object
+    # Null or an object
+    sections = {path for path in schema if any(other.startswith(path + ".") for other in schema)}
     written = stub()
     assert schema - sections <= keys_of(written["ConfigKeywords"], written)
     keywords = keys_of(written["ZeroKeywords"], written)

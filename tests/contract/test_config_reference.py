@@ -57,9 +57,8 @@ def test_each_key_that_is_not_built_has_one_sentence_and_a_reason(row: NotBuilt)
 def test_each_effective_key_has_an_example_off_its_default_that_loads(
     row: FieldRow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        checks_room, "find_spec", lambda name: object()
-    )  # monitors: as if their packages were there
+    # monitors: as if their packages were there
+    monkeypatch.setattr(checks_room, "find_spec", lambda name: object())
     config = resolve(
         load(off_default_config(row.path)),
         Facts(world_size=row.example if row.effect == "check" else 1),

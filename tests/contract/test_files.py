@@ -66,9 +66,8 @@ def _changes_a_disk(node: ast.Call, name: str) -> bool:
             for flag in ("O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND")
         )
     if verb == "save" and owner == "torch":
-        return not (
-            len(node.args) > 1 and ast.unparse(node.args[1]) == "stream"
-        )  # of files.new_file
+        # Of files.new_file
+        return not (len(node.args) > 1 and ast.unparse(node.args[1]) == "stream")
     return bool(owner) and verb in VERBS and not _is_of_a_value(node, owner, verb)
 
 

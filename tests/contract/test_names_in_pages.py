@@ -83,17 +83,14 @@ ELSEWHERE = {
 class House:
     """Every name of the house, read from its sources without importing them."""
 
-    members: dict[str, set[str]] = field(
-        default_factory=lambda: defaultdict(set)
-    )  # of a class, or of a module
+    # Of a class, or of a module
+    members: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     bases: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    names: set[str] = field(
-        default_factory=set
-    )  # whatever is defined, as a field, a parameter or a constant too
+    # Whatever is defined, as a field, a parameter or a constant too
+    names: set[str] = field(default_factory=set)
     used: set[str] = field(default_factory=set)  # attributes, keywords, imports: others' names too
-    words: set[str] = field(
-        default_factory=set
-    )  # string constants of src/ but for docstrings: keys, options, values
+    # String constants of src/ but for docstrings: keys, options, values
+    words: set[str] = field(default_factory=set)
 
     def read(self, path: Path, *, is_source: bool) -> None:
         """Add the names of one file; of `src/` also the attributes and the strings that it uses."""

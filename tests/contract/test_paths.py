@@ -20,17 +20,10 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "deepseek_zero"
-MAY_TOUCH_PRIVATE_TORCH = {
-    "base/device.py",
-    "cli/agent.py",
-}  # each with tests of the names: test_device.py, below
-EVERYWHERE = {
-    Path("/"),
-    Path("/tmp"),
-    Path("/home"),
-    Path("/srv"),
-    Path("/opt"),
-}  # says nothing about one machine
+# Each with tests of the names: test_device.py, below
+MAY_TOUCH_PRIVATE_TORCH = {"base/device.py", "cli/agent.py"}
+# Says nothing about one machine
+EVERYWHERE = {Path("/"), Path("/tmp"), Path("/home"), Path("/srv"), Path("/opt")}
 
 
 def test_no_file_names_a_path_of_this_machine() -> None:

@@ -32,10 +32,8 @@ VERBS = frozenset(
 ALLOWED = {  # (class, property): why
     ("ShardedOptimizer", "state"): "torch's name, for users; what we call is load_states",
 }
-SETTERS = {
-    "_state": "_enter",
-    "_phase": "enter",
-}  # attribute: the method that alone may set it, after __init__
+# attribute: the method that alone may set it, after __init__
+SETTERS = {"_state": "_enter", "_phase": "enter"}
 CHUNK_STATE = ("disk.py", "state", "_enter")  # the one state whose attribute is public
 
 

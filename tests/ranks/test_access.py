@@ -422,9 +422,8 @@ def test_casting_and_moving_a_wrapped_model_says_what_to_do_or_changes_nothing(
     _engine = engine_for(model, setting)
     assert model.to("cpu") is model and model.float() is model and model.cpu() is model
     assert_same_state(model, seeded(Model))
-    with pytest.raises(
-        ZeroError, match=r"float64|'double'"
-    ):  # at once where weights are sharded, else at the next step
+    # At once where weights are sharded, else at the next step
+    with pytest.raises(ZeroError, match=r"float64|'double'"):
         model.double()
         train(_engine, here(), 0, _engine.backward)
         _engine.step()

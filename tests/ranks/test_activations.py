@@ -173,10 +173,8 @@ def test_the_slab_of_offloaded_inputs_is_as_large_as_predicted(place: str) -> No
     for step in range(3):
         train(engine, step)
     parking = parking_of(engine)
-    needed, sector = (
-        SAMPLES * 7 * 15 * 4,
-        4096,
-    )  # one input is less than sixteen sectors, so it moves in sectors
+    # One input is less than sixteen sectors, so it moves in sectors
+    needed, sector = (SAMPLES * 7 * 15 * 4, 4096)
     predicted = BLOCKS * -(-needed // sector) * sector
     assert parking.reserved_bytes == parking.memory.reserved_bytes == predicted
     assert (

@@ -348,9 +348,8 @@ def test_a_loss_over_two_engines_gives_both_the_gradient_of_plain_torch(
 ) -> None:
     def joint(first: Any, second: Any, x: Tensor) -> Tensor:
         made = first(x).float()
-        return (
-            both(second(made)) + other(second(x)) + one(made)
-        )  # side by side, and one behind the other
+        # Side by side, and one behind the other
+        return both(second(made)) + other(second(x)) + one(made)
 
     for accumulation, partner in ((1, precision), (4, precision), (4, "fp32")):
         plain = [net(3), net(4)]

@@ -20,9 +20,8 @@ from tests.models import seeded
 from tests.pairwise import cases
 from tests.training import ALL, Run, assert_is_sharded, start_engine, train_step
 
-over_gloo = partial(
-    Run, transport="gloo"
-)  # through shared memory nothing is sent; test_same_host.py says it counts alike
+# Through shared memory nothing is sent; test_same_host.py says it counts alike
+over_gloo = partial(Run, transport="gloo")
 
 
 class SendCounter(TorchDispatchMode):
@@ -79,13 +78,11 @@ def test_without_window_and_persistence_the_stages_send_2_2_g_plus_1_and_3g_time
     assert parameters < padded < parameters + 1024 * ranks * len(groups), (
         "padding: under 1,024 elements per slice"
     )
-    rows = (
-        8 * ranks * len(groups) * (ranks - 1)
-    )  # a table of norms: one float64 per group and slice
+    # A table of norms: one float64 per group and slice
+    rows = 8 * ranks * len(groups) * (ranks - 1)
     rows += 8 * (ranks - 1)  # and whether a gradient came late
-    order = (
-        8 * len(engine.runtime.units) * (ranks - 1)
-    )  # after the first step, rank 0's order of units: an int64 each
+    # After the first step, rank 0's order of units: an int64 each
+    order = 8 * len(engine.runtime.units) * (ranks - 1)
     expected = TIMES[stage](accumulation) * 4 * padded // ranks * (ranks - 1)
     assert count_step(engine, run, 0) == (expected, rows + order)
     assert count_step(engine, run, 1) == (expected, rows)

@@ -312,9 +312,8 @@ def test_the_consolidated_weights_are_on_rank_zero_and_in_the_file(tmp_path: Pat
     assert saver.save_fp16_model(tmp_path, "model.safetensors") is True
     from safetensors.torch import load_file
 
-    once = {
-        name: value for name, value in whole.items() if name != "again.weight"
-    }  # tied to write.weight
+    # Tied to write.weight
+    once = {name: value for name, value in whole.items() if name != "again.weight"}
     assert_same(once, load_file(tmp_path / "model.safetensors"))
 
 

@@ -439,9 +439,8 @@ def test_a_weight_that_follows_by_differences_is_saved_and_goes_on_bit_by_bit(
         assert all(map(torch.equal, train_step(other, run, step), losses))
     assert_same_bits(masters_of(other), masters, "masters")
 
-    exact = start(
-        Run(3, dtype, optimizer="adamw"), "int4 gradients"
-    )  # has no use for the copy that was saved
+    # Has no use for the copy that was saved
+    exact = start(Run(3, dtype, optimizer="adamw"), "int4 gradients")
     exact.load_checkpoint(tmp_path, tag="two")
     assert (
         torch.equal(exact.module.state_dict()["head.weight"], casts["head.weight"])

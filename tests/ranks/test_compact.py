@@ -61,9 +61,8 @@ def test_tiers_and_stages_have_the_same_bits(
         tier=tier,
         **WAYS[way],
     )
-    first = (
-        0 if accumulation == 1 or stage < 2 else 2
-    )  # stages 2 and 3 reduce every micro-batch: another order
+    # Stages 2 and 3 reduce every micro-batch: another order
+    first = 0 if accumulation == 1 or stage < 2 else 2
     plain = Run(first, accumulation=accumulation, clipping=clipping, optimizer="adamw", **WAYS[way])
     for left, right in zip(everything(run), everything(plain), strict=True):
         assert torch.equal(left, right)

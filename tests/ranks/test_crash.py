@@ -137,11 +137,8 @@ def test_every_prefix_of_an_export_or_a_conversion_leaves_a_whole_one_or_is_told
         for count, operation in enumerate(recorder.operations, 1):
             number = next(save for save, end in enumerate(ends) if count <= end) - 1
             disk.apply(operation)
-            if operation[0] not in (
-                "write",
-                "create",
-                "sync",
-            ):  # they change nothing that has a name already
+            # They change nothing that has a name already
+            if operation[0] not in ("write", "create", "sync"):
                 for kept in (1.0, 0.0, 0.5):
                     disk.leave(left, random.Random(count), kept)
                     path = tag_folder(left / name, "it") if name == "theirs" else left / name

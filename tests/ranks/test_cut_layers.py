@@ -115,9 +115,8 @@ def test_one_tile_is_gathered_at_a_time(build: type[Gpt]) -> None:
 def test_files_are_those_of_the_whole_model_and_load_with_other_tiles(
     build: type[Gpt], tmp_path: Path
 ) -> None:
-    run = Run(
-        3, transport="gloo"
-    )  # SGD with momentum: Adam makes whole steps of gradients that are rounding alone
+    # SGD with momentum: Adam makes whole steps of gradients that are rounding alone
+    run = Run(3, transport="gloo")
     engine = start(run, seeded(build))
     for step in range(2):
         train_step(engine, run, step)
@@ -140,11 +139,8 @@ def test_files_are_those_of_the_whole_model_and_load_with_other_tiles(
         )
         other.load_checkpoint(tmp_path / "again", tag="None")  # of whole layers
         after = train_step(other, run, 3)
-        found[limit] = (
-            before,
-            after,
-            other.module.state_dict(),
-        )  # a wrong moment would move weights by 1e-3
+        # A wrong moment would move weights by 1e-3
+        found[limit] = (before, after, other.module.state_dict())
         other.destroy()
     torch.testing.assert_close(found[500], found[None], rtol=1e-5, atol=1e-5)
 

@@ -146,9 +146,8 @@ def test_what_is_saved_in_deepspeeds_layout_comes_back(
     engine = start(stage, dtype, **layout)
     train(engine, 0, 2, here())
     engine.save_checkpoint(tmp_path, tag="first", client_state={"epoch": 3})
-    engine.save_checkpoint(
-        tmp_path, tag="first", client_state={"epoch": 4}
-    )  # in the place of the first
+    # In the place of the first
+    engine.save_checkpoint(tmp_path, tag="first", client_state={"epoch": 4})
     folder, prefix = tmp_path / "first", "bf16_" if dtype == "bf16" else ""
     names = {
         f"{prefix}zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in range(world if stage else 0)

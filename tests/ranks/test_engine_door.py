@@ -82,9 +82,8 @@ def test_both_backwards_give_the_same_weights(
     ours, plain = door(stage, top=top)[0], door(stage, top=top)[0]
     start = ours.module_state_dict()
     left, right = train(ours, 4, plain=False), train(plain, 4, plain=True)
-    assert_close(
-        left, right
-    )  # the factors are powers of two, so where they are applied leaves no trace
+    # The factors are powers of two, so where they are applied leaves no trace
+    assert_close(left, right)
     assert ours.global_steps == plain.global_steps == 4 // accumulation
     assert ours.skipped_steps == 0
     assert any(not torch.equal(start[name], left[name]) for name in start)

@@ -124,9 +124,8 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing_and_says_so(stage: 
         without, _ = run(settings, "...")
         assert_same(engine.module_state_dict(), without.module_state_dict())
         assert (engine.global_steps, engine.skipped_steps) == (4, 1)
-        is_fp16 = (
-            precision == "fp16"
-        )  # where the scale is looked for, an overflow is nothing to warn of
+        # Where the scale is looked for, an overflow is nothing to warn of
+        is_fp16 = precision == "fp16"
         assert len(warnings) == (0 if is_fp16 or here() else 1), (precision, warnings)
         assert all("step 3" in text and "not finite" in text for text in warnings)
         if is_fp16:
@@ -151,9 +150,8 @@ def test_an_update_that_waits_or_came_ahead_is_not_spoilt_either(
     settings = config(3, precision, zero=zero)
     engine, warnings = run(settings, "...n..")
     without, _ = run(settings, ".....")
-    if (
-        "delayed_update_after" in zero["offload_optimizer"]
-    ):  # what is owed is paid a step earlier, which is another run
+    # What is owed is paid a step earlier, which is another run
+    if "delayed_update_after" in zero["offload_optimizer"]:
         assert all(value.isfinite().all() for value in engine.module_state_dict().values())
     else:
         assert_same(engine.module_state_dict(), without.module_state_dict())

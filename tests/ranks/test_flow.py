@@ -684,14 +684,12 @@ def live_bytes() -> int:
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        if (
-            issubclass(type(thing), Tensor) and not thing.is_meta
-        ):  # isinstance would ask every object for its class
+        # Isinstance would ask every object for its class
+        if issubclass(type(thing), Tensor) and not thing.is_meta:
             with torch._C.DisableTorchFunctionSubclass():
                 storage = thing.untyped_storage()
-            if (
-                storage.device.type == "meta"
-            ):  # torch.compile leaves fake tensors, which claim a real device
+            # Torch.compile leaves fake tensors, which claim a real device
+            if storage.device.type == "meta":
                 continue
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
@@ -787,9 +785,8 @@ def test_engines_that_are_dropped_take_their_threads_along() -> None:
             for each in threading.enumerate()
             if each.name.startswith("deepseek-zero-wait-")
         ]
-        return any(
-            not name.startswith(f"deepseek-zero-wait-{WORLD_LANE}/") for name in waits
-        )  # the world's stay
+        # The world's stay
+        return any(not name.startswith(f"deepseek-zero-wait-{WORLD_LANE}/") for name in waits)
 
     def threads() -> int:
         gc.collect()

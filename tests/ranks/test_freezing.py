@@ -381,9 +381,8 @@ def test_a_model_that_others_are_trained_through_while_it_is_frozen_may_be_unfro
     engines = [deepseek_zero.initialize(model=Pair(seed), config=config)[0] for seed in (1, 2)]
 
     def turn(maker: Any, judge: Any, back: list[Any], steps: list[Any], number: int) -> None:
-        x = torch.randn(
-            2, 8, generator=torch.Generator().manual_seed(number)
-        )  # the same on every rank
+        # The same on every rank
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
         judge.requires_grad_(True)
         steps[1].zero_grad()
         back[1]((judge(x) - judge(maker(x).detach())).square().mean())

@@ -14,11 +14,8 @@ from tests.models import Gpt, seeded
 from tests.training import Run, start_engine, train_step
 
 HOME = deepseek_zero.__path__[0]
-MAX_IN_FLIGHT = (
-    "sharding",
-    "optim",
-    "engine",
-)  # comm's loops wait for other ranks, so they are not the same twice
+# Comm's loops wait for other ranks, so they are not the same twice
+MAX_IN_FLIGHT = ("sharding", "optim", "engine")
 
 
 def lines_of_a_step(blocks: int) -> int:

@@ -133,9 +133,8 @@ def test_what_crosses_the_link_is_metered_and_by_host_is_once_a_byte(per_host: i
 
     step()
     meter, steps = engine.runtime.comm.meter, 3
-    sent = (
-        sys.maxsize
-    )  # the least of three: what a busy machine acknowledges and sends twice comes on top
+    # The least of three: what a busy machine acknowledges and sends twice comes on top
+    sent = sys.maxsize
     for _ in range(3):
         meter.reset()
         dist.barrier()
@@ -156,9 +155,8 @@ def test_what_crosses_the_link_is_metered_and_by_host_is_once_a_byte(per_host: i
         sum(group.layout.padded_numel for group in engine.runtime.groups),
     )
     gathers = volume.gathers // (padded // RANKS * (RANKS - 1) * 2)
-    per_host_bytes = {1: 2 * (2 * gathers + 2), 2: 2 * gathers + 4}[
-        per_host
-    ]  # L x F x P x e, and F x P x e
+    # L x F x P x e, and F x P x e
+    per_host_bytes = {1: 2 * (2 * gathers + 2), 2: 2 * gathers + 4}[per_host]
     assert between - rows == steps * padded // 2 * per_host_bytes
     if per_host == 2:
         assert between - rows == 2 * steps * (volume.state_bytes - volume.inside_hosts)

@@ -205,9 +205,8 @@ class Peak(TorchDispatchMode):
         for value in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(value, torch.Tensor) and not value.is_meta:
                 storage = value.untyped_storage()
-                if (
-                    storage._cdata not in self.alive
-                ):  # what is only looked at is counted where it is held
+                # What is only looked at is counted where it is held
+                if storage._cdata not in self.alive:
                     is_held = not any(
                         storage.data_ptr() in addresses for addresses in segment_views()
                     )

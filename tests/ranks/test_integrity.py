@@ -65,9 +65,8 @@ def train(engine: Engine, flip: Callable[[Engine], None] | None = None, at: int 
 
 
 def flip_bit(values: Tensor) -> None:
-    words = (
-        values.detach().reshape(-1).view(torch.uint8).numpy().view("u4")
-    )  # past torch, as a cosmic ray is
+    # Past torch, as a cosmic ray is
+    words = values.detach().reshape(-1).view(torch.uint8).numpy().view("u4")
     words[3] ^= EXPONENT
 
 

@@ -68,11 +68,8 @@ FEATURES: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
         lambda engine: engine.optimizer.fallback is not None,
     ),
 }
-CHANGES = (
-    "sparse_attention",
-    "tiled_mlp in bf16",
-    "precision",
-)  # what is computed; the others change how alone
+# What is computed; the others change how alone
+CHANGES = ("sparse_attention", "tiled_mlp in bf16", "precision")
 BUILT, NOTHING = "built", "nothing is cut"
 AXES = ("tp", "sp", "pp")
 TABLE = {  # what is not BUILT or NOTHING is what the refusal says
@@ -127,9 +124,8 @@ def start(section: dict[str, Any], mesh: dict[str, int]) -> Any:
 
 
 def given(seed: int) -> dict[str, Tensor]:
-    return {
-        name: value.repeat(1, 4) for name, value in batch(seed).items()
-    }  # so much that it is worth parking
+    # So much that it is worth parking
+    return {name: value.repeat(1, 4) for name, value in batch(seed).items()}
 
 
 def train(engine: Any) -> tuple[list[float], list[Tensor]]:

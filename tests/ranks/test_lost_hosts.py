@@ -29,10 +29,8 @@ from deepseek_zero.comm.transports.gloo import end_with_their_hosts, open_files
 from tests.hosts import DEVICE
 
 NOTHING_LEAVES = f"tc qdisc replace dev {DEVICE} root tbf rate 8bit burst 10 limit 10"
-LIMIT, LATE = (
-    2.0,
-    1.0,
-)  # seconds of silence, and until the last rank has heard of it; five times that on a busy machine
+# Seconds of silence, and until the last rank has heard of it; five times that on a busy machine
+LIMIT, LATE = (2.0, 1.0)
 
 
 @pytest.mark.ranks(4, hosts=2, fresh=True)
@@ -77,9 +75,8 @@ def test_a_connection_that_tells_of_life_outlasts_any_silence_which_is_told_by_t
     (life,) = board._idle.values() if isinstance(board, Board) else [board._idle]
     assert life is not None
     life.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
-    if (
-        dist.get_rank()
-    ):  # a limit would not do: what this host's own queue drops a kernel does not count
+    # A limit would not do: what this host's own queue drops a kernel does not count
+    if dist.get_rank():
         subprocess.run(["ip", "link", "set", DEVICE, "down"], check=True)
     time.sleep(6.5)
     assert world.recorder.find_lost_host(asks=False) is None

@@ -129,9 +129,8 @@ def test_units_that_one_rank_does_not_use_get_zeros_from_it(
         return train(model, rank, step, backward)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            base, "POLL_SECONDS", 0.1
-        )  # ranks that wait for each other notice it at their second look
+        # Ranks that wait for each other notice it at their second look
+        patch.setattr(base, "POLL_SECONDS", 0.1)
         assert_trains_like_plain(Model, body, setting, steps=4)
 
 
@@ -481,16 +480,14 @@ def test_on_several_hosts_the_board_stands_at_the_launchers_address() -> None:
     """Hosts are counted by their keys: no launcher need say how many ranks each has (PyTorchJob's
     does not).
     """
-    own = listening_host(
-        Hosts(0, ("a", "b"))
-    )  # by which others reach this machine, where it has a network
+    # By which others reach this machine, where it has a network
+    own = listening_host(Hosts(0, ("a", "b")))
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("LOCAL_WORLD_SIZE")
         patch.setenv("MASTER_ADDR", own)
         patch.setattr(shared_memory, "host_key", lambda: f"host {here()}")
-        patch.setattr(
-            "socket.gethostbyname", raises
-        )  # often 127.0.1.1, where other hosts find nobody
+        # Often 127.0.1.1, where other hosts find nobody
+        patch.setattr("socket.gethostbyname", raises)
         engine = engine_for(seeded(Model), STAGE_1)
     world = context.WorldContext.of_this_world()
     if here() == 1:
@@ -532,9 +529,8 @@ def test_an_error_caught_in_one_engine_does_not_end_the_other() -> None:
         with pytest.raises(Boom):
             one_good_step(first)
         hook.remove()
-        time.sleep(
-            4 * base.POLL_SECONDS
-        )  # rank 0 looks at the board meanwhile, waiting in the second engine
+        # Rank 0 looks at the board meanwhile, waiting in the second engine
+        time.sleep(4 * base.POLL_SECONDS)
     for _ in range(2):
         one_good_step(second)
     assert second.global_steps == 3

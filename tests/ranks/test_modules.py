@@ -835,9 +835,8 @@ def test_a_unit_that_returns_nothing_while_an_exception_is_handled_has_not_faile
         except LookupError:
             out = model(draw(rank, step, 4, WIDTH))
             if rank == here() == 0 and hasattr(model, "module"):
-                time.sleep(
-                    3 * POLL_SECONDS
-                )  # the other rank, which waits, looks whether this one has failed
+                # The other rank, which waits, looks whether this one has failed
+                time.sleep(3 * POLL_SECONDS)
             backward(out.square().mean())
         return out
 

@@ -239,9 +239,8 @@ def test_a_damaged_one_gives_the_right_values_or_an_error_that_names_it(
             shutil.rmtree(broken, ignore_errors=True)
             shutil.copytree(whole, broken)
             paths = files_in(broken / path) if (broken / path).is_dir() else [broken / path]
-            if (
-                chance.random() < 0.1 and layout != "file"
-            ):  # one file of another export is that export, whole
+            # One file of another export is that export, whole
+            if chance.random() < 0.1 and layout != "file":
                 of_another_save(paths, chance, other, broken)
             else:
                 chance.choice(WAYS)(paths, chance)

@@ -131,9 +131,8 @@ def test_a_step_without_a_backward_changes_nothing_and_says_so(stage: int) -> No
         assert all("no gradient" in text for text in warnings)
         assert not engine.was_step_applied() and not engine.optimizer.overflow
         assert (engine.global_steps, engine.skipped_steps) == (4, 1)
-        with (
-            torch.no_grad()
-        ):  # nor does a forward alone, or a gradient that is asked for by itself, make one
+        # Nor does a forward alone, or a gradient that is asked for by itself, make one
+        with torch.no_grad():
             engine(data(0))
         x = data(0).requires_grad_()
         torch.autograd.grad(engine(x).sum(), x)
@@ -144,9 +143,8 @@ def test_a_step_without_a_backward_changes_nothing_and_says_so(stage: int) -> No
         for each in (engine, without):
             for step in range(3 * accumulation):
                 train(each, step + 10)
-        if (
-            not zero or "delayed_update_after" not in zero["offload_optimizer"]
-        ):  # what is owed is paid in an idle step
+        # What is owed is paid in an idle step
+        if not zero or "delayed_update_after" not in zero["offload_optimizer"]:
             assert_same(engine.module_state_dict(), without.module_state_dict())
         engine.destroy()
         without.destroy()

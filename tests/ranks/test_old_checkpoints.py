@@ -156,7 +156,6 @@ def test_weights_that_bcf5641_exported_are_trained_from(tmp_path: Path, kind: st
         engine.load_weights(folder / kind)
     assert {key: digest(value) for key, value in whole_weights(engine).items()} == expected["live"]
     losses = train(engine, EXPORTED, 2, 2 + STEPS_AFTER)
-    if (
-        kind != "shards"
-    ):  # those hold the fp32 masters, and the run that was saved began with the bf16 weights
+    # Those hold the fp32 masters, and the run that was saved began with the bf16 weights
+    if kind != "shards":
         assert_final(engine, losses, EXPORTED, folder, expected, same_bits=True)

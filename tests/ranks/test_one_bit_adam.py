@@ -29,12 +29,8 @@ from tests.training import DTYPES, Run, train_step
 FREEZE, STEPS = 3, 6
 PARAMS = {"lr": 0.01, "weight_decay": 0.1, "freeze_step": FREEZE}
 BETA1, BETA2 = 0.9, 0.999
-FP16 = {
-    "enabled": True,
-    "initial_scale_power": 7,
-    "loss_scale_window": 2,
-    "hysteresis": 1,
-}  # doubles every other step
+# Doubles every other step
+FP16 = {"enabled": True, "initial_scale_power": 7, "loss_scale_window": 2, "hysteresis": 1}
 
 
 def start(run: Run, seed: int = 7, name: str = "OneBitAdam", **zero: Any) -> Any:
@@ -67,9 +63,8 @@ class OneBit(Reference):
     scale: float = 1.0
     steps: int = 0
     momenta: list[Tensor] = field(default_factory=list)
-    left: dict[tuple[int, int], Tensor] = field(
-        default_factory=dict
-    )  # by buffer and rank; of owners by -1 - rank
+    # By buffer and rank; of owners by -1 - rank
+    left: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def micro_batch(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         for weight in self.weights:
@@ -229,9 +224,8 @@ def test_training_has_adams_bits_and_then_those_of_one_process_that_exchanges_si
 
 @pytest.mark.ranks(2)
 def test_the_warm_up_is_that_of_adamw_with_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        update, "GRAIN", 1
-    )  # so that both have one layout, and kernels the same last elements
+    # So that both have one layout, and kernels the same last elements
+    monkeypatch.setattr(update, "GRAIN", 1)
     run = Run(1, "bf16")
     engine, plain = start(run), start(run, name="AdamW")
     for step in range(FREEZE):

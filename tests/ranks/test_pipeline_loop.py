@@ -155,9 +155,8 @@ def test_seed_000s_door_over_stages_and_tensor_parts() -> None:
     optimizers.
     """
     model = llama(tied=True)
-    optimizer = deepseek_zero.ZeroOptimizer(
-        model.parameters(), lr=0.01, optimizer_type="adamw"
-    )  # of the whole model
+    # Of the whole model
+    optimizer = deepseek_zero.ZeroOptimizer(model.parameters(), lr=0.01, optimizer_type="adamw")
     zero = deepseek_zero.DeepSeekZeRO3(
         model, pp_degree=2, mp_degree=2, stage=3, pipeline={"micro_batches": 2}
     )

@@ -67,9 +67,8 @@ def test_a_signal_on_one_rank_saves_on_all_behind_the_same_step(
         train(engine, 0, 2 * accumulation)
         if here() == 1:
             signal.raise_signal(signal.SIGTERM)
-        train(
-            engine, 2 * accumulation, 3 * accumulation - 1
-        )  # nothing happens before the step's end
+        # Nothing happens before the step's end
+        train(engine, 2 * accumulation, 3 * accumulation - 1)
         with pytest.raises(SystemExit) as ended:
             train(engine, 3 * accumulation - 1, 4 * accumulation)
         assert (ended.value.code, engine.global_steps) == (85, 3)

@@ -110,9 +110,8 @@ def test_a_checkpoint_and_an_evaluation_in_the_middle_change_no_bit(tmp_path: Pa
     assert "secondary" not in (tmp_path / "two" / "manifest.json").read_text()
     train_step(engine, run, 2)
     with torch.no_grad():
-        engine(
-            torch.zeros(1, 3, dtype=torch.long)
-        )  # of other weights than those that are loaded next
+        # Of other weights than those that are loaded next
+        engine(torch.zeros(1, 3, dtype=torch.long))
     engine.load_checkpoint(tmp_path, tag="two")
     for step in range(2, 4):
         with torch.no_grad():

@@ -199,9 +199,8 @@ def test_nothing_is_unpickled_while_two_hosts_meet_and_train(
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("something is unpickled")
 
-    run = Run(
-        3, "bf16", 1, optimizer="adamw", transport="tcp"
-    )  # a class of its own, so made before
+    # A class of its own, so made before
+    run = Run(3, "bf16", 1, optimizer="adamw", transport="tcp")
     for name in ("load", "loads", "Unpickler", "_Unpickler"):
         monkeypatch.setattr(pickle, name, forbidden)
     monkeypatch.setattr("torch.distributed.distributed_c10d._unpickler", forbidden)

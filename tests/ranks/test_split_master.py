@@ -68,10 +68,8 @@ def trained(
 def test_every_stage_trains_to_the_same_bits_with_either_kind_of_master(
     ranks: int, accumulation: int
 ) -> None:
-    for stages in (
-        (0, 1),
-        (2, 3),
-    ):  # what is summed first, micro-batches or ranks, differs between the two
+    # What is summed first, micro-batches or ranks, differs between the two
+    for stages in ((0, 1), (2, 3)):
         runs = [
             Run(stage, "bf16", accumulation, master=master)
             for stage in stages

@@ -446,9 +446,8 @@ def test_a_unit_is_read_while_the_one_before_it_is_used_unless_nothing_is_gather
     with engine.timeline() as before:
         train_step(engine, Run(3), 0)
         engine.optimizer.updater.flush()
-    while not all(
-        event.ended for event in before.transfers
-    ):  # what is still being written is not read again
+    # What is still being written is not read again
+    while not all(event.ended for event in before.transfers):
         time.sleep(0.01)
     used = dict[str, float]()
     for number, block in enumerate(engine.module.blocks):

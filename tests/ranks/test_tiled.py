@@ -289,9 +289,8 @@ def test_so_many_tiles_are_gathered_at_once_in_forward_and_in_backward(
     assert seen.most["forward"] <= at_once * padded
     assert seen.most["backward"] <= at_once * padded
     assert seen.kept == []
-    if (
-        not frozen and at_once == 1
-    ):  # forward and backward of two steps; the last tile stays where weights stream
+    # Forward and backward of two steps; the last tile stays where weights stream
+    if not frozen and at_once == 1:
         stays = set() if tier == "none" else {16}
         found = {unit.number: seen.gathers[unit.name] for unit in engine.runtime.units[1:]}
         assert found == {number: 2 if number in stays else 4 for number in range(1, 17)}

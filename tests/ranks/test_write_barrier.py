@@ -187,9 +187,8 @@ def test_weights_that_are_loaded_stay_whatever_update_was_on_its_way(
     for load in (engine.load_weights, lambda path: zero.load_weights(engine.module, path)):
         train(engine, 0, 3)  # the last update waits
         if kind == "early":
-            engine.backward(
-                engine(torch.ones(4, 7)).float().square().mean()
-            )  # and another one has come ahead
+            # And another one has come ahead
+            engine.backward(engine(torch.ones(4, 7)).float().square().mean())
         load(tmp_path / "weights")
         if kind == "delayed":
             train(engine, 3, 4)  # its own update comes a step later, and none is owed any more

@@ -89,7 +89,6 @@ def _module() -> ModuleType:
     return module
 
 
-if (
-    LIBRARY_VARIABLE in os.environ
-):  # before anything asks torch which devices there are: it asks once
+# Before anything asks torch which devices there are: it asks once
+if LIBRARY_VARIABLE in os.environ:
     register(os.environ[LIBRARY_VARIABLE])

@@ -195,9 +195,8 @@ def optimizers_and_fewer_bits(path: Path) -> None:
         expected = trained(3, {}, **top)
         for name in ("states on the host", "all on the disk"):
             assert_same(trained(3, places[name], **top), expected, (top, name))
-    muon: Zero = {
-        "optimizer": {"type": "Muon", "params": {"lr": 0.01}}
-    }  # bf16 on a device, fp32 on the host
+    # Bf16 on a device, fp32 on the host
+    muon: Zero = {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}
     host, disk = (
         trained(3, places[name], **muon) for name in ("all on the host", "states on the disk")
     )

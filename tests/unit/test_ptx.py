@@ -27,9 +27,8 @@ def test_a_fused_multiply_add_rounds_once() -> None:
     random = np.random.default_rng(0)
     a, b = check.values("normal", 4096, random), check.values("normal", 4096, random)
     a[::4] = a[::4].astype(np.float16)
-    b[::4] = b[::4].astype(
-        np.float16
-    )  # exact products, so that sums are often halfway between two numbers
+    # Exact products, so that sums are often halfway between two numbers
+    b[::4] = b[::4].astype(np.float16)
     c = np.where(random.random(4096) < 0.5, -(a * b), 2.0**-25 * b).astype(np.float32)
     a[::5] *= np.float32(2.0**-120)  # subnormal results
     exact = [

@@ -152,9 +152,8 @@ class LayerwiseForward:
         # Weakly, or module and forward would hold each other, and a dropped model keep its memory
         # for a while.
         self._module = weakref.ref(unit.module)
-        self._own = unit.module.__dict__.get(
-            "forward"
-        )  # the instance's own, which the program put there
+        # The instance's own, which the program put there
+        self._own = unit.module.__dict__.get("forward")
         unit.module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

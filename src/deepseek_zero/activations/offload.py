@@ -39,9 +39,8 @@ AHEAD = 2  # checkpoints that are read before backward asks for them
 BEHIND = 2  # checkpoints that may be on their way to the disk
 ALIGNMENT = 64  # bytes at which a tensor begins
 SMALLEST_BYTES = 4096  # of a tensor that is worth a place
-HOLES_BYTES = (
-    64 << 20
-)  # of offloaded and restored tensors, after which the heap's holes are returned to the system
+# Of offloaded and restored tensors, after which the heap's holes are returned to the system
+HOLES_BYTES = 64 << 20
 
 
 class ActivationOffload:
@@ -59,9 +58,8 @@ class ActivationOffload:
         self.slabs: list[Arena] = []
         self.used_bytes = self.peak_bytes = 0
         self._stays: dict[int, OffloadedInputs] = {}  # in the order they came
-        self._dropped: deque[int] = (
-            deque()
-        )  # filled by finalizers, which may run anywhere and so do nothing else
+        # Filled by finalizers, which may run anywhere and so do nothing else
+        self._dropped: deque[int] = deque()
         self._leaving: deque[Work] = deque()
         self._arrived = self._holes_bytes = 0
         self._chunk_bytes = self._largest_bytes = 0

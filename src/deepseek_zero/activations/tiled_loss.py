@@ -338,9 +338,8 @@ def _is_out_of_the_way(weight: Tensor) -> bool:
     ):
         return False
     is_forward = runtime.phase is Phase.FORWARD and bool(runtime.forward.active)
-    shows = all(
-        any(group.trainable for group in unit.groups) for unit in runtime.units
-    )  # in a graph, by its weights
+    # In a graph, by its weights
+    shows = all(any(group.trainable for group in unit.groups) for unit in runtime.units)
     return is_forward and shows and owner in runtime.root.groups
 
 

@@ -230,9 +230,8 @@ def _attend(
             biases.append(attention_mask.asked)
             causal = False
             sliding_window = None
-    elif (
-        attention_mask is not None and attention_mask.dim() == 4
-    ):  # a mask of the caller's says all
+    elif attention_mask is not None and attention_mask.dim() == 4:
+        # A mask of the caller's says all
         biases.append(attention_mask[..., : key.shape[2]])
         causal = False
         sliding_window = None

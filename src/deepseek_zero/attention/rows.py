@@ -26,9 +26,8 @@ from .plan import Group, Mask, Tile, added
 Rule = Callable[[Tensor, Tensor, Tensor], Tensor]
 Bias = Tensor | Rule
 
-_BATCH_NUMEL = (
-    1 << 20
-)  # of keys that one call on several tiles reads, and of each of their gradients
+# Of keys that one call on several tiles reads, and of each of their gradients
+_BATCH_NUMEL = 1 << 20
 _KERNEL = cpu_attention()
 
 
@@ -374,9 +373,8 @@ def _plain_forward(
 ) -> tuple[Tensor, Tensor]:
     scores = _scores(call, query, key, scale)
     sums = scores.logsumexp(-1, keepdim=True)
-    sums = sums.masked_fill(
-        sums == -torch.inf, 0.0
-    )  # a query that sees nothing: weights of exp(-inf)
+    # A query that sees nothing: weights of exp(-inf)
+    sums = sums.masked_fill(sums == -torch.inf, 0.0)
     return (scores - sums).exp_() @ value.to(scores.dtype), sums[..., 0]
 
 

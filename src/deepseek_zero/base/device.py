@@ -28,10 +28,8 @@ from .world import local_rank
 
 CPU = torch.device("cpu")
 WeakStorage = StorageWeakRef  # of a storage: tells whether it is gone
-DEVICE_VARIABLES = (
-    "DEEPSEEK_ZERO_DEVICE",
-    "DS_ACCELERATOR",
-)  # the second is DeepSpeed's name for it
+# The second is DeepSpeed's name for it
+DEVICE_VARIABLES = ("DEEPSEEK_ZERO_DEVICE", "DS_ACCELERATOR")
 
 Dispatched = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 Pack = Callable[[torch.Tensor], Any]
@@ -196,9 +194,8 @@ def outside_torch_func() -> AbstractContextManager[Any]:
 def storage_users(tensor: torch.Tensor) -> int:
     """Return how many tensors share this tensor's storage, itself included."""
     storage = tensor.untyped_storage()
-    return (
-        int(torch._C._storage_Use_Count(storage._cdata)) - 1
-    )  # the Python storage object counts itself
+    # The Python storage object counts itself
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -47,6 +47,5 @@ def _wants_to_run(thread: str) -> bool:
         stat = Path("/proc/self/task", thread, "stat").read_bytes()
     except OSError:  # it has ended meanwhile
         return False
-    return (
-        stat.rpartition(b") ")[2][:1] == b"R"
-    )  # the state follows the name, which may contain any character
+    # The state follows the name, which may contain any character
+    return stat.rpartition(b") ")[2][:1] == b"R"

@@ -32,9 +32,8 @@ PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
 HUGE_PAGES_SWITCH = "/sys/kernel/mm/transparent_hugepage/enabled"
 NAME = "deepseek_zero"  # the name of these pages in /proc/PID/maps; they cannot be opened by it
-KEPT_BYTES = (
-    256 << 20
-)  # about what the activations and one unit's gradients of a model for a laptop take
+# About what the activations and one unit's gradients of a model for a laptop take
+KEPT_BYTES = 256 << 20
 LARGEST_ON_HEAP = 32 << 20  # the C library's own upper limit
 # mallopt's numbers
 _TRIM_THRESHOLD = -1
@@ -43,9 +42,8 @@ _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: map what is there, copy n
 _POPULATE_WRITE = (
     23  # MADV_POPULATE_WRITE, Linux 5.14: give pages to a range, and leave its contents
 )
-LOCK_BYTES = (
-    1 << 30
-)  # that one call locks at most: the driver holds a lock of the whole machine meanwhile
+# That one call locks at most: the driver holds a lock of the whole machine meanwhile
+LOCK_BYTES = 1 << 30
 _TOUCH_BYTES = 32 << 20  # that one call gives pages to
 _TRIAL_BYTES = 256 << 20  # after which huge pages are given up if they come too slowly
 SLOW_TOUCH = 1e9  # bytes a second; less, and the system has to move memory to form huge pages
@@ -384,9 +382,8 @@ def return_pages(tensor: Tensor) -> None:
     madvise = _madvise()
     start = -(-tensor.data_ptr() // PAGE) * PAGE
     nbytes = (tensor.data_ptr() + tensor.nbytes) // PAGE * PAGE - start
-    if (
-        nbytes > 0 and madvise(start, nbytes, mmap.MADV_REMOVE) != 0
-    ):  # refused unless the pages are shared
+    # Refused unless the pages are shared
+    if nbytes > 0 and madvise(start, nbytes, mmap.MADV_REMOVE) != 0:
         madvise(start, nbytes, mmap.MADV_DONTNEED)
 
 

@@ -46,13 +46,10 @@ TELL_SECONDS = 30.0  # after which a rank says whom it waits for
 
 AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")  # from the slowest to the fastest
 SHARD_AXES = ("dp_shard", "sp")  # over whose ranks a state is cut
-REDUCE_AXES = (
-    "dp_replicate",
-    *SHARD_AXES,
-)  # over whose ranks gradients are summed: they have one piece of the model
-INNER_AXES = (
-    "inner",
-)  # a run of neighbours among the ranks along the shard axes (`Mesh.inner_groups`); no factor
+# Over whose ranks gradients are summed: they have one piece of the model
+REDUCE_AXES = ("dp_replicate", *SHARD_AXES)
+# A run of neighbours among the ranks along the shard axes (`Mesh.inner_groups`); no factor
+INNER_AXES = ("inner",)
 REST = -1  # the size of an axis that takes the ranks the others leave
 _OTHER_NAMES = {
     "replicate": "dp_replicate",
@@ -428,9 +425,8 @@ def init_distributed(
         )
         atexit.register(drain_threads)
     except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
-        lines = str(error).splitlines() or [
-            type(error).__name__
-        ]  # torch adds a page of C++ frames to its first one
+        # Torch adds a page of C++ frames to its first one
+        lines = str(error).splitlines() or [type(error).__name__]
         raise PeerError(
             f"rank {found.rank} of {found.size} did not meet the others at "
             f"{found.address}:{found.port}: {lines[0][:300]}",

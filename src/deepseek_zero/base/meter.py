@@ -88,11 +88,8 @@ class Meter:
     sum_seconds: float = 0.0
     clock: PhaseClock = field(default_factory=PhaseClock)
     events: list[Event] | None = None
-    _uncounted: tuple[int, int, int] = (
-        0,
-        0,
-        0,
-    )  # bytes sent, bytes sent far and steps before `counted_bytes` begin
+    # Bytes sent, bytes sent far and steps before `counted_bytes` begin
+    _uncounted: tuple[int, int, int] = (0, 0, 0)
 
     def count(self, kind: str, sent_bytes: int, far_bytes: int = 0) -> None:
         self.sent_bytes[kind] += sent_bytes

@@ -426,10 +426,8 @@ def ask_mpi(environ: Mapping[str, str], world: World) -> World:
         everyone = import_module("mpi4py.MPI").COMM_WORLD
     except (ImportError, RuntimeError):  # it finds no library of MPI's
         return world
-    if (everyone.Get_size(), everyone.Get_rank()) != (
-        world.size,
-        world.rank,
-    ):  # another MPI's package
+    # Another MPI's package
+    if (everyone.Get_size(), everyone.Get_rank()) != (world.size, world.rank):
         return world
     row = bytearray(_LONGEST_NAME)
     if world.rank == 0:
@@ -566,9 +564,8 @@ def nodes_of(environ: Mapping[str, str]) -> Nodes | None:
             "Each of them would start a training of its own.",
             f"unset {PET.num_nodes}, or set {ALONE}=1 for that.",
         )
-    return replace(
-        found, nproc=stated.nproc
-    )  # how many processes a machine runs, not how many machines there are
+    # How many processes a machine runs, not how many machines there are
+    return replace(found, nproc=stated.nproc)
 
 
 def _nodes_of_engine(environ: Mapping[str, str]) -> Nodes | None:

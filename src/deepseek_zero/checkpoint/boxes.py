@@ -22,9 +22,8 @@ from ..planner.split import Ranges, Split
 READ_NUMEL = 1 << 24  # elements that are read at once
 
 Parts = Iterator[tuple[int, Tensor]]  # (position, flat values)
-FlatRead = Callable[
-    [int, int], Iterable[tuple[int, Tensor]]
-]  # of the elements [start, stop) of something
+# Of the elements [start, stop) of something
+FlatRead = Callable[[int, int], Iterable[tuple[int, Tensor]]]
 
 
 @dataclass(frozen=True)

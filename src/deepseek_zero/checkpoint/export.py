@@ -42,12 +42,8 @@ from .staging import StagedOutput
 from .state import exact_extents
 
 Companions = Callable[[Path], None]  # writes what else belongs into an exported folder
-FILE_SUFFIXES = (
-    ".safetensors",
-    ".pth",
-    ".pt",
-    ".bin",
-)  # that mean one file; anything else is a folder
+# That mean one file; anything else is a folder
+FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
 
 
 @dataclass(frozen=True)

@@ -43,12 +43,8 @@ LATEST = "latest"
 MANIFEST = "manifest.json"
 NEWEST = "newest"  # the tag that a load is asked for where it shall choose
 LATEST_UNIVERSAL = "latest_universal"  # of DeepSpeed's conversion, as `latest`
-RESERVED_TAGS = (
-    LATEST,
-    NEWEST,
-    LATEST_UNIVERSAL,
-    "zero_to_fp32.py",
-)  # what has another meaning in a directory
+# What has another meaning in a directory
+RESERVED_TAGS = (LATEST, NEWEST, LATEST_UNIVERSAL, "zero_to_fp32.py")
 MAX_TAG_BYTES = 200  # a file system's 255, less what the hidden names of a save add
 # Kinds of chunk.  The weight is saved in its most precise form, the master where there is one: the
 # live weight is its cast.

@@ -23,11 +23,8 @@ from .safetensors_file import SafetensorsReader, TensorInfo
 
 STEM = "model"
 INDEX = "model.safetensors.index.json"
-EXPORT_PATTERNS = (
-    "model.safetensors",
-    "model-*-of-*.safetensors",
-    INDEX,
-)  # what an export before this one may have left
+# What an export before this one may have left
+EXPORT_PATTERNS = ("model.safetensors", "model-*-of-*.safetensors", INDEX)
 MAX_SHARD_BYTES = 5_000_000_000
 
 

@@ -30,9 +30,8 @@ from .hf_folder import INDEX, STEM, SafetensorsFolder, safetensors_files
 from .safetensors_file import RUN_KEY, dtype_name, read_header
 from .torch_file import read_state_dict, torch_records
 
-StateRange = tuple[
-    str, str, str, int, int, Part | None
-]  # kind, name, key, and elements [start, stop) of a part
+# Kind, name, key, and elements [start, stop) of a part
+StateRange = tuple[str, str, str, int, int, Part | None]
 
 
 class StateReader(Protocol):

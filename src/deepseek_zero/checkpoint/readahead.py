@@ -110,9 +110,8 @@ class ReadPath:
         ):
             return
         with suppress(OSError):
-            os.posix_fadvise(
-                byte_range.descriptor, low, len(target), os.POSIX_FADV_WILLNEED
-            )  # at once, not 128 KiB a time
+            # At once, not 128 KiB a time
+            os.posix_fadvise(byte_range.descriptor, low, len(target), os.POSIX_FADV_WILLNEED)
         while len(target):
             count = os.preadv(byte_range.descriptor, [target], low)
             if not count:

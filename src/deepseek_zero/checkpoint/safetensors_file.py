@@ -296,9 +296,8 @@ class SafetensorsReader:
                 mmap.mmap(self.descriptor, 0, flags=mmap.MAP_PRIVATE), dtype=torch.uint8
             )
         data = self._map[location.start : location.stop]
-        is_aligned = (
-            location.start % location.dtype.itemsize == 0
-        )  # other writers' files need not be
+        # Other writers' files need not be
+        is_aligned = location.start % location.dtype.itemsize == 0
         return (data if is_aligned else data.clone()).view(location.dtype)
 
     def __enter__(self) -> SafetensorsReader:

@@ -246,9 +246,8 @@ def _check_header(
                     chunk.name,
                 )
             )
-    if (
-        saved is not None and header.crc != saved
-    ):  # a dtype, perhaps, which no chunk's checksum knows
+    # A dtype, perhaps, which no chunk's checksum knows
+    if saved is not None and header.crc != saved:
         problem = (
             f"has another header than was written (checksum {header.crc:08x}, saved {saved:08x})"
         )

@@ -111,9 +111,8 @@ def _create_direct(path: Path) -> int:
         descriptor = files.create(path, os.O_DIRECT)
         page = private_pages(PAGE, torch.uint8)
         try:
-            files.write(
-                descriptor, page.numpy().data, 0
-            )  # some take the flag and refuse what follows
+            # Some take the flag and refuse what follows
+            files.write(descriptor, page.numpy().data, 0)
             return descriptor
         except OSError:
             os.close(descriptor)

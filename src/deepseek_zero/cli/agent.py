@@ -278,9 +278,8 @@ class Standstill:
     """
 
     told: set[int] = field(default_factory=set)
-    _since: dict[tuple[int, int], float] = field(
-        default_factory=dict
-    )  # by rank and ticks of CPU time
+    # By rank and ticks of CPU time
+    _since: dict[tuple[int, int], float] = field(default_factory=dict)
     _looked: float = 0.0
 
     def look(self, ranks: Ranks) -> None:
@@ -339,9 +338,8 @@ class RankAgent(SimpleElasticAgent):
         plan = self._plan
         own = [worker.global_rank for worker in worker_group.workers]
         if plan.num_nodes > 1:
-            self._meeting_store.set_timeout(
-                PATIENCE
-            )  # all have met: how long one may be silent is `dead_after`
+            # All have met: how long one may be silent is `dead_after`
+            self._meeting_store.set_timeout(PATIENCE)
             self._peers = PeerWatch(
                 self._meeting_store, plan.node_rank, plan.num_nodes, own, self._dead_after
             )
@@ -388,9 +386,8 @@ class RankAgent(SimpleElasticAgent):
                 self.elsewhere = heard
                 logger.warning(f"{heard.headline}; ending the ranks here")
             if death is not None and not death.secondary:
-                self._peers.begin_to_tell(
-                    self._words_of(death)
-                )  # before the others here have ended
+                # Before the others here have ended
+                self._peers.begin_to_tell(self._words_of(death))
         if self._is_early(death):
             return RunResult(WorkerState.HEALTHY)
         if death is not None:
@@ -442,9 +439,8 @@ class RankAgent(SimpleElasticAgent):
         name = signal.Signals(number)
         if name in REQUESTS and self._ranks.save_on(name) and name not in self._request.received:
             self._request.received.append(name)
-        elif (
-            name is not signal.SIGUSR1
-        ):  # without ranks that save it means nothing, and must not end the launcher
+        elif name is not signal.SIGUSR1:
+            # Without ranks that save it means nothing, and must not end the launcher
             _end_by(name)
 
     def _act_on_request(self) -> None:
@@ -559,9 +555,8 @@ def _outcome(agent: RankAgent, ranks: Ranks, result: RunResult) -> Outcome:
 
 def _catch_signals(agent: RankAgent) -> None:
     for number in (*ENDING_SIGNALS, signal.SIGUSR1):
-        if (
-            signal.getsignal(number) is not signal.SIG_IGN
-        ):  # nohup means it: what we were started to ignore stays so
+        # Nohup means it: what we were started to ignore stays so
+        if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, agent.hear)
 
 

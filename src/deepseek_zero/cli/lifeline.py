@@ -37,9 +37,8 @@ deaf to signals.
 INPUT = 0
 OUTPUTS = (1, 2)
 STREAMS = (INPUT, *OUTPUTS)
-_NO_MORE_INPUT = getattr(
-    select, "POLLRDHUP", 0
-)  # of a socket; an sshd may use one for input and output
+# Of a socket; an sshd may use one for input and output
+_NO_MORE_INPUT = getattr(select, "POLLRDHUP", 0)
 
 
 def is_connected(stream: int) -> bool:
@@ -59,9 +58,8 @@ def are_closed(streams: Sequence[int]) -> bool:
     """
     watch = select.poll()
     for stream in streams:
-        watch.register(
-            stream, _NO_MORE_INPUT if stream == INPUT else 0
-        )  # a hang-up is told unasked
+        # A hang-up is told unasked
+        watch.register(stream, _NO_MORE_INPUT if stream == INPUT else 0)
     return len(watch.poll(0)) == len(streams)
 
 

@@ -246,9 +246,8 @@ def _local_share(asked: Asked, machine: Machine) -> Share:
 
 def _filtered_share(asked: Asked, machine: Machine) -> Share:
     numbered = _numbered(machine.gpus)
-    if (
-        not numbered
-    ):  # places for processes: as many as there are by default, or as the filter speaks of
+    # Places for processes: as many as there are by default, or as the filter speaks of
+    if not numbered:
         spoken = [
             slot
             for slots in parse_filter(asked.include or asked.exclude).values()

@@ -143,10 +143,8 @@ class Guard:
 
 
 def _stand_guard(mark: str, folder: str) -> None:
-    for number in (
-        signal.SIGTERM,
-        signal.SIGUSR1,
-    ):  # schedulers send them to every process of a job
+    # Schedulers send them to every process of a job
+    for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
     for line in sys.stdin:

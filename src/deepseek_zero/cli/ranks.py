@@ -276,9 +276,8 @@ class Ranks:
             rank.death = rank.death_with(code) if code else None
             if rank.finished:
                 self._forget(rank.process.pid)
-        elif (
-            rank.error_file.exists()
-        ):  # it raised; whatever its exit handlers wait for, it will not come back
+        elif rank.error_file.exists():
+            # It raised; whatever its exit handlers wait for, it will not come back
             rank.death = rank.death_by_report()
 
     def _forget(self, group: int) -> None:
@@ -446,9 +445,8 @@ def read_report(path: Path) -> Report | None:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         message = data["message"]
         ours = data.get("deepseek_zero", {})
-        told = time.monotonic() - (
-            time.time() - float(message["extraInfo"]["timestamp"])
-        )  # torch's, in whole seconds
+        # Torch's, in whole seconds
+        told = time.monotonic() - (time.time() - float(message["extraInfo"]["timestamp"]))
         return Report(
             text=message["extraInfo"]["py_callstack"],
             summary=message["message"],

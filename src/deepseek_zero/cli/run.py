@@ -274,9 +274,8 @@ def run(options: RunOptions) -> int:
             )
     checked_dead_after(options.dead_after, "--dead-after")
     command = _command(options)
-    agent = importlib.import_module(
-        "deepseek_zero.cli.agent"
-    )  # late: it imports torch, which --help must not wait for
+    # late: it imports torch, which --help must not wait for
+    agent = importlib.import_module("deepseek_zero.cli.agent")
     machine = Machine(allowed_cores(), agent.gpus_of_this_machine(os.environ))
     asked = _asked(options)
     said = _said(asked)
@@ -297,9 +296,8 @@ def run(options: RunOptions) -> int:
     connecting = _listening_environment(options) | ({TLS: "1"} if options.tls else {})
     environment |= connecting
     os.environ.update(connecting)  # for the launcher's own store, too
-    lead_gloo(
-        plan.num_nodes == 1, plan.master_addr
-    )  # that of scripts which call torch's init_process_group
+    # That of scripts which call torch's init_process_group
+    lead_gloo(plan.num_nodes == 1, plan.master_addr)
     if plan.num_nodes > 1:
         environment[DEAD_AFTER] = f"{options.dead_after:g}"
     if named := [f"{axis}={size}" for axis, size in axes.items() if size > 1]:
@@ -313,9 +311,8 @@ def _listening_environment(options: RunOptions) -> dict[str, str]:
     """Return what tells ranks where to listen; raise a `UsageError` for what this host has not."""
     if options.interface is None and options.ports is None:
         return {}
-    channel = importlib.import_module(
-        "deepseek_zero.comm.net.channel"
-    )  # late: its package imports torch
+    # late: its package imports torch
+    channel = importlib.import_module("deepseek_zero.comm.net.channel")
     found: dict[str, str] = channel.listening_variables(options.interface, options.ports)
     return found
 

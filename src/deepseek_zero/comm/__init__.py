@@ -18,8 +18,7 @@ def _files() -> frozenset[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if (
-        name.startswith("_") or name in _files()
-    ):  # `from .comm import context` asks, too, before it imports the file
+    # `from .comm import context` asks, too, before it imports the file
+    if name.startswith("_") or name in _files():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("..compat.deepspeed.comm", __name__), name)

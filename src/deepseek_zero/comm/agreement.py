@@ -106,9 +106,8 @@ class AllRanks:
         pass
 
     def __exit__(self, _kind: Any, problem: BaseException | None, _trace: Any) -> None:
-        if problem is None or isinstance(
-            problem, Exception
-        ):  # a rank that is told to end tells by ending
+        # A rank that is told to end tells by ending
+        if problem is None or isinstance(problem, Exception):
             _hear(
                 self._comm,
                 self._what,

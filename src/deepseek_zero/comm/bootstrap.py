@@ -71,9 +71,8 @@ def all_gather_text(text: str, size: int, group: dist.ProcessGroup | None) -> li
 
 def all_gather_bytes(payload: bytes, size: int, group: dist.ProcessGroup | None) -> list[bytes]:
     """Return every rank's bytes, by rank, of any lengths. Collective in the group."""
-    device = (
-        default_device() if dist.get_backend(group) == "nccl" else CPU
-    )  # NCCL alone carries nothing of the host's
+    # NCCL alone carries nothing of the host's
+    device = default_device() if dist.get_backend(group) == "nccl" else CPU
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(payload)], device=device), group=group)
     row = torch.zeros(max(1, *(int(length) for length in lengths)), dtype=torch.uint8)

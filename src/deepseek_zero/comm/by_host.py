@@ -33,9 +33,8 @@ class ByHost:
 
     near: Comm
     across: Comm
-    _queues: dict[tuple[str, str], OrderedIssueQueue] = field(
-        default_factory=dict
-    )  # by group and lane
+    # By group and lane
+    _queues: dict[tuple[str, str], OrderedIssueQueue] = field(default_factory=dict)
 
     @classmethod
     def over(cls, comm: Comm, near: Partition, across: Partition) -> ByHost:

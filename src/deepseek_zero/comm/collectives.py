@@ -246,9 +246,8 @@ class _Engine:
     has_raised: bool = False
     far_rate: float | None = None
     lone_call: str = ""  # the call under way that programs may make on some ranks only
-    hops: list[weakref.ref[Hops]] = field(
-        default_factory=list
-    )  # a WeakSet's length costs more than all its use here
+    # A WeakSet's length costs more than all its use here
+    hops: list[weakref.ref[Hops]] = field(default_factory=list)
 
     def patience(self) -> float:
         """Return how long a wait may last before second hops are asked for, or a sign of life of
@@ -307,9 +306,8 @@ class Comm:
         )
         self.along: dict[str, Comm] = {}  # by axis ("tp", "sp", "pp"), where it has several ranks
         self._owners: Partition | None = None
-        self.pieces: tuple[int, ...] = (
-            0,
-        )  # of each piece of the model the first rank of the world that has it
+        # Of each piece of the model the first rank of the world that has it
+        self.pieces: tuple[int, ...] = (0,)
         self._barrier: Pending | None = None  # while a walk is under way, the barrier at its start
         self._last: IssuedCollective | None = None  # the collective issued last
         self._lanes: dict[str, Lane] = {}  # by their last name: "gather", "reduce" or "rows"
@@ -440,9 +438,8 @@ class Comm:
         found._last = None
         found._lanes = {}
         if self._world is not None and any(len(others) > 1 for others in groups):
-            found._join(
-                self._world, groups, self, axis
-            )  # with those that are alone: all agree on names and slots
+            # With those that are alone: all agree on names and slots
+            found._join(self._world, groups, self, axis)
         if len(ranks) == 1:
             found._world = None
             found._transport = SingleRank(self.device)
@@ -779,9 +776,8 @@ class Comm:
         world = self._world
         if world is None:  # a world of one: every slice is already here
             return DONE
-        if (
-            world.recorder.is_waiting
-        ):  # a wait that ended in an error left its line for the others to read
+        # A wait that ended in an error left its line for the others to read
+        if world.recorder.is_waiting:
             world.recorder.withdraw("waiting")
         lane = self._lanes.get(lane_name) or self._first_use(world, lane_name)
         issued = self._last = IssuedCollective(
@@ -916,9 +912,8 @@ class Comm:
         engine = self._engine
         recorder = world.recorder
         engine.gave_up = True
-        if (
-            caught.is_silence and caught.rank is not None
-        ):  # seen here, whatever others have made of it since
+        # Seen here, whatever others have made of it since
+        if caught.is_silence and caught.rank is not None:
             return recorder.find_lost_host(asks=True) or recorder.host_lost([caught.rank])
         if error := recorder.find_failure(f"rank {world.rank} was in '{what}'", engine.name):
             return error
@@ -1001,9 +996,8 @@ def _do_nothing(received: Sequence[Tensor]) -> None:
     """Leave the received pieces in place."""
 
 
-Decode = Callable[
-    [Tensor, int, int, Tensor], None
-]  # write elements [start, stop) of a piece into an fp32 tensor
+# Write elements [start, stop) of a piece into an fp32 tensor
+Decode = Callable[[Tensor, int, int, Tensor], None]
 
 
 def ordered_sum(

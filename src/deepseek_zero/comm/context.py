@@ -54,9 +54,8 @@ class Lane:
     name: str
     number: int
     issued: int = 0
-    log: deque[tuple[int, str]] = field(
-        default_factory=lambda: deque(maxlen=LOG_LENGTH)
-    )  # (sequence, name)
+    # (sequence, name)
+    log: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=LOG_LENGTH))
 
 
 class WorldContext:
@@ -98,9 +97,8 @@ class WorldContext:
         self._refusal = ""  # why there will be none
         self._nccl_groups: dict[Partition, NcclGroups] = {}
         self.ranks = tuple(range(self.size))
-        self.gloo = self.gloo_over(
-            self.ranks
-        )  # for what is agreed before an engine has a transport
+        # For what is agreed before an engine has a transport
+        self.gloo = self.gloo_over(self.ranks)
         self.engines = itertools.count(1)  # numbers for those that will use it
         self._lanes: dict[str, Lane] = {}
 

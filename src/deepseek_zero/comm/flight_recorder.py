@@ -58,9 +58,8 @@ class Position:
     sequence: int
     ranks: list[int]  # of the group whose collective it is
     issued: dict[str, int] = field(default_factory=dict)  # lane -> collectives issued so far
-    log: dict[str, dict[str, str]] = field(
-        default_factory=dict
-    )  # lane -> sequence -> name, the last few
+    # Lane -> sequence -> name, the last few
+    log: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @property
     def engine(self) -> str:
@@ -374,9 +373,8 @@ def _post_end_at_exit(recorder: FlightRecorder) -> None:
         alive = reference()
         if alive is None:
             return
-        uncaught = getattr(
-            sys, "last_value", None
-        )  # Python keeps the exception that ended the program
+        # Python keeps the exception that ended the program
+        uncaught = getattr(sys, "last_value", None)
         if uncaught is not None:
             alive.post("raised", f"{type(uncaught).__name__}: {uncaught}"[:300])
             if alive.rank == 0:

@@ -219,9 +219,8 @@ class Normaliser:
         found = self._coerced(value, info.annotation, about.get("inf", NO_INF), path)
         if found is _SILENT:
             return found
-        is_same = (
-            type(found) is type(info.default) and found == info.default
-        )  # arrays have no truth value
+        # Arrays have no truth value
+        is_same = type(found) is type(info.default) and found == info.default
         if about.get("status") == Status.ACCEPTED and not is_same:
             self.problems.without_effect(path, found, about["reason"])
         return self._open_object(found, path) if isinstance(found, dict) else found

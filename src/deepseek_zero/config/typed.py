@@ -153,9 +153,8 @@ def _parts(kind: Any) -> list[str]:
         return [f"Sequence[{item}]", item]
     if origin is dict:
         return ["Mapping[str, Any]"]
-    return [
-        {int: "float", float: "float", bool: "bool", str: "str"}.get(kind, "Any")
-    ]  # 5e8 is an integer here
+    # 5e8 is an integer here
+    return [{int: "float", float: "float", bool: "bool", str: "str"}.get(kind, "Any")]
 
 
 def _quoted(option: Any) -> str:

@@ -148,9 +148,8 @@ class ShardedLoader:
         self.device = mesh.device
         self.epoch = 0
         self.batch_size = batch_size
-        self.dealt = (
-            batch_size * mesh.data_size
-        )  # samples that all ranks together are given at a time
+        # Samples that all ranks together are given at a time
+        self.dealt = batch_size * mesh.data_size
         self.samples = self._resume_at = (
             0  # of this epoch that all ranks were given, before a restart too
         )

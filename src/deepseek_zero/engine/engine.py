@@ -63,9 +63,8 @@ from .saving import Saver
 from .settings import DataSettings, ObserverSettings, SavingSettings
 from .stragglers import Stragglers
 
-if (
-    TYPE_CHECKING
-):  # pydantic is imported by those who read a configuration, not by who names this class
+# Pydantic is imported by those who read a configuration, not by who names this class
+if TYPE_CHECKING:
     from ..config import Config
     from ..pipeline import Pipeline, PlainLoop
 
@@ -85,9 +84,8 @@ class StandsForModule(nn.Module):
         except AttributeError:
             own = getattr(type(self), name, None)
             if isinstance(own, property) and own.fget is not None:
-                return own.fget(
-                    self
-                )  # an AttributeError inside it led here: that one is to be seen, not ours
+                # An AttributeError inside it led here: that one is to be seen, not ours
+                return own.fget(self)
             if name == "module":  # not there yet
                 raise
             try:
@@ -133,9 +131,8 @@ class Parts:
     pipeline: Pipeline | None = None
     loop: PlainLoop | None = None  # over the pipeline's stages
     sparse_attention: SparseAttention | None = None
-    told: dict[str, Any] = field(
-        default_factory=dict
-    )  # what DeepSeekZeRO3 heard of its optimizer, to compare with it
+    # What DeepSeekZeRO3 heard of its optimizer, to compare with it
+    told: dict[str, Any] = field(default_factory=dict)
 
     def describe(self) -> list[str]:
         """One line per part: what `dump_state` logs, and what the contract compares to find keys
@@ -868,9 +865,8 @@ class Engine(StandsForModule):
             "gradient_accumulation_steps": accumulation,
             "train_batch_size": train,
         }
-        self.config = self.config.model_copy(
-            update=changes
-        )  # for those who ask the engine for its configuration
+        # For those who ask the engine for its configuration
+        self.config = self.config.model_copy(update=changes)
         if accumulation != before.accumulation:
             self._accumulate(accumulation)
         if micro == before.micro and isinstance(self.training_dataloader, ShardedLoader):

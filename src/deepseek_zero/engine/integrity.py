@@ -120,9 +120,8 @@ class Integrity:
                     guard = state.group.guard
                     self._rested[state.key] = guard, guard.writes, block_sums(values).tolist()
         for unit in self._runtime.units:
-            unit.watch = partial(
-                _note_gathered, self._gathered
-            )  # not of this object, which holds the engine's parts
+            # Not of this object, which holds the engine's parts
+            unit.watch = partial(_note_gathered, self._gathered)
 
     def words(self, step: int) -> tuple[float, ...]:
         """Return what this rank adds to the verdict of a step: digests of what other ranks hold

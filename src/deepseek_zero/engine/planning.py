@@ -172,9 +172,8 @@ def measured_rates(codec: Blocks, device: torch.device) -> tuple[float, float]:
             work()
             synchronize(device)
             found.append(time.perf_counter() - began)
-        return min(
-            found
-        )  # what else ran meanwhile, and the first touch of pages, are not the codec's
+        # What else ran meanwhile, and the first touch of pages, are not the codec's
+        return min(found)
 
     encode = seconds(lambda: codec.encode(values, message, room))
     return numel / encode, numel / seconds(lambda: codec.decode(message, 0, numel, values, room))

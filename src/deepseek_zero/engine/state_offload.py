@@ -65,9 +65,8 @@ class StateOffload:
         with torch.no_grad():
             self.runtime.executor.reshard_all()
         self.runtime.comm_ctx.copy_engine.synchronize()
-        self.runtime.comm.whole.barrier(
-            "offload_states"
-        )  # other ranks may still read this one's weights
+        # Other ranks may still read this one's weights
+        self.runtime.comm.whole.barrier("offload_states")
         parked = ParkedStorages(
             Path(folder or tempfile.gettempdir()), pinned=pinned, in_file=in_file
         )
@@ -88,9 +87,8 @@ class StateOffload:
         if not self.offloaded:
             return
         self._restore()
-        self.runtime.comm.whole.barrier(
-            "reload_states"
-        )  # other ranks read this one's weights from here on
+        # Other ranks read this one's weights from here on
+        self.runtime.comm.whole.barrier("reload_states")
 
     def release(self) -> None:
         """Bring everything back for an engine that is destroyed, so that its model can still be
@@ -240,9 +238,8 @@ class StateOffload:
             for member in group.members:
                 member.unshard(group.weight.view(member.slot))
 
-        self._undo.insert(
-            0, show
-        )  # `reload` runs these in reverse, so this one runs after the guards
+        # `reload` runs these in reverse, so this one runs after the guards
+        self._undo.insert(0, show)
 
 
 def _address(tensor: Tensor) -> int:

@@ -282,13 +282,8 @@ RULES: dict[str, Rule] = {
     "adagrad": Rule(_adagrad_variant, _adagrad_scalars, _adagrad),
     "lion": Rule(_lion_variant, _lion_scalars, _lion, counts=False, hides_nan=True),
 }
-NAMES = {
-    "Adam": "adam",
-    "AdamW": "adam",
-    "SGD": "sgd",
-    "Adagrad": "adagrad",
-    "Lion": "lion",
-}  # by class
+# By class
+NAMES = {"Adam": "adam", "AdamW": "adam", "SGD": "sgd", "Adagrad": "adagrad", "Lion": "lion"}
 
 # Options that choose another implementation, and the values with which the fused one is left.
 _LEAVES_OPEN = {

@@ -111,10 +111,8 @@ class AdaptivePrecision:
     def __post_init__(self) -> None:
         self._steps = 0  # of the window under way
         self._histories: dict[str, History] = {}
-        self._suspect: tuple[str, int] = (
-            "",
-            0,
-        )  # the unit that skipped steps in a row name, and how many
+        # The unit that skipped steps in a row name, and how many
+        self._suspect: tuple[str, int] = ("", 0)
         self._seen: list[Evidence] | None = None  # of this step, by unit
 
     def before_update(self, *, is_finite: bool) -> None:

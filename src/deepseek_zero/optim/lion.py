@@ -91,9 +91,8 @@ class Lion(Optimizer):
             torch.mul(momentum, beta1, out=direction)
             torch.mul(grad, 1.0 - beta1, out=part)
             direction.add_(part).sign_()
-            weight.mul_(keep).sub_(
-                direction, alpha=lr
-            )  # lr times a sign is exact, so fused or not is one
+            # Lr times a sign is exact, so fused or not is one
+            weight.mul_(keep).sub_(direction, alpha=lr)
             torch.mul(grad, 1.0 - beta2, out=part)
             momentum.mul_(beta2).add_(part)
 

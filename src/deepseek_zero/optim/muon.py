@@ -232,9 +232,8 @@ class Muon(Optimizer):
     def _adam_state(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros(
-                (), dtype=torch.float32, device=parameter.device
-            )  # where the fused kernel is
+            # Where the fused kernel is
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state

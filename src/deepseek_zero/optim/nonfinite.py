@@ -31,9 +31,8 @@ class NonFiniteReport:
 
     def __init__(self, runtime: Runtime, scaler: LossScaler | None, *, watches: bool) -> None:
         self.runtime = runtime
-        self.is_usual = (
-            scaler is not None and scaler.dynamic
-        )  # the scale is looked for; the scaler says what it does
+        # The scale is looked for; the scaler says what it does
+        self.is_usual = scaler is not None and scaler.dynamic
         self.watches = watches or not self.is_usual
         self.in_a_row = 0
 
@@ -55,9 +54,8 @@ class NonFiniteReport:
         unit = self._unit_named(squares, watcher) if watcher is not None else None
         if self.watches:
             self.runtime.nonfinite = NonFiniteDetector()
-        if (
-            not self.is_usual and self.in_a_row & (self.in_a_row - 1) == 0
-        ):  # the 1st, 2nd, 4th, 8th, ...
+        # The 1st, 2nd, 4th, 8th, ...
+        if not self.is_usual and self.in_a_row & (self.in_a_row - 1) == 0:
             log_once(self._describe(squares, unit, skipped=skipped, step=step), logging.WARNING)
         return unit
 
@@ -117,10 +115,8 @@ class NonFiniteReport:
             watcher.origin_in_forward(forward),
             watcher.origin_in_backward(backward, self._nonfinite_units(squares)),
         ]
-        orders = [
-            [*forward[1:], forward[0]],
-            [*backward[1:], backward[0]],
-        ]  # the root is blamed last
+        # The root is blamed last
+        orders = [[*forward[1:], forward[0]], [*backward[1:], backward[0]]]
         row = torch.tensor(
             [orders[k].index(unit) if unit is not None else NOBODY for k, unit in enumerate(seen)]
         )

@@ -105,9 +105,8 @@ class OnePass:
 
     @cached_property
     def _cpu(self) -> Any:
-        return import_module(
-            "deepseek_zero.kernels.cpu"
-        )  # imports numba, so not before the first update
+        # Imports numba, so not before the first update
+        return import_module("deepseek_zero.kernels.cpu")
 
     @cached_property
     def _threads(self) -> int:

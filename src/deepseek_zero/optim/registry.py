@@ -104,12 +104,10 @@ class _Named:
     """
 
     cls: type[Optimizer]
-    defaults: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # where DeepSpeed's default is another
-    only: Mapping[str, object] = field(
-        default_factory=dict
-    )  # accepted at this one value, the one that is built
+    # Where DeepSpeed's default is another
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    # Accepted at this one value, the one that is built
+    only: Mapping[str, object] = field(default_factory=dict)
     switches: frozenset[str] = frozenset()  # read here, before the class sees the rest
 
 

@@ -173,9 +173,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             if settings.precision_fallback
             else None
         )
-        self.take_step: Callable[[], Callable[[], None] | None] = lambda: (
-            None
-        )  # weak: the engine's `step_now`
+        # weak: the engine's `step_now`
+        self.take_step: Callable[[], Callable[[], None] | None] = lambda: None
         self.last: StepResult | None = None
         self.last_norm = 0.0  # of the gradients of the last step that was not skipped
         self.uncut = whole = [
@@ -205,9 +204,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                 [{**group, "params": own} for group, own in zip(groups, slices, strict=True)]
             )
         self._initial_states = initial_states
-        self._has_states_at_construction = initial_states is not None or makes_states(
-            self.inner
-        )  # Adagrad
+        # Adagrad
+        self._has_states_at_construction = initial_states is not None or makes_states(self.inner)
         self.moments = Moments(self.inner, self.scratch)
         self.updater = Updater(
             self.inner, self.scratch, self.moments, settings.flow, runtime.comm.meter.clock
@@ -221,9 +219,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             refuse_beside_exchange(runtime, settings, self.inner.param_groups)
         self.speculative = _early_of(self)
         _prefer_fused(self.inner)
-        self.tiles = Tiles.of(
-            self.plan, self.shards_by_group
-        )  # by its class, of which kernels depend
+        # By its class, of which kernels depend
+        self.tiles = Tiles.of(self.plan, self.shards_by_group)
         adopt_step_hooks(self, self.inner)
         self._compare_ranks()
         if initial_states is not None:
@@ -873,9 +870,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         gather.
         """
         pending: list[Pending] = []
-        differences: deque[Pending] = (
-            deque()
-        )  # few at a time: each has its message in a lent buffer
+        # Few at a time: each has its message in a lent buffer
+        differences: deque[Pending] = deque()
         left = {shard.group for tile in self.tiles.now for _, shard in tile}
         with closing(self.updater.step_now(self.tiles.now, due)) as updates:
             for unit in self.runtime.units:

@@ -127,9 +127,8 @@ class SpeculativeStep:
             return  # which of its parameters have a gradient is known when backward is over
         if any(self.updater.has_deferred(group) for group in groups):
             return
-        sums = [
-            square for squares in squares_of(groups) for square in squares
-        ]  # which the step need not look for
+        # Which the step need not look for
+        sums = [square for squares in squares_of(groups) for square in squares]
         if not self._decision.is_waiting and not all(map(math.isfinite, sums)):
             return
         self.updater.step_speculative(tiles, self._decision, self.log.note)

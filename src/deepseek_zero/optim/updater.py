@@ -1047,9 +1047,8 @@ class Updater:
                         group[key] = before[key]
 
 
-_ONE_AT_A_TIME = (
-    threading.RLock()
-)  # a second thread would take the bare methods for torch's, and put those back
+# A second thread would take the bare methods for torch's, and put those back
+_ONE_AT_A_TIME = threading.RLock()
 
 
 @contextmanager

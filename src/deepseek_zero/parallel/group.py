@@ -66,9 +66,8 @@ class TensorGroup:
             self._free = [each for each in self._free if each is not buffer]
             self.comm.wait_until_read(buffer)
         else:
-            if (
-                self._free and self._made >= LEAST_BUFFERS
-            ):  # too small, all of them: the largest makes room
+            # Too small, all of them: the largest makes room
+            if self._free and self._made >= LEAST_BUFFERS:
                 self._free.pop()
                 self._made -= 1
             buffer = self.comm.empty(max(nbytes, 1), torch.uint8)

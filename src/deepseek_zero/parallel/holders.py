@@ -23,13 +23,8 @@ ROWS = 2  # of inputs that are made up
 TOKENS = 6
 MOST_ROWS = 2  # of inputs that a first forward gives
 MOST_TOKENS = 16
-NOT_THE_KIND = (
-    "idx",
-    "index",
-    "layer_id",
-    "layer_num",
-    "training",
-)  # in names of attributes that differ by layer
+# In names of attributes that differ by layer
+NOT_THE_KIND = ("idx", "index", "layer_id", "layer_num", "training")
 
 
 class _Enough(Exception):

@@ -247,9 +247,8 @@ def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: Part) -> boo
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         labels = kwargs.get("labels", args[place] if len(args) > place else None)
-        labels = (
-            kwargs.get("shift_labels") if labels is None else labels
-        )  # ranks along sp are given those alone
+        # Ranks along sp are given those alone
+        labels = kwargs.get("shift_labels") if labels is None else labels
         axis.splits_loss = module.training and torch.is_grad_enabled() and labels is not None
         loss.read = None
 
@@ -258,9 +257,8 @@ def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: Part) -> boo
         axis.splits_loss = False
         logits = loss.read
         loss.read = None
-        if (
-            not was_split or output is None or isinstance(output, Tensor)
-        ):  # a stage of a pipeline, left before its head
+        # A stage of a pipeline, left before its head
+        if not was_split or output is None or isinstance(output, Tensor):
             return output
         if logits is None:
             raise UsageError(

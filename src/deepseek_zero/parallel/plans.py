@@ -272,9 +272,8 @@ def _by_config(
                     "partition_config.shape says so.",
                     "let the parts add up to the outputs.",
                 )
-            if (
-                sizes and style == "column"
-            ):  # its parts are no equal heads, which a region would need
+            # Its parts are no equal heads, which a region would need
+            if sizes and style == "column":
                 style = "column_gather"
             return Choice(name, module, KINDS[style], "partition_config", fused)
     return None

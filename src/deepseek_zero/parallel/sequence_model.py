@@ -40,18 +40,10 @@ _PER_TOKEN = (
     "ForTokenClassification",
     "BertGenerationDecoder",
 )
-_PER_TOKEN_LOSSES = (
-    None,
-    "ForCausalLM",
-    "ForMaskedLM",
-    "ForTokenClassification",
-)  # transformers' names; None: causal
-_LABELS = (
-    "labels",
-    "start_positions",
-    "next_sentence_label",
-    "return_loss",
-)  # what a forward with a loss takes
+# Transformers' names; None: causal
+_PER_TOKEN_LOSSES = (None, "ForCausalLM", "ForMaskedLM", "ForTokenClassification")
+# What a forward with a loss takes
+_LABELS = ("labels", "start_positions", "next_sentence_label", "return_loss")
 # Attributes by which embeddings of transformers say that a token's depends on other tokens.
 _MIXING = {"token_dropout": "the share of masked tokens", "trigram_input": "the tokens next to it"}
 _NAMED = "shared_"  # and transformers' name of the attention that computes the heads
@@ -577,9 +569,8 @@ class _Shared:
         query, key, value: (samples, heads, tokens, width).
         """
         self._attended = True
-        kwargs.pop(
-            "position_ids", None
-        )  # of this rank's tokens alone: nothing to tell documents by
+        # Of this rank's tokens alone: nothing to tell documents by
+        kwargs.pop("position_ids", None)
         attend = self._exchanged if self.attention == "ulysses" else self._gathered
         return attend(core, module, query, key, value, *args, **kwargs)
 

@@ -13,11 +13,8 @@ from .sequence import SequenceAttention
 from .sequence_model import Attention, SequenceSettings, choose_attention, heads_of
 
 ROW_BYTES = 16  # a rank's loss and how many tokens it is of, in float64
-_OTHER_WIDTHS = (
-    "v_head_dim",
-    "qk_rope_head_dim",
-    "kv_lora_rank",
-)  # of models whose keys and values are of two widths
+# Of models whose keys and values are of two widths
+_OTHER_WIDTHS = ("v_head_dim", "qk_rope_head_dim", "kv_lora_rank")
 
 
 class SequenceTraffic(NamedTuple):
@@ -62,9 +59,8 @@ def traffic_of_sequences(
         getattr(module, "gradient_checkpointing", False) is True for module in model.modules()
     )
     if attention == "ulysses":
-        copies = (
-            held if held % ranks == 0 else ranks
-        )  # a head that is repeated for the ranks travels as often
+        # A head that is repeated for the ranks travels as often
+        copies = held if held % ranks == 0 else ranks
         numbers = (
             (3 if recomputes else 2) * (ranks - 1) * 2 * (heads // tp + copies) * width // ranks
         )

@@ -135,9 +135,8 @@ def shard_tokens(model: nn.Module, stretch: Stretch, axis: TensorAxis) -> None:
             block.register_forward_hook(_leaving(axis), always_call=False)
         if name == last:
             block.register_forward_hook(_gives(lambda x: unshard(x, axis.group, last)))
-    for name in (
-        stretch.norms
-    ):  # its gradients for its input add up before they meet others', as on the virtual axis
+    # Its gradients for its input add up before they meet others', as on the virtual axis
+    for name in stretch.norms:
         model.get_submodule(name).register_forward_pre_hook(
             _given(lambda x: x.view_as(x)), with_kwargs=True
         )

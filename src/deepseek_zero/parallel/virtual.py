@@ -376,11 +376,8 @@ class Attention(nn.Module):
         return self.axis.in_passes(self, super().forward, args, kwargs)
 
 
-CACHES = (
-    "past_key_values",
-    "past_key_value",
-    "layer_past",
-)  # what a training step has no use for, under these names
+# What a training step has no use for, under these names
+CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 def run_in_passes(

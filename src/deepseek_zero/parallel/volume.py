@@ -127,9 +127,8 @@ def traffic_of(
         first = choices[0]
         if _shards(first):
             width = (3 if recomputes else 2) * first.widths[0 if first.style == "row" else 1]
-            width += (
-                2 * first.widths[0] if first is last else 0
-            )  # the gathers at the ends of the blocks
+            # The gathers at the ends of the blocks
+            width += 2 * first.widths[0] if first is last else 0
             sent = (plan.ranks - 1) * width * dtype.itemsize
         else:
             splits = first.style == "head" and settings.loss != "gathered"

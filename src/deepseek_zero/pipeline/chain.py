@@ -383,9 +383,8 @@ class _FakeRun(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if (
-            func is Tensor.requires_grad_ or next(all_tensors(output), None) is None
-        ):  # a shape, a dtype: no use
+        # A shape, a dtype: no use
+        if func is Tensor.requires_grad_ or next(all_tensors(output), None) is None:
             return output
         for tensor in all_tensors(*args, *(kwargs or {}).values()):
             if (name := self.names.get(id(tensor))) is not None:
@@ -426,9 +425,8 @@ class _FakeRun(TorchFunctionMode):
         for part, block in zip(self.parts[1:], self.blocks, strict=False):
             own = {id(param) for param in block.parameters()}
             for name, param in self.model.named_parameters():
-                if (
-                    id(param) in own and name not in used
-                ):  # a block's own, though this run did without
+                # A block's own, though this run did without
+                if id(param) in own and name not in used:
                     part.params[name] = param.numel()
                     used.add(name)
         unused = tuple(name for name, _ in self.model.named_parameters() if name not in used)

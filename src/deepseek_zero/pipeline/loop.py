@@ -39,9 +39,8 @@ from .stage import MicroBatch, loss_in
 
 TOTAL = "num_items_in_batch"  # by which models of transformers divide a sum of losses
 NEAR = 1e-6  # two factors that differ by less, relatively, are one that was rounded in two ways
-_OBJECT, _BARE, _NOTHING = range(
-    3
-)  # what a model returns: something with a loss, the loss alone, no loss
+# What a model returns: something with a loss, the loss alone, no loss
+_OBJECT, _BARE, _NOTHING = range(3)
 
 
 class StageOutput(dict[str, Any]):

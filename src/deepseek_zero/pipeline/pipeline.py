@@ -173,9 +173,8 @@ class Pipeline:
         Collective.  micro_batches: `MicroBatch`es, the same on all ranks of a pipeline, or
         `Labelled` ones, of which the first stage uses the inputs and the last one the labels.
         """
-        factor = self.runtime.settings.accumulation / len(
-            micro_batches
-        )  # the border divides by the accumulation
+        # The border divides by the accumulation
+        factor = self.runtime.settings.accumulation / len(micro_batches)
         return self._agree(self.run(micro_batches, scale=factor).losses)
 
     def run(

@@ -43,9 +43,8 @@ class StageActionKind(Enum):
     REDUCE = "REDUCE_GRAD"
     TIE = "TIE"
 
-    __hash__ = (
-        object.__hash__
-    )  # members are single objects; Enum's own hashes their names, a Python call each time
+    # Members are single objects; Enum's own hashes their names, a Python call each time
+    __hash__ = object.__hash__
 
 
 COMPUTES = frozenset({StageActionKind.FORWARD, StageActionKind.BACKWARD})

@@ -393,9 +393,8 @@ def take_stages(model: nn.Module, cut: Cut, own: Sequence[int]) -> list[ModelSta
                 view[key] = entry = _Entry(block, chain.lengths[number])
             elif number == end:
                 view[key] = _Exit(block, chain.lengths[number])
-            elif (
-                not first <= number < end and resting[key] is block
-            ):  # of another stage of this rank
+            elif not first <= number < end and resting[key] is block:
+                # Of another stage of this rank
                 view[key] = StandIn(block, chain.lengths[number])
         found.append(ModelStage(model, cut, stage, view, entry, zeros))
     for key, module in resting.items():

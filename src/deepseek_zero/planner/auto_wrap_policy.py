@@ -248,9 +248,8 @@ def _is_leaf_unit(path: str, module: nn.Module, settings: PlanSettings) -> bool:
     named = path in settings.leaf_names or any(
         path.endswith(suffix) for suffix in settings.leaf_suffixes
     )
-    small = not isinstance(module, CONTAINERS) and _is_fine_grained(
-        module, settings
-    )  # few containers are called
+    # Few containers are called
+    small = not isinstance(module, CONTAINERS) and _is_fine_grained(module, settings)
     return named or small or type(module).__name__ in settings.leaf_classes
 
 

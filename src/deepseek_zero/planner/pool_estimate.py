@@ -71,15 +71,12 @@ class _StepReplay:
     most_reductions: int = 1  # under way at once
     ledger: PoolLedger = field(default_factory=PoolLedger)
     in_flight: deque[_Reduction] = field(default_factory=deque)
-    coded: dict[int, list[Size]] = field(
-        default_factory=dict
-    )  # by unit: messages of its weights, until it is used
-    all_reducing: list[Size] = field(
-        default_factory=list
-    )  # buffers of the sum over replicas under way
-    outgoing: list[Size] = field(
-        default_factory=list
-    )  # the last message's, on its way until the next one is
+    # By unit: messages of its weights, until it is used
+    coded: dict[int, list[Size]] = field(default_factory=dict)
+    # Buffers of the sum over replicas under way
+    all_reducing: list[Size] = field(default_factory=list)
+    # The last message's, on its way until the next one is
+    outgoing: list[Size] = field(default_factory=list)
 
     def play(self, schedule: Schedule) -> None:
         for action in schedule.actions():
@@ -197,9 +194,8 @@ class _StepReplay:
         reduction = _Reduction(any(group.ranks > 1 or _is_cut(group) for group in unit.trained))
         self.in_flight.append(reduction)
         for group in unit.trained:
-            held = (
-                [(group.plan.summand_dtype, group.padded_numel)] if _is_cut(group) else []
-            )  # taken in backward
+            # Taken in backward
+            held = [(group.plan.summand_dtype, group.padded_numel)] if _is_cut(group) else []
             taken = [self._travel(group)] if self._is_copied(group) else []
             under_way = self._messages(group).in_flight
             taken += self._rooms(group) * under_way
@@ -280,9 +276,8 @@ class _StepReplay:
             for number in range(messages):
                 self.ledger.give(self.outgoing)
                 self.outgoing = [size]
-                self.ledger.take(
-                    [size] if number + under_way < messages else []
-                )  # the first when it all began
+                # The first when it all began
+                self.ledger.take([size] if number + under_way < messages else [])
         reduction.staged = []
 
 

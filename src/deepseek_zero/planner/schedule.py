@@ -625,9 +625,8 @@ def _gathers(
         for later in order[k + 1 :]:
             if later in issued:
                 continue
-            is_far = early + sizes[later] > ahead and (
-                early or not ahead
-            )  # the next one may be larger than `ahead`
+            # The next one may be larger than `ahead`
+            is_far = early + sizes[later] > ahead and (early or not ahead)
             if is_far or live + sizes[later] > window:
                 break
             now.append(later)

@@ -366,9 +366,8 @@ def plan_group(
             1  # checkpoints, also old ones, store what codes left out by its place in this layout
         )
     if plan.weight.rests_as is not None:
-        grain = max(
-            grain, plan.weight.rests_as.granule
-        )  # no block of codes has two parameters' elements
+        # No block of codes has two parameters' elements
+        grain = max(grain, plan.weight.rests_as.granule)
     layout = even_layout(names, shapes, mesh.shard_size, grain=grain)
     replicas = mesh.dp_replicate * max(1, len(key.sharers))
     secondary_ranks = settings.secondary_ranks if plan.secondary is not None else 1

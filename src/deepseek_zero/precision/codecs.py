@@ -37,9 +37,8 @@ from ..base.device import PerDevice
 CODED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes whose every number is one of fp32
 LARGEST = {8: 127, 4: 7}
 SMALLEST_SCALE = 2.0**-126
-DECODED_AT_ONCE = PerDevice(
-    cpu=1 << 17, accelerator=1 << 24
-)  # values, in two passes, where no scratch says how many
+# Values, in two passes, where no scratch says how many
+DECODED_AT_ONCE = PerDevice(cpu=1 << 17, accelerator=1 << 24)
 # Elements of fp32 for a codec to work in: a tile is a dozen calls of torch, 70 us, which no smaller
 # one wins back by being in the cache.
 WORK_NUMEL = PerDevice(cpu=1 << 20, accelerator=1 << 24)
@@ -91,9 +90,8 @@ class Blocks:
     scale_bits: int = FP32_BITS
 
     dtype: ClassVar[torch.dtype] = torch.uint8  # of a message
-    message_numel: ClassVar[int] = (
-        1 << 20
-    )  # most values of one, so that others are coded and added up while it travels
+    # Most values of one, so that others are coded and added up while it travels
+    message_numel: ClassVar[int] = 1 << 20
 
     @property
     def granule(self) -> int:
@@ -133,9 +131,8 @@ class Blocks:
             is_lost = self._scale(rows, scale, small)
             quotients = torch.mul(rows, small[: scale.numel()].unsqueeze(1), out=work.view_as(rows))
             if is_lost is not None:
-                quotients.masked_fill_(
-                    is_lost.unsqueeze(1), 0.0
-                )  # their codes say nothing, and share bytes with others'
+                # Their codes say nothing, and share bytes with others'
+                quotients.masked_fill_(is_lost.unsqueeze(1), 0.0)
             quotients.round_()
             coded = codes[start * self.bits // 8 : stop * self.bits // 8]
             if packs:
@@ -159,16 +156,14 @@ class Blocks:
         asks = scale.device.type == "cpu"
         is_lost = None
         if not asks or not isfinite(float(scale.sum())):
-            scale.add_(
-                torch.sub(scale, scale, out=low)
-            )  # an infinity becomes a NaN; finite numbers stay
+            # An infinity becomes a NaN; finite numbers stay
+            scale.add_(torch.sub(scale, scale, out=low))
             is_lost = scale.isnan()
         if dropped := FP32_BITS - self.scale_bits:  # to nearest, upwards from the middle
             scale.view(torch.int32).add_(1 << (dropped - 1)).bitwise_and_(-1 << dropped)
             if is_lost is not None:
-                scale.masked_fill_(
-                    is_lost, float("nan")
-                )  # the bits of a NaN may be all ones, which were added to
+                # The bits of a NaN may be all ones, which were added to
+                scale.masked_fill_(is_lost, float("nan"))
         torch.reciprocal(scale, out=inverse)
         if not asks or not float(scale.amin()) >= SMALLEST_SCALE:
             is_zero = scale < SMALLEST_SCALE
@@ -314,9 +309,8 @@ class Signs:
         return "signs"
 
 
-_PLACES = tuple(
-    1 << place for place in range(7, -1, -1)
-)  # of the bits of a byte, as numpy packs them
+# Of the bits of a byte, as numpy packs them
+_PLACES = tuple(1 << place for place in range(7, -1, -1))
 
 
 def _packed_bits(bits: Tensor) -> Tensor:

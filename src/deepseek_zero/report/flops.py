@@ -59,9 +59,8 @@ class ForwardCost:
     model: nn.Module
     rows: dict[str, ModuleCost] = field(default_factory=dict)
     _hooks: list[Any] = field(default_factory=list)
-    _open: dict[str, tuple[int, float]] = field(
-        default_factory=dict
-    )  # operations and time at entry
+    # Operations and time at entry
+    _open: dict[str, tuple[int, float]] = field(default_factory=dict)
     _counter: FlopCounterMode | None = None
 
     def start(self) -> None:
@@ -94,9 +93,8 @@ class ForwardCost:
         if not name:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
-        if (
-            self._counter is not None
-        ):  # a module called on its own, outside the model's forward, is not counted
+        # A module called on its own, outside the model's forward, is not counted
+        if self._counter is not None:
             self._open[name] = self._counter.get_total_flops(), time.perf_counter()
 
     def _on_forward_end(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -113,9 +111,8 @@ class ForwardCost:
 def flops_table(cost: ForwardCost, settings: FlopsSettings) -> str:
     """Print the counts as lines of text: the model, and each module below it if `detailed`."""
     total = cost.rows[""]
-    step = total.flops * (
-        3 + settings.recompute
-    )  # backward: once for the inputs, once for the weights
+    # backward: once for the inputs, once for the weights
+    step = total.flops * (3 + settings.recompute)
     lines = [
         f"Flops profile after step {settings.step}: matrix products, convolutions and attention, "
         "as they ran",

@@ -51,9 +51,8 @@ def live_storages(device_type: str | None = None) -> dict[int, int]:
                 if tensor is None or tensor.device.type != (device_type or tensor.device.type):
                     continue
                 storage = tensor.untyped_storage()
-                if (
-                    storage.device.type == "meta"
-                ):  # torch.compile leaves fake tensors, which claim a real device
+                # Torch.compile leaves fake tensors, which claim a real device
+                if storage.device.type == "meta":
                     continue
                 found[storage.data_ptr()] = storage.nbytes()
     found.pop(0, None)

@@ -53,9 +53,8 @@ class MemoryTrace:
     phase: Callable[[], str]
     samples: list[dict[str, int]] = field(default_factory=list)
     marks: list[tuple[int, str]] = field(default_factory=list)  # (sample, phase that began there)
-    _made: dict[WeakStorage, tuple[int, int, str]] = field(
-        default_factory=dict
-    )  # address, bytes, phase
+    # Address, bytes, phase
+    _made: dict[WeakStorage, tuple[int, int, str]] = field(default_factory=dict)
 
     @property
     def peak(self) -> dict[str, int]:

@@ -244,9 +244,8 @@ def _label_curve_ends(axes: Any, training: list[float], held_out: list[float]) -
     names = [(loss, "training", BLUE) for loss in training] + [
         (loss, "held-out", ORANGE) for loss in held_out
     ]
-    rises = {1: (0,), 2: (9, -9)}.get(
-        len(names), ()
-    )  # two ends lie close together: one name above, one below
+    # Two ends lie close together: one name above, one below
+    rises = {1: (0,), 2: (9, -9)}.get(len(names), ())
     for rise, (loss, name, colour) in zip(rises, sorted(names, reverse=True), strict=False):
         _write_at_right_edge(
             axes,

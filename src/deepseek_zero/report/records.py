@@ -61,9 +61,8 @@ class RecordWriter:
         if is_rank_zero():
             self.folder.mkdir(parents=True, exist_ok=True)
             header = csv_line([field.name for field in fields(StepRecord)])
-            table = open_for_append(
-                self.folder / CSV_NAME, header
-            )  # first: the one that can be refused
+            # first: the one that can be refused
+            table = open_for_append(self.folder / CSV_NAME, header)
             self._files = (open_for_append(self.folder / JSONL_NAME), table)
 
     def __enter__(self) -> RecordWriter:

@@ -111,9 +111,8 @@ class GatheredParameters:
         if isinstance(params, nn.Module):
             params = list(params.parameters())
         given: Iterable[Any] = [params] if isinstance(params, Tensor) else params
-        self.params: list[nn.Parameter] = [
-            param for param in given if param is not None
-        ]  # a layer without a bias
+        # A layer without a bias
+        self.params: list[nn.Parameter] = [param for param in given if param is not None]
         self.modifier_rank = modifier_rank
         self.enabled = enabled
         self.groups: list[ParamGroup] = []

@@ -47,9 +47,8 @@ from ..tiers.tier import (
     read_now,
 )
 
-WORTH_RETURNING = (
-    1 << 20
-)  # bytes; having the pages of a smaller buffer again costs more than they are worth
+# Bytes; having the pages of a smaller buffer again costs more than they are worth
+WORTH_RETURNING = 1 << 20
 
 
 def has_pages_to_return(tensor: Tensor) -> bool:
@@ -227,9 +226,8 @@ class FlatBuffer:
         Offloaded ones are fetched as by `elements`; whoever knows that they are not offloaded takes
         `memory`.
         """
-        if (
-            self.extent is None and self.spec.rests_as is None
-        ):  # as `_is_plain`, which is a call; this one is frequent
+        # As `_is_plain`, which is a call; this one is frequent
+        if self.extent is None and self.spec.rests_as is None:
             self.guard.before_read()
             return self.memory
         return self.elements(0, self.numel)
@@ -607,9 +605,8 @@ class Message:
         for start in range(0, out.numel(), half):
             stop = min(start + half, out.numel())
             self.wire.decode(piece, start, stop, scratch[: stop - start], scratch[half:])
-            out[start:stop].copy_(
-                scratch[: stop - start].add_(out[start:stop])
-            )  # no name keeps a view of what is lent
+            # No name keeps a view of what is lent
+            out[start:stop].copy_(scratch[: stop - start].add_(out[start:stop]))
         self.pool.give(scratch)
 
     def sum(self, received: Sequence[Tensor], into: Tensor, *, divisor: float, add: bool) -> None:

@@ -26,9 +26,8 @@ from ..base.device import number_of_node
 _KEPT = 4096  # forwards that are remembered
 _MARK = "deepseek_zero.entries"
 
-Factor = Callable[
-    [], float | None
-]  # what a gradient that enters is multiplied by; None: its engine is gone
+# What a gradient that enters is multiplied by; None: its engine is gone
+Factor = Callable[[], float | None]
 
 
 @dataclass(frozen=True)

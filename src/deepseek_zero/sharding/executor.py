@@ -74,9 +74,8 @@ class Unit:
         self._state = UnitState.SHARDED
         self._gathers: list[Pending] = []
         self._reduces: list[Pending] = []
-        self.arrived: set[int] = (
-            set()
-        )  # id(param) of gradients that arrived in the backward under way
+        # Id(param) of gradients that arrived in the backward under way
+        self.arrived: set[int] = set()
         self.set_groups(groups)
         self.reduced_in_backward = False
         self.is_held = False  # stays gathered whatever the program says (`Executor.hold`)
@@ -281,9 +280,8 @@ class Executor:
         self._part: frozenset[int] | None = None  # the units that passes go to; None: all
         self._walks_of_parts: dict[tuple[int, frozenset[int]], tuple[Pass, Pass]] = {}
         self._reached = 0  # places of the walk whose gathers have been asked for
-        self._to_gather: deque[int] = (
-            deque()
-        )  # asked for, and held back by an update that comes first
+        # Asked for, and held back by an update that comes first
+        self._to_gather: deque[int] = deque()
         self._resident_before: frozenset[int] = frozenset()
         self.late: set[int] = set()  # units with gradients that came after their sum
         self._ends_step = True  # the backward under way does what is done once a step
@@ -291,9 +289,8 @@ class Executor:
         self._in_flight: deque[Unit] = deque()  # whose reductions are under way
         self._apart: Unit | None = None
         self._passes_begun: set[str] = set()
-        self._first_pass = LongWork(
-            "", 0
-        )  # the progress of a first pass; without a total there is none
+        # The progress of a first pass; without a total there is none
+        self._first_pass = LongWork("", 0)
         self._follow(schedule)
 
     def _follow(self, schedule: Schedule) -> None:
@@ -697,9 +694,8 @@ class Executor:
         unit.reduced_in_backward = True
         self._in_flight.append(unit)
         if landed is not None:
-            self._after_reduce(
-                landed
-            )  # when the next one is on its way, since other ranks wait for that
+            # When the next one is on its way, since other ranks wait for that
+            self._after_reduce(landed)
         if not self.settings.overlap:
             self.wait_for_reduce()
 

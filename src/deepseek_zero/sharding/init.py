@@ -60,9 +60,8 @@ class InitShard:
         padded.chunk(comm.size)[comm.rank].copy_(self.slice) if padded.numel() else None
         if comm.size > 1 and padded.numel():
             comm.all_gather(padded, "gather", "a parameter under construction").wait()
-        return padded.resize_(
-            self.numel
-        )  # not a view, which would keep the padded tensor as a second user
+        # Not a view, which would keep the padded tensor as a second user
+        return padded.resize_(self.numel)
 
     # -- GatheredParameters before there is an engine; both collective
 
@@ -191,9 +190,8 @@ class Init:
         self.dtype = dtype
         self.is_open = False
         self.awake: list[InitShard] = []
-        self.scratch: Callable[[], Any] = lambda: (
-            None
-        )  # weak: the parameter of `InitShard.lend_scratch`
+        # weak: the parameter of `InitShard.lend_scratch`
+        self.scratch: Callable[[], Any] = lambda: None
         self._handle: Any = None
         self._comm: Comm | None = None
         self._device = default_device()
@@ -295,9 +293,8 @@ class Init:
                 continue
             with torch.no_grad():
                 if not shard.cut_replaced(param):
-                    if (
-                        storage_users(full) > 2
-                    ):  # the tensor itself and the parameter; more is a view of the caller's
+                    # The tensor itself and the parameter; more is a view of the caller's
+                    if storage_users(full) > 2:
                         busy.append(shard)
                         continue
                     shard.slice.copy_(_scatter_slices(self.open_comm(), full, 0, shard.slice.dtype))
@@ -370,9 +367,8 @@ def materialise(model: nn.Module, comm: Comm, device: torch.device) -> Iterator[
             real = nn.Parameter(
                 torch.empty_like(param, device=device), requires_grad=param.requires_grad
             )
-            torch.utils.swap_tensors(
-                param, real
-            )  # the same object: optimizers built earlier stay valid
+            # The same object: optimizers built earlier stay valid
+            torch.utils.swap_tensors(param, real)
         for key in stray:
             setattr(module, key, torch.empty_like(getattr(module, key), device=device))
         reset()
@@ -383,9 +379,8 @@ def materialise(model: nn.Module, comm: Comm, device: torch.device) -> Iterator[
         yield module
 
 
-Reading = Callable[
-    [int, int], Iterable[tuple[int, Tensor]]
-]  # (start, stop) -> flat parts of a value, with their places
+# (start, stop) -> flat parts of a value, with their places
+Reading = Callable[[int, int], Iterable[tuple[int, Tensor]]]
 
 
 def take_slice(param: nn.Parameter, session: Init, read: Reading) -> None:

@@ -93,9 +93,8 @@ class Momentum:
         (boxes,) = boxes_in(room, comm, length)
         pieces = sent.split(length)
         scratch = lend_scratch(pool)
-        weight = (
-            (1 - self.beta1) * comm.size / self.comm_ctx.divisor / loss_scale
-        )  # of a gradient in the new momentum
+        # Of a gradient in the new momentum
+        weight = (1 - self.beta1) * comm.size / self.comm_ctx.divisor / loss_scale
         for rank in range(comm.size):
             low, high = self.layout.bounds(rank)
             old = self._piece(self.signs, rank)

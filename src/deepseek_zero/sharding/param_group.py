@@ -69,9 +69,8 @@ class ParamInfo:
     slot: Slot
     param_class: type[nn.Parameter]
     placeholder: Tensor = field(init=False)  # its data while sharded
-    is_frozen: bool = field(
-        init=False
-    )  # `requires_grad` was off when all ranks looked last (regroup.py)
+    # `requires_grad` was off when all ranks looked last (regroup.py)
+    is_frozen: bool = field(init=False)
 
     def __post_init__(self) -> None:
         with without_torch_function():
@@ -119,18 +118,15 @@ class ParamGroup:
         self.unsharded: FlatBuffer | None = None
         self.is_idle = False  # every member was frozen after it was wrapped: nothing to reduce
         self.weight_is_written = False  # by a load, where it is a state beside its master
-        self.not_updated: frozenset[int] = (
-            frozenset()
-        )  # members that no optimizer updates: the norm leaves them out
+        # Members that no optimizer updates: the norm leaves them out
+        self.not_updated: frozenset[int] = frozenset()
         self.is_pinned = (
             False  # by a GatheredParameters block: whole until it ends, whatever runs inside it
         )
-        self.runtime: Callable[[], Any] = lambda: (
-            None
-        )  # weak: set by the runtime that drives this group
-        self.optimizer: Callable[[], Any] = lambda: (
-            None
-        )  # weak: set by the optimizer that updates this group
+        # weak: set by the runtime that drives this group
+        self.runtime: Callable[[], Any] = lambda: None
+        # weak: set by the optimizer that updates this group
+        self.optimizer: Callable[[], Any] = lambda: None
         self.guard = StateGuard()  # of weight, master, moments and the gradient that waits
         nothing = float("nan") if plan.weight.dtype.is_floating_point else 0
         self.placeholder = torch.full(
@@ -639,9 +635,8 @@ class MasterWeight:
     is_exposed: bool = True
     update_device: torch.device = CPU  # where it is updated
     copy_engine: CopyEngine = field(default_factory=CopyEngine)
-    staged: StagedTile | None = field(
-        init=False, default=None
-    )  # of what the host updates and the device has
+    # Of what the host updates and the device has
+    staged: StagedTile | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if self.update_device == CPU:
@@ -870,9 +865,8 @@ GRAD_MOVES = {
     (GradState.REDUCED, GradState.EMPTY),
     (GradState.DEFERRED, GradState.EMPTY),
 }
-_SUMMED = frozenset(
-    (GradState.REDUCING, GradState.PARTIAL, GradState.REDUCED)
-)  # of the step under way
+# Of the step under way
+_SUMMED = frozenset((GradState.REDUCING, GradState.PARTIAL, GradState.REDUCED))
 
 
 class Gradient:
@@ -891,9 +885,8 @@ class Gradient:
         self.group = group
         self.predivide = group.planned.predivide
         self.buffer: FlatBuffer | None = None
-        self.guard = (
-            StateGuard()
-        )  # a checkpoint takes no gradient but the one that waits: no reader
+        # A checkpoint takes no gradient but the one that waits: no reader
+        self.guard = StateGuard()
         self._state = GradState.EMPTY
         self._clear()
         self.delayed = DelayedGradient(self)
@@ -962,9 +955,8 @@ class Gradient:
             # A late gradient: the sum under way lands where this one is to be collected
             self._reduction.wait()
             group.comm_ctx.world.wait_until_read(buffer.memory)
-            if (
-                self._state in _SUMMED
-            ):  # a second backward nobody announced: keep the first one's sum aside
+            # A second backward nobody announced: keep the first one's sum aside
+            if self._state in _SUMMED:
                 self._carry(self._own(buffer))
             self._partial = buffer
         else:
@@ -1015,9 +1007,8 @@ class Gradient:
         if group.plan.grad.placement is P:
             return self._reduce_in_place(partial, what)
         if group.comm_ctx.replicas is not None and self._state is GradState.REDUCED:
-            self._carry(
-                self.ensure_buffer().load()
-            )  # a backward that comes after the replicas have met
+            # A backward that comes after the replicas have met
+            self._carry(self.ensure_buffer().load())
         pending = move(
             partial, self.ensure_buffer(), group.comm_ctx, what, add=self._state in _SUMMED
         )
@@ -1151,9 +1142,8 @@ class Gradient:
 
         def finish() -> None:
             self._summed()
-            if (
-                self._carried_sum is not None and self._carried_state is self._state
-            ):  # else it is added to the total
+            # Else it is added to the total
+            if self._carried_sum is not None and self._carried_state is self._state:
                 own.add_(self._carried_sum)
                 self._carried_sum = None
 
@@ -1243,9 +1233,8 @@ class Gradient:
     def defer(self) -> None:
         """Keep the sum for an update that is still to come; `finish_deferred` drops it. Local."""
         if self._state is GradState.EMPTY:
-            self.absent = set(
-                range(len(self.group.members))
-            )  # nobody has a gradient, so that nobody is updated
+            # Nobody has a gradient, so that nobody is updated
+            self.absent = set(range(len(self.group.members)))
         self._enter(GradState.DEFERRED)
 
     def finish_deferred(self) -> None:

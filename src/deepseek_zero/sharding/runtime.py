@@ -446,9 +446,8 @@ class Runtime:
             group.gradient.discard()
         if (driver := self.driver()) is not None:
             driver.forget()
-        if (
-            not self.settings.streams_weights
-        ):  # gathered weights would have their pages again a moment later
+        # Gathered weights would have their pages again a moment later
+        if not self.settings.streams_weights:
             self.comm_ctx.pool.return_pages()
 
     def discard_step(self) -> None:
@@ -509,9 +508,8 @@ class ForwardFrame:
         self.is_first = is_first
         self.contexts: list[Any] = []
         self.has_returned = False
-        self.begin = (
-            next_node_number() if is_border else 0
-        )  # number of the first node of autograd's inside
+        # Number of the first node of autograd's inside
+        self.begin = next_node_number() if is_border else 0
 
 
 class Forward:
@@ -573,9 +571,8 @@ class Forward:
             self.structure.check()
             for group in self.runtime.trained_groups:
                 group.gradient.release()
-        again = (
-            unit.is_tile and self.runtime.phase is Phase.BACKWARD
-        )  # recomputed: one tile at a time, as in forward
+        # recomputed: one tile at a time, as in forward
+        again = unit.is_tile and self.runtime.phase is Phase.BACKWARD
         self.runtime.executor.use_with_externals(unit, in_turn=not again)
         if is_border:
             args, kwargs = self._inside((args, kwargs))
@@ -660,12 +657,10 @@ class Forward:
         autocast = self.runtime.settings.policy.autocast
         if unit is self.runtime.root and autocast is not None:
             yield torch.autocast(self.runtime.comm_ctx.pool.device.type, dtype=autocast)
-        goes = (
-            unit.is_copied and unit.number not in self.runtime.executor.schedule.kept
-        )  # between forward and backward
-        again = (
-            self.runtime.phase is Phase.BACKWARD and not unit.is_tile
-        )  # recomputed, to be used by backward at once
+        # Between forward and backward
+        goes = unit.is_copied and unit.number not in self.runtime.executor.schedule.kept
+        # Recomputed, to be used by backward at once
+        again = self.runtime.phase is Phase.BACKWARD and not unit.is_tile
         if goes and not again and torch.is_grad_enabled():
             yield weight_hooks(unit, self.runtime.fetch_saved)
 
@@ -683,9 +678,8 @@ class Forward:
         for context in reversed(active.contexts):
             context.__exit__(None, None, None)
         if not active.has_returned:
-            error = (
-                sys.exception()
-            )  # torch calls this hook while it handles what the forward raised
+            # Torch calls this hook while it handles what the forward raised
+            error = sys.exception()
             if error is not None and not ends_recomputation(error):
                 self.runtime.comm.post_error(error)
             return output
@@ -772,9 +766,8 @@ def install_hooks(runtime: Runtime) -> list[Any]:
         handles.append(
             unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         )
-        returned = _bound(
-            _forward_returned, runtime
-        )  # torch calls it, before the other, only where nothing was raised
+        # Torch calls it, before the other, only where nothing was raised
+        returned = _bound(_forward_returned, runtime)
         handles.append(unit.module.register_forward_hook(returned))
         handles.append(unit.module.register_forward_hook(after, with_kwargs=True, always_call=True))
         for group in unit.trained:
@@ -939,9 +932,8 @@ class BeforeGrad:
         runtime = self._runtime()
         if runtime is None or runtime.phase is Phase.BACKWARD:
             return
-        if (
-            runtime.forward.active
-        ):  # torch.autograd.grad inside a forward writes no `.grad` (tiled_loss.py)
+        # Torch.autograd.grad inside a forward writes no `.grad` (tiled_loss.py)
+        if runtime.forward.active:
             return
         runtime.before_grad()
 

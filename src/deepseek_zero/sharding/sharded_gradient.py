@@ -109,9 +109,8 @@ class ShardedGradient(Tensor):
             return args[0]
         if (found := answer_without_elements(function, name, args, kwargs)) is not NEEDS_ELEMENTS:
             return found
-        if name.endswith(
-            "_like"
-        ):  # of the whole shape, so that the same seed draws the same on any number of ranks
+        # Of the whole shape, so that the same seed draws the same on any number of ranks
+        if name.endswith("_like"):
             with without_torch_function():
                 return function(args[0].as_subclass(Tensor), *args[1:], **kwargs)
         if name.startswith("_foreach_"):

@@ -356,9 +356,8 @@ def _at_rest(
     kwargs: Mapping[str, Any] | None = None,
 ) -> AtRestError:
     owner = owner_of(param)
-    engine = getattr(
-        owner, "runtime", None
-    )  # a parameter of zero.Init has an owner and no engine yet
+    # A parameter of zero.Init has an owner and no engine yet
+    engine = getattr(owner, "runtime", None)
     runtime = engine() if engine is not None else None
     if owner is None or (engine is not None and (runtime is None or runtime.is_destroyed)):
         end = "deleted" if runtime is None else "destroyed"

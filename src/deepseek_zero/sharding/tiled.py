@@ -72,9 +72,8 @@ class TiledLinear(nn.Module):
             for columns in pairwise(self.in_parts):
                 has_bias = bias and columns[1] == in_features
                 tile = make(columns[1] - columns[0], rows[1] - rows[0], bias=has_bias, **kwargs)
-                if (
-                    init_linear is not None
-                ):  # before it is registered, which is when zero.Init cuts it
+                # Before it is registered, which is when zero.Init cuts it
+                if init_linear is not None:
                     _copy(init_linear, tile, rows, columns)
                 row.append(tile)
             self.linears.append(row)

@@ -433,9 +433,8 @@ def _open_unnamed(directory: Path) -> tuple[int, bool]:
             try:
                 descriptor = _unnamed(directory, flag)
                 page = private_pages(PAGE, torch.uint8)
-                os.pwritev(
-                    descriptor, [_view(page)], 0
-                )  # some file systems take the flag and refuse what follows
+                # Some file systems take the flag and refuse what follows
+                os.pwritev(descriptor, [_view(page)], 0)
                 return descriptor, flag != 0
             except OSError as error:
                 if descriptor >= 0:
@@ -462,9 +461,8 @@ def _unnamed(directory: Path, flag: int) -> int:
     flags = os.O_RDWR | os.O_CLOEXEC | flag
     with suppress(OSError, AttributeError):
         return os.open(directory, flags | os.O_TMPFILE, 0o600)
-    handle, name = tempfile.mkstemp(
-        prefix="deepseek_zero-", dir=directory
-    )  # a file system without O_TMPFILE
+    # A file system without O_TMPFILE
+    handle, name = tempfile.mkstemp(prefix="deepseek_zero-", dir=directory)
     try:
         return os.open(name, flags)
     finally:

@@ -32,9 +32,8 @@ from .budget import DeviceBudget
 from .staging import StagingRing
 
 STRIDE_BYTES = 2 << 20  # of a tensor that is copied to the host step by step
-STRETCH_BYTES = (
-    256 << 20
-)  # many times what is under way at once, so that a burst is not taken for the link's speed
+# Many times what is under way at once, so that a burst is not taken for the link's speed
+STRETCH_BYTES = 256 << 20
 
 
 class Tier(Enum):

@@ -327,9 +327,8 @@ def train(engine: Any, case: Case, first: int, last: int) -> list[float]:
             pairs = [(batch(step, place), torch.zeros(4, WIDTH)) for place in range(2)]
             losses.append(float(engine.train_batch(iter(pairs))))
         elif case.uses == "loader":
-            rows = engine.__dict__.setdefault(
-                "rows", iter(engine.training_dataloader)
-            )  # one epoch goes on
+            # One epoch goes on
+            rows = engine.__dict__.setdefault("rows", iter(engine.training_dataloader))
             losses.append(_step(engine, next(rows)))
         else:
             losses.append(_step(engine, batch(step, engine.mesh.data_index)))

@@ -125,9 +125,8 @@ def _rank(rank: int, cases: list[str], folder: str) -> None:
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": "2",
     }
-    get_accelerator().is_fp16_supported = lambda: (
-        True
-    )  # torch's CPU kernels do it, DeepSpeed's check says no
+    # Torch's CPU kernels do it, DeepSpeed's check says no
+    get_accelerator().is_fp16_supported = lambda: True
     dist.init_process_group("gloo", rank=rank, world_size=2)
     deepspeed.init_distributed("gloo")
     for case in cases:

@@ -44,9 +44,8 @@ class Net(nn.Module):
             self.head = nn.Linear(WIDTH, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        numbers = torch.arange(len(x)).div(
-            len(x) // PARTS, rounding_mode="floor"
-        )  # of each sample's micro-batch
+        # Of each sample's micro-batch
+        numbers = torch.arange(len(x)).div(len(x) // PARTS, rounding_mode="floor")
         for block in self.blocks:
             x = block(x, numbers)
         return self.head(x)

@@ -318,9 +318,8 @@ def test_ranks_along_tp_and_sp_have_their_heads_layouts(
         comm = rank.comm.lay_out(here)
         place = here.coordinates["tp"] * here.sp + here.coordinates["sp"]
         plan = choose(own, here.tp)
-        prove(
-            own, plan
-        )  # before the model attends by a layout that copies do not have, as an engine does
+        # Before the model attends by a layout that copies do not have, as an engine does
+        prove(own, plan)
         attend_sparsely(own, SparseAttention(layout, here.tp * here.sp, place))
         if here.tp > 1:
             parallelize(own, comm.along["tp"], plan=plan)

@@ -88,9 +88,8 @@ def slow(layout: Layout, head: int, blocks: int) -> Table:
         sliding(table, layout.num_sliding_window_blocks)
     if isinstance(layout, BigBird):
         seen_by_all(table, 0, layout.num_global_blocks, 0, True)
-    if (
-        causal
-    ):  # the blocks of the future that DeepSpeed's Fixed and Variable leave are ours to drop
+    # The blocks of the future that DeepSpeed's Fixed and Variable leave are ours to drop
+    if causal:
         table = [
             [seen * (column <= row) for column, seen in enumerate(line)]
             for row, line in enumerate(table)

@@ -336,9 +336,8 @@ def test_the_devices_numbers_are_sane(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_resident_set_grows_with_memory_that_is_touched() -> None:
     before = allocated_bytes(torch.device("cpu"))
-    held = private_pages(16 << 20, torch.float32).fill_(
-        1.0
-    )  # the C library may have kept pages of its own
+    # The C library may have kept pages of its own
+    held = private_pages(16 << 20, torch.float32).fill_(1.0)
     assert allocated_bytes(torch.device("cpu")) - before > 0.9 * held.nbytes
 
 

@@ -38,16 +38,14 @@ def test_a_run_that_takes_too_long_is_ended_with_all_it_started(
     program: Path, tmp_path: Path
 ) -> None:
     program.write_text(f'#!/bin/sh\nsleep 600 &\necho $! >> "{tmp_path}/children"\nwait\n')
-    record = launch(
-        Run("tiny-fp32", "ddp", timeout=4.0)
-    )  # time enough to start a shell, on a busy machine too
+    # Time enough to start a shell, on a busy machine too
+    record = launch(Run("tiny-fp32", "ddp", timeout=4.0))
     assert record["failed"].startswith("not done after 4 s")
     children = (tmp_path / "children").read_text().split()
     assert len(children) == 2
     deadline = time.monotonic() + 20
-    while (
-        any(map(is_alive, children)) and time.monotonic() < deadline
-    ):  # the kernel ends a killed process in its time
+    # The kernel ends a killed process in its time
+    while any(map(is_alive, children)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(map(is_alive, children))
 

@@ -42,9 +42,8 @@ def test_a_peak_that_is_gone_is_still_seen() -> None:
     size = 64 * 2**20
     before = memory_now()["uss"]
     with Peak(interval=0.005) as peak:
-        block = private_pages(size, torch.uint8).fill_(
-            1
-        )  # the C library may have kept pages of its own
+        # The C library may have kept pages of its own
+        block = private_pages(size, torch.uint8).fill_(1)
         deadline = time.monotonic() + 20.0
         while peak.highest["uss"] < before + 0.9 * size and time.monotonic() < deadline:
             time.sleep(0.01)  # it looks on a thread of its own

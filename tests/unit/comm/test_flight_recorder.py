@@ -63,9 +63,8 @@ def test_the_board_stays_until_the_others_have_said_why_they_end_or_cannot(
     limit: float, lines_of_2: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flight_recorder, "STAY_SECONDS", limit)
-    said = Silent(
-        {"raised/3": "HostLost: h2 silent", **lines_of_2}
-    )  # of rank 1, on this host, nobody asks
+    # Of rank 1, on this host, nobody asks
+    said = Silent({"raised/3": "HostLost: h2 silent", **lines_of_2})
     began = time.monotonic()
     FlightRecorder(
         Hosts(0, ("h0", "h0", "h1", "h1", "h2")), said, dead_after=10.0

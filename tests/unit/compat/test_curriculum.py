@@ -251,9 +251,8 @@ def slow_order(metrics: dict[str, Any], steps: int, step_samples: int = 12) -> l
                 if sample not in taken
                 and all(is_let_in(name, metrics[name], sample, now[name]) for name in metrics)
             ]
-            if (
-                len(metrics) == 1 and metrics.get("any") is None
-            ):  # index files list samples by value
+            # Index files list samples by value
+            if len(metrics) == 1 and metrics.get("any") is None:
                 values = LENGTHS if "length" in metrics else RARITIES
                 new.sort(key=lambda sample: (values[sample], sample))
             if new:

@@ -218,9 +218,8 @@ def test_init_distributed_without_a_launcher_starts_a_group_of_one() -> None:
     )
     try:
         assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
-        comm.init_distributed(
-            dist_backend=None, timeout=None, dist_init_required=None
-        )  # a second call is harmless
+        # A second call is harmless
+        comm.init_distributed(dist_backend=None, timeout=None, dist_init_required=None)
         engine = engine_with()
         engine.backward(engine(torch.ones(2, 3)).float().sum())
         engine.step()

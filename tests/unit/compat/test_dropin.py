@@ -250,10 +250,8 @@ def test_the_import_adds_little_to_that_of_torch(tmp_path: Path) -> None:
         "sys.modules.keys())"
     )
     path = os.pathsep.join([str(dropin.DIRECTORY), SOURCE])
-    compiled = {
-        "PYTHONDONTWRITEBYTECODE": "",
-        "PYTHONPYCACHEPREFIX": str(tmp_path),
-    }  # once, as an install does
+    # Once, as an install does
+    compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     runs = [python(code, PYTHONPATH=path, **compiled).stdout.split() for _ in range(3)]
     assert min(float(ratio) for ratio, *_ in runs) < MOST_OF_TORCHS_IMPORT, runs
     assert not any(others for _, *others in runs)

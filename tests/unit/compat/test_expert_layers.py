@@ -71,9 +71,8 @@ def test_gates_send_tokens_where_a_loop_does(k: int, factor: float) -> None:
 
 def test_the_largest_gates_stay_and_capacity_can_follow_the_fullest_expert() -> None:
     logits = torch.tensor([[1.0, 0.0], [3.0, 0.0], [2.0, 0.0]])
-    kept = topkgating(logits, 1, 1.0, 0)[
-        2
-    ]  # an expert takes 2; the first token has the smallest gate
+    # An expert takes 2; the first token has the smallest gate
+    kept = topkgating(logits, 1, 1.0, 0)[2]
     assert kept.any(2)[:, 0].tolist() == [False, True, True]
     drawn = top1gating(logits, 1.0, 0)[2]
     assert drawn.shape[-1] == 2 and drawn.any(2)[:, 0].sum() == 2

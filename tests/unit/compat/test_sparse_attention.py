@@ -107,9 +107,8 @@ def test_the_module_is_dense_attention_under_the_layout_and_its_masks(
     assert torch.allclose(*grads, atol=1e-5) and grads[0].any()
     other = SparseSelfAttention(config, key_padding_mask_mode="mul", attn_mask_mode="add")
     added = torch.zeros(21, 21).masked_fill(allowed == 0, -torch.inf)
-    found = other(
-        query, key, value, rpe, padding == 0, added
-    )  # queries after the 12th may see padding alone
+    # Queries after the 12th may see padding alone
+    found = other(query, key, value, rpe, padding == 0, added)
     assert torch.allclose(found[:, :, :12], expected[:, :, :12], atol=1e-6)
 
 

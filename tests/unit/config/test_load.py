@@ -395,9 +395,8 @@ def test_a_key_that_is_not_built_is_named(given: dict[str, Any], key: str) -> No
 def test_what_deepspeed_has_removed_is_refused_with_what_to_use(
     given: dict[str, Any], words: tuple[str, ...], unknown: Any
 ) -> None:
-    if (
-        unknown == "warn" and "sparse_gradients" in given
-    ):  # which is behind DeepSpeed's name; dense sums are the same
+    # Which is behind DeepSpeed's name; dense sums are the same
+    if unknown == "warn" and "sparse_gradients" in given:
         assert isinstance(load(given, unknown=unknown), RawConfig)
         return
     with pytest.raises(NotBuiltError, match="DeepSpeed has removed it") as caught:

@@ -103,9 +103,8 @@ def test_both_loops_of_stages_whose_ranks_share_sequences(attention: Any) -> Non
                     else:
                         loss = engine.train_batch(iter(micros)).item()
                     sent = engine.runtime.comm.meter.sent_bytes["send"] - before
-                    described = planned.header_bytes // (
-                        MANY if is_plain else 1
-                    )  # the first call's, or step's
+                    # The first call's, or step's
+                    described = planned.header_bytes // (MANY if is_plain else 1)
                     assert sent - (described if not step else 0) == MANY * ROWS * planned.outputs[0]
                     losses.append(loss)
                 found.append(losses)

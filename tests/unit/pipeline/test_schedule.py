@@ -258,7 +258,6 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
 def test_a_plan_for_16384_ranks_is_made_and_proven_in_two_seconds() -> None:
     began = time.process_time()
     for name, virtual in (("1f1b", 1), ("interleaved", 4), ("breadth_first", 4)):
-        verify(
-            make_schedule(name, 16, virtual, 64)
-        )  # of a mesh of 16 x 8 x 128: as many programs as pipeline ranks
+        # Of a mesh of 16 x 8 x 128: as many programs as pipeline ranks
+        verify(make_schedule(name, 16, virtual, 64))
     assert time.process_time() - began < 2.0

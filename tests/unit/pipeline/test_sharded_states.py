@@ -233,10 +233,8 @@ def test_a_unit_is_gathered_and_reduced_once_whatever_the_micro_batches(stage: i
 def test_breadth_first_gathers_twice_and_lets_the_other_stages_go() -> None:
     found = run_ranks(4, lambda rank: train(rank, 2, 3, torch.float32, "breadth_first", 2))
     for rank, (_, _, _, issued) in enumerate(found):
-        for block, times in (
-            (rank // 2, 2),
-            (2 + rank // 2, 1),
-        ):  # the last stage goes from forward to backward at once
+        # The last stage goes from forward to backward at once
+        for block, times in ((rank // 2, 2), (2 + rank // 2, 1)):
             gathers = [each for each in issued if each.startswith(f"gather blocks.{block}")]
             assert len(gathers) == STEPS * times + 1, gathers
             assert (

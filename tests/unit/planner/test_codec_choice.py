@@ -24,10 +24,8 @@ from deepseek_zero.precision.codecs import Blocks
 from deepseek_zero.precision.policy import Policy
 
 INT8, INT4 = Blocks(8, 256), Blocks(4, 128)
-RATES = {
-    INT8: CodecRate(INT8, 1.1e9, 2.5e9),
-    INT4: CodecRate(INT4, 1.1e9, 1.1e9),
-}  # elements a second of a core
+# Elements a second of a core
+RATES = {INT8: CodecRate(INT8, 1.1e9, 2.5e9), INT4: CodecRate(INT4, 1.1e9, 1.1e9)}
 MBIT = 1e6 / 8
 
 

@@ -113,9 +113,8 @@ def test_blocks_of_zeros_and_of_numbers_too_small_for_a_scale_are_exact_zeros(
 ) -> None:
     values = torch.zeros(4, codec.block)
     values[1] = 1e-40
-    values[2] = (
-        SMALLEST_SCALE * {8: 126, 4: 6}[codec.bits]
-    )  # of which the scale is just below the least
+    # Of which the scale is just below the least
+    values[2] = SMALLEST_SCALE * {8: 126, 4: 6}[codec.bits]
     values[3, 0] = SMALLEST_SCALE * {8: 130, 4: 8}[codec.bits]
     found = decoded(codec, coded(codec, values.view(-1)), values.numel()).view_as(values)
     assert torch.equal(found[:3], torch.zeros(3, codec.block))

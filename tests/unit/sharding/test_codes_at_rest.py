@@ -147,9 +147,8 @@ def test_second_copies_and_gathers_by_host_bring_the_same_values(settings: dict[
     )
     for one, two in zip(plain, other, strict=True):
         assert two.sent == two.runtime.plan.volume().state_bytes
-        is_same = (
-            settings.get("ranks_per_host") is None
-        )  # by host sums of gradients have other bits
+        # By host sums of gradients have other bits
+        is_same = settings.get("ranks_per_host") is None
         for name in one.weights if is_same else FROZEN:
             assert torch.equal(one.weights[name], two.weights[name]), name
         assert torch.equal(one.losses[0], two.losses[0])

@@ -363,9 +363,8 @@ def test_a_gradient_that_comes_after_its_sum_is_reduced_before_the_step(
 ) -> None:
     """A block in two reentrant checkpoints of one forward gets two gradients."""
     routes = [(0, 1, 1, 2) if rank in late_ranks else (0, 1, 2) for rank in range(3)]
-    settings = (
-        {"persistence_numel": 10_000} if stage == 3 else {}
-    )  # one rank alone must gather nothing twice
+    # One rank alone must gather nothing twice
+    settings = {"persistence_numel": 10_000} if stage == 3 else {}
 
     def body(rank: Rank) -> dict[str, Tensor]:
         model, runtime = start(rank, stage=stage, **settings)

@@ -146,9 +146,8 @@ def test_beside_replicas_it_is_within_each() -> None:
     assert_alike(found, plain)
     for one, other in zip(found, plain, strict=True):
         assert one.sent["inner_gather"] == one.predicted["inner_gather"] > 0
-        among_replicas = (
-            other.sent["all_gather"] - other.predicted["all_gather"]
-        )  # half of each sum over them
+        # Half of each sum over them
+        among_replicas = other.sent["all_gather"] - other.predicted["all_gather"]
         assert one.sent["all_gather"] == one.predicted["all_gather"] + among_replicas
 
 

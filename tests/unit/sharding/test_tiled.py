@@ -160,9 +160,8 @@ class Scaled(nn.Linear):
         self.factor = factor
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(
-            super().forward(x) * self.factor
-        )  # saves its output, which nobody may change then
+        # Saves its output, which nobody may change then
+        return torch.tanh(super().forward(x) * self.factor)
 
 
 def test_another_class_and_its_arguments_make_the_tiles() -> None:

@@ -123,9 +123,8 @@ class Board:
 
     def _add(self, key: str, value: str) -> str:
         who, number, amount = json.loads(value)
-        if self._added.get(who, (-1, ""))[0] != int(
-            number
-        ):  # else it came twice, over two connections
+        # Else it came twice, over two connections
+        if self._added.get(who, (-1, ""))[0] != int(number):
             self._texts[key] = total = str(int(self._texts.get(key, "0")) + int(amount))
             self._added[who] = int(number), total
         return self._added[who][1]
@@ -323,9 +322,8 @@ class FarBoard:
         """Return whether rank 0's program has ended, and left the table here."""
         with self._lock:
             if self._farewell is None and self._connection is not None and not self._is_owed:
-                with contextlib.suppress(
-                    OSError, ValueError
-                ):  # it broke: the next question finds that out
+                # It broke: the next question finds that out
+                with contextlib.suppress(OSError, ValueError):
                     self._take_farewell(self._connection)
             return self._farewell is not None
 

@@ -49,15 +49,13 @@ _HELLO = struct.Struct("!8sB3xII32s")
 _CHALLENGE = struct.Struct("!8sI32s32s")
 _PROOF_BYTES = 32
 _TLS_RECORDS = (b"\x15", b"\x16")  # how TLS begins: with an alert, or a handshake
-_NO_COMMON_PROTOCOL = bytes.fromhex(
-    "15030300020246"
-)  # such an alert, which both kinds of dialers understand
+# Such an alert, which both kinds of dialers understand
+_NO_COMMON_PROTOCOL = bytes.fromhex("15030300020246")
 _BOTH_ENDS = "say --tls on every host, or nowhere"
 BEAT_SECONDS = 1  # of kernels
 NEVER = (1 << 31) - 1  # milliseconds, the most that a kernel takes
-_TCP_INFO = struct.Struct(
-    "=B23xI28xI"
-)  # the kernel's tcp_info: state, tcpi_unacked, tcpi_last_ack_recv in ms
+# The kernel's tcp_info: state, tcpi_unacked, tcpi_last_ack_recv in ms
+_TCP_INFO = struct.Struct("=B23xI28xI")
 _ESTABLISHED = 1
 
 Address = tuple[str, int]
@@ -222,10 +220,8 @@ def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> socket.
     return connection
 
 
-_NO_TLS = (
-    "WRONG_VERSION_NUMBER",
-    "RECORD_LAYER_FAILURE",
-)  # what OpenSSL calls a first record that is none
+# What OpenSSL calls a first record that is none
+_NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 
 
 def _encrypted(connection: socket.socket, secret: bytes, to: int) -> socket.socket:
@@ -455,9 +451,8 @@ class Door:
         """Stop listening, and close what is watched; other connections that were admitted stay."""
         self._is_closing = True
         with contextlib.suppress(OSError):  # closed before
-            self._waker.send(
-                b"\0"
-            )  # its end alone would not do: a child of this process may hold it, too
+            # Its end alone would not do: a child of this process may hold it, too
+            self._waker.send(b"\0")
         if threading.current_thread() is not self._thread:
             self._thread.join(1.0)
 
@@ -584,9 +579,8 @@ class Door:
                 f"closed a connection from {origin} to this job: {reason} (others will be closed "
                 "in silence)"
             )
-        if isinstance(
-            reason, _OtherProtocol
-        ):  # which the dialer hears after this log, and may end at once
+        # Which the dialer hears after this log, and may end at once
+        if isinstance(reason, _OtherProtocol):
             _tell_no_common_protocol(connection)
         connection.close()
 
@@ -601,9 +595,8 @@ class _OtherProtocol(Refused):
 def _tell_no_common_protocol(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # past TLS, where the connection is by TLS
         socket.socket.send(connection, _NO_COMMON_PROTOCOL)
-        socket.socket.recv(
-            connection, 1 << 12
-        )  # what stays unread would reset the connection, and the record with it
+        # What stays unread would reset the connection, and the record with it
+        socket.socket.recv(connection, 1 << 12)
 
 
 def _listen(host: str, ports: Iterable[int]) -> socket.socket:

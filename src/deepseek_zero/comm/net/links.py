@@ -54,9 +54,8 @@ from .channel import (
 )
 
 PIECE_BYTES = 1 << 18  # which a receipt or a question may wait for, if it has begun to leave
-UNSENT_BYTES = (
-    1 << 18
-)  # that the kernel takes of a connection and has not sent yet: they wait for those, too
+# That the kernel takes of a connection and has not sent yet: they wait for those, too
+UNSENT_BYTES = 1 << 18
 EAGER_BYTES = 1 << 14  # a tensor up to this size is copied, and leaves without a question
 EAGER_BUDGET = 1 << 20  # of such bytes that one rank keeps for another
 BEAT_SECONDS = 1.0  # a connection with nothing to say says so
@@ -192,18 +191,16 @@ class _Link:
     spoke: float = 0.0
     silence_told_at: float | None = None
     # sending
-    urgent: deque[_Frame] = field(
-        default_factory=deque
-    )  # before what is queued: questions, and eager tensors
+    # Before what is queued: questions, and eager tensors
+    urgent: deque[_Frame] = field(default_factory=deque)
     queue: deque[_Frame] = field(default_factory=deque)
     sent: deque[_Frame] = field(default_factory=deque)  # and not received yet, as far as is known
     writing: deque[memoryview | bytes] = field(default_factory=deque)
     is_blocked: bool = False
     last_number: int = 0
     offers: dict[int, _Offer] = field(default_factory=dict)
-    ready: dict[int, bool] = field(
-        default_factory=dict
-    )  # tags for which the other has a box and this rank no tensor
+    # Tags for which the other has a box and this rank no tensor
+    ready: dict[int, bool] = field(default_factory=dict)
     eager: set[int] = field(default_factory=set)  # tags of eager tensors that are not received yet
     eager_sent: int = 0
     eager_used: int = 0  # as the other says
@@ -215,9 +212,8 @@ class _Link:
     boxes: dict[int, _Box] = field(default_factory=dict)
     early: dict[int, bytes] = field(default_factory=dict)  # eager tensors without a box
     header: bytearray = field(default_factory=lambda: bytearray(HEADER_BYTES))
-    into: memoryview = field(
-        default_factory=lambda: memoryview(b"")
-    )  # the rest of what is being read
+    # The rest of what is being read
+    into: memoryview = field(default_factory=lambda: memoryview(b""))
     reads: tuple[Kind, int, int, int, int, _Box | bytearray | None] | None = (
         None  # a payload's kind, tag, ..., place
     )
@@ -286,9 +282,8 @@ class Links:
         self._poll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll.register(self._wake, select.EPOLLIN)
-        self._scratch = memoryview(
-            bytearray(PIECE_BYTES)
-        )  # for pieces that nobody waits for any more
+        # For pieces that nobody waits for any more
+        self._scratch = memoryview(bytearray(PIECE_BYTES))
         self._lanes: dict[str, int] = {}  # the number of each lane that was used
         self._is_closing = False
         self._thread = threading.Thread(
@@ -600,9 +595,8 @@ class Links:
             (frame for frame in link.urgent if frame.tag == tag and frame.kind is Kind.READY), None
         )
         if asked is not None:
-            link.urgent.remove(
-                asked
-            )  # the other would keep it for a tensor that it has sent already
+            # The other would keep it for a tensor that it has sent already
+            link.urgent.remove(asked)
         if len(came) != len(box.view):
             box.exchange.fail(_other_size(link, len(came), len(box.view)))
             return ()
@@ -671,13 +665,11 @@ class Links:
                 if link.generation and not link.gone:
                     _tell_silence(link, now)
                 if link.connection is None and link.generation:
-                    self._start_recovery(
-                        link
-                    )  # should the last one have ended at the moment of the break
+                    # Should the last one have ended at the moment of the break
+                    self._start_recovery(link)
                 if link.wakes_at > 1:
-                    self._look_at(
-                        link, select.EPOLLIN
-                    )  # what a slow line has brought so far is a sign of life
+                    # What a slow line has brought so far is a sign of life
+                    self._look_at(link, select.EPOLLIN)
                 if not link.resumed:
                     continue
                 if now - link.spoke >= BEAT_SECONDS and not link.is_blocked:
@@ -752,12 +744,10 @@ class Links:
         """Look for a new connection until there is one, or evidence that the rank is lost."""
         generation = link.generation
         began = time.monotonic()
-        answered = max(
-            link.heard, began - SILENT_SECONDS
-        )  # not before: this rank may have stood still itself
-        limit = (
-            dead_after() + BEAT_SECONDS / 2
-        )  # a cut begins so long after the last sign, on the average
+        # Not before: this rank may have stood still itself
+        answered = max(link.heard, began - SILENT_SECONDS)
+        # A cut begins so long after the last sign, on the average
+        limit = dead_after() + BEAT_SECONDS / 2
         try:
             while not (self._is_closing or link.gone):
                 now = time.monotonic()
@@ -768,9 +758,8 @@ class Links:
                     and link.connection is not None
                     and now - link.heard < SILENT_SECONDS
                 ):
-                    time.sleep(
-                        PAUSE_SECONDS / 10
-                    )  # it is new: the other end has not said where to go on yet
+                    # It is new: the other end has not said where to go on yet
+                    time.sleep(PAUSE_SECONDS / 10)
                     continue
                 try:
                     self._reach(

@@ -22,9 +22,8 @@ from .board import Answer, Board, FarBoard, Operation
 from .channel import Address, Door, Role, read_secret
 
 START_TIMEOUT = timedelta(minutes=15)  # for what others write when they have started
-NO_SECRET = bytes(
-    launch.SECRET_BYTES
-)  # of launchers on several hosts that were given none: anybody knows it
+# Of launchers on several hosts that were given none: anybody knows it
+NO_SECRET = bytes(launch.SECRET_BYTES)
 _KEPT: list[
     BoardStore
 ] = []  # of this rank: torch keeps of a store what is C++, and asks it as long as it runs

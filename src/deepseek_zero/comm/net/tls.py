@@ -44,9 +44,8 @@ class TlsSocket(ssl.SSLSocket):
     """
 
     def recv(self, *args: Any) -> bytes:
-        if (
-            self.version() is None
-        ):  # ssl asks so of a connection that ended before TLS began, and would leave it open
+        # Ssl asks so of a connection that ended before TLS began, and would leave it open
+        if self.version() is None:
             self.close()
             raise ConnectionResetError(errno.ECONNRESET, "the connection ended before TLS began")
         try:

@@ -131,9 +131,8 @@ class CopyingTransport:
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         if self.device.type == "cpu" and numel * dtype.itemsize >= HUGE_PAGE:
-            return private_pages(
-                numel, dtype
-            )  # a pool's go back to the system after each step, and come again
+            # A pool's go back to the system after each step, and come again
+            return private_pages(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def is_read(self, tensor: Tensor) -> bool:

@@ -131,9 +131,8 @@ class Nccl(CopyingTransport):
         received = filled(inbox, pieces[self.rank], self.rank)
         outgoing = list(pieces)
         incoming = list(received)
-        outgoing[self.rank] = incoming[self.rank] = pieces[self.rank][
-            :0
-        ]  # nothing travels to ourselves
+        # Nothing travels to ourselves
+        outgoing[self.rank] = incoming[self.rank] = pieces[self.rank][:0]
         with _nccl_errors():
             work = dist.all_to_all(
                 incoming, outgoing, group=self.groups[lane_of(cid.lane)], async_op=True

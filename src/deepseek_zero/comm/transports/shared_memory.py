@@ -359,9 +359,8 @@ class HostPages:
         for peer, box in receive.boxes.items():
             found[peer] = self._piece(peer, offers[peer], receive)
             if box is not None:
-                with (
-                    torch.inference_mode()
-                ):  # the caller's tensor may be of that kind, whoever lands it for him
+                # The caller's tensor may be of that kind, whoever lands it for him
+                with torch.inference_mode():
                     box.copy_(found[peer])
                 found[peer] = box
         with torch.no_grad():
@@ -521,9 +520,8 @@ class LocalSockets:
         for connection in sockets.values():
             connection.setblocking(False)
             self._poll.register(connection, select.POLLIN)
-        os.register_at_fork(
-            after_in_child=self.close
-        )  # a data loader's child would keep this rank seemingly alive
+        # A data loader's child would keep this rank seemingly alive
+        os.register_at_fork(after_in_child=self.close)
 
     def send(self, rank: int, message: Message) -> None:
         """Send now, or as soon as the other's queue has room; to a rank that is gone, not at all.
@@ -552,9 +550,8 @@ class LocalSockets:
         return bool(self._unsent)
 
     def _flush(self) -> None:
-        if (
-            self._is_flushing
-        ):  # called by a finalizer in the midst of it: the loop below comes to its message, too
+        # Called by a finalizer in the midst of it: the loop below comes to its message, too
+        if self._is_flushing:
             return
         self._is_flushing = True
         try:

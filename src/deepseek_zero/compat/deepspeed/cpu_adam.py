@@ -34,9 +34,8 @@ class _CpuSteps(optim.Optimizer):
         """Update every parameter that has a gradient; return what the closure returns."""
         params = [(group, param) for group in self.param_groups for param in group["params"]]
         if self.bias_correction and all(self._dtype(param) == param.dtype for _, param in params):
-            return inspect.unwrap(optim.Adam.step)(
-                self, closure
-            )  # without the decorators that import torch's compiler
+            # Without the decorators that import torch's compiler
+            return inspect.unwrap(optim.Adam.step)(self, closure)
         loss = _loss(closure)
         for group, param in params:
             if param.grad is not None:

@@ -799,9 +799,8 @@ for _name, _getter in GETTERS.items():
 
 
 def _refuse_graphless(engine: Any, leaf: nn.Module, args: Any, kwargs: Any) -> None:
-    if (
-        not torch.is_grad_enabled() or engine()._context
-    ):  # where reductions are held back, no leaf reduces anything
+    # Where reductions are held back, no leaf reduces anything
+    if not torch.is_grad_enabled() or engine()._context:
         return
     if not any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
         raise UsageError(

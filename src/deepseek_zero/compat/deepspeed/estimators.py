@@ -42,9 +42,8 @@ def estimate_zero3_model_states_mem_needs(
     """
     ranks = num_gpus_per_node * num_nodes
     found = _states(3, total_params, ranks, cpu_offload, cpu_offload and cpu_offload_params)
-    largest = (
-        2 * 2 * largest_layer_params
-    )  # its weight, and the one gathered ahead or its gradient, in 16 bits
+    # Its weight, and the one gathered ahead or its gradient, in 16 bits
+    largest = 2 * 2 * largest_layer_params
     building = 4 * (largest_layer_params if zero_init else total_params)
     host = max(found[Tier.HOST], building) * num_gpus_per_node * additional_buffer_factor
     return int(host), found[Tier.DEVICE] + largest, largest

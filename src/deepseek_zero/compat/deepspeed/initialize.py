@@ -183,9 +183,8 @@ def initialize(
         if isinstance(engine.optimizer.inner, Adam):
             vars(engine.optimizer.inner)["adam_w_mode"] = isinstance(engine.optimizer.inner, AdamW)
     if unchanged:
-        engine.runtime.loss_factor.is_strict = (
-            engine.parts.pipeline is None
-        )  # a pipeline scales its loss by itself
+        # A pipeline scales its loss by itself
+        engine.runtime.loss_factor.is_strict = engine.parts.pipeline is None
         engine.runtime.forward.structure.takes_strangers = True
     if engine.runtime.settings.stage == 3:
         if unchanged:
@@ -294,9 +293,8 @@ def end_engine_of(model: nn.Module) -> None:
         if optimizer is not None:
             optimizer.finish()
         runtime = group.runtime()
-        if (
-            engine is None and runtime is not None
-        ):  # the engine is gone already; its optimizer is still held
+        # The engine is gone already; its optimizer is still held
+        if engine is None and runtime is not None:
             runtime.remove_hooks()
     if engine is not None:
         engine.destroy()

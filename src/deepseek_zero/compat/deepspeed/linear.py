@@ -22,9 +22,8 @@ class LinearFunctionForZeroStage3(torch.autograd.Function):
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the product; input: (..., in), weight: (out, in), bias: (out)."""
         product = input.matmul(weight.t())
-        return (
-            product if bias is None else product + bias.to(product.dtype)
-        )  # autocast may have made it narrower
+        # Autocast may have made it narrower
+        return product if bias is None else product + bias.to(product.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

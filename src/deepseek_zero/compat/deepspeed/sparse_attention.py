@@ -293,9 +293,8 @@ class SparseSelfAttention(nn.Module):
             if tokens not in self._known
             else self._known[tokens]
         )
-        if isinstance(
-            layout, Listed
-        ):  # equal to itself alone: a plan is found again by the same object
+        # Equal to itself alone: a plan is found again by the same object
+        if isinstance(layout, Listed):
             self._known[tokens] = layout
         return layout
 

@@ -179,9 +179,8 @@ def _in_deepspeeds_layout(folder: Path) -> Path:
 def _lazy_state(
     path: str | Path, tag: str | None, dtype: torch.dtype | str, exclude_frozen: bool
 ) -> dict[str, LazyTensor]:
-    source = open_checkpoint(
-        Path(path), tag, ExitStack()
-    )  # its files stay open for as long as somebody may read them
+    # Its files stay open for as long as somebody may read them
+    source = open_checkpoint(Path(path), tag, ExitStack())
     found = tensors_of(source, dtype_of(dtype), exclude_frozen=exclude_frozen)
     return found | {name: found[first] for name, first in source.tied.items() if first in found}
 

@@ -290,9 +290,8 @@ def test_a_board_behind_a_silent_host_keeps_nobody_waiting(
     friend = FarBoard(door.address, SECRET, 1, watches=True)
     monkeypatch.setattr("deepseek_zero.comm.net.board.silence_of", lambda connection: 4.0)
     monkeypatch.setattr("deepseek_zero.comm.net.board.LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(
-        door, "_look_at", lambda descriptor: time.sleep(0.01)
-    )  # nothing is answered
+    # Nothing is answered
+    monkeypatch.setattr(door, "_look_at", lambda descriptor: time.sleep(0.01))
     began = time.monotonic()
     assert not friend.set("a", "b") and friend.look("a") is None
     assert time.monotonic() - began < ANSWER_SECONDS / 3

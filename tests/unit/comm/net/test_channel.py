@@ -326,9 +326,8 @@ def test_a_connection_that_is_reset_before_tls_begins_is_closed(end: str) -> Non
         dialed = dial(listener.getsockname(), PATIENCE)
         accepted, _ = listener.accept()
     kept, other = (accepted, dialed) if end == "door" else (dialed, accepted)
-    other.setsockopt(
-        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-    )  # a reset when it is closed
+    # A reset when it is closed
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     other.close()
     descriptor = kept.fileno()
     with pytest.raises(ConnectionResetError, match="ended before TLS began"):
@@ -366,9 +365,8 @@ def test_one_end_with_tls_and_one_without_never_meet_and_both_say_why(
 
 def test_a_jobs_certificate_has_the_same_bytes_in_every_process_and_package_version() -> None:
     """Each end accepts these bytes only, and hosts may have different versions of cryptography."""
-    seed = bytes.fromhex(
-        "c5aa8df43f9f837bedb7442f31dcb7b166d38535076f094b85ce3a2e0b4458f7"
-    )  # RFC 8032, 7.1, TEST 3
+    # RFC 8032, 7.1, TEST 3
+    seed = bytes.fromhex("c5aa8df43f9f837bedb7442f31dcb7b166d38535076f094b85ce3a2e0b4458f7")
     key, certificate = tls._key_and_certificate(seed)
     der = ssl.PEM_cert_to_DER_cert(certificate)
     assert (

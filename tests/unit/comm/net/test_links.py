@@ -233,9 +233,8 @@ def test_what_left_by_another_connection_leaves_first_and_small_messages_before_
 def test_an_engine_that_ends_leaves_nothing_and_takes_no_room() -> None:
     with two_ranks() as (first, second, _):
         for engine in range(1, 4):
-            second.start(
-                {0: (random(0), random(1))}, cid(MANY, engine=engine)
-            )  # it is in that lane, too
+            # It is in that lane, too
+            second.start({0: (random(0), random(1))}, cid(MANY, engine=engine))
             for place in range(MANY):
                 first.start(
                     {1: (random(EAGER_BYTES), random(EAGER_BYTES))}, cid(place, engine=engine)
@@ -290,15 +289,13 @@ def test_silence_is_told_and_replaced_when_the_wire_is_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "SILENT_SECONDS", 0.6)
-    monkeypatch.setattr(
-        module, "TELL_AFTER", 2.5
-    )  # longer than this process may stand still, which looks like silence
+    # Longer than this process may stand still, which looks like silence
+    monkeypatch.setattr(module, "TELL_AFTER", 2.5)
     monkeypatch.setattr(module, "BEAT_SECONDS", 0.2)
 
     def lines() -> list[str]:
-        return [
-            line for line in caplog.messages if line.startswith("rank")
-        ]  # a busy machine may say more
+        # A busy machine may say more
+        return [line for line in caplog.messages if line.startswith("rank")]
 
     def told() -> list[tuple[bool, bool]]:
         return [("is silent" in line, "again" in line) for line in lines()]
@@ -506,9 +503,8 @@ def test_who_lies_about_lengths_is_cut_off_before_memory_is_made() -> None:
 def test_a_child_of_a_fork_does_not_keep_a_rank_seemingly_alive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        module, "SILENT_SECONDS", 60.0
-    )  # the end of the connection tells, not silence
+    # The end of the connection tells, not silence
+    monkeypatch.setattr(module, "SILENT_SECONDS", 60.0)
     with two_ranks() as (first, second, _):
         reader, writer = os.pipe()
         child = os.fork()

@@ -17,11 +17,8 @@ from ....base.given import whole_number
 from ..checkpoint_shapes import meg_2d_parallel_map, model_3d_desc, reshape_meg_2d_parallel
 from .reader import open_file
 
-PREFIXES = (
-    "zero_",
-    "fp16_zero_",
-    "bf16_zero_",
-)  # of optimizer files, of which a folder has one kind
+# Of optimizer files, of which a folder has one kind
+PREFIXES = ("zero_", "fp16_zero_", "bf16_zero_")
 LAYER = re.compile(r"layer_(\d+)-model_.*")
 DIMENSIONS = "checkpoint_parallel_dimensions"
 PP = "pp_degree"

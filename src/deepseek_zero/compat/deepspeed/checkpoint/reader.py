@@ -95,9 +95,8 @@ class DeepSpeedCheckpoint(MappedCheckpoint):
     """
 
     moments_problem: str = ""
-    clients: dict[int, dict[str, Any]] = field(
-        default_factory=dict
-    )  # client_state of ranks that passed their own
+    # client_state of ranks that passed their own
+    clients: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
 def open_file(path: Path) -> dict[str, Any]:

@@ -485,9 +485,8 @@ def _replicated(
     """Make the optimizer entry of stage 0: the inner optimizer's own state; below fp32 with masters
     of the trained parameters.
     """
-    if (
-        layout.dtype == torch.float32 and len(groups) == 1
-    ):  # then DeepSpeed numbers frozen parameters too
+    # Then DeepSpeed numbers frozen parameters too
+    if layout.dtype == torch.float32 and len(groups) == 1:
         names = source.manifest.extra.get("names") or {}
         groups = [
             [

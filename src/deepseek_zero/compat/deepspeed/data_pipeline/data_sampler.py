@@ -199,9 +199,8 @@ class DeepSpeedDataSampler:
         """Return what joins when difficulties rise, in the order of the index files."""
         everything = np.arange(self.one_epoch_total_samples, dtype=self.index_dtype)
         clustered = list(self.curriculum_index_to_sample)
-        if (
-            len(clustered) > 1
-        ):  # a sample is let in by all of them, so that what is new is what no cluster has
+        # A sample is let in by all of them, so that what is new is what no cluster has
+        if len(clustered) > 1:
             found: Array | None = None
             for metric in self._metrics:
                 part = (
@@ -275,9 +274,8 @@ class DeepSpeedDataSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         many = self.micro_batch_times_data_parallel_size
-        least = (
-            many if self.drop_last else self.data_parallel_size
-        )  # with fewer, a rank would have no row
+        # With fewer, a rank would have no row
+        least = many if self.drop_last else self.data_parallel_size
         while self.consumed_samples <= self.total_samples:
             if not self.batch:
                 self.get_next_global_batch()
