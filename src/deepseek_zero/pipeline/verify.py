@@ -174,19 +174,21 @@ def _check_program(
                     f"pipeline rank {rank}: {action} after {backwards[stage]} of {many} backwards.",
                     "",
                 )
-            if kind is StageActionKind.REDUCE and stage in schedule.tied and not is_tied:
-                raise _fail(
-                    f"pipeline rank {rank}: {action} before the tied gradients are added up.", ""
-                )
             if kind is StageActionKind.REDUCE:
-                reduced.add(stage)
-                continue
-            for each in own & set(schedule.tied):
-                if backwards[each] != many:
+                if stage in schedule.tied and not is_tied:
                     raise _fail(
-                        f"pipeline rank {rank}: {action} before the backwards of stage {each}.", ""
+                        f"pipeline rank {rank}: {action} before the tied gradients are added up.",
+                        "",
                     )
-            is_tied = True
+                reduced.add(stage)
+            else:
+                for each in own & set(schedule.tied):
+                    if backwards[each] != many:
+                        raise _fail(
+                            f"pipeline rank {rank}: {action} before the backwards of stage {each}.",
+                            "",
+                        )
+                is_tied = True
         done.add(action)
     for stage in own:
         if forwards[stage] != many or (trains and backwards[stage] != many):

@@ -152,6 +152,7 @@ def test_the_verifier_finds_what_is_wrong() -> None:
         (without(good, 1, StageActionKind.GATHER), "not gathered"),
         (without(good, 1, StageActionKind.RELEASE), "stays gathered"),
         (without(good, 1, StageActionKind.REDUCE), "stage 1 is not reduced"),
+        (changed(good, 1, [*good.programs[1], StageAction(1, StageActionKind.REDUCE)]), "twice"),
         (without(good, 1, StageActionKind.TIE), "before the tied gradients"),
         (without(good, 1, StageActionKind.BACKWARD), "follows 0 backwards|before 1B0"),
         (
