@@ -18,9 +18,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -338,7 +338,8 @@ class FarBoard:
         """Return for how many seconds rank 0's host has answered nothing, where that is another
         host.
         """
-        seconds = None if self._idle is None else silence_of(self._idle)
+        connection = self._idle  # another thread may drop it
+        seconds = None if connection is None else silence_of(connection)
         return {} if seconds is None else {0: seconds}
 
     def close(self) -> None:
@@ -488,6 +489,20 @@ class FarBoard:
             raise TimeoutError
 
 
+def _refusal_of(everyone: Sequence[Mapping[str, Any]]) -> UsageError | None:
+    """Return the error with which all ranks end, because one cannot meet the others."""
+    for rank, each in enumerate(everyone):
+        if "error" in each:
+            return UsageError(f"rank {rank} cannot meet the others: {each['error']}")
+        if each["mark"] != everyone[0]["mark"]:
+            return UsageError(
+                f"rank {rank} holds another secret than rank 0, or one of the two holds none.",
+                f"{launch.SECRET_FILE} names the file that holds it.",
+                "give all hosts of a job the same file, and every job its own.",
+            )
+    return None
+
+
 def open_board(
     rank: int, size: int, hosts: Hosts, group: dist.ProcessGroup | None
 ) -> tuple[Board | FarBoard, bytes, Door | None]:
@@ -528,15 +543,11 @@ def open_board(
     # The address travels through the group itself: no private default store, no port the user must
     # know.
     everyone = [json.loads(text) for text in all_gather_text(json.dumps(said), size, group)]
-    for other, each in enumerate(everyone):
-        if "error" in each:
-            raise UsageError(f"rank {other} cannot meet the others: {each['error']}")
-        if each["mark"] != everyone[0]["mark"]:
-            raise UsageError(
-                f"rank {other} holds another secret than rank 0, or one of the two holds none.",
-                f"{launch.SECRET_FILE} names the file that holds it.",
-                "give all hosts of a job the same file, and every job its own.",
-            )
+    refusal = _refusal_of(everyone)
+    if refusal is not None:
+        if board is not None:
+            board.close()
+        raise refusal
     if secret is None:
         secret = bytes.fromhex(everyone[0]["drawn"])
         if door is not None:

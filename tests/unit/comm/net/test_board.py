@@ -344,3 +344,23 @@ def test_if_one_rank_lacks_the_package_for_tls_every_rank_raises_and_names_it(
             open_board(1, 3, one_host, None)
     with pytest.raises(UsageError, match=error):
         open_board(2, 3, one_host, None)
+
+
+def test_rank_0_closes_its_board_if_another_rank_cannot_meet_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    addresses: list[tuple[str, int]] = []
+
+    def gather(text: str, *_: object) -> list[str]:
+        host, port = json.loads(text)["address"]
+        addresses.append((host, port))
+        socket.create_connection((host, port)).close()  # it listens
+        return [text, json.dumps({"mark": "", "error": "no secret"})]
+
+    monkeypatch.delenv(TLS, raising=False)
+    monkeypatch.delenv(SECRET_FILE, raising=False)
+    monkeypatch.setattr(module, "all_gather_text", gather)
+    with pytest.raises(UsageError, match="rank 1 cannot meet the others: no secret"):
+        open_board(0, 2, Hosts(0, ("this host",) * 2), None)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(addresses[0])
