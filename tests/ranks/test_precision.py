@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepseek_zero as dz
+from deepseek_zero.kernels.compiler import VARIABLE
 
 
 class Block(nn.Module):
@@ -177,9 +178,13 @@ def test_batch_norms_keep_fp32_statistics_under_16_bits(kind: str, stage: int) -
 @pytest.mark.ranks("world")
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("kernels", ["torch", "numba"])
 def test_precision_auto_lifts_the_unit_that_overflows_and_goes_on(
-    world: int, stage: int, tmp_path: Path
+    world: int, stage: int, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if kernels == "numba":
+        pytest.importorskip("numba")
+    monkeypatch.setenv(VARIABLE, kernels)
     config = {
         "precision": "auto",
         "fp16": {"enabled": True, "initial_scale_power": 4},

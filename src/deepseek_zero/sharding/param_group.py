@@ -33,7 +33,7 @@ from ..planner.spec import P, Placement, PlanSettings, R, S, ShardPlan, Spec
 from ..planner.units import GroupPlan
 from ..precision.compact import round_to_bf16
 from ..precision.feedback import Errors
-from ..precision.policy import cast_master, join, split
+from ..precision.policy import LOW_PRECISION, cast_master, join, split
 from ..tiers.tier import CopyEngine, Extent, StagedTile, Tier
 from .buffer import (
     CommContext,
@@ -770,7 +770,7 @@ class MasterWeight:
 
         A split main weight is its bf16 weight; the other tensor has the remainders. Else the main
         weight is fp32, and the other tensor is the weight in its own dtype, or None if
-        `copy_to_weight` has to write it to another device.
+        `copy_to_weight` has to write it: to another device, or in fp32.
         """
         self.buffer.guard.before_write()
         own = self._at_update_device(self.buffer, place, end)
@@ -779,7 +779,8 @@ class MasterWeight:
         other = self._at_update_device(self.weight, place, end)
         if self.is_split:
             return other, own
-        return own, other if other.device == own.device else None
+        is_published = other.device == own.device and other.dtype in LOW_PRECISION
+        return own, other if is_published else None
 
     def copy_to_weight(self, place: int, end: int) -> None:
         """Cast the values into this rank's part of the weight, unless the weight is the master, or
