@@ -148,3 +148,21 @@ def test_kernels_change_no_bit_in_any_stage_or_memory(dtype: str, tmp_path: Path
         settings["optimizer"]["kernels"] = "numba"
         assert same(by_torch, wanted), place
         assert same(trained(settings, width, expects=True), wanted), place
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("options", [{}, {"fused": False}, {"foreach": True}, {"amsgrad": True}])
+def test_a_plan_without_ranks_knows_which_options_have_no_kernel(options: dict[str, Any]) -> None:
+    settings = config("numba", "AdamW", {"stage": 1}) | {"gradient_clipping": 0.1}
+    settings["bf16"] = {"enabled": True}
+    settings["optimizer"] = settings["optimizer"] | {"params": {"lr": 1e-2, **options}}
+    planned = dz.plan(model(131), settings, ranks=1).bytes_by_state()
+    engine, *_ = dz.initialize(model=model(131), config=settings)
+    for batch in batches(131):
+        engine.backward(engine(batch.bfloat16()).float().square().mean())
+        engine.step()
+    assert ("by compiled kernels" in engine.explain()) == (not options)
+    report = engine.memory_report()
+    assert report.predicted == planned
+    assert {state: report.measured[state] for state in planned} == planned
+    engine.destroy()

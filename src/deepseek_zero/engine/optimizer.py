@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..base.errors import UsageError, shown
+from ..kernels.rules import OPEN_OPTIONS
 from ..optim.registry import granularity_of, resolve_optimizer
 from ..optim.sharded import unknown_parameter
 from ..planner.memory import MOMENT_OPTIONS
@@ -97,7 +98,8 @@ def optimizer_parts(
             "leave the optimizer out of the configuration to run the model alone, or let "
             "parameters require gradients.",
         )
-    defaults = {key: value for key, value in spec.defaults.items() if key in MOMENT_OPTIONS}
+    decisive = MOMENT_OPTIONS | OPEN_OPTIONS.keys()
+    defaults = {key: value for key, value in spec.defaults.items() if key in decisive}
     cut = granularities(spec.cls, groups)
     return OptimizerParts(
         spec.cls, groups, spec.build, cut, planned_groups(model, groups, cut, defaults)
@@ -135,7 +137,8 @@ def planned_groups(
     """Return parameter groups as the planner needs them; UsageError where one holds a parameter
     that the model does not have.
 
-    defaults: of the hyper-parameters that decide how many moments there are.
+    defaults: of the hyper-parameters that decide how many moments there are, and whether a kernel
+    updates them.
     """
     names = {id(param): name for name, param in model.named_parameters()}
     given = without_twins(groups)

@@ -286,7 +286,7 @@ RULES: dict[str, Rule] = {
 NAMES = {"Adam": "adam", "AdamW": "adam", "SGD": "sgd", "Adagrad": "adagrad", "Lion": "lion"}
 
 # Options that choose another implementation, and the values with which the fused one is left.
-_LEAVES_OPEN = {
+OPEN_OPTIONS = {
     "fused": (None, True),
     "foreach": (None, False),
     "capturable": (False,),
@@ -302,7 +302,7 @@ def rule_of(optimizer: str, hypers: Hypers) -> Rule | None:
     if name is None or hypers.get("amsgrad"):
         return None
     if any(
-        hypers.get(option, allowed[0]) not in allowed for option, allowed in _LEAVES_OPEN.items()
+        hypers.get(option, allowed[0]) not in allowed for option, allowed in OPEN_OPTIONS.items()
     ):
         return None
     return RULES[name]
