@@ -28,7 +28,8 @@ from tests.reference import MakeOptimizer
 from tests.training import ALL, Run, assert_is_sharded, start_engine, train_step
 
 STEPS = 3
-ADAMW: dict[str, Any] = {"optimizer": {"type": "AdamW"}}
+UNFUSED = {"foreach": False, "fused": False}  # as the runs' optimizer is (tests/reference.py)
+ADAMW: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": UNFUSED}}
 
 
 def added_bytes(before: dict[int, int]) -> int:
