@@ -4,6 +4,7 @@ and PyTorch's own.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..base.device import FUSED_UPDATES
+from ..base.log import log_once
 from . import definition
 from .rules import RULES, Layout, Scalars, Variant
 
@@ -154,6 +156,26 @@ def differing_elements(variant: Variant, layout: Layout, run: Run, numel: int = 
             for mine, its in zip(found.columns(), wanted.columns(), strict=True)
         )
     return differing
+
+
+def is_definition(variant: Variant, layout: Layout, run: Run, compiler: str, where: str) -> bool:
+    """Return whether a kernel has the bits of the definition; log a warning if it has not.
+
+    Args:
+        variant: The formula.
+        layout: How the memory is stored.
+        run: Runs the kernel.
+        compiler: Its name, for the warning.
+        where: The machine or device, for the warning.
+    """
+    differing = differing_elements(variant, layout, run)
+    if differing:
+        log_once(
+            f"the update of {variant.rule} that {compiler} compiled differs from its definition in "
+            f"{differing} elements of a test on {where}, so PyTorch computes it, more slowly.",
+            logging.WARNING,
+        )
+    return not differing
 
 
 @cache

@@ -4,7 +4,6 @@ numba.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -15,7 +14,7 @@ from numba import float32, int16, njit
 
 from ..base.log import log_once
 from .chance import fill
-from .check import Arrays, Chance, differing_elements
+from .check import Arrays, Chance, is_definition
 from .compiler import compiled, converts_fp16, in_slices
 from .primitives import (
     fma,
@@ -212,11 +211,4 @@ def is_exact(variant: Variant, layout: Layout) -> bool:
             "slowly."
         )
         return False
-    differing = differing_elements(variant, layout, run)
-    if differing:
-        log_once(
-            f"the update of {variant.rule} that numba compiled differs from its definition in "
-            f"{differing} elements of a test on this machine, so PyTorch computes it, more slowly.",
-            logging.WARNING,
-        )
-    return not differing
+    return is_definition(variant, layout, run, "numba", "this machine")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..base.log import log_once
-from .check import Arrays, Chance, differing_elements
+from .check import Arrays, Chance, is_definition
 from .cuda_source import THREADS, frame, header
 from .nvidia import CudaError, Kernel, binary_for, compiled, driver, nvrtc
 from .rules import VECTOR, Layout, Scalars, Variant
@@ -129,7 +129,7 @@ def run_arrays(
     factor: float,
     chance: Chance,
 ) -> None:
-    """Update arrays in the memory of the host, on a device: what `check.differing_elements`
+    """Update arrays in the memory of the host, on a device: what `check.is_definition`
     calls.
     """
     columns = [torch.from_numpy(column).to(device) for column in arrays.columns()]
@@ -144,17 +144,10 @@ def is_exact(variant: Variant, layout: Layout, device: torch.device) -> bool:
     and waits for it.
     """
     try:
-        differing = differing_elements(variant, layout, partial(run_arrays, device))
+        return is_definition(variant, layout, partial(run_arrays, device), "NVRTC", f"{device}")
     except CudaError as error:
         log_once(
             f"PyTorch computes the update of {variant.rule} on {device}, more slowly: {error}",
             logging.WARNING,
         )
         return False
-    if differing:
-        log_once(
-            f"the update of {variant.rule} that NVRTC compiled differs from its definition in "
-            f"{differing} elements of a test on {device}, so PyTorch computes it, more slowly.",
-            logging.WARNING,
-        )
-    return not differing
