@@ -92,8 +92,8 @@ JOBS = {
 
 @dataclass
 class Run:
-    """One run of the script: what was asked for, where it writes, who speaks, and how long each
-    part took.
+    """One run of the script: its options, its output folder, its console, and the seconds of each
+    part.
     """
 
     options: argparse.Namespace

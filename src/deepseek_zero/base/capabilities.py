@@ -16,8 +16,8 @@ from typing import Self
 
 @dataclass(frozen=True)
 class Capability:
-    """One choice.  name: what is done.  way: how.  lacks: what a faster way would need; "" where
-    there is none.
+    """One choice.  name: the task.  way: the method that does it.  lacks: what a faster method
+    would need; "" if there is no faster one.
     """
 
     name: str

@@ -389,8 +389,8 @@ def _incomplete(environ: Mapping[str, str], size: int, missing: list[str]) -> Us
 
 
 def meeting_place(environ: Mapping[str, str], world: World) -> World:
-    """The same world, if it says where its ranks meet; UsageError that says what to set where it
-    does not, or where an address that was guessed is not rank 0's own.
+    """Return the world if it names the address at which its ranks meet. Raise UsageError, with the
+    variable to set, if it does not, or if a guessed address is not rank 0's own.
     """
     missing = [
         name

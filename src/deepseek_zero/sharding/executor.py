@@ -592,8 +592,7 @@ class Executor:
                 unit.reshard()
 
     def skip_past(self, unit: Unit) -> None:
-        """Backward has come to `unit`: what lies well behind it gets no more gradients, so it is
-        not waited for.
+        """Stop waiting for the gradients of the units that backward passed well before `unit`.
 
         A rank that skips a parameter would otherwise keep the others waiting for a reduction that
         it starts only at the end, while it waits for their next gather.  Should a gradient come

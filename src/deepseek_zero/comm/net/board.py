@@ -69,10 +69,9 @@ class Operation(IntEnum):
 
     SET = 1
     LOOK = 2
-    # A number to the one there, once; the value is [who asks, the number of the request, what to
-    # add]
+    # Add a number to the stored one, once per request; the value is [rank, request, number].
     ADD = 3
-    SWAP = 4  # the text for another one if it is the one expected; the value is [expected, wanted]
+    SWAP = 4  # replace the text if it is the expected one; the value is [expected, wanted]
     DELETE = 5
     KEYS = 6  # as a list
 

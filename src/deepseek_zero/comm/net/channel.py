@@ -119,10 +119,9 @@ def read_secret() -> bytes | None:
 
 
 def warn_without_secret(address: Address, whose: str) -> None:
-    """Say that a job holds no secret, where others than this host reach its door.  whose: who hold
-    none, in the plural.
+    """Warn once that a job has no secret, if other hosts can reach its port.
 
-    Say it once for a job and door.
+    whose: the processes that have none, in the plural.
     """
     host, port = address
     if not is_loopback(host):

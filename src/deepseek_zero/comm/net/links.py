@@ -11,8 +11,8 @@ would keep a collective waiting whose data has come.
 Messages are numbered.  A receiver says up to which number it has them, and a sender keeps what has
 not been received, so that a connection that broke, or fell silent, is replaced by a new one and
 goes on where it was.  A rank is lost when nobody listens any more where it did, or when its host
-does not answer for `dead_after` seconds.  A rank that is stopped
-or busy is neither: its host still answers.
+does not answer for `dead_after` seconds.  A rank that is stopped or busy is neither: its host still
+answers.
 """
 
 from __future__ import annotations
@@ -507,8 +507,8 @@ class Links:
         self._wake_at(link, min(len(link.into), WAKE_BYTES) if link.reads is not None else 1)
 
     def _wake_at(self, link: _Link, nbytes: int) -> None:
-        """Have the kernel tell of what comes when it is so many bytes, all of which are sure to
-        come.
+        """Have the kernel wake the reader only when `nbytes` have arrived, all of which are
+        expected.
 
         A slow line brings a packet at a time, and a thread that is woken for each takes a core from
         what computes.

@@ -1,5 +1,5 @@
-"""torch's store over a board: what the processes of a job look up to meet, behind a door that asks
-for the secret.
+"""A store for torch over a board, in which the processes of a job find each other. It admits only
+those that hold the job's secret.
 
 torch's own stores listen at a port for whoever comes.  This one is a `torch.distributed.Store` to
 torch, and a client of a board (board.py) to us: each call is a request or a few, and waiting for a
