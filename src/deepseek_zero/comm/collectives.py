@@ -372,6 +372,11 @@ class Comm:
         world = self.whole._world
         return None if world is None else world.hosts
 
+    @functools.cached_property
+    def threads(self) -> int:
+        """How many threads this rank may compute with on the CPU, beside the others of its host."""
+        return threads_for(ranks_of_this_host())
+
     @property
     def owners(self) -> Partition:
         """Return, for each slice of a state, the ranks of this group that hold it, ascending; one

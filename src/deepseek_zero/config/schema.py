@@ -352,8 +352,8 @@ class ZeroOptimization(Section):
     )
     sub_group_size: int = effective(
         1_000_000_000,
-        "Elements the optimizer updates in one tile: whole 4,096s, at least one and at most 2^20 "
-        "where a CPU updates; 0: auto.",
+        "Elements the optimizer updates in one tile: whole 4,096s, at least one; where a CPU "
+        "updates at most 2^24, without a kernel or with states on a disk 2^20; 0: auto.",
         unit="elements",
         means_auto=(0,),
         example=1000,

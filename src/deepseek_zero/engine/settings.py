@@ -18,13 +18,12 @@ from ..activations.recompute import RecomputeSettings
 from ..activations.tiles import TileSettings
 from ..attention.layer import SparseAttention
 from ..attention.layouts import fields_of, layout_of
-from ..base.device import CPU
 from ..base.errors import UsageError
 from ..base.mesh import Mesh
 from ..checkpoint.catalogue import Retention
 from ..comm.agreement import values_in
 from ..config.layer_specs import layer_rules
-from ..optim.sharded import TILE_ALIGNMENT, TILE_NUMEL, StepSettings
+from ..optim.sharded import KERNEL_TILE_NUMEL, TILE_ALIGNMENT, TILE_NUMEL, StepSettings
 from ..optim.updater import PrefetchSettings
 from ..planner.spec import Compression, PlanSettings
 from ..planner.unit_tiers import PlacementSettings
@@ -393,14 +392,14 @@ def step_settings_of(
     zero = config.zero_optimization
     offload = config.zero_optimization.offload_optimizer
 
-    def tile_numel_on(home: torch.device) -> int:
-        numel = min(zero.sub_group_size, TILE_NUMEL.on(home))
-        return max(1, numel // TILE_ALIGNMENT) * TILE_ALIGNMENT
+    def at_most(numel: int) -> int:
+        return max(1, min(zero.sub_group_size, numel) // TILE_ALIGNMENT) * TILE_ALIGNMENT
 
     return StepSettings(
         max_norm=config.gradient_clipping,
-        tile_numel=tile_numel_on(device),
-        host_tile_numel=tile_numel_on(CPU),
+        tile_numel=at_most(TILE_NUMEL.on(device)),
+        host_tile_numel=at_most(TILE_NUMEL.cpu),
+        kernel_tile_numel=at_most(KERNEL_TILE_NUMEL),
         pipelined=offload.pipeline,
         speculates=offload.super_offload,
         undo_bytes=offload.undo_bytes,

@@ -19,7 +19,7 @@ from ..base.errors import UsageError
 from ..base.log import log_once
 
 VARIABLE = "DEEPSEEK_ZERO_KERNELS"
-GRAIN = 1 << 16  # elements under which a second thread costs more than it saves
+GRAIN = 1 << 18  # elements under which a second thread costs more than it saves
 
 
 def chosen(wanted: str) -> str:

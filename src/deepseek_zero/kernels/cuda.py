@@ -102,8 +102,8 @@ def run(
     Args:
         variant: Which formula.
         layout: How the shard is stored.
-        columns: Gradient, main weight, other and two states, as `check.Arrays.columns` has them;
-            flat and contiguous. Those that the layout or the variant lacks are empty.
+        columns: Gradient, main weight, other and two states, as `check.Arrays.columns` has them,
+            contiguous. Those that the layout or the variant lacks are empty.
         scalars: Those of `Rule.scalars`.
         factor: The gradient is multiplied by it. A tensor is fp32, of one element, on the device.
         chance: Where random bits begin, if the layout needs any. Then the shard is of one

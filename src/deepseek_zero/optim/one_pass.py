@@ -30,6 +30,7 @@ from ..precision.compact import StochasticRounding
 from ..precision.policy import has_nan, settle_nan
 
 _NOTHING: NDArray[Any] = np.zeros(0, np.int16)
+_ABSENT = torch.empty(0)
 _STEP = "step"
 _COLUMNS = 5  # arrays of a kernel
 
@@ -65,11 +66,9 @@ class Memory:
         return Memory(self.gradient.view(-1)[low:high], self.main.view(-1)[low:high], other, states)
 
     def columns(self) -> list[Tensor]:
-        """Return gradient, main weight, `other` and two states, flat. Missing ones are empty."""
-        nothing = torch.empty(0, device=self.main.device)
-        other = nothing if self.other is None else self.other
-        found = [self.gradient, self.main, other, *self.states, nothing, nothing]
-        return [each.detach().view(-1) for each in found[:_COLUMNS]]
+        """Return gradient, main weight, `other` and two states. Missing ones are empty."""
+        other = _ABSENT if self.other is None else self.other
+        return [self.gradient, self.main, other, *self.states, _ABSENT, _ABSENT][:_COLUMNS]
 
     def arrays(self) -> Arrays:
         other = _NOTHING if self.other is None else _array(self.other)

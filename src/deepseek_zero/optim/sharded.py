@@ -72,6 +72,8 @@ from .updater import (
 # Elements per optimizer call (4 MiB of fp32 on the CPU): what is touched at once, and what is kept
 # for it, stays small, and the call itself is a few per cent of its time.
 TILE_NUMEL = PerDevice(cpu=1 << 20, accelerator=1 << 26)
+# The same for a kernel on a CPU: 16 threads then get a million elements each.
+KERNEL_TILE_NUMEL = 1 << 24
 TILE_ALIGNMENT = 1 << 12  # elements; tiles end where pages do, whatever the size of an element
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
@@ -80,8 +82,9 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 class StepSettings:
     """The settings of a step. tile_numel: elements per optimizer call on the training device
     (sub_group_size).
-    host_tile_numel: elements per call where the host updates. pipelined: updates of offloaded
-    weights are deferred to the next forward.
+    host_tile_numel: elements per call where the host updates. kernel_tile_numel: the same where a
+    kernel updates states in memory. pipelined: updates of offloaded weights are deferred to the
+    next forward.
 
     speculates: some of them run in backward, before the verdict. undo_bytes: for the log that
     undoes those.
@@ -91,6 +94,7 @@ class StepSettings:
     max_norm: float = 0.0
     tile_numel: int = TILE_NUMEL.cpu
     host_tile_numel: int = TILE_NUMEL.cpu
+    kernel_tile_numel: int = KERNEL_TILE_NUMEL
     granularity: tuple[str, ...] = ()  # one word per parameter group; "element" where there is none
     check_finite: bool = False
     keep_grads: bool = False
@@ -186,14 +190,17 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                 runtime, [group for group, uncut in zip(groups, whole, strict=True) if uncut]
             )
         self.scratch = Scratch(runtime.comm_ctx.pool.device, budget=runtime.comm_ctx.tiers.budget)
-        self.shards_by_group = (
-            [self._cut(group["params"], uncut) for group, uncut in zip(groups, whole, strict=True)]
-            if planned is None
-            else self._built(planned)
-        )
         self.params_by_group: list[list[nn.Parameter]] = [list(group["params"]) for group in groups]
         self.names_by_group = list(map(trained_names, self.params_by_group))
         self.speculative: SpeculativeStep | None = None
+        if planned is not None:
+            self.shards_by_group = self._built(planned)
+        else:
+            unknown = self._update_settings("", groups)
+            self.shards_by_group = [
+                self._cut(group["params"], uncut, unknown)
+                for group, uncut in zip(groups, whole, strict=True)
+            ]
         planned = planned or self._planned("", groups)  # by what class is not known yet
         self.tiles = Tiles.of(planned, self.shards_by_group)
         self.scratch.grow(planned.fullest_tiles)
@@ -344,7 +351,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             f"updates: {name} by PyTorch for {len(shards) - count} of {len(shards)} shards: {why}"
         ]
 
-    def _planned(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> UpdatePlan:
+    def _update_settings(
+        self, optimizer: str, groups: Sequence[Mapping[str, Any]]
+    ) -> UpdateSettings:
         options = [
             {key: value for key, value in group.items() if key != "params"} for group in groups
         ]
@@ -357,7 +366,10 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         settings = update_settings_of(
             self.settings, optimizer, chosen, scales_grads=scales, undoes=undoes
         )
-        settings = replace(settings, crosses_hosts=self.runtime.machine.spans_hosts)
+        return replace(settings, crosses_hosts=self.runtime.machine.spans_hosts)
+
+    def _planned(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> UpdatePlan:
+        settings = self._update_settings(optimizer, groups)
         ranges = [[shard.planned for shard in shards] for shards in self.shards_by_group]
         units = [unit.planned for unit in self.runtime.units]
         return UpdatePlan.of(settings, ranges, units, self.runtime.comm_ctx.pool.device)
@@ -397,7 +409,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             for ranges in planned.shards
         ]
 
-    def _cut(self, params: Iterable[nn.Parameter], uncut: bool) -> list[MasterShard]:
+    def _cut(
+        self, params: Iterable[nn.Parameter], uncut: bool, settings: UpdateSettings
+    ) -> list[MasterShard]:
         """Cut one parameter group into shards: neighbours merged, cut into tiles; whole tensors if
         the optimizer needs them.
         """
@@ -414,9 +428,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             if id(group) in wanted:
                 names = frozenset(group.members[number].name for number in wanted[id(group)][1])
                 rank = self.runtime.comm_ctx.comm.rank
-                tile_numel = self.settings.tile_numel
-                if group.plan.is_updated_on_host:
-                    tile_numel = self.settings.host_tile_numel
+                tile_numel = settings.tile_numel_of(group.plan)
                 for span in shard_ranges(group.planned, rank, names, tile_numel, uncut):
                     shards.append(self._shard(group, span))
         return shards
@@ -520,7 +532,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         if self.uncut[number]:
             refuse_parts(type(self.inner).__name__, zip(trained_names(params), params, strict=True))
             relayout_whole(self.runtime, [{"params": params}])
-        shards = self._with_initial_states(self._cut(params, self.uncut[number]))
+        settings = self._update_settings(type(self.inner).__name__, self.param_groups)
+        shards = self._with_initial_states(self._cut(params, self.uncut[number], settings))
         self.shards_by_group[number] = [*self.shards_by_group[number], *shards]
         self.names_by_group[number] = trained_names(self.params_by_group[number])
         self._add_missing_states(number, shards)
@@ -1113,6 +1126,7 @@ def update_settings_of(
         undo_bytes=settings.undo_bytes if undoes else 0,
         kernels=_kernels_for(optimizer, settings.kernels),
         host_tile_numel=settings.host_tile_numel,
+        kernel_tile_numel=settings.kernel_tile_numel,
         gpu_kernels=chosen(settings.kernels) != "torch",
     )
 
@@ -1226,6 +1240,7 @@ def reset_states(optimizer: ShardedOptimizer) -> dict[Tensor, dict[str, Any]]:
         shard.group.guard.before_write()
     before = dict(optimizer.inner.state)
     optimizer.inner.state.clear()
+    optimizer.moments.forget()
     return before
 
 

@@ -308,6 +308,7 @@ class UndoLog:
         state = self._inner.state
         if before.state is None:
             state.pop(before.shard.param, None)
+            self._moments.forget()
             return
         state[before.shard.param] = before.state
         for key, number in before.counters.items():

@@ -398,7 +398,8 @@ StagedState = ExtentRange | StagedRange  # what comes before a tile's turn, and 
 class Moment:
     """One kind of moment of one group. kept: its storage format; None: as the optimizer has it.
 
-    powers: the scales of 8-bit blocks, by id of the shard; they stay on the device.
+    powers: the scales of 8-bit blocks, by id of the shard; they stay on the device. is_fresh:
+    elements that no shard's state has yet are zeros, as they were reserved.
     """
 
     extent: Extent
@@ -406,6 +407,7 @@ class Moment:
     dtype: torch.dtype  # that the optimizer works in
     kept: StorageFormat | None
     powers: dict[int, Tensor] = field(default_factory=dict)
+    is_fresh: bool = True
 
     @property
     def is_stored(self) -> bool:
@@ -552,10 +554,16 @@ class Moments:
             own = moment.extent.write(shard.start, shard.stop)
             found.append(own)
             if name in missing:
-                own.zero_()
+                if not moment.is_fresh or moment.extent.is_offloaded:
+                    own.zero_()
                 state[name] = self._seen(shard, moment, own, shard.param.shape)
         self._count(shard, state)
         return tuple(found)
+
+    def forget(self) -> None:
+        """Let a state that is missing from now on begin with zeros, whatever its memory holds."""
+        for moment in self._found.values():
+            moment.is_fresh = False
 
     def _seen(self, shard: MasterShard, moment: Moment, own: Tensor, shape: torch.Size) -> Tensor:
         """Return what the optimizer sees of a moment between updates."""

@@ -190,6 +190,12 @@ class ShardPlan:
         specs = (self.weight, self.grad, self.master, self.moments)
         return any(spec is not None and spec.tier is not Tier.DEVICE for spec in specs)
 
+    @property
+    def uses_disk(self) -> bool:
+        """Whether any state rests on a disk."""
+        specs = (self.weight, self.grad, self.master, self.moments)
+        return any(spec is not None and spec.tier is Tier.NVME for spec in specs)
+
     @cached_property
     def moments_external(self) -> bool:
         """Whether moments are kept for the optimizer instead of by it."""

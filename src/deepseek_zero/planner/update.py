@@ -49,10 +49,10 @@ class UpdateSettings:
     """An optimizer as a plan needs it.
 
     optimizer: its class; `moments_for` knows what it keeps.  tile_numel: elements per optimizer
-    call on the training
-    device.  host_tile_numel: elements per call where the host updates.  scales_grads: gradients may
-    be clipped or unscaled.  can_defer: updates may wait for the next forward.  by_unit: tiles end
-    where units do, since some units are updated in backward.  undo_bytes: for what undoes such
+    call on the training device.  host_tile_numel: elements per call where the host updates.
+    kernel_tile_numel: the same where a kernel updates states in memory.  scales_grads: gradients
+    may be clipped or unscaled.  can_defer: updates may wait for the next forward.  by_unit: tiles
+    end where units do, since some units are updated in backward.  undo_bytes: for what undoes such
     updates.  crosses_hosts: the ranks that share slices are on several hosts.  kernels: what
     computes updates on a CPU, "auto", "numba" or "torch".
     gpu_kernels: NVIDIA GPUs update by kernels that NVRTC compiles.
@@ -68,11 +68,24 @@ class UpdateSettings:
     crosses_hosts: bool = False
     kernels: str = "torch"
     host_tile_numel: int = 1 << 20
+    kernel_tile_numel: int = 1 << 20
     gpu_kernels: bool = False
 
-    def tile_numel_of(self, plan: ShardPlan) -> int:
-        """Return the elements per optimizer call on the device that updates a group."""
+    def call_numel(self, plan: ShardPlan) -> int:
+        """Return how many elements of small shards one optimizer call updates together."""
         return self.host_tile_numel if plan.is_updated_on_host else self.tile_numel
+
+    def tile_numel_of(self, plan: ShardPlan) -> int:
+        """Return the most elements of one shard of a group.
+
+        A kernel keeps nothing for a tile, so its tiles are larger: each costs it some 0.2 ms, to
+        give the threads their parts and to call it.
+        """
+        numel = self.call_numel(plan)
+        if plan.uses_disk or self.kernels == "torch" or not _is_plain(plan):
+            return numel
+        is_ruled = all(rule_of(self.optimizer, group.options) for group in self.groups)
+        return max(numel, self.kernel_tile_numel) if is_ruled else numel
 
     def defers(self, plan: ShardPlan) -> bool:
         """Return whether a group's update waits for the next forward: its states travel meanwhile,
@@ -206,7 +219,7 @@ def _tiles_of(bundles: Sequence[Tile], settings: UpdateSettings) -> list[Tile]:
     for bundle in bundles:
         plan = bundle[0][1].group.plan
         numel = sum(shard.numel for _, shard in bundle)
-        is_full = filled + numel > settings.tile_numel_of(plan)
+        is_full = filled + numel > settings.call_numel(plan)
         if not tiles or is_full or plan.is_updated_on_host != is_on_host:
             tiles.append([])
             filled = 0

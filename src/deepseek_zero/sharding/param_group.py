@@ -13,6 +13,7 @@ which work on the slices they show.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -25,8 +26,6 @@ from ..base.device import CPU, double_norms, without_torch_function
 from ..base.errors import AtRestError, UsageError
 from ..base.memory import private_pages, return_pages, trim_heap
 from ..comm.collectives import DONE, Comm, Pending, scatter
-from ..comm.context import ranks_of_this_host
-from ..kernels.compiler import threads_for
 from ..kernels.sums import sum_of_squares as squares_on_cpu
 from ..planner.layout import FlatLayout, Slot
 from ..planner.spec import P, Placement, PlanSettings, R, S, ShardPlan, Spec
@@ -759,10 +758,11 @@ class MasterWeight:
             cast_master(values, lower)
             return
         upper = self._at_update_device(self.weight, place, end)
-        near = staging_like(upper, lower)
-        split(values.to(lower.device), near, lower)
-        if near is not upper:
-            upper.copy_(near)
+        near = staging_like(upper, values), staging_like(lower, values)
+        split(values, *near)
+        for half, own in zip(near, (upper, lower), strict=True):
+            if half is not own:
+                own.copy_(half)
 
     def for_kernel(self, place: int, end: int) -> tuple[Tensor, Tensor | None]:
         """Return the main weight, and the other tensor of it that an update writes, flat, on the
@@ -900,7 +900,7 @@ class Gradient:
         """Forget what has come since the last step."""
         self.absent: set[int] | None = None
         self.is_edited = False
-        self.known_squares: float | Tensor | None = None
+        self.known_squares: float | None = None
         self._partial: FlatBuffer | None = None  # this rank's summand while one is under way
         self._arrived: set[int] = set()  # indices of members that are in it
         self._reduction: Pending = DONE  # into `buffer`, maybe still under way
@@ -1040,7 +1040,10 @@ class Gradient:
             first = (
                 0 if self.is_whole else self.group.layout.bounds(self.group.comm_ctx.comm.rank)[0]
             )
-            self.known_squares = self._squares_of(values, first)
+            found = self._squares_of(values, first)
+            if not isinstance(found, float):
+                (found,) = _squares_on_accelerator([found])
+            self.known_squares = found
             buffer.extent.store(0, buffer.memory.numel())
 
     def ensure_buffer(self) -> FlatBuffer:
@@ -1526,12 +1529,15 @@ class Gradient:
         is_root = order not in (0.0, float("inf"), -float("inf"))
         return (mine.pow(1.0 / order) if is_root else mine).to(own.device, torch.float32)
 
-    def squares(self) -> list[float | Tensor]:
+    def squares(self) -> list[float | list[Tensor]]:
         """Return the sum of squares of each rank's slice, in rank order; 0.0 for slices that this
-        rank does not hold. `squares_of` reads those that an accelerator computes.
+        rank does not hold.
+
+        For a slice on an accelerator it returns the tensors: `squares_of` adds them up, for all
+        groups at once.
         """
         comm = self.group.comm_ctx.comm
-        sums: list[float | Tensor] = [0.0] * comm.size
+        sums: list[float | list[Tensor]] = [0.0] * comm.size
         if self.known_squares is not None:
             sums[comm.rank] = self.known_squares
             return sums
@@ -1543,12 +1549,13 @@ class Gradient:
                 first += part.numel()
         elif grad is not None:
             first = self.group.layout.bounds(comm.rank)[0]
-            sums[comm.rank] = self.known_squares = self._squares_of(grad, first)
+            sums[comm.rank] = found = self._squares_of(grad, first)
+            self.known_squares = found if isinstance(found, float) else None
         return sums
 
-    def _squares_of(self, values: Tensor, first: int) -> float | Tensor:
+    def _squares_of(self, values: Tensor, first: int) -> float | list[Tensor]:
         """Return the sum of squares of elements [first, ...) of the layout, of those that the
-        optimizer updates.
+        optimizer updates; on an accelerator these elements.
 
         The device of the update computes it, so that every stage finds the same bits.
         """
@@ -1565,11 +1572,9 @@ class Gradient:
                 if low < high:
                     parts.append((values[low - first : high - first], low))
         if home.type == "cpu":
-            return sum(
-                squares_on_cpu(part, place, threads_for(ranks_of_this_host()))
-                for part, place in parts
-            )
-        return _squares_on_accelerator([part for part, _ in parts], home)
+            threads = self.group.comm_ctx.comm.threads
+            return sum((squares_on_cpu(part, place, threads) for part, place in parts), 0.0)
+        return [part for part, _ in parts]
 
 
 class DelayedGradient:
@@ -1805,29 +1810,32 @@ def squares_of(groups: Sequence[ParamGroup]) -> list[list[float]]:
     most.
     """
     found = [group.gradient.squares() for group in groups]
-    unread = [each for of_group in found for each in of_group if isinstance(each, Tensor)]
-    numbers = iter(torch.stack(unread).tolist() if unread else ())
-    read = {id(each): next(numbers) for each in unread}
-    for group in groups:
-        known = group.gradient.known_squares
-        if isinstance(known, Tensor):
-            group.gradient.known_squares = read[id(known)]
-    return [
-        [read[id(each)] if isinstance(each, Tensor) else each for each in of_group]
+    unread = [each for of_group in found for each in of_group if isinstance(each, list)]
+    numbers = iter(_squares_on_accelerator(unread))
+    read = [
+        [next(numbers) if isinstance(each, list) else each for each in of_group]
         for of_group in found
     ]
+    for group, own in zip(groups, read, strict=True):
+        gradient = group.gradient
+        if not gradient.is_whole and gradient.reduced() is not None:
+            gradient.known_squares = own[group.comm_ctx.comm.rank]
+    return read
 
 
-def _squares_on_accelerator(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of squares on a device, float64, which the host has not read.
+def _squares_on_accelerator(slices: Sequence[Sequence[Tensor]]) -> list[float]:
+    """Return the sum of squares of each of these slices, given as parts. The host waits once.
 
     Sums in float64 differ so little by their order that a factor of fp32, made of the norm, is that
     of a CPU. The norms of tiles are one pass over memory on a GPU.
     """
-    tiles = [tile for part in parts if part.numel() for tile in part.split(_NORM_TILE_NUMEL)]
-    if not tiles:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(double_norms(tiles)).square().sum()
+    tiles = [
+        [tile for part in parts if part.numel() for tile in part.split(_NORM_TILE_NUMEL)]
+        for parts in slices
+    ]
+    together = [tile for own in tiles for tile in own]
+    norms = iter(torch.stack(double_norms(together)).tolist() if together else ())
+    return [sum(norm * norm for norm in itertools.islice(norms, len(own))) for own in tiles]
 
 
 def _change_places(left: Tensor, right: Tensor) -> None:
@@ -1837,8 +1845,10 @@ def _change_places(left: Tensor, right: Tensor) -> None:
         yours.copy_(held)
 
 
-def staging_like(upper: Tensor, lower: Tensor) -> Tensor:
-    """Return the buffer through which a weight is written: itself, or one on `lower`'s device, so
-    that it is copied across once.
+def staging_like(target: Tensor, values: Tensor) -> Tensor:
+    """Return the buffer through which a tensor is written: itself, or one on the device of the
+    values, so that it is copied across once.
     """
-    return upper if upper.device == lower.device else torch.empty_like(upper, device=lower.device)
+    if target.device == values.device:
+        return target
+    return torch.empty_like(target, device=values.device)
