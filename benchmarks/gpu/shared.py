@@ -17,10 +17,11 @@ from tests.gpu import plain_runs
 from tests.gpu.plain_runs import DEVICE, plain_run
 
 
-def two_ranks(stage: int, dtype: str) -> None:
+def two_ranks(stage: int, dtype: str, place: str) -> None:
     folder = tempfile.mkdtemp()
     environment = {name: value for name, value in os.environ.items() if name not in WORLD}
     environment |= {"GPU_STAGE": str(stage), "GPU_DTYPE": dtype, "GPU_OUT": folder}
+    environment["GPU_PLACE"] = place
     command = [
         sys.executable,
         "-m",
@@ -41,12 +42,22 @@ def two_ranks(stage: int, dtype: str) -> None:
 WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
+RUNS = (
+    (3, "bf16", "cpu"),
+    (0, "fp32", "none"),
+    (1, "bf16", "none"),
+    (2, "fp32", "none"),
+    (3, "bf16", "none"),
+)
+
+
 def main() -> None:
     is_dry = begin()
-    for stage, dtype in (
-        [(3, "bf16")] if is_dry else [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16")]
-    ):
-        attempt(f"stage {stage}, {dtype}, two ranks", lambda s=stage, d=dtype: two_ranks(s, d))
+    for stage, dtype, place in RUNS[:1] if is_dry else RUNS:
+        name = f"stage {stage}, {dtype}, two ranks"
+        if place != "none":
+            name += ", the optimizer on the host"
+        attempt(name, lambda s=stage, d=dtype, p=place: two_ranks(s, d, p))
 
 
 if __name__ == "__main__":

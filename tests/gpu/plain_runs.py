@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,7 +46,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def config(stage: int, dtype: str, **more: object) -> dict[str, object]:
+def config(stage: int, dtype: str, **more: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 4,
         "steps_per_print": None,
@@ -100,11 +101,17 @@ def plain_run(dtype: str, ranks: int, steps: int) -> list[torch.Tensor]:
     return [param.detach().clone() for param in model.parameters()]
 
 
-def engine_run(stage: int, dtype: str, steps: int, rank: int = 0) -> list[torch.Tensor]:
+def engine_run(
+    stage: int, dtype: str, steps: int, rank: int = 0, place: str = "none"
+) -> list[torch.Tensor]:
+    """Train by an engine. place: the memory of the optimizer's states."""
     torch.manual_seed(0)
     model = Net().to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=False, foreach=False)
-    engine, *_ = dz.initialize(model=model, optimizer=optimizer, config=config(stage, dtype))
+    settings = config(stage, dtype)
+    if place != "none":
+        settings["zero_optimization"] |= {"offload_optimizer": {"device": place}}
+    engine, *_ = dz.initialize(model=model, optimizer=optimizer, config=settings)
     for step in range(steps):
         engine.backward(loss_of(engine, step, rank))
         engine.step()
@@ -114,7 +121,11 @@ def engine_run(stage: int, dtype: str, steps: int, rank: int = 0) -> list[torch.
 if __name__ == "__main__":
     number = int(os.environ["RANK"])
     weights = engine_run(
-        int(os.environ["GPU_STAGE"]), os.environ["GPU_DTYPE"], steps=3, rank=number
+        int(os.environ["GPU_STAGE"]),
+        os.environ["GPU_DTYPE"],
+        steps=3,
+        rank=number,
+        place=os.environ.get("GPU_PLACE", "none"),
     )
     if number == 0:
         torch.save(weights, Path(os.environ["GPU_OUT"]) / "weights.pt")

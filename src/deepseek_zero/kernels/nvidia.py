@@ -23,6 +23,9 @@ from ..base.errors import DeepSeekZeroError
 # exact.
 OPTIONS = ("--std=c++17", "--fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
 
+# Of a thread that has not used the device yet: no context, or that of another device
+_WRONG_CONTEXT = (201, 400)
+
 
 class CudaError(DeepSeekZeroError):
     """A call of NVRTC or of the driver failed."""
@@ -155,7 +158,10 @@ def driver() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    result = getattr(driver(), name)(*arguments)
+    _check(name, getattr(driver(), name)(*arguments))
+
+
+def _check(name: str, result: int) -> None:
     if result != 0:
         text = c_char_p()
         driver().cuGetErrorString(result, byref(text))
@@ -193,17 +199,18 @@ class Kernel:
         with _current(device):
             _call("cuModuleLoadData", byref(self._module), binary)
             _call("cuModuleGetFunction", byref(self._function), self._module, name.encode())
+        self._launch = driver().cuLaunchKernel
 
     def launch(self, grid: int, block: int, arguments: Sequence[Any]) -> None:
         """Queue the kernel on PyTorch's current stream. The arguments are ctypes values."""
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        pointers = (c_void_p * len(arguments))(
-            *(ctypes.addressof(argument) for argument in arguments)
-        )
-        with _current(self.device):
-            _call(
-                "cuLaunchKernel", self._function, grid, 1, 1, block, 1, 1, 0, stream, pointers, None
-            )
+        pointers = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        sizes = grid, 1, 1, block, 1, 1, 0
+        result = self._launch(self._function, *sizes, stream, pointers, None)
+        if result in _WRONG_CONTEXT:
+            with _current(self.device):
+                result = self._launch(self._function, *sizes, stream, pointers, None)
+        _check("cuLaunchKernel", result)
 
 
 def binary_for(capability: int) -> tuple[int, bool]:

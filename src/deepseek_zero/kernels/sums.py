@@ -103,6 +103,11 @@ def sum_of_squares(values: Tensor, first: int, threads: int) -> float:
     return float(np.add.accumulate(sums)[-1])
 
 
+def compile_squares(dtype: torch.dtype) -> None:
+    """Compile the loop of `sum_of_squares` for large tensors of a dtype, if there is one."""
+    sum_of_squares(torch.zeros(LARGE, dtype=dtype), 0, 1)
+
+
 def _fits_loop(*tensors: Tensor) -> bool:
     """Return whether the tensors are large enough, and stored so, that a compiled loop may read and
     write them.

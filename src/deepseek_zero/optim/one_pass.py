@@ -26,8 +26,10 @@ from ..kernels import cuda
 from ..kernels.check import Arrays, Chance
 from ..kernels.compiler import threads_for
 from ..kernels.rules import Layout, Rule, Scalars, Variant, rule_of
+from ..kernels.sums import compile_squares
+from ..planner.spec import ShardPlan
 from ..precision.compact import StochasticRounding
-from ..precision.policy import has_nan, settle_nan
+from ..precision.policy import LOW_PRECISION, has_nan, settle_nan
 
 _NOTHING: NDArray[Any] = np.zeros(0, np.int16)
 _ABSENT = torch.empty(0)
@@ -89,6 +91,20 @@ def layout_of(gradient: Tensor, main: Tensor, other: Tensor | None, moments: str
     )
 
 
+def planned_layout(plan: ShardPlan) -> Layout:
+    """Return how a plan stores a group that has a kernel: what `layout_of` finds at its update."""
+    assert plan.grad is not None
+    has_both = plan.master is not None and not plan.master_is_weight and not plan.master_is_split
+    is_published = has_both and plan.weight.dtype in LOW_PRECISION
+    return Layout(
+        plan.grad.dtype,
+        plan.master_is_split,
+        published=plan.weight.dtype if is_published else None,
+        is_rounded=plan.master_is_rounded,
+        states_rounded=plan.moments_format == "bf16",
+    )
+
+
 class OnePass:
     """The kernels for the shards of one optimizer.
 
@@ -126,11 +142,11 @@ class OnePass:
         if rule is None:
             return None
         state = self._inner.state.get(param, {})
-        names = rule.variant(hypers, True).states
-        held = [name for name in names if state.get(name) is not None]
-        if held and len(held) < len(names):
-            return None
-        return rule.variant(hypers, len(held) == len(names))
+        later = rule.variant(hypers, True)
+        held = [name for name in later.states if state.get(name) is not None]
+        if len(held) == len(later.states):
+            return later
+        return None if held else rule.variant(hypers, False)
 
     def is_exact(self, variant: Variant, layout: Layout, device: torch.device) -> bool:
         """Return whether the kernel for a layout has the bits of the definition on a device.
@@ -144,6 +160,23 @@ class OnePass:
         if not is_exact:
             self.refused = variant.rule
         return bool(is_exact)
+
+    def compile(self, plan: ShardPlan, hypers: Mapping[str, Any], device: torch.device) -> None:
+        """Compile what the first updates of a planned group call, so that no step waits for it.
+
+        Args:
+            plan: Of a group whose shards have a kernel.
+            hypers: The hyper-parameters of its group.
+            device: That updates it.
+        """
+        rule = self.rule(hypers)
+        if rule is None:
+            return
+        layout = planned_layout(plan)
+        for variant in {rule.variant(hypers, has_states) for has_states in (False, True)}:
+            self.is_exact(variant, layout, device)
+        if device == CPU:
+            compile_squares(layout.gradient)
 
     def count(self, param: Tensor, hypers: Mapping[str, Any]) -> float:
         """Return the number of this update of a shard, from 1 on, which the optimizer's own counter

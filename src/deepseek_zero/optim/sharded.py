@@ -51,6 +51,7 @@ from .adaptive_precision import AdaptivePrecision
 from .initial_states import InitialStates, makes_states, states_at_construction
 from .nonfinite import NonFiniteReport
 from .one_bit_adam import OneBitAdam
+from .one_pass import planned_layout
 from .registry import granularity_of
 from .speculative import SpeculationPolicy, SpeculativeStep, unsupported_optimizer, works_by_shard
 from .updater import (
@@ -240,6 +241,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         for group in runtime.trained_groups:
             group.optimizer = weakref.ref(self)
         self._count_updated()
+        self._compile_kernels()
         runtime.executor.updates = weakref.ref(self)
 
     # torch.optim.Optimizer's own attributes are the inner optimizer's; its __init__ is not called,
@@ -398,6 +400,17 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             "Each rank updates its slices of the same tensors, so one rule must hold for all.",
             "build the optimizer and the configuration from the same arguments on every rank.",
         )
+
+    def _compile_kernels(self) -> None:
+        """Compile the kernels of all shards. Local."""
+        for group, shards in zip(self.inner.param_groups, self.shards_by_group, strict=True):
+            kinds = {
+                (planned_layout(shard.group.plan), shard.master.update_device): shard.group.plan
+                for shard in shards
+                if shard.has_kernel
+            }
+            for (_, device), plan in kinds.items():
+                self.updater.one_pass.compile(plan, group, device)
 
     # -- cutting
 

@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import deepseek_zero as dz
+from deepseek_zero.kernels.rules import Layout, Variant
 from deepseek_zero.optim.one_pass import OnePass
+from deepseek_zero.optim.sharded import reset_states
 
 
 def test_a_counter_of_updates_is_read_only_if_something_else_changed_it(
@@ -33,3 +37,75 @@ def test_a_counter_of_updates_is_read_only_if_something_else_changed_it(
     assert [one_pass.count(param, group) for _ in range(2)] == [21.0, 22.0]
     assert reads == [0.0, 7.0, 20.0]
     assert inner.state[param]["step"].item() == 22.0
+
+
+def engine_of(optimizer: str = "AdamW", **top: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "steps_per_print": None,
+        "optimizer": {"type": optimizer, "params": {"lr": 1e-2}, "kernels": "numba"},
+        **top,
+    }
+    return dz.initialize(model=model, config=config)[0]
+
+
+def train(engine: Any, steps: int = 2) -> list[Tensor]:
+    dtype = next(engine.module.parameters()).dtype
+    for step in range(steps):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step)).to(dtype)
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+    return [value.clone() for value in engine.module_state_dict().values()]
+
+
+ON_HOST = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad", "Lion"])
+@pytest.mark.parametrize(
+    "top",
+    [
+        {},
+        {"bf16": {"enabled": True}},
+        {"fp16": {"enabled": True, "initial_scale_power": 8}},
+        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+        {"bf16": {"enabled": True}, "zero_optimization": ON_HOST},
+        {"fp16": {"enabled": True, "initial_scale_power": 8}, "zero_optimization": ON_HOST},
+    ],
+    ids=["fp32", "bf16", "fp16", "stage 1", "bf16 on the host", "fp16 on the host"],
+)
+def test_the_first_steps_compile_nothing(
+    optimizer: str, top: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numba")
+    asked: list[tuple[Variant, Layout]] = []
+    is_exact = OnePass.is_exact
+
+    def noted(one_pass: OnePass, variant: Variant, layout: Layout, device: torch.device) -> bool:
+        asked.append((variant, layout))
+        return is_exact(one_pass, variant, layout, device)
+
+    monkeypatch.setattr(OnePass, "is_exact", noted)
+    engine = engine_of(optimizer, **top)
+    compiled = set(asked)
+    asked.clear()
+    train(engine)
+    engine.destroy()
+    assert asked
+    assert set(asked) <= compiled
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_states_that_were_reset_begin_with_zeros(optimizer: str) -> None:
+    pytest.importorskip("numba")
+    engine = engine_of(optimizer, zero_optimization=ON_HOST)
+    first = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    expected = train(engine)
+    reset_states(engine.optimizer)
+    engine.load_module_state_dict(first)
+    found = train(engine)
+    engine.destroy()
+    for mine, its in zip(found, expected, strict=True):
+        assert torch.equal(mine, its)

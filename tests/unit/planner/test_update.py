@@ -177,3 +177,36 @@ def test_what_may_wait_is_in_tiles_of_its_own(by_unit: bool) -> None:
     assert not waits.now and list(waits.later) == (list(range(len(units))) if by_unit else [-1])
     at_once = plan_update(units, UpdateSettings("AdamW", groups, can_defer=False), 0).order
     assert at_once.now and not at_once.later
+
+
+@pytest.mark.parametrize(
+    ("tier", "options", "kernels", "most"),
+    [
+        (Tier.DEVICE, {}, "numba", 8192),
+        (Tier.HOST, {}, "numba", 8192),
+        (Tier.HOST, {}, "torch", 1024),
+        (Tier.HOST, {"amsgrad": True}, "numba", 1024),
+        (Tier.NVME, {}, "numba", 1024),
+    ],
+)
+def test_a_kernel_gets_larger_tiles_of_states_in_memory(
+    tier: Tier, options: dict[str, bool], kernels: str, most: int
+) -> None:
+    settings = PlanSettings(stage=3, policy=BF16, state_tier=tier)
+    plan = plan_for(settings, torch.float32, trainable=True, persistent=False, ranks=1)
+    small = [
+        UnitPlan(str(number), (GroupPlan(plan, even_layout([f"w{number}"], [(numel,)], 1)),))
+        for number, numel in enumerate((10_000, 600, 600))
+    ]
+    update = UpdateSettings(
+        "AdamW",
+        (ParamGroupPlan(options, frozenset({"w0", "w1", "w2"})),),
+        tile_numel=1024,
+        host_tile_numel=1024,
+        kernel_tile_numel=8192,
+        kernels=kernels,
+    )
+    tiles = plan_update(small, update, 0).order.tiles
+    assert max(shard.numel for tile in tiles for _, shard in tile) == most
+    # Small shards are joined as far as without a kernel: a tile is what waits for its copies
+    assert [len(tile) for tile in tiles[-2:]] == [1, 1]
