@@ -35,7 +35,7 @@ def two_ranks(stage: int, dtype: str, place: str) -> None:
     print(done.stdout, done.stderr, flush=True)
     assert done.returncode == 0, done.stderr[-400:]
     found = torch.load(Path(folder) / "weights.pt", weights_only=True)
-    for ours, plain in zip(found, plain_run(dtype, ranks=2, steps=3), strict=True):
+    for ours, plain in zip(found, plain_run(dtype, 2, 3, place), strict=True):
         assert torch.equal(ours.to(DEVICE), plain), f"{(ours.to(DEVICE) - plain).abs().max()} apart"
 
 

@@ -7,6 +7,7 @@ It needs no pytest: benchmarks/gpu/smoke.py and shared.py run it, too.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +72,29 @@ def loss_of(model: nn.Module, step: int, rank: int = 0) -> torch.Tensor:
     return nn.functional.cross_entropy(model(x).float().flatten(0, 1), y.flatten())
 
 
-def plain_run(dtype: str, ranks: int, steps: int) -> list[torch.Tensor]:
-    """Every rank's micro-batches in one process; sums in rank order in fp32, rounded once."""
+def adamw_of(params: Iterable[nn.Parameter], place: str) -> torch.optim.AdamW:
+    """Return AdamW as a device computes it: on the host fused, as the library does there."""
+    return torch.optim.AdamW(params, lr=1e-2, fused=place == "cpu", foreach=False)
+
+
+def plain_run(dtype: str, ranks: int, steps: int, place: str = "none") -> list[torch.Tensor]:
+    """Every rank's micro-batches in one process; sums in rank order in fp32, rounded once.
+
+    place: "cpu" updates on the host.
+    """
     torch.manual_seed(0)
     model = Net().to(DEVICE)
-    masters = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
+    home = torch.device("cpu") if place == "cpu" else DEVICE
+    masters = [nn.Parameter(param.detach().to(home, copy=True)) for param in model.parameters()]
     low = torch.bfloat16 if dtype == "bf16" else torch.float32
 
     def refresh() -> None:
         for param, master in zip(model.parameters(), masters, strict=True):
             weight = torch.empty_like(master, dtype=low)
             cast_master(master.detach().reshape(-1), weight.view(-1))
-            param.data = weight
+            param.data = weight.to(DEVICE)
 
-    optimizer = torch.optim.AdamW(masters, lr=1e-2, fused=False, foreach=False)
+    optimizer = adamw_of(masters, place)
     refresh()
     for step in range(steps):
         grads = [
@@ -95,7 +105,7 @@ def plain_run(dtype: str, ranks: int, steps: int) -> list[torch.Tensor]:
             total = grads[0][number].float().clone()
             for rank in range(1, ranks):
                 total += grads[rank][number]
-            master.grad = (total / ranks).to(low).float()
+            master.grad = (total / ranks).to(low).to(home).float()
         optimizer.step()
         refresh()
     return [param.detach().clone() for param in model.parameters()]
@@ -107,7 +117,7 @@ def engine_run(
     """Train by an engine. place: the memory of the optimizer's states."""
     torch.manual_seed(0)
     model = Net().to(DEVICE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=False, foreach=False)
+    optimizer = adamw_of(model.parameters(), place)
     settings = config(stage, dtype)
     if place != "none":
         settings["zero_optimization"] |= {"offload_optimizer": {"device": place}}

@@ -163,7 +163,8 @@ _REFUSED: dict[type, str] = {
 
 # torch has one kernel for a whole step of these, on CPU and CUDA.  foreach and differentiable
 # exclude it.
-_WITH_FUSED_KERNEL = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+# On every device; Adagrad has one on a CPU only (`prefer_fused` in sharded.py)
+_WITH_FUSED_KERNEL = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _EXCLUDE_FUSED = frozenset({"fused", "foreach", "differentiable"})
 
 VALID_OPTIMIZERS: tuple[str, ...] = tuple(

@@ -226,7 +226,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         if self.exchanges:
             refuse_beside_exchange(runtime, settings, self.inner.param_groups)
         self.speculative = _early_of(self)
-        _prefer_fused(self.inner)
+        prefer_fused(self.inner)
         # By its class, of which kernels depend
         self.tiles = Tiles.of(self.plan, self.shards_by_group)
         adopt_step_hooks(self, self.inner)
@@ -528,7 +528,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.shards_by_group.append([])
         self.names_by_group.append([])
         self.inner.add_param_group({**group, "params": []})
-        _prefer_fused(self.inner)
+        prefer_fused(self.inner)
         self._take(len(self.params_by_group) - 1, group["params"])
         self._plan_work()
 
@@ -1314,11 +1314,14 @@ def relayout_whole(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:
                 group.relayout("tensor")
 
 
-def _prefer_fused(optimizer: Optimizer) -> None:
+def prefer_fused(optimizer: Optimizer) -> None:
     """Choose torch's fused kernels if the class has one and the user left the choice open: one pass
-    over memory instead of many.
+    over memory instead of many. PyTorch has none for Adagrad on CUDA.
     """
-    if type(optimizer) in FUSED:
-        for group in optimizer.param_groups:
-            if group.get("fused", False) is None and not group.get("foreach"):
-                group["fused"] = True
+    if type(optimizer) not in FUSED:
+        return
+    for group in optimizer.param_groups:
+        is_open = group.get("fused", False) is None and not group.get("foreach")
+        everywhere = not isinstance(optimizer, torch.optim.Adagrad)
+        if is_open and (everywhere or all(param.device == CPU for param in group["params"])):
+            group["fused"] = True

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import deepseek_zero as dz
 from deepseek_zero.kernels.rules import Layout, Variant
 from deepseek_zero.optim.one_pass import OnePass
-from deepseek_zero.optim.sharded import reset_states
+from deepseek_zero.optim.sharded import prefer_fused, reset_states
 
 
 def test_a_counter_of_updates_is_read_only_if_something_else_changed_it(
@@ -109,3 +109,12 @@ def test_states_that_were_reset_begin_with_zeros(optimizer: str) -> None:
     engine.destroy()
     for mine, its in zip(found, expected, strict=True):
         assert torch.equal(mine, its)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_adagrad_is_fused_on_a_cpu_alone(device: str) -> None:
+    params = [nn.Parameter(torch.zeros(3, device=device))]
+    for cls, expected in ((torch.optim.AdamW, True), (torch.optim.Adagrad, device == "cpu")):
+        inner = cls(params)
+        prefer_fused(inner)
+        assert (inner.param_groups[0]["fused"] is True) == expected
