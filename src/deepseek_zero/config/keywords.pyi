@@ -260,8 +260,8 @@ class ZeroOptimizationKeywords(TypedDict, total=False):
     weights (stage 3).
     """
     sub_group_size: float | Auto | None
-    """Elements the optimizer updates in one tile: whole 4,096s, at least one and at most 2^20 where a CPU updates; 0:
-    auto.
+    """Elements the optimizer updates in one tile: whole 4,096s, at least one; where a CPU updates at most 2^24, without
+    a kernel or with states on a disk 2^20; 0: auto.
     """
     stage3_max_live_parameters: float | Auto | None
     """Window: gathered weights alive at once, beyond which nothing is fetched ahead."""

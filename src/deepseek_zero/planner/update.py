@@ -78,8 +78,8 @@ class UpdateSettings:
     def tile_numel_of(self, plan: ShardPlan) -> int:
         """Return the most elements of one shard of a group.
 
-        A kernel keeps nothing for a tile, so its tiles are larger: each costs it some 0.2 ms, to
-        give the threads their parts and to call it.
+        A kernel keeps nothing for a tile, and each tile costs some 0.2 ms for Python and for giving
+        the threads their parts. So its tiles are larger.
         """
         numel = self.call_numel(plan)
         if plan.uses_disk or self.kernels == "torch" or not _is_plain(plan):
