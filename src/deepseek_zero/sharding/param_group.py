@@ -1816,10 +1816,10 @@ def squares_of(groups: Sequence[ParamGroup]) -> list[list[float]]:
         [next(numbers) if isinstance(each, list) else each for each in of_group]
         for of_group in found
     ]
-    for group, own in zip(groups, read, strict=True):
-        gradient = group.gradient
-        if not gradient.is_whole and gradient.reduced() is not None:
-            gradient.known_squares = own[group.comm_ctx.comm.rank]
+    for group, before, own in zip(groups, found, read, strict=True):
+        rank = group.comm_ctx.comm.rank
+        if isinstance(before[rank], list) and not group.gradient.is_whole:
+            group.gradient.known_squares = own[rank]
     return read
 
 
