@@ -43,8 +43,8 @@ def _short(value: Any) -> str:
 
 
 def tell(result: Result) -> None:
-    """Hand a result to the parent."""
-    print(MARK + json.dumps(asdict(result)), flush=True)
+    """Hand a result to the parent, on a line of its own: pytest's dots end without one."""
+    print(f"\n{MARK}{json.dumps(asdict(result))}", flush=True)
 
 
 def attempt(name: str, work: Callable[[], dict[str, Any] | None]) -> None:

@@ -18,6 +18,10 @@ class Tell:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Name the test in the log, so that a part that is ended names the one under way."""
+        print(f"\n{nodeid}", flush=True)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
             self.counts[report.outcome] += 1

@@ -20,7 +20,7 @@ from benchmarks.gpu.results import Result
 from benchmarks.gpu.run import PARTS, REQUIRED, ROOT, Part, Report
 
 PROGRAMS = {
-    "good": "from benchmarks.gpu.results import Result, tell\nprint('hello')\n"
+    "good": "from benchmarks.gpu.results import Result, tell\nprint('hello', end='')\n"
     "tell(Result('one', figures={'ms': 1.5}))\ntell(Result('two'))\n",
     "raising": "from benchmarks.gpu.results import attempt\nattempt('first', lambda: 1 / 0)\n"
     "attempt('second', lambda: {'ms': 2})\nraise SystemExit(3)\n",
