@@ -161,9 +161,8 @@ _REFUSED: dict[type, str] = {
     torch.optim.SparseAdam: "it takes sparse gradients only, and sharded gradients are dense",
 }
 
-# torch has one kernel for a whole step of these, on CPU and CUDA.  foreach and differentiable
-# exclude it.
-# On every device; Adagrad has one on a CPU only (`prefer_fused` in sharded.py)
+# PyTorch has one kernel for a whole step of these, on CPU and CUDA (of Adagrad on a CPU only:
+# `prefer_fused` in sharded.py). foreach and differentiable exclude it.
 _WITH_FUSED_KERNEL = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _EXCLUDE_FUSED = frozenset({"fused", "foreach", "differentiable"})
 

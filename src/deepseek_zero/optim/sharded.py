@@ -226,7 +226,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         if self.exchanges:
             refuse_beside_exchange(runtime, settings, self.inner.param_groups)
         self.speculative = _early_of(self)
-        prefer_fused(self.inner)
+        self._prefer_fused()
         # By its class, of which kernels depend
         self.tiles = Tiles.of(self.plan, self.shards_by_group)
         adopt_step_hooks(self, self.inner)
@@ -401,6 +401,13 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             "build the optimizer and the configuration from the same arguments on every rank.",
         )
 
+    def _prefer_fused(self) -> None:
+        masters = [group.master for group in self.runtime.trained_groups]
+        prefer_fused(
+            self.inner,
+            on_cpu=all(each is None or each.update_device == CPU for each in masters),
+        )
+
     def _compile_kernels(self) -> None:
         """Compile the kernels of all shards. Local."""
         for group, shards in zip(self.inner.param_groups, self.shards_by_group, strict=True):
@@ -528,7 +535,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.shards_by_group.append([])
         self.names_by_group.append([])
         self.inner.add_param_group({**group, "params": []})
-        prefer_fused(self.inner)
+        self._prefer_fused()
         self._take(len(self.params_by_group) - 1, group["params"])
         self._plan_work()
 
@@ -1314,14 +1321,16 @@ def relayout_whole(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:
                 group.relayout("tensor")
 
 
-def prefer_fused(optimizer: Optimizer) -> None:
+def prefer_fused(optimizer: Optimizer, *, on_cpu: bool) -> None:
     """Choose torch's fused kernels if the class has one and the user left the choice open: one pass
-    over memory instead of many. PyTorch has none for Adagrad on CUDA.
+    over memory instead of many.
+
+    Args:
+        optimizer: The inner optimizer.
+        on_cpu: All shards of all ranks are updated on a CPU. PyTorch has no fused Adagrad on CUDA.
     """
-    if type(optimizer) not in FUSED:
+    if type(optimizer) not in FUSED or (type(optimizer) is torch.optim.Adagrad and not on_cpu):
         return
     for group in optimizer.param_groups:
-        is_open = group.get("fused", False) is None and not group.get("foreach")
-        everywhere = not isinstance(optimizer, torch.optim.Adagrad)
-        if is_open and (everywhere or all(param.device == CPU for param in group["params"])):
+        if group.get("fused", False) is None and not group.get("foreach"):
             group["fused"] = True

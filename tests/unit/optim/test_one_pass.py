@@ -111,10 +111,15 @@ def test_states_that_were_reset_begin_with_zeros(optimizer: str) -> None:
         assert torch.equal(mine, its)
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_adagrad_is_fused_on_a_cpu_alone(device: str) -> None:
-    params = [nn.Parameter(torch.zeros(3, device=device))]
-    for cls, expected in ((torch.optim.AdamW, True), (torch.optim.Adagrad, device == "cpu")):
-        inner = cls(params)
-        prefer_fused(inner)
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_adagrad_is_fused_on_a_cpu_alone(on_cpu: bool) -> None:
+    for cls, expected in ((torch.optim.AdamW, True), (torch.optim.Adagrad, on_cpu)):
+        inner = cls([nn.Parameter(torch.zeros(3))])
+        prefer_fused(inner, on_cpu=on_cpu)
         assert (inner.param_groups[0]["fused"] is True) == expected
+
+
+def test_an_engine_on_a_cpu_chooses_the_fused_adagrad() -> None:
+    engine = engine_of("Adagrad")
+    assert [group["fused"] for group in engine.optimizer.param_groups] == [True]
+    engine.destroy()
