@@ -19,7 +19,7 @@ class Tell:
         self.counts: Counter[str] = Counter()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Name the test in the log, so that a part that is ended names the one under way."""
+        """Write the name of a test to the log before it runs: it may not end in time."""
         print(f"\n{nodeid}", flush=True)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

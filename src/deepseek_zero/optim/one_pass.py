@@ -165,9 +165,9 @@ class OnePass:
         """Compile what the first updates of a planned group call, so that no step waits for it.
 
         Args:
-            plan: Of a group whose shards have a kernel.
-            hypers: The hyper-parameters of its group.
-            device: That updates it.
+            plan: The plan of a group that kernels update.
+            hypers: The hyper-parameters of its parameters.
+            device: The device that updates the group.
         """
         rule = self.rule(hypers)
         if rule is None:
