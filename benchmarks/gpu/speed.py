@@ -42,6 +42,7 @@ def main() -> None:
                 "peak GiB": found["peak_bytes"] / GIB,
                 "loss gap": found["loss_gap"],
                 "over plain": found["over_plain"],
+                "over fsdp2": found["over_fsdp2"],
             }
             tell(Result(f"{name}, {count} steps", figures=shown))
 

@@ -300,20 +300,21 @@ def compare(
 
 
 def figures(size: Size, rows: dict[str, Row]) -> dict[str, dict[str, Any]]:
-    """What is written down of each system; `over_plain` is a ratio of medians, `loss_gap` to the
-    first that ran.
+    """What is written down of each system; `over_plain` and `over_fsdp2` are ratios of medians,
+    `loss_gap` to the first that ran.
     """
     ran = {name: row for name, row in rows.items() if not row.failed}
-    base = statistics.median(ran["plain"].seconds) if "plain" in ran else None
+    median = {name: statistics.median(row.seconds) for name, row in ran.items()}
     truth = next(iter(ran.values())).losses if ran else []
     found: dict[str, dict[str, Any]] = {
         name: {"failed": row.failed} for name, row in rows.items() if row.failed
     }
     for name, row in ran.items():
-        seconds = statistics.median(row.seconds)
+        seconds = median[name]
         found[name] = {
             "median_seconds": seconds,
-            "over_plain": seconds / base if base else None,
+            "over_plain": seconds / median["plain"] if "plain" in ran else None,
+            "over_fsdp2": seconds / median["fsdp2"] if "fsdp2" in ran else None,
             "tokens_per_second": size.tokens / seconds,
             "model_tflops": size.flops / seconds / 1e12,
             "update_seconds": statistics.median(row.update_seconds) if row.update_seconds else None,

@@ -67,10 +67,13 @@ def test_figures_are_ratios_of_medians_and_say_what_did_not_fit() -> None:
         "fsdp2": Row(failed="out of memory"),
     }
     found = figures(SIZES["350m"], rows)
+    assert found["fsdp2"] == {"failed": "out of memory"}
     assert found["ours-3"]["over_plain"] == 1.0
+    assert found["ours-3"]["over_fsdp2"] is None
+    rows["fsdp2"] = Row([4.0], [3.0, 2.0], 5)
+    assert figures(SIZES["350m"], rows)["ours-3"]["over_fsdp2"] == 0.5
     assert found["ours-3"]["loss_gap"] == 0.25
     assert found["ours-3"]["tokens_per_second"] == 8 * 1024 / 2
-    assert found["fsdp2"] == {"failed": "out of memory"}
 
 
 @pytest.mark.slow  # `make slow`; make gpu-dry-run runs the same models
