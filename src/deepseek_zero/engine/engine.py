@@ -38,6 +38,7 @@ from ..comm.agreement import AllRanks
 from ..comm.measure import line_of
 from ..config import Batch
 from ..optim.sharded import ShardedOptimizer, StepSettings
+from ..optim.step_message import StepMessage
 from ..planner.plan import Plan
 from ..planner.spec import PlanSettings
 from ..planner.unit_tiers import PlacementSettings
@@ -711,31 +712,29 @@ class Engine(StandsForModule):
             self.parts.integrity.after_step(self.global_steps)
 
     def _update(self, update: Callable[..., None]) -> None:
-        """Update the weights; with the verdict on gradients each rank tells all others what it has
-        to say.
-        """
+        """Update the weights. The norm all-gather also carries the fields of the engine's parts."""
         assert self.optimizer is not None
         step = self.global_steps + 1
-        preemption = self.parts.preemption
-        stragglers = self._stragglers
+        message = StepMessage()
+        if self.parts.preemption is not None:
+            self.parts.preemption.add_to(message)
+        if self._stragglers is not None:
+            self._stragglers.add_to(message, step)
         integrity = self.parts.integrity
-        asked = (preemption.word,) if preemption is not None else ()
-        seconds = stragglers.words(step) if stragglers is not None else ()
-        sums: tuple[float, ...] = ()
 
-        def words() -> tuple[float, ...]:
-            nonlocal sums
-            sums = integrity.words(step) if integrity is not None else ()
-            return (*asked, *seconds, *sums)
+        def completed() -> StepMessage:
+            if integrity is not None:  # which reads the reduced gradients
+                integrity.add_to(message, step)
+            return message
 
-        update(words=words, number=step)
+        update(message=completed, number=step)
         if self.optimizer.last is None:
             return
-        rows = [row[len(asked) :] for row in self.optimizer.last.verdict.words]
-        if stragglers is not None and seconds:
-            stragglers.hear(step, rows)
-        if integrity is not None and sums:
-            integrity.hear(step, [row[len(seconds) :] for row in rows])
+        fields = self.optimizer.last.verdict.fields
+        if self._stragglers is not None:
+            self._stragglers.compare(step, fields)
+        if integrity is not None:
+            integrity.compare(step, fields)
 
     def _move_rates(self, words: dict[str, Any]) -> None:
         if isinstance(self.lr_scheduler, ReduceLROnPlateau) and "metrics" not in words:

@@ -3,8 +3,8 @@ them, every so many steps, and what rests is compared with itself.
 
     step n-1 is over -> sums of what this rank holds alone -> ... -> step n, gradients reduced,
     nothing updated yet: the same sums, and sums of everything that others hold, too -> their
-    digests in the verdict (optim/sharded.py) -> where they differ, the sums themselves -> the rank,
-    the state and its parameters, on every rank
+    digests in the step message (optim/step_message.py) -> where they differ, the sums themselves ->
+    the rank, the state and its parameters, on every rank
 
 Held alike are replicated weights, masters, moments and reduced gradients, the copies of a sharded
 weight that ranks have gathered, and the slices of replicas.  Where more than half of at least three
@@ -39,6 +39,7 @@ from ..base.mesh import REDUCE_AXES, Mesh
 from ..comm.collectives import propagate_errors
 from ..comm.context import Partition
 from ..optim.sharded import ShardedOptimizer
+from ..optim.step_message import Fields, StepMessage
 from ..planner.spec import Placement
 from ..sharding.buffer import FlatBuffer, StateGuard
 from ..sharding.executor import Unit
@@ -46,7 +47,11 @@ from ..sharding.param_group import ParamGroup, is_exposed
 from ..sharding.runtime import Runtime
 from .settings import IntegritySettings
 
-MOST_SHOWN = 8  # findings of one step that a message tells
+MOST_SHOWN = 8  # findings of one step that an error or a warning lists
+# Fields of the step message
+OF_PIECE = "digest of states that a piece's ranks share"
+OF_REPLICAS = "digest of states that replicas share"
+CHANGED = "states at rest that changed"
 Table = dict[str, list[tuple[int, str]]]  # by state: of each block its sum, and what it is of
 Sums = list[int]  # of each block
 
@@ -123,12 +128,14 @@ class Integrity:
             # Not of this object, which holds the engine's parts
             unit.watch = partial(_note_gathered, self._gathered)
 
-    def words(self, step: int) -> tuple[float, ...]:
-        """Return what this rank adds to the verdict of a step: digests of what other ranks hold
-        too, and whether what rested has changed; or nothing. All ranks do so at the same steps.
+    def add_to(self, message: StepMessage, step: int) -> None:
+        """Add digests to the message of a step that compares.
+
+        The digests are of the states that other ranks hold too. A third field has the number of
+        states at rest that have changed.
         """
         if step % self.settings.every:
-            return ()
+            return
         for unit in self._runtime.units:
             unit.watch = None
         made = [
@@ -144,29 +151,35 @@ class Integrity:
             )
             if then != now
         ]
-        return self._digest(is_whole=True), self._digest(is_whole=False), float(len(self._changed))
+        message.add(OF_PIECE, [self._digest(is_whole=True)])
+        message.add(OF_REPLICAS, [self._digest(is_whole=False)])
+        message.add(CHANGED, [len(self._changed)])
 
-    def _digest(self, *, is_whole: bool) -> float:
+    def _digest(self, *, is_whole: bool) -> int:
         found = 0
         for state, sums in self._found:
             if state.is_whole is is_whole:
                 found = zlib.crc32(array("q", sums), found)
-        return float(found)
+        return found
 
-    def hear(self, step: int, rows: Sequence[Sequence[float]]) -> None:
-        """Take the words of all ranks of the world; where they differ, find out in what, and say
-        it. Collective.
+    def compare(self, step: int, fields: Fields) -> None:
+        """Compare the digests of all ranks of the world, and report the states that differ.
 
-        Raises `IntegrityError` on every rank if that is to end the run.
+        fields: of the step. Collective if digests differ. Raises `IntegrityError` on every rank if
+        a difference is to end the run.
         """
-        differ = [len({rows[rank][0] for rank in ranks}) > 1 for ranks in self._pieces]
-        differ += [len({rows[rank][1] for rank in ranks}) > 1 for ranks in self._replicas]
-        if any(differ) or any(row[2] for row in rows):
+        if CHANGED not in fields:
+            return
+        of_piece = fields[OF_PIECE]
+        of_replicas = fields[OF_REPLICAS]
+        differ = [len({of_piece[rank] for rank in ranks}) > 1 for ranks in self._pieces]
+        differ += [len({of_replicas[rank] for rank in ranks}) > 1 for ranks in self._replicas]
+        if any(differ) or any(count for (count,) in fields[CHANGED]):
             said = json.dumps(
                 [self._table(is_whole=True), self._table(is_whole=False), self._changed]
             )
             texts = [said]
-            if len(rows) > 1:
+            if len(of_piece) > 1:
                 texts = self._runtime.comm.whole.all_gather_text(said, "what differs between ranks")
             self._tell(
                 step, found_in([json.loads(text) for text in texts], self._pieces, self._replicas)

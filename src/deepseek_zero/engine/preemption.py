@@ -1,13 +1,13 @@
 """Saves when the job is asked to end: a signal on one rank becomes one save of all ranks, then one
 exit code.
 
-a signal on any rank -> noted -> this rank's word in the verdict of its next step (optim/sharded.py)
--> the same decision on every rank, behind the same step -> save_checkpoint -> SystemExit(85) out of
+a signal on any rank -> noted -> a field of this rank's next step message (optim/step_message.py) ->
+the same decision on every rank, after the same step -> save_checkpoint -> SystemExit(85) out of
 engine.step()
 
-There is no collective and no wait for it. A rank that is gone says no word, so the ranks it leaves
-behind never save: when our launcher ends them, it says so first (base/launch.py), and the signal
-then means what it meant before.
+It needs no collective and no wait of its own. A rank that has ended sends no message, so the ranks
+that are left never save. When our launcher ends them it marks that first (base/launch.py), and the
+signal then means what it meant before.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from ..base.errors import UsageError
 from ..base.launch import SAVED_EXIT_CODE, is_ending, say_that_we_save
 from ..base.log import log_once
 from ..checkpoint.contents import SaveSettings
+from ..optim.step_message import StepMessage
 from .saving import Trainer, save_checkpoint
 from .settings import PreemptionSettings
 
 FORKED_PATIENCE_SECONDS = 0.5
 """How long after a forked worker its rank may get the same signal."""
+FIELD = "preemption signal"  # of the step message
 
 
 class Preemption:
@@ -41,12 +43,9 @@ class Preemption:
         self._is_asked = mmap.mmap(-1, 1)  # shared with what it forks
         self._before: dict[int, Any] = {}
 
-    @property
-    def word(self) -> float:
-        """Return the number that this rank sends to all at its next step: the signal it got, or
-        0.
-        """
-        return float(self._asked)
+    def add_to(self, message: StepMessage) -> None:
+        """Add the signal that this rank has received, or 0, to the message of a step."""
+        message.add(FIELD, [self._asked])
 
     def watch(self) -> None:
         """Install handlers for the signals; the ones that were there before are called as well."""
@@ -87,7 +86,7 @@ class Preemption:
     def act(self, engine: Trainer) -> None:
         """After a step: save and end, if a rank was asked to before it.  Collective then."""
         assert engine.optimizer is not None and engine.optimizer.last is not None
-        number = int(max(first for first, *_ in engine.optimizer.last.verdict.words))
+        number = int(max(asked for (asked,) in engine.optimizer.last.verdict.fields[FIELD]))
         if not number:
             return
         client = dict(engine.client_state()) if engine.client_state is not None else {}

@@ -1,17 +1,15 @@
-"""Names a rank or a link on which the others wait, by the seconds of each in every seventh verdict
-(optim/sharded.py).
+"""Logs the name of a straggler, or of a slow link between hosts.
 
-own seconds of seven steps, by part, in the row of the verdict -> rank 0 compares each part, and all
-together, with the median -> a line where one rank is above it three times in a row.  Seconds in
-which a rank waits for others are nobody's own, so a slow rank is named and not those that stand
-still because of it.
+In every seventh step the step message (optim/step_message.py) has each rank's own seconds by part.
+Rank 0 compares each part, and their sum, with the median of all ranks. If one rank is above it
+three times in a row, its name is logged. The time in which a rank waits for others does not count
+as its own, so only the slow rank is named.
 
-The row also says how long the rank waited in each of the seven steps.  Whoever is late in a step
-waits least in it: what even that rank waited, all of them waited at once, and then not for a rank
-but for bytes on their way between hosts.  Where that is more than half of the steps' time, three
-times in a row, the link is named.
+The message also has the time that each rank waited in each of the seven steps. The slowest rank of
+a step waits least in it. If even that rank waits, all ranks wait for bytes between hosts. If they
+do for more than half of the time, three times in a row, the link is named.
 
-Nothing ends: a busy rank is late, not lost.
+No run is ended: a slow rank has not failed.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from collections.abc import Sequence
 from ..base.log import log_once
 from ..base.meter import Meter
 from ..base.quantities import format_seconds
+from ..optim.step_message import Fields, StepMessage
 from ..report.explain import OWN, seconds_by_part
 
 WINDOW = 7  # steps: three windows, and the rest of the one in which it begins, are within thirty
@@ -34,6 +33,9 @@ WORTH_SAYING = (
     0.1  # of the window's seconds; with a twentieth, what else runs on a core names somebody (0105)
 )
 MOSTLY = 0.5  # of the window's seconds
+# Fields of the step message
+OWN_SECONDS = "own seconds"
+WAITS = "seconds of waiting"
 ALL = "all that it does itself"  # who has a part of a core is slow now in one part, now in another
 
 
@@ -48,38 +50,42 @@ class Stragglers:
         self._waits = [0.0] * WINDOW
         self._windows_on_the_link = 0
         self.link = ""  # what is to say of the link, as long as steps wait for it
-        self._before: tuple[float, ...] = (0.0,) * len(OWN)
+        self._before = [0.0] * len(OWN)
         self._since = time.perf_counter()
         self._in_a_row: Counter[tuple[int, str]] = Counter()
 
-    def words(self, step: int) -> tuple[float, ...]:
-        """Return what this rank adds to the verdict of a step: its seconds of each part since it
-        last did, and those in which it waited, by step; or nothing.
+    def add_to(self, message: StepMessage, step: int) -> None:
+        """Add this rank's timings to the message of every seventh step.
 
-        All ranks do so at the same steps. Called once for each step.
+        They are its seconds of each part since the last such step, and its waiting time in each
+        step of the window. Must be called once in each step.
         """
         waited = sum(self._meter.wait_seconds.values())
-        self._waits[(step - 1) % WINDOW], self._waited = max(0.0, waited - self._waited), waited
+        self._waits[(step - 1) % WINDOW] = max(0.0, waited - self._waited)
+        self._waited = waited
         if step % WINDOW:
-            return ()
+            return
         parts = seconds_by_part(self._meter)
-        now = tuple(parts.get(part, 0.0) for part in OWN)
-        # Below zero where the meter began anew in between.
-        found = tuple(
-            max(0.0, after - before) for before, after in zip(self._before, now, strict=True)
+        now = [parts.get(part, 0.0) for part in OWN]
+        # Below zero if the meter was reset in between.
+        message.add(
+            OWN_SECONDS,
+            [max(0.0, after - before) for before, after in zip(self._before, now, strict=True)],
         )
-        self._before, waits, self._waits = now, self._waits, [0.0] * WINDOW
-        return (*found, *waits)
+        message.add(WAITS, self._waits)
+        self._before = now
+        self._waits = [0.0] * WINDOW
 
-    def hear(self, step: int, rows: Sequence[Sequence[float]]) -> None:
-        """Take the words of all ranks, and name those that are slow for the third time, or the
-        link.
-        """
+    def compare(self, step: int, fields: Fields) -> None:
+        """Name the ranks, or the link, that are slow for the third time. fields: of the step."""
+        if OWN_SECONDS not in fields:
+            return
         now = time.perf_counter()
         seconds = now - self._since
         self._since = now
-        columns = {part: [row[place] for row in rows] for place, part in enumerate(OWN)}
-        columns[ALL] = [sum(row[: len(OWN)]) for row in rows]
+        by_rank = fields[OWN_SECONDS]
+        columns = {part: [own[place] for own in by_rank] for place, part in enumerate(OWN)}
+        columns[ALL] = [sum(own) for own in by_rank]
         slow = {
             (rank, part): (own, middle)
             for part, column in columns.items()
@@ -99,7 +105,7 @@ class Stragglers:
                     "median rank, the third time in a row.",
                     logging.WARNING,
                 )
-        together = sum(min(row[len(OWN) + each] for row in rows) for each in range(WINDOW))
+        together = sum(min(waits) for waits in zip(*fields[WAITS], strict=True))
         self._windows_on_the_link = (
             self._windows_on_the_link + 1 if together > MOSTLY * seconds else 0
         )

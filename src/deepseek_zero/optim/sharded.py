@@ -5,9 +5,9 @@ hyper-parameters; only its `params` are replaced by shards.  Owns the step: verd
 clipping, tile by tile update, refresh of the weights.
 
 The verdict is what every rank must agree on before a step: the global gradient norm, and whether it
-is finite.  Norms are sums of squares per (group, slice) in float64, exchanged as one small table
-and added in one order, so that every stage and every rank computes the same bits.  The same table
-carries one number of each rank's (engine/preemption.py).
+is finite.  Norms are sums of squares per (group, slice) in float64, exchanged in one all-gather
+(step_message.py) and added in one order, so that every stage and every rank computes the same bits.
+The same message carries the engine's fields: preemption signal, step timings, memory checksums.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..base.device import CPU, PerDevice, ScalesItself, adopt_step_hooks, tell_s
 from ..base.errors import NotBuiltError, UsageError
 from ..base.log import log_once
 from ..comm.agreement import AllRanks, agree, agree_on, values_in
-from ..comm.collectives import Pending, propagate_errors
+from ..comm.collectives import Comm, Pending, propagate_errors
 from ..kernels import cuda
 from ..kernels.check import pytorch_differs
 from ..kernels.compiler import available, chosen
@@ -54,6 +54,7 @@ from .one_bit_adam import OneBitAdam
 from .one_pass import planned_layout
 from .registry import granularity_of
 from .speculative import SpeculationPolicy, SpeculativeStep, unsupported_optimizer, works_by_shard
+from .step_message import Fields, StepMessage, all_set, any_set
 from .updater import (
     Decision,
     DelayedUpdate,
@@ -117,8 +118,8 @@ class Verdict:
     any_late: a rank holds gradients that came after their sum. any_edited: the program has changed
     some on a rank.
     is_idle: no rank has a gradient at all. any_graphless: a rank was given a loss without a graph.
-    absences: of each rank, a number that tells which parameters have none. words: each rank's own
-    numbers, by rank of the world.
+    absences: of each rank, a checksum of the names of parameters without a gradient. fields: what
+    was sent with the norm, by name and by rank of the world.
     """
 
     norm: float
@@ -128,7 +129,7 @@ class Verdict:
     is_idle: bool = False
     any_graphless: bool = False
     absences: tuple[int, ...] = ()
-    words: tuple[tuple[float, ...], ...] = ()
+    fields: Fields = field(default_factory=dict)
 
     @property
     def is_finite(self) -> bool:
@@ -662,7 +663,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self,
         closure: Callable[[], float] | None = None,
         *,
-        words: Callable[[], tuple[float, ...]] = tuple,
+        message: Callable[[], StepMessage] = StepMessage,
         number: int | None = None,
     ) -> None:
         """Update the weights from the reduced gradients. Collective.
@@ -680,18 +681,26 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         if take_step is not None:
             take_step()
         else:
-            self.update(words=words, number=number)
+            self.update(message=message, number=number)
 
     def update(
-        self, *, words: Callable[[], tuple[float, ...]] = tuple, number: int | None = None
+        self, *, message: Callable[[], StepMessage] = StepMessage, number: int | None = None
     ) -> None:
         """Update the weights from the reduced gradients, without step hooks. Collective.
 
         If gradients are not finite no state changes on any rank, unless check_grad_overflow is
-        false. Raises `UsageError` on every rank if a loss had no graph, and `PeerError` if another
-        rank failed. words: returns numbers of this rank's that all ranks find in the verdict, as
-        many on each; it is called once, when gradients are reduced and nothing has changed yet.
-        number: of this step in messages; None: counted here.
+        false.
+
+        Args:
+            message: Returns fields to send with the norm, the same on every rank; all ranks find
+                them in `last.verdict.fields`. It is called once, after gradients are reduced and
+                before anything has changed.
+            number: The number of this step in log messages and errors. By default it is counted
+                here.
+
+        Raises:
+            UsageError: A loss had no graph; on every rank.
+            PeerError: Another rank failed.
         """
         self.updater.flush()
         self._count_updated()
@@ -700,12 +709,12 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         groups = self.runtime.trained_groups
         with torch.no_grad(), propagate_errors(runtime.comm):
             runtime.before_step()
-            said = words()
-            verdict = agree_on_norm(runtime, said)
+            extra = message()
+            verdict = agree_on_norm(runtime, extra)
             self._refuse_differences(verdict)
             if verdict.any_late:
                 runtime.executor.reduce_late()
-                verdict = agree_on_norm(runtime, said)
+                verdict = agree_on_norm(runtime, extra)
         is_idle = verdict.is_idle and bool(groups)
         if is_idle:
             self._report_idle(verdict)
@@ -1015,92 +1024,111 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         return f"ShardedOptimizer({self.inner!r})"
 
 
-def agree_on_norm(runtime: Runtime, words: tuple[float, ...] = ()) -> Verdict:
-    """Return the verdict: the global norm of the reduced gradients, and what each rank has to say
-    of them. Collective.
+def agree_on_norm(runtime: Runtime, extra: StepMessage | None = None) -> Verdict:
+    """Return what all ranks agree on about the reduced gradients, with their global norm.
 
-    The norm is the same float64 on every rank of the world: first the ranks with one piece of the
-    model add up their
-    slices, then all ranks the pieces. words: numbers that travel along, as many on every rank.
+    The norm is the same float64 on every rank of the world. First the ranks that share one piece of
+    the model add the squares of their slices, then all ranks add those of the pieces.
+
+    Args:
+        runtime: The runtime of the wrapped model.
+        extra: Fields that are sent with the norm; the same fields on every rank.
+
+    Note:
+        Collective over the world.
     """
-    verdict = _agree_on_piece(runtime, words)
+    extra = extra or StepMessage()
+    verdict = _agree_on_piece(runtime, extra)
     comm = runtime.comm
     if comm.whole is comm:
         return verdict
-    flags = (verdict.any_late, verdict.any_edited, not verdict.is_idle, verdict.any_graphless)
-    fact = sum(each << place for place, each in enumerate(flags))
     counted = zip(runtime.trained_groups, verdict.by_group, strict=True)
-    row = [float(fact), sum(square for group, square in counted if group.planned.is_counted)]
-    row += words
-    rows = comm.whole.all_gather_rows(
-        torch.tensor(row, dtype=torch.float64), "gradient norm of all pieces"
-    ).tolist()
-    total = sum(rows[first][1] for first in comm.pieces)
-    facts = [int(each[0]) for each in rows]
+    message = StepMessage()
+    message.add_integer("late", verdict.any_late)
+    message.add_integer("edited", verdict.any_edited)
+    message.add_integer("idle", verdict.is_idle)
+    message.add_integer("graphless", verdict.any_graphless)
+    message.add("square", [sum(square for group, square in counted if group.planned.is_counted)])
+    message.add_all(extra)
+    fields = _exchange(comm.whole, message, "gradient norm of all pieces")
+    total = sum(fields["square"][first][0] for first in comm.pieces)
     return replace(
         verdict,
-        norm=math.sqrt(total) if total >= 0 else math.nan,
-        any_late=any(each & 1 for each in facts),
-        any_edited=any(each & 2 for each in facts),
-        is_idle=not any(each & 4 for each in facts),
-        any_graphless=any(each & 8 for each in facts),
-        words=tuple(tuple(each[2:]) for each in rows),
+        norm=_root(total),
+        any_late=any_set(fields["late"]),
+        any_edited=any_set(fields["edited"]),
+        is_idle=all_set(fields["idle"]),
+        any_graphless=any_set(fields["graphless"]),
+        fields={name: fields[name] for name in extra.names},
     )
 
 
-def _agree_on_piece(runtime: Runtime, words: tuple[float, ...]) -> Verdict:
+def _agree_on_piece(runtime: Runtime, extra: StepMessage) -> Verdict:
     """Return what the ranks with one piece of the model agree on. Collective among them."""
     groups = runtime.trained_groups
     comm = runtime.comm
-    edited = any(group.gradient.is_edited for group in groups)
     absent = crc32("\n".join(absent_among(groups)).encode())
-    # This rank's flags in one number, which float64 holds exactly.
-    said = (bool(runtime.executor.late), edited, runtime.is_idle, runtime.is_graphless)
-    fact = float(sum(each << place for place, each in enumerate(said)) + (absent << len(said)))
-    row = [fact, *(square for squares in squares_of(groups) for square in squares)]
-    row += words
-    rows = (
-        comm.all_gather_rows(torch.tensor(row, dtype=torch.float64), "gradient norm").tolist()
-        if comm.size > 1
-        else [row]
-    )
-    # A slice's sum is for its first owner to tell; a replicated gradient is the same on all, so
-    # that is enough.
-    owners = comm.owners
+    message = StepMessage()
+    message.add_integer("late", bool(runtime.executor.late))
+    message.add_integer("edited", any(group.gradient.is_edited for group in groups))
+    message.add_integer("idle", runtime.is_idle)
+    message.add_integer("graphless", runtime.is_graphless)
+    message.add_integer("absent parameters", absent, bits=32)
+    names = [f"squares of group {number}" for number in range(len(groups))]
+    for name, squares in zip(names, squares_of(groups), strict=True):
+        message.add(name, squares)
+    message.add_all(extra)
+    fields = _exchange(comm, message, "gradient norm")
+    squares_by_group = [fields[name] for name in names]
+    # The first owner of a slice gives its sum. A replicated gradient is the same on all ranks.
     sums = [
-        sum(rows[ranks[0]][1 + number * len(owners) + place] for place, ranks in enumerate(owners))
-        for number in range(len(groups))
+        sum(squares[ranks[0]][place] for place, ranks in enumerate(comm.owners))
+        for squares in squares_by_group
     ]
-    total = sum(sums)
-    heard = tuple(tuple(row[1 + len(groups) * len(owners) :]) for row in rows)
-    norm = math.sqrt(total) if total >= 0 else math.nan
-    facts = [int(row[0]) for row in rows]
-    # Where several ranks hold a slice, a program that treats it differently on two of them shows
-    # here.
-    differ = any(
-        len(
-            {
-                str(rows[rank][1 + number * len(owners) + place])
-                for rank in (range(comm.size) if is_whole else ranks)
-            }
-        )
-        > 1
-        for number, is_whole in enumerate(group.gradient.is_whole for group in groups)
-        for place, ranks in enumerate(owners)
-    )
-    any_late = any(each & 1 for each in facts)
+    any_late = any_set(fields["late"])
     return Verdict(
-        norm,
+        _root(sum(sums)),
         tuple(sums),
         any_late=any_late,
-        # A rank that holds late gradients has no sum of theirs until they are reduced; the verdict
-        # comes again then.
-        any_edited=(differ and not any_late) or any(each & 2 for each in facts),
-        is_idle=all(each & 4 for each in facts),
-        any_graphless=any(each & 8 for each in facts),
-        absences=tuple(each >> len(said) for each in facts),
-        words=heard,
+        # A rank with late gradients has no sum of them until they are reduced. The ranks agree
+        # again after that.
+        any_edited=any_set(fields["edited"])
+        or (not any_late and _differs_on_owners(groups, squares_by_group, comm)),
+        is_idle=all_set(fields["idle"]),
+        any_graphless=any_set(fields["graphless"]),
+        absences=tuple(int(value) for (value,) in fields["absent parameters"]),
+        fields={name: fields[name] for name in extra.names},
     )
+
+
+def _exchange(comm: Comm, message: StepMessage, what: str) -> dict[str, list[tuple[float, ...]]]:
+    """Return the fields of all ranks of a communicator. Collective, unless a rank is alone."""
+    row = message.pack()
+    if comm.size == 1:
+        return message.unpack([row])
+    rows = comm.all_gather_rows(torch.tensor(row, dtype=torch.float64), what)
+    return message.unpack(rows.tolist())
+
+
+def _root(square: float) -> float:
+    """Return the square root, or NaN if the number is NaN."""
+    return math.sqrt(square) if square >= 0 else math.nan
+
+
+def _differs_on_owners(
+    groups: Sequence[ParamGroup], squares_by_group: Sequence[Sequence[Sequence[float]]], comm: Comm
+) -> bool:
+    """Return whether ranks that hold the same slice of a gradient differ in its sum of squares.
+
+    They do if a program has changed the gradient differently on two of them.
+    """
+    for group, squares in zip(groups, squares_by_group, strict=True):
+        for place, owners in enumerate(comm.owners):
+            holders = range(comm.size) if group.gradient.is_whole else owners
+            # Compared as text, since NaN is not equal to itself
+            if len({str(squares[rank][place]) for rank in holders}) > 1:
+                return True
+    return False
 
 
 def absent_among(groups: Sequence[ParamGroup]) -> list[str]:

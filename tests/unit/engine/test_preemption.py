@@ -18,6 +18,7 @@ from deepseek_zero.base import launch
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.engine.preemption import Preemption
 from deepseek_zero.engine.settings import PreemptionSettings
+from deepseek_zero.optim.step_message import StepMessage
 
 NUMBER = signal.SIGUSR2
 SETTINGS = PreemptionSettings("nowhere", ("SIGUSR2",))
@@ -32,12 +33,19 @@ def heard() -> Iterator[list[int]]:
     signal.signal(NUMBER, before)
 
 
+def sent(preemption: Preemption) -> float:
+    """The signal that a rank sends to all others at its next step."""
+    message = StepMessage()
+    preemption.add_to(message)
+    return message.pack()[0]
+
+
 def test_a_signal_is_noted_and_the_users_own_handler_hears_it_too(heard: list[int]) -> None:
     preemption, own = Preemption(SETTINGS), signal.getsignal(NUMBER)
     preemption.watch()
-    assert preemption.word == 0
+    assert sent(preemption) == 0
     signal.raise_signal(NUMBER)
-    assert (preemption.word, heard) == (NUMBER, [NUMBER])
+    assert (sent(preemption), heard) == (NUMBER, [NUMBER])
     preemption.release()
     assert signal.getsignal(NUMBER) is own
 
@@ -48,7 +56,7 @@ def test_a_handler_put_over_ours_stays_when_ours_goes(heard: list[int]) -> None:
     second.watch()
     first.release()
     signal.raise_signal(NUMBER)
-    assert (first.word, second.word, heard) == (0, NUMBER, [NUMBER])
+    assert (sent(first), sent(second), heard) == (0, NUMBER, [NUMBER])
     second.release()
     signal.raise_signal(NUMBER)
     assert heard == [NUMBER, NUMBER]
@@ -64,7 +72,7 @@ def test_the_end_of_the_survivors_is_no_request(
     assert launch.is_marked(attempt, launch.SAVES + "SIGUSR2")
     launch.mark(attempt, launch.ENDING)
     signal.raise_signal(NUMBER)
-    assert (preemption.word, heard) == (0, [NUMBER])
+    assert (sent(preemption), heard) == (0, [NUMBER])
     preemption.release()
 
 
@@ -85,7 +93,7 @@ def test_a_forked_worker_dies_of_a_signal_of_its_own_and_survives_one_for_the_wh
     _, status = os.waitpid(child, 0)
     preemption.release()
     assert os.waitstatus_to_exitcode(status) == (0 if whole_job else -NUMBER)
-    assert preemption.word == (NUMBER if whole_job else 0)
+    assert sent(preemption) == (NUMBER if whole_job else 0)
 
 
 def test_another_thread_is_told_that_only_the_main_one_takes_signals() -> None:

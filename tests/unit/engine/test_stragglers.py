@@ -12,7 +12,8 @@ import pytest
 
 from deepseek_zero.base.meter import Meter
 from deepseek_zero.engine import stragglers
-from deepseek_zero.engine.stragglers import WINDOW, Stragglers
+from deepseek_zero.engine.stragglers import OWN_SECONDS, WAITS, WINDOW, Stragglers
+from deepseek_zero.optim.step_message import Fields, StepMessage
 from deepseek_zero.report.explain import OWN
 
 EQUAL = [(1.0, 0.2, 0.0, 0.1, *[0.07] * WINDOW)] * 4  # the last: waits of each step
@@ -28,6 +29,21 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield said
 
 
+def fields_of(rows: list[tuple[float, ...]]) -> Fields:
+    """What ranks with these seconds and waits send."""
+    return {
+        OWN_SECONDS: [row[: len(OWN)] for row in rows],
+        WAITS: [row[len(OWN) :] for row in rows],
+    }
+
+
+def sent(found: Stragglers, step: int) -> tuple[float, ...]:
+    """The numbers that a rank sends to all others in a step."""
+    message = StepMessage()
+    found.add_to(message, step)
+    return tuple(message.pack())
+
+
 def slower(rank: int, part: int, by: float) -> list[tuple[float, ...]]:
     rows: list[Any] = [list(row) for row in EQUAL]
     rows[rank][part] += by
@@ -38,21 +54,21 @@ def slower(rank: int, part: int, by: float) -> list[tuple[float, ...]]:
 def test_a_rank_is_named_once_with_its_part_in_the_third_window(told: list[str], part: int) -> None:
     found = Stragglers(Meter(), ["h0", "h1"])
     for window in range(1, 6):
-        found.hear(WINDOW * window, slower(2, part, 0.4))
+        found.compare(WINDOW * window, fields_of(slower(2, part, 0.4)))
         assert len(told) == (window >= 3)
     assert told[0].startswith(
         f"step {3 * WINDOW}: rank 2 is slow, and the others wait for it: {OWN[part]} took "
     )
-    found.hear(6 * WINDOW, EQUAL)
+    found.compare(6 * WINDOW, fields_of(EQUAL))
     for window in range(7, 10):
-        found.hear(WINDOW * window, slower(2, part, 0.4))
+        found.compare(WINDOW * window, fields_of(slower(2, part, 0.4)))
     assert len(told) == 2, "it was well in between"
 
 
 def test_a_rank_that_is_slow_now_in_one_part_and_now_in_another_is_named(told: list[str]) -> None:
     found = Stragglers(Meter(), ["h0", "h1"])
     for window in range(1, 6):
-        found.hear(WINDOW * window, slower(2, window % 2, 0.4))
+        found.compare(WINDOW * window, fields_of(slower(2, window % 2, 0.4)))
     assert told == [
         f"step {3 * WINDOW}: rank 2 is slow, and the others wait for it: all that it does itself "
         f"took 1.70 s of {WINDOW} steps, 1.30 s on the median rank, the third time in a row."
@@ -71,34 +87,36 @@ def test_a_rank_that_is_slow_now_in_one_part_and_now_in_another_is_named(told: l
 def test_ranks_that_are_alike_are_not_named(told: list[str], rows: list[tuple[float, ...]]) -> None:
     found = Stragglers(Meter(), ["h0", "h1"])
     for window in range(10):
-        found.hear(window, rows)
+        found.compare(window, fields_of(rows))
     assert told == []
 
 
 def test_a_slow_window_now_and_then_is_nobodys_fault(told: list[str]) -> None:
     found, chance = Stragglers(Meter(), ["h0", "h1"]), random.Random(0)
     for window in range(1000):
-        found.hear(window, slower(chance.randrange(4), 0, 1.0) if window % 3 else EQUAL)
+        found.compare(
+            window, fields_of(slower(chance.randrange(4), 0, 1.0) if window % 3 else EQUAL)
+        )
     assert told == []
 
 
 def test_words_are_the_seconds_since_the_last_ones_without_waits() -> None:
     meter = Meter()
     found = Stragglers(meter, ["h0", "h1"])
-    assert [found.words(step) for step in range(1, WINDOW)] == [()] * (WINDOW - 1)
+    assert [sent(found, step) for step in range(1, WINDOW)] == [()] * (WINDOW - 1)
     meter.clock.seconds.update(forward=3.0, backward=5.0, optimizer=1.0, outside=0.5)
     meter.waited("gather", 1.0)
     meter.waited("reduce", 2.0)
     meter.waited("rows", 0.25)
     meter.sum_seconds = 0.5
-    assert found.words(WINDOW) == (4.5, 0.75, 0.0, 0.5, *[0.0] * (WINDOW - 1), 3.25)
+    assert sent(found, WINDOW) == (4.5, 0.75, 0.0, 0.5, *[0.0] * (WINDOW - 1), 3.25)
     meter.clock.seconds["forward"] += 2.0
     meter.waited("gather", 0.5)
-    assert found.words(WINDOW + 2) == ()
-    assert found.words(2 * WINDOW) == (1.5, 0.0, 0.0, 0.0, 0.0, 0.5, *[0.0] * (WINDOW - 2))
+    assert sent(found, WINDOW + 2) == ()
+    assert sent(found, 2 * WINDOW) == (1.5, 0.0, 0.0, 0.0, 0.0, 0.5, *[0.0] * (WINDOW - 2))
     meter.reset_seconds()
     meter.clock.seconds.clear()
-    assert found.words(3 * WINDOW) == (0.0,) * (4 + WINDOW), "the meter began anew"
+    assert sent(found, 3 * WINDOW) == (0.0,) * (4 + WINDOW), "the meter began anew"
 
 
 def waiting(*waits: float) -> list[tuple[float, ...]]:
@@ -109,10 +127,10 @@ def waiting(*waits: float) -> list[tuple[float, ...]]:
 def test_a_link_for_which_all_wait_at_once_is_named_and_no_rank(told: list[str]) -> None:
     found = Stragglers(Meter(), ["h0", "h1"])
     for window in range(1, 6):
-        found.hear(WINDOW * window, waiting(1.5 / WINDOW, 1.1 / WINDOW))
+        found.compare(WINDOW * window, fields_of(waiting(1.5 / WINDOW, 1.1 / WINDOW)))
         assert len(told) == (window >= 3)
         assert bool(found.link) == (window >= 3) and found.link in "".join(told)
-    found.hear(WINDOW * 6, waiting(0.0, 0.0))
+    found.compare(WINDOW * 6, fields_of(waiting(0.0, 0.0)))
     assert not found.link
     assert told == [
         f"step {3 * WINDOW}: steps wait for the link between h0 and h1: all ranks waited at once "
@@ -128,5 +146,5 @@ def in_turn(first: int) -> tuple[float, ...]:
 def test_ranks_that_wait_for_each_other_in_turn_wait_for_no_link(told: list[str]) -> None:
     found = Stragglers(Meter(), ["h0", "h1"])
     for window in range(1, 9):
-        found.hear(WINDOW * window, [in_turn(0), in_turn(1)])
+        found.compare(WINDOW * window, fields_of([in_turn(0), in_turn(1)]))
     assert told == []
