@@ -21,7 +21,6 @@ if sys.platform != "linux":
     )
 
 from .base.lazy import import_at_once
-from .checkpoint import LAYOUT_MODULES as _LAYOUT_MODULES
 
 if TYPE_CHECKING:
     from .base.errors import ConfigError as DeepSpeedConfigError
@@ -46,9 +45,6 @@ __version__ = "0.1.0"
 # A program under torchrun may call torch's init_process_group before anything of this package.
 if "torch.distributed" in sys.modules or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
     import_module(f"{__name__}.base.restarts").separate_starts()
-
-# Checkpoints of DeepSpeed's are read as ours are
-_LAYOUT_MODULES.append("deepseek_zero.compat.deepspeed.checkpoint")
 
 __all__ = [
     "ConfigKeywords",

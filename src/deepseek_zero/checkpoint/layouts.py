@@ -5,8 +5,8 @@ opened.
     safetensors    a folder as Hugging Face lays it out, or one such file: weights alone
     torch          one file of torch.save (.pth, .pt, .bin): weights alone
 
-A room above that knows another layout makes an object of it, calls `register_layout` in its module,
-and adds the module's name to `LAYOUT_MODULES`.
+A package above that knows another layout makes an object of it and calls `register_layout` in a
+module that it contributes to the topic `CHECKPOINT_LAYOUTS` (base/plugins.py).
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from ..base.errors import CheckpointError
-from . import LAYOUT_MODULES
+from ..base.plugins import CHECKPOINT_LAYOUTS, contributions
 from .boxes import Part
 from .contents import Contents, Loaded, LoadSettings, SaveSettings
 from .format import MANIFEST, WEIGHT, FileRecord, Manifest
@@ -310,10 +309,9 @@ def known_layouts() -> Sequence[Layout]:
     """Return all layouts, in the order in which a path is compared with them: folders of states
     before weights.
 
-    Imports the modules of `LAYOUT_MODULES`, which register theirs.
+    Imports the modules that contribute layouts, which register theirs.
     """
-    for module in LAYOUT_MODULES:
-        import_module(module)
+    contributions(CHECKPOINT_LAYOUTS)
     return [SLICES, *_registered, SAFETENSORS, TORCH]
 
 

@@ -1,15 +1,16 @@
 """Bytes between ranks: the collectives of engines, their transports and what is told about them.
 
-`deepseek_zero.comm` is also where users find DeepSpeed's `deepspeed.comm`: a name that no file of
-this room has is that of compat/deepspeed/comm.py, which is loaded for it.
+`deepseek_zero.comm` is also the import path of names that packages above add (base/plugins.py):
+those of `deepspeed.comm`.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
+
+from ..base.plugins import contributed_name
 
 
 @cache
@@ -21,4 +22,4 @@ def __getattr__(name: str) -> Any:
     # `from .comm import context` asks, too, before it imports the file
     if name.startswith("_") or name in _files():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("..compat.deepspeed.comm", __name__), name)
+    return contributed_name(__name__, name)

@@ -62,7 +62,7 @@ class Plain(ForeignLayout):
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(layouts, "_registered", [])
-    monkeypatch.setattr(layouts, "LAYOUT_MODULES", [])
+    monkeypatch.setattr(layouts, "contributions", lambda topic: [])
     folder = tmp_path / "step1"
     folder.mkdir()
     (folder / "values.txt").write_bytes(VALUES)
