@@ -13,8 +13,7 @@ from typing import Any
 
 from ..base.log import log_once
 from .batch import Batch, BatchRequest, attempt
-from .load import validate
-from .raw_config import AutoDecision, Problem, Problems, RawConfig, copied, lookup, put
+from .raw_config import AutoDecision, Problem, Problems, RawConfig, put
 from .schema import Config
 
 _ZERO = "zero_optimization."
@@ -78,33 +77,35 @@ def resolve(raw: RawConfig, facts: Facts) -> Config:
 
 
 class _Resolver:
-    """The values so far, what is still "auto", and the record."""
+    """The configuration so far, what is still "auto", and the record."""
 
     def __init__(self, raw: RawConfig, facts: Facts) -> None:
         self.facts = facts
         self.problems = Problems(raw.source)
-        self.values: dict[str, Any] = copied(raw.values)
+        self.config = raw.config
         self.asked = raw.autos
         self.open = set(raw.autos)
         self.decisions: list[AutoDecision] = []
         self.news: list[str] = []
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a dotted key as far as it is known."""
-        return lookup(self.values, key, default)
+    def get(self, key: str) -> Any:
+        """Return what is stated or decided of a dotted key; None if nothing is."""
+        return self.config.stated(key)
 
     def decide(self, key: str, value: Any, why: str) -> None:
         """Set a key and record the reason."""
-        put(self.values, key, value)
+        values: dict[str, Any] = {}
+        put(values, key, value)
+        self.config = self.config.changed(values)
         self.open.discard(key)
         self.decisions.append(AutoDecision(key, value, why, key in self.asked))
 
     def silent(self, key: str) -> bool:
         """Return whether nobody stated the key, or it says "auto"."""
-        return self.get(key, _UNSTATED) is _UNSTATED
+        return self.config.stated(key, _UNSTATED) is _UNSTATED
 
     def finish(self) -> Config:
-        """Give the remaining "auto" keys their defaults and build the model."""
+        """Record the defaults of the remaining "auto" keys, and return the configuration."""
         table = {row.path: row.default for row in Config.field_table()}
         for key in sorted(self.open):
             if key in table:
@@ -113,11 +114,8 @@ class _Resolver:
                 self.decisions.append(
                     AutoDecision(key, None, "left out: its owner's default holds", True)
                 )
-        config = validate(self.values, self.problems)
         self.problems.raise_if_any()
-        if config is None:
-            raise AssertionError("a refused model always leaves a problem")
-        return config.with_decisions(tuple(self.decisions))
+        return self.config.with_decisions(tuple(self.decisions))
 
 
 _UNSTATED = object()
@@ -127,9 +125,9 @@ def _precision(run: _Resolver) -> None:
     """Decide precision, fp16.enabled, bf16.enabled, and what follows them."""
     has_bf16 = run.facts.has_bf16
     hardware = f"the {run.facts.device_type} {'has' if has_bf16 else 'lacks'} bf16"
-    wanted = run.get("precision")
+    wanted = run.config.precision
     if wanted == "auto":
-        if not any(run.get(f"{name}.enabled") for name in ("bf16", "fp16")):
+        if not (run.config.bf16.enabled or run.config.fp16.enabled):
             run.decide(
                 f"{'bf16' if has_bf16 else 'fp16'}.enabled",
                 True,
@@ -141,17 +139,17 @@ def _precision(run: _Resolver) -> None:
     if run.silent("torch_autocast.dtype"):
         run.decide("torch_autocast.dtype", "bf16" if has_bf16 else "fp16", hardware)
     if run.silent("fp16.auto_cast"):
-        run.decide("fp16.auto_cast", run.get("auto_cast", True), "follows auto_cast")
+        run.decide("fp16.auto_cast", run.config.auto_cast, "follows auto_cast")
 
 
 def _auto_sections(run: _Resolver, hardware: str) -> None:
     taken = next((key for key in _SWITCHES if run.get(key)), None)
-    fixed = run.get("precision") == "fp32"
+    fixed = run.config.precision == "fp32"
     if "bf16.enabled" in run.open:
         on = run.facts.has_bf16 and taken is None and not fixed
         run.decide("bf16.enabled", on, hardware if taken is None else f"{taken} is on")
     if "fp16.enabled" in run.open:
-        bf16 = run.get("bf16.enabled", False)
+        bf16 = run.config.bf16.enabled
         on = (
             run.facts.device_type == "cuda"
             and not run.facts.has_bf16
@@ -207,7 +205,7 @@ def _data_size(facts: Facts) -> int:
 
 def _sample_ranks(run: _Resolver) -> int:
     """Ranks that are given samples of their own."""
-    return _data_size(run.facts) * (run.facts.stages if run.get("pipeline.rows") == "own" else 1)
+    return _data_size(run.facts) * (run.facts.stages if run.config.pipeline.rows == "own" else 1)
 
 
 def _batch(run: _Resolver) -> None:
@@ -289,7 +287,7 @@ def _optimizer(run: _Resolver) -> None:
     """
     if "optimizer.type" in run.open and not run.facts.client_optimizer:
         run.decide("optimizer.type", "AdamW", "the program passes no optimizer")
-    kind = str(run.get("optimizer.type", "")).lower()
+    kind = (run.config.optimizer.type or "").lower()
     usual = {**OPTIMIZER_DEFAULTS[""], **OPTIMIZER_DEFAULTS.get(kind, {})}
     for key in sorted(run.open):
         prefix, _, name = key.rpartition(".")
@@ -303,7 +301,7 @@ def _optimizer(run: _Resolver) -> None:
 
 def _scheduler(run: _Resolver) -> None:
     """Decide scheduler.params that said "auto"."""
-    lr = run.get("optimizer.params.lr", run.facts.client_optimizer.get("lr"))
+    lr = run.config.optimizer.params.get("lr", run.facts.client_optimizer.get("lr"))
     found = {
         **{name: (value, "DeepSpeed's default") for name, value in SCHEDULER_DEFAULTS.items()},
         "warmup_max_lr": (lr, "the optimizer's lr"),

@@ -9,11 +9,11 @@ not_built.py.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
-from typing import Any, Literal, TypedDict, Union, Unpack, get_args, get_origin
+from typing import Any, Literal, Self, TypedDict, Union, Unpack, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -75,6 +75,45 @@ class Section(BaseModel):
         `engine.config.get("zero_optimization", {}).get("stage")`.
         """
         return getattr(self, key) if key in type(self).model_fields else default
+
+    def stated(self, path: str, default: Any = None) -> Any:
+        """Return what a configuration states of a key, by its dotted path below this section.
+
+        Args:
+            path: The path, for example "offload_param.device".
+            default: Returned if the key, or a section on its path, is not stated.
+        """
+        name, _, rest = path.partition(".")
+        if name not in self.model_fields_set:
+            return default
+        found = getattr(self, name)
+        if not rest:
+            return found
+        if isinstance(found, Section):
+            return found.stated(rest, default)
+        return found.get(rest, default) if isinstance(found, Mapping) else default
+
+    def stated_values(self) -> dict[str, Any]:
+        """Return the stated keys and their values, sections as dicts."""
+        found: dict[str, Any] = {}
+        for name in type(self).model_fields:
+            if name in self.model_fields_set:
+                value = getattr(self, name)
+                found[name] = value.stated_values() if isinstance(value, Section) else value
+        return found
+
+    def changed(self, values: Mapping[str, Any]) -> Self:
+        """Return a copy in which the keys of `values`, nested mappings for sections, are stated."""
+        changes: dict[str, Any] = {}
+        for name, value in values.items():
+            here = getattr(self, name)
+            is_below = isinstance(value, Mapping)
+            if is_below and isinstance(here, Section):
+                value = here.changed(value)
+            elif is_below and isinstance(here, Mapping):
+                value = {**here, **value}
+            changes[name] = value
+        return self.model_copy(update=changes)
 
 
 def _declare(status: Status, default: Any, sentence: str, reason: str, about: About) -> Any:
@@ -148,6 +187,17 @@ def advice(model: type[Section], path: str) -> str:
         return ""
     value = row.default if row.example is None else row.example
     return f'write for example {value!r}, or "auto"; the key means: {row.sentence}'
+
+
+@cache
+def subsections(model: type[Section]) -> dict[str, type[Section]]:
+    """Return the models of the fields that are sections, by name."""
+    found: dict[str, type[Section]] = {}
+    for name, info in model.model_fields.items():
+        inner = subsection(info)
+        if inner is not None:
+            found[name] = inner
+    return found
 
 
 def subsection(info: FieldInfo) -> type[Section] | None:

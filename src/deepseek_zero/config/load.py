@@ -3,13 +3,14 @@ problem.
 
 Each key is normalised, the model checks its bounds, and `check` finds what cannot be right although
 every key is: keys that are not built, contradictions, missing packages.  Nothing is resolved here:
-"auto" stays open until the model and the ranks are known (`auto.resolve`).
+"auto" stays open until the model and the ranks are known (`auto.resolve`).  After `validate` the
+configuration is typed; no other function of the package reads it by dotted keys.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -20,12 +21,12 @@ from ..base.errors import ConfigError, shown
 from ..base.given import URL_FIX, URL_REASON, is_url
 from ..base.log import log_first, log_once, speak
 from ..base.other_optimizers import OTHER_OPTIMIZERS
-from .fields import Status, advice, rows
+from .fields import Section, Status, advice, rows
 from .layer_specs import check_layer_specs
 from .normalise import Normaliser
 from .not_built import refuse
 from .raw_config import Problem, Problems, RawConfig, lookup
-from .schema import Config
+from .schema import Config, OffloadOptimizer, OffloadParam
 from .text import Source, read
 
 BOTH_GIVEN = (
@@ -54,16 +55,15 @@ def load(
         )
     normaliser = Normaliser(problems, unknown_is_error=unknown == "error")
     values = normaliser.walk(document.values)
-    validate(values, problems)
-    check(values, normaliser.autos, problems)
-    refuse(normaliser.not_built, values, problems)
+    config = check(validate(values, problems), normaliser.autos, problems)
+    refuse(normaliser.not_built, config, problems)
     problems.raise_if_any()
     for note in problems.notes:
         _warn(note)
     if problems.ignored:
         log_first(f"config {document.source}: without effect here: {'; '.join(problems.ignored)}")
     return RawConfig(
-        values=values,
+        config=config,
         autos=frozenset(normaliser.autos),
         source=document.source,
         given=source,
@@ -97,8 +97,12 @@ def choose_source(config: Source, config_params: Source, args: object) -> tuple[
     return (flag, "args" if is_flag_dict else None) if flag is not None else (given, None)
 
 
-def validate(values: Mapping[str, Any], problems: Problems) -> Config | None:
-    """Return the model of `values`, or None: what the model refuses becomes problems."""
+def validate(values: dict[str, Any], problems: Problems) -> Config:
+    """Return the model of `values`.
+
+    Keys that the model refuses become problems, and have their defaults in the result, so that
+    `check` can look for more problems.
+    """
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -106,7 +110,18 @@ def validate(values: Mapping[str, Any], problems: Problems) -> Config | None:
             key = ".".join(str(step) for step in item["loc"])
             message = item["msg"].replace("Input should be", "must be", 1)
             problems.add(key, message, advice(Config, key), lookup(values, key))
-        return None
+            _drop(values, [str(step) for step in item["loc"]])
+    return Config.model_validate(values)
+
+
+def _drop(values: dict[str, Any], path: Sequence[str]) -> None:
+    """Remove a key from nested dicts; of a value that is no dict, all of it."""
+    name, *rest = path
+    inner = values.get(name)
+    if rest and isinstance(inner, dict) and rest[0] in inner:
+        _drop(inner, rest)
+    else:
+        values.pop(name, None)
 
 
 @cache
@@ -125,38 +140,42 @@ PACKAGES = {
     "wandb": ("wandb", "pip install wandb"),
     "comet": ("comet_ml", "pip install comet-ml"),
 }
-_PRECISION_SECTIONS = {"fp16": "fp16.enabled", "bf16": "bf16.enabled"}
 
 
-def check(values: Mapping[str, Any], autos: Set[str], problems: Problems) -> None:
-    """Make every check that needs only what was stated, and which keys said "auto"."""
-    _precision(values, problems)
-    _loss_scale(values, problems)
-    _optimizer(values, problems)
-    _types(values, autos, problems)
-    _tiers(values, problems)
-    _vertical(values, problems)
-    _schedules(values, problems)
-    _parking(values, problems)
-    _paths(values, problems)
-    _pipeline(values, problems)
-    check_layer_specs(lookup(values, "tensor_parallel.partition_config") or {}, problems)
-    _packages(values, problems)
-    _feedback(values, problems)
+def check(config: Config, autos: Set[str], problems: Problems) -> Config:
+    """Make every check that needs only what was stated, and which keys said "auto".
+
+    Returns:
+        The configuration, without tiers that DeepSpeed leaves out at its stage.
+    """
+    _precision(config, problems)
+    _loss_scale(config, problems)
+    _optimizer(config, problems)
+    _types(config, autos, problems)
+    config = _tiers(config, problems)
+    _vertical(config, problems)
+    _schedules(config, problems)
+    _parking(config, problems)
+    _paths(config, problems)
+    _pipeline(config, problems)
+    check_layer_specs(config.tensor_parallel.partition_config or {}, problems)
+    _packages(config, problems)
+    _feedback(config, problems)
+    return config
 
 
-def _paths(values: Mapping[str, Any], problems: Problems) -> None:
+def _paths(config: Config, problems: Problems) -> None:
     for row in rows(Config):
-        value = lookup(values, row.path)
-        is_path = (
-            row.path.endswith(("path", "output_file", "_dir")) and row.status is Status.EFFECTIVE
-        )
-        if is_path and isinstance(value, str) and is_url(value):
+        is_path = row.path.endswith(("path", "output_file", "_dir"))
+        if not is_path or row.status is not Status.EFFECTIVE:
+            continue
+        value = config.stated(row.path)
+        if isinstance(value, str) and is_url(value):
             problems.add(row.path, f"{shown(value)} is a URL: {URL_REASON}", URL_FIX, value)
 
 
-def _precision(values: Mapping[str, Any], problems: Problems) -> None:
-    on = [name for name, key in _PRECISION_SECTIONS.items() if lookup(values, key)]
+def _precision(config: Config, problems: Problems) -> None:
+    on = [name for name in ("fp16", "bf16") if getattr(config, name).enabled]
     if len(on) == 2:
         problems.add(
             "fp16.enabled",
@@ -164,22 +183,20 @@ def _precision(values: Mapping[str, Any], problems: Problems) -> None:
             "switch one of them off",
             True,
         )
-    if on and lookup(values, "torch_autocast.enabled") and not problems.goes_on:
+    if on and config.torch_autocast.enabled and not problems.goes_on:
         problems.add(
             "torch_autocast.enabled",
             f"{on[0]}.enabled casts the model itself; autocast wants it in fp32",
             f"switch {on[0]} or torch_autocast off",
             True,
         )
-    if values.get("precision") == "auto" and (
-        lookup(values, "bf16.master") == "none"
-        or lookup(values, "bf16.bf16_master_weights_and_grads")
-    ):
+    wanted = config.precision
+    has_no_master = config.bf16.master == "none" or config.bf16.bf16_master_weights_and_grads
+    if wanted == "auto" and has_no_master:
         fix = 'keep a master ("split" or "fp32"), or name the precision'
         problems.add(
             "bf16.master", "leaves nothing to lift a unit from where precision is auto", fix, "none"
         )
-    wanted = values.get("precision")
     for name in on:
         if wanted not in (None, "auto", name):
             problems.add(
@@ -190,11 +207,14 @@ def _precision(values: Mapping[str, Any], problems: Problems) -> None:
             )
 
 
-def _loss_scale(values: Mapping[str, Any], problems: Problems) -> None:
-    if lookup(values, "fp16.loss_scale", 0):
+def _loss_scale(config: Config, problems: Problems) -> None:
+    if config.fp16.loss_scale:
         return
-    for key in ("fp16.loss_scale_window", "fp16.min_loss_scale"):
-        value = lookup(values, key, 1)
+    stated = {
+        "fp16.loss_scale_window": config.fp16.loss_scale_window,
+        "fp16.min_loss_scale": config.fp16.min_loss_scale,
+    }
+    for key, value in stated.items():
         if value <= 0:
             problems.add(
                 key,
@@ -204,8 +224,8 @@ def _loss_scale(values: Mapping[str, Any], problems: Problems) -> None:
             )
 
 
-def _optimizer(values: Mapping[str, Any], problems: Problems) -> None:
-    params = lookup(values, "optimizer.params", {})
+def _optimizer(config: Config, problems: Problems) -> None:
+    params = config.optimizer.params
     if "max_grad_norm" in params:
         norm = params["max_grad_norm"]
         problems.add(
@@ -214,7 +234,7 @@ def _optimizer(values: Mapping[str, Any], problems: Problems) -> None:
             f'remove it and write "gradient_clipping": {norm} at the top',
             norm,
         )
-    name = str(lookup(values, "optimizer.type", "")).lower()
+    name = (config.optimizer.type or "").lower()
     if name in OTHER_OPTIMIZERS:
         other = OTHER_OPTIMIZERS[name]
         problems.found.append(
@@ -222,43 +242,56 @@ def _optimizer(values: Mapping[str, Any], problems: Problems) -> None:
         )
 
 
-def _tiers(values: Mapping[str, Any], problems: Problems) -> None:
-    """Check that there is something sharded to offload, and a directory for a disk."""
-    stage = lookup(values, "zero_optimization.stage", 0) or 0
+# The sections of ZeRO that place states in a memory, and the least stage that each needs
+_OFFLOADS = {"offload_optimizer": 1, "offload_param": 3}
+
+
+def _offload_of(config: Config, name: str) -> OffloadOptimizer | OffloadParam:
+    found: OffloadOptimizer | OffloadParam = getattr(config.zero_optimization, name)
+    return found
+
+
+def _tiers(config: Config, problems: Problems) -> Config:
+    """Check that there is something sharded to offload, and a directory for a disk.
+
+    Returns:
+        The configuration, without tiers that DeepSpeed leaves out at its stage.
+    """
+    stage = config.zero_optimization.stage
     paths = {}
-    for name, least in (("offload_optimizer", 1), ("offload_param", 3)):
+    for name, least in _OFFLOADS.items():
         key = f"zero_optimization.{name}"
-        device = lookup(values, f"{key}.device")
-        if device in (None, "none"):
+        offload = _offload_of(config, name)
+        if offload.device == "none":
             continue
-        if device == "auto":
-            if path := lookup(values, f"{key}.nvme_path"):
-                paths[name] = path
+        if offload.device == "auto":
+            if offload.nvme_path:
+                paths[name] = offload.nvme_path
             continue
         if stage < least and problems.goes_on:
             problems.warn(
                 f"{key}.device",
-                f"{device} is left out, as DeepSpeed does: it needs stage {least} or more",
+                f"{offload.device} is left out, as DeepSpeed does: it needs stage {least} or more",
             )
-            values["zero_optimization"][name]["device"] = "none"
+            config = config.changed({"zero_optimization": {name: {"device": "none"}}})
             continue
         if stage < least:
             problems.add(
                 f"{key}.device",
                 f"needs stage {least} or more: at stage {stage} every rank holds all of it",
                 f'write "stage": {least}, or "device": "none"',
-                device,
+                offload.device,
             )
-        if device == "nvme":
-            paths[name] = lookup(values, f"{key}.nvme_path")
-            if not paths[name]:
+        if offload.device == "nvme":
+            paths[name] = offload.nvme_path or ""
+            if not offload.nvme_path:
                 problems.add(
                     f"{key}.nvme_path",
                     "is missing",
                     "name a directory on a fast local disk",
-                    paths[name],
+                    offload.nvme_path,
                 )
-    _open_places(values, problems)
+    _open_places(config, problems)
     if len(set(paths.values())) > 1:
         problems.add(
             "zero_optimization.offload_param.nvme_path",
@@ -266,77 +299,71 @@ def _tiers(values: Mapping[str, Any], problems: Problems) -> None:
             "name one directory for both",
             paths["offload_param"],
         )
+    return config
 
 
-def _open_places(values: Mapping[str, Any], problems: Problems) -> None:
+def _open_places(config: Config, problems: Problems) -> None:
     """Check keys that only matter where a place is open, or only where it is not."""
-    states = lookup(values, "zero_optimization.offload_optimizer.device")
-    is_open = "auto" in (states, lookup(values, "zero_optimization.offload_param.device"))
-    paths = [
-        lookup(values, f"zero_optimization.{name}.nvme_path")
-        for name in ("offload_optimizer", "offload_param")
-    ]
-    if is_open and not any(paths) and (value := lookup(values, "memory_budget.disk")) is not None:
+    budget = config.memory_budget
+    offloads = [_offload_of(config, name) for name in _OFFLOADS]
+    is_open = any(offload.device == "auto" for offload in offloads)
+    has_path = any(offload.nvme_path for offload in offloads)
+    if is_open and not has_path and budget.disk is not None:
         problems.add(
             "memory_budget.disk",
             "names no disk",
             "name a directory on it as nvme_path, or remove it",
-            value,
+            budget.disk,
         )
-    for name in ("host", "disk"):
-        if not is_open and (value := lookup(values, f"memory_budget.{name}")) is not None:
+    for name, value in (("host", budget.host), ("disk", budget.disk)):
+        if not is_open and value is not None:
             fix = 'write "device": "auto" in offload_optimizer or offload_param, or remove it'
             problems.add(
                 f"memory_budget.{name}", "has nothing to decide: every place is stated", fix, value
             )
-    ratio = lookup(values, "zero_optimization.offload_optimizer.ratio", 1.0)
-    if ratio != 1.0 and states not in ("cpu", "nvme"):
+    states = config.zero_optimization.offload_optimizer
+    if states.ratio != 1.0 and states.device not in ("cpu", "nvme"):
         fix = 'write "device": "cpu" or "nvme" beside it, or remove it'
         problems.add(
-            "zero_optimization.offload_optimizer.ratio", "is a share of nothing", fix, ratio
+            "zero_optimization.offload_optimizer.ratio", "is a share of nothing", fix, states.ratio
         )
 
 
-def _vertical(values: Mapping[str, Any], problems: Problems) -> None:
+def _vertical(config: Config, problems: Problems) -> None:
     """Check that micro-batches in turn share loads of weights, and are parts of one batch."""
     key = "zero_optimization.vertical_micro_batches"
-    count = lookup(values, key, 1)
-    stage = lookup(values, "zero_optimization.stage", 0) or 0
+    count = config.zero_optimization.vertical_micro_batches
+    stage = config.zero_optimization.stage
     if count > 1 and stage < 3:
         what = (
             f"needs stage 3: at stage {stage} weights are whole on every rank, so there is no load "
             "to share"
         )
         problems.add(key, what, 'write "stage": 3, or gradient_accumulation_steps instead', count)
-    samples = lookup(values, "train_micro_batch_size_per_gpu")
-    if isinstance(samples, int) and count > 0 and samples % count:
+    samples = config.stated("train_micro_batch_size_per_gpu")
+    if isinstance(samples, int) and samples % count:
         what = f"does not divide train_micro_batch_size_per_gpu = {samples}, the batch that it cuts"
         problems.add(key, what, f"make that a multiple of {count}", count)
 
 
-def _schedules(values: Mapping[str, Any], problems: Problems) -> None:
+def _schedules(config: Config, problems: Problems) -> None:
     """Check that updates ahead of their step, or a step late, have states that rest elsewhere and
     plans that stay.
     """
-    zero = "zero_optimization"
-    section = "zero_optimization.offload_optimizer"
-    places = {
-        name: lookup(values, f"{zero}.{name}.device") or "none"
-        for name in ("offload_optimizer", "offload_param")
-    }
+    offload = config.zero_optimization.offload_optimizer
     needs = {
         "super_offload": ("offload_optimizer", "offload_param"),
         "delayed_update_after": ("offload_optimizer",),
     }
     for name, needed in needs.items():
-        key = f"{section}.{name}"
-        value = lookup(values, f"{section}.{name}")
+        key = f"zero_optimization.offload_optimizer.{name}"
+        value = getattr(offload, name)
         if value is None or value is False:
             continue
-        if any(places[place] == "none" for place in needed):
+        if any(_offload_of(config, place).device == "none" for place in needed):
             fix = f'write "device": "cpu" or "nvme" in {" and ".join(needed)}, or remove it'
             problems.add(key, "is for states that rest in another memory", fix, value)
-        if values.get("precision") == "auto":
+        if config.precision == "auto":
             fix = "name the precision, or remove it"
             problems.add(
                 key,
@@ -344,7 +371,7 @@ def _schedules(values: Mapping[str, Any], problems: Problems) -> None:
                 fix,
                 value,
             )
-        if name == "super_offload" and lookup(values, f"{section}.pipeline") is False:
+        if name == "super_offload" and not offload.pipeline:
             problems.add(
                 key,
                 "contradicts pipeline = false, which updates in the step",
@@ -353,70 +380,70 @@ def _schedules(values: Mapping[str, Any], problems: Problems) -> None:
             )
 
 
-def _parking(values: Mapping[str, Any], problems: Problems) -> None:
+def _parking(config: Config, problems: Problems) -> None:
     """Check that inputs of checkpoints are parked in one place, and that a disk has a directory."""
-    section = lookup(values, "activation_checkpointing", {})
-    if section.get("device") != "nvme":
+    section = config.activation_checkpointing
+    if section.device != "nvme":
         return
-    if not section.get("nvme_path"):
+    if not section.nvme_path:
         key = "activation_checkpointing.nvme_path"
-        problems.add(
-            key, "is missing", "name a directory on a fast local disk", section.get("nvme_path")
-        )
-    if section.get("cpu_checkpointing"):
+        problems.add(key, "is missing", "name a directory on a fast local disk", section.nvme_path)
+    if section.cpu_checkpointing:
         key = "activation_checkpointing.cpu_checkpointing"
         problems.add(
             key, "contradicts device 'nvme': it means device 'cpu'", "keep one of the two", True
         )
 
 
-def _pipeline(values: Mapping[str, Any], problems: Problems) -> None:
+def _pipeline(config: Config, problems: Problems) -> None:
     """Check that a pipeline's schedule has what its other keys speak of."""
-    section = lookup(values, "pipeline", {})
-    schedule = section.get("schedule", "1f1b")
-    if section.get("virtual", 1) > 1 and schedule == "1f1b":
+    section = config.pipeline
+    if section.virtual > 1 and section.schedule == "1f1b":
         fix = 'write "schedule": "interleaved" or "breadth_first", or remove it'
         problems.add(
             "pipeline.virtual",
             "is more than schedule 1f1b has: one stage on a rank",
             fix,
-            section["virtual"],
+            section.virtual,
         )
-    if section.get("group") is not None and schedule != "breadth_first":
+    if section.group is not None and section.schedule != "breadth_first":
         fix = 'write "schedule": "breadth_first", or remove it'
         problems.add(
-            "pipeline.group", f"is no matter of schedule {schedule}", fix, section["group"]
+            "pipeline.group", f"is no matter of schedule {section.schedule}", fix, section.group
         )
 
 
-def _types(values: Mapping[str, Any], autos: Set[str], problems: Problems) -> None:
+def _types(config: Config, autos: Set[str], problems: Problems) -> None:
     """Check that no arguments stand there without the thing they belong to."""
-    for name, example in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
-        params = lookup(values, f"{name}.params")
-        if params and not lookup(values, f"{name}.type") and f"{name}.type" not in autos:
+    for name, section, example in (
+        ("optimizer", config.optimizer, "AdamW"),
+        ("scheduler", config.scheduler, "WarmupLR"),
+    ):
+        if section.params and not section.type and f"{name}.type" not in autos:
             fix = f'add "type": "{example}" or another'
-            problems.add(f"{name}.params", f"has no {name}.type beside it", fix, params)
+            problems.add(f"{name}.params", f"has no {name}.type beside it", fix, section.params)
 
 
-def _packages(values: Mapping[str, Any], problems: Problems) -> None:
+def _packages(config: Config, problems: Problems) -> None:
     for name, (module, install) in PACKAGES.items():
-        if lookup(values, f"{name}.enabled") and find_spec(module) is None:
+        if getattr(config, name).enabled and find_spec(module) is None:
             fix = f"{install}, or switch it off"
             problems.add(f"{name}.enabled", f"the package {module} is not installed", fix, True)
 
 
-def _feedback(values: Mapping[str, Any], problems: Problems) -> None:
+def _feedback(config: Config, problems: Problems) -> None:
     """Say that errors are kept of nothing where gradients are not coded."""
-    zero = lookup(values, "zero_optimization", {})
-    if zero.get("zero_quantized_gradients") or lookup(zero, "compression.gradients.bits"):
+    zero = config.zero_optimization
+    gradients = zero.compression.gradients
+    if zero.zero_quantized_gradients or gradients.bits:
         return
     stated = {
-        "compression.gradients.error_feedback": lookup(
-            zero, "compression.gradients.error_feedback", "off"
-        ),
-        "zeropp_loco_param": zero.get("zeropp_loco_param"),
+        "compression.gradients.error_feedback": gradients.error_feedback,
+        "zeropp_loco_param": zero.stated("zeropp_loco_param"),
     }
     for key, value in stated.items():
         if value not in (None, "off"):
+            if isinstance(value, Section):
+                value = value.stated_values()
             why = "gradients are sent as they are: zero_quantized_gradients codes them"
             problems.without_effect(f"zero_optimization.{key}", value, why)

@@ -26,7 +26,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from ..base.errors import article, shown
-from .fields import AUTO, Section, Status, advice, declared, rows, subsection
+from .fields import AUTO, Section, Status, advice, declared, rows, subsections
 from .not_built import NOT_BUILT, NotBuilt, kind_of, names_below, paths_not_built
 from .raw_config import Problems, lookup, put
 from .schema import Config
@@ -149,7 +149,7 @@ class Normaliser:
             if info is None:
                 self._unknown((*model.model_fields, *names_below(prefix)), name, value, prefix)
                 continue
-            inner = subsection(info)
+            inner = subsections(model).get(name)
             found = (
                 self._enter(inner, value, prefix + name)
                 if inner

@@ -14,7 +14,8 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from ..base.errors import shown
-from .raw_config import Problem, Problems, lookup
+from .fields import Section
+from .raw_config import Problem, Problems
 
 _Dtype = Literal["fp32", "fp16", "bf16"]
 
@@ -377,19 +378,19 @@ def kind_of(default: Any) -> Any:
     return type(default)
 
 
-def refuse(stated: Mapping[str, Any], values: Mapping[str, Any], problems: Problems) -> None:
+def refuse(stated: Mapping[str, Any], config: Section, problems: Problems) -> None:
     """Add a problem, or a warning, for each stated key of the table that asks for something.
 
     Args:
         stated: What the configuration says about rows of the table, by path.
-        values: The other values of the configuration.
+        config: The other keys of the configuration.
         problems: Collects problems and warnings.
     """
     for path, value in stated.items():
         row = NOT_BUILT[path]
         if row.keys:
             _refuse_section(row, value, problems)
-        elif _asks(row.default, value) and _is_read(row, values):
+        elif _asks(row.default, value) and _is_read(row, config):
             _refuse(row, path, value, "", problems)
 
 
@@ -422,8 +423,8 @@ def _problem(row: NotBuilt, key: str, value: Any, beside: str = "") -> Problem:
     return Problem(key, what, row.fix, value, not_built=True)
 
 
-def _is_read(row: NotBuilt, values: Mapping[str, Any]) -> bool:
-    sizes = [lookup(values, key) or 0 for key in row.only_above_one]
+def _is_read(row: NotBuilt, config: Section) -> bool:
+    sizes = [config.stated(key) or 0 for key in row.only_above_one]
     return not sizes or max(sizes) > 1
 
 

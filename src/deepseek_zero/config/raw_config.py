@@ -1,17 +1,21 @@
-"""What a configuration says before anything is resolved: its values, its problems, and what
+"""What a configuration states before anything is resolved: its keys, its problems, and what
 resolving decided.
 
-`load` writes a RawConfig and `auto.resolve` reads it.  Both collect problems (the key, its value,
+`load` makes a RawConfig and `auto.resolve` reads it.  Both collect problems (the key, its value,
 where it came from, what is wrong, what to write instead) and raise one error that lists them all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError, DeepSeekZeroError, NotBuiltError, shown
+from .fields import Section
+
+if TYPE_CHECKING:
+    from .schema import Config
 
 
 @dataclass(frozen=True)
@@ -31,14 +35,14 @@ class AutoDecision:
 class RawConfig:
     """A validated configuration whose "auto" keys are still open.
 
-    values: nested, known keys only, concrete values as stated.  autos: dotted keys that said
-    "auto".  source: file name, "dict", "args", "base64".  given: the object the caller passed,
-    untouched.  notes: the warnings, already
+    config: the typed keys; those that are not stated, or said "auto", have their defaults and are
+    not in `model_fields_set`.  autos: dotted keys that said "auto".  source: file name, "dict",
+    "args", "base64".  given: the object the caller passed, untouched.  notes: the warnings, already
     logged.  not_built: stated keys that are not built and that the run goes on without, by dotted
     key.
     """
 
-    values: Mapping[str, Any]
+    config: Config
     autos: frozenset[str]
     source: str
     given: Any
@@ -46,8 +50,23 @@ class RawConfig:
     not_built: Mapping[str, Any] = field(default_factory=dict)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the stated value of a dotted key; `default` when it is missing or "auto"."""
-        return lookup(self.values, key, default)
+        """Return what is stated of a dotted key, of a section as a dict.
+
+        Args:
+            key: The dotted key.
+            default: Returned if the key is missing or says "auto".
+        """
+        found = self.config.stated(key, default)
+        return found.stated_values() if isinstance(found, Section) else found
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The stated keys as nested dicts."""
+        return self.config.stated_values()
+
+    def changed(self, values: Mapping[str, Any]) -> RawConfig:
+        """Return a copy in which the keys of `values`, nested mappings for sections, are stated."""
+        return replace(self, config=self.config.changed(values))
 
 
 def lookup(values: Mapping[str, Any], key: str, default: Any = None) -> Any:
@@ -66,13 +85,6 @@ def put(values: MutableMapping[str, Any], key: str, value: Any) -> None:
     for name in path:
         values = values.setdefault(name, {})
     values[last] = value
-
-
-def copied(value: Any) -> Any:
-    """Copy objects and lists all the way down; what stands in them is shared."""
-    if isinstance(value, Mapping):
-        return {name: copied(inner) for name, inner in value.items()}
-    return [copied(item) for item in value] if isinstance(value, list) else value
 
 
 _LONGEST_KEY = 120

@@ -137,14 +137,16 @@ def assemble(
         refuse_split_states(chosen, model)
         refuse_other_cuts(shape.cuts, mesh.tp)
     step_settings = step_settings_of(config, chosen.granularity, mesh.device)
-    plan = pieces.plans.added_to(plan_run(config, settings, shape, chosen, comm, mesh))
+    plan = pieces.plans.added_to(
+        plan_run(config, settings, step_settings, shape, chosen, comm, mesh)
+    )
     capabilities = (
         comm.capabilities() + way.capabilities() + number_formats(plan.settings.policy, mesh.device)
     )
     if mesh.device.type == "cpu":
         capabilities += memory.capabilities(keeps_freed=memory.keep_freed_memory())
     batch = config.batch.micro, config.batch.accumulation
-    advice = MemoryAdvice(plan, shape, update_of(config, chosen, mesh.device), batch)
+    advice = MemoryAdvice(plan, shape, update_of(config, step_settings, chosen), batch)
     scaler = scaler_of(config)
     optimizer = None
     with advice.explaining("initialize"):

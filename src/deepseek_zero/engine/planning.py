@@ -21,7 +21,7 @@ from ..comm.collectives import Comm
 from ..comm.context import ranks_of_this_host
 from ..comm.measure import far_rate
 from ..optim.one_bit_adam import OneBitAdam
-from ..optim.sharded import update_settings_of, updates_in_backward
+from ..optim.sharded import StepSettings, update_settings_of, updates_in_backward
 from ..optim.speculative import works_by_shard
 from ..planner.auto_wrap_policy import ModelShape
 from ..planner.codec_choice import CodecRate, Open, choose_codes, gather_traffic, reduce_traffic
@@ -34,7 +34,7 @@ from ..tiers.disk import Disk
 from ..tiers.host import free_host_bytes
 from ..tiers.tier import Tier
 from .optimizer import OptimizerParts
-from .settings import choices_of, placement_settings_of, step_settings_of
+from .settings import choices_of, placement_settings_of
 
 if TYPE_CHECKING:  # as in engine.py
     from ..config import Config
@@ -48,6 +48,7 @@ WORTH_FILLING = 0.6  # of what is free: activations, and whatever else runs, nee
 def plan_run(
     config: Config,
     settings: PlanSettings,
+    step: StepSettings,
     shape: ModelShape,
     optimizer: OptimizerParts,
     comm: Comm,
@@ -57,7 +58,7 @@ def plan_run(
     what was chosen.
     """
     placement = placement_settings_of(config)
-    update = update_of(config, optimizer, mesh.device)
+    update = update_of(config, step, optimizer)
     near = comm.replicas is not None and comm.replicas.reads_in_place
     if settings.secondary_ranks > 1:
         row = torch.tensor([int(comm.shard.reads_in_place)])
@@ -312,17 +313,16 @@ def with_order_of_sums(
 
 
 def update_of(
-    config: Config, optimizer: OptimizerParts, device: torch.device
+    config: Config, settings: StepSettings, optimizer: OptimizerParts
 ) -> UpdateSettings | None:
     """Return the optimizer as the planner needs it; None where there is none."""
     if optimizer.cls is None:
         return None
-    settings = step_settings_of(config, optimizer.granularity, device)
     return update_settings_of(
         settings,
         optimizer.cls.__name__,
         optimizer.planned,
-        scales_grads=config.fp16.enabled or settings.max_norm > 0,
+        scales_grads=config.fp16.enabled or settings.clips,
         undoes=updates_in_backward(settings) and works_by_shard(optimizer.cls),
     )
 

@@ -7,6 +7,7 @@ sees a key.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,7 +143,7 @@ def shared_values(config: Config) -> dict[str, Any]:
     """Return the effective values of a configuration, by key, that must be the same on every
     rank.
     """
-    from ..config.fields import Status, rows  # noqa: PLC0415  # it imports pydantic
+    from ..config.fields import Section, Status, rows  # noqa: PLC0415  # it imports pydantic
 
     found: dict[str, Any] = {}
     for row in rows(type(config)):
@@ -152,7 +153,10 @@ def shared_values(config: Config) -> dict[str, Any]:
         value: Any = config
         for name in row.path.split("."):
             value = getattr(value, name, None)  # None: of a section that is not there
-        found |= values_in(value, row.path)
+        if isinstance(value, Section | Mapping):
+            found |= values_in(value, row.path)
+        else:
+            found[row.path] = value
     return {
         key: value
         for key, value in found.items()

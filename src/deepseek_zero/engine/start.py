@@ -49,7 +49,12 @@ from .pieces import (
     stage_to_plan,
 )
 from .planning import stated_budgets, update_of, with_order_of_sums, with_useful_copies
-from .settings import pipeline_settings_of, placement_settings_of, plan_settings_of
+from .settings import (
+    pipeline_settings_of,
+    placement_settings_of,
+    plan_settings_of,
+    step_settings_of,
+)
 
 
 @dataclass
@@ -398,7 +403,7 @@ def plan(
         spans_hosts=shard[0] // per_host != shard[-1] // per_host,
     )
     settings = with_useful_copies(settings, axes, in_place=machine.reads_in_place)
-    found = plan_shape(
-        shape, settings, axes, machine, update_of(chosen, parts, axes.device), placement
-    )
+    step = step_settings_of(chosen, parts.granularity, axes.device)
+    update = update_of(chosen, step, parts)
+    found = plan_shape(shape, settings, axes, machine, update, placement)
     return pieces.added_to(found)

@@ -109,6 +109,11 @@ class StepSettings:
     kernels: str = "auto"  # what computes updates that have a kernel: "auto", "numba" or "torch"
     precision_window: int = 16  # steps from one decision about precision to the next
 
+    @property
+    def clips(self) -> bool:
+        """Whether the norm of gradients is bounded."""
+        return self.max_norm > 0
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -364,7 +369,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             ParamGroupPlan(each, frozenset(names), uncut)
             for each, names, uncut in zip(options, self.names_by_group, self.uncut, strict=True)
         ]
-        scales = self.settings.max_norm > 0 or (self.scaler is not None and not self._holds_momenta)
+        scales = self.settings.clips or (self.scaler is not None and not self._holds_momenta)
         undoes = self.speculative is not None
         settings = update_settings_of(
             self.settings, optimizer, chosen, scales_grads=scales, undoes=undoes
@@ -1203,7 +1208,7 @@ def refuse_beside_exchange(
     rows = [group.plan for group in runtime.trained_groups]
     found = {
         f"stage {plan.stage}": plan.stage > 1,
-        "gradient_clipping": settings.max_norm > 0,
+        "gradient_clipping": settings.clips,
         "codes of gradients (zero_quantized_gradients, "
         "compression.auto)": plan.compression.codes_gradients,
         "communication_data_type": plan.policy.reduce is not None,

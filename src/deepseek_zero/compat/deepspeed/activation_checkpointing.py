@@ -122,7 +122,7 @@ def _settings(deepspeed_config: Any) -> RecomputeSettings:
     if isinstance(deepspeed_config, Config):  # an engine's
         return recompute_settings_of(deepspeed_config)
     if deepspeed_config is not None:
-        return recompute_settings_of(Config.model_validate(load(deepspeed_config).values))
+        return recompute_settings_of(load(deepspeed_config).config)
     current = recompute.current()
     return current.settings if current is not None else RecomputeSettings()
 

@@ -17,7 +17,6 @@ import argparse
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -119,7 +118,7 @@ def initialize(
     raw = load(source, origin=origin, unknown="warn" if unchanged else "error")
     prepare_process(raw)
     if unchanged:
-        raw = replace(raw, values={**raw.values, **defaults_of(raw)})
+        raw = raw.changed(defaults_of(raw))
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     elif dist_init_required is not False:
         join(distributed_port=distributed_port)
@@ -138,7 +137,7 @@ def initialize(
     listed: Any = model if hasattr(model, "mesh_statement") else None  # a PipelineModule
     if listed is not None:
         statements.append(listed.mesh_statement())
-        listed.take_configured(lookup(raw.values, "pipeline") or {})
+        listed.take_configured(raw.get("pipeline") or {})
     engine_class = DeepSpeedEngine if listed is None else listed.engine_class
     if mesh_param is not None:
         statements.append(mesh_param_statement(mesh_param))
@@ -163,7 +162,7 @@ def initialize(
             mark_parameters(model)
         round_values(model, raw)
     request.leaf_modules = leaf_module_names(model)
-    leaves = lookup(raw.values, "zero_optimization.leaf_module") or {}
+    leaves = raw.get("zero_optimization.leaf_module") or {}
     mark_configured(
         model, *(leaves.get(name, ()) for name in ("classes", "names", "name_suffixes"))
     )
