@@ -320,7 +320,7 @@ def test_between_hosts_an_update_waits_for_the_next_forward_and_nobody_sees_that
         seen = []
         for step in range(3):
             losses = train_step(engine, run, step)
-            mine = any(group.gradient.is_deferred for group in engine.runtime.trained_groups)
+            mine = any(group.gradient.is_held for group in engine.runtime.trained_groups)
             assert (
                 dist.get_rank() > 0 or mine is waits
             )  # the last rank has no more of this model than padding

@@ -135,7 +135,7 @@ def test_replicas_alone_are_summed_as_ranks_without_sharding_are(
 def test_a_mesh_of_one_group_is_the_world_without_a_mesh(stage: int) -> None:
     run = Run(stage, "bf16", 2, optimizer="adamw")
     engine = assert_trains_as_the_reference(run, {"dp_replicate": 1, "dp_shard": 2})
-    assert engine.runtime.comm_ctx.replicas is None
+    assert engine.runtime.comm_ctx.outer is None
     assert engine.runtime.comm is engine.runtime.comm_ctx.comm
 
 

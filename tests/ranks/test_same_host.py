@@ -40,6 +40,7 @@ from deepseek_zero.comm.transports.composed import Hierarchical
 from deepseek_zero.comm.transports.gloo import Gloo
 from deepseek_zero.comm.transports.shared_memory import INLINE_BYTES, SharedMemory
 from deepseek_zero.comm.transports.tcp import Tcp
+from deepseek_zero.extensions.shared_weight import SharedWeight
 from tests.models import Gpt, seeded
 from tests.training import Run, start_engine, train_step
 
@@ -274,8 +275,8 @@ def test_an_in_place_edit_stays_on_its_rank_and_ends_with_its_use() -> None:
 def test_sharded_weights_lie_in_memory_once_for_all_ranks() -> None:
     engine = start_engine(Run(3), seeded(Gpt, width=60, hidden=2400))
     group = max(engine.runtime.groups, key=lambda each: each.layout.numel)
-    assert group.weight.symmetric is not None
-    slices = group.weight.symmetric.whole.chunk(2)
+    assert isinstance(group.weight_gather, SharedWeight)
+    slices = group.weight_gather.memory.whole.chunk(2)
     mine, other = slices[dist.get_rank()], slices[1 - dist.get_rank()]
     dist.barrier()
     group.weight.memory.fill_(7.0 + dist.get_rank())

@@ -15,6 +15,7 @@ import deepseek_zero
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.comm.transports.shared_memory import SharedMemory
 from deepseek_zero.engine.memory import predicted_volume
+from deepseek_zero.extensions.shared_weight import SharedWeight
 from tests.models import Gpt, seeded
 from tests.ranks.test_bytes import SendCounter
 from tests.ranks.test_same_host import hosts
@@ -79,7 +80,7 @@ def test_a_unit_is_gathered_between_hosts_once_a_step_and_later_through_shared_m
     run = Run(3, "bf16", 2, optimizer="adamw")
     with hosts(lambda rank: f"host {rank // 2}"):
         engine, plain = start(run, 2), start(run, 1)
-        copies = [group.secondary for group in engine.runtime.groups]
+        copies = [group.weight_gather for group in engine.runtime.groups]
         assert all(isinstance(copy.comm_ctx.comm._transport, SharedMemory) for copy in copies)
         for step in range(3):
             engine.runtime.comm.meter.reset()
@@ -93,10 +94,7 @@ def test_a_unit_is_gathered_between_hosts_once_a_step_and_later_through_shared_m
         assert report.measured_total == report.predicted_total
         assert_alike(engine, plain)
     alone = start(run, 2)
-    assert all(
-        group.secondary is None and group.weight.symmetric is not None
-        for group in alone.runtime.groups
-    )
+    assert all(isinstance(group.weight_gather, SharedWeight) for group in alone.runtime.groups)
 
 
 @pytest.mark.ranks(WORLD)

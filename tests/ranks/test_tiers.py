@@ -318,11 +318,11 @@ def test_the_update_waits_where_nobody_can_see_the_weights_and_only_there(pipeli
         group for group in engine.runtime.trained_groups if pipeline and group.is_sharded
     }
     assert all(
-        group.gradient.is_deferred == (group in waiting) for group in engine.runtime.trained_groups
+        group.gradient.is_held == (group in waiting) for group in engine.runtime.trained_groups
     )
     look(engine, 1)
     assert not any(engine.optimizer.updater._tiles_left.values())
-    assert not any(group.gradient.is_deferred for group in engine.runtime.trained_groups)
+    assert not any(group.gradient.is_held for group in engine.runtime.trained_groups)
 
 
 class Recomputing(Gpt):

@@ -23,12 +23,14 @@ from ..base.errors import CheckpointError
 from ..base.log import log_first
 from ..base.memory import trim_heap
 from ..base.mesh import AXES
+from ..extensions.weight_differences import WeightDifferences
 from ..optim.sharded import ShardedOptimizer, discard_deferred, reset_states
 from ..optim.tensor_subclasses import inner_tensors, is_subclass
 from ..optim.updater import MasterShard, ParamOverlap
 from ..precision.codecs import Blocks
 from ..precision.policy import cast_master
-from ..sharding.param_group import ParamGroup, ParamInfo
+from ..sharding.group import ParamInfo
+from ..sharding.param_group import ParamGroup
 from ..sharding.regroup import follow_requires_grad
 from ..sharding.runtime import Runtime
 from .catalogue import existing_folder
@@ -173,7 +175,7 @@ def replace_states(
             if optimizer.fallback is not None and lifted is not None:
                 optimizer.fallback.restore(lifted)
         for group in runtime.trained_groups:
-            group.gradient.forget_errors()
+            group.gradient.reduction.forget()
         run_and_gather(runtime.comm.whole, f"loading {tag}: slices", fill)
         for group in runtime.groups:
             group.weights_changed()
@@ -437,25 +439,28 @@ def restore_weights(reader: StateReader, contents: Contents) -> None:
         for member in group.members:
             if reader.has(WEIGHT, piece.name(member)):
                 write_weight(group, member, partial(piece.read, reader, WEIGHT, member, ""))
-                if group.plan.sends_differences:
-                    _write_replica(reader, group, member, piece)
+                if isinstance(group.weight_gather, WeightDifferences):
+                    _write_replica(reader, group.weight_gather, member, piece)
         store_weights(group)
 
 
-def _write_replica(reader: StateReader, group: ParamGroup, member: ParamInfo, piece: Piece) -> None:
+def _write_replica(
+    reader: StateReader, weight: WeightDifferences, member: ParamInfo, piece: Piece
+) -> None:
     """Write this rank's part of a weight that follows its master by differences; the master's cast
     where none was saved.
     """
     slot = member.slot
+    group = weight.group
     start, stop = group.layout.owned(slot, group.comm_ctx.comm.rank)
     if start >= stop:
         return
     if not reader.has(REPLICA, piece.name(member)):
-        group.write_own_weight(slot, None)
+        weight.write(slot, None)
         return
     low = start - slot.start
     for at, values in piece.read(reader, REPLICA, member, "", low, stop - slot.start):
-        group.write_own_weight(slot, values, at - low)
+        weight.write(slot, values, at - low)
 
 
 def write_weight(

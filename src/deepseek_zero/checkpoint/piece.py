@@ -19,7 +19,7 @@ from ..base.mesh import Mesh, mesh_of
 from ..planner.layout import Shape
 from ..planner.rows import rows_of
 from ..planner.split import split_of
-from ..sharding.param_group import ParamInfo
+from ..sharding.group import ParamInfo
 from ..sharding.runtime import Runtime
 from .boxes import Part, Parts
 from .format import Manifest

@@ -23,7 +23,8 @@ from ..optim.sharded import ShardedOptimizer
 from ..optim.tensor_subclasses import inner_tensors, is_subclass
 from ..optim.updater import ExtentRange, MasterShard, ParamOverlap
 from ..planner.spec import R
-from ..sharding.param_group import ParamGroup, ParamInfo
+from ..sharding.group import ParamInfo
+from ..sharding.param_group import ParamGroup
 from ..tiers.tier import Extent
 from .contents import Contents
 from .format import DELAYED, INNER, MOMENT, OWN, REPLICA, WEIGHT, WHOLE, SavedChunk
@@ -88,7 +89,7 @@ def write_groups(
     optimizer = contents.optimizer
     chunks = Chunks(Piece.of(runtime), runtime.comm.whole.rank, frozenset(elsewhere))
     yield from (_own_items(group, chunks) for group in runtime.trained_groups)
-    if runtime.comm_ctx.replicas is not None and runtime.comm_ctx.replicas.comm.rank > 0:
+    if runtime.comm_ctx.outer is not None and runtime.comm_ctx.outer.comm.rank > 0:
         return  # the first replica has written the same
     shards_by_group: dict[int, list[MasterShard]] = {}
     for shard in optimizer.shards() if optimizer is not None else ():
@@ -200,7 +201,7 @@ def _own_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
     """List the states of a group that are this rank's own."""
     write_group = WriteGroup([])
     (name, lies) = place_of(group, chunks.piece)
-    for state, memory in group.own_states().items():
+    for state, memory in group.gradient.reduction.own_states().items():
         chunk = SavedChunk(OWN, name, f"{state} {lies}", 0, memory.numel(), chunks.rank)
         read = partial(_elements_of, memory)
         write_group.items.append(WriteItem(chunk, memory.dtype, (memory.numel(),), read, group))

@@ -19,8 +19,9 @@ from ..base.errors import CheckpointError
 from ..base.progress import LongWork
 from ..optim.access import optimizer_of
 from ..optim.sharded import ShardedOptimizer
+from ..sharding.group import ParamInfo
 from ..sharding.init import Init, take_slice
-from ..sharding.param_group import ParamGroup, ParamInfo
+from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
 from .contents import Contents

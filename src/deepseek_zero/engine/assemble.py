@@ -22,6 +22,7 @@ from ..base.mesh import Mesh
 from ..comm.agreement import AllRanks, agree, agree_on
 from ..comm.collectives import Comm
 from ..comm.measure import TriedTransport, try_transports
+from ..extensions.group_parts import GROUP_PARTS
 from ..optim.sharded import ShardedOptimizer
 from ..planner.auto_wrap_policy import ModelShape, read_model
 from ..planner.plan import Plan
@@ -152,7 +153,7 @@ def assemble(
     with advice.explaining("initialize"):
         tiers = open_tiers(plan, memory_settings_of(config), comm, step_settings.host_tile_numel)
         check_room(plan, tiers, comm)
-        runtime = wrap_model(model, plan, comm, tiers)
+        runtime = wrap_model(model, plan, comm, tiers, GROUP_PARTS)
         _tell_what_stays_whole(plan)
         if chosen.make is not None:
             optimizer = ShardedOptimizer(

@@ -43,7 +43,8 @@ from ..optim.step_message import Fields, StepMessage
 from ..planner.spec import Placement
 from ..sharding.buffer import FlatBuffer, StateGuard
 from ..sharding.executor import Unit
-from ..sharding.param_group import ParamGroup, is_exposed
+from ..sharding.main_weight import is_exposed
+from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from .settings import IntegritySettings
 

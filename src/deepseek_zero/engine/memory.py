@@ -127,13 +127,10 @@ def _held(
     pools = {id(group.comm_ctx.pool): group.comm_ctx.pool for group in groups}.values()
     lent: list[Tensor | None] = [tensor for pool in pools for tensor in pool.idle()]
     errors: list[Tensor | None] = [
-        each.memory for group in groups if (each := group.gradient.errors) is not None
-    ]
-    errors += [
-        each for group in groups if group.momentum is not None for each in group.momentum.tensors()
+        tensor for group in groups for tensor in group.gradient.reduction.tensors()
     ]
     copies: list[Tensor | None] = [
-        group.secondary.buffer.memory for group in groups if group.secondary is not None
+        buffer.memory for group in groups for buffer in group.weight_gather.buffers()
     ]
     return {
         "weight": [

@@ -21,7 +21,8 @@ from ..base.memory import trim_heap
 from ..optim.sharded import ShardedOptimizer
 from ..report.measure import moments_of
 from ..sharding.buffer import FlatBuffer, OffloadedGuard, StateGuard, refuse_offloaded_state
-from ..sharding.param_group import GradState, ParamGroup
+from ..sharding.gradient import GradState
+from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..tiers.disk import DiskExtent
 from ..tiers.parked import ParkedStorages
@@ -136,10 +137,7 @@ class StateOffload:
         if OPTIM_STATES in kinds:
             yield from self._moments()
             for group in groups:
-                if group.gradient.errors is not None:
-                    yield group.gradient.errors.memory
-                if group.momentum is not None:
-                    yield from (tensor for tensor in group.momentum.tensors() if tensor is not None)
+                yield from group.gradient.reduction.tensors()
         for group in groups:
             master = group.master.buffer if group.master is not None else None
             # A master that is the weight itself belongs to the weights, which a program may still
@@ -150,8 +148,7 @@ class StateOffload:
             if LP_PARAMS in kinds:
                 if _is_resident(group.weight):
                     yield group.weight.memory
-                if group.secondary is not None:
-                    yield group.secondary.buffer.memory
+                yield from (buffer.memory for buffer in group.weight_gather.buffers())
             delayed = group.gradient.delayed
             if (
                 LP_GRADS in kinds
@@ -208,8 +205,7 @@ class StateOffload:
             if HP_PARAMS in kinds and group.master is not None and not group.plan.master_is_weight:
                 buffers.append(group.master.buffer)
             if LP_PARAMS in kinds:
-                buffers += [group.weight]
-                buffers += [group.secondary.buffer] if group.secondary is not None else []
+                buffers += [group.weight, *group.weight_gather.buffers()]
                 if group.master is not None:
                     buffers += [group.master.buffer] if group.plan.master_is_weight else []
                     buffers += [group.master.weight] if group.master.weight is not None else []

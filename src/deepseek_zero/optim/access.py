@@ -203,10 +203,10 @@ def local_grad(param: nn.Parameter) -> Tensor | None:
     owner = owner_of(param)
     if not isinstance(owner, ParamGroup) or not owner.trainable:
         return None
-    owner.gradient.take_assigned()
+    owner.grad_view.take_assigned()
     if not owner.gradient.has(owner.index[id(param)]):
         return None
-    return owner.gradient.of(_slot(owner, param)).float().clone()
+    return owner.gradient.own_part(_slot(owner, param)).float().clone()
 
 
 def set_grad(param: nn.Parameter, value: Tensor, *, local: bool) -> None:
@@ -222,14 +222,14 @@ def set_grad(param: nn.Parameter, value: Tensor, *, local: bool) -> None:
         )
     slot = _slot(owner, param)
     number = owner.index[id(param)]
-    owner.gradient.take_assigned()
+    owner.grad_view.take_assigned()
     with torch.no_grad():
         if local:
-            owner.gradient.assign_shard(
-                number, _part(value, owner.gradient.of(slot).numel(), slot.name)
+            owner.grad_view.assign_shard(
+                number, _part(value, owner.gradient.own_part(slot).numel(), slot.name)
             )
         else:
-            owner.gradient.assign(number, _flat(value, slot))
+            owner.grad_view.assign(number, _flat(value, slot))
 
 
 # -- arithmetic

@@ -49,6 +49,7 @@ from ..sharding.sharded_parameter import owner_of
 from ..sharding.ties import without_twins
 from .adaptive_precision import AdaptivePrecision
 from .initial_states import InitialStates, makes_states, states_at_construction
+from .momentum_exchange import exchange_momenta, reduce_gradients
 from .nonfinite import NonFiniteReport
 from .one_bit_adam import OneBitAdam
 from .one_pass import planned_layout
@@ -308,7 +309,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         """Return whether what is held as gradients are momenta (OneBitAdam), which are exchanged
         without a scale.
         """
-        return any(group.momentum is not None for group in self.runtime.trained_groups)
+        return any(not group.gradient.reduction.is_scaled for group in self.runtime.trained_groups)
 
     def shards(self) -> list[MasterShard]:
         """Return every shard this rank updates."""
@@ -725,7 +726,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             self._report_idle(verdict)
         with torch.no_grad(), propagate_errors(runtime.comm):
             if verdict.any_edited:
-                for each in [group.gradient.spread(group.members[0].name) for group in groups]:
+                for each in [group.gradient.equalise(group.members[0].name) for group in groups]:
                     each.wait()
             if any(group.gradient.absent for group in groups):
                 self.cut_apart(lambda cover: cover.is_absent)
@@ -765,8 +766,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             self.scale_errors(self.loss_scale / scale_before)
         if self.exchanges:
             for group in groups:
-                if group.momentum is not None:
-                    group.momentum.settle(keep=not skip)
+                group.gradient.reduction.end_step(keep=not skip)
             self.follow_exchange()
 
     def _follow_errors(self, feedback: Feedback, *, skip: bool) -> None:
@@ -775,16 +775,16 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             feedback.reset_every is not None and self.updater.updates % feedback.reset_every == 0
         ):
             for group in self.runtime.trained_groups:
-                group.gradient.forget_errors()
+                group.gradient.reduction.forget()
 
     def scale_errors(self, factor: float) -> None:
         """Let what codes left out of gradients follow the loss scale.  Local; every rank does
         so.
         """
         for group in self.runtime.trained_groups if factor != 1.0 else ():
-            group.gradient.scale_errors(factor)
+            group.gradient.reduction.scale(factor)
 
-    # -- momenta that are exchanged instead of gradients (sharding/momentum.py)
+    # -- momenta that are exchanged instead of gradients (momentum_exchange.py)
 
     @property
     def exchanges(self) -> bool:
@@ -808,9 +808,10 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                 if due and group.layout.slice_numel:
                     own = self._own_momentum(group)
                     saved = self._own_states.pop(id(group), {})
-                    group.exchange_momenta(self.inner.beta1, own, saved if "signs" in saved else {})
+                    known = saved if "signs" in saved else {}
+                    exchange_momenta(group, self.inner.beta1, own, known, lambda: self.loss_scale)
                 else:
-                    group.reduce_gradients()
+                    reduce_gradients(group)
         self.inner.takes_momenta = due
         self._own_states.clear()
         self.runtime.comm_ctx.pool.clear()  # buffers for messages of gradients
@@ -838,9 +839,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         """Take from a checkpoint what codes had left out of this rank's gradients or momenta.
         Local.
         """
-        errors = group.gradient.ensure_errors()
-        if errors is not None and "gradients" in saved:
-            errors.memory.copy_(saved["gradients"])
+        group.gradient.reduction.restore(saved)
         if self.exchanges:
             self._own_states[id(group)] = saved
 
@@ -910,28 +909,28 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     def _update_and_refresh(self, due: Decision) -> None:
         """Update what is not deferred, and bring it to all ranks that hold it whole: a group's
-        weights are under way while the next one is updated, unless they travel as differences,
-        which keep the core busy themselves.
+        weights are under way while the next one is updated, unless a refresh needs the core itself.
 
         In unit order on every rank: a rank may own no shard of a group and still takes part in its
         gather.
         """
         pending: list[Pending] = []
         # Few at a time: each has its message in a lent buffer
-        differences: deque[Pending] = deque()
+        computing: deque[Pending] = deque()
         left = {shard.group for tile in self.tiles.now for _, shard in tile}
         with closing(self.updater.step_now(self.tiles.now, due)) as updates:
             for unit in self.runtime.units:
                 for group in unit.trained:
-                    while group in left or (left and group.plan.sends_differences):
+                    computes = group.weight_gather.computes
+                    while group in left or (left and computes):
                         left -= next(updates)
-                    if group.plan.sends_differences and len(differences) == MAX_IN_FLIGHT:
-                        differences.popleft().wait()
-                    under_way = differences if group.plan.sends_differences else pending
+                    if computes and len(computing) == MAX_IN_FLIGHT:
+                        computing.popleft().wait()
+                    under_way = computing if computes else pending
                     under_way.append(group.refresh(unit.name, is_update=True))
             for _ in updates:  # to its end
                 pass
-        for each in (*pending, *differences):
+        for each in (*pending, *computing):
             each.wait()
 
     def finish(self) -> None:

@@ -57,7 +57,8 @@ from ..planner.update import ShardRange, UpdatePlan
 from ..planner.update import Tile as PlannedTile
 from ..precision.compact import BLOCK, StochasticRounding, StorageFormat, storage_format
 from ..precision.policy import scratch_numel
-from ..sharding.param_group import MasterWeight, ParamGroup
+from ..sharding.main_weight import MasterWeight
+from ..sharding.param_group import ParamGroup
 from ..tiers.budget import DeviceBudget
 from ..tiers.tier import Extent, StagedTile, Tier, Work, read_now
 from .one_pass import Memory, OnePass, Piece, layout_of
@@ -832,7 +833,7 @@ class Updater:
         self._tiles_left = _tiles_by_group(tiles)
         self._expect_first(tiles, decision)
         for group in self._tiles_left:
-            group.gradient.defer()
+            group.gradient.hold()
             group.set_pending(self)
 
     def step_speculative(
@@ -902,7 +903,7 @@ class Updater:
             self._tiles_left[group] -= 1
             if not self._tiles_left[group]:
                 group.set_pending(None)
-                group.gradient.finish_deferred()
+                group.gradient.end_hold()
         return True
 
     def _staged_states(self, tile: Tile, *, waiting: bool = False) -> Iterator[StagedState]:

@@ -185,6 +185,11 @@ class ShardPlan:
         return self.weight.placement is R and self.weight.wire is not None
 
     @property
+    def sums_to_all(self) -> bool:
+        """Whether every rank needs the whole sum of gradients (stage 0)."""
+        return self.master is not None and self.master.placement is R
+
+    @property
     def is_offloaded(self) -> bool:
         """Whether any state rests in another memory than the training device's."""
         specs = (self.weight, self.grad, self.master, self.moments)

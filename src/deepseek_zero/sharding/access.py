@@ -269,7 +269,7 @@ def full_grad(param: nn.Parameter) -> Tensor | None:
     """The whole reduced gradient of a parameter in fp32, None before a backward.  Collective."""
 
     def held(group: ParamGroup) -> FlatBuffer | None:
-        group.gradient.take_assigned()
+        group.grad_view.take_assigned()
         reduced = group.gradient.reduced() if group.gradient.has(group.index[id(param)]) else None
         if reduced is None or group.gradient.buffer is None:
             return None

@@ -22,7 +22,7 @@ from ..base.errors import UsageError
 from ..base.memory import parts_in_lock_ranges, return_pages
 from ..comm.by_host import NEAR, ByHost
 from ..comm.collectives import DONE, Comm, OrderedIssueQueue, Pending, ordered_sum
-from ..comm.transports.base import SymmetricMemory, Use
+from ..comm.transports.base import Use
 from ..planner.layout import (
     BLOCK,
     SUM_TILE_NUMEL,
@@ -204,8 +204,7 @@ class FlatBuffer:
     memory: its elements, flat, in the spec's dtype; with an `extent` they may be offloaded, and
     `load` and `elements` fetch them.  Where the spec says that they rest as codes it is one message
     of these, and elements are
-    copies: to be read, or written by `writing`, which codes them again. symmetric: of a sharded
-    weight, the memory through which this rank sees the other slices too. coded_as: of the target of
+    copies: to be read, or written by `writing`, which codes them again. coded_as: of the target of
     a gather, what slices travel there as;
     None: exactly, whatever the spec of a state says. errors: of summands that travel as codes, what
     those before have left out; None: nothing is kept of it.
@@ -214,7 +213,6 @@ class FlatBuffer:
     layout: FlatLayout
     spec: Spec
     memory: Tensor
-    symmetric: SymmetricMemory | None = None
     extent: Extent | None = None
     guard: StateGuard = field(default_factory=StateGuard)
     coded_as: Codec | None = None
@@ -340,30 +338,6 @@ class FlatBuffer:
         return cls(layout, spec, extent.memory, extent=extent)
 
     @classmethod
-    def allocate_weight(
-        cls,
-        layout: FlatLayout,
-        spec: Spec,
-        comm_ctx: CommContext,
-        what: str,
-        *,
-        is_copied: bool = False,
-    ) -> FlatBuffer:
-        """Allocate a weight; a sharded one in symmetric memory, where there is some.  Collective.
-
-        is_copied: what a gather brings is no slice itself, but codes of it or, once in a while, a
-        second copy.
-        """
-        if spec.placement is not S:
-            return cls.allocate_for_comm(layout, spec, comm_ctx, what)
-        if spec.tier is not Tier.DEVICE or is_copied:
-            return cls.allocate(layout, spec, comm_ctx, what)
-        symmetric = comm_ctx.comm.symmetric_memory(layout.padded_numel, spec.dtype, what)
-        if symmetric is None:
-            return cls.allocate(layout, spec, comm_ctx, what)
-        return cls(layout, spec, symmetric.own, symmetric).counted(comm_ctx, what)
-
-    @classmethod
     def allocate_for_comm(
         cls,
         layout: FlatLayout,
@@ -387,27 +361,12 @@ class FlatBuffer:
         """
         return comm_ctx.tiers.budget.reserve_for(self, self.memory.nbytes, what)
 
-    def lend_whole(self, pool: Pool, coded_as: Codec | None = None) -> FlatBuffer:
-        """Return the buffer that `move` brings all slices to: where they can be seen already, else
-        one of the pool's.
+    def gathered_in(self, memory: Tensor, coded_as: Codec | None = None) -> FlatBuffer:
+        """Return a buffer of all elements in this memory: the target of a gather.
 
-        coded_as: what they travel there as.  Until `return_whole`.
+        coded_as: what slices travel there as; None: exactly.
         """
-        whole = (
-            pool.take(self.layout.padded_numel, self.spec.dtype)
-            if self.symmetric is None
-            else self.symmetric.whole
-        )
-        return FlatBuffer(self.layout, Spec(R, self.spec.dtype), whole, coded_as=coded_as)
-
-    def return_whole(self, whole: FlatBuffer, pool: Pool) -> None:
-        """End the use of what `lend_whole` returned; nobody may hold a view of it that is still
-        read.
-        """
-        if self.symmetric is None:
-            pool.give(whole.memory)
-        else:
-            self.symmetric.release()
+        return FlatBuffer(self.layout, Spec(R, self.spec.dtype), memory, coded_as=coded_as)
 
     def shard(self, rank: int) -> Tensor:
         """Return a flat view of the elements that a rank owns."""
@@ -458,7 +417,7 @@ class CommContext:
 
     tiers: the memories for offloaded states. issue_queue: gathers out of them. copy_engine: copies
     between them and the
-    device. replicas: the ranks that hold the same slices, if there are others, among which sums
+    device. outer: the ranks that hold the same slices, if there are others, among which sums
     travel too. inner: the ranks among which second copies of weights are cut, if there are some.
     hosts: the two hops of movements, where sums
     are formed by host. gather_kind: as what the meter counts gathers.
@@ -471,7 +430,7 @@ class CommContext:
     tiers: Tiers = field(default_factory=Tiers)
     issue_queue: OrderedIssueQueue = field(default_factory=OrderedIssueQueue)
     copy_engine: CopyEngine = field(default_factory=CopyEngine)
-    replicas: CommContext | None = None
+    outer: CommContext | None = None
     inner: CommContext | None = None
     hosts: ByHost | None = None
     gather_kind: str = "all_gather"
@@ -491,16 +450,16 @@ class CommContext:
         plain = cls(
             comm.shard, pool, bucket_numel, divisor, tiers, copy_engine=copy_engine_for(pool.device)
         )
-        return plain if comm.replicas is None else plain.with_replicas(comm.replicas, divisor)
+        return plain if comm.replicas is None else plain.with_outer(comm.replicas, divisor)
 
-    def with_replicas(self, comm: Comm, divisor: float) -> CommContext:
+    def with_outer(self, comm: Comm, divisor: float) -> CommContext:
         """Return this context with those ranks for the outer sum of each slice. divisor: of the
         inner and outer sum.
         """
         # Sums are divided once, where they are formed first, before they are rounded.
         inner, outer = (divisor, 1.0) if self.comm.size > 1 else (1.0, divisor)
-        replicas = CommContext(comm, self.pool, self.bucket_numel, outer, self.tiers)
-        return replace(self, divisor=inner, replicas=replicas)
+        others = CommContext(comm, self.pool, self.bucket_numel, outer, self.tiers)
+        return replace(self, divisor=inner, outer=others)
 
     def with_inner(self, comm: Comm) -> CommContext:
         """Return this context with those ranks for the gathers of second copies."""
@@ -524,8 +483,6 @@ def move(
     """
     match TRANSITIONS[source.spec.placement, target.spec.placement]:
         case Movement.ALL_GATHER:
-            if source.symmetric is not None and source.symmetric.whole is target.memory:
-                return comm_ctx.comm.gather_in_place(source.symmetric, what)
             if source.spec.rests_as is not None:
                 return _gather_codes(source.memory, source.spec.rests_as, target, comm_ctx, what)
             if source.extent is not None:
@@ -633,36 +590,6 @@ class Message:
         """Give back what was lent, once nobody on this rank needs it."""
         if self.is_lent:
             self.pool.give(self.memory)
-
-
-def move_differences(
-    source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str
-) -> Pending:
-    """Add to a whole `target`, on every rank, what the slices of `source` differ from it, as the
-    target's spec has them
-    coded: source is left as it is, and target comes near it.
-
-    source: fp32, wherever it rests.  Neither may be written before `wait()`.  Collective within
-    "gather".
-    """
-    comm = comm_ctx.comm
-    pool = comm_ctx.pool
-    numel = target.layout.slice_numel
-    if not numel:
-        return DONE
-    message = Message.of(target, target.spec.wire, pool)
-    lacking = pool.take(numel, torch.float32)
-    lacking.copy_(source.read(0, numel)).sub_(target.shard(comm.rank))
-    message.encode(lacking, comm.rank * numel)
-    pool.give(lacking)
-    pending = all_gather(message.memory, "gather", comm_ctx, what)
-
-    def add() -> None:
-        for rank in range(comm.size):
-            message.add(rank * numel, target.shard(rank))
-        message.arrived()
-
-    return pending.then(add)
 
 
 def lend_scratch(pool: Pool) -> Tensor:

@@ -33,7 +33,8 @@ from ..comm.collectives import Comm, OrderedIssueQueue, Pending
 from ..planner.schedule import Action, Pass, Schedule, schedule_units
 from ..planner.spec import PlanSettings
 from ..planner.units import UnitPlan
-from .param_group import ParamGroup, ParamInfo, gathers_a_copy
+from .group import ParamInfo
+from .param_group import ParamGroup
 from .tuning import Tuner
 
 
@@ -135,7 +136,7 @@ class Unit:
         """Return whether a gather makes copies, which a release frees; else weights are used in the
         memory they lie in.
         """
-        return any(map(gathers_a_copy, self.sharded))
+        return any(group.weight_gather.makes_copies for group in self.sharded)
 
     @property
     def numel(self) -> int:
@@ -214,12 +215,12 @@ class Unit:
             group.gradient.reduce(self.name) for group in self.trained if not group.is_idle
         ]
 
-    def sum_over_replicas(self) -> None:
-        """Start to sum the replicas' sums. Collective among them."""
+    def complete_sums(self) -> None:
+        """Start to complete the sums of one step. Collective among the ranks with the same
+        slices.
+        """
         self._reduces += [
-            group.gradient.sum_over_replicas(self.name)
-            for group in self.trained
-            if not group.is_idle
+            group.gradient.complete_sum(self.name) for group in self.trained if not group.is_idle
         ]
 
     def issue_reduces(self) -> None:
@@ -298,7 +299,7 @@ class Executor:
         self.schedule = schedule
         self._frozen = [unit for unit in self.units[1:] if unit.has_frozen_shards]
         sharded = [group for unit in self.units for group in unit.sharded]
-        self._gathers_in_place = any(group.weight.symmetric is not None for group in sharded)
+        self._gathers_in_place = any(not group.weight_gather.makes_copies for group in sharded)
         backward = schedule.backward
         self.reduces = [number for number in backward.reduces if self.units[number].trained]
         self.all_reduces = [number for number in backward.all_reduces if self.units[number].trained]
@@ -635,7 +636,7 @@ class Executor:
         """
         under_way: deque[Unit] = deque()
         for number in self.all_reduces:
-            self.units[number].sum_over_replicas()
+            self.units[number].complete_sums()
             under_way.append(self.units[number])
             if len(under_way) > 1:
                 self._wait_for_total(under_way.popleft())

@@ -24,7 +24,8 @@ from ..planner.spec import PlanSettings
 from ..planner.units import plan_group
 from .buffer import CommContext
 from .executor import Executor, Unit, Updates
-from .param_group import ParamGroup, ParamInfo, build_group
+from .group import ParamInfo
+from .param_group import ParamGroup, build_group
 
 
 class Regrouped(Protocol):
@@ -168,5 +169,5 @@ def _divide(
             planned = plan_group(
                 unit, key, list(params), shapes, runtime.settings, runtime.plan.mesh
             )
-            found.append(build_group(planned, params, runtime.comm_ctx))
+            found.append(build_group(planned, params, group.comm_ctx, group.parts))
     return found

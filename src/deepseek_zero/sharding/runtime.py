@@ -288,7 +288,7 @@ class Runtime:
         queue_backward_callback(at_backward_end(self))
         with torch.no_grad():
             for group in self.trained_groups:
-                group.gradient.hide()
+                group.grad_view.hide()
         self.executor.begin_backward(ends_step=self.is_boundary)
 
     def before_grad(self) -> None:
@@ -336,7 +336,7 @@ class Runtime:
             if self.is_in_step:
                 self.backwards += 1
                 for group in self.trained_groups:
-                    group.gradient.expose(joined=joined)
+                    group.grad_view.show(joined=joined)
         self.comm.meter.clock.enter(BETWEEN)
 
     def join_skipped_passes(self) -> None:
@@ -348,7 +348,7 @@ class Runtime:
                 self.executor.begin(self.executor.schedule.forward)
                 self.executor.end()
             for group in self.trained_groups:
-                group.gradient.hide()
+                group.grad_view.hide()
             self.executor.begin_backward(ends_step=self.is_boundary)
             self.end_backward(joined=False)
 
@@ -360,13 +360,13 @@ class Runtime:
         """
         with torch.no_grad():
             for group in self.trained_groups:
-                group.gradient.hide()
+                group.grad_view.hide()
             self.executor.begin_backward(ends_step=True)
             self.executor.reduce_rest()
             self.comm_ctx.copy_engine.synchronize()
             self.executor.end()
             for group in self.trained_groups:
-                group.gradient.expose(joined=False)
+                group.grad_view.show(joined=False)
 
     # -- steps
 
@@ -381,7 +381,7 @@ class Runtime:
             self.join_skipped_passes()
         self.executor.all_reduce()
         for group in self.trained_groups:
-            group.gradient.take_assigned()
+            group.grad_view.take_assigned()
 
     @property
     def is_idle(self) -> bool:

@@ -30,7 +30,7 @@ from ..parallel.cuts import cut
 from ..planner.split import Split, split_of
 from .access import GatheredParameters, join_split
 from .executor import Unit, UnitState
-from .param_group import ParamInfo
+from .group import ParamInfo
 from .sharded_parameter import Hook, ShardedParameter
 
 EMPTY_VALUES = (

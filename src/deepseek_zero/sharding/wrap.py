@@ -30,16 +30,26 @@ from ..tiers.tier import Memory, Tier, Tiers
 from .buffer import CommContext, Pool
 from .executor import Unit
 from .init import materialise
-from .param_group import ParamGroup, build_group
+from .param_group import PLAIN_PARTS, GroupParts, ParamGroup, build_group
 from .runtime import Runtime
 
 
-def wrap_model(model: nn.Module, plan: Plan, comm: Comm, tiers: Tiers | None = None) -> Runtime:
-    """Shard a model in place, as planned, and hook it.  Collective: every rank passes the same
+def wrap_model(
+    model: nn.Module,
+    plan: Plan,
+    comm: Comm,
+    tiers: Tiers | None = None,
+    parts: GroupParts = PLAIN_PARTS,
+) -> Runtime:
+    """Shard a model in place, as planned, and hook it. Collective: every rank passes the same
     model and settings.
 
-    comm: the world's, laid out on its mesh.  tiers: the memories that the plan names beside the
-    training device.
+    Args:
+        model: The model, whole.
+        plan: What to build.
+        comm: The world's communicator, laid out on its mesh.
+        tiers: The memories that the plan names beside the training device.
+        parts: The extensions of parameter groups.
     """
     device = plan.mesh.device
     compare_ranks(model, plan, comm)
@@ -64,14 +74,14 @@ def wrap_model(model: nn.Module, plan: Plan, comm: Comm, tiers: Tiers | None = N
     wanted = {_sharers(group.key) for unit in plan.units for group in unit.groups}
     for neighbours in _of_all_ranks(wanted, comm.whole):
         sharers = comm.whole.split(plan.mesh.replica_groups(neighbours), f"tp{neighbours}")
-        contexts[neighbours] = comm_ctx.with_replicas(sharers, divisor)
+        contexts[neighbours] = comm_ctx.with_outer(sharers, divisor)
     params = dict(model.named_parameters())
     modules = dict(model.named_modules(remove_duplicate=False))
     built: dict[int, list[ParamGroup]] = {}
     with LongWork("building the engine", plan.numel, "parameters") as work:
         for number in _as_they_get_values(model, plan, params, comm):
             built[number] = [
-                build_group(group, params, contexts[_sharers(group.key)])
+                build_group(group, params, contexts[_sharers(group.key)], parts)
                 for group in plan.units[number].groups
             ]
             work.advance(sum(group.layout.numel for group in plan.units[number].groups))

@@ -286,10 +286,8 @@ def test_a_run_of_4_ranks_goes_on_at_2(
         assert_same_bits(weights_of(engine), weights, "weights")
         assert_same_bits(masters_of(engine), masters, "masters")
         groups = engine.runtime.groups
-        errors = [
-            group.gradient.errors.memory for group in groups if group.gradient.errors is not None
-        ]
-        errors += [group.momentum.worker for group in groups if group.momentum is not None]
+        kept = [group.gradient.reduction.own_states() for group in groups]
+        errors = [each[name] for each in kept for name in ("gradients", "worker") if name in each]
         assert bool(errors) is (state != "differences") and not any(each.any() for each in errors)
         losses = torch.stack([train_step(engine, rank, step)[0] for step in (4, 5, 6)])
         assert losses.isfinite().all()

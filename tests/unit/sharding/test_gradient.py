@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepseek_zero.base.errors import AtRestError
 from deepseek_zero.precision.policy import Policy
-from deepseek_zero.sharding.param_group import ParamGroup
+from deepseek_zero.sharding.param_group import ParamGroup, squares_of
 from deepseek_zero.sharding.sharded_gradient import ShardedGradient
 from tests.in_process import Rank, build_one, run_ranks
 from tests.models import Odd
@@ -61,7 +61,7 @@ def bring(
 
 def whole(group: ParamGroup) -> dict[str, Tensor]:
     """The reduced gradient, whole, as programs see it."""
-    group.gradient.expose()
+    group.grad_view.show()
     return {
         member.name: member.param.grad.full_tensor().clone()
         for member in group.members
@@ -88,7 +88,7 @@ def test_an_empty_gradient_is_none(stage: int, size: int) -> None:
         assert gradient.reduced() is None
         assert gradient.read(0, 1) is None
         assert not gradient.is_reduced
-        assert gradient.squares() == [0.0] * size
+        assert squares_of([gradient.group]) == [[0.0] * size]
         assert not any(map(gradient.has, range(len(SHAPES))))
         gradient.discard()
 
@@ -229,11 +229,11 @@ def test_a_gradient_is_shown_until_it_is_hidden(stage: int, size: int) -> None:
         bring(group, rank, 0)
         group.gradient.reduce("it").wait()
         assert param.grad is None
-        group.gradient.expose()
+        group.grad_view.show()
         shown = param.grad
         assert type(shown) is ShardedGradient
         assert shown.shape == param.shape
-        group.gradient.hide()
+        group.grad_view.hide()
         assert param.grad is None
         with pytest.raises(AtRestError):
             shown.mul_(2.0)
@@ -251,13 +251,13 @@ def test_a_dropped_gradient_is_absent_and_an_assigned_one_is_there_again(
         gradient, params = group.gradient, [member.param for member in group.members]
         bring(group, rank, 0)
         gradient.reduce("it").wait()
-        gradient.expose()
+        group.grad_view.show()
         params[0].grad = None
         params[1].grad = None
-        gradient.take_assigned()
+        group.grad_view.take_assigned()
         assert [gradient.has(number) for number in range(5)] == [False, False, True, True, True]
         params[1].grad = torch.full(SHAPES["b"], 3.0)
-        gradient.take_assigned()
+        group.grad_view.take_assigned()
         assert [gradient.has(number) for number in range(5)] == [False, True, True, True, True]
         assert params[0].grad is None
         assert params[1].grad.full_tensor().eq(3.0).all()
@@ -279,13 +279,13 @@ def test_an_edit_changes_what_the_step_uses_and_each_slice_is_its_owners(
         gradient, params = group.gradient, [member.param for member in group.members]
         bring(group, rank, 0)
         gradient.reduce("it").wait()
-        gradient.expose()
+        group.grad_view.show()
         params[0].grad.mul_(0.5)
         assert not gradient.is_edited, "by the same on every rank"
         params[1].grad = torch.full(SHAPES["b"], 1.0 + rank.index)
-        gradient.take_assigned()
+        group.grad_view.take_assigned()
         assert gradient.is_edited
-        gradient.spread("it").wait()
+        gradient.equalise("it").wait()
         found, layout = whole(group), group.layout
         assert torch.equal(
             found["a"], 0.5 * plain_sum([summand(r, 0, "a") for r in range(size)], torch.float32)
@@ -305,13 +305,13 @@ def test_a_norm_is_over_all_ranks(order: float, stage: int, size: int) -> None:
         group = built(rank, stage)
         bring(group, rank, 0)
         group.gradient.reduce("it").wait()
-        group.gradient.expose()
+        group.grad_view.show()
         total = plain_sum([summand(r, 0, "a") for r in range(size)], torch.float32)
         expected = float(torch.linalg.vector_norm(total.double(), order))
         assert float(group.members[0].param.grad.norm(order)) == pytest.approx(expected, rel=1e-6)
         squares = sum(
             sum(each)
-            for each in rank.comm.all_gather_rows(torch.tensor(group.gradient.squares()), "squares")
+            for each in rank.comm.all_gather_rows(torch.tensor(squares_of([group])[0]), "squares")
         )
         all_of_it = [
             plain_sum([summand(r, 0, n) for r in range(size)], torch.float32) for n in SHAPES

@@ -10,7 +10,7 @@ from deepseek_zero.planner.layout import even_layout
 from deepseek_zero.planner.spec import Placement, R, S, Spec
 from deepseek_zero.precision.policy import cast_master
 from deepseek_zero.sharding.buffer import FlatBuffer
-from deepseek_zero.sharding.param_group import MasterWeight
+from deepseek_zero.sharding.main_weight import MasterWeight
 
 LAYOUT = even_layout(["a", "b", "c"], [(700,), (900,), (300, 2)], 2)  # b lies on both ranks
 RANK = 1

@@ -224,10 +224,8 @@ def test_it_follows_groups_that_are_divided_and_units_that_are_promoted() -> Non
             optimizer.step()
             found.append(evaluate(runtime))
         assert len(runtime.units[1].groups) == 2
-        copies = [group.secondary for group in runtime.groups]
-        assert [copy.buffer.spec.dtype if copy else None for copy in copies].count(
-            torch.float32
-        ) == (near > 1)
+        copies = [buffer for group in runtime.groups for buffer in group.weight_gather.buffers()]
+        assert [copy.spec.dtype for copy in copies].count(torch.float32) == (near > 1)
         return [*found, *model.state_dict().values()]
 
     found, plain = (

@@ -15,7 +15,8 @@ import torch
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.spec import P
 from deepseek_zero.sharding.executor import MOVES, UnitState
-from deepseek_zero.sharding.param_group import GRAD_MOVES, Gradient, GradState, ParamGroup
+from deepseek_zero.sharding.gradient import GRAD_MOVES, Gradient, GradState
+from deepseek_zero.sharding.param_group import ParamGroup
 from deepseek_zero.sharding.runtime import PHASE_MOVES, Phase
 from tests.in_process import Rank, build_one, run_ranks, sharded
 from tests.models import Odd
@@ -84,8 +85,8 @@ def test_a_gradient_from_collecting_to_dropped(stage: int, size: int) -> None:
         assert gradient.state is GradState.COLLECTING
         pending = gradient.reduce("it")
         assert gradient.state is GradState.REDUCING
-        with pytest.raises(AssertionError, match="cannot go from reducing to deferred"):
-            gradient.defer()
+        with pytest.raises(AssertionError, match="cannot go from reducing to held"):
+            gradient.hold()
         pending.wait()
         assert gradient.state is GradState.REDUCED
         bring(group)  # a second backward: it takes the sum's place, or is collected beside it
@@ -94,17 +95,17 @@ def test_a_gradient_from_collecting_to_dropped(stage: int, size: int) -> None:
         )
         gradient.reduce("it").wait()
         assert_twos(gradient, size)
-        gradient.defer()
+        gradient.hold()
         gradient.discard()  # which all gradients are after a step
-        assert gradient.state is GradState.DEFERRED
-        assert gradient.is_deferred
+        assert gradient.state is GradState.HELD
+        assert gradient.is_held
         assert not gradient.is_reduced
         assert_twos(gradient, size)
-        gradient.finish_deferred()
+        gradient.end_hold()
         assert gradient.state is GradState.EMPTY
         assert gradient.reduced() is None
         with pytest.raises(AssertionError, match="cannot go from empty to empty"):
-            gradient.finish_deferred()
+            gradient.end_hold()
 
     run_ranks(size, body)
 
@@ -124,16 +125,14 @@ def test_with_replicas_a_sum_is_partial_until_they_have_met(stage: int) -> None:
             gradient.reduce("it").wait()
             assert gradient.state is GradState.PARTIAL
             assert gradient.is_reduced
-            with pytest.raises(
-                AssertionError, match="cannot go from partially reduced to deferred"
-            ):
-                gradient.defer()
-            pending = gradient.sum_over_replicas("it")
+            with pytest.raises(AssertionError, match="cannot go from partially reduced to held"):
+                gradient.hold()
+            pending = gradient.complete_sum("it")
             assert gradient.state is GradState.REDUCING
             pending.wait()
             assert gradient.state is GradState.REDUCED
         assert_twos(gradient, size=1)  # the mean
-        gradient.sum_over_replicas("it, again").wait()
+        gradient.complete_sum("it, again").wait()
         assert_twos(gradient, size=1)  # the mean
 
     run_ranks(4, body)
@@ -155,7 +154,7 @@ def test_memory_of_a_gradient_that_is_there_is_not_freed() -> None:
 def test_an_update_that_is_deferred_without_a_gradient_changes_nothing() -> None:
     def body(rank: Rank) -> None:
         gradient = build_one(rank, Odd(), stage=3).gradient
-        gradient.defer()
+        gradient.hold()
         assert gradient.absent == set(range(len(gradient.group.members)))
 
     run_ranks(2, body)

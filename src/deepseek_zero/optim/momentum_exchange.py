@@ -8,15 +8,21 @@ bits and a scale.  What signs leave out stays where they were made, and is added
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ..base.errors import UsageError
 from ..comm.collectives import Pending, ordered_sum
+from ..planner.spec import ShardPlan
 from ..planner.units import GroupPlan
 from ..precision.codecs import Signs
-from .buffer import CommContext, FlatBuffer, boxes_in, lend_scratch
+from ..sharding.buffer import CommContext, FlatBuffer, boxes_in, lend_scratch
+from ..sharding.grad_reduction import GradReduction
+from ..sharding.group import Group
+from ..sharding.param_group import ParamGroup
 
 SIGNS = Signs()
 
@@ -182,3 +188,93 @@ class Momentum:
         origin = first * self.layout.slice_numel
         for low, high in self.layout.gaps:
             values[max(0, low - origin) : max(0, high - origin)].zero_()
+
+
+class MomentumExchange(GradReduction):
+    """Exchanges one group's momenta in place of its gradients.
+
+    Attributes:
+        momentum: The momentum, and what signs have left out of it.
+        before: The reduction that sums gradients.
+        plan_before: The row of the plan that belongs to it.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        momentum: Momentum,
+        loss_scale: Callable[[], float],
+        before: GradReduction,
+        plan_before: ShardPlan,
+    ) -> None:
+        super().__init__(group)
+        self.momentum = momentum
+        self.before = before
+        self.plan_before = plan_before
+        self._loss_scale = loss_scale
+
+    def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
+        group = self.group
+        if has_earlier_sum:
+            raise UsageError(
+                f"the gradient of '{group.members[0].name}' comes in two parts behind OneBitAdam's "
+                "freeze_step.",
+                "Momenta are exchanged once a step, when all of its gradient is here.",
+                "say with gradient_accumulation_steps how many backwards a step has.",
+            )
+        group.guard.before_write()
+        into = partial.memory
+        if not group.plan.sums_to_all:
+            into = partial.shard(group.comm_ctx.comm.rank)
+        return self.momentum.exchange(partial, into, what, self._loss_scale())
+
+    def own_states(self) -> dict[str, Tensor]:
+        return {**self.before.own_states(), **self.momentum.states()}
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.before.tensors(), *self.momentum.tensors()]
+
+    @property
+    def is_scaled(self) -> bool:
+        return False
+
+    def end_step(self, *, keep: bool) -> None:
+        self.momentum.settle(keep=keep)
+
+
+def exchange_momenta(
+    group: ParamGroup,
+    beta1: float,
+    own: Tensor,
+    saved: Mapping[str, Tensor],
+    loss_scale: Callable[[], float],
+) -> None:
+    """Exchange momenta from now on in place of gradients, between two steps. Collective within the
+    reduce lane.
+
+    Args:
+        group: The group.
+        beta1: The weight of the old momentum.
+        own: This rank's slice of the momentum so far.
+        saved: The `own_states` of this rank from a checkpoint, or nothing.
+        loss_scale: Returns the factor of the loss.
+    """
+    before = group.gradient.reduction
+    plan = group.plan
+    if isinstance(before, MomentumExchange):
+        plan = before.plan_before
+        before = before.before
+    else:
+        group.gradient.drop_buffers()
+    name = group.members[0].name
+    planned = replace(group.planned, plan=plan.exchanging(SIGNS))
+    momentum = Momentum(planned, group.comm_ctx, beta1, own, saved, name)
+    group.reduce_by(MomentumExchange(group, momentum, loss_scale, before, plan), planned.plan)
+
+
+def reduce_gradients(group: ParamGroup) -> None:
+    """Sum gradients again, between two steps. Local; every rank does so."""
+    exchange = group.gradient.reduction
+    if isinstance(exchange, MomentumExchange):
+        group.gradient.drop_buffers()
+        group.reduce_by(exchange.before, exchange.plan_before)

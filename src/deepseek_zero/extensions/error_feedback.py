@@ -1,0 +1,84 @@
+"""Error feedback of compressed gradients: a rank adds what the codes left out of its gradients to
+its next ones (precision/feedback.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ..comm.collectives import Pending
+from ..precision.feedback import Errors
+from ..sharding.buffer import FlatBuffer
+from ..sharding.grad_reduction import GradReduction
+
+
+class ErrorFeedback(GradReduction):
+    """Sums one group's gradients by another reduction, with the errors of earlier messages added.
+
+    Attributes:
+        inner: The other reduction.
+    """
+
+    def __init__(self, inner: GradReduction) -> None:
+        super().__init__(inner.group)
+        self.inner = inner
+        self._errors: Errors | None = None
+
+    @property
+    def sums_all(self) -> bool:
+        return self.inner.sums_all
+
+    @property
+    def is_local(self) -> bool:
+        return self.inner.is_local
+
+    def reduce(self, partial: FlatBuffer, target: FlatBuffer, what: str, *, add: bool) -> Pending:
+        self._attach(partial)
+        return self.inner.reduce(partial, target, what, add=add)
+
+    def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
+        self._attach(partial)
+        return self.inner.reduce_in_place(partial, what, has_earlier_sum=has_earlier_sum)
+
+    def complete(self, buffer: FlatBuffer, what: str) -> Pending:
+        return self.inner.complete(buffer, what)
+
+    def copy_from_first(self, values: Tensor, what: str) -> None:
+        self.inner.copy_from_first(values, what)
+
+    def own_states(self) -> dict[str, Tensor]:
+        return {} if self._errors is None else {"gradients": self._errors.memory}
+
+    def forget(self) -> None:
+        if self._errors is not None:
+            self.group.guard.before_write()
+            self._errors.forget()
+
+    def restore(self, saved: Mapping[str, Tensor]) -> None:
+        errors = self.ensure_errors()
+        if "gradients" in saved:
+            errors.memory.copy_(saved["gradients"])
+
+    def scale(self, factor: float) -> None:
+        if self._errors is not None:
+            self.group.guard.before_write()
+            self._errors.scale(factor)
+
+    def ensure_errors(self) -> Errors:
+        """Return the errors, zeros at first. Local."""
+        if self._errors is None:
+            group = self.group
+            feedback = group.plan.feedback
+            assert feedback is not None
+            device = group.comm_ctx.pool.device
+            self._errors = feedback.zeros(group.planned.errors_numel, device)
+            what = f"what codes leave out of gradients of {group.members[0].name}"
+            budget = group.comm_ctx.tiers.budget
+            budget.reserve_for(self._errors, self._errors.memory.nbytes, what)
+        return self._errors
+
+    def _attach(self, partial: FlatBuffer) -> None:
+        self.group.guard.before_write()
+        partial.errors = self.ensure_errors()

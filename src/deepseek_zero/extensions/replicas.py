@@ -1,0 +1,51 @@
+"""Sums of gradients over replicas: ranks that hold the same slices (HSDP, shared heads of tensor
+parallelism).
+
+Each replica sums its own gradients in every backward. Once a step the sums of the replicas are
+added up, slice by slice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from ..comm.collectives import Pending, scatter
+from ..sharding.buffer import FlatBuffer, all_gather, all_reduce, move
+from ..sharding.grad_reduction import GradReduction, own_slice
+from ..sharding.group import Group
+
+
+class SumOverReplicas(GradReduction):
+    """Sums one group's gradients in two steps: within a replica, then over the replicas."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        assert group.comm_ctx.outer is not None
+        self.outer = group.comm_ctx.outer
+
+    @property
+    def sums_all(self) -> bool:
+        return False
+
+    @property
+    def is_local(self) -> bool:
+        return False
+
+    def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
+        """Sum this rank's slice; `complete` gathers the others at stage 0."""
+        comm_ctx = self.group.comm_ctx
+        return move(partial, own_slice(partial, comm_ctx.comm.rank), comm_ctx, what)
+
+    def complete(self, buffer: FlatBuffer, what: str) -> Pending:
+        comm_ctx = self.group.comm_ctx
+        outer = replace(self.outer, bucket_numel=comm_ctx.bucket_numel)
+        pending = all_reduce(buffer.shard(comm_ctx.comm.rank), outer, what)
+        if not self.group.plan.sums_to_all or comm_ctx.comm.size == 1:
+            return pending
+        return pending.then(lambda: all_gather(buffer.memory, "reduce", comm_ctx, what).wait())
+
+    def copy_from_first(self, values: Tensor, what: str) -> None:
+        comm = self.outer.comm
+        scatter(comm, [values] * comm.size, values, what)

@@ -1,0 +1,61 @@
+"""A second copy of sharded weights, cut among the ranks of one host (hpZ of ZeRO++).
+
+The first gather after a change of the weights goes over all ranks that share slices, and each rank
+keeps its slice of the second copy. Later gathers read the second copy. It has the bits that were
+gathered, so that results do not depend on it. It is in no checkpoint.
+"""
+
+from __future__ import annotations
+
+from ..comm.collectives import Pending
+from ..sharding.buffer import FlatBuffer, move
+from ..sharding.group import Group
+from ..sharding.weight_gather import WeightGather
+
+
+class SecondaryCopy(WeightGather):
+    """Gathers one group's weight from the second copy while that is current.
+
+    Attributes:
+        buffer: This rank's slice of the copy.
+        is_current: The next gather reads the copy. Equal on all ranks, because gathers and changes
+            come in the same order on all.
+    """
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        assert group.comm_ctx.inner is not None
+        self.comm_ctx = group.comm_ctx.inner
+        self.buffer: FlatBuffer
+        self.is_current = False
+
+    def allocate(self, what: str) -> FlatBuffer:
+        group = self.group
+        weight = FlatBuffer.allocate(
+            group.layout, group.plan.weight, group.comm_ctx, what, is_copied=True
+        )
+        assert group.plan.secondary is not None
+        self.buffer = FlatBuffer.allocate(
+            group.planned.secondary_layout,
+            group.plan.secondary,
+            group.comm_ctx,
+            f"the second copy (zero_hpz_partition_size) of {what}",
+        )
+        return weight
+
+    def gather(self, whole: FlatBuffer, what: str) -> Pending:
+        target = FlatBuffer(self.buffer.layout, self.buffer.spec.gathered(), whole.memory)
+        if self.is_current:
+            return move(self.buffer, target, self.comm_ctx, what)
+        # For later gathers, which start after this one has ended
+        self.is_current = True
+        return super().gather(whole, what).then(lambda: self._keep(target))
+
+    def _keep(self, whole: FlatBuffer) -> None:
+        self.buffer.memory.copy_(whole.shard(self.comm_ctx.comm.rank))
+
+    def changed(self) -> None:
+        self.is_current = False
+
+    def buffers(self) -> list[FlatBuffer]:
+        return [self.buffer]

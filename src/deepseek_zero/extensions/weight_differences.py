@@ -1,0 +1,91 @@
+"""Weights that every rank holds whole and that follow their main weights by coded differences.
+
+At stages 1 and 2 with compressed weights, ranks send the differences of their main weights to the
+weight. What the codes leave out stays in the main weights, and the weight is a state of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..comm.collectives import DONE, Pending
+from ..planner.layout import Slot
+from ..precision.policy import cast_master
+from ..sharding.buffer import CommContext, FlatBuffer, Message, all_gather
+from ..sharding.group import Group
+from ..sharding.weight_gather import WeightGather
+
+
+class WeightDifferences(WeightGather):
+    """Brings one group's weight near its main weights."""
+
+    computes = True
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self._is_written = False
+
+    def refresh(self, what: str, *, is_update: bool) -> Pending:
+        group = self.group
+        master = group.master
+        assert master is not None
+        group.guard.before_write()
+        if is_update:
+            return send_differences(master.buffer, group.weight, group.comm_ctx, what)
+        if not self._is_written:
+            values = master.read(0, group.layout.slice_numel)
+            cast_master(values.to(group.weight.memory.device), group.own_weight)
+        self._is_written = False
+        return super().refresh(what, is_update=is_update)
+
+    def write(self, slot: Slot, values: Tensor | None, low: int = 0) -> None:
+        """Write values into this rank's part of a parameter of the weight; the next refresh that is
+        no update brings them to all ranks. Local.
+
+        Args:
+            slot: The parameter.
+            values: New values, flat; None for the main weight's values, cast.
+            low: The first of this rank's elements that is written.
+        """
+        group = self.group
+        assert group.master is not None
+        self._is_written = True
+        view = group.weight.owned_view(slot, group.comm_ctx.comm.rank)
+        if values is None:
+            place, end = group.master.owned_range(slot)
+            cast_master(group.master.read(place, end).to(view.device), view)
+        else:
+            view[low : low + values.numel()].copy_(values)
+
+
+def send_differences(
+    source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str
+) -> Pending:
+    """Start to add to `target`, on every rank, the coded differences of the slices of `source` to
+    it. Collective within the gather lane.
+
+    Args:
+        source: This rank's slice of the main weights, fp32, in any memory. It is not changed.
+        target: The whole weight; its spec names the codes.
+        comm_ctx: Of the ranks that share the slices.
+        what: The name of the unit, for messages.
+    """
+    comm = comm_ctx.comm
+    pool = comm_ctx.pool
+    numel = target.layout.slice_numel
+    if not numel:
+        return DONE
+    message = Message.of(target, target.spec.wire, pool)
+    lacking = pool.take(numel, torch.float32)
+    lacking.copy_(source.read(0, numel)).sub_(target.shard(comm.rank))
+    message.encode(lacking, comm.rank * numel)
+    pool.give(lacking)
+    pending = all_gather(message.memory, "gather", comm_ctx, what)
+
+    def add() -> None:
+        for rank in range(comm.size):
+            message.add(rank * numel, target.shard(rank))
+        message.arrived()
+
+    return pending.then(add)

@@ -1,0 +1,90 @@
+"""What the parts of a parameter group know of the group and of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from ..base.device import without_torch_function
+from ..planner.layout import FlatLayout, Slot
+from ..planner.spec import ShardPlan
+from ..planner.units import GroupPlan
+from .buffer import CommContext, FlatBuffer, StateGuard
+from .main_weight import MasterWeight
+from .sharded_parameter import ShardedParameter
+
+
+@dataclass(eq=False)
+class ParamInfo:
+    """One parameter of a group. param_class: the class it had before wrapping and has while
+    unsharded.
+    """
+
+    param: nn.Parameter
+    slot: Slot
+    param_class: type[nn.Parameter]
+    placeholder: Tensor = field(init=False)  # its data while sharded
+    # `requires_grad` was off when all ranks looked last (regroup.py)
+    is_frozen: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        with without_torch_function():
+            self.is_frozen = not self.param.requires_grad
+
+    @property
+    def name(self) -> str:
+        return self.slot.name
+
+    def unshard(self, data: Tensor) -> None:
+        """Let the parameter view `data`, in the class it had before wrapping."""
+        self.param.__class__ = self.param_class  # written out: every unit of every step comes here
+        self.param.data = data
+
+    def reshard(self) -> None:
+        """Let the parameter be a sharded one, which holds a placeholder of its shape."""
+        self.param.data = self.placeholder
+        self.param.__class__ = ShardedParameter
+
+
+class Group(Protocol):
+    """A `ParamGroup`, as its weight gather, its gradient and its reduction see it.
+
+    Attributes:
+        members: The parameters, in the order of the layout.
+        planned: The plan of the group as it is now.
+        comm_ctx: The ranks that share its slices.
+        weight: This rank's part of the weight.
+        master: The main weight; None if nothing is trained.
+        guard: Of weight, main weight and moments.
+        not_updated: The indices of members that no optimizer updates.
+    """
+
+    members: list[ParamInfo]
+    planned: GroupPlan
+    comm_ctx: CommContext
+    weight: FlatBuffer
+    master: MasterWeight | None
+    guard: StateGuard
+    not_updated: frozenset[int]
+
+    @property
+    def plan(self) -> ShardPlan:
+        """Return the row of the plan."""
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Return the layout of the parameters."""
+
+    @property
+    def index(self) -> dict[int, int]:
+        """Return the index of each member, by the id of its parameter."""
+
+    @property
+    def own_weight(self) -> Tensor:
+        """Return this rank's slice of the weight, flat."""
+
+    def updated_ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield the elements [start, stop) of the layout that the optimizer updates."""

@@ -1,0 +1,293 @@
+"""The main weight of one group: the values that the optimizer updates, wherever they lie.
+
+They lie in a buffer of their own, in the weight's storage (fp32 training), or in two halves: the
+bf16 weight, and a buffer with the 16 bits that it lacks (precision/policy.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..base.device import CPU
+from ..planner.layout import Slot
+from ..planner.spec import Placement, R, S, ShardPlan
+from ..precision.compact import round_to_bf16
+from ..precision.policy import LOW_PRECISION, cast_master, join, split
+from ..tiers.tier import CopyEngine, Extent, StagedTile, Tier
+from .buffer import CommContext, FlatBuffer
+
+_WRITE_NUMEL = 1 << 20  # values that are copied at once before they are split
+
+
+@dataclass(eq=False)
+class MasterWeight:
+    """The master of one group. buffer: fp32 values, or int16 remainders if the master `is_split`
+    and `weight` holds the upper halves.
+
+    weight: this rank's part of the live weight, None if the master is that weight, or if that
+    follows it by
+    differences. is_exposed: programs see it between steps and may change it.
+    """
+
+    buffer: FlatBuffer
+    rank: int
+    dtype: torch.dtype  # of the values
+    weight: FlatBuffer | None = None
+    is_split: bool = False
+    is_exposed: bool = True
+    update_device: torch.device = CPU  # where it is updated
+    copy_engine: CopyEngine = field(default_factory=CopyEngine)
+    # Of what the host updates and the device has
+    staged: StagedTile | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.update_device == CPU:
+            self.staged = self.copy_engine.staged_tile(
+                self._on_device.memory, is_read=self.weight is None or self.is_split
+            )
+
+    @property
+    def _on_device(self) -> FlatBuffer:
+        """Return the buffer that computing needs: the weight."""
+        return self.buffer if self.weight is None else self.weight
+
+    @property
+    def is_rounded(self) -> bool:
+        """Return whether the weight is the only copy, in fewer bits than the values have."""
+        return not self.is_split and self.buffer.spec.dtype != self.dtype
+
+    @property
+    def is_copied_for_update(self) -> bool:
+        """Return whether the values do not lie in one place on the update's device between
+        steps.
+        """
+        return not self.is_updated_in_place or self.buffer.is_offloaded
+
+    @property
+    def is_updated_in_place(self) -> bool:
+        """Return whether an optimizer works on the values themselves, not on a copy."""
+        return (
+            not self.is_split
+            and not self.is_rounded
+            and self.buffer.memory.device == self.update_device
+        )
+
+    @property
+    def placement(self) -> Placement:
+        return self.buffer.spec.placement
+
+    # -- where a parameter lies
+
+    def local_range(self, slot: Slot) -> tuple[int, int, int]:
+        """Return (start, stop, place): the range of a parameter that is held here, and the place of
+        its first element.
+        """
+        if self.placement is R:
+            return 0, slot.numel, slot.start
+        place, end = self.owned_range(slot)
+        start = place + self.buffer.layout.bounds(self.rank)[0] - slot.start
+        return start, start + end - place, place
+
+    def owned_range(self, slot: Slot) -> tuple[int, int]:
+        """Return the range [place, end) of a parameter's elements that this rank owns; every
+        element has one owner.
+        """
+        layout = self.buffer.layout
+        start, stop = layout.owned(slot, self.rank)
+        low = 0 if self.placement is R else layout.bounds(self.rank)[0]
+        return start - low, max(start, stop) - low
+
+    # -- values
+
+    def in_place_view(self, place: int, end: int) -> Tensor | None:
+        """Return a flat view of the values, to be written; None if they lie in two halves, or are
+        updated elsewhere.
+        """
+        return self.buffer.write(place, end) if self.is_updated_in_place else None
+
+    def read(
+        self, place: int, end: int, out: Tensor | None = None, scratch: Tensor | None = None
+    ) -> Tensor:
+        """Return elements [place, end), flat, in the master's dtype: a view if they lie together, a
+        copy (in `out`) if they are joined.
+        """
+        lower = self._at_update_device(self.buffer, place, end)
+        if not self.is_split or self.weight is None:
+            return lower.to(self.dtype) if out is None else out.copy_(lower)
+        if out is None:
+            out = torch.empty(end - place, dtype=self.dtype, device=lower.device)
+        upper = self._at_update_device(self.weight, place, end).to(lower.device)
+        join(upper, lower, out, scratch, is_exposed=self.is_exposed)
+        return out
+
+    def read_now(self, place: int, end: int) -> Tensor:
+        """Return the values as `read` does, whatever update is pending: a view or a copy, to be
+        read only.
+        """
+        lower = self.buffer.read_now(place, end)
+        if not self.is_split or self.weight is None:
+            return lower.to(self.dtype)
+        out = torch.empty(end - place, dtype=self.dtype, device=lower.device)
+        join(
+            self.weight.read_now(place, end).to(lower.device),
+            lower,
+            out,
+            is_exposed=self.is_exposed,
+        )
+        return out
+
+    def write(self, place: int, end: int, values: Tensor) -> None:
+        """Write new values, flat, into master and this rank's part of the weight. Local."""
+        if not self.is_split:
+            cast_master(values, self.buffer.write(place, end))
+            self.copy_to_weight(place, end)
+            return
+        for start in range(place, end, _WRITE_NUMEL):
+            part = values[start - place : start - place + _WRITE_NUMEL]
+            self.write_consuming(start, start + part.numel(), part.to(self.dtype, copy=True))
+
+    def write_consuming(
+        self, place: int, end: int, values: Tensor, chance: Tensor | None = None
+    ) -> None:
+        """Write as `write`; `values` (in the master's dtype) are scratch afterwards. chance: random
+        bits, if it `is_rounded`.
+        """
+        self.buffer.guard.before_write()
+        lower = self._at_update_device(self.buffer, place, end)
+        if chance is not None:
+            round_to_bf16(values, lower, chance)
+            return
+        if not self.is_split or self.weight is None:
+            cast_master(values, lower)
+            return
+        upper = self._at_update_device(self.weight, place, end)
+        near = staging_like(upper, values), staging_like(lower, values)
+        split(values, *near)
+        for half, own in zip(near, (upper, lower), strict=True):
+            if half is not own:
+                own.copy_(half)
+
+    def for_kernel(self, place: int, end: int) -> tuple[Tensor, Tensor | None]:
+        """Return the main weight, and the other tensor of it that an update writes, flat, on the
+        update's device.
+
+        A split main weight is its bf16 weight; the other tensor has the remainders. Else the main
+        weight is fp32, and the other tensor is the weight in its own dtype, or None if
+        `copy_to_weight` has to write it: to another device, or in fp32.
+        """
+        self.buffer.guard.before_write()
+        own = self._at_update_device(self.buffer, place, end)
+        if self.weight is None:
+            return own, None
+        other = self._at_update_device(self.weight, place, end)
+        if self.is_split:
+            return other, own
+        is_published = other.device == own.device and other.dtype in LOW_PRECISION
+        return own, other if is_published else None
+
+    def copy_to_weight(self, place: int, end: int) -> None:
+        """Cast the values into this rank's part of the weight, unless the weight is the master, or
+        half of it.
+        """
+        if self.weight is not None and not self.is_split:
+            self.buffer.guard.before_write()
+            values = self.buffer.elements(place, end)
+            upper = self._at_update_device(self.weight, place, end)
+            near = staging_like(upper, values)
+            cast_master(values, near)
+            if near is not upper:
+                upper.copy_(near)
+
+    def _at_update_device(self, buffer: FlatBuffer, place: int, end: int) -> Tensor:
+        """Return these elements on the update's device: the staged copy of an update under way,
+        else the buffer's.
+        """
+        came = (
+            self.staged.view(place, end)
+            if self.staged is not None and buffer is self._on_device
+            else None
+        )
+        return buffer.elements(place, end) if came is None else came
+
+    def extents(self) -> list[Extent]:
+        """Return the extents that hold offloaded values."""
+        found = [self.buffer.extent, self.weight.extent if self.weight is not None else None]
+        return [extent for extent in found if extent is not None]
+
+    def take_changed(self, changed: Tensor, weight: Tensor) -> None:
+        """Take a new weight's values where a mask is true; the caller changes the weight itself."""
+        storage = self.buffer.write(0, self.buffer.memory.numel())
+        places = changed.to(storage.device)
+        storage[places] = 0 if self.is_split else weight[changed].to(storage)
+
+    def values(self) -> FlatBuffer:
+        """Return all values of this rank, flat: the buffer itself, or a copy."""
+        if not self.is_split and not self.is_rounded:
+            return self.buffer
+        spec = replace(self.buffer.spec, dtype=self.dtype)
+        return FlatBuffer(self.buffer.layout, spec, self.read(0, self.buffer.memory.numel()))
+
+
+def weight_shard(weight: FlatBuffer, plan: ShardPlan, rank: int) -> FlatBuffer:
+    """Return the part of a weight whose values this rank's master has."""
+    if plan.master is None or plan.master.placement is plan.weight.placement:
+        return weight
+    return FlatBuffer(
+        weight.layout, replace(plan.weight, placement=S), weight.shard(rank), guard=weight.guard
+    )
+
+
+def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> MasterWeight | None:
+    """Return an empty master beside a weight, or on it; None if nothing is trained."""
+    if plan.master is None or plan.moments is None:
+        return None
+    layout = weight.layout
+    rank = comm_ctx.comm.rank
+    home = comm_ctx.pool.device if plan.moments.tier is Tier.DEVICE else CPU
+    beneath = weight_shard(weight, plan, rank)
+    if plan.master_is_weight:
+        buffer = FlatBuffer(
+            layout, plan.master, beneath.memory, extent=beneath.extent, guard=weight.guard
+        )
+        return MasterWeight(
+            buffer, rank, plan.moments.dtype, update_device=home, copy_engine=comm_ctx.copy_engine
+        )
+    what = f"the master of {layout.slots[0].name}"
+    buffer = FlatBuffer.allocate(
+        layout, plan.master, comm_ctx, what, is_copied=plan.sends_differences
+    )
+    buffer.guard = weight.guard
+    if plan.sends_differences:
+        return MasterWeight(
+            buffer, rank, plan.moments.dtype, update_device=home, copy_engine=comm_ctx.copy_engine
+        )
+    exposed = is_exposed(plan, comm_ctx)
+    return MasterWeight(
+        buffer,
+        rank,
+        plan.moments.dtype,
+        beneath,
+        plan.master_is_split,
+        exposed,
+        home,
+        comm_ctx.copy_engine,
+    )
+
+
+def is_exposed(plan: ShardPlan, comm_ctx: CommContext) -> bool:
+    """Return whether programs see a group's weight between steps, and may change it past its
+    guard.
+    """
+    return plan.weight.placement is not S or comm_ctx.comm.size == 1
+
+
+def staging_like(target: Tensor, values: Tensor) -> Tensor:
+    """Return the buffer through which a tensor is written: itself, or one on the device of the
+    values, so that it is copied across once.
+    """
+    if target.device == values.device:
+        return target
+    return torch.empty_like(target, device=values.device)
