@@ -63,7 +63,7 @@ class Sends:
 
     def __init__(self) -> None:
         world = WorldContext.of_this_world()
-        world.connect_far()
+        world.connect_inter_node()
         self.other, self.sequence = 1 - world.rank, 0
         self.transports = {"gloo": world.gloo, "sockets": world.tcp_over(world.ranks)}
 

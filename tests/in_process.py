@@ -124,7 +124,7 @@ class Texts(dict[str, str]):
     """The table of texts of a world's flight recorders."""
 
     set = dict.__setitem__
-    look = dict.get
+    get = dict.get
 
     def silences(self) -> dict[int, float]:
         return {}
@@ -274,7 +274,7 @@ class InProcess:
         """Whether any collective was completed since this rank could last issue what waits for
         one.
         """
-        is_hurried = cid.patience is not None and cid.patience() < base.POLL_SECONDS
+        is_hurried = cid.poll_interval is not None and cid.poll_interval() < base.POLL_SECONDS
         return is_hurried and self.context.seen < self.world.completed
 
     def is_read(self, tensor: Tensor) -> bool:

@@ -23,7 +23,7 @@ from deepseek_zero.checkpoint import load
 from deepseek_zero.checkpoint.format import Manifest
 from deepseek_zero.comm import context, measure
 from deepseek_zero.comm.ids import CollectiveId, lane_number
-from deepseek_zero.comm.measure import far_rate
+from deepseek_zero.comm.measure import inter_node_rate
 from deepseek_zero.engine import planning
 from deepseek_zero.engine.memory import predicted_volume
 from deepseek_zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -77,7 +77,7 @@ def test_two_hosts_whose_ranks_nobody_counts_start_and_add_up_by_host(stage: int
     assert socket.gethostname() == f"h{rank // 2}"
     engine = start(run)
     world = context.WorldContext.of_this_world()
-    assert world.hosts.near == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert world.hosts.local_ranks == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert (context.ranks_of_this_host(), context.local_rank()) == (2, rank % 2)
     assert "shared memory within a host, gloo between hosts" in str(
         engine.runtime.comm.capabilities()
@@ -181,7 +181,7 @@ def test_codes_are_chosen_by_measurement_and_a_resume_repeats_the_choice(tmp_pat
         measured = list[float]()
 
         def pinned(comm: Any, what: str) -> float:
-            measured.append(far_rate(comm, what))
+            measured.append(inter_node_rate(comm, what))
             return link
 
         config = run.config()
@@ -193,7 +193,7 @@ def test_codes_are_chosen_by_measurement_and_a_resume_repeats_the_choice(tmp_pat
         model = seeded(Gpt, seed=seed)
         optimizer = OPTIMIZERS[run.optimizer](list(model.parameters()))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(planning, "far_rate", pinned)
+            patch.setattr(planning, "inter_node_rate", pinned)
             engine = deepseek_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
         assert 1e6 < measured[0] < 1e11
         return engine
@@ -237,7 +237,7 @@ def test_transports_are_tried_at_the_start_and_both_figures_said() -> None:
         told = [line for line in engine.explain().splitlines() if "tried between hosts" in line]
         assert len(told) == 1 and "by gloo" in told[0] and "by our own sockets" in told[0]
         rates = iter([1e8, 1.2e8])
-        patch.setattr(measure, "far_rate", lambda *arguments: next(rates))
+        patch.setattr(measure, "inter_node_rate", lambda *arguments: next(rates))
         engine = start(run)
         assert "our own sockets between hosts" in str(engine.runtime.comm.capabilities())
         assert_trains_as_one_process(engine, run, 2)
@@ -249,7 +249,7 @@ def test_transports_are_tried_at_the_start_and_both_figures_said() -> None:
             raise PeerError("the ports between the hosts are closed")
 
         rates = iter([1e8])
-        patch.setattr(context.WorldContext, "connect_far", refused)
+        patch.setattr(context.WorldContext, "connect_inter_node", refused)
         engine = start(run)
         assert "gloo between hosts" in str(engine.runtime.comm.capabilities())
         (fallback,) = [
@@ -263,8 +263,8 @@ def test_transports_are_tried_at_the_start_and_both_figures_said() -> None:
 def test_the_configuration_says_where_ranks_listen() -> None:
     engine = start(Run(3, transport="tcp"), network={"interface": "v0", "ports": "29710-29713"})
     world = context.WorldContext.of_this_world()
-    assert world._door is not None
-    host, port = world._door.address
+    assert world._listener is not None
+    host, port = world._listener.address
     assert host.startswith("10.77.0.") and 29710 <= port <= 29713
     engine.backward(engine(batch_of(0, 0, 0).tokens, batch_of(0, 0, 0).targets))
 

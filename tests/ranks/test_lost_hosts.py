@@ -24,7 +24,7 @@ from deepseek_zero.base.launch import DEAD_AFTER, dead_after
 from deepseek_zero.base.log import logger
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.comm.context import WorldContext
-from deepseek_zero.comm.net.board import Board, FarBoard
+from deepseek_zero.comm.net.key_value_store import KeyValueStore, StoreClient
 from deepseek_zero.comm.transports.gloo import end_with_their_hosts, open_files
 from tests.hosts import DEVICE
 
@@ -69,10 +69,10 @@ def test_a_connection_that_tells_of_life_outlasts_any_silence_which_is_told_by_t
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     comm.barrier("all are here")
-    board = world.recorder._store
-    assert isinstance(board, Board | FarBoard)
-    assert within(10.0, lambda: board.silences())
-    (life,) = board._idle.values() if isinstance(board, Board) else [board._idle]
+    store = world.recorder._store
+    assert isinstance(store, KeyValueStore | StoreClient)
+    assert within(10.0, lambda: store.silences())
+    (life,) = store._idle.values() if isinstance(store, KeyValueStore) else [store._idle]
     assert life is not None
     life.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
     # A limit would not do: what this host's own queue drops a kernel does not count
@@ -80,10 +80,10 @@ def test_a_connection_that_tells_of_life_outlasts_any_silence_which_is_told_by_t
         subprocess.run(["ip", "link", "set", DEVICE, "down"], check=True)
     time.sleep(6.5)
     assert world.recorder.find_lost_host(asks=False) is None
-    assert launch.TELL_AFTER < board.silences()[1 - dist.get_rank()] < math.inf
+    assert launch.TELL_AFTER < store.silences()[1 - dist.get_rank()] < math.inf
     if dist.get_rank():
         subprocess.run(["ip", "link", "set", DEVICE, "up"], check=True)
-    assert within(10.0, lambda: board.silences()[1 - dist.get_rank()] < 2.5)
+    assert within(10.0, lambda: store.silences()[1 - dist.get_rank()] < 2.5)
     comm.barrier("nobody is lost")
     logger.removeHandler(handler)
     far = ["h1 (rank 1)", "h0 (rank 0)"][dist.get_rank()]

@@ -28,7 +28,7 @@ from deepseek_zero import DeepSeekZeRO3, ZeroOptimizer
 from deepseek_zero.base.errors import ModelMismatchError, PeerError, UsageError
 from deepseek_zero.comm import context
 from deepseek_zero.comm.bootstrap import Hosts
-from deepseek_zero.comm.net.board import listening_host
+from deepseek_zero.comm.net.key_value_store import listening_host
 from deepseek_zero.comm.transports import base, shared_memory
 from tests.plain import (
     BACKWARD,
@@ -494,7 +494,7 @@ def test_on_several_hosts_the_board_stands_at_the_launchers_address() -> None:
         assert world.recorder._store._address[0] == own, (
             "and not 127.0.0.1, where another host would find itself"
         )
-    assert (context.ranks_of_this_host(), world.hosts.near, world.hosts.is_one) == (
+    assert (context.ranks_of_this_host(), world.hosts.local_ranks, world.hosts.is_one) == (
         1,
         [here()],
         False,

@@ -103,7 +103,7 @@ def test_two_hosts_of_two_ranks_give_the_bits_of_gloo(stage: int, dtype: str) ->
     with hosts(lambda rank: f"host {rank // 2}"):
         comm = Comm(CPU)
         assert isinstance(comm._transport, Hierarchical)
-        assert comm._transport.near.peers == (dist.get_rank() ^ 1,)
+        assert comm._transport.intra_node.peers == (dist.get_rank() ^ 1,)
         assert_same(trained(run), expected)
 
 
@@ -119,7 +119,7 @@ def test_two_hosts_with_our_own_sockets_between_give_the_bits_of_gloo(
     with hosts(lambda rank: f"host {rank // 2}"):
         comm = Comm(CPU, transport="tcp")
         assert isinstance(comm._transport, Hierarchical)
-        assert isinstance(comm._transport.far, Tcp)
+        assert isinstance(comm._transport.inter_node, Tcp)
         assert_same(trained(replace(run, transport="tcp")), expected)
 
 

@@ -53,7 +53,7 @@ from deepseek_zero.cli.nodes import NodePlan, visible_gpus
 from deepseek_zero.cli.peers import PeerWatch, tell_stopped
 from deepseek_zero.cli.ranks import Command, Death, Outcome, Ranks
 from deepseek_zero.comm.net.channel import Address, Refused, read_secret, warn_without_secret
-from deepseek_zero.comm.net.store import NO_SECRET, BoardStore, keep_store, reach_store
+from deepseek_zero.comm.net.store import NO_SECRET, RendezvousStore, keep_store, reach_store
 from deepseek_zero.comm.net.tls import require_cryptography
 
 ROLE = "default"
@@ -104,7 +104,7 @@ class Meeting(RendezvousHandler):
     run_id: str
     secret: bytes = field(repr=False)
     place: str = ""
-    _stores: list[BoardStore] = field(default_factory=list)
+    _stores: list[RendezvousStore] = field(default_factory=list)
 
     def get_backend(self) -> str:
         """Name for torch's event log."""
@@ -214,7 +214,7 @@ def _resolved(host: str) -> str:
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
-def _reach(host: str, port: int, secret: bytes, node: int) -> BoardStore:
+def _reach(host: str, port: int, secret: bytes, node: int) -> RendezvousStore:
     """Return node 0's store, as soon as it is there. Raises `Refused` if another's listens there,
     OSError if nobody does for long.
     """

@@ -19,7 +19,7 @@ from deepseek_zero.base.errors import host_and_ranks
 from deepseek_zero.base.launch import TELL_AFTER
 from deepseek_zero.base.log import logger
 from deepseek_zero.cli.ranks import Outcome
-from deepseek_zero.comm.net.board import GONE
+from deepseek_zero.comm.net.key_value_store import GONE
 
 ASK_SECONDS = 0.5
 FAREWELL_SECONDS = 2.0

@@ -25,7 +25,7 @@ class Hosts:
     names: tuple[str, ...] = ()
 
     @property
-    def near(self) -> list[int]:
+    def local_ranks(self) -> list[int]:
         """Return the ranks of this host, this one included."""
         mine = self.keys[self.rank]
         return [
@@ -61,7 +61,9 @@ class Hosts:
         """Return the number of ranks on this host: counted if this rank can tell, else as the
         launcher says, else all.
         """
-        return len(self.near) if self.keys[self.rank] else world.local_size() or len(self.keys)
+        return (
+            len(self.local_ranks) if self.keys[self.rank] else world.local_size() or len(self.keys)
+        )
 
 
 def all_gather_text(text: str, size: int, group: dist.ProcessGroup | None) -> list[str]:

@@ -1,9 +1,9 @@
 """Movements among ranks of several hosts in two hops, so that a byte crosses the link between hosts
 once.
 
-Ranks that share slices are dealt to hosts in runs of one length: rank `host * near.size + place` of
-them.  A sum is formed within a host in the order of ranks, in fp32, then over the hosts in their
-order: another order than that of the ranks, so other bits, and therefore part of the plan
+Ranks that share slices are dealt to hosts in runs of one length: rank `host * intra_node.size +
+place` of them.  A sum is formed within a host in the order of ranks, in fp32, then over the hosts
+in their order: another order than that of the ranks, so other bits, and therefore part of the plan
 (`PlanSettings.ranks_per_host`), whatever hosts there really are. A gathered slice is fetched by the
 rank that has its owner's place, from whom the others of the host take it.
 
@@ -27,19 +27,19 @@ NEAR = "near_"  # before the kind of what stays inside a host, for the meter
 
 @dataclass(eq=False)
 class ByHost:
-    """The two groups of one rank.  near: the ranks of its host.  across: the ranks with its place
-    on their hosts.
+    """The two groups of one rank.  intra_node: the ranks of its host.  inter_node: the ranks with
+    its place on their hosts.
     """
 
-    near: Comm
-    across: Comm
+    intra_node: Comm
+    inter_node: Comm
     # By group and lane
     _queues: dict[tuple[str, str], OrderedIssueQueue] = field(default_factory=dict)
 
     @classmethod
-    def over(cls, comm: Comm, near: Partition, across: Partition) -> ByHost:
+    def over(cls, comm: Comm, intra_node: Partition, inter_node: Partition) -> ByHost:
         """Make the groups.  Collective in the world, whose communicator is given."""
-        found = cls(comm.split(near, "near"), comm.split(across, "across"))
+        found = cls(comm.split(intra_node, "near"), comm.split(inter_node, "across"))
         comm.add_hops(found)
         return found
 
@@ -51,7 +51,7 @@ class ByHost:
     def advance(self) -> None:
         """Issue the hops whose turn has come, without waiting."""
         if self.is_open:
-            self.near.hear()
+            self.intra_node.hear()
             for queue in list(self._queues.values()):
                 queue.advance()
 
@@ -61,35 +61,41 @@ class ByHost:
 
         Collective within the lane, of both groups.
         """
-        places = self.near.size
-        hosts = self.across.size
+        places = self.intra_node.size
+        hosts = self.inter_node.size
         slices = full.chunk(places * hosts)
-        mine = [slices[host * places + self.near.rank] for host in range(hosts)]
+        mine = [slices[host * places + self.intra_node.rank] for host in range(hosts)]
 
         def fetch() -> Pending:
-            return self.across.exchange(
-                [mine[self.across.rank]] * hosts, mine, lane, what, kind=kind
+            return self.inter_node.exchange(
+                [mine[self.inter_node.rank]] * hosts, mine, lane, what, kind=kind
             )
 
         def spread() -> Pending:
             kinds = NEAR + kind
             return all_of(
-                [self.near.all_gather(each, lane, what, kind=kinds) for each in full.chunk(hosts)]
+                [
+                    self.intra_node.all_gather(each, lane, what, kind=kinds)
+                    for each in full.chunk(hosts)
+                ]
             )
 
         fetched = self._queue("across", lane).add(DONE, fetch)
         return self._queue("near", lane).add(fetched, spread)
 
     def in_two_hops(
-        self, near: Callable[[], Sequence[Pending]], across: Callable[[], Pending], lane: str
+        self,
+        intra_node: Callable[[], Sequence[Pending]],
+        inter_node: Callable[[], Pending],
+        lane: str,
     ) -> Pending:
-        """Return a sum: first what `near` issues among the ranks of the host, then what `across`
-        issues behind it.
+        """Return a sum: first what `intra_node` issues among the ranks of the host, then what
+        `inter_node` issues behind it.
 
         Collective within the lane, of both groups.
         """
-        inside = self._queue("near", lane).add(DONE, lambda: all_of(near()))
-        return self._queue("across", lane).add(inside, across)
+        inside = self._queue("near", lane).add(DONE, lambda: all_of(intra_node()))
+        return self._queue("across", lane).add(inside, inter_node)
 
     def _queue(self, group: str, lane: str) -> OrderedIssueQueue:
         return self._queues.setdefault((group, lane), OrderedIssueQueue())

@@ -55,7 +55,7 @@ from .transports.shared_memory import SharedMemory
 from .transports.tcp import Tcp
 
 TRANSPORTS = ("fastest", "gloo", "tcp")
-_FAR_WAYS: dict[type, str] = {Gloo: "gloo", Tcp: "our own sockets"}
+_INTER_NODE_NAMES: dict[type, str] = {Gloo: "gloo", Tcp: "our own sockets"}
 Finish = Callable[[], None]
 T = TypeVar("T")
 LIFE_SECONDS = 0.25  # between looks for signs of life of other hosts, while a rank waits
@@ -168,10 +168,10 @@ class OrderedIssueQueue:
         """Add a collective, which `start` issues when the transfer is over, at the latest when it
         is waited for.
         """
-        turn = QueuedCollective(transfer, start)
-        self._waiting.append(turn)
+        queued = QueuedCollective(transfer, start)
+        self._waiting.append(queued)
         self.advance()
-        return Pending(lambda: self._finish(turn), is_here=turn.is_done)
+        return Pending(lambda: self._finish(queued), is_here=queued.is_done)
 
     def advance(self) -> None:
         """Issue the first collectives whose transfers are over.  Returns at once where one is being
@@ -193,10 +193,10 @@ class OrderedIssueQueue:
             self._is_issuing = False
             self._waiting.popleft()
 
-    def _finish(self, turn: QueuedCollective) -> None:
-        while turn.pending is None:
+    def _finish(self, queued: QueuedCollective) -> None:
+        while queued.pending is None:
             self._issue_first()
-        turn.pending.wait()
+        queued.pending.wait()
 
 
 @dataclass(eq=False)
@@ -235,7 +235,7 @@ class Hops(Protocol):
 class _Engine:
     """State that all communicators of one engine share. name: the topic of its errors. gave_up: a
     wait ended in an error of other ranks' making. has_raised: an error of this rank's own was
-    posted. far_rate: as `Comm.far_rate`.
+    posted. inter_node_rate: as `Comm.inter_node_rate`.
     """
 
     trains: bool
@@ -244,12 +244,12 @@ class _Engine:
     name: str = "engine"
     gave_up: bool = False
     has_raised: bool = False
-    far_rate: float | None = None
+    inter_node_rate: float | None = None
     lone_call: str = ""  # the call under way that programs may make on some ranks only
     # A WeakSet's length costs more than all its use here
     hops: list[weakref.ref[Hops]] = field(default_factory=list)
 
-    def patience(self) -> float:
+    def poll_interval(self) -> float:
         """Return how long a wait may last before second hops are asked for, or a sign of life of
         other hosts.
         """
@@ -312,11 +312,11 @@ class Comm:
         self._last: IssuedCollective | None = None  # the collective issued last
         self._lanes: dict[str, Lane] = {}  # by their last name: "gather", "reduce" or "rows"
         self._transport: Transport = SingleRank(device)
-        self._far: frozenset[int] = frozenset()  # members on other hosts
+        self._inter_node: frozenset[int] = frozenset()  # members on other hosts
         world = world or WorldContext.of_this_world_if_any()
         if world is not None:
             self._world = self._engine.world = world
-            self._engine.transport = _encrypted_way(transport, world, device)
+            self._engine.transport = _encrypting_transport(transport, world, device)
             self.rank = world.rank
             self.size = world.size
             self.ranks = world.ranks
@@ -351,20 +351,20 @@ class Comm:
         return list(dict.fromkeys(self._world.hosts.names)) if self._world is not None else []
 
     @property
-    def far_size(self) -> int:
+    def inter_node_size(self) -> int:
         """Return how many members of this group are on other hosts than this rank. Local."""
-        return len(self._far) if self.size > 1 else 0
+        return len(self._inter_node) if self.size > 1 else 0
 
     @property
-    def far_rate(self) -> float | None:
+    def inter_node_rate(self) -> float | None:
         """Return the bytes a second that a rank sent to other hosts while all did, if that was
         measured (measure.py). Local.
         """
-        return self._engine.far_rate
+        return self._engine.inter_node_rate
 
-    @far_rate.setter
-    def far_rate(self, rate: float | None) -> None:
-        self._engine.far_rate = rate
+    @inter_node_rate.setter
+    def inter_node_rate(self, rate: float | None) -> None:
+        self._engine.inter_node_rate = rate
 
     @property
     def hosts(self) -> Hosts | None:
@@ -459,16 +459,18 @@ class Comm:
         nccl = world.nccl_groups(groups)
         slots, free, idle = _agreed(whole, world, nccl, engine.transport)
         if engine.transport == "tcp":
-            world.connect_far()
+            world.connect_inter_node()
         self._number = next(world.engines)  # made in the same order on every rank of this world
         engine.name = engine.name if axis else f"engine {self._number - 1}"
         self.name = f"{engine.name} {axis}".strip()
         self._lanes = {}
         world.tags.take(self.name, slots)
-        self._host_transport = self._way(world, self.ranks)
+        self._host_transport = self._transport_between(world, self.ranks)
         self._transport = self._host_transport
-        near = world.hosts.near
-        self._far = frozenset(member for member, rank in enumerate(self.ranks) if rank not in near)
+        near = world.hosts.local_ranks
+        self._inter_node = frozenset(
+            member for member, rank in enumerate(self.ranks) if rank not in near
+        )
         if device.type != "cpu":
             self._transport = HostStaged(world.gloo_over(self.ranks), self.rank, self.size, device)
         if device.type == "cuda" and not shares_gpu(world.hosts.local_size):
@@ -478,12 +480,12 @@ class Comm:
             self, _end, world, self.name, self._host_transport, self._transport
         ).atexit = False
 
-    def _way(self, world: WorldContext, ranks: Sequence[int]) -> Transport:
+    def _transport_between(self, world: WorldContext, ranks: Sequence[int]) -> Transport:
         """Return the transport between these ranks of the world that the engine was told to use.
         Local.
         """
-        ways = {"gloo": world.gloo_over, "tcp": world.tcp_over, "fastest": world.fastest_over}
-        return ways[self._engine.transport](ranks)
+        transports = {"gloo": world.gloo_over, "tcp": world.tcp_over, "fastest": world.fastest_over}
+        return transports[self._engine.transport](ranks)
 
     def capabilities(self) -> list[Capability]:
         """Describe how tensors travel from this rank to the others, and why not faster. Local."""
@@ -509,11 +511,12 @@ class Comm:
             )
             return [Capability(name, "gloo", why)]
         if isinstance(transport, Hierarchical):
-            far = _FAR_WAYS[type(transport.far)]
+            far = _INTER_NODE_NAMES[type(transport.inter_node)]
             return [Capability(name, f"shared memory within a host, {far} between hosts")]
         return [
             Capability(
-                name, {Nccl: "NCCL", SharedMemory: "shared memory", **_FAR_WAYS}[type(transport)]
+                name,
+                {Nccl: "NCCL", SharedMemory: "shared memory", **_INTER_NODE_NAMES}[type(transport)],
             )
         ]
 
@@ -531,7 +534,7 @@ class Comm:
         world = self.whole._world
         if world is None or self.device.type != "cpu":
             return False
-        return self._way(world, ranks).reads_in_place
+        return self._transport_between(world, ranks).reads_in_place
 
     @property
     def ranks_per_host(self) -> int:
@@ -643,7 +646,7 @@ class Comm:
         another rank failed or strayed.
         """
         nbytes = full.numel() // self.size * full.element_size()
-        self.meter.count(kind, nbytes * (self.size - 1), nbytes * len(self._far))
+        self.meter.count(kind, nbytes * (self.size - 1), nbytes * len(self._inter_node))
 
         def start(cid: CollectiveId) -> Wait:
             return self._until_buffers_are_read(self._transport.all_gather(full, cid), [full])
@@ -675,7 +678,7 @@ class Comm:
             for rank, piece in enumerate(pieces)
             if rank != self.rank
         )
-        far = sum(pieces[rank].numel() * pieces[rank].element_size() for rank in self._far)
+        far = sum(pieces[rank].numel() * pieces[rank].element_size() for rank in self._inter_node)
         self.meter.count(kind, sent, far)
 
         def timed(received: Sequence[Tensor]) -> None:
@@ -708,7 +711,7 @@ class Comm:
         inbox = [nothing, nothing]
         if piece is not None:
             pieces[there] = piece
-            self.meter.count("send", piece.nbytes, piece.nbytes * len(self._far))
+            self.meter.count("send", piece.nbytes, piece.nbytes * len(self._inter_node))
         if box is not None:
             inbox[there] = box
         return self._issue(
@@ -733,7 +736,7 @@ class Comm:
         """
         table = torch.zeros(self.size, row.numel(), dtype=row.dtype)
         table[self.rank] = row
-        self.meter.count("rows", row.nbytes * (self.size - 1), row.nbytes * len(self._far))
+        self.meter.count("rows", row.nbytes * (self.size - 1), row.nbytes * len(self._inter_node))
         full = table.view(-1)
         self._issue(
             "rows", f"agree on {what}", lambda cid: self._host_transport.all_gather(full, cid)
@@ -790,16 +793,18 @@ class Comm:
         )
         lane.log.append((lane.issued, what))
         lane.issued += 1
-        patience = self._engine.patience if self._engine.hops or self._engine.spans_hosts else None
+        poll_interval = (
+            self._engine.poll_interval if self._engine.hops or self._engine.spans_hosts else None
+        )
         cid = CollectiveId(
             lane.name,
             lane.number,
             issued.sequence,
             zlib.crc32(what.encode()),
             issued.arrived,
-            patience,
+            poll_interval,
         )
-        wait = self._until_evidence(world, issued, lambda: start(cid))
+        wait = self._wait_or_raise(world, issued, lambda: start(cid))
         is_here = None if isinstance(self._transport, Nccl) else lambda: bool(issued.arrived)
         return Pending(lambda: self._wait(world, wait, issued), is_here=is_here)
 
@@ -812,7 +817,7 @@ class Comm:
     def _wait(self, world: WorldContext, wait: Wait, issued: IssuedCollective) -> None:
         began = time.perf_counter()
         summed = self.meter.sum_seconds
-        self._until_evidence(world, issued, wait)
+        self._wait_or_raise(world, issued, wait)
         ended = time.perf_counter()
         self.meter.waited(issued.kind, ended - began - (self.meter.sum_seconds - summed))
         if self.meter.events is not None and issued.arrived:
@@ -824,7 +829,7 @@ class Comm:
         if world.recorder.told:  # nobody may wait long enough to look, now that it is heard again
             world.recorder.tell_silences()
 
-    def _until_evidence(
+    def _wait_or_raise(
         self, world: WorldContext, issued: IssuedCollective, action: Callable[[], T]
     ) -> T:
         """Call what may have to wait for other ranks, until there is evidence that it waits in
@@ -951,7 +956,7 @@ def scatter(comm: Comm, pieces: Sequence[Tensor], into: Tensor, what: str, sourc
     comm.exchange(outgoing, incoming, "gather", what).wait()
 
 
-def _encrypted_way(transport: str, world: WorldContext, device: torch.device) -> str:
+def _encrypting_transport(transport: str, world: WorldContext, device: torch.device) -> str:
     """Return the transport, and where what leaves a host is to be encrypted, the one that does.
     Raises `UsageError` for another one that was named.
     """

@@ -27,8 +27,8 @@ from ..base.network import lead_gloo
 from .bootstrap import Hosts, all_gather_text
 from .flight_recorder import FlightRecorder, Position
 from .ids import engine_of
-from .net.board import listening_host, listening_ports, open_board
-from .net.channel import Door
+from .net.channel import Listener
+from .net.key_value_store import listening_host, listening_ports, open_store
 from .net.links import Links
 from .outside_calls import watch_outside_calls
 from .transports.base import Transport
@@ -40,7 +40,7 @@ from .transports.tcp import Tcp
 
 Partition = tuple[tuple[int, ...], ...]  # the world cut into groups of ranks
 AFTER_WORD_SECONDS = (
-    3.0  # gloo's connections outlive a lost host so long: the board's word of it has its name
+    3.0  # gloo's connections outlive a lost host so long: the store's word of it has its name
 )
 LOG_LENGTH = 64  # collectives remembered per lane, for the flight recorder
 
@@ -66,7 +66,7 @@ class WorldContext:
 
     group: gloo's, of all ranks. pages: the memory that ranks of this host share. no_sharing_reason:
     why they share none; "" if they do, or if there is only one. secret: of this job, which all its
-    ranks hold. door: where this rank listens, once it does.
+    ranks hold. listener: where this rank listens, once it does.
     """
 
     _current: ClassVar[WorldContext | None] = None
@@ -79,7 +79,7 @@ class WorldContext:
         pages: HostPages | None = None,
         no_sharing_reason: str = "",
         secret: bytes = b"",
-        door: Door | None = None,
+        listener: Listener | None = None,
     ) -> None:
         self.world = group if group is None else dist.group.WORLD
         self.rank = hosts.rank
@@ -91,7 +91,7 @@ class WorldContext:
         self._gloo_group = group
         self._pages = pages
         self._secret = secret
-        self._door = door
+        self._listener = listener
         self._gloo_files: dict[int, int] = {}
         self._links: Links | None = None  # once a transport needs them
         self._refusal = ""  # why there will be none
@@ -131,30 +131,30 @@ class WorldContext:
             number: file for number, file in open_files().items() if before.get(number) != file
         }
         hosts, sockets, no_sharing_reason = connect_local(rank, size, group)
-        board, secret, door = open_board(rank, size, hosts, group)
+        store, secret, listener = open_store(rank, size, hosts, group)
         if not hosts.is_one:
             end_with_their_hosts(gloo_files, dead_after() + AFTER_WORD_SECONDS)
-        recorder = FlightRecorder(hosts, board, dead_after())
+        recorder = FlightRecorder(hosts, store, dead_after())
         watch_outside_calls(recorder)
         pages = HostPages(rank, sockets) if sockets is not None else None
-        found = cls(hosts, recorder, group, pages, no_sharing_reason, secret, door)
+        found = cls(hosts, recorder, group, pages, no_sharing_reason, secret, listener)
         found._gloo_files = gloo_files
-        weakref.finalize(found, board.close).atexit = False
+        weakref.finalize(found, store.close).atexit = False
         return found
 
-    def gloo_over(self, ranks: Sequence[int], far_only: bool = False) -> Gloo:
+    def gloo_over(self, ranks: Sequence[int], inter_node_only: bool = False) -> Gloo:
         """Return gloo between these ranks, this one among them, over the connections of the world.
         Local.
 
         far_only: to the ranks that share no memory with this one.
         """
-        near = self._pages.peers if self._pages is not None and far_only else ()
+        near = self._pages.peers if self._pages is not None and inter_node_only else ()
         peers = [
             index for index, rank in enumerate(ranks) if rank != self.rank and rank not in near
         ]
         return Gloo(ranks.index(self.rank), ranks, self._gloo_group, peers, self.tags)
 
-    def connect_far(self) -> None:
+    def connect_inter_node(self) -> None:
         """Connect to all ranks that share no memory with this one by sockets of our own, once.
         Collective in the world.
 
@@ -163,7 +163,7 @@ class WorldContext:
         if self._links is not None:
             return
         if not self._refusal:
-            self._refusal = self._connected_far()
+            self._refusal = self._connected_inter_node()
         if self._refusal:
             raise PeerError(
                 f"{self._refusal}.",
@@ -172,35 +172,35 @@ class WorldContext:
                 '"gloo".',
             )
 
-    def _connected_far(self) -> str:
+    def _connected_inter_node(self) -> str:
         """Make the connections; return why that failed on one of the ranks, or "".  Collective in
         the world.
         """
         near = () if self._pages is None else self._pages.peers
-        door = self._door
+        listener = self._listener
         refusal = ""
         try:
-            if door is None:
-                door = self._door = Door(
+            if listener is None:
+                listener = self._listener = Listener(
                     listening_host(self.hosts), self._secret, self.rank, listening_ports()
                 )
-                weakref.finalize(self, door.close).atexit = False
+                weakref.finalize(self, listener.close).atexit = False
         except (UsageError, OSError) as error:
             refusal = f"rank {self.rank} cannot listen: {error}"
         rows = all_gather_text(
-            json.dumps([refusal, door and door.address]), self.size, self._gloo_group
+            json.dumps([refusal, listener and listener.address]), self.size, self._gloo_group
         )
         everyone = [json.loads(row) for row in rows]
         if said := next((said for said, _ in everyone if said), ""):
             return said
-        assert door is not None
+        assert listener is not None
         far = {
             rank: (place[0], place[1])
             for rank, (_, place) in enumerate(everyone)
             if rank not in near
         }
         far.pop(self.rank)
-        links = Links(self.rank, self._secret, door, far, self.hosts.names)
+        links = Links(self.rank, self._secret, listener, far, self.hosts.names)
         if said := next(
             filter(None, all_gather_text(links.connect(), self.size, self._gloo_group)), ""
         ):
@@ -216,7 +216,7 @@ class WorldContext:
         """
         assert self._links is not None
         peers = [index for index, rank in enumerate(ranks) if rank in self._links.links]
-        return self._with_near(
+        return self._with_intra_node(
             ranks, Tcp(ranks.index(self.rank), ranks, peers, self._links), len(peers)
         )
 
@@ -224,10 +224,10 @@ class WorldContext:
         """Return shared memory to those of these ranks that are on this host, gloo to the others.
         Local.
         """
-        far = self.gloo_over(ranks, far_only=True)
-        return self._with_near(ranks, far, len(far.peers))
+        far = self.gloo_over(ranks, inter_node_only=True)
+        return self._with_intra_node(ranks, far, len(far.peers))
 
-    def _with_near(self, ranks: Sequence[int], far: Transport, count: int) -> Transport:
+    def _with_intra_node(self, ranks: Sequence[int], far: Transport, count: int) -> Transport:
         """Return a transport to `count` far ranks, with shared memory to those of these ranks that
         are near.
         """
@@ -297,7 +297,7 @@ def local_rank() -> int:
     said = world.stated_local_rank()
     if said is not None or links is None or links.world is not dist.group.WORLD:
         return world.local_rank()
-    return links.hosts.near.index(links.rank)
+    return links.hosts.local_ranks.index(links.rank)
 
 
 def hang_up() -> None:

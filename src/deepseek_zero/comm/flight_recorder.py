@@ -24,7 +24,7 @@ from ..base.errors import HostLost, PeerError, host_and_ranks
 from ..base.log import logger
 from ..base.mesh import Mesh
 from .bootstrap import Hosts
-from .net.board import GONE
+from .net.key_value_store import GONE
 
 STAY_SECONDS = 2.0  # for the others to read what ended this rank, where it keeps their lines
 LOOK_SECONDS = 0.02
@@ -74,16 +74,16 @@ class Position:
         return self.issued.get(other.lane, 0) > other.sequence
 
 
-class Store(Protocol):
-    """A table of texts that all ranks see (net/board.py). Raises RuntimeError if its keeper is
-    gone.
+class TextStore(Protocol):
+    """A table of texts that all ranks see (net/key_value_store.py). Raises RuntimeError if its
+    keeper is gone.
     """
 
     def set(self, key: str, value: str) -> bool:
         """Write a text; return whether it stands there."""
         ...
 
-    def look(self, key: str) -> str | None:
+    def get(self, key: str) -> str | None:
         """Return the text under a key; None if there is none, or if nothing is known."""
         ...
 
@@ -103,7 +103,7 @@ class FlightRecorder:
     never wait for a rank.
     """
 
-    def __init__(self, hosts: Hosts, store: Store, dead_after: float = math.inf) -> None:
+    def __init__(self, hosts: Hosts, store: TextStore, dead_after: float = math.inf) -> None:
         """dead_after: seconds of silence after which another host is lost."""
         self.rank = hosts.rank
         self.size = len(hosts.keys)
@@ -111,7 +111,7 @@ class FlightRecorder:
         self._store = store
         self._dead_after = dead_after
         self.told: set[str] = set()  # hosts whose silence is told
-        self._tells = self.rank == hosts.near[0] and launch.place_of_store() is None
+        self._tells = self.rank == hosts.local_ranks[0] and launch.place_of_store() is None
         self.meshes: dict[str, Mesh] = {}  # by engine, once it has one
         self._said: dict[str, str] = {}
         self.is_waiting = False  # this rank's line under "waiting" stands
@@ -153,7 +153,7 @@ class FlightRecorder:
         if self._is_gone:
             return ""
         try:
-            return self._store.look(f"{topic}/{rank}") or ""
+            return self._store.get(f"{topic}/{rank}") or ""
         except RuntimeError:
             self._is_gone = True
             return ""
@@ -170,7 +170,7 @@ class FlightRecorder:
         """Return an error that names the hosts which have been silent for too long, or None.
 
         Rank 0's kernel hears all hosts, and every other one's hears rank 0's. asks: also look at
-        the board for what rank 0 has found, which may take a moment; else nothing waits.
+        the store for what rank 0 has found, which may take a moment; else nothing waits.
         """
         silences = self.tell_silences()
         silent = [
@@ -180,7 +180,7 @@ class FlightRecorder:
             self._store.set(SILENT, json.dumps(silent))
         if not silent and asks and not self._is_gone:
             with contextlib.suppress(RuntimeError):  # whoever reads lines next finds that out, too
-                silent = json.loads(self._store.look(SILENT) or "[]")
+                silent = json.loads(self._store.get(SILENT) or "[]")
         return self.host_lost(silent) if silent else None
 
     def tell_silences(self) -> dict[int, float]:
@@ -215,7 +215,7 @@ class FlightRecorder:
         """Return when every rank of other hosts has ended, or has said why it will; after
         STAY_SECONDS in any case.
 
-        For rank 0, which failed and whose process has the board: ranks that look for the cause of
+        For rank 0, which failed and whose process has the store: ranks that look for the cause of
         the same failure a moment later would find nobody, and name rank 0.
         """
         until = time.monotonic() + STAY_SECONDS
@@ -225,7 +225,7 @@ class FlightRecorder:
                 for rank, seconds in self._store.silences().items()
                 if seconds > self._dead_after
             ]
-            waited_for = set(range(self.size)).difference(self._hosts.near, silent)
+            waited_for = set(range(self.size)).difference(self._hosts.local_ranks, silent)
             if all(
                 any(self.read(topic, rank) for topic in ("raised", "ended", GONE))
                 for rank in waited_for

@@ -14,9 +14,9 @@ _LANE_STEP = 4  # lane numbers of one engine
 
 class CollectiveId(NamedTuple):
     """The identity of one collective's messages. lane: "engine 0/gather". number: the lane's, which
-    no other lane of
-    this world ever has. arrived: gets the time of arrival. patience: seconds that a wait for it may
-    last before its caller is asked whether to go on; None: as long as any (transports/base.py).
+    no other lane of this world ever has. arrived: gets the time of arrival. poll_interval: seconds
+    that a wait for it may last before its caller is asked whether to go on; None: as long as any
+    (transports/base.py).
     """
 
     lane: str
@@ -26,7 +26,7 @@ class CollectiveId(NamedTuple):
         int  # 32 bits of the name: a rank that strayed stands in the same place under another name
     )
     arrived: list[float]
-    patience: Callable[[], float] | None = None
+    poll_interval: Callable[[], float] | None = None
 
 
 def lane_number(engine: int, lane: str) -> int:

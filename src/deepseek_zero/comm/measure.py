@@ -20,7 +20,7 @@ from ..base.network import interface_of
 from ..base.quantities import format_bytes
 from .collectives import Comm
 from .context import WorldContext
-from .net.board import listening_host
+from .net.key_value_store import listening_host
 
 PROBE = "probe"  # as what the meter counts it
 # of a whole buffer; it grows until it takes long enough
@@ -34,12 +34,12 @@ BRIEFLY = 0.04  # the same, where two ways are tried
 WORTH_GLOO = 1.05
 
 
-def far_rate(comm: Comm, what: str, long_enough: float = LONG_ENOUGH) -> float:
+def inter_node_rate(comm: Comm, what: str, long_enough: float = LONG_ENOUGH) -> float:
     """Return the bytes a second that a rank sends to other hosts while all ranks send: of the
     slowest rank of all.
 
     long_enough: seconds of the movement that counts. Collective in the world, over the groups of
-    `comm`; each has ranks on several hosts.  `Comm.far_rate` keeps it.
+    `comm`; each has ranks on several hosts.  `Comm.inter_node_rate` keeps it.
     """
     nbytes = FIRST_BYTES
     while True:
@@ -49,13 +49,13 @@ def far_rate(comm: Comm, what: str, long_enough: float = LONG_ENOUGH) -> float:
         comm.all_gather(full, "gather", what, PROBE).wait()
         synchronize(comm.device)
         row = torch.tensor(
-            [time.perf_counter() - began, comm.far_size * full.numel() / comm.size],
+            [time.perf_counter() - began, comm.inter_node_size * full.numel() / comm.size],
             dtype=torch.float64,
         )
         table = comm.whole.all_gather_rows(row, what)
         seconds = float(table[:, 0].max())
         if seconds >= long_enough or nbytes >= MOST_BYTES:
-            comm.far_rate = found = float(table[:, 1].min()) / seconds
+            comm.inter_node_rate = found = float(table[:, 1].min()) / seconds
             return found
         nbytes *= GROWTH
 
@@ -65,7 +65,7 @@ class TriedTransport:
     """Which transport an engine takes; tried: what each was seen to carry between hosts, "" where
     none was tried.
 
-    rate: what the chosen one was seen to carry, as `Comm.far_rate`.
+    rate: what the chosen one was seen to carry, as `Comm.inter_node_rate`.
     """
 
     name: str
@@ -91,11 +91,13 @@ def try_transports(device: torch.device) -> TriedTransport:
     if world is None or world.hosts.is_one or device.type != "cpu" or uses_tls():
         return TriedTransport("fastest")  # under TLS that is our own sockets: gloo encrypts nothing
     rates = {
-        "fastest": far_rate(Comm(device, transport="fastest", trains=False), "trying gloo", BRIEFLY)
+        "fastest": inter_node_rate(
+            Comm(device, transport="fastest", trains=False), "trying gloo", BRIEFLY
+        )
     }
     lacks = ""
     try:
-        rates["tcp"] = far_rate(
+        rates["tcp"] = inter_node_rate(
             Comm(device, transport="tcp", trains=False), "trying our own sockets", BRIEFLY
         )
     except PeerError as error:  # every rank has one, where a port is closed
@@ -120,8 +122,8 @@ def line_of(comm: Comm) -> Line | None:
     that was measured, else what the interface says of itself, shared by the ranks of this host;
     None where nobody knows.  Local.
     """
-    if comm.far_rate is not None:
-        return Line(comm.far_rate, "it carried at the start")
+    if comm.inter_node_rate is not None:
+        return Line(comm.inter_node_rate, "it carried at the start")
     hosts = comm.hosts
     if hosts is None or hosts.is_one:
         return None

@@ -92,7 +92,7 @@ def assemble(
     if config.transport == "measured":
         way = try_transports(mesh.device)
     world = Comm(mesh.device, transport=way.name)
-    world.far_rate = way.rate
+    world.inter_node_rate = way.rate
     agree(
         world,
         [f"{mesh}"],

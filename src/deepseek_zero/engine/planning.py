@@ -19,7 +19,7 @@ from ..base.mesh import Mesh
 from ..comm.agreement import AllRanks
 from ..comm.collectives import Comm
 from ..comm.context import ranks_of_this_host
-from ..comm.measure import far_rate
+from ..comm.measure import inter_node_rate
 from ..optim.one_bit_adam import OneBitAdam
 from ..optim.sharded import StepSettings, update_settings_of, updates_in_backward
 from ..optim.speculative import works_by_shard
@@ -73,7 +73,7 @@ def plan_run(
         replicas_read_in_place=near,
         near_read_in_place=comm.would_read_in_place(inside),
         far_read_in_place=comm.would_read_in_place(across),
-        spans_hosts=comm.shard.far_size > 0,
+        spans_hosts=comm.shard.inter_node_size > 0,
     )
     if not TierChoices.of(settings, placement, mesh.device).are_open:
         found = plan_shape(shape, settings, mesh, machine, update, placement)
@@ -106,7 +106,7 @@ def with_chosen_codes(
             "compression.weights.bits states them."
         )
     table = comm.whole.all_gather_rows(
-        torch.tensor([shard.far_size]), "who has ranks on other hosts"
+        torch.tensor([shard.inter_node_size]), "who has ranks on other hosts"
     )
     if not int(table.min()):
         log_once(
@@ -114,7 +114,7 @@ def with_chosen_codes(
             "choice."
         )
         return replace(settings, compression=replace(asked, left_open=()))
-    link = far_rate(shard, "the rate of the link")
+    link = inter_node_rate(shard, "the rate of the link")
     choices = {state: choices_of(config)[state] for state in asked.left_open}
     codecs = list(dict.fromkeys(codec for among in choices.values() for codec in among))
     mine = [rate for codec in codecs for rate in measured_rates(codec, mesh.device)]

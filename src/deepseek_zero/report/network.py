@@ -74,8 +74,8 @@ def network_links(
         saved_far = saved * far_share(comm_ctx.comm)
     else:
         saved_near = exact.inside_hosts - coded.inside_hosts
-        saved_far = saved_near * far_share(hosts.near) + (saved - saved_near) * far_share(
-            hosts.across
+        saved_far = saved_near * far_share(hosts.intra_node) + (saved - saved_near) * far_share(
+            hosts.inter_node
         )
     seconds = sum(meter.clock.seconds.values()) / meter.clock.steps
     found = (
@@ -89,4 +89,4 @@ def network_links(
 
 def far_share(comm: Comm) -> float:
     """Return the part of what a rank sends each other of a group that leaves its host."""
-    return comm.far_size / max(1, comm.size - 1)
+    return comm.inter_node_size / max(1, comm.size - 1)

@@ -700,7 +700,7 @@ def _reduce_scatter(
     if not layout.slice_numel:
         return DONE
     wire = source.spec.wire or Cast(source.spec.dtype)
-    near = 1 if comm_ctx.hosts is None else comm_ctx.hosts.near.size
+    near = 1 if comm_ctx.hosts is None else comm_ctx.hosts.intra_node.size
     wires = hop_wires(wire, source.spec.dtype, near, source.spec.wire_inside)
     message = Message.of(source, wires[0], comm_ctx.pool)
     if comm.size == 1 and own.data_ptr() == message.memory.data_ptr():
@@ -791,10 +791,10 @@ class MessageRoom:
             numel,
             (message.wire, arriving.wire),
             comm.size,
-            1 if hosts is None else hosts.near.size,
+            1 if hosts is None else hosts.intra_node.size,
             in_place=comm.reads_in_place,
-            near_in_place=hosts is not None and hosts.near.reads_in_place,
-            far_in_place=hosts is not None and hosts.across.reads_in_place,
+            near_in_place=hosts is not None and hosts.intra_node.reads_in_place,
+            far_in_place=hosts is not None and hosts.inter_node.reads_in_place,
         )
         self._lent = [comm_ctx.pool.take(length, dtype) for dtype, length in sizes]
 
@@ -814,8 +814,8 @@ class MessageRoom:
         if hosts is None:
             (boxes,) = boxes_in(self._lent[0] if self._lent else None, comm, length)
             return comm.exchange(pieces, boxes, "reduce", what, add_up)
-        near = hosts.near
-        across = hosts.across
+        near = hosts.intra_node
+        across = hosts.inter_node
         sums, *inboxes = self._lent
         wire = self.arriving.wire
         sent = inboxes.pop(0) if isinstance(wire, Blocks) else sums

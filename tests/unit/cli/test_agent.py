@@ -37,7 +37,7 @@ def test_a_store_that_would_listen_where_the_others_do_not_come_is_refused(
     found = meeting(0, port := free_port(), "127.0.0.2")
     found.next_rendezvous()
     assert found.place == f"127.0.0.2:{port}"
-    found._stores[0]._board.close()
+    found._stores[0]._store.close()
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_without_a_secret_a_store_that_others_reach_says_so_once(
     monkeypatch.setenv(INTERFACE, interface)
     found = meeting(0, free_port(), interface, secret)
     found.next_rendezvous()
-    found._stores[0]._board.close()
+    found._stores[0]._store.close()
     assert caplog.text.count(f"launchers hold no secret: whoever reaches {found.place}") == warnings
     assert repr(secret) not in repr(found)
 

@@ -88,7 +88,7 @@ def test_that_weights_are_not_chosen_for_at_stages_1_and_2_is_said(
     said = list[str]()
     monkeypatch.setattr(planning, "log_once", said.append)
     alone: Any = SimpleNamespace(
-        shard=SimpleNamespace(far_size=0),
+        shard=SimpleNamespace(inter_node_size=0),
         whole=SimpleNamespace(all_gather_rows=lambda row, what: row[None]),
     )
     settings = PlanSettings(
@@ -121,11 +121,11 @@ def test_gradients_are_priced_in_the_dtype_in_which_they_would_travel(
         priced.update(states)
         return replace(asked, why="")
 
-    monkeypatch.setattr(planning, "far_rate", lambda comm, what: MBIT)
+    monkeypatch.setattr(planning, "inter_node_rate", lambda comm, what: MBIT)
     monkeypatch.setattr(planning, "measured_rates", lambda codec, device: (1e9, 1e9))
     monkeypatch.setattr(planning, "choose_codes", choose)
     comm: Any = SimpleNamespace(
-        shard=SimpleNamespace(far_size=1),
+        shard=SimpleNamespace(inter_node_size=1),
         whole=SimpleNamespace(all_gather_rows=lambda row, what: row[None]),
     )
     policy = Policy(torch.bfloat16, reduce=reduce)

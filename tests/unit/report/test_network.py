@@ -46,9 +46,12 @@ def metered(plan: Plan, far: float, steps: int = 2) -> Meter:
 
 def groups(per_host: int) -> Any:
     """The groups that share slices: four ranks on two hosts."""
-    near, across = SimpleNamespace(size=2, far_size=0), SimpleNamespace(size=2, far_size=1)
-    hosts = SimpleNamespace(near=near, across=across) if per_host > 1 else None
-    return SimpleNamespace(comm=SimpleNamespace(size=4, far_size=2), hosts=hosts)
+    near, across = (
+        SimpleNamespace(size=2, inter_node_size=0),
+        SimpleNamespace(size=2, inter_node_size=1),
+    )
+    hosts = SimpleNamespace(intra_node=near, inter_node=across) if per_host > 1 else None
+    return SimpleNamespace(comm=SimpleNamespace(size=4, inter_node_size=2), hosts=hosts)
 
 
 @pytest.mark.parametrize("per_host", [1, 2])
@@ -163,5 +166,5 @@ def test_a_line_is_what_was_measured_else_what_the_interface_says_to_each_rank_o
     for said, expected in (("1000\n", Line(62.5e6, "lo has for each of 2 ranks")), ("-1\n", None)):
         (tmp_path / "lo" / "speed").write_text(said)
         assert line_of(comm) == expected
-    comm.far_rate = 7e6
+    comm.inter_node_rate = 7e6
     assert line_of(comm) == Line(7e6, "it carried at the start")

@@ -3,9 +3,9 @@
 | file | what it holds |
 |---|---|
 | `tls.py` | TLS 1.3 with one certificate, which every process makes from the job's secret |
-| `channel.py` | the job's secret, the handshake that proves it, dialing, the listener (`Door`) |
-| `board.py` | a small key-value table in rank 0's process, and its client; detects lost hosts |
-| `store.py` | a `torch.distributed.Store` over a board: the rendezvous of ranks and launchers |
+| `channel.py` | the job's secret, the handshake that proves it, dialing, `Listener` |
+| `key_value_store.py` | a table in rank 0's process, and its client; detects lost hosts |
+| `store.py` | a `torch.distributed.Store` over that table: the rendezvous of ranks and launchers |
 | `links.py` | tensors between ranks of different hosts; replaces a connection that breaks |
 
 The decisions are 0102 (sockets and secret) and 0108 (lost hosts, the launcher's store, TLS).  This

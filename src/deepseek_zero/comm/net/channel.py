@@ -1,9 +1,9 @@
 """Authenticated connections between ranks: both ends prove that they hold the job's secret before a
 byte of data.
 
-    dialer                                  door
+    dialer                                  listener
     HELLO  magic, role, ranks, nonce   ->
-                                       <-   CHALLENGE  magic, rank, nonce, proof of the door
+                                       <-   CHALLENGE  magic, rank, nonce, proof of the listener
     PROOF  of the dialer               ->
 
 A proof is HMAC-SHA256, with the job's secret, over its own end's name and everything said before;
@@ -64,7 +64,7 @@ Address = tuple[str, int]
 class Role(IntEnum):
     """What a connection is for."""
 
-    BOARD = 1  # the flight recorder's lines
+    RECORDER = 1  # the flight recorder's lines
     DATA = 2  # messages of collectives
     KNOCK = 3  # nothing but the question whether that rank still lives
     STORE = 5  # torch's store, and what launchers tell each other
@@ -147,7 +147,7 @@ class Hello(NamedTuple):
     to: int
 
 
-class Doorkeeper:
+class ServerHandshake:
     """The answering side of one handshake, without input and output: bytes go in, bytes come out.
 
     needs: bytes it waits for now, exactly; 0 once `hello` is proven.
@@ -192,11 +192,11 @@ def _proof(secret: bytes, end: bytes, said: bytes) -> bytes:
 
 
 def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> socket.socket:
-    """Prove this end to a door, and have the door prove itself; return the connection to use from
-    then on.
+    """Prove this end to a listener, and have the listener prove itself; return the connection to
+    use from then on.
 
-    Waits as long as the connection's own time limit says. Raises `Refused` if it is another's door,
-    OSError if the connection breaks; then it is closed.
+    Waits as long as the connection's own time limit says. Raises `Refused` if it is another's
+    listener, OSError if the connection breaks; then it is closed.
     """
     if uses_tls():
         connection = _encrypted(connection, secret, hello.to)
@@ -378,13 +378,13 @@ def parse_ports(text: str) -> range:
 @dataclass
 class _Pending:
     origin: str
-    keeper: Doorkeeper
+    server_handshake: ServerHandshake
     until: float
     handshake: Callable[[], None] | None = None  # of TLS, until it is done
     came: bytearray = field(default_factory=bytearray)
 
 
-class Door:
+class Listener:
     """One listening socket of this rank, at one address, and a thread that lets in who proves the
     job's secret.
 
@@ -396,7 +396,7 @@ class Door:
         """ports: to choose from; 0 is any free one. Raises `UsageError` if all are taken."""
         self._secret = secret
         self._rank = rank
-        self._tls = tls.contexts(secret).door if uses_tls() else None
+        self._tls = tls.contexts(secret).listener if uses_tls() else None
         self._listener = _listen(host, ports)
         self.address: Address = self._listener.getsockname()[:2]
         self._admit: dict[Role, Callable[[socket.socket, int], None]] = {}
@@ -422,7 +422,7 @@ class Door:
         """Call `ready` on this thread whenever the connection has something to read. Only on this
         thread.
 
-        The connection is the door's to close when it closes.
+        The connection is the listener's to close when it closes.
         """
         self._watched[connection.fileno()] = connection, ready
         self._poll.register(connection, select.POLLIN)
@@ -456,7 +456,9 @@ class Door:
             self._thread.join(1.0)
 
     def _connections(self) -> list[socket.socket]:
-        """Return all sockets that are this door's to close, in this process or a child of it."""
+        """Return all sockets that are this listener's to close, in this process or a child
+        of it.
+        """
         return [self._listener, *self._pending, *(watched for watched, _ in self._watched.values())]
 
     def _close_in_child(self) -> None:
@@ -466,14 +468,14 @@ class Door:
     def _serve(self) -> None:
         try:
             while not self._is_closing:
-                for descriptor, _ in self._poll.poll(self._patience()):
+                for descriptor, _ in self._poll.poll(self._poll_timeout()):
                     self._look_at(descriptor)
                 self._close_overdue()
         finally:
             for connection in (self._wake, self._waker, *self._connections()):
                 connection.close()
 
-    def _patience(self) -> float | None:
+    def _poll_timeout(self) -> float | None:
         """Return milliseconds until the next connection is overdue."""
         if not self._pending:
             return None
@@ -511,9 +513,9 @@ class Door:
             handshake = secured.do_handshake
         if len(self._pending) >= MOST_PENDING:
             self._turn_away(next(iter(self._pending)), Refused("too many at once"))
-        keeper = Doorkeeper(self._secret, self._rank)
+        server_handshake = ServerHandshake(self._secret, self._rank)
         self._pending[connection] = _Pending(
-            origin, keeper, time.monotonic() + HANDSHAKE_SECONDS, handshake
+            origin, server_handshake, time.monotonic() + HANDSHAKE_SECONDS, handshake
         )
         self._sockets[connection.fileno()] = connection
         self._poll.register(connection, select.POLLIN)
@@ -524,14 +526,18 @@ class Door:
             if pending.handshake is not None:
                 pending.handshake()
                 pending.handshake = None
-            data = connection.recv(pending.keeper.needs - len(pending.came))
+            data = connection.recv(pending.server_handshake.needs - len(pending.came))
             if not data:
                 raise Refused("it went before it had proven anything")
             pending.came += data
-            if self._tls is None and pending.keeper.is_first and pending.came[:1] in _TLS_RECORDS:
+            if (
+                self._tls is None
+                and pending.server_handshake.is_first
+                and pending.came[:1] in _TLS_RECORDS
+            ):
                 raise _OtherProtocol("it speaks TLS, and this job does not")
-            if len(pending.came) == pending.keeper.needs:
-                answer = pending.keeper.take(bytes(pending.came))
+            if len(pending.came) == pending.server_handshake.needs:
+                answer = pending.server_handshake.take(bytes(pending.came))
                 pending.came = bytearray()
                 if answer and connection.send(answer) != len(answer):
                     raise Refused("it does not listen")
@@ -546,7 +552,7 @@ class Door:
                 error = _OtherProtocol("it speaks no TLS, and this job does")
             self._turn_away(connection, error)
             return
-        hello = pending.keeper.hello
+        hello = pending.server_handshake.hello
         if hello is not None:
             self._forget(connection)
             if (handler := self._admit.get(hello.role)) is None:
@@ -621,12 +627,12 @@ def _listen(host: str, ports: Iterable[int]) -> socket.socket:
     )
 
 
-_OPEN: weakref.WeakSet[Door] = weakref.WeakSet()
+_OPEN: weakref.WeakSet[Listener] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    for door in list(_OPEN):
-        door._close_in_child()
+    for listener in list(_OPEN):
+        listener._close_in_child()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

@@ -40,11 +40,11 @@ from ...base.errors import ModelMismatchError
 from ...base.launch import TELL_AFTER, dead_after
 from ...base.log import logger
 from ..ids import CollectiveId, engine_of, lane_of_tag, tag_of
-from ..transports.base import ConnectionLost, Wait, patience_of
+from ..transports.base import ConnectionLost, Wait, poll_interval_of
 from .channel import (
     Address,
-    Door,
     Hello,
+    Listener,
     Refused,
     Role,
     dial,
@@ -107,7 +107,7 @@ class _Exchange:
         self.event.set()
 
     def wait(self) -> None:
-        if not self.event.wait(patience_of(self._cid)):
+        if not self.event.wait(poll_interval_of(self._cid)):
             raise TimeoutError
         if self.error is not None:
             raise self.error
@@ -264,13 +264,15 @@ class Links:
         self,
         rank: int,
         secret: bytes,
-        door: Door,
+        listener: Listener,
         addresses: Mapping[int, Address],
         names: Sequence[str] = (),
     ) -> None:
-        """addresses: of the far ranks' doors.  names: of all ranks' hosts, where they are known."""
+        """addresses: of the far ranks' listeners.  names: of all ranks' hosts, where they are
+        known.
+        """
         self.rank = rank
-        self.door = door
+        self.listener = listener
         self._secret = secret
         self.links = {
             peer: _Link(peer, address, f"{names[peer]} ({address[0]})" if names else address[0])
@@ -293,9 +295,9 @@ class Links:
 
     def connect(self) -> str:
         """Connect to all far ranks; return why that failed, or "". Every rank calls it, after all
-        doors are open.
+        listeners are open.
         """
-        self.door.admit(Role.DATA, self._admit)
+        self.listener.admit(Role.DATA, self._admit)
         self._thread.start()
         for link in self.links.values():
             if self._dials(link):
@@ -353,7 +355,7 @@ class Links:
     def close(self) -> None:
         """Hang up, and stop listening."""
         self.hang_up()
-        self.door.close()
+        self.listener.close()
 
     def hang_up(self) -> None:
         """Wait until the others have received what was sent, for a second at most, and close all

@@ -1,9 +1,10 @@
-"""A store for torch over a board, in which the processes of a job find each other. It admits only
-those that hold the job's secret.
+"""A store for torch over a `KeyValueStore`, in which the processes of a job find each other. It
+admits only those that hold the job's secret.
 
 torch's own stores listen at a port for whoever comes.  This one is a `torch.distributed.Store` to
-torch, and a client of a board (board.py) to us: each call is a request or a few, and waiting for a
-key is asking again and again, at longer and longer intervals, which only a start does.
+torch, and a client of a `KeyValueStore` to us: each call is a request or a few, and
+waiting for a key is asking again and again, at longer and longer intervals, which only a start
+does.
 """
 
 from __future__ import annotations
@@ -18,30 +19,30 @@ from datetime import timedelta
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]  # public
 
 from ...base import launch, world
-from .board import Answer, Board, FarBoard, Operation
-from .channel import Address, Door, Role, read_secret
+from .channel import Address, Listener, Role, read_secret
+from .key_value_store import Answer, KeyValueStore, Operation, StoreClient
 
 START_TIMEOUT = timedelta(minutes=15)  # for what others write when they have started
 # Of launchers on several hosts that were given none: anybody knows it
 NO_SECRET = bytes(launch.SECRET_BYTES)
 _KEPT: list[
-    BoardStore
+    RendezvousStore
 ] = []  # of this rank: torch keeps of a store what is C++, and asks it as long as it runs
 # seconds between two looks for a key
 SHORTEST_PAUSE = 1e-3
 LONGEST_PAUSE = 0.05
 
 
-class BoardStore(Store):
-    """One process's way to a board, for torch. RuntimeError if whoever keeps the board is gone.
+class RendezvousStore(Store):
+    """A `KeyValueStore` as torch calls it. RuntimeError if the process that has it is gone.
 
-    Texts on a board are texts: bytes of torch's are written as the characters of these numbers.
+    A `KeyValueStore` has texts: bytes of torch's are written as the characters of these numbers.
     """
 
-    def __init__(self, board: Board | FarBoard, timeout: timedelta) -> None:
+    def __init__(self, store: KeyValueStore | StoreClient, timeout: timedelta) -> None:
         super().__init__()
         self.set_timeout(timeout)
-        self._board = board
+        self._store = store
         self._who = secrets.token_hex(8)
         self._numbers = itertools.count()
 
@@ -57,7 +58,7 @@ class BoardStore(Store):
     def get(self, key: str) -> bytes:
         """Return a value as soon as there is one."""
         self.wait([key])
-        return _bytes(self._ask(Operation.LOOK, key))
+        return _bytes(self._ask(Operation.GET, key))
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number under a key, which is 0 at first; return the sum."""
@@ -74,7 +75,7 @@ class BoardStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all of these keys have values."""
-        return all(self._ask(Operation.LOOK, key).text is not None for key in keys)
+        return all(self._ask(Operation.GET, key).text is not None for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all of these keys have values; DistStoreError if they do not within the
@@ -83,7 +84,7 @@ class BoardStore(Store):
         until = time.monotonic() + (timeout or self._timeout).total_seconds()
         pause = SHORTEST_PAUSE
         for key in keys:
-            while self._ask(Operation.LOOK, key).text is None:
+            while self._ask(Operation.GET, key).text is None:
                 if time.monotonic() > until:
                     raise DistStoreError(f"nobody wrote {key!r} in time")
                 time.sleep(pause)
@@ -118,7 +119,7 @@ class BoardStore(Store):
         """Return whether `append`, `multi_get` and `multi_set` may be used; torch does without."""
         return False
 
-    def clone(self) -> BoardStore:
+    def clone(self) -> RendezvousStore:
         """Return a store of the same values: this one, since what torch holds of another would not
         keep it alive.
         """
@@ -129,36 +130,40 @@ class BoardStore(Store):
         time.
         """
         until = time.monotonic() + self._timeout.total_seconds()
-        while (answer := self._board.ask(operation, key, value)) is None:
+        while (answer := self._store.ask(operation, key, value)) is None:
             if time.monotonic() > until:
                 raise DistStoreError(f"who keeps the store has not answered for {self._timeout}")
             time.sleep(LONGEST_PAUSE)  # behind a silent host there is no answer at once
         return answer
 
 
-def keep_store(host: str, port: int, secret: bytes) -> tuple[BoardStore, Board, Address]:
-    """Open the store of a job in this process; return it, its board, and where it listens. port: 0
+def keep_store(
+    host: str, port: int, secret: bytes
+) -> tuple[RendezvousStore, KeyValueStore, Address]:
+    """Open the store of a job in this process; return it, its table, and where it listens. port: 0
     is any free one.
 
     Raises `UsageError` if the port is taken, OSError if this host cannot listen at that address.
     """
-    door = Door(host, secret, 0, (port,))
-    board = Board(door, Role.STORE)
-    return BoardStore(board, START_TIMEOUT), board, door.address
+    listener = Listener(host, secret, 0, (port,))
+    store = KeyValueStore(listener, Role.STORE)
+    return RendezvousStore(store, START_TIMEOUT), store, listener.address
 
 
-def reach_store(address: Address, secret: bytes, rank: int, *, watches: bool = False) -> BoardStore:
+def reach_store(
+    address: Address, secret: bytes, rank: int, *, watches: bool = False
+) -> RendezvousStore:
     """Return the store that listens there. rank: by which this process is known to it. watches: as
-    `FarBoard`.
+    `StoreClient`.
 
     Raises OSError or RuntimeError if nobody listens there, `Refused` if it is somebody else.
     """
-    return BoardStore(
-        FarBoard(address, secret, rank, role=Role.STORE, watches=watches), START_TIMEOUT
+    return RendezvousStore(
+        StoreClient(address, secret, rank, role=Role.STORE, watches=watches), START_TIMEOUT
     )
 
 
-def launchers_store() -> BoardStore | None:
+def launchers_store() -> RendezvousStore | None:
     """Return the store that our launcher keeps for the ranks of this job; None under another
     launcher.
 

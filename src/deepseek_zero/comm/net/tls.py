@@ -32,9 +32,9 @@ RECORD_BYTES = 1 << 14  # of one TLS record, at most
 
 
 class Contexts(NamedTuple):
-    """How the doors and the dialers of one job speak TLS."""
+    """How the listeners and the dialers of one job speak TLS."""
 
-    door: ssl.SSLContext
+    listener: ssl.SSLContext
     dialer: ssl.SSLContext
 
 
@@ -109,18 +109,18 @@ def contexts(secret: bytes) -> Contexts:
     require_cryptography()
     seed = hmac.new(secret, b"tls key", hashlib.sha256).digest()
     key, certificate = _key_and_certificate(seed)
-    door = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    listener = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     dialer = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     with _file_of(key + certificate) as path:
-        for context in (door, dialer):
+        for context in (listener, dialer):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.check_hostname = False  # the key is the identity, on any host
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_cert_chain(path)
             context.load_verify_locations(cadata=certificate)
             context.sslsocket_class = TlsSocket
-    door.num_tickets = 0  # the dialer would never read session tickets
-    return Contexts(door, dialer)
+    listener.num_tickets = 0  # the dialer would never read session tickets
+    return Contexts(listener, dialer)
 
 
 def _key_and_certificate(seed: bytes) -> tuple[str, str]:

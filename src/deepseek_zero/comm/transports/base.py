@@ -34,9 +34,9 @@ class ConnectionLost(Exception):
         self.is_silence = is_silence
 
 
-def patience_of(cid: CollectiveId) -> float:
+def poll_interval_of(cid: CollectiveId) -> float:
     """Return how long a wait for a collective lasts before its caller is asked whether to go on."""
-    return POLL_SECONDS if cid.patience is None else cid.patience()
+    return POLL_SECONDS if cid.poll_interval is None else cid.poll_interval()
 
 
 Wait = Callable[[], None]

@@ -47,44 +47,45 @@ class HostStaged(CopyingTransport):
 
 
 class Hierarchical(CopyingTransport):
-    """Ranks of several hosts: near ones through shared memory, far ones through gloo."""
+    """Ranks of several hosts: those of one host through shared memory, the others through gloo."""
 
-    def __init__(self, near: Transport, far: Transport, rank: int) -> None:
-        self.near = near
-        self.far = far
+    def __init__(self, intra_node: Transport, inter_node: Transport, rank: int) -> None:
+        self.intra_node = intra_node
+        self.inter_node = inter_node
         self.rank = rank
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self.near.empty(numel, dtype)
+        return self.intra_node.empty(numel, dtype)
 
     def is_read(self, tensor: Tensor) -> bool:
-        return self.near.is_read(tensor)
+        return self.intra_node.is_read(tensor)
 
     def wait_until_read(self, tensor: Tensor) -> None:
-        self.near.wait_until_read(tensor)
+        self.intra_node.wait_until_read(tensor)
 
     @property
     def expects(self) -> bool:
-        return self.near.expects
+        return self.intra_node.expects
 
     def progress(self) -> None:
-        self.near.progress()
+        self.intra_node.progress()
 
     def end_engine(self, engine: str) -> None:
-        self.near.end_engine(engine)
-        self.far.end_engine(engine)
+        self.intra_node.end_engine(engine)
+        self.inter_node.end_engine(engine)
 
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
-        far = self.far.all_gather(full, cid)  # first: it may have no room yet
-        return _both(self.near.all_gather(full, cid), far)
+        inter_node = self.inter_node.all_gather(full, cid)  # first: it may have no room yet
+        return _both(self.intra_node.all_gather(full, cid), inter_node)
 
     def exchange(
         self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
     ) -> Wait:
         received = filled(inbox, pieces[self.rank], self.rank)
-        far = self.far.exchange(pieces, inbox, cid, _keep_waiting)  # first: it may have no room yet
-        near = self.near.exchange(pieces, inbox, cid, _keep_waiting)
-        return once(_both(near, far), lambda: use(received))
+        # First: it may have no room yet
+        inter_node = self.inter_node.exchange(pieces, inbox, cid, _keep_waiting)
+        intra_node = self.intra_node.exchange(pieces, inbox, cid, _keep_waiting)
+        return once(_both(intra_node, inter_node), lambda: use(received))
 
 
 def _keep_waiting(received: Sequence[Tensor]) -> None:

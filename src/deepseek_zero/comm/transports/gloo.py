@@ -259,7 +259,7 @@ class _Completion:
         self._event.set()
 
     def wait(self) -> None:
-        if not self._event.wait(base.patience_of(self._cid)):
+        if not self._event.wait(base.poll_interval_of(self._cid)):
             raise TimeoutError
         if self.error is not None:
             raise self.error

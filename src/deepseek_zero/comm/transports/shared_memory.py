@@ -220,9 +220,11 @@ class HostPages:
             self._take_messages()
 
         def wait() -> None:
-            patience = None if cid.patience is None else cid.patience()
+            poll_interval = None if cid.poll_interval is None else cid.poll_interval()
             self._until(
-                lambda: tag not in self._in_flight, lambda: self._in_flight[tag].awaiting, patience
+                lambda: tag not in self._in_flight,
+                lambda: self._in_flight[tag].awaiting,
+                poll_interval,
             )
             if error := self._failed.pop(tag, None):
                 raise error
@@ -292,7 +294,7 @@ class HostPages:
         self,
         done: Callable[[], bool],
         needed: Callable[[], set[int]],
-        patience: float | None = None,
+        poll_interval: float | None = None,
     ) -> None:
         """Take messages in until `done` and all of this rank's own are sent: it may not come here
         again for long.
@@ -300,15 +302,15 @@ class HostPages:
         ConnectionLost where a rank that is needed has ended; TimeoutError after a while.
         """
         began = time.perf_counter()
-        patience = base.POLL_SECONDS if patience is None else patience
+        poll_interval = base.POLL_SECONDS if poll_interval is None else poll_interval
         while not (is_done := done()) or self.sockets.has_unsent:
             if not is_done and (ended := needed() & self.sockets.gone):
                 raise ConnectionLost(f"the process of rank {min(ended)} has ended", min(ended))
             waited = time.perf_counter() - began
-            if waited > patience:
+            if waited > poll_interval:
                 raise TimeoutError
             if waited > SPIN_SECONDS:
-                self.sockets.wait(patience - waited)
+                self.sockets.wait(poll_interval - waited)
             with self._lock:
                 self._take_messages()
 
@@ -665,7 +667,7 @@ def connect_local(
         json.loads(text) for text in all_gather_text(json.dumps([key, address, name]), size, group)
     ]
     hosts = Hosts(rank, tuple(key for key, *_ in everyone), tuple(name for *_, name in everyone))
-    others = [peer for peer in hosts.near if peer != rank]
+    others = [peer for peer in hosts.local_ranks if peer != rank]
     found: dict[int, socket.socket] = {}
     try:
         if listener is not None and all(everyone[peer][1] for peer in others):
@@ -676,7 +678,7 @@ def connect_local(
         if listener is not None:
             listener.close()
     refusals = all_gather_text(refusal, size, group)
-    refusal = next((refusals[peer] for peer in hosts.near if refusals[peer]), "")
+    refusal = next((refusals[peer] for peer in hosts.local_ranks if refusals[peer]), "")
     if not others or refusal:
         for connection in found.values():
             connection.close()

@@ -23,7 +23,15 @@ import pytest
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.launch import SECRET_FILE, TLS
 from deepseek_zero.comm.net import channel, tls
-from deepseek_zero.comm.net.channel import Door, Doorkeeper, Hello, Refused, Role, dial, introduce
+from deepseek_zero.comm.net.channel import (
+    Hello,
+    Listener,
+    Refused,
+    Role,
+    ServerHandshake,
+    dial,
+    introduce,
+)
 from deepseek_zero.comm.net.tls import TlsSocket
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
@@ -33,14 +41,14 @@ Admitted = SimpleQueue[tuple[socket.socket, int]]
 
 
 @pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Door, Admitted]]:
-    """Rank 0's door, which lets nobody wait in vain, and who came in."""
+def listener(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Listener, Admitted]]:
+    """Rank 0's listener, which lets nobody wait in vain, and who came in."""
     monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 10 * PATIENCE)
     yield from opened_door()
 
 
-def opened_door() -> Iterator[tuple[Door, Admitted]]:
-    found, admitted = Door("127.0.0.1", SECRET, 0), Admitted()
+def opened_door() -> Iterator[tuple[Listener, Admitted]]:
+    found, admitted = Listener("127.0.0.1", SECRET, 0), Admitted()
     found.admit(Role.DATA, lambda connection, rank: admitted.put((connection, rank)))
     yield found, admitted
     found.close()
@@ -62,66 +70,68 @@ def is_closed(connection: socket.socket, seconds: float) -> bool:
 
 
 def test_who_holds_the_secret_comes_in_and_what_he_says_next_is_not_lost(
-    door: tuple[Door, Admitted],
+    listener: tuple[Listener, Admitted],
 ) -> None:
-    with dial(door[0].address, PATIENCE) as connection:
+    with dial(listener[0].address, PATIENCE) as connection:
         introduce(connection, SECRET, HELLO)
         connection.sendall(b"data")
-        inside, rank = door[1].get(timeout=PATIENCE)
+        inside, rank = listener[1].get(timeout=PATIENCE)
         with inside:
             inside.settimeout(PATIENCE)
             assert (rank, inside.recv(10)) == (3, b"data")
-    assert door[0].strangers == 0
+    assert listener[0].strangers == 0
 
 
 def test_a_proof_may_begin_with_any_byte(
-    door: tuple[Door, Admitted], monkeypatch: pytest.MonkeyPatch
+    listener: tuple[Listener, Admitted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A door tells TLS by its first byte, and once took 1 of 128 proofs for it."""
+    """A listener tells TLS by its first byte, and once took 1 of 128 proofs for it."""
     prove = channel._proof
     for first in range(256):
         monkeypatch.setattr(
             channel, "_proof", lambda *said, byte=first: bytes([byte]) + prove(*said)[1:]
         )
-        with dial(door[0].address, PATIENCE) as connection:
+        with dial(listener[0].address, PATIENCE) as connection:
             introduce(connection, SECRET, HELLO)
-            door[1].get(timeout=PATIENCE)[0].close()
-    assert door[0].strangers == 0
+            listener[1].get(timeout=PATIENCE)[0].close()
+    assert listener[0].strangers == 0
 
 
-def test_both_ends_refuse_another_secret(door: tuple[Door, Admitted]) -> None:
+def test_both_ends_refuse_another_secret(listener: tuple[Listener, Admitted]) -> None:
     with (
-        dial(door[0].address, PATIENCE) as connection,
+        dial(listener[0].address, PATIENCE) as connection,
         pytest.raises(Refused, match="does not hold the job's secret"),
     ):
         introduce(connection, OTHER, HELLO)
-    keeper = Doorkeeper(SECRET, 0)
-    keeper.take(channel._HELLO.pack(channel._MAGIC, Role.DATA, 3, 0, bytes(32)))
+    server_handshake = ServerHandshake(SECRET, 0)
+    server_handshake.take(channel._HELLO.pack(channel._MAGIC, Role.DATA, 3, 0, bytes(32)))
     with pytest.raises(Refused, match="did not prove"):
-        keeper.take(secrets.token_bytes(keeper.needs))
-    assert keeper.hello is None
-    assert door[1].empty()
+        server_handshake.take(secrets.token_bytes(server_handshake.needs))
+    assert server_handshake.hello is None
+    assert listener[1].empty()
 
 
 def test_an_old_conversation_said_again_proves_nothing() -> None:
-    hello, keeper = (
+    hello, server_handshake = (
         channel._HELLO.pack(channel._MAGIC, Role.DATA, 3, 0, secrets.token_bytes(32)),
-        Doorkeeper(SECRET, 0),
+        ServerHandshake(SECRET, 0),
     )
-    proof = channel._proof(SECRET, b"dialer", hello + keeper.take(hello))
-    keeper.take(proof)
-    assert keeper.hello == HELLO, "it was good once"
-    again = Doorkeeper(SECRET, 0)
+    proof = channel._proof(SECRET, b"dialer", hello + server_handshake.take(hello))
+    server_handshake.take(proof)
+    assert server_handshake.hello == HELLO, "it was good once"
+    again = ServerHandshake(SECRET, 0)
     again.take(hello)
     with pytest.raises(Refused):
         again.take(proof)
 
 
 def test_a_doors_own_proof_does_not_serve_as_a_dialers() -> None:
-    keeper = Doorkeeper(SECRET, 0)
-    challenge = keeper.take(channel._HELLO.pack(channel._MAGIC, Role.DATA, 3, 0, bytes(32)))
+    server_handshake = ServerHandshake(SECRET, 0)
+    challenge = server_handshake.take(
+        channel._HELLO.pack(channel._MAGIC, Role.DATA, 3, 0, bytes(32))
+    )
     with pytest.raises(Refused):
-        keeper.take(challenge[-32:])
+        server_handshake.take(challenge[-32:])
 
 
 @pytest.mark.parametrize(
@@ -134,29 +144,31 @@ def test_a_doors_own_proof_does_not_serve_as_a_dialers() -> None:
         channel._HELLO.pack(channel._MAGIC, 9, 3, 0, bytes(32)),  # for nothing there is
     ],
 )
-def test_garbage_is_turned_away_at_once(door: tuple[Door, Admitted], said: bytes) -> None:
-    with dial(door[0].address, PATIENCE) as connection:
+def test_garbage_is_turned_away_at_once(listener: tuple[Listener, Admitted], said: bytes) -> None:
+    with dial(listener[0].address, PATIENCE) as connection:
         connection.sendall(said)
         assert is_closed(connection, PATIENCE), "long before the handshake's time is over"
-    assert (door[0].strangers, door[1].empty()) == (1, True)
+    assert (listener[0].strangers, listener[1].empty()) == (1, True)
 
 
 def test_a_thousand_half_open_connections_keep_nobody_out(
-    door: tuple[Door, Admitted], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    listener: tuple[Listener, Admitted],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(channel, "MOST_PENDING", 64)
     monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 2.5)  # also for the one that proves itself
-    silent = [dial(door[0].address, PATIENCE) for _ in range(1000)]
+    silent = [dial(listener[0].address, PATIENCE) for _ in range(1000)]
     began = time.monotonic()
-    with dial(door[0].address, PATIENCE) as connection:
+    with dial(listener[0].address, PATIENCE) as connection:
         introduce(connection, SECRET, HELLO)
-        inside, rank = door[1].get(timeout=PATIENCE)
+        inside, rank = listener[1].get(timeout=PATIENCE)
         inside.close()
         assert rank == 3
     assert all(is_closed(each, max(0.01, began + PATIENCE - time.monotonic())) for each in silent)
     for each in silent:
         each.close()
-    assert door[0].strangers == 1000
+    assert listener[0].strangers == 1000
     assert (
         len([line for line in caplog.messages if "closed a connection from 127.0.0.1" in line]) == 1
     ), "one line"
@@ -177,12 +189,12 @@ def test_a_door_listens_at_its_address_within_its_ports_alone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         first = taken.getsockname()[1]
         with pytest.raises(UsageError, match=r"(?s)all 1 ports.*--ports"):
-            Door("127.0.0.1", SECRET, 0, range(first, first + 1))
-        door = Door("127.0.0.1", SECRET, 0, range(first, first + 20))
-        assert door.address[1] in range(first + 1, first + 20)
-        door.close()
+            Listener("127.0.0.1", SECRET, 0, range(first, first + 1))
+        listener = Listener("127.0.0.1", SECRET, 0, range(first, first + 20))
+        assert listener.address[1] in range(first + 1, first + 20)
+        listener.close()
         with pytest.raises(ConnectionRefusedError):
-            dial(door.address, PATIENCE)
+            dial(listener.address, PATIENCE)
 
 
 def test_ports_are_read_or_refused_by_name() -> None:
@@ -247,7 +259,7 @@ def test_a_secret_of_another_user_is_refused_and_roots_is_not(
 
 
 def test_a_child_of_a_fork_does_not_keep_the_door_open() -> None:
-    door = Door("127.0.0.1", SECRET, 0)
+    listener = Listener("127.0.0.1", SECRET, 0)
     begun, begins = os.pipe()
     reader, writer = os.pipe()
     child = os.fork()
@@ -259,9 +271,9 @@ def test_a_child_of_a_fork_does_not_keep_the_door_open() -> None:
     os.close(begins)
     try:
         assert os.read(begun, 1)
-        door.close()
+        listener.close()
         with pytest.raises(ConnectionRefusedError):
-            dial(door.address, PATIENCE).close()
+            dial(listener.address, PATIENCE).close()
     finally:
         for end in (begun, reader, writer):
             os.close(end)
@@ -272,13 +284,13 @@ def test_a_child_of_a_fork_does_not_keep_the_door_open() -> None:
 
 
 @pytest.fixture
-def tls_door(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Door, Admitted]]:
+def tls_door(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Listener, Admitted]]:
     monkeypatch.setenv(TLS, "1")
     yield from opened_door()
 
 
 def test_by_tls_who_holds_the_secret_comes_in_and_nobody_else(
-    tls_door: tuple[Door, Admitted],
+    tls_door: tuple[Listener, Admitted],
 ) -> None:
     found, admitted = tls_door
     with introduce(dial(found.address, PATIENCE), SECRET, HELLO) as connection:
@@ -304,7 +316,7 @@ def test_by_tls_who_holds_the_secret_comes_in_and_nobody_else(
 
 
 def test_by_tls_a_connection_that_proves_nothing_is_closed(
-    tls_door: tuple[Door, Admitted], monkeypatch: pytest.MonkeyPatch
+    tls_door: tuple[Listener, Admitted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within TLS it is another object than the one that was dialed, and nobody but `introduce`
     could close it.
@@ -319,33 +331,33 @@ def test_by_tls_a_connection_that_proves_nothing_is_closed(
     assert made[0].fileno() == -1
 
 
-@pytest.mark.parametrize("end", ["door", "dialer"])
+@pytest.mark.parametrize("end", ["listener", "dialer"])
 def test_a_connection_that_is_reset_before_tls_begins_is_closed(end: str) -> None:
     """Python's ssl has taken it by then, and raises without closing it (3.11)."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         dialed = dial(listener.getsockname(), PATIENCE)
         accepted, _ = listener.accept()
-    kept, other = (accepted, dialed) if end == "door" else (dialed, accepted)
+    kept, other = (accepted, dialed) if end == "listener" else (dialed, accepted)
     # A reset when it is closed
     other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     other.close()
     descriptor = kept.fileno()
     with pytest.raises(ConnectionResetError, match="ended before TLS began"):
         getattr(tls.contexts(SECRET), end).wrap_socket(
-            kept, server_side=end == "door", do_handshake_on_connect=end == "dialer"
+            kept, server_side=end == "listener", do_handshake_on_connect=end == "dialer"
         )
     with pytest.raises(OSError):
         os.fstat(descriptor)
 
 
 def test_one_end_with_tls_and_one_without_never_meet_and_both_say_why(
-    door: tuple[Door, Admitted],
-    tls_door: tuple[Door, Admitted],
+    listener: tuple[Listener, Admitted],
+    tls_door: tuple[Listener, Admitted],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with (
-        dial(door[0].address, PATIENCE) as connection,
+        dial(listener[0].address, PATIENCE) as connection,
         pytest.raises(Refused, match="speaks no TLS: say --tls on"),
     ):
         introduce(connection, SECRET, HELLO)
@@ -355,7 +367,7 @@ def test_one_end_with_tls_and_one_without_never_meet_and_both_say_why(
         pytest.raises(Refused, match="speaks TLS: say --tls on"),
     ):
         introduce(connection, SECRET, HELLO)
-    assert door[1].empty() and tls_door[1].empty()
+    assert listener[1].empty() and tls_door[1].empty()
     assert "it speaks TLS, and this job does not: say --tls on every host" in caplog.text
     assert (
         "127.0.0.1 to this job: it speaks no TLS, and this job does: say --tls on every host"
@@ -391,7 +403,7 @@ def test_without_the_package_for_certificates_no_end_opens_and_the_error_names_t
         listener.settimeout(PATIENCE)
         monkeypatch.setenv(TLS, "1")
         with pytest.raises(UsageError, match=r"deepseek-zero\[tls\]"):
-            Door("127.0.0.1", secret, 0)
+            Listener("127.0.0.1", secret, 0)
         with (
             dial(listener.getsockname(), PATIENCE) as connection,
             pytest.raises(UsageError, match=r"deepseek-zero\[tls\]"),
@@ -410,10 +422,10 @@ def test_a_jobs_key_is_in_no_folder_where_the_system_has_files_without_a_name(
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nosuch"))
     if hasattr(os, "memfd_create"):
-        assert contexts().door.cert_store_stats()["x509"] == 1
+        assert contexts().listener.cert_store_stats()["x509"] == 1
         monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(FileNotFoundError):
         contexts()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert contexts().door.cert_store_stats()["x509"] == 1
+    assert contexts().listener.cert_store_stats()["x509"] == 1
     assert not list(tmp_path.iterdir())

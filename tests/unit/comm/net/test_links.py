@@ -21,7 +21,7 @@ from deepseek_zero.base.errors import ModelMismatchError
 from deepseek_zero.base.launch import TLS
 from deepseek_zero.comm.ids import CollectiveId, lane_number, tag_of
 from deepseek_zero.comm.net import links as module
-from deepseek_zero.comm.net.channel import Door, Hello, Role, dial, introduce
+from deepseek_zero.comm.net.channel import Hello, Listener, Role, dial, introduce
 from deepseek_zero.comm.net.links import EAGER_BUDGET, EAGER_BYTES, PIECE_BYTES, Kind, Links
 from deepseek_zero.comm.transports.base import ConnectionLost, Wait
 from deepseek_zero.comm.transports.tcp import Tcp
@@ -36,7 +36,7 @@ PATIENCE = 20.0  # seconds; this process may stand still for a while at any mome
 @contextmanager
 def two_ranks() -> Iterator[tuple[Links, Links, Wire]]:
     """Ranks 0 and 1, connected by a wire."""
-    doors = [Door("127.0.0.1", SECRET, rank) for rank in (0, 1)]
+    doors = [Listener("127.0.0.1", SECRET, rank) for rank in (0, 1)]
     wire = Wire(doors[0].address)
     ranks = (
         Links(0, SECRET, doors[0], {1: doors[1].address}),
@@ -458,7 +458,7 @@ def test_a_rank_that_is_busy_for_long_is_not_lost(monkeypatch: pytest.MonkeyPatc
     with two_ranks() as (first, second, _):
         tensor, box = random(LARGE), torch.zeros(LARGE, dtype=torch.uint8)
         stands_still = threading.Event()
-        monkeypatch.setattr(second.door, "_look_at", lambda descriptor: stands_still.wait())
+        monkeypatch.setattr(second.listener, "_look_at", lambda descriptor: stands_still.wait())
         with second._lock:
             wait = first.start({1: (tensor, box[:0])}, cid(0))
             deadline = time.monotonic() + 2.0
@@ -489,7 +489,7 @@ def test_another_size_is_an_error_with_both_sizes_and_not_the_end() -> None:
 
 def test_who_lies_about_lengths_is_cut_off_before_memory_is_made() -> None:
     with two_ranks() as (first, second, _):
-        with dial(first.door.address, PATIENCE) as liar:
+        with dial(first.listener.address, PATIENCE) as liar:
             introduce(liar, SECRET, Hello(Role.DATA, 1, 0))
             liar.sendall(module._header(Kind.RESUME, 0))
             liar.sendall(module._header(Kind.PIECE, 1, 5, 1 << 30, 0, 0, 1 << 30))

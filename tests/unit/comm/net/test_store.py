@@ -1,4 +1,4 @@
-"""torch's store over a board: the same answers as torch's own, from far and near, each request done
+"""torch's store over a table: the same answers as torch's own, from far and near, each request done
 once.
 """
 
@@ -16,22 +16,26 @@ import pytest
 import torch.distributed as dist
 
 from deepseek_zero.base.launch import SECRET_FILE, STORE
-from deepseek_zero.comm.net.board import Board, FarBoard, Operation
-from deepseek_zero.comm.net.channel import Door, Refused, Role
-from deepseek_zero.comm.net.store import BoardStore, launchers_store
+from deepseek_zero.comm.net.channel import Listener, Refused, Role
+from deepseek_zero.comm.net.key_value_store import KeyValueStore, Operation, StoreClient
+from deepseek_zero.comm.net.store import RendezvousStore, launchers_store
 
 SECRET, SOON = b"s" * 32, timedelta(seconds=0.2)
 
 
 @pytest.fixture
-def stores() -> Iterator[tuple[Board, BoardStore, BoardStore]]:
-    """A board, its own process's store and another one's."""
-    door = Door("127.0.0.1", SECRET, 0)
-    board = Board(door, Role.STORE)
-    far = FarBoard(door.address, SECRET, 1, role=Role.STORE)
-    yield board, BoardStore(board, timedelta(seconds=20)), BoardStore(far, timedelta(seconds=20))
+def stores() -> Iterator[tuple[KeyValueStore, RendezvousStore, RendezvousStore]]:
+    """A table, its own process's store and another one's."""
+    listener = Listener("127.0.0.1", SECRET, 0)
+    table = KeyValueStore(listener, Role.STORE)
+    far = StoreClient(listener.address, SECRET, 1, role=Role.STORE)
+    yield (
+        table,
+        RendezvousStore(table, timedelta(seconds=20)),
+        RendezvousStore(far, timedelta(seconds=20)),
+    )
     far.close()
-    door.close()
+    listener.close()
 
 
 CALLS: list[Callable[[Any], Any]] = [
@@ -57,7 +61,7 @@ CALLS: list[Callable[[Any], Any]] = [
 
 
 def test_calls_answer_as_those_of_torchs_store(
-    stores: tuple[Board, BoardStore, BoardStore],
+    stores: tuple[KeyValueStore, RendezvousStore, RendezvousStore],
 ) -> None:
     _, near, far = stores
     for number, ours in enumerate((near, far)):
@@ -70,7 +74,7 @@ def test_calls_answer_as_those_of_torchs_store(
 
 
 def test_a_wait_ends_when_the_key_comes_or_the_time_is_over(
-    stores: tuple[Board, BoardStore, BoardStore],
+    stores: tuple[KeyValueStore, RendezvousStore, RendezvousStore],
 ) -> None:
     _, near, far = stores
     threading.Timer(0.1, lambda: near.set("later", b"here")).start()
@@ -83,14 +87,14 @@ def test_a_wait_ends_when_the_key_comes_or_the_time_is_over(
 
 
 def test_a_store_that_nobody_waits_for_is_asked_with_pauses(
-    stores: tuple[Board, BoardStore, BoardStore], monkeypatch: pytest.MonkeyPatch
+    stores: tuple[KeyValueStore, RendezvousStore, RendezvousStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind a silent host there is no answer at once: asking without a pause would take a core for
     as long.
     """
     _, _, far = stores
     asked: list[str] = []
-    monkeypatch.setattr(far._board, "ask", lambda operation, key, value: asked.append(key))
+    monkeypatch.setattr(far._store, "ask", lambda operation, key, value: asked.append(key))
     far.set_timeout(timedelta(seconds=0.5))
     with pytest.raises(dist.DistStoreError, match="has not answered"):  # type: ignore[attr-defined]
         far.set("a", "b")
@@ -98,12 +102,12 @@ def test_a_store_that_nobody_waits_for_is_asked_with_pauses(
 
 
 def test_a_number_is_added_once_though_asked_for_over_two_connections(
-    stores: tuple[Board, BoardStore, BoardStore],
+    stores: tuple[KeyValueStore, RendezvousStore, RendezvousStore],
 ) -> None:
-    board, near, far = stores
+    table, near, far = stores
     again = json.dumps(["somebody", 7, 5])
-    assert [board.ask(Operation.ADD, "n", again).text for _ in range(2)] == ["5", "5"]
-    assert board.ask(Operation.ADD, "n", json.dumps(["somebody", 8, 5])).text == "10"
+    assert [table.ask(Operation.ADD, "n", again).text for _ in range(2)] == ["5", "5"]
+    assert table.ask(Operation.ADD, "n", json.dumps(["somebody", 8, 5])).text == "10"
     adders = [
         threading.Thread(target=lambda each=each: [each.add("n", 1) for _ in range(50)])
         for each in (near, far)
@@ -117,22 +121,24 @@ def test_a_number_is_added_once_though_asked_for_over_two_connections(
 
 @pytest.mark.parametrize("value", ["", "[1]", '["who", 1, "much"]', "{}", "[[], 1, 1]"])
 def test_a_request_that_makes_no_sense_ends_its_connection_and_nothing_else(
-    stores: tuple[Board, BoardStore, BoardStore], value: str
+    stores: tuple[KeyValueStore, RendezvousStore, RendezvousStore], value: str
 ) -> None:
     _, _, far = stores
-    assert far._board.ask(Operation.ADD, "n", value) is None
-    far._board._quiet_until = 0.0  # type: ignore[union-attr]
+    assert far._store.ask(Operation.ADD, "n", value) is None
+    far._store._quiet_until = 0.0  # type: ignore[union-attr]
     assert far.add("n", 2) == 2
 
 
 def test_ranks_take_their_own_launchers_store_and_no_other(
-    stores: tuple[Board, BoardStore, BoardStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stores: tuple[KeyValueStore, RendezvousStore, RendezvousStore],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    board, near, _ = stores
+    table, near, _ = stores
     secret = tmp_path / "secret"
     secret.touch(mode=0o600)
     secret.write_bytes(SECRET)
-    host, port = board._door.address
+    host, port = table._listener.address
     for name, value in {
         SECRET_FILE: str(secret),
         STORE: f"{host}:{port}/29501",
@@ -150,13 +156,13 @@ def test_ranks_take_their_own_launchers_store_and_no_other(
 
 
 def test_the_store_asks_for_the_secret_and_is_no_board_of_ranks(
-    stores: tuple[Board, BoardStore, BoardStore],
+    stores: tuple[KeyValueStore, RendezvousStore, RendezvousStore],
 ) -> None:
-    board, _, _ = stores
-    address = board._door.address
+    table, _, _ = stores
+    address = table._listener.address
     with pytest.raises(Refused):
-        FarBoard(address, b"o" * 32, 1, role=Role.STORE)
-    stray = FarBoard(address, SECRET, 1)  # lines of ranks come in nowhere
+        StoreClient(address, b"o" * 32, 1, role=Role.STORE)
+    stray = StoreClient(address, SECRET, 1)  # lines of ranks come in nowhere
     assert not stray.set("raised/1", "nonsense")
-    assert board.look("raised/1") is None
+    assert table.get("raised/1") is None
     stray.close()

@@ -1,4 +1,4 @@
-"""The board: what one rank writes every rank reads, and nobody else."""
+"""The store: what one rank writes every rank reads, and nobody else."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import pytest
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.launch import INTERFACE, SECRET_FILE, TLS
 from deepseek_zero.comm.bootstrap import Hosts
-from deepseek_zero.comm.net import board as module
-from deepseek_zero.comm.net.board import (
+from deepseek_zero.comm.net import key_value_store as module
+from deepseek_zero.comm.net.channel import Address, Hello, Listener, Refused, Role, dial, introduce
+from deepseek_zero.comm.net.key_value_store import (
     ANSWER_SECONDS,
     MOST_TEXT,
-    Board,
-    FarBoard,
+    KeyValueStore,
     Operation,
-    open_board,
+    StoreClient,
+    open_store,
 )
-from deepseek_zero.comm.net.channel import Address, Door, Hello, Refused, Role, dial, introduce
 from tests.wire import Wire
 
 SECRET = b"s" * 32
@@ -33,19 +33,19 @@ PATIENCE = 20.0  # seconds; this process may stand still for a while at any mome
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    found = Door("127.0.0.1", SECRET, 0)
+def listener() -> Iterator[Listener]:
+    found = Listener("127.0.0.1", SECRET, 0)
     yield found
     found.close()
 
 
 @pytest.fixture
-def far(door: Door) -> Iterator[Callable[[int], FarBoard]]:
+def far(listener: Listener) -> Iterator[Callable[[int], StoreClient]]:
     """Makes boards of other ranks."""
-    made: list[FarBoard] = []
+    made: list[StoreClient] = []
 
-    def make(rank: int) -> FarBoard:
-        made.append(FarBoard(door.address, SECRET, rank))
+    def make(rank: int) -> StoreClient:
+        made.append(StoreClient(listener.address, SECRET, rank))
         return made[-1]
 
     yield make
@@ -53,54 +53,54 @@ def far(door: Door) -> Iterator[Callable[[int], FarBoard]]:
         each.close()
 
 
-Make = Callable[[int], FarBoard]
+Make = Callable[[int], StoreClient]
 
 
-def test_lines_are_read_by_all_and_written_over(door: Door, far: Make) -> None:
-    board = Board(door)
+def test_lines_are_read_by_all_and_written_over(listener: Listener, far: Make) -> None:
+    store = KeyValueStore(listener)
     first, second = far(1), far(2)
-    assert first.look("waiting/1") is None
+    assert first.get("waiting/1") is None
     first.set("waiting/1", "für " + "x" * 300_000)
-    assert board.look("waiting/1") == second.look("waiting/1") == "für " + "x" * 300_000
-    board.set("waiting/1", "")
-    assert second.look("waiting/1") == ""
+    assert store.get("waiting/1") == second.get("waiting/1") == "für " + "x" * 300_000
+    store.set("waiting/1", "")
+    assert second.get("waiting/1") == ""
 
 
 def test_lines_are_read_after_the_process_with_the_board_has_said_farewell_and_ended(
-    door: Door, far: Make
+    listener: Listener, far: Make
 ) -> None:
-    board, first, second = Board(door), far(1), far(2)
+    store, first, second = KeyValueStore(listener), far(1), far(2)
     first.set("waiting/1", "a collective")
-    board.set("ended/0", "its program finished")
-    board.say_farewell()
-    door.close()
+    store.set("ended/0", "its program finished")
+    store.say_farewell()
+    listener.close()
     for each in (first, second):
-        assert (each.look("waiting/1"), each.look("ended/0")) == (
+        assert (each.get("waiting/1"), each.get("ended/0")) == (
             "a collective",
             "its program finished",
         )
-        assert each.look("raised/0") is None
+        assert each.get("raised/0") is None
         assert not each.set("waiting/1", "a later one")
 
 
-def test_the_end_of_the_board_without_a_farewell_is_an_error(door: Door, far: Make) -> None:
-    Board(door)
+def test_the_end_of_the_board_without_a_farewell_is_an_error(listener: Listener, far: Make) -> None:
+    KeyValueStore(listener)
     first = far(1)
-    door.close()
+    listener.close()
     with pytest.raises(RuntimeError, match="rank 0, which keeps the board, has ended"):
-        first.look("ended/0")
+        first.get("ended/0")
 
 
-def test_a_stranger_writes_nothing_and_the_others_go_on(door: Door, far: Make) -> None:
-    board, friend = Board(door), far(1)
+def test_a_stranger_writes_nothing_and_the_others_go_on(listener: Listener, far: Make) -> None:
+    store, friend = KeyValueStore(listener), far(1)
     with pytest.raises(Refused):
-        FarBoard(door.address, b"o" * 32, 1)
-    with dial(door.address, PATIENCE) as stranger:
+        StoreClient(listener.address, b"o" * 32, 1)
+    with dial(listener.address, PATIENCE) as stranger:
         stranger.sendall(b"\x01" + b"raised/1".ljust(200))
         with suppress(ConnectionResetError):
             assert stranger.recv(1 << 12) == b""
     friend.set("ended/1", "well")
-    assert (board.look("ended/1"), board.look("raised/1")) == ("well", None)
+    assert (store.get("ended/1"), store.get("raised/1")) == ("well", None)
 
 
 @pytest.mark.parametrize(
@@ -108,29 +108,29 @@ def test_a_stranger_writes_nothing_and_the_others_go_on(door: Door, far: Make) -
     [struct.pack("!BII", Operation.SET, 5, 1 << 30), struct.pack("!BII", 7, 1, 1), b"\xff" * 40],
 )
 def test_an_announced_gigabyte_and_nonsense_end_the_connection(
-    door: Door, far: Make, request_: bytes
+    listener: Listener, far: Make, request_: bytes
 ) -> None:
-    board = Board(door)
-    with dial(door.address, PATIENCE) as connection:
-        introduce(connection, SECRET, Hello(Role.BOARD, 1, 0))
+    store = KeyValueStore(listener)
+    with dial(listener.address, PATIENCE) as connection:
+        introduce(connection, SECRET, Hello(Role.RECORDER, 1, 0))
         connection.sendall(request_)
         assert connection.recv(1) == b""
     assert MOST_TEXT < 1 << 30
-    assert far(1).look("x") is board.look("x") is None
+    assert far(1).get("x") is store.get("x") is None
 
 
 def test_a_broken_connection_is_made_again_and_an_ended_rank_0_is_known(
-    door: Door, far: Make
+    listener: Listener, far: Make
 ) -> None:
-    board, friend = Board(door), far(1)
+    store, friend = KeyValueStore(listener), far(1)
     assert friend._connection is not None
     friend._connection.shutdown(socket.SHUT_RDWR)
     friend.set("a", "b")
-    assert board.look("a") == "b"
-    door.close()
+    assert store.get("a") == "b"
+    listener.close()
     friend._connection.shutdown(socket.SHUT_RDWR)
     with pytest.raises(RuntimeError, match="rank 0"):
-        friend.look("a")
+        friend.get("a")
 
 
 @pytest.mark.parametrize("uses_tls", [False, True])
@@ -142,160 +142,166 @@ def test_a_byte_that_flips_on_the_way_costs_a_connection_and_no_line(
     no text.
     """
     monkeypatch.setenv(TLS, str(int(uses_tls)))
-    door = Door("127.0.0.1", SECRET, 0)
-    board, wire = Board(door), Wire(door.address)
-    friend = FarBoard(wire.address, SECRET, 1)
+    listener = Listener("127.0.0.1", SECRET, 0)
+    store, wire = KeyValueStore(listener), Wire(listener.address)
+    friend = StoreClient(wire.address, SECRET, 1)
     assert friend.set("a", "b")  # all that joins has passed
     flips = [False] * passes + [True]
     wire.garble = lambda data: (
         data[:-1] + bytes([data[-1] ^ 0x80]) if flips and flips.pop(0) else data
     )
-    assert friend.look("a") == "b"
+    assert friend.get("a") == "b"
     assert not flips and wire.connections == 2
-    assert friend.set("c", "d") and board.look("c") == "d"
+    assert friend.set("c", "d") and store.get("c") == "d"
     friend.close()
     wire.close()
-    door.close()
+    listener.close()
 
 
 def test_a_stopped_rank_0_is_not_gone_and_keeps_nobody_waiting(
-    door: Door, far: Make, monkeypatch: pytest.MonkeyPatch
+    listener: Listener, far: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    board, friend = Board(door), far(1)
-    monkeypatch.setattr("deepseek_zero.comm.net.board.HURRIED_SECONDS", 0.2)
-    monkeypatch.setattr("deepseek_zero.comm.net.board.ANSWER_SECONDS", 0.4)
-    monkeypatch.setattr("deepseek_zero.comm.net.board.QUIET_SECONDS", 0.5)
-    board.set("a", "b")
+    store, friend = KeyValueStore(listener), far(1)
+    monkeypatch.setattr("deepseek_zero.comm.net.key_value_store.HURRIED_SECONDS", 0.2)
+    monkeypatch.setattr("deepseek_zero.comm.net.key_value_store.ANSWER_SECONDS", 0.4)
+    monkeypatch.setattr("deepseek_zero.comm.net.key_value_store.QUIET_SECONDS", 0.5)
+    store.set("a", "b")
     goes_on = threading.Event()
-    look_at = door._look_at
-    monkeypatch.setattr(door, "_look_at", lambda descriptor: (goes_on.wait(), look_at(descriptor)))
+    look_at = listener._look_at
+    monkeypatch.setattr(
+        listener, "_look_at", lambda descriptor: (goes_on.wait(), look_at(descriptor))
+    )
     began = time.monotonic()
     assert not friend.set("c", "d")
-    assert [friend.look("a") for _ in range(100)] == [None] * 100
+    assert [friend.get("a") for _ in range(100)] == [None] * 100
     assert time.monotonic() - began < 10.0, "not 100 times HURRIED_SECONDS"
     goes_on.set()
-    assert until(lambda: friend.set("c", "d")) and until(lambda: friend.look("a")) == "b"
-    assert board.look("c") == "d"
+    assert until(lambda: friend.set("c", "d")) and until(lambda: friend.get("a")) == "b"
+    assert store.get("c") == "d"
 
 
 def test_a_rank_0_that_stands_still_for_long_is_asked_over_the_connection_there_is(
-    door: Door, far: Make, monkeypatch: pytest.MonkeyPatch
+    listener: Listener, far: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection for each try would fill the queue of those that its kernel takes for it."""
-    board, friend = Board(door), far(1)
-    monkeypatch.setattr("deepseek_zero.comm.net.board.HURRIED_SECONDS", 0.1)
-    monkeypatch.setattr("deepseek_zero.comm.net.board.ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr("deepseek_zero.comm.net.board.QUIET_SECONDS", 0.1)
-    monkeypatch.setattr("deepseek_zero.comm.net.board.LOOK_SECONDS", 0.02)
+    store, friend = KeyValueStore(listener), far(1)
+    monkeypatch.setattr("deepseek_zero.comm.net.key_value_store.HURRIED_SECONDS", 0.1)
+    monkeypatch.setattr("deepseek_zero.comm.net.key_value_store.ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("deepseek_zero.comm.net.key_value_store.QUIET_SECONDS", 0.1)
+    monkeypatch.setattr("deepseek_zero.comm.net.key_value_store.POLL_SECONDS", 0.02)
     dialled: list[Address] = []
 
     def dial_noted(address: Address, seconds: float) -> socket.socket:
         dialled.append(address)
         return dial(address, seconds)
 
-    monkeypatch.setattr("deepseek_zero.comm.net.board.dial", dial_noted)
+    monkeypatch.setattr("deepseek_zero.comm.net.key_value_store.dial", dial_noted)
     goes_on = threading.Event()
-    look_at = door._look_at
-    monkeypatch.setattr(door, "_look_at", lambda descriptor: (goes_on.wait(), look_at(descriptor)))
+    look_at = listener._look_at
+    monkeypatch.setattr(
+        listener, "_look_at", lambda descriptor: (goes_on.wait(), look_at(descriptor))
+    )
     for number in range(8):
         assert not friend.set("a", str(number))
     goes_on.set()
     assert until(lambda: friend.set("b", "c"))
-    assert board.look("a") == "0", "what was under way is done, and its answer is no other's"
-    assert until(lambda: friend.look("b")) == "c"
+    assert store.get("a") == "0", "what was under way is done, and its answer is no other's"
+    assert until(lambda: friend.get("b")) == "c"
     assert not dialled
 
 
 @pytest.mark.parametrize("watches", [False, True])
 def test_a_full_queue_is_no_evidence_where_the_host_is_heard_or_is_this_one(
-    door: Door, watches: bool, monkeypatch: pytest.MonkeyPatch
+    listener: Listener, watches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    board = Board(door)
-    friend = FarBoard(door.address, SECRET, 1, watches=watches, dead_after=0.0)
-    assert not watches or until(board.silences)
-    monkeypatch.setattr("deepseek_zero.comm.net.board.HURRIED_SECONDS", 0.1)
+    store = KeyValueStore(listener)
+    friend = StoreClient(listener.address, SECRET, 1, watches=watches, dead_after=0.0)
+    assert not watches or until(store.silences)
+    monkeypatch.setattr("deepseek_zero.comm.net.key_value_store.HURRIED_SECONDS", 0.1)
     goes_on = threading.Event()
-    look_at = door._look_at
-    monkeypatch.setattr(door, "_look_at", lambda descriptor: (goes_on.wait(), look_at(descriptor)))
-    door._listener.listen(0)
+    look_at = listener._look_at
+    monkeypatch.setattr(
+        listener, "_look_at", lambda descriptor: (goes_on.wait(), look_at(descriptor))
+    )
+    listener._listener.listen(0)
     queue: list[socket.socket] = []
     with suppress(TimeoutError):
         while len(queue) < 10:
-            queue.append(dial(door.address, 0.1))
+            queue.append(dial(listener.address, 0.1))
     assert 0 < len(queue) < 10, "the kernel takes no more"
     friend._drop()
     for _ in range(3):
         assert not friend.set("a", "b")
     goes_on.set()
-    assert until(lambda: friend.set("a", "b")) and board.look("a") == "b"
+    assert until(lambda: friend.set("a", "b")) and store.get("a") == "b"
     for each in queue:
         each.close()
     friend.close()
 
 
 def test_a_host_without_a_sign_of_life_is_gone_after_its_time(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Board(door)
-    friend = FarBoard(door.address, SECRET, 1, watches=True)
+    KeyValueStore(listener)
+    friend = StoreClient(listener.address, SECRET, 1, watches=True)
     friend.close()
 
     def unreachable(*_: object) -> socket.socket:
         raise TimeoutError("no route")
 
-    monkeypatch.setattr("deepseek_zero.comm.net.board.dial", unreachable)
+    monkeypatch.setattr("deepseek_zero.comm.net.key_value_store.dial", unreachable)
     assert not friend.set("a", "b")
-    assert friend.look("a") is None
+    assert friend.get("a") is None
     friend._dead_after = 0.0
     with pytest.raises(RuntimeError, match="rank 0's host has not answered"):
         friend.set("a", "b")
 
 
-def test_the_kernels_hear_each_other_and_an_ended_process_is_known(door: Door) -> None:
-    board = Board(door)
-    friend = FarBoard(door.address, SECRET, 3, watches=True)
-    assert until(lambda: 3 in board.silences())
+def test_the_kernels_hear_each_other_and_an_ended_process_is_known(listener: Listener) -> None:
+    store = KeyValueStore(listener)
+    friend = StoreClient(listener.address, SECRET, 3, watches=True)
+    assert until(lambda: 3 in store.silences())
     time.sleep(2.5)
     # it only grows where nobody asks
-    assert until(lambda: board.silences()[3] < 1.5 and friend.silences()[0] < 1.5), (
+    assert until(lambda: store.silences()[3] < 1.5 and friend.silences()[0] < 1.5), (
         "each asks the other every second"
     )
-    assert board.look("gone/3") is None
+    assert store.get("gone/3") is None
     friend.close()
-    assert until(lambda: board.look("gone/3"))
-    assert board.silences() == {}
+    assert until(lambda: store.get("gone/3"))
+    assert store.silences() == {}
 
 
 def test_kernels_hear_each_other_again_where_something_between_them_reset_all_connections(
-    door: Door,
+    listener: Listener,
 ) -> None:
-    board, friend = Board(door), FarBoard(door.address, SECRET, 3, watches=True)
-    assert until(lambda: 3 in board.silences())
+    store, friend = KeyValueStore(listener), StoreClient(listener.address, SECRET, 3, watches=True)
+    assert until(lambda: 3 in store.silences())
     for each in (friend._connection, friend._idle):
         assert each is not None
         each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         each.close()
-    assert until(lambda: not board.silences())
+    assert until(lambda: not store.silences())
     friend.set("a", "b")
-    assert until(lambda: 3 in board.silences()) and 0 in friend.silences()
-    assert board.look("gone/3") is None
+    assert until(lambda: 3 in store.silences()) and 0 in friend.silences()
+    assert store.get("gone/3") is None
     friend.close()
-    assert until(lambda: board.look("gone/3"))
+    assert until(lambda: store.get("gone/3"))
 
 
 def test_a_board_behind_a_silent_host_keeps_nobody_waiting(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    board = Board(door)
-    friend = FarBoard(door.address, SECRET, 1, watches=True)
-    monkeypatch.setattr("deepseek_zero.comm.net.board.silence_of", lambda connection: 4.0)
-    monkeypatch.setattr("deepseek_zero.comm.net.board.LOOK_SECONDS", 0.05)
+    store = KeyValueStore(listener)
+    friend = StoreClient(listener.address, SECRET, 1, watches=True)
+    monkeypatch.setattr("deepseek_zero.comm.net.key_value_store.silence_of", lambda connection: 4.0)
+    monkeypatch.setattr("deepseek_zero.comm.net.key_value_store.POLL_SECONDS", 0.05)
     # Nothing is answered
-    monkeypatch.setattr(door, "_look_at", lambda descriptor: time.sleep(0.01))
+    monkeypatch.setattr(listener, "_look_at", lambda descriptor: time.sleep(0.01))
     began = time.monotonic()
-    assert not friend.set("a", "b") and friend.look("a") is None
+    assert not friend.set("a", "b") and friend.get("a") is None
     assert time.monotonic() - began < ANSWER_SECONDS / 3
-    assert friend.silences() == {0: 4.0} and board.look("a") is None
+    assert friend.silences() == {0: 4.0} and store.get("a") is None
     friend.close()
 
 
@@ -313,11 +319,13 @@ def test_without_a_secret_a_board_that_others_reach_says_so_once_on_one_host_too
     monkeypatch.delenv(SECRET_FILE, raising=False)
     monkeypatch.setenv(INTERFACE, interface)
     monkeypatch.setattr(module, "all_gather_text", lambda text, *_: [text])
-    _, _, door = open_board(0, 1, Hosts(0, ("this host",)), None)
-    assert door is not None
-    door.close()
+    _, _, listener = open_store(0, 1, Hosts(0, ("this host",)), None)
+    assert listener is not None
+    listener.close()
     assert (
-        caplog.text.count(f"ranks hold no secret: whoever reaches {interface}:{door.address[1]}")
+        caplog.text.count(
+            f"ranks hold no secret: whoever reaches {interface}:{listener.address[1]}"
+        )
         == warnings
     )
 
@@ -341,9 +349,9 @@ def test_if_one_rank_lacks_the_package_for_tls_every_rank_raises_and_names_it(
         missing.setitem(sys.modules, "cryptography", None)
         missing.delitem(sys.modules, "cryptography.x509", raising=False)
         with pytest.raises(UsageError, match=error):
-            open_board(1, 3, one_host, None)
+            open_store(1, 3, one_host, None)
     with pytest.raises(UsageError, match=error):
-        open_board(2, 3, one_host, None)
+        open_store(2, 3, one_host, None)
 
 
 def test_rank_0_closes_its_board_if_another_rank_cannot_meet_the_others(
@@ -361,6 +369,6 @@ def test_rank_0_closes_its_board_if_another_rank_cannot_meet_the_others(
     monkeypatch.delenv(SECRET_FILE, raising=False)
     monkeypatch.setattr(module, "all_gather_text", gather)
     with pytest.raises(UsageError, match="rank 1 cannot meet the others: no secret"):
-        open_board(0, 2, Hosts(0, ("this host",) * 2), None)
+        open_store(0, 2, Hosts(0, ("this host",) * 2), None)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(addresses[0])

@@ -1,7 +1,7 @@
-"""The board on which ranks leave lines for each other: a table in rank 0's process, and the way to
-it.
+"""The key-value store in which ranks leave lines for each other: a table in rank 0's process, and
+the way to it.
 
-Rank 0 keeps the table behind its door (channel.py), at one address and only for who proves the
+Rank 0 keeps the table behind its listener (channel.py), at one address and only for who proves the
 job's secret.  A request is one operation with a key and a value, an answer is a text; both are
 limited before anything is allocated.
 """
@@ -31,8 +31,8 @@ from ...base.world import meeting_address
 from ..bootstrap import Hosts, all_gather_text
 from .channel import (
     Address,
-    Door,
     Hello,
+    Listener,
     Refused,
     Role,
     ask_for_life,
@@ -56,7 +56,7 @@ HURRIED_SECONDS = 2.0  # for it to answer who waits for others meanwhile
 QUIET_SECONDS = 5.0  # after a silence, until somebody waits for it again
 # Without a sign of its host, until nobody waits for rank 0; its kernel answers every second
 DOUBT_SECONDS = 2.5
-LOOK_SECONDS = 0.25  # between looks for such a sign, while a rank waits for an answer
+POLL_SECONDS = 0.25  # between looks for such a sign, while a rank waits for an answer
 SEND_SECONDS = 1.0  # for another rank to take an answer that it asked for
 _REQUEST = struct.Struct("!BII")
 _ANSWER = struct.Struct("!BI")
@@ -68,7 +68,7 @@ class Operation(IntEnum):
     """The requests. All but SET answer with a text, and say whether there is one."""
 
     SET = 1
-    LOOK = 2
+    GET = 2
     # Add a number to the stored one, once per request; the value is [rank, request, number].
     ADD = 3
     SWAP = 4  # replace the text if it is the expected one; the value is [expected, wanted]
@@ -82,14 +82,14 @@ class Answer(NamedTuple):
     text: str | None
 
 
-class Board:
+class KeyValueStore:
     """The table itself, in rank 0's process.
 
     role: of the connections that ask it. When a rank's idle connection has ended, there is a line
     under "gone/RANK".
     """
 
-    def __init__(self, door: Door, role: Role = Role.BOARD) -> None:
+    def __init__(self, listener: Listener, role: Role = Role.RECORDER) -> None:
         self._texts: dict[str, str] = {}
         self._added: dict[
             str, tuple[int, str]
@@ -99,15 +99,15 @@ class Board:
         self._idle: dict[
             int, socket.socket
         ] = {}  # by rank of another host, over which kernels hear each other
-        self._door = door
-        door.admit(role, self._take_asking)
-        door.admit(Role.LIFE, self._take_idle)
+        self._listener = listener
+        listener.admit(role, self._take_asking)
+        listener.admit(Role.LIFE, self._take_idle)
 
     def set(self, key: str, value: str) -> bool:
         self._texts[key] = value
         return True
 
-    def look(self, key: str) -> str | None:
+    def get(self, key: str) -> str | None:
         """Return the text under a key, or None."""
         return self._texts.get(key)
 
@@ -161,25 +161,25 @@ class Board:
                 with contextlib.suppress(OSError):  # its end is gone, or does not listen
                     _send(connection, _FAREWELL, payload)
 
-        self._door.call(send, FAREWELL_SECONDS)
+        self._listener.call(send, FAREWELL_SECONDS)
 
     def close(self) -> None:
         """Listen to nobody any more."""
-        self._door.close()
+        self._listener.close()
 
     def _take_asking(self, connection: socket.socket, rank: int) -> None:
         self._asking[connection.fileno()] = connection
-        self._door.watch(connection, _Reader(self, connection).read)
+        self._listener.watch(connection, _Reader(self, connection).read)
 
     def drop_asking(self, connection: socket.socket) -> None:
         """Close a connection over which a rank sent requests. Only on the listener's thread."""
         del self._asking[connection.fileno()]
-        self._door.unwatch(connection)
+        self._listener.unwatch(connection)
 
     def _take_idle(self, connection: socket.socket, rank: int) -> None:
         ask_for_life(connection)
         self._idle[rank] = connection
-        self._door.watch(connection, lambda: self._drop_idle(connection, rank))
+        self._listener.watch(connection, lambda: self._drop_idle(connection, rank))
 
     def _drop_idle(self, connection: socket.socket, rank: int) -> None:
         """Take note that an idle connection has ended, with its process if nothing broke it."""
@@ -193,14 +193,14 @@ class Board:
             del self._idle[rank]
             if has_ended:
                 self.set(f"{GONE}/{rank}", "its process has ended")
-        self._door.unwatch(connection)
+        self._listener.unwatch(connection)
 
 
 class _Reader:
     """One rank's requests, as they arrive."""
 
-    def __init__(self, board: Board, connection: socket.socket) -> None:
-        self._board = board
+    def __init__(self, store: KeyValueStore, connection: socket.socket) -> None:
+        self._store = store
         self._connection = connection
         self._came = bytearray()
 
@@ -219,7 +219,7 @@ class _Reader:
             return
         except (OSError, ValueError, TypeError):  # gone, deaf, or no protocol of ours
             pass
-        self._board.drop_asking(self._connection)
+        self._store.drop_asking(self._connection)
 
     def _answer_one(self) -> bool:
         """Answer one request if it is whole; ValueError where it cannot be one."""
@@ -234,7 +234,7 @@ class _Reader:
         key = self._came[_REQUEST.size : _REQUEST.size + key_bytes].decode()
         value = self._came[_REQUEST.size + key_bytes : end].decode()
         del self._came[:end]
-        found = self._board.ask(Operation(operation), key, value).text
+        found = self._store.ask(Operation(operation), key, value).text
         _send(self._connection, _NOTHING if found is None else _TEXT, (found or "").encode())
         return True
 
@@ -245,18 +245,18 @@ def _send(connection: socket.socket, kind: int, payload: bytes) -> None:
     connection.setblocking(False)
 
 
-_ACTIONS: Mapping[Operation, Callable[[Board, str, str], str | None]] = {
-    Operation.SET: Board._set,
-    Operation.LOOK: lambda board, key, _: board.look(key),
-    Operation.ADD: Board._add,
-    Operation.SWAP: Board._swap,
-    Operation.DELETE: Board._delete,
-    Operation.KEYS: Board._keys,
+_ACTIONS: Mapping[Operation, Callable[[KeyValueStore, str, str], str | None]] = {
+    Operation.SET: KeyValueStore._set,
+    Operation.GET: lambda store, key, _: store.get(key),
+    Operation.ADD: KeyValueStore._add,
+    Operation.SWAP: KeyValueStore._swap,
+    Operation.DELETE: KeyValueStore._delete,
+    Operation.KEYS: KeyValueStore._keys,
 }
 
 
-class FarBoard:
-    """The board as another rank sees it.
+class StoreClient:
+    """The store as another rank sees it.
 
     RuntimeError if rank 0 is gone: nobody listens there any more, or nothing has been heard of its
     host for `dead_after`. Where its host answers and it does not (it is stopped, or busy), nothing
@@ -265,7 +265,7 @@ class FarBoard:
     A new connection each time would fill the queue of those that rank 0 is to take.
     watches: rank 0 is on another host; the kernels of both ends hear each other, so that a silent
     host and an ended
-    process are known. dead_after: seconds. role: as the board's.
+    process are known. dead_after: seconds. role: as the store's.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class FarBoard:
         *,
         watches: bool = False,
         dead_after: float = math.inf,
-        role: Role = Role.BOARD,
+        role: Role = Role.RECORDER,
     ) -> None:
         self._address = address
         self._secret = secret
@@ -306,11 +306,11 @@ class FarBoard:
                 raise
             return False
 
-    def look(self, key: str) -> str | None:
+    def get(self, key: str) -> str | None:
         """Return the text under a key; None if there is none, or if nothing is known."""
         if not self._has_farewell() and time.monotonic() >= self._quiet_until:
             try:
-                if (answer := self._ask(Operation.LOOK, key, "", HURRIED_SECONDS)) is not None:
+                if (answer := self._ask(Operation.GET, key, "", HURRIED_SECONDS)) is not None:
                     return answer.text
             except RuntimeError:
                 if self._farewell is None:
@@ -327,7 +327,7 @@ class FarBoard:
             return self._farewell is not None
 
     def say_farewell(self) -> None:
-        """Do nothing: the board stays."""
+        """Do nothing: the store stays."""
 
     def ask(self, operation: Operation, key: str, value: str = "") -> Answer | None:
         """Have a request done; return None if it is not known whether it was."""
@@ -447,7 +447,7 @@ class FarBoard:
         until = time.monotonic() + seconds
         poll.register(connection, select.POLLIN)
         while True:
-            while not poll.poll(LOOK_SECONDS * 1000):
+            while not poll.poll(POLL_SECONDS * 1000):
                 self._raise_if_silent()
                 if time.monotonic() > until:
                     if self._is_heard():
@@ -502,11 +502,11 @@ def _refusal_of(everyone: Sequence[Mapping[str, Any]]) -> UsageError | None:
     return None
 
 
-def open_board(
+def open_store(
     rank: int, size: int, hosts: Hosts, group: dist.ProcessGroup | None
-) -> tuple[Board | FarBoard, bytes, Door | None]:
-    """Open the board of one world and agree on the job's secret; return both, and rank 0's door.
-    Collective in the group.
+) -> tuple[KeyValueStore | StoreClient, bytes, Listener | None]:
+    """Open the store of one world and agree on the job's secret; return both, and rank 0's
+    listener. Collective in the group.
 
     Without a secret of the launcher's or the user's rank 0 draws one, which travels through the
     group as it is; where it listens beyond loopback it says so.  Raises `UsageError` on every rank
@@ -514,8 +514,8 @@ def open_board(
     package for certificates.
     """
     said: dict[str, object] = {}
-    door = None
-    board = None
+    listener = None
+    store = None
     secret = None
     dead_after = math.inf
     try:
@@ -533,9 +533,9 @@ def open_board(
             )
         if rank == 0:
             drawn = secrets.token_bytes(launch.SECRET_BYTES) if secret is None else b""
-            door = Door(listening_host(hosts), secret or drawn, 0, listening_ports())
-            board = Board(door)  # at once: whoever comes through the door finds it
-            said |= {"drawn": drawn.hex(), "address": door.address}
+            listener = Listener(listening_host(hosts), secret or drawn, 0, listening_ports())
+            store = KeyValueStore(listener)  # before the listener accepts a connection
+            said |= {"drawn": drawn.hex(), "address": listener.address}
         said["mark"] = fingerprint(secret) if secret is not None else ""
     except (UsageError, OSError) as error:
         said["error"] = str(error)
@@ -544,20 +544,20 @@ def open_board(
     everyone = [json.loads(text) for text in all_gather_text(json.dumps(said), size, group)]
     refusal = _refusal_of(everyone)
     if refusal is not None:
-        if board is not None:
-            board.close()
+        if store is not None:
+            store.close()
         raise refusal
     if secret is None:
         secret = bytes.fromhex(everyone[0]["drawn"])
-        if door is not None:
-            warn_without_secret(door.address, "ranks")
+        if listener is not None:
+            warn_without_secret(listener.address, "ranks")
     host, port = everyone[0]["address"]
-    found: Board | FarBoard | None = board
+    found: KeyValueStore | StoreClient | None = store
     problem = ""
     if found is None:
-        watches = 0 not in hosts.near and not hosts.is_one
+        watches = 0 not in hosts.local_ranks and not hosts.is_one
         try:
-            found = FarBoard((host, port), secret, rank, watches=watches, dead_after=dead_after)
+            found = StoreClient((host, port), secret, rank, watches=watches, dead_after=dead_after)
         except OSError as error:
             problem = f"rank {rank} does not reach rank 0 at {host}:{port}: {error}."
     problem = next(filter(None, all_gather_text(problem, size, group)), "")
@@ -571,7 +571,7 @@ def open_board(
             f"name an interface that all hosts reach, and ports that are open ({launch.INTERFACE}, "
             f"{launch.PORTS}; the launcher's --interface and --ports).",
         )
-    return found, secret, door
+    return found, secret, listener
 
 
 def listening_ports() -> range:
