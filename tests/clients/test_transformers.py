@@ -71,6 +71,7 @@ def assert_same_weights(
         torch.testing.assert_close(ours[name], value, **within)
 
 
+@pytest.mark.slow  # `make slow`
 def test_trainer_from_pretrained_at_stage_3_is_the_trainer(tmp_path: Path) -> None:
     need_client("transformers", "accelerate")
     plain = start(

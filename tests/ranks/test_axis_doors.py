@@ -181,6 +181,7 @@ engine.destroy()
 """
 
 
+@pytest.mark.slow  # `make slow`
 def test_the_launchers_short_form_starts_whole_copies(tmp_path: Path) -> None:
     """In processes of their own, as a user starts them."""
     (tmp_path / "train.py").write_text(SCRIPT)

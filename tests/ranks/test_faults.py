@@ -25,6 +25,7 @@ def test_what_is_killed_is_named_on_the_other_host_and_nothing_is_left(row: str)
     keeps_its_promises(row)
 
 
+@pytest.mark.slow  # `make slow`
 def test_a_stopped_rank_and_a_bad_link_are_named_and_cost_no_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

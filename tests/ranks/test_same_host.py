@@ -394,7 +394,14 @@ ENDLESS = """
 """
 
 
-@pytest.mark.parametrize("victim", ["rank", "rank in a gather", "launcher"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "rank",
+        pytest.param("rank in a gather", marks=pytest.mark.slow),
+        pytest.param("launcher", marks=pytest.mark.slow),
+    ],
+)
 def test_kill_9_ends_the_job_in_seconds_and_leaves_nothing_in_shared_memory(
     victim: str, tmp_path: Path
 ) -> None:
