@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.codec_losses import LAST, LR, RANKS, last
-from deepseek_zero.optim.lr_schedules import WarmupCosineLR
+from deepseek_zero.optimizers.lr_schedules import WarmupCosineLR
 from examples.gpt import GPT, SIZES
 from examples.text import Sampler, load_corpus
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepseek_zero.optim.lr_schedules import SCHEDULES as OURS
-from deepseek_zero.optim.lr_schedules import VALID_LR_SCHEDULES
-from deepseek_zero.optim.registry import REQUIRED, VALID_OPTIMIZERS, known_arguments
+from deepseek_zero.optimizers.lr_schedules import SCHEDULES as OURS
+from deepseek_zero.optimizers.lr_schedules import VALID_LR_SCHEDULES
+from deepseek_zero.optimizers.registry import REQUIRED, VALID_OPTIMIZERS, known_arguments
 from tests import config_keys
 
 ROWS = (*config_keys.ROWS, *config_keys.NOT_BUILT_KEYS)

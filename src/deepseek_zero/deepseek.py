@@ -36,8 +36,8 @@ from .engine.engine import Parts, StandsForModule
 from .engine.mesh_statements import choose_mesh, statements_of
 from .engine.optimizer import adopting, client_states, forget_others, granularities
 from .engine.start import Request, example_of, facts_of, parameters_of, prepare_process
-from .optim.registry import resolve_optimizer
 from .optim.sharded import ShardedOptimizer
+from .optimizers.registry import resolve_optimizer
 from .sharding.param_group import ParamGroup
 from .sharding.runtime import Runtime
 from .sharding.sharded_parameter import owner_of

@@ -19,7 +19,7 @@ import deepseek_zero
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.checkpoint import load
 from deepseek_zero.engine.memory import predicted_volume
-from deepseek_zero.optim.one_bit_adam import OneBitAdam
+from deepseek_zero.optimizers.one_bit_adam import OneBitAdam
 from deepseek_zero.planner import update
 from tests.models import Batch, batch_of, seeded
 from tests.ranks.test_parity import assert_same_bits, masters_of

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import deepseek_zero as dz
-from deepseek_zero.optim.registry import resolve_optimizer
+from deepseek_zero.optimizers.registry import resolve_optimizer
 
 RANKS = 2
 

@@ -20,9 +20,9 @@ from ..comm.agreement import AllRanks
 from ..comm.collectives import Comm
 from ..comm.context import ranks_of_this_host
 from ..comm.measure import inter_node_rate
-from ..optim.one_bit_adam import OneBitAdam
 from ..optim.sharded import StepSettings, update_settings_of, updates_in_backward
 from ..optim.speculative import works_by_shard
+from ..optimizers.one_bit_adam import OneBitAdam
 from ..planner.auto_wrap_policy import ModelShape
 from ..planner.codec_choice import CodecRate, Open, choose_codes, gather_traffic, reduce_traffic
 from ..planner.plan import Machine, Plan, plan_shape

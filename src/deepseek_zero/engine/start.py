@@ -28,7 +28,7 @@ from ..comm.net.channel import listening_variables
 from ..comm.net.store import launchers_store
 from ..config import Facts, RawConfig, choose_source, resolve
 from ..config.load import load
-from ..optim.lr_schedules import resolve_schedule
+from ..optimizers.lr_schedules import resolve_schedule
 from ..planner.auto_wrap_policy import read_model
 from ..planner.plan import Machine, Plan, plan_shape
 from ..planner.split import refuse_other_cuts

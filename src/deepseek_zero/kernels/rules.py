@@ -247,7 +247,7 @@ def _adagrad(variant: Variant, operations: Operations) -> Formula:
     return formula
 
 
-# -- Lion (optim/lion.py)
+# -- Lion (optimizers/lion.py)
 
 
 def _lion_variant(hypers: Hypers, has_states: bool) -> Variant:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..base.errors import UsageError
-from .registry import known_arguments
-from .updater import MasterShard, ParamOverlap, undecorated
+from ..optimizers.plain_steps import undecorated
+from ..optimizers.registry import known_arguments
+from .updater import MasterShard, ParamOverlap
 
 
 class InitialStates(Protocol):

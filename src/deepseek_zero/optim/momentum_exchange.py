@@ -1,5 +1,5 @@
 """The momentum of one group that ranks exchange as signs, instead of reducing its gradients
-(optim/one_bit_adam.py).
+(optimizers/one_bit_adam.py).
 
 Of a group of P elements whose slices N ranks own, in each step every rank sends each owner signs of
 its own new momentum, and every owner sends all ranks signs of their mean: 2 (N - 1) messages of P/N

@@ -35,6 +35,9 @@ from ..kernels import cuda
 from ..kernels.check import pytorch_differs
 from ..kernels.compiler import available, chosen
 from ..kernels.rules import NAMES
+from ..optimizers.one_bit_adam import OneBitAdam
+from ..optimizers.plain_steps import undecorated
+from ..optimizers.registry import granularity_of
 from ..planner.layout import MAX_IN_FLIGHT
 from ..planner.spec import R
 from ..planner.split import split_of
@@ -51,9 +54,7 @@ from .adaptive_precision import AdaptivePrecision
 from .initial_states import InitialStates, makes_states, states_at_construction
 from .momentum_exchange import exchange_momenta, reduce_gradients
 from .nonfinite import NonFiniteReport
-from .one_bit_adam import OneBitAdam
 from .one_pass import planned_layout
-from .registry import granularity_of
 from .speculative import SpeculationPolicy, SpeculativeStep, unsupported_optimizer, works_by_shard
 from .step_message import Fields, StepMessage, all_set, any_set
 from .updater import (
@@ -69,7 +70,6 @@ from .updater import (
     Updater,
     cuts_of,
     hypers_of,
-    undecorated,
 )
 
 # Elements per optimizer call (4 MiB of fp32 on the CPU): what is touched at once, and what is kept

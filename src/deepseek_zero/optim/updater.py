@@ -17,9 +17,6 @@ Any torch optimizer
 will do: every state it makes in its first step with as many elements as a shard is taken over;
 counters and states of another shape stay where they are.
 
-`undecorated` and `raw_step` call torch's optimizers without the decorators that import torch's
-compiler (a second, and 70 MB per rank).
-
 `DelayedUpdate` is ZeRO-Offload's delayed parameter update.  With w(t) the weights that step t
 computes with, g(t) its gradient and d(t) what step t decided about it (norm, clipping, loss scale,
 hyper-parameters), from step K on
@@ -32,9 +29,7 @@ the deferred update and defers none.
 
 from __future__ import annotations
 
-import inspect
 import itertools
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,6 +46,7 @@ from ..base.errors import UsageError
 from ..base.meter import PhaseClock
 from ..base.progress import LongWork
 from ..kernels.rules import RULES
+from ..optimizers.plain_steps import raw_step
 from ..planner.layout import Slot
 from ..planner.spec import R
 from ..planner.update import ShardRange, UpdatePlan
@@ -1054,41 +1050,6 @@ class Updater:
                 for key, value in hypers[number].items() if hypers is not None else ():
                     if group[key] is value:  # what the optimizer itself changed stays
                         group[key] = before[key]
-
-
-# A second thread would take the bare methods for torch's, and put those back
-_ONE_AT_A_TIME = threading.RLock()
-
-
-@contextmanager
-def undecorated() -> Iterator[None]:
-    """Remove the decorators of torch's optimizers while one is built, or loads a state.
-
-    Optimizers of other threads do without them for as long, which changes nothing that they do.
-    """
-    with _ONE_AT_A_TIME:
-        marked = {name: getattr(Optimizer, name) for name in ("add_param_group", "load_state_dict")}
-        for name, method in marked.items():
-            setattr(Optimizer, name, inspect.unwrap(method))
-        try:
-            yield
-        finally:
-            for name, method in marked.items():
-                setattr(Optimizer, name, method)
-
-
-def raw_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """Return the bare update of one of torch's own optimizers or ours, else its `step`. It runs
-    inside `torch.no_grad()`.
-
-    Hooks belong to the outer step: they run once a step and not once a tile.
-    """
-    cls = type(optimizer)
-    is_known = cls.__module__.partition(".")[0] in (
-        "torch",
-        "deepseek_zero",
-    ) and "step" not in vars(optimizer)
-    return inspect.unwrap(cls.step).__get__(optimizer) if is_known else optimizer.step
 
 
 class DelayedUpdate:

@@ -25,7 +25,7 @@ from deepseek_zero.compat.deepspeed.pipe import PipelineModule
 from deepseek_zero.compat.deepspeed.profiling import FlopsProfiler
 from deepseek_zero.config import RawConfig
 from deepseek_zero.config.load import load
-from deepseek_zero.optim.muon import Muon
+from deepseek_zero.optimizers.muon import Muon
 from deepseek_zero.precision.loss_scale import LossScaler, LossScaleSettings
 
 # -- DeepSpeedCPUAdam

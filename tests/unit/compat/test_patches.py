@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 import deepseek_zero
 from deepseek_zero.compat.deepspeed.parameters import VIEWS
 from deepseek_zero.engine.compiling import compile_units, restore
-from deepseek_zero.optim.updater import undecorated
+from deepseek_zero.optimizers.plain_steps import undecorated
 
 
 def shown() -> list[str]:

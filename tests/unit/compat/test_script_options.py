@@ -6,7 +6,7 @@ import argparse
 from types import SimpleNamespace
 
 from deepseek_zero.compat.deepspeed.arguments import add_tuning_arguments, get_config_from_args
-from deepseek_zero.optim.lr_schedules import resolve_schedule
+from deepseek_zero.optimizers.lr_schedules import resolve_schedule
 
 
 def parsed(*words: str) -> argparse.Namespace:

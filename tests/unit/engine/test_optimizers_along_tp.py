@@ -14,7 +14,7 @@ from deepseek_zero.base.errors import NotBuiltError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.config.load import load
 from deepseek_zero.engine import start as start_file
-from deepseek_zero.optim.muon import Muon
+from deepseek_zero.optimizers.muon import Muon
 from tests.compositions import config_of, engines_of_threads, llama
 from tests.in_process import Rank, World, run_ranks
 

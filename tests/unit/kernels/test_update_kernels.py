@@ -27,7 +27,7 @@ from deepseek_zero.kernels.check import (
     sample,
 )
 from deepseek_zero.kernels.rules import RULES, Layout, Variant, rule_of
-from deepseek_zero.optim.lion import Lion
+from deepseek_zero.optimizers.lion import Lion
 
 cpu = pytest.importorskip("deepseek_zero.kernels.cpu", reason="needs numba")
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import deepseek_zero as dz
-from deepseek_zero.optim.updater import raw_step, undecorated
+from deepseek_zero.optimizers.plain_steps import raw_step, undecorated
 
 TRAINS = """
 import sys, torch, deepseek_zero

@@ -8,7 +8,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from ...optim.lr_schedules import SCHEDULES
+from ...optimizers.lr_schedules import SCHEDULES
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -33,7 +33,7 @@ from ...config.load import load
 from ...config.raw_config import RawConfig, lookup
 from ...engine.engine import Engine
 from ...engine.start import Request, parameters_of, prepare_process, start
-from ...optim.lion import Lion
+from ...optimizers.lion import Lion
 from ...planner.auto_wrap_policy import full_precision_names
 from ...sharding.init import InitShard
 from ...sharding.param_group import ParamGroup

@@ -1,6 +1,7 @@
 """DeepSpeed's words for Muon: its functions over one matrix, and which parameters it takes.
 
-optim/muon.py has the iteration and the optimizer; every class of DeepSpeed's stands for that one.
+The iteration and the optimizer are in optimizers/muon.py; every class of DeepSpeed's stands for
+that one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...base.errors import ConfigError
-from ...optim.muon import Muon, as_matrices, factor_of, orthogonalize
+from ...optimizers.muon import Muon, as_matrices, factor_of, orthogonalize
 
 __all__ = [
     "NS_METHODS",

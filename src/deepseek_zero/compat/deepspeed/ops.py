@@ -1,10 +1,10 @@
 """DeepSpeed's `deepspeed.ops`: its optimizer classes, and the op builders that say whether a kernel
 can be had.
 
-There is one class per optimizer rule, on CPU and GPU alike; the registry (optim/registry.py) turns
-DeepSpeed's arguments into it.  Nothing here is compiled, so nothing is built: a builder says
-whether its use is served, by torch or by a tier (OPS).  A builder's `load()` would hand out a C++
-module, and says why there is none.
+There is one class per optimizer rule, on CPU and GPU alike; the registry
+(optimizers/registry.py) turns DeepSpeed's arguments into it.  Nothing here is compiled, so nothing
+is built: a builder says whether its use is served, by torch or by a tier (OPS).  A builder's
+`load()` would hand out a C++ module, and says why there is none.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from torch.optim import AdamW
 
 from ...base.errors import NotBuiltError, UsageError
-from ...optim.registry import resolve_optimizer
 from ...optim.sharded import ShardedOptimizer
+from ...optimizers.registry import resolve_optimizer
 from . import cpu_adam
 
 
@@ -121,9 +121,9 @@ OPS: dict[str, tuple[str, str]] = {
     "CPUAdamBuilder": ("cpu_adam", "torch's fused Adam"),
     "FusedAdamBuilder": ("fused_adam", "torch's fused Adam"),
     "CPUAdagradBuilder": ("cpu_adagrad", "torch's Adagrad"),
-    "CPULionBuilder": ("cpu_lion", "optim/lion.py"),
-    "FusedLionBuilder": ("fused_lion", "optim/lion.py"),
-    "FusedLambBuilder": ("fused_lamb", "optim/lamb.py"),
+    "CPULionBuilder": ("cpu_lion", "optimizers/lion.py"),
+    "FusedLionBuilder": ("fused_lion", "optimizers/lion.py"),
+    "FusedLambBuilder": ("fused_lamb", "optimizers/lamb.py"),
     "AsyncIOBuilder": ("async_io", "the disk tier (offload device nvme): threads, no libaio"),
     "UtilsBuilder": ("utils", "torch"),
     "PinMemoryBuilder": ("pin_memory", "torch"),

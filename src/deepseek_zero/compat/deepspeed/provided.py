@@ -363,7 +363,7 @@ PROVIDED: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.lr_schedules": {
         "deepseek_zero.compat.deepspeed.arguments": "add_tuning_arguments get_config_from_args",
-        "deepseek_zero.optim.lr_schedules": (
+        "deepseek_zero.optimizers.lr_schedules": (
             "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR"
         ),
     },

@@ -23,12 +23,12 @@ from deepseek_zero.base.errors import ConfigError, DeepSeekZeroError, NotBuiltEr
 from deepseek_zero.base.given import did_you_mean
 from deepseek_zero.base.log import log_once
 from deepseek_zero.base.other_optimizers import OTHER_OPTIMIZERS
-from deepseek_zero.optim.lamb import Lamb
-from deepseek_zero.optim.lion import Lion
-from deepseek_zero.optim.muon import Muon
-from deepseek_zero.optim.one_bit_adam import OneBitAdam
+from deepseek_zero.optimizers.lamb import Lamb
+from deepseek_zero.optimizers.lion import Lion
+from deepseek_zero.optimizers.muon import Muon
+from deepseek_zero.optimizers.one_bit_adam import OneBitAdam
 
-from .updater import raw_step, undecorated
+from .plain_steps import raw_step, undecorated
 
 Granularity = Literal["element", "row", "tensor"]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from deepseek_zero.base.device import PerDevice
 from deepseek_zero.base.errors import ConfigError
-from deepseek_zero.optim import lion
-from deepseek_zero.optim.lion import Lion
+from deepseek_zero.optimizers import lion
+from deepseek_zero.optimizers.lion import Lion
 
 
 def slow_lion(

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from deepseek_zero.base.errors import ConfigError, NotBuiltError
-from deepseek_zero.optim import registry
-from deepseek_zero.optim.lamb import Lamb
-from deepseek_zero.optim.lion import Lion
-from deepseek_zero.optim.muon import Muon
-from deepseek_zero.optim.registry import VALID_OPTIMIZERS, granularity_of, resolve_optimizer
+from deepseek_zero.optimizers import registry
+from deepseek_zero.optimizers.lamb import Lamb
+from deepseek_zero.optimizers.lion import Lion
+from deepseek_zero.optimizers.muon import Muon
+from deepseek_zero.optimizers.registry import VALID_OPTIMIZERS, granularity_of, resolve_optimizer
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepseek_zero.base.errors import ConfigError, UsageError
-from deepseek_zero.optim.lr_schedules import (
+from deepseek_zero.optimizers.lr_schedules import (
     VALID_LR_SCHEDULES,
     LRRangeTest,
     OneCycle,

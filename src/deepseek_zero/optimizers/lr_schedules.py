@@ -29,8 +29,8 @@ from ..base.device import tell_schedules_of_step
 from ..base.errors import ConfigError, DeepSeekZeroError, UsageError, shown
 from ..base.given import did_you_mean
 from ..base.log import log_once
+from .plain_steps import undecorated
 from .registry import checked_arguments
-from .updater import undecorated
 
 __all__ = [
     "SCHEDULES",

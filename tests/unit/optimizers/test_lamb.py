@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deepseek_zero.base.errors import ConfigError
-from deepseek_zero.optim.lamb import Lamb
+from deepseek_zero.optimizers.lamb import Lamb
 
 
 def slow_lamb(weight: Tensor, grads: list[Tensor], settings: dict) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deepseek_zero.base.errors import ConfigError
-from deepseek_zero.optim.muon import Muon, orthogonalize
+from deepseek_zero.optimizers.muon import Muon, orthogonalize
 
 
 def slow_orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:

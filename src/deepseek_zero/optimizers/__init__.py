@@ -1,0 +1,1 @@
+"""Optimizers and learning-rate schedules that PyTorch does not have, by name."""
