@@ -34,7 +34,7 @@ from deepseek_zero.comm.transports.base import Transport, Use, Wait
 from deepseek_zero.extensions.group_parts import GROUP_PARTS
 from deepseek_zero.optim.sharded import ShardedOptimizer, StepSettings
 from deepseek_zero.planner.plan import Machine, plan_model
-from deepseek_zero.planner.spec import PlanSettings
+from deepseek_zero.planner.plan_settings import PlanSettings
 from deepseek_zero.sharding.buffer import CommContext, Pool
 from deepseek_zero.sharding.param_group import ParamGroup, build_group
 from deepseek_zero.sharding.runtime import Runtime

@@ -25,7 +25,7 @@ from ..base.errors import CheckpointError, UsageError
 from ..base.log import log_first, log_once
 from ..base.memory import no_collection
 from ..base.mesh import AXES
-from ..planner.spec import Compression
+from ..planner.plan_settings import Compression
 from . import files
 from .background_write import BackgroundWrite
 from .catalogue import remove_replaced, replaced_path

@@ -22,6 +22,7 @@ from ..base.errors import CheckpointError
 from ..optim.sharded import ShardedOptimizer
 from ..optim.tensor_subclasses import inner_tensors, is_subclass
 from ..optim.updater import ExtentRange, MasterShard, ParamOverlap
+from ..planner.extras import feedback_of
 from ..planner.spec import R
 from ..sharding.group import ParamInfo
 from ..sharding.param_group import ParamGroup
@@ -150,7 +151,7 @@ def _weight_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
             read = partial(_read_from, group.weight.read_now, place)
         places.append((place, place + stop - start))
         write_group.items.append(WriteItem(chunk, exact_dtype(group), (stop - start,), read, group))
-        if group.plan.sends_differences:
+        if group.plan.weight_is_independent:
             chunk = replace(chunk, kind=REPLICA)
             weight = group.weight
             read = partial(_read_from, weight.read_now, start)
@@ -217,7 +218,7 @@ def place_of(group: ParamGroup, piece: Piece) -> tuple[str, str]:
     how it lies.
     """
     planned = group.planned
-    lies = f"{planned.layout} {planned.near} {planned.predivide} {planned.plan.feedback}"
+    lies = f"{planned.layout} {planned.near} {planned.predivide} {feedback_of(planned.plan)}"
     return piece.name(group.members[0]), f"{crc32(lies.encode()):08x}"
 
 

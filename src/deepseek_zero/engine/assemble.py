@@ -26,7 +26,8 @@ from ..extensions.group_parts import GROUP_PARTS
 from ..optim.sharded import ShardedOptimizer
 from ..planner.auto_wrap_policy import ModelShape, read_model
 from ..planner.plan import Plan
-from ..planner.spec import PlanSettings, S
+from ..planner.plan_settings import PlanSettings
+from ..planner.spec import S
 from ..planner.split import refuse_other_cuts
 from ..precision.policy import Policy
 from ..sharding.ties import refuse_owned, tie_shared

@@ -40,7 +40,7 @@ from ..config import Batch
 from ..optim.sharded import ShardedOptimizer, StepSettings
 from ..optim.step_message import StepMessage
 from ..planner.plan import Plan
-from ..planner.spec import PlanSettings
+from ..planner.plan_settings import PlanSettings
 from ..planner.unit_tiers import PlacementSettings
 from ..precision.loss_scale import LossScaler
 from ..report.explain import Advice, Timeline, what_moved, where_steps_went

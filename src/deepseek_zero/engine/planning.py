@@ -26,7 +26,8 @@ from ..optimizers.one_bit_adam import OneBitAdam
 from ..planner.auto_wrap_policy import ModelShape
 from ..planner.codec_choice import CodecRate, Open, choose_codes, gather_traffic, reduce_traffic
 from ..planner.plan import Machine, Plan, plan_shape
-from ..planner.spec import Compression, PlanSettings, plan_for
+from ..planner.plan_settings import Compression, PlanSettings
+from ..planner.row_of_group import plan_for
 from ..planner.unit_tiers import PlacementSettings, TierChoices, describe_tiers
 from ..planner.update import UpdateSettings
 from ..precision.codecs import Blocks, Cast, work_room

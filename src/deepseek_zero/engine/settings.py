@@ -26,7 +26,7 @@ from ..comm.agreement import values_in
 from ..config.layer_specs import layer_rules
 from ..optim.sharded import KERNEL_TILE_NUMEL, TILE_ALIGNMENT, TILE_NUMEL, StepSettings
 from ..optim.updater import PrefetchSettings
-from ..planner.spec import Compression, PlanSettings
+from ..planner.plan_settings import Compression, PlanSettings
 from ..planner.unit_tiers import PlacementSettings
 from ..precision.codecs import EXACT_SCALE_BITS, Blocks, Cast
 from ..precision.feedback import Feedback

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..comm.collectives import Pending
+from ..planner.extras import feedback_of
 from ..precision.feedback import Errors
 from ..sharding.buffer import FlatBuffer
 from ..sharding.grad_reduction import GradReduction
@@ -70,7 +71,7 @@ class ErrorFeedback(GradReduction):
         """Return the errors, zeros at first. Local."""
         if self._errors is None:
             group = self.group
-            feedback = group.plan.feedback
+            feedback = feedback_of(group.plan)
             assert feedback is not None
             device = group.comm_ctx.pool.device
             self._errors = feedback.zeros(group.planned.errors_numel, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..planner.extras import feedback_of, second_copy_of
 from ..planner.spec import S
 from ..sharding.grad_reduction import GradReduction
 from ..sharding.group import Group
@@ -18,9 +19,9 @@ from .weight_differences import WeightDifferences
 def weight_gather_of(group: Group, what: str) -> WeightGather:
     """Return how a group's weight is gathered. Collective."""
     plan = group.plan
-    if plan.sends_differences:
+    if plan.weight_is_independent:
         return WeightDifferences(group)
-    if plan.secondary is not None:
+    if second_copy_of(plan) is not None:
         return SecondaryCopy(group)
     weight = plan.weight
     if weight.placement is S and weight.tier is Tier.DEVICE and weight.wire is None:
@@ -35,7 +36,7 @@ def reduction_of(group: Group) -> GradReduction:
     """Return how a group's gradients are summed. Local."""
     plain = SumOverReplicas if group.comm_ctx.outer is not None else GradReduction
     reduction = plain(group)
-    return reduction if group.plan.feedback is None else ErrorFeedback(reduction)
+    return reduction if feedback_of(group.plan) is None else ErrorFeedback(reduction)
 
 
 GROUP_PARTS = GroupParts(weight_gather_of, reduction_of)

@@ -8,6 +8,7 @@ gathered, so that results do not depend on it. It is in no checkpoint.
 from __future__ import annotations
 
 from ..comm.collectives import Pending
+from ..planner.extras import second_copy_of
 from ..sharding.buffer import FlatBuffer, move
 from ..sharding.group import Group
 from ..sharding.weight_gather import WeightGather
@@ -34,10 +35,11 @@ class SecondaryCopy(WeightGather):
         weight = FlatBuffer.allocate(
             group.layout, group.plan.weight, group.comm_ctx, what, is_copied=True
         )
-        assert group.plan.secondary is not None
+        spec = second_copy_of(group.plan)
+        assert spec is not None
         self.buffer = FlatBuffer.allocate(
             group.planned.secondary_layout,
-            group.plan.secondary,
+            spec,
             group.comm_ctx,
             f"the second copy (zero_hpz_partition_size) of {what}",
         )

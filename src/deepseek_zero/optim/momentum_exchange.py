@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..base.errors import UsageError
 from ..comm.collectives import Pending, ordered_sum
+from ..planner.extras import with_momenta_exchanged
 from ..planner.spec import ShardPlan
 from ..planner.units import GroupPlan
 from ..precision.codecs import Signs
@@ -267,7 +268,7 @@ def exchange_momenta(
     else:
         group.gradient.drop_buffers()
     name = group.members[0].name
-    planned = replace(group.planned, plan=plan.exchanging(SIGNS))
+    planned = replace(group.planned, plan=with_momenta_exchanged(plan, SIGNS))
     momentum = Momentum(planned, group.comm_ctx, beta1, own, saved, name)
     group.reduce_by(MomentumExchange(group, momentum, loss_scale, before, plan), planned.plan)
 

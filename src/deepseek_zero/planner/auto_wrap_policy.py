@@ -18,8 +18,8 @@ from torch import nn
 from ..base.device import without_torch_function
 from ..base.errors import UsageError
 from .layout import Shape
+from .plan_settings import PlanSettings
 from .rows import rows_of
-from .spec import PlanSettings
 from .split import Split, is_copy, split_of
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from ..base.quantities import format_bytes
 from ..precision.codecs import Blocks
-from .spec import Compression
+from .plan_settings import Compression
 
 WORTH = 0.9  # of the plain seconds: what codes may take at most to be chosen
 

@@ -20,6 +20,7 @@ from ..base.memory import PAGE
 from ..precision.compact import storage_dtype
 from ..tiers.host import HostPiece
 from ..tiers.tier import Tier
+from .extras import feedback_of, late_gradient_of, momenta_codec_of, second_copy_of
 from .spec import ShardPlan, Spec
 from .units import GroupPlan
 
@@ -43,7 +44,7 @@ def _rows(plan: ShardPlan, moments_per_element: int) -> list[tuple[str, Spec | N
     return [
         ("weight", plan.weight, 1),
         ("grad", plan.grad, 1),
-        ("grad", plan.delayed_grad, 1),
+        ("grad", late_gradient_of(plan), 1),
         ("master", None if plan.master_is_weight else plan.master, 1),
         ("moments", moments, moments_per_element),
     ]
@@ -61,7 +62,7 @@ def host_pieces(group: GroupPlan, moments_per_element: int) -> list[HostPiece]:
             continue
         nbytes = -(-spec_bytes(spec, group.padded_numel, group.ranks) // PAGE) * PAGE
         is_copied = state in ("weight", "grad") or (
-            state == "master" and group.plan.sends_differences
+            state == "master" and group.plan.weight_is_independent
         )
         found += [HostPiece(nbytes, is_copied)] * (count if nbytes else 0)
     return found
@@ -89,11 +90,13 @@ def group_bytes(
             found[spec.tier.value] = (
                 found.get(spec.tier.value, 0) + -(-nbytes // PAGE) * PAGE * count
             )
-    if plan.secondary is not None and "weight" in states:
-        found["secondary"] = spec_bytes(plan.secondary, group.padded_numel, group.secondary_ranks)
-    if plan.feedback is not None and "grad" in states:
-        found["errors"] = plan.feedback.nbytes(group.errors_numel)
-    if plan.exchange is not None and "grad" in states:
+    copy = second_copy_of(plan)
+    if copy is not None and "weight" in states:
+        found["secondary"] = spec_bytes(copy, group.padded_numel, group.secondary_ranks)
+    feedback = feedback_of(plan)
+    if feedback is not None and "grad" in states:
+        found["errors"] = feedback.nbytes(group.errors_numel)
+    if momenta_codec_of(plan) is not None and "grad" in states:
         found["errors"] = group.exchange_bytes
     return found
 

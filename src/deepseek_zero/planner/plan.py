@@ -19,11 +19,12 @@ from ..base.quantities import format_bytes, format_count
 from ..tiers.host import HostPiece
 from ..tiers.tier import Tier
 from .auto_wrap_policy import ModelShape, read_model
+from .extras import second_copy_of
 from .memory import STATES, group_bytes, host_pieces, is_known, moments_for, total_bytes
 from .pieces import LOSS_BYTES, VERDICT_BYTES, PipelinePlan, SequencePlan, TensorPlan
+from .plan_settings import PlanSettings
 from .pool_estimate import Size, buffer_bytes, pool_buffers
 from .schedule import Schedule, schedule_units
-from .spec import PlanSettings
 from .unit_tiers import PlacementSettings, TierChoices, assign_tiers, split_by_ratio
 from .units import GroupPlan, UnitPlan, plan_units
 from .update import ParamGroupPlan, UpdatePlan, UpdateSettings, plan_update
@@ -260,7 +261,7 @@ class Plan:
             group
             for unit in self.units
             for group in unit.sharded
-            if group.plan.secondary is not None
+            if second_copy_of(group.plan) is not None
         ]
         if not groups:
             return told if away else []

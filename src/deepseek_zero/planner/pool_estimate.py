@@ -20,9 +20,11 @@ import torch
 from ..base.device import CPU
 from ..precision.codecs import WORK_NUMEL, Cast
 from ..tiers.tier import Tier
+from .extras import momenta_codec_of, second_copy_of
 from .layout import MAX_IN_FLIGHT, SUM_TILE_NUMEL, FlatLayout, Messages, message_rooms, messages_of
+from .plan_settings import PlanSettings
 from .schedule import ActionKind, Schedule, schedule_units
-from .spec import PlanSettings, S
+from .spec import S
 from .units import GroupPlan, UnitPlan
 
 Size = tuple[torch.dtype, int]  # what a buffer is known by: dtype, elements
@@ -109,7 +111,10 @@ class _StepReplay:
         """
         under_way: deque[Size] = deque()
         for group in (
-            group for unit in self.units for group in unit.trained if group.plan.sends_differences
+            group
+            for unit in self.units
+            for group in unit.trained
+            if group.plan.weight_is_independent
         ):
             if len(under_way) == MAX_IN_FLIGHT:
                 self.ledger.give([under_way.popleft()])
@@ -183,8 +188,9 @@ class _StepReplay:
         ]
 
     def _travel(self, group: GroupPlan) -> Size:
-        if group.plan.exchange is not None:
-            return group.plan.exchange.dtype, group.ranks * group.exchange_length
+        codec = momenta_codec_of(group.plan)
+        if codec is not None:
+            return codec.dtype, group.ranks * group.exchange_length
         wire, _ = group.hop_wires
         return wire.dtype, wire.length(group.padded_numel)
 
@@ -211,7 +217,7 @@ class _StepReplay:
 
     def _messages(self, group: GroupPlan) -> Messages:
         """How the sum of one group's gradients is cut."""
-        if group.plan.exchange is not None:
+        if momenta_codec_of(group.plan) is not None:
             return Messages(group.layout.slice_numel, 1)
         most = group.plan.grad_wire.message_numel
         return messages_of(
@@ -220,9 +226,9 @@ class _StepReplay:
 
     def _is_copied(self, group: GroupPlan) -> bool:
         """Whether a gradient travels as another than it is collected."""
-        return group.plan.exchange is not None or group.hop_wires[0] != Cast(
-            group.plan.summand_dtype
-        )
+        if momenta_codec_of(group.plan) is not None:
+            return True
+        return group.hop_wires[0] != Cast(group.plan.summand_dtype)
 
     def _is_staged(self, group: GroupPlan) -> bool:
         """Whether a sum is kept in another memory than the one it is made in."""
@@ -240,12 +246,11 @@ class _StepReplay:
 
     def _rooms(self, group: GroupPlan) -> tuple[Size, ...]:
         """What one message from every other rank is received in."""
-        if group.plan.exchange is not None:
-            return (
-                ()
-                if self.in_place
-                else ((group.plan.exchange.dtype, group.exchange_length * (group.ranks - 1)),)
-            )
+        codec = momenta_codec_of(group.plan)
+        if codec is not None and self.in_place:
+            return ()
+        if codec is not None:
+            return ((codec.dtype, group.exchange_length * (group.ranks - 1)),)
         return message_rooms(
             self._messages(group).numel,
             group.hop_wires,
@@ -289,7 +294,7 @@ def _is_seen(group: GroupPlan) -> bool:
     """Whether a weight lies in symmetric memory where there is some."""
     return (
         group.plan.weight.tier is Tier.DEVICE
-        and group.plan.secondary is None
+        and second_copy_of(group.plan) is None
         and not _is_coded(group)
     )
 

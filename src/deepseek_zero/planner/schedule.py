@@ -39,7 +39,8 @@ from functools import cached_property
 from itertools import groupby
 
 from ..base.errors import UsageError
-from .spec import PlanSettings, S
+from .plan_settings import PlanSettings
+from .spec import S
 from .units import UnitPlan
 
 

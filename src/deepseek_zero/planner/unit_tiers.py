@@ -19,7 +19,7 @@ from ..base.errors import OutOfMemoryError
 from ..base.quantities import format_bytes
 from ..tiers.tier import Tier
 from .memory import STATES, group_bytes
-from .spec import PlanSettings, UnitTiers
+from .plan_settings import PlanSettings, UnitTiers
 from .units import UnitPlan
 
 WEIGHTS = STATES[:1]

@@ -17,8 +17,11 @@ from ..base.errors import NotBuiltError, UsageError
 from ..base.mesh import Mesh
 from ..precision.codecs import CODED, Blocks, Cast, Codec
 from .auto_wrap_policy import ModelShape, UnitShape
+from .extras import ErrorsKept, feedback_of, momenta_codec_of, second_copy_of
 from .layout import GRAIN, LAYOUTS, FlatLayout, Shape, even_layout, hop_wires
-from .spec import P, PlanSettings, R, S, ShardPlan, Spec, gradient_wires, plan_for, predivide_of
+from .plan_settings import PlanSettings
+from .row_of_group import gradient_wires, plan_for, predivide_of
+from .spec import P, R, S, ShardPlan, Spec
 
 
 @dataclass(frozen=True)
@@ -107,16 +110,15 @@ class GroupPlan:
     @property
     def exchange_length(self) -> int:
         """Return the bytes of one message of momenta, a slice's; 0 where gradients are reduced."""
-        return (
-            0 if self.plan.exchange is None else self.plan.exchange.length(self.layout.slice_numel)
-        )
+        codec = momenta_codec_of(self.plan)
+        return 0 if codec is None else codec.length(self.layout.slice_numel)
 
     @property
     def exchange_bytes(self) -> int:
         """Return what a rank keeps for an exchange of momenta: what signs leave out of its own and
         of its slice's mean, the signs of all ranks, and those that come.
         """
-        if self.plan.exchange is None:
+        if momenta_codec_of(self.plan) is None:
             return 0
         kept = (self.padded_numel + self.layout.slice_numel) * torch.float32.itemsize
         return kept + 2 * self.ranks * self.exchange_length
@@ -126,7 +128,7 @@ class GroupPlan:
         """Return of how many values a rank keeps what codes leave out: its summands, or its part of
         its host's sums.
         """
-        return self.padded_numel // self.near if self.plan.feedback is not None else 0
+        return self.padded_numel // self.near if feedback_of(self.plan) is not None else 0
 
     @property
     def hop_wires(self) -> tuple[Codec, Codec]:
@@ -166,7 +168,8 @@ class GroupPlan:
             else None
         )
         weight = replace(self.plan.weight, wire=None, rests_as=None)
-        return replace(self, plan=replace(self.plan, weight=weight, grad=grad, feedback=None))
+        extras = tuple(each for each in self.plan.extras if not isinstance(each, ErrorsKept))
+        return replace(self, plan=replace(self.plan, weight=weight, grad=grad, extras=extras))
 
     def sent_as(self, settings: PlanSettings) -> GroupPlan:
         """Return the same group with sharded weights, and gradients, sent as other settings have
@@ -361,7 +364,7 @@ def plan_group(
         is_coded=key.is_coded,
         near=near,
     )
-    if plan.feedback is not None:
+    if feedback_of(plan) is not None:
         grain = (
             1  # checkpoints, also old ones, store what codes left out by its place in this layout
         )
@@ -370,7 +373,7 @@ def plan_group(
         grain = max(grain, plan.weight.rests_as.granule)
     layout = even_layout(names, shapes, mesh.shard_size, grain=grain)
     replicas = mesh.dp_replicate * max(1, len(key.sharers))
-    secondary_ranks = settings.secondary_ranks if plan.secondary is not None else 1
+    secondary_ranks = settings.secondary_ranks if second_copy_of(plan) is not None else 1
     group = GroupPlan(
         plan, layout, key, predivide_of(settings, mesh.reduce_size), replicas, secondary_ranks, near
     )

@@ -412,7 +412,7 @@ class UpdatePlan:
         assert plan.master is not None and plan.moments is not None
         count = moments_for(self.settings.optimizer, options).count(options)
         own = 0 if plan.master_is_weight else plan.master.dtype.itemsize
-        weight = 0 if plan.sends_differences else plan.weight.dtype.itemsize
+        weight = 0 if plan.weight_is_independent else plan.weight.dtype.itemsize
         moments = storage_dtype(plan.moments_format, plan.moments.dtype).itemsize * count
         scales = count * -(-shard.numel // BLOCK) if plan.moments_format == "8bit" else 0
         return shard.numel * (weight + own + moments) + scales

@@ -23,9 +23,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..precision.codecs import Cast, Codec
+from .extras import momenta_codec_of, second_copy_of
 from .pieces import PipelinePlan
+from .plan_settings import PlanSettings
 from .schedule import ActionKind, Schedule
-from .spec import PlanSettings, R, S
+from .spec import R, S
 from .units import GroupPlan, UnitPlan
 
 
@@ -180,7 +182,7 @@ def _outer_gathers(group: GroupPlan, times: int) -> int:
     """Return how many of so many gathers go over all ranks that share slices."""
     return (
         times
-        if group.plan.secondary is None
+        if second_copy_of(group.plan) is None
         else min(times, 1 if group.plan.grad is not None else 0)
     )
 
@@ -193,7 +195,7 @@ def _reduce_bytes(group: GroupPlan, *, inside: bool = False) -> int:
     plan = group.plan
     near = _near_slices(group)
     assert plan.grad is not None and plan.master is not None
-    if plan.exchange is not None:
+    if momenta_codec_of(plan) is not None:
         return 2 * (group.ranks - 1) * group.exchange_length
     is_whole = plan.grad.placement is not S and plan.master.placement is R
     whole = _to_others(group, Cast(plan.grad.dtype), inside=inside) if is_whole else 0

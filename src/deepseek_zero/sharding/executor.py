@@ -30,8 +30,8 @@ from torch import nn
 from ..base.errors import UsageError
 from ..base.progress import LongWork
 from ..comm.collectives import Comm, OrderedIssueQueue, Pending
+from ..planner.plan_settings import PlanSettings
 from ..planner.schedule import Action, Pass, Schedule, schedule_units
-from ..planner.spec import PlanSettings
 from ..planner.units import UnitPlan
 from .group import ParamInfo
 from .param_group import ParamGroup

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..base.device import without_torch_function
 from ..base.memory import private_pages, return_pages
 from ..comm.collectives import DONE, Pending
+from ..planner.extras import late_gradient_of
 from ..planner.layout import Slot
 from ..planner.spec import P, S, Spec
 from ..tiers.tier import Extent, StagedTile, Tier
@@ -619,7 +620,7 @@ class DelayedGradient:
 
     def _ensure_buffer(self) -> FlatBuffer:
         if self.buffer is None:
-            spec = self.gradient.group.plan.delayed_grad
+            spec = late_gradient_of(self.gradient.group.plan)
             assert spec is not None
             self.buffer = self.gradient.new_slice(spec)
         return self.buffer

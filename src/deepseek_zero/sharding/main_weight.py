@@ -257,10 +257,10 @@ def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> 
         )
     what = f"the master of {layout.slots[0].name}"
     buffer = FlatBuffer.allocate(
-        layout, plan.master, comm_ctx, what, is_copied=plan.sends_differences
+        layout, plan.master, comm_ctx, what, is_copied=plan.weight_is_independent
     )
     buffer.guard = weight.guard
-    if plan.sends_differences:
+    if plan.weight_is_independent:
         return MasterWeight(
             buffer, rank, plan.moments.dtype, update_device=home, copy_engine=comm_ctx.copy_engine
         )

@@ -18,7 +18,8 @@ from ..base.device import without_torch_function
 from ..base.memory import trim_heap
 from ..comm.collectives import DONE, Comm, Pending, scatter
 from ..planner.layout import FlatLayout, Slot
-from ..planner.spec import PlanSettings, R, S, ShardPlan
+from ..planner.plan_settings import PlanSettings
+from ..planner.spec import R, S, ShardPlan
 from ..planner.units import GroupPlan
 from ..precision.policy import cast_master
 from ..tiers.tier import Extent
@@ -272,7 +273,7 @@ class ParamGroup:
             values.guard = self.guard
             beneath = (
                 None
-                if self.plan.sends_differences
+                if self.plan.weight_is_independent
                 else weight_shard(self.weight, self.plan, self.master.rank)
             )
             self.master = replace(self.master, buffer=values, weight=beneath, is_split=False)

@@ -20,7 +20,7 @@ from ..base.errors import UsageError
 from ..comm.agreement import agree
 from ..comm.collectives import Comm, propagate_errors
 from ..planner.plan import Plan
-from ..planner.spec import PlanSettings
+from ..planner.plan_settings import PlanSettings
 from ..planner.units import plan_group
 from .buffer import CommContext
 from .executor import Executor, Unit, Updates

@@ -32,7 +32,7 @@ from ..base.meter import BETWEEN
 from ..base.nested import cast_inputs, map_inputs, map_tensors, tensors_in
 from ..comm.collectives import Comm
 from ..planner.plan import Plan
-from ..planner.spec import Compression, PlanSettings
+from ..planner.plan_settings import Compression, PlanSettings
 from .buffer import CommContext
 from .entries import record_forward, scale_entries
 from .executor import Executor, Unit, UnitState

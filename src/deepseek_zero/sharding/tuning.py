@@ -17,7 +17,7 @@ import torch
 
 from ..base.log import log_once
 from ..comm.collectives import Comm
-from ..planner.spec import PlanSettings
+from ..planner.plan_settings import PlanSettings
 
 PERIOD = 4  # steps between two looks
 WORTH = 0.02  # of a step: shorter waits are left alone

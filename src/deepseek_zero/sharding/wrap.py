@@ -21,7 +21,7 @@ from ..comm.collectives import Comm, scatter
 from ..comm.context import ranks_of_this_host
 from ..planner.plan import Plan
 from ..planner.pool_estimate import scratch_numel
-from ..planner.spec import predivide_of
+from ..planner.row_of_group import predivide_of
 from ..planner.units import GroupKey
 from ..tiers.budget import DeviceBudget
 from ..tiers.disk import Disk, DiskSettings

@@ -12,8 +12,8 @@ from deepseek_zero.activations.layerwise_accumulation import LayerwiseAccumulati
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.plan import plan_model
+from deepseek_zero.planner.plan_settings import PlanSettings
 from deepseek_zero.planner.schedule import ActionKind, Pass
-from deepseek_zero.planner.spec import PlanSettings
 from deepseek_zero.sharding.executor import Executor, Unit
 from deepseek_zero.sharding.runtime import Runtime
 from tests.in_process import Rank, run_ranks, sharded

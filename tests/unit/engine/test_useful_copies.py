@@ -20,8 +20,9 @@ from deepseek_zero.engine.planning import (
     say_uncoded,
     with_useful_copies,
 )
+from deepseek_zero.planner.extras import second_copy_of
 from deepseek_zero.planner.plan import Machine, plan_model
-from deepseek_zero.planner.spec import Compression, PlanSettings, UnitTiers
+from deepseek_zero.planner.plan_settings import Compression, PlanSettings, UnitTiers
 from deepseek_zero.precision.codecs import Blocks
 from deepseek_zero.precision.policy import Policy
 from deepseek_zero.tiers.tier import Tier
@@ -75,7 +76,9 @@ def test_units_whose_weights_rest_elsewhere_have_no_copy_and_the_plan_says_so() 
         ]
         assert len(said) == many
         groups = [group for unit in plan.units for group in unit.sharded]
-        assert groups and all((group.plan.secondary is None) is bool(many) for group in groups)
+        assert groups and all(
+            (second_copy_of(group.plan) is None) is bool(many) for group in groups
+        )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import nn
 
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.planner.auto_wrap_policy import choose_units
-from deepseek_zero.planner.spec import PlanSettings
+from deepseek_zero.planner.plan_settings import PlanSettings
 from deepseek_zero.sharding.tiled import TiledLinear
 
 

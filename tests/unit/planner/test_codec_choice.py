@@ -19,7 +19,7 @@ from deepseek_zero.planner.codec_choice import (
     gather_traffic,
     reduce_traffic,
 )
-from deepseek_zero.planner.spec import Compression, PlanSettings
+from deepseek_zero.planner.plan_settings import Compression, PlanSettings
 from deepseek_zero.precision.codecs import Blocks
 from deepseek_zero.precision.policy import Policy
 

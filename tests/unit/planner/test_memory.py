@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from deepseek_zero.planner.memory import mixed_precision_adam_bytes, moments_for, total_bytes
-from deepseek_zero.planner.spec import PlanSettings, plan_for
+from deepseek_zero.planner.plan_settings import PlanSettings
+from deepseek_zero.planner.row_of_group import plan_for
 from deepseek_zero.planner.units import GroupPlan
 from deepseek_zero.precision.policy import Policy
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from deepseek_zero.planner.plan_settings import PlanSettings
 from deepseek_zero.planner.schedule import (
     Action,
     ActionKind,
@@ -16,7 +17,6 @@ from deepseek_zero.planner.schedule import (
     plan_schedule,
     verify,
 )
-from deepseek_zero.planner.spec import PlanSettings
 from deepseek_zero.tiers.tier import Tier
 
 SIZES = [10, 100, 100, 100]  # the root and three blocks

@@ -10,7 +10,7 @@ import torch
 from deepseek_zero.base.errors import OutOfMemoryError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.auto_wrap_policy import read_model
-from deepseek_zero.planner.spec import PlanSettings, UnitTiers
+from deepseek_zero.planner.plan_settings import PlanSettings, UnitTiers
 from deepseek_zero.planner.unit_tiers import (
     TierChoices,
     assign_tiers,

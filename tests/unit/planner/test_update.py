@@ -10,7 +10,8 @@ from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.auto_wrap_policy import read_model
 from deepseek_zero.planner.layout import even_layout
 from deepseek_zero.planner.plan import Plan, plan_model
-from deepseek_zero.planner.spec import PlanSettings, plan_for
+from deepseek_zero.planner.plan_settings import PlanSettings
+from deepseek_zero.planner.row_of_group import plan_for
 from deepseek_zero.planner.units import GroupPlan, UnitPlan, plan_units
 from deepseek_zero.planner.update import ParamGroupPlan, UpdatePlan, UpdateSettings, plan_update
 from deepseek_zero.precision.policy import Policy

@@ -17,7 +17,7 @@ from deepseek_zero.comm.bootstrap import Hosts
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.comm.measure import Line, line_of
 from deepseek_zero.planner.plan import Plan, plan_model
-from deepseek_zero.planner.spec import Compression, PlanSettings
+from deepseek_zero.planner.plan_settings import Compression, PlanSettings
 from deepseek_zero.precision.codecs import Blocks
 from deepseek_zero.report.network import BETWEEN_HOSTS, INSIDE_A_HOST, NetworkLink, network_links
 from tests.compositions import engines_of_threads

@@ -11,7 +11,7 @@ import torch
 from deepseek_zero.config import Facts, resolve
 from deepseek_zero.config.load import load
 from deepseek_zero.engine.settings import plan_settings_of
-from deepseek_zero.planner.spec import PlanSettings
+from deepseek_zero.planner.plan_settings import PlanSettings
 from deepseek_zero.sharding.tuning import PERIOD, Knob, Tuner
 
 

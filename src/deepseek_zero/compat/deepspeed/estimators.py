@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from ...planner.memory import total_bytes
-from ...planner.spec import PlanSettings, plan_for
+from ...planner.plan_settings import PlanSettings
+from ...planner.row_of_group import plan_for
 from ...planner.units import GroupPlan
 from ...precision.policy import Policy
 from ...tiers.tier import Tier

@@ -1,0 +1,101 @@
+"""What extensions add to the rows of the table, one class each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+
+from ..precision.codecs import Signs
+from ..precision.feedback import Feedback
+from .spec import Extra, S, ShardPlan, Spec
+
+
+@dataclass(frozen=True)
+class SecondCopy(Extra):
+    """A second copy of a sharded weight, cut among fewer ranks (hpZ); gathers read it while the
+    weight does not change.
+    """
+
+    spec: Spec
+
+    state = "weight"
+
+    def promoted(self) -> Self:
+        return replace(self, spec=replace(self.spec, dtype=torch.float32))
+
+    def words(self, plan: ShardPlan) -> str:
+        return f" + {self.spec}"
+
+
+@dataclass(frozen=True)
+class LateGradient(Extra):
+    """The gradient of the step before, from which a delayed update is computed: this rank's slice,
+    beside the one that is collected.
+    """
+
+    state = "grad"
+    updates_late = True
+
+    def words(self, plan: ShardPlan) -> str:
+        return f" + {late_gradient_of(plan)}"
+
+
+@dataclass(frozen=True)
+class ErrorsKept(Extra):
+    """Each rank keeps what codes leave out of its gradients (error feedback)."""
+
+    feedback: Feedback
+
+    state = "grad"
+
+    def words(self, plan: ShardPlan) -> str:
+        return f" + errors {self.feedback.codec}"
+
+
+@dataclass(frozen=True)
+class MomentaExchanged(Extra):
+    """Ranks send each other momenta, coded so, in place of gradients."""
+
+    codec: Signs
+
+    state = "grad"
+
+    def words(self, plan: ShardPlan) -> str:
+        return f", momenta sent as {self.codec}"
+
+
+def with_momenta_exchanged(plan: ShardPlan, codec: Signs | None) -> ShardPlan:
+    """Return the same row with momenta that are exchanged as the codec says, in fp32 in place of
+    gradients; the row itself if there is no codec or no gradient.
+    """
+    if codec is None or plan.grad is None:
+        return plan
+    grad = replace(plan.grad, dtype=torch.float32)
+    return replace(plan, grad=grad, extras=(*plan.extras, MomentaExchanged(codec)))
+
+
+def second_copy_of(plan: ShardPlan) -> Spec | None:
+    """Return the spec of the second copy of a weight; None without one."""
+    extra = plan.extra(SecondCopy)
+    return extra.spec if extra is not None else None
+
+
+def late_gradient_of(plan: ShardPlan) -> Spec | None:
+    """Return the spec of the gradient of the step before; None if updates are not delayed."""
+    if plan.grad is None or plan.extra(LateGradient) is None:
+        return None
+    return replace(plan.grad, placement=S)
+
+
+def feedback_of(plan: ShardPlan) -> Feedback | None:
+    """Return how errors of coded gradients are kept; None if they are not."""
+    extra = plan.extra(ErrorsKept)
+    return extra.feedback if extra is not None else None
+
+
+def momenta_codec_of(plan: ShardPlan) -> Signs | None:
+    """Return the codec of momenta that are exchanged; None if gradients are summed."""
+    extra = plan.extra(MomentaExchanged)
+    return extra.codec if extra is not None else None

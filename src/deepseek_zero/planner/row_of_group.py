@@ -1,0 +1,94 @@
+"""Makes the row of the table for parameters of one dtype from the settings of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ..base.mesh import INNER_AXES
+from ..precision.codecs import Cast, Codec
+from ..tiers.tier import Tier
+from .extras import ErrorsKept, LateGradient, SecondCopy
+from .plan_settings import Compression, PlanSettings
+from .spec import COLUMNS, Extra, P, R, S, ShardPlan, Spec
+
+
+def predivide_of(settings: PlanSettings, ranks: int) -> float:
+    """Return what partial gradients are divided by before they travel; the rest of the mean follows
+    the sum.
+
+    ranks: whose gradients are added.
+    """
+    return float(ranks) if settings.prescale else settings.predivide
+
+
+def gradient_wires(
+    settings: PlanSettings, *, is_coded: bool, near: int
+) -> tuple[Codec | None, Codec | None]:
+    """Return how gradients are sent, and how inside a host where sums are formed by host; None: as
+    they are collected.
+
+    is_coded, near: as `plan_for` takes them.
+    """
+    compression = settings.compression if is_coded else Compression()
+    reduced = Cast(settings.policy.reduce) if settings.policy.reduce is not None else None
+    inside = compression.inside if near > 1 and compression.gradients is not None else None
+    return compression.gradients or reduced, inside
+
+
+def plan_for(
+    settings: PlanSettings,
+    dtype: torch.dtype,
+    *,
+    trainable: bool,
+    persistent: bool,
+    ranks: int,
+    is_coded: bool = False,
+    near: int = 1,
+) -> ShardPlan:
+    """Return the specs of parameters of one dtype.  dtype: what they were built with.  ranks: that
+    share slices.
+    is_coded: the compression of the settings is for them.  near: as `GroupPlan` has it.
+
+    On one rank a gradient shard is the whole gradient, so it is accumulated where it lies (P) at
+    every stage, unless it lies in another memory.  A master that is the weight itself lies where
+    the weight does.  Weights that rest in
+    another memory have no second copy: it would be on the device that they were to leave.
+    """
+    weight_place, grad_place, state_place = COLUMNS[
+        2 if persistent and settings.stage == 3 else settings.stage
+    ]
+    weight_tier = settings.weight_tier if weight_place is S else Tier.DEVICE
+    compression = settings.compression if is_coded else Compression()
+    sends_changes = (
+        trainable and weight_place is R and state_place is S and compression.weights is not None
+    )
+    coded_as = compression.weights if weight_place is S or sends_changes else None
+    weight = Spec(weight_place, settings.policy.weight_dtype(dtype), weight_tier, coded_as)
+    if weight_place is S and not trainable and compression.frozen is not None:
+        weight = replace(weight, wire=compression.frozen, rests_as=compression.frozen)
+    extras: list[Extra] = []
+    if weight_place is S and weight_tier is Tier.DEVICE and 1 < settings.secondary_ranks < ranks:
+        # It is what was decoded, and stays among neighbours.
+        extras.append(SecondCopy(replace(weight, axes=INNER_AXES, wire=None, rests_as=None)))
+    if not trainable:
+        return ShardPlan(weight, extras=tuple(extras))
+    policy = settings.policy
+    tier = settings.state_tier
+    moments = Spec(state_place, policy.master_dtype(weight.dtype), tier)
+    master = moments if sends_changes else replace(moments, dtype=policy.stored_dtype(weight.dtype))
+    is_weight = master.dtype == weight.dtype and not sends_changes
+    if is_weight:
+        master = replace(master, tier=weight.tier)
+    in_place = grad_place is P or settings.reduces_once or (ranks == 1 and tier is Tier.DEVICE)
+    grad_dtype = policy.grad_dtype(weight.dtype, settings.accumulation * settings.row_parts)
+    wire, inside = gradient_wires(settings, is_coded=is_coded, near=near)
+    place, rests_on = (P, Tier.DEVICE) if in_place else (S, tier)
+    grad = Spec(place, grad_dtype, rests_on, wire, wire_inside=inside)
+    kept = policy.moments if moments.dtype == torch.float32 else "fp32"
+    if settings.delayed_update:
+        extras.append(LateGradient())
+    if compression.feedback is not None:
+        extras.append(ErrorsKept(compression.feedback))
+    return ShardPlan(weight, grad, master, moments, is_weight, kept, tuple(extras))
