@@ -13,7 +13,7 @@ from .compat.deepspeed.zero import (
     register_external_parameter,
     unregister_external_parameter,
 )
-from .sharding.tiled import TiledLinear
+from .extensions.tiled import TiledLinear
 
 __all__ = [
     "GatheredParameters",

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import deepseek_zero
 from deepseek_zero import zero
+from deepseek_zero.extensions.cut_layers import CutEmbedding, CutLinear, choose_cuts, cut_layers
 from deepseek_zero.parallel.sequence_model import own_part
-from deepseek_zero.sharding.cut_layers import CutEmbedding, CutLinear, choose_cuts, cut_layers
 from tests.models import Gpt, batch_of, seeded
 from tests.pairwise import cases
 from tests.ranks.test_tiled import watching

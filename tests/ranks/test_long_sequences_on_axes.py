@@ -17,8 +17,8 @@ from torch import Tensor
 
 import deepseek_zero
 from deepseek_zero.base.errors import NotBuiltError
+from deepseek_zero.extensions.cut_layers import CutLayer
 from deepseek_zero.parallel.sequence_model import own_part
-from deepseek_zero.sharding.cut_layers import CutLayer
 from tests.pairwise import is_full
 from tests.unit.parallel.tiny import batch, tiny
 

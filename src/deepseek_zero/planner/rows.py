@@ -1,6 +1,6 @@
 """Which rows of a whole parameter a tile is, as data.
 
-A layer that is cut by rows (sharding/cut_layers.py) has several parameters where the whole model
+A layer that is cut by rows (extensions/cut_layers.py) has several parameters where the whole model
 has one.  Files speak
 of the whole one: a tile is a range of its elements, since rows are the first dimension.
 """

@@ -135,7 +135,7 @@ class Extra:
         return ""
 
 
-ExtraT = TypeVar("ExtraT", bound=Extra)
+Kind = TypeVar("Kind", bound=Extra)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class ShardPlan:
     moments_format: str = "fp32"
     extras: tuple[Extra, ...] = ()
 
-    def extra(self, kind: type[ExtraT]) -> ExtraT | None:
+    def extra(self, kind: type[Kind]) -> Kind | None:
         """Return the extra of this class; None without one."""
         return next((extra for extra in self.extras if isinstance(extra, kind)), None)
 

@@ -8,9 +8,9 @@ import pytest
 from torch import nn
 
 from deepseek_zero.base.errors import UsageError
+from deepseek_zero.extensions.tiled import TiledLinear
 from deepseek_zero.planner.auto_wrap_policy import choose_units
 from deepseek_zero.planner.plan_settings import PlanSettings
-from deepseek_zero.sharding.tiled import TiledLinear
 
 
 class Block(nn.Module):

@@ -27,9 +27,9 @@ from torch.nn import functional
 
 from ..base.errors import NotBuiltError, UsageError
 from ..planner.rows import Rows, set_rows
-from .init import InitShard, take_values
-from .sharded_parameter import owner_of
-from .ties import CUT_INTO
+from ..sharding.init import InitShard, take_values
+from ..sharding.sharded_parameter import owner_of
+from ..sharding.ties import CUT_INTO
 from .tiled import run_tiles
 
 

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 import deepseek_zero
 from deepseek_zero.base.errors import NotBuiltError, UsageError
+from deepseek_zero.extensions.cut_layers import CutLayer, choose_cuts, cut_layers
 from deepseek_zero.planner.rows import rows_of
-from deepseek_zero.sharding.cut_layers import CutLayer, choose_cuts, cut_layers
 
 
 def same(dtype: torch.dtype) -> torch.dtype:
