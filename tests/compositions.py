@@ -24,6 +24,7 @@ from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.config.load import load
 from deepseek_zero.engine import assemble as assemble_file
 from deepseek_zero.engine import start as start_file
+from deepseek_zero.engine.dialect import EngineDialect
 from deepseek_zero.engine.engine import Engine
 from deepseek_zero.parallel.apply import virtual
 from deepseek_zero.parallel.cuts import cut
@@ -85,7 +86,9 @@ class Here(threading.local):
         `Request`.
         """
         self.rank = rank
-        return start_file.start(load(config), start_file.Request(model, **request), kind)
+        return start_file.start(
+            load(config), start_file.Request(model, **request), EngineDialect(kind)
+        )
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepseek_zero.compat.deepspeed.parameters import safe_get_full_grad
 from deepseek_zero.parallel.sequence_model import own_part
+from deepseek_zero.utils import safe_get_full_grad
 from tests.unit.parallel.tiny import LENGTH, VOCABULARY
 
 RATE = 0.1

@@ -1,7 +1,7 @@
 """deepseek_zero: train models far larger than memory, on whatever there is.
 
-Two doors: seed 000's (`DeepSeekZeRO3`, `ZeroOptimizer`) and DeepSpeed's words (`initialize`,
-`engine.backward`, ...). Names load on first use, so that importing the package costs little more
+Two APIs: `DeepSeekZeRO3` with `ZeroOptimizer`, and `initialize`, which returns an engine
+(`engine.backward`, ...).  Names load on first use, so that importing the package costs little more
 than importing torch.
 """
 
@@ -21,22 +21,16 @@ if sys.platform != "linux":
     )
 
 from .base.lazy import import_at_once
+from .base.plugins import contributed_name, contributed_names
 
 if TYPE_CHECKING:
+    from .api.configuration import ConfigKeywords
+    from .api.distributed import init_distributed
+    from .api.initialize import initialize
+    from .api.wrap import DeepSeekZeRO3, ZeroOptimizer
     from .base.errors import ConfigError as DeepSpeedConfigError
     from .base.errors import DeepSeekZeroError
     from .base.log import logger
-    from .compat.deepspeed.arguments import add_config_arguments
-    from .compat.deepspeed.comm import init_distributed
-    from .compat.deepspeed.configuration import ConfigKeywords
-    from .compat.deepspeed.dropin import (
-        install_as_deepspeed,
-        is_dropin_active,
-        uninstall_as_deepspeed,
-    )
-    from .compat.deepspeed.engine import DeepSpeedEngine
-    from .compat.deepspeed.initialize import initialize
-    from .deepseek import DeepSeekZeRO3, ZeroOptimizer
     from .engine.start import plan
     from .utils import log_dist
 
@@ -51,36 +45,28 @@ __all__ = [
     "DeepSeekZeRO3",
     "DeepSeekZeroError",
     "DeepSpeedConfigError",
-    "DeepSpeedEngine",
     "ZeroOptimizer",
     "__version__",
-    "add_config_arguments",
     "init_distributed",
     "initialize",
-    "install_as_deepspeed",
-    "is_dropin_active",
     "log_dist",
     "logger",
     "plan",
-    "uninstall_as_deepspeed",
 ]
+_NAMES = tuple(__all__)
+del __all__  # at run time it has contributed names, too, which `__getattr__` adds when it is read
 
 _HOMES = {
-    "ConfigKeywords": "compat.deepspeed.configuration",
-    "DeepSeekZeRO3": "deepseek",
-    "ZeroOptimizer": "deepseek",
+    "ConfigKeywords": "api.configuration",
+    "DeepSeekZeRO3": "api.wrap",
+    "ZeroOptimizer": "api.wrap",
     "DeepSeekZeroError": "base.errors",
     "DeepSpeedConfigError": "base.errors",
-    "DeepSpeedEngine": "compat.deepspeed.engine",
     "log_dist": "utils",
     "logger": "base.log",
-    "add_config_arguments": "compat.deepspeed.arguments",
-    "init_distributed": "compat.deepspeed.comm",
-    "initialize": "compat.deepspeed.initialize",
-    "install_as_deepspeed": "compat.deepspeed.dropin",
-    "is_dropin_active": "compat.deepspeed.dropin",
+    "init_distributed": "api.distributed",
+    "initialize": "api.initialize",
     "plan": "engine.start",
-    "uninstall_as_deepspeed": "compat.deepspeed.dropin",
 }
 _ROOMS = {name: name for name in ("zero", "utils", "comm", "checkpointing", "optimizer")} | {
     "dist": "comm"
@@ -88,20 +74,24 @@ _ROOMS = {name: name for name in ("zero", "utils", "comm", "checkpointing", "opt
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
+    value: Any
+    if name == "__all__":
+        value = [*_NAMES, *contributed_names(__name__)]
+    elif name in _HOMES:
         value = getattr(import_at_once(f"{__name__}.{_HOMES[name]}"), name)
     elif name in _ROOMS:
         value = import_at_once(f"{__name__}.{_ROOMS[name]}")
     else:
-        error = None
-        if not name.startswith("_"):
-            error = import_module(f"{__name__}.compat.deepspeed.missing").package_name_missing(name)
-        given = import_module(f"{__name__}.base.given")
-        raise error or given.NoSuchNameError(f"module {__name__!r}", name, __dir__)
+        try:
+            value = contributed_name(__name__, name)
+        except AttributeError as error:
+            given = import_module(f"{__name__}.base.given")
+            owner = f"module {__name__!r}"
+            raise given.with_suggestion(error, owner, name, __dir__) from None
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     """The public names, so that completion shows nothing else."""
-    return sorted({*__all__, *_ROOMS})
+    return sorted({*_NAMES, *contributed_names(__name__), *_ROOMS})

@@ -6,7 +6,7 @@ Re-exports only.
 
 from __future__ import annotations
 
-from .compat.deepspeed.zero import (
+from .api.zero import (
     GatheredParameters,
     Init,
     load_weights,

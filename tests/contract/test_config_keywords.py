@@ -124,11 +124,10 @@ def test_a_type_checker_takes_right_programs_and_refuses_wrong_keys(tmp_path: Pa
     files += [
         SOURCE / name
         for name in (
-            "deepseek.py",
-            "compat/__init__.py",
-            "compat/deepspeed/__init__.py",
-            "compat/deepspeed/configuration.py",
-            "compat/deepspeed/initialize.py",
+            "api/__init__.py",
+            "api/configuration.py",
+            "api/initialize.py",
+            "api/wrap.py",
         )
     ]
     command = [

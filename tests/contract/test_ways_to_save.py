@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import deepseek_zero
-from deepseek_zero.compat.deepspeed import engine as door
+from deepseek_zero.compat.deepspeed import dialect
 from deepseek_zero.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 transformers = pytest.importorskip("transformers")
@@ -192,7 +192,7 @@ def test_a_save_leaves_the_whole_model_and_ranks_in_step(
     way: Callable[[Any, Path], Loaded], stage: int, tmp_path: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(door, "is_dropin_imported", lambda: True)
+        patch.setattr(dialect, "is_dropin_imported", lambda: True)
         engine = start(stage)
         train(engine)
         expected = engine.module_state_dict()
@@ -209,7 +209,7 @@ def test_a_save_leaves_the_whole_model_and_ranks_in_step(
 def test_the_state_dict_of_a_pipeline_that_the_configuration_makes_is_whole(stage: int) -> None:
     """accelerate takes it on all ranks, and saves rank 0's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(door, "is_dropin_imported", lambda: True)
+        patch.setattr(dialect, "is_dropin_imported", lambda: True)
         engine = start(stage, 2, pipeline={"stages": 2})
         whole = llama(2).state_dict()
         found = engine.module.state_dict()

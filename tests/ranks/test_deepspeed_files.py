@@ -18,7 +18,7 @@ from torch import Tensor
 
 import deepseek_zero
 from deepseek_zero.base.errors import CheckpointError
-from deepseek_zero.compat.deepspeed import engine as door
+from deepseek_zero.compat.deepspeed import dialect
 from deepseek_zero.compat.deepspeed.checkpoint.reader import open_file
 from tests.crash import names_in
 from tests.data.deepspeed.make import CASES, config, small, train
@@ -273,7 +273,7 @@ def test_behind_deepspeeds_name_its_files_are_the_default(tmp_path: Path) -> Non
     slices = {".json", ".safetensors"}
     assert saved("ours") == slices
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(door, "is_dropin_imported", lambda: True)
+        patch.setattr(dialect, "is_dropin_imported", lambda: True)
         assert saved("theirs") == {".pt"}
         assert saved("told", checkpoint={"layout": "slices"}) == slices
         assert saved("kept", checkpoint={"keep_last": 2}) == slices

@@ -16,8 +16,8 @@ import deepseek_zero
 from deepseek_zero import utils
 from deepseek_zero.base.errors import NotBuiltError, UsageError
 from deepseek_zero.base.quantities import format_count
-from deepseek_zero.compat.deepspeed.initialize import end_engine_of
-from deepseek_zero.compat.deepspeed.optimizer import show_flat_states
+from deepseek_zero.compat.deepspeed.dialect import end_engine_of
+from deepseek_zero.compat.deepspeed.optimizer import FlatStates
 from deepseek_zero.compat.deepspeed.parameters import VIEWS, ZeroParamStatus
 from deepseek_zero.compat.deepspeed.utils import unwrap_model_for_generation
 from deepseek_zero.utils import safe_get_full_fp32_param
@@ -460,9 +460,8 @@ def test_states_of_the_inner_optimizer_are_flat_and_of_one_length_where_a_rank_h
         engine, *_ = door(
             stage, model=model, top={"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
         )
-        show_flat_states(engine.optimizer)
         if flat is not None:
-            engine.optimizer.optimizer.load_state_dict(flat)
+            FlatStates(engine.optimizer).load_state_dict(flat)
         for step in range(steps):
             engine.backward(engine(x + step).square().mean())
             engine.step()
@@ -477,7 +476,7 @@ def test_states_of_the_inner_optimizer_are_flat_and_of_one_length_where_a_rank_h
         optimizer.zero_grad()
         plain(x + step).square().mean().backward()
         optimizer.step()
-    flat = engine.optimizer.optimizer.state_dict()
+    flat = FlatStates(engine.optimizer).state_dict()
     assert (list(flat["state"]), [group["params"] for group in flat["param_groups"]]) == (
         [0],
         [[0]],
@@ -509,10 +508,9 @@ def test_states_that_are_smaller_than_their_parameters_come_as_torch_has_them() 
     engine, *_ = door(
         1, model=model, optimizer=lambda params: torch.optim.Adafactor(params, lr=0.1)
     )
-    show_flat_states(engine.optimizer)
     engine.backward(engine(torch.randn(4, 8)).square().mean())
     engine.step()
-    inner = engine.optimizer.optimizer
+    inner = FlatStates(engine.optimizer)
     state = inner.state_dict()
     assert [len(group["params"]) for group in state["param_groups"]] == [
         len(engine.optimizer.shards())

@@ -12,7 +12,7 @@ import torch
 
 import deepseek_zero
 from deepseek_zero.base.errors import NotBuiltError
-from deepseek_zero.compat.deepspeed.parameters import safe_get_full_grad
+from deepseek_zero.utils import safe_get_full_grad
 from tests.shared_sequences import batch, close, config, same_gradients, same_training
 from tests.unit.parallel.tiny import tiny
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from .errors import NotBuiltError, UsageError, shown
+from .errors import NotBuiltError, UnknownNameError, UsageError, shown
 
 # Two letters at least: "C:/x" is a path.  One slash is enough: pathlib makes "s3:/x" of "s3://x".
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -79,6 +79,17 @@ class NoSuchNameError(AttributeError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return AttributeError, (str(self),)
+
+
+def with_suggestion(
+    error: AttributeError, owner: str, name: str, choices: Callable[[], Iterable[str]]
+) -> AttributeError:
+    """Return the error for a name that was looked up in vain: one that suggests a near name, unless
+    `error` says more about the name.
+    """
+    if isinstance(error, UnknownNameError):
+        return error
+    return NoSuchNameError(owner, name, choices)
 
 
 def whole_number(call: str, name: str, value: Any, least: int, most: int | None = None) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 # Topics, and what a module that contributes to one has.
 CHECKPOINT_LAYOUTS = "checkpoint layouts"  # calls `register_layout` when it is imported
+DIALECT = "dialect"  # `choose()` returns the dialect of a call (api/dialect.py)
 
 EVERY_OTHER = "*"  # in place of a name: all names that are not listed
 

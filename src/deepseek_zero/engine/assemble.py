@@ -23,7 +23,6 @@ from ..comm.agreement import AllRanks, agree, agree_on
 from ..comm.collectives import Comm
 from ..comm.measure import TriedTransport, try_transports
 from ..extensions.group_parts import GROUP_PARTS
-from ..optim.sharded import ShardedOptimizer
 from ..planner.auto_wrap_policy import ModelShape, read_model
 from ..planner.plan import Plan
 from ..planner.plan_settings import PlanSettings
@@ -40,6 +39,7 @@ from .changes import (
     refuse_whole_states,
 )
 from .determinism import Determinism
+from .dialect import BuildRules
 from .engine import Parts
 from .integrity import Integrity
 from .memory_advice import MemoryAdvice
@@ -78,6 +78,7 @@ def assemble(
     leaf_modules: tuple[str, ...],
     example: Callable[[], Any],
     sequence: parallel.SequenceSettings | None,
+    rules: BuildRules = BuildRules(),  # noqa: B008  # frozen
 ) -> Parts:
     """Shard the model and build its optimizer.  Collective.
 
@@ -87,7 +88,7 @@ def assemble(
     leaf_modules: full names of modules that travel as one piece, beside those that the
     configuration names.
     example: returns a micro-batch, by whose shapes a pipeline finds the model's blocks.  sequence:
-    what is said of ranks along "sp".
+    what is said of ranks along "sp".  rules: what the API says about the parts.
     """
     way = TriedTransport(config.transport)
     if config.transport == "measured":
@@ -149,15 +150,16 @@ def assemble(
         capabilities += memory.capabilities(keeps_freed=memory.keep_freed_memory())
     batch = config.batch.micro, config.batch.accumulation
     advice = MemoryAdvice(plan, shape, update_of(config, step_settings, chosen), batch)
-    scaler = scaler_of(config)
+    scaler = scaler_of(config, rules.loss_scale)
     optimizer = None
     with advice.explaining("initialize"):
         tiers = open_tiers(plan, memory_settings_of(config), comm, step_settings.host_tile_numel)
         check_room(plan, tiers, comm)
-        runtime = wrap_model(model, plan, comm, tiers, GROUP_PARTS)
+        runtime = wrap_model(model, plan, comm, tiers, GROUP_PARTS, rules.model)
         _tell_what_stays_whole(plan)
-        if chosen.make is not None:
-            optimizer = ShardedOptimizer(
+        if chosen.make is not None and chosen.cls is not None:
+            optimizer_class = rules.optimizer_class(chosen.cls, plan.settings)
+            optimizer = optimizer_class(
                 runtime,
                 chosen.groups,
                 chosen.make,

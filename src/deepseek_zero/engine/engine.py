@@ -354,7 +354,14 @@ class Engine(StandsForModule):
     # (checkpoint.save_on_signal).
     client_state: Callable[[], Mapping[str, Any]] | None = None
 
-    def __init__(self, config: Config, mesh: Mesh, parts: Parts) -> None:
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        parts: Parts,
+        lr_scheduler: Any = None,
+        training_dataloader: Any = None,
+    ) -> None:
         super().__init__()
         self.module = parts.runtime.model
         self.config = config
@@ -363,8 +370,8 @@ class Engine(StandsForModule):
         self.optimizer: ShardedOptimizer | None = parts.optimizer
         if self.optimizer is not None:
             self.optimizer.take_step = weakref.WeakMethod(self.step_now)
-        self.lr_scheduler: Any = None
-        self.training_dataloader: Any = None
+        self.lr_scheduler = lr_scheduler
+        self.training_dataloader = training_dataloader
         with AllRanks(parts.runtime.comm, "opening the run's records"):
             self.observer = Observer(parts.observer_settings, mesh.device)
         if parts.observer_settings.dump_state:

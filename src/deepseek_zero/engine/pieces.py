@@ -123,8 +123,16 @@ class Stages:
         in the world.
         """
         said = self.settings
+        layers = runtime.model
         made = pipeline.Pipeline(
-            self.staged, self.ties, comm.whole, mesh, runtime, said.schedule, group=said.group
+            self.staged,
+            self.ties,
+            comm.whole,
+            mesh,
+            runtime,
+            said.schedule,
+            group=said.group,
+            is_dynamic=isinstance(layers, pipeline.LayerStages) and layers.dynamic_shape,
         )
         along = comm.along["pp"]
         if said.has_own_rows:

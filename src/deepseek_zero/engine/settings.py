@@ -7,7 +7,7 @@ sees a key.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -373,21 +373,22 @@ def updates_ahead(config: Config) -> bool:
     return offload.super_offload or offload.delayed_update_after is not None
 
 
-def scaler_of(config: Config) -> LossScaler | None:
-    """Loss scaling belongs to fp16 alone."""
+def scaler_of(
+    config: Config, adjusted: Callable[[LossScaleSettings], LossScaleSettings]
+) -> LossScaler | None:
+    """Return the loss scale of fp16, with adjusted settings; None for other number formats."""
     fp16 = config.fp16
     if not fp16.enabled:
         return None
-    return LossScaler(
-        LossScaleSettings(
-            loss_scale=fp16.loss_scale,
-            initial_scale_power=fp16.initial_scale_power,
-            loss_scale_window=fp16.loss_scale_window,
-            hysteresis=fp16.hysteresis,
-            consecutive_hysteresis=fp16.consecutive_hysteresis,
-            min_loss_scale=fp16.min_loss_scale,
-        )
+    settings = LossScaleSettings(
+        loss_scale=fp16.loss_scale,
+        initial_scale_power=fp16.initial_scale_power,
+        loss_scale_window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        min_loss_scale=fp16.min_loss_scale,
     )
+    return LossScaler(adjusted(settings))
 
 
 def step_settings_of(

@@ -7,20 +7,19 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import default_collate
 
-from .. import parallel
 from ..base.device import CPU, default_device, has_fast_bf16
-from ..base.errors import UsageError, shown
-from ..base.given import refuse, whole_number
+from ..base.errors import UsageError
+from ..base.given import whole_number
 from ..base.log import log_once
 from ..base.mesh import SHARD_AXES, Mesh, current_mesh
 from ..base.nested import on_meta
@@ -35,10 +34,10 @@ from ..planner.split import refuse_other_cuts
 from ..sharding.ties import tie_shared
 from .assemble import assemble, look_at
 from .changes import plan_large_layers, refuse_changes_on, refuse_split_states
-from .data import ShardedLoader
 from .determinism import fix_workspace
-from .engine import Engine
-from .mesh_statements import MeshStatement, choose_mesh, statements_of
+from .dialect import EngineBuilder
+from .engine import Engine, Parts
+from .mesh_statements import choose_mesh, statements_of
 from .optimizer import Client
 from .pieces import (
     PiecePlans,
@@ -49,6 +48,7 @@ from .pieces import (
     stage_to_plan,
 )
 from .planning import stated_budgets, update_of, with_order_of_sums, with_useful_copies
+from .request import Request, parameters_of
 from .settings import (
     pipeline_settings_of,
     placement_settings_of,
@@ -56,81 +56,7 @@ from .settings import (
     step_settings_of,
 )
 
-
-@dataclass
-class Request:
-    """Everything a door can be given; None where it was not."""
-
-    model: nn.Module
-    optimizer: Optimizer | Callable[[list[Any]], Optimizer] | None = None
-    parameters: Sequence[Any] | None = None
-    lr_scheduler: Any = None
-    training_data: Any = None
-    collate_fn: Callable[[list[Any]], Any] | None = None
-    mesh: Any = None  # what `mesh_of` reads
-    mesh_statements: tuple[MeshStatement, ...] = ()  # what other arguments say of the mesh
-    counts_model_ranks: bool = (
-        False  # the caller's train_batch_size may count ranks that see the same batch
-    )
-    leaf_modules: tuple[str, ...] = ()  # full names of modules that travel as one piece
-    drops_idle_schedule: bool = (
-        False  # a schedule without an optimizer is left out with a warning, not an error
-    )
-    door: str = "initialize"  # which one was called
-    sequence: parallel.SequenceSettings | None = None  # what is said of ranks along "sp"
-    shuffles: bool = True  # training_data, each epoch anew
-
-    def __post_init__(self) -> None:
-        """Raise where something was given that no engine can be made of."""
-        if not isinstance(self.model, nn.Module):
-            raise UsageError(
-                f"a model of type {type(self.model).__name__} cannot be wrapped.",
-                "",
-                "pass a torch.nn.Module.",
-            )
-        optimizer = self.optimizer
-        data = self.training_data
-        schedule = self.lr_scheduler
-        if (
-            optimizer is not None
-            and not isinstance(optimizer, Optimizer)
-            and not callable(optimizer)
-        ):
-            fix = (
-                'a name goes into the configuration: "optimizer": {"type": "AdamW", '
-                '"params": {"lr": 0.001}}.'
-            )
-            raise refuse(
-                self.door,
-                "optimizer",
-                optimizer,
-                "a torch.optim.Optimizer, or a callable that makes one",
-                fix,
-            )
-        if schedule is not None and not callable(schedule) and not hasattr(schedule, "step"):
-            wanted = "a schedule with step(), or a callable that makes one of an optimizer"
-            fix = "pass one of torch.optim.lr_scheduler, or leave it out."
-            raise refuse(self.door, "lr_scheduler", schedule, wanted, fix)
-        if isinstance(data, DataLoader):
-            wanted = "a dataset: the engine makes a loader of it for this rank's share"
-            fix = "pass its dataset, or keep the loader and leave this out."
-            raise refuse(self.door, "training_data", data, wanted, fix)
-        is_dataset = isinstance(data, IterableDataset) or (
-            hasattr(data, "__getitem__") and hasattr(data, "__len__")
-        )
-        if data is not None and not is_dataset:
-            wanted = "a dataset, with __getitem__ and __len__, or an IterableDataset"
-            raise refuse(
-                self.door, "training_data", data, wanted, "pass a torch.utils.data.Dataset."
-            )
-        if self.collate_fn is not None and not callable(self.collate_fn):
-            raise refuse(
-                self.door,
-                "collate_fn",
-                self.collate_fn,
-                "a function of a list of samples",
-                "leave it out.",
-            )
+E = TypeVar("E", bound=Engine)
 
 
 def facts_of(request: Request, mesh: Mesh, *, has_bf16: bool | None = None) -> Facts:
@@ -170,50 +96,6 @@ def _largest(values: Any) -> int | None:
     )
 
 
-def parameters_of(call: str, name: str, given: Any) -> list[Any]:
-    """Parameters, or (name, parameter) pairs, or groups of them, as a list that has been looked
-    through.
-    """
-    wanted = "an iterable of parameters, or of groups of them"
-    if isinstance(given, Mapping):
-        raise refuse(call, name, given, wanted, "write a list around it: [{...}].")
-    if isinstance(given, Tensor | str | bytes) or not isinstance(given, Iterable):
-        raise refuse(call, name, given, wanted, "pass model.parameters().")
-    found = list[Any]()
-    for entry in given:
-        if not isinstance(entry, Mapping):
-            members = [entry]
-        elif "params" in entry:
-            members = entry["params"]
-            members = (
-                list(members)
-                if isinstance(members, Iterable) and not isinstance(members, Tensor)
-                else [members]
-            )
-            entry = {**entry, "params": members}
-        else:
-            raise refuse(
-                call,
-                name,
-                entry,
-                wanted,
-                "a group is a dict with 'params' and options: add 'params'.",
-            )
-        for member in members:
-            if not isinstance(
-                member[1] if isinstance(member, tuple) and len(member) == 2 else member, Tensor
-            ):
-                raise refuse(
-                    call,
-                    name,
-                    given,
-                    f"{wanted}, and {shown(member)} is no parameter",
-                    "pass parameters.",
-                )
-        found.append(entry)
-    return found
-
-
 def prepare_process(raw: RawConfig) -> None:
     """Set what must be set before the ranks meet and before CUDA starts.
 
@@ -234,8 +116,12 @@ def prepare_process(raw: RawConfig) -> None:
             )
 
 
-def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine) -> Engine:
-    """Build the engine.  Collective: every rank passes the same model and configuration."""
+def start(raw: RawConfig, request: Request, dialect: EngineBuilder[E]) -> E:
+    """Build the engine as the dialect says.
+
+    Note:
+        Collective: every rank passes the same model and configuration.
+    """
     mesh = choose_mesh(
         statements_of(raw, request.mesh, request.mesh_statements),
         current_mesh(default_device(), store_of=launchers_store),
@@ -252,26 +138,19 @@ def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine)
         request.leaf_modules,
         partial(example_of, request),
         request.sequence,
+        dialect.rules(config, mesh, request),
     )
-    engine = engine_class(config, mesh, parts)
-    engine.lr_scheduler = _schedule(engine, request)
-    preemption = engine.parts.preemption
+    lr_scheduler = _schedule(parts, request)
+    loader = None
+    if request.training_data is not None:
+        loader = dialect.make_loader(config, mesh, parts, request)
+    engine = dialect.make_engine(config, mesh, parts, request, lr_scheduler, loader)
+    preemption = parts.preemption
     if preemption is not None:
         preemption.watch()
         weakref.finalize(
             engine, preemption.release
         ).atexit = False  # signals are not an engine's that is gone
-    if request.training_data is not None:
-        engine.training_dataloader = ShardedLoader(
-            request.training_data,
-            engine.parts.data_settings.micro_batch,
-            mesh,
-            request.collate_fn,
-            engine.parts.data_settings.drop_last,
-            take=partial(parallel.own_part, request.model) if mesh.sp > 1 else None,
-            step_samples=config.batch.train,
-            shuffles=request.shuffles,
-        )
     return engine
 
 
@@ -286,14 +165,14 @@ def example_of(request: Request) -> Any:
     raise no_example("training_data")
 
 
-def _schedule(engine: Engine, request: Request) -> Any:
+def _schedule(parts: Parts, request: Request) -> Any:
     """The schedule the caller passed (an instance, or a callable of the optimizer), else the
     configuration's.
     """
     given = request.lr_scheduler
-    if given is None and engine.parts.schedule is None:
+    if given is None and parts.schedule is None:
         return None
-    if engine.optimizer is None:
+    if parts.optimizer is None:
         if request.drops_idle_schedule:
             log_once(
                 "a learning-rate schedule was given without an optimizer to schedule: left out.",
@@ -307,10 +186,10 @@ def _schedule(engine: Engine, request: Request) -> Any:
         )
     if given is not None:
         is_factory = callable(given) and not hasattr(given, "step")
-        return given(engine.optimizer) if is_factory else given
-    assert engine.parts.schedule is not None
-    name, params = engine.parts.schedule
-    return resolve_schedule(name, params, engine.optimizer)
+        return given(parts.optimizer) if is_factory else given
+    assert parts.schedule is not None
+    name, params = parts.schedule
+    return resolve_schedule(name, params, parts.optimizer)
 
 
 def plan(

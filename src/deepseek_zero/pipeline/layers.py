@@ -112,6 +112,8 @@ class LayerStages(nn.Module):
     0: none.  checkpointable: names of the classes that may be; None: all that have parameters.
     """
 
+    dynamic_shape = False  # activations change their shapes from one micro-batch to the next
+
     def __init__(
         self,
         layers: Iterable[Any],

@@ -91,15 +91,13 @@ _UNDER_WAY = _UnderWay()
 class LossFactor:
     """One engine's factor."""
 
-    def __init__(self, accumulation: Callable[[], int]) -> None:
+    def __init__(self, accumulation: Callable[[], int], *, is_strict: bool = False) -> None:
         """accumulation: Returns the number of micro-batches of a step now; holds the runtime
-        weakly.
+        weakly.  is_strict: A loss of the engine's own forward has to be scaled.
         """
         self._accumulation = accumulation
         self._scaler: LossScaler | None = None
-        self.is_strict = (
-            False  # a loss of the engine's own forward has to be scaled, as in DeepSpeed
-        )
+        self._is_strict = is_strict
         self._is_entered = False  # inside `entered`
         self._is_of_engine = (
             False  # the last recorded forward was the engine's, not the model's own
@@ -204,7 +202,7 @@ class LossFactor:
         not have to: one loss of several engines cannot be scaled by each of them. The factor is
         then applied at the outputs.
         """
-        if self.is_strict and self._is_of_engine and self._scaler is not None and self.is_plain:
+        if self._is_strict and self._is_of_engine and self._scaler is not None and self.is_plain:
             raise UsageError(
                 "Loss scaling is required for this configuration, and backward() was called "
                 "without it.",
@@ -234,7 +232,7 @@ class LossFactor:
 
     def apply(self, loss: Tensor, *, by_accumulation: bool = True) -> Tensor:
         """The loss times the loss scale and, if it is to be, divided by the accumulation steps."""
-        if self.is_strict and isinstance(loss, Tensor) and loss.numel() != 1:
+        if self._is_strict and isinstance(loss, Tensor) and loss.numel() != 1:
             raise UsageError(
                 f"a loss must be a scalar tensor, and this one has the shape {tuple(loss.shape)}.",
                 "Losses alone are scaled, as in DeepSpeed.",

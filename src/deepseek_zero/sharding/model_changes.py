@@ -51,12 +51,15 @@ class WrappedGroup(Protocol):
 class Structure:
     """The modules of one wrapped model, and what each held when somebody looked closely."""
 
-    def __init__(self, model: nn.Module, groups: Sequence[WrappedGroup]) -> None:
+    def __init__(
+        self, model: nn.Module, groups: Sequence[WrappedGroup], *, takes_strangers: bool = False
+    ) -> None:
+        """takes_strangers: Parameters that join the model later stay as they are, with a
+        warning.
+        """
         self.model = model
         self.groups = list(groups)
-        self.takes_strangers = (
-            False  # parameters that join the model later stay as they are, with a warning
-        )
+        self._takes_strangers = takes_strangers
         self._seen: list[tuple[nn.Module, list[int]]] = []
         self._frozen_strangers: list[
             tuple[str, nn.Parameter]
@@ -72,13 +75,13 @@ class Structure:
         """
         if not self._seen or any(_holds(module) != held for module, held in self._seen):
             strangers = _strangers_of(self.model, self.groups)
-            _refuse_trained(strangers, only_warn=self.takes_strangers)
+            _refuse_trained(strangers, only_warn=self._takes_strangers)
             self._frozen_strangers = [
                 (name, param) for name, param in strangers if not param.requires_grad
             ]
             self._seen = [(module, _holds(module)) for module in self.model.modules()]
         elif self._frozen_strangers:
-            _refuse_trained(self._frozen_strangers, only_warn=self.takes_strangers)
+            _refuse_trained(self._frozen_strangers, only_warn=self._takes_strangers)
         _refuse_moved(self.groups)
 
 

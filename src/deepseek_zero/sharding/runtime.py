@@ -41,6 +41,7 @@ from .model_changes import Structure
 from .nonfinite import NonFiniteDetector
 from .param_group import ParamGroup
 from .regroup import follow_requires_grad
+from .rules import ModelRules
 from .saved_tensor_hooks import weight_hooks
 from .sharded_parameter import Hook
 from .state_dict import StateDictMode, join_stages, shard_state_dicts
@@ -84,7 +85,12 @@ class Runtime:
     """One wrapped model at work."""
 
     def __init__(
-        self, model: nn.Module, units: list[Unit], comm_ctx: CommContext, plan: Plan
+        self,
+        model: nn.Module,
+        units: list[Unit],
+        comm_ctx: CommContext,
+        plan: Plan,
+        rules: ModelRules = ModelRules(),  # noqa: B008  # frozen
     ) -> None:
         self.model = model
         self.units = units
@@ -97,7 +103,9 @@ class Runtime:
         self.is_boundary = (
             True  # the backward to come ends an accumulation: replicated gradients are reduced
         )
-        self.loss_factor = LossFactor(partial(_accumulation_of, weakref.ref(self)))
+        self.loss_factor = LossFactor(
+            partial(_accumulation_of, weakref.ref(self)), is_strict=rules.requires_scaled_loss
+        )
         self.nonfinite: NonFiniteDetector | None = (
             None  # after a skipped step, under precision "auto"
         )
@@ -109,11 +117,11 @@ class Runtime:
         self.executor = Executor(
             units, plan.settings, plan.schedule, self.comm, comm_ctx.issue_queue, most_reductions
         )
-        self.forward = Forward(self)
+        self.forward = Forward(self, rules)
         self._backward_id = -1
         for group in self.groups:
             group.runtime = weakref.ref(self)
-        self.state_dicts = StateDictMode()
+        self.state_dicts = StateDictMode(gathers=rules.gathers_state_dict)
         self._handles = [*install_hooks(self), *shard_state_dicts(units, self.state_dicts)]
         if (pipe := self.comm.along.get("pp")) is not None:
             self._handles += join_stages(self.model, pipe, self.state_dicts)
@@ -518,7 +526,7 @@ class Forward:
     count: forwards with gradients since a backward.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, rules: ModelRules) -> None:
         self._runtime = weakref.ref(runtime)
         self.active: list[ForwardFrame] = []
         self.count = 0
@@ -526,7 +534,9 @@ class Forward:
         self.any_promoted = (
             False  # so units differ in compute dtype, and what passes between them must be cast
         )
-        self.structure = Structure(runtime.model, runtime.groups)
+        self.structure = Structure(
+            runtime.model, runtime.groups, takes_strangers=rules.allows_unmanaged_params
+        )
         self._parts: list[
             nn.Module
         ] = []  # of the root, that run outside any unit's forward; outermost first

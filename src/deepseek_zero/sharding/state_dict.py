@@ -45,8 +45,8 @@ class StateDictMode:
     local.
     """
 
-    def __init__(self) -> None:
-        self.gathers = True
+    def __init__(self, *, gathers: bool = True) -> None:
+        self.gathers = gathers
 
     @contextmanager
     def gathering(self) -> Iterator[None]:

@@ -31,6 +31,7 @@ from .buffer import CommContext, Pool
 from .executor import Unit
 from .init import materialise
 from .param_group import PLAIN_PARTS, GroupParts, ParamGroup, build_group
+from .rules import ModelRules
 from .runtime import Runtime
 
 
@@ -40,6 +41,7 @@ def wrap_model(
     comm: Comm,
     tiers: Tiers | None = None,
     parts: GroupParts = PLAIN_PARTS,
+    rules: ModelRules = ModelRules(),  # noqa: B008  # frozen
 ) -> Runtime:
     """Shard a model in place, as planned, and hook it. Collective: every rank passes the same
     model and settings.
@@ -97,7 +99,7 @@ def wrap_model(
     ]
     pool.clear()  # what units were packed in on their way to their slices
     _place_buffers(model, comm, device)
-    return Runtime(model, units, comm_ctx, plan)
+    return Runtime(model, units, comm_ctx, plan, rules)
 
 
 def _sharers(key: GroupKey | None) -> int:

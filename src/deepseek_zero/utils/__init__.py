@@ -4,8 +4,7 @@ only.
 
 from __future__ import annotations
 
-from ..base.log import logger
-from ..compat.deepspeed.before_initialize import (
+from ..api.leaves import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,
@@ -15,7 +14,7 @@ from ..compat.deepspeed.before_initialize import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
-from ..compat.deepspeed.parameters import (
+from ..api.parameters import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -30,12 +29,13 @@ from ..compat.deepspeed.parameters import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from ..compat.deepspeed.utils import (
+from ..api.utils import (
     RepeatingLoader,
     log_dist,
     see_memory_usage,
     set_log_level_from_string,
 )
+from ..base.log import logger
 from . import logging
 
 __all__ = [

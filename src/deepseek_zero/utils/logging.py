@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from ..api.utils import log_dist, set_log_level_from_string
 from ..base.log import logger
-from ..compat.deepspeed.utils import log_dist, set_log_level_from_string
 
 __all__ = ["log_dist", "logger", "set_log_level_from_string"]

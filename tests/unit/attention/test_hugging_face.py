@@ -26,7 +26,6 @@ from deepseek_zero.attention.plan import Pattern
 from deepseek_zero.base.errors import ConfigError, NotBuiltError, UsageError
 from deepseek_zero.base.log import log_first
 from deepseek_zero.base.mesh import Mesh
-from deepseek_zero.compat.deepspeed.parameters import safe_get_full_grad
 from deepseek_zero.config import Facts, resolve
 from deepseek_zero.config.load import load
 from deepseek_zero.engine.settings import sparse_attention_of
@@ -35,6 +34,7 @@ from deepseek_zero.parallel.plans import choose
 from deepseek_zero.parallel.proof import prove
 from deepseek_zero.parallel.sequence_model import SequenceSettings, own_part, share_sequences
 from deepseek_zero.pipeline import find_chain
+from deepseek_zero.utils import safe_get_full_grad
 from tests.in_process import Rank, run_ranks
 from tests.unit.attention.dense import seen_of
 from tests.unit.parallel.tiny import VOCABULARY, batch, tiny

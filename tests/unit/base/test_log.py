@@ -23,7 +23,7 @@ PROGRAMS = {
     "imports everything and looks": (
         f"""
         import deepseek_zero.zero, deepseek_zero.utils, deepseek_zero.comm
-        import deepseek_zero.compat.deepspeed.initialize
+        import deepseek_zero.api.initialize, deepseek_zero.compat.deepspeed.dialect
         assert not {QUIET}.handlers and {QUIET}.propagate and {QUIET}.level == logging.NOTSET
         assert not logging.getLogger().handlers
         """,

@@ -13,17 +13,14 @@ import torch
 from torch import nn
 
 import deepseek_zero
+from deepseek_zero.api.mesh_arguments import mesh_param_statement, mpu_statement
 from deepseek_zero.base.errors import ConfigError, UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.compat.deepspeed import groups
+from deepseek_zero.compat.deepspeed.accelerate_ranks import accelerate_statements
 from deepseek_zero.compat.deepspeed.before_initialize import (
     tensor_parallel_statement,
     tp_model_init,
-)
-from deepseek_zero.compat.deepspeed.mpu import (
-    accelerate_statements,
-    mesh_param_statement,
-    mpu_statement,
 )
 from deepseek_zero.compat.deepspeed.pipe import PipelineModule
 from deepseek_zero.compat.deepspeed.pipe_topology import (

@@ -16,7 +16,7 @@ from torch import nn
 import deepseek_zero as dz
 from deepseek_zero.base.errors import CheckpointError, UsageError
 from deepseek_zero.checkpoint.staging import in_turn
-from deepseek_zero.compat.deepspeed import activation_checkpointing, initialize
+from deepseek_zero.compat.deepspeed import activation_checkpointing, defaults
 from deepseek_zero.compat.deepspeed.checkpoint import folder, universal
 from deepseek_zero.compat.deepspeed.muon import mark_parameters, muon_update
 from deepseek_zero.compat.deepspeed.ops import DeepSpeedCPUAdam, FusedAdam
@@ -113,8 +113,7 @@ def test_the_optimizer_of_stage_0_is_of_the_given_class_and_equal_to_it() -> Non
 
 
 def test_the_loss_scale_of_stage_0_falls_at_each_overflow_and_stays_at_its_minimum() -> None:
-    scaler = LossScaler(LossScaleSettings(initial_scale_power=2))
-    scale_at_stage_0(scaler)
+    scaler = LossScaler(scale_at_stage_0(LossScaleSettings(initial_scale_power=2)))
     seen = []
     for _ in range(4):
         scaler.update(overflow=True)
@@ -131,12 +130,12 @@ def test_other_sums_at_stage_0_are_refused_behind_the_name(asked: Any, fits: boo
         {"data_types": {"grad_accum_dtype": asked}, "zero_optimization": {"stage": 1}},
         unknown="warn",
     )
-    initialize.refuse_other_sums(staged)
+    defaults.refuse_other_sums(staged)
     if fits:
-        initialize.refuse_other_sums(raw)
+        defaults.refuse_other_sums(raw)
     else:
         with pytest.raises(NotImplementedError, match="unsupported mix"):
-            initialize.refuse_other_sums(raw)
+            defaults.refuse_other_sums(raw)
 
 
 def test_the_profiled_forward_is_the_engines_flops_profiler() -> None:

@@ -35,7 +35,7 @@ from torch import nn
 classes = [nn.Parameter, nn.Module, torch.optim.Optimizer, torch.Tensor]
 before = [dict(vars(each)) for each in classes]
 import deepseek_zero.zero, deepseek_zero.utils, deepseek_zero.comm, deepseek_zero.checkpointing
-import deepseek_zero.deepseek, deepseek_zero.compat.deepspeed.initialize
+import deepseek_zero.api.wrap, deepseek_zero.compat.deepspeed.dialect
 import deepseek_zero.compat.deepspeed.constants
 for each, was in zip(classes, before):
     changed = {name for name, value in vars(each).items() if was.get(name) is not value}

@@ -22,11 +22,11 @@ from torch import nn
 
 import deepseek_zero as dz
 from deepseek_zero.activations import recompute
+from deepseek_zero.api.wrap import configuration_of
 from deepseek_zero.base.errors import DeepSeekZeroError, shown
 from deepseek_zero.base.log import logger
 from deepseek_zero.config import Facts, resolve
 from deepseek_zero.config.load import load
-from deepseek_zero.deepseek import configuration_of
 from tests import configs
 from tests.pairwise import is_full
 

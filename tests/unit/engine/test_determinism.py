@@ -47,10 +47,8 @@ def test_the_workspace_is_fixed_before_the_engine_touches_the_gpu(
     monkeypatch.setenv(WORKSPACE, "")  # so that it is restored
     monkeypatch.delenv(WORKSPACE)
     monkeypatch.setattr(start, "default_device", lambda: GPU)
-    monkeypatch.setattr(
-        import_module("deepseek_zero.compat.deepspeed.initialize"), "join", start_cuda
-    )
-    monkeypatch.setattr(import_module("deepseek_zero.deepseek"), "current_mesh", start_cuda)
+    monkeypatch.setattr(import_module("deepseek_zero.api.dialect"), "join", start_cuda)
+    monkeypatch.setattr(import_module("deepseek_zero.api.wrap"), "current_mesh", start_cuda)
     with pytest.raises(Started) as raised:
         door({"deterministic": asked})
     assert raised.value.args == (size,)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import deepseek_zero as dz
+from deepseek_zero.api.wrap import ZeroOptimizer
 from deepseek_zero.compat.deepspeed.engine import DeepSpeedEngine
-from deepseek_zero.deepseek import ZeroOptimizer
 from tests.compositions import Here, config_of, engines_of_threads
 from tests.in_process import Rank, run_ranks
 

@@ -1,7 +1,7 @@
 """DeepSpeed's `deepspeed.comm`: torch.distributed's names, which answer as a world of one where no
 group is joined.
 
-    init_distributed   DeepSpeed's arguments, in front of base/mesh.py's
+    init_distributed   that of api/distributed.py; accelerate counts the ranks after it
     COLLECTIVES        what torch.distributed spells otherwise or not at all
     ALONE              what a script may call before it joins a group, or without one
 
@@ -10,24 +10,19 @@ Users import it as `deepseek_zero.comm`; engines have their own collectives (com
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from functools import wraps
 from importlib import import_module
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ...base import mesh
+from ...api import distributed
 from ...base.device import default_device
-from ...base.errors import NotBuiltError, UnknownNameError, UsageError
-from ...base.given import whole_number
-from ...base.mesh import PATIENCE, default_backend, device_of_group
+from ...base.errors import NotBuiltError, UnknownNameError
 from ...comm.context import local_rank as get_local_rank
-from ...comm.net.store import launchers_store
 from .accelerate_ranks import let_accelerate_count
 from .missing import missing_names
 
@@ -49,45 +44,9 @@ __all__ = [
 ]
 
 
-def init_distributed(
-    dist_backend: str | None = None,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int | None = None,
-    verbose: bool = True,
-    timeout: timedelta | None = None,
-    init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    config: Any = None,
-    rank: int = -1,
-    world_size: int = -1,
-) -> None:
-    """Join the group a launcher describes, or the one that rank, world_size and init_method
-    describe.
-
-    Collective under a launcher; without one it starts a group of one, so that a script may ask
-    torch.distributed for
-    its rank.  init_method: "env://", "tcp://host:port", "file:///path".  dist_init_required=False
-    says that a group is there already, and is an error where there is none.  auto_mpi_discovery,
-    verbose and config change nothing.
-    """
-    if not join(
-        dist_backend,
-        timeout,
-        distributed_port=distributed_port,
-        init_method=init_method,
-        dist_init_required=dist_init_required,
-        rank=rank,
-        world_size=world_size,
-    ):
-        backend = dist_backend or default_backend(default_device())
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        place: dict[str, Any] = {
-            "store": store,
-            "rank": 0,
-            "world_size": 1,
-            "device_id": device_of_group(backend),
-        }
-        dist.init_process_group(backend, timeout=timeout or PATIENCE, **place)
+@wraps(distributed.init_distributed)
+def init_distributed(*args: Any, **kwargs: Any) -> None:
+    distributed.init_distributed(*args, **kwargs)
     let_accelerate_count()
 
 
@@ -95,65 +54,6 @@ def is_initialized() -> bool:
     """Return whether this process has joined a group."""
     let_accelerate_count()
     return dist.is_initialized()
-
-
-def join(
-    dist_backend: str | None = None,
-    timeout: timedelta | None = None,
-    *,
-    distributed_port: int | None = None,
-    init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    rank: int = -1,
-    world_size: int = -1,
-) -> bool:
-    """Do as `init_distributed` does, but leave a process alone that nobody described a group to;
-    return whether it has one.
-    """
-    if not dist.is_initialized():
-        if dist_init_required is False:
-            raise UsageError(
-                "Distributed backend is not initialized, and dist_init_required is False.",
-                "The caller says that it has joined a group already.",
-                "leave dist_init_required out, or call torch.distributed.init_process_group first.",
-            )
-        whole_number("init_distributed", "world_size", world_size, -1)
-        whole_number(
-            "init_distributed", "rank", rank, -1, world_size - 1 if world_size > 0 else None
-        )
-        if urlsplit(init_method or "").scheme == "file":
-            backend = dist_backend or default_backend(default_device())
-            device_id = device_of_group(backend)
-            dist.init_process_group(
-                backend, init_method, timeout or PATIENCE, world_size, rank, device_id=device_id
-            )
-        else:
-            _describe(init_method or "env://", rank, world_size)
-    return mesh.init_distributed(
-        dist_backend, timeout or PATIENCE, distributed_port, store_of=launchers_store
-    )
-
-
-def _describe(method: str, rank: int, size: int) -> None:
-    """Write the caller's group into the variables that launchers set; a launcher's own value
-    stands.
-    """
-    address = urlsplit(method)
-    if address.scheme not in ("env", "tcp"):
-        raise NotBuiltError(
-            f"init_method={method!r} is not built.",
-            "Ranks meet at an address or over a file.",
-            'use "tcp://host:port", "file:///path" or a launcher.',
-        )
-    if address.hostname:
-        os.environ.setdefault("MASTER_ADDR", address.hostname)
-    for name, value in {
-        "RANK": rank,
-        "WORLD_SIZE": size,
-        "MASTER_PORT": address.port or -1,
-    }.items():
-        if value >= 0:
-            os.environ.setdefault(name, str(value))
 
 
 # torch 2.13 renames these two and warns of the old names.

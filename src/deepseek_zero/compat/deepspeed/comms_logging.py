@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...api.utils import log_dist
 from ...base.device import default_device, synchronize
 from .runtime_utils import get_tensor_bytes
-from .utils import log_dist
 
 # operation -> (bytes per byte of the message that an algorithm moves, that a link carries), of n
 # ranks

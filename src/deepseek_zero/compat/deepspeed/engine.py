@@ -1,5 +1,4 @@
-"""DeepSpeed's engine: its words for what is here, each a call of the engine room or a row of a
-table.
+"""DeepSpeed's engine: the names of its methods and attributes, most of them rows of two tables.
 
 GETTERS are methods in DeepSpeed, ATTRIBUTES are attributes; missing.py says of every other name why
 it is missing.
@@ -8,7 +7,7 @@ it is missing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from importlib import import_module
@@ -21,30 +20,25 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ... import parallel
-from ...base.errors import NotBuiltError, UsageError
-from ...base.given import path_of, refuse
-from ...base.log import log_once, logger
+from ...api.engine import ZeroEngine
+from ...api.leaves import get_z3_leaf_modules
+from ...base.errors import BatchMismatchError, NotBuiltError, UsageError
+from ...base.log import logger
 from ...base.mesh import Mesh
 from ...base.nested import tensors_in
-from ...checkpoint.contents import SaveSettings
-from ...checkpoint.export import ExportSettings, consolidated, export_file
-from ...checkpoint.format import LATEST, LATEST_UNIVERSAL
-from ...checkpoint.hf_folder import MAX_SHARD_BYTES
-from ...checkpoint.piece import frozen_names
+from ...checkpoint.export import ExportSettings, consolidated
 from ...comm.context import local_rank
-from ...engine import exporting, saving
-from ...engine.compiling import compile_units, restore
 from ...engine.data import ShardedLoader
 from ...engine.engine import Engine, Parts
 from ...engine.pieces import refuse_shared_loader
-from ...engine.state_offload import KINDS, StateOffload
-from ...sharding.runtime import Phase
+from ...engine.request import Request
 from . import groups
-from .before_initialize import asked_tp_size, get_z3_leaf_modules
+from .autotp import set_autotp_mode
+from .before_initialize import asked_tp_size
 from .checkpoint import DEEPSPEED
 from .data_pipeline.config import get_data_efficiency_config
-from .dropin import is_dropin_imported
 from .missing import ENGINE, engine_name_missing, missing_names
+from .parameters import show_ds_names
 from .profiling import FlopsProfiler, ThroughputTimer
 
 if TYPE_CHECKING:  # pydantic is imported by those who read a configuration
@@ -84,11 +78,42 @@ def _scale_arguments(engine: Engine) -> dict[str, Any] | None:
     }
 
 
-def _data_efficiency(engine: Engine) -> dict[str, Any]:
-    asked = engine.config.data_efficiency
+def _data_efficiency_of(config: Config) -> dict[str, Any]:
+    asked = config.data_efficiency
     return get_data_efficiency_config(
         {"data_efficiency": {"seed": asked.seed, "data_sampling": asked.data_sampling}}
     )
+
+
+def _data_efficiency(engine: Engine) -> dict[str, Any]:
+    return _data_efficiency_of(engine.config)
+
+
+def curriculum_loader(
+    config: Config,
+    mesh: Mesh,
+    parts: Parts,
+    model: nn.Module,
+    dataset: Any,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    batch_size: int | None = None,
+) -> ShardedLoader | None:
+    """Return the loader that deals samples by the configuration's curriculum; None without one."""
+    settings = _data_efficiency_of(config)
+    if not settings["data_sampling"]["curriculum_learning"]["enabled"]:
+        return None
+    kind = import_module(".data_pipeline.loader", __package__).CurriculumLoader
+    made: ShardedLoader = kind(
+        dataset,
+        batch_size or config.train_micro_batch_size_per_gpu,
+        mesh,
+        settings,
+        config.gradient_accumulation_steps,
+        collate_fn,
+        parts.data_settings.drop_last,
+        partial(parallel.own_part, model) if mesh.sp > 1 else None,
+    )
+    return made
 
 
 def _flops_profiler(engine: Engine) -> Any:
@@ -240,7 +265,7 @@ ATTRIBUTES: dict[str, Callable[[Engine], Any]] = {
     "flops_profiler": _flops_profiler,
     "monitor": lambda e: e.observer.monitor,
     "timers": lambda e: e.observer.timers,
-    "basic_optimizer": lambda e: e.optimizer.inner if e.optimizer is not None else None,
+    "basic_optimizer": lambda e: e.optimizer.optimizer if e.optimizer is not None else None,
     "communication_data_type": lambda e: (
         e.runtime.settings.policy.reduce or e.runtime.settings.policy.compute
     ),
@@ -257,11 +282,7 @@ METHODS = (
 ).split()
 
 
-class NoFolderError(UsageError, ValueError):
-    """A checkpoint is to be saved nowhere; DeepSpeed's error is a ValueError."""
-
-
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(ZeroEngine):
     """The engine under DeepSpeed's names."""
 
     pipeline_parallelism = False  # of one kind of engines it is true
@@ -269,28 +290,50 @@ class DeepSpeedEngine(Engine):
     client_lr_scheduler: Any = None
     client_mpu: Any = None
 
-    def __init__(self, config: Config, mesh: Mesh, parts: Parts) -> None:
-        super().__init__(config, mesh, parts)
-        # As in DeepSpeed, it is local behind that name. In a world of one, what is sharded is here.
-        # Of stages that DeepSpeed does not know, a program would save a part and take it for the
-        # whole.
-        has_own_stages = "pp" in self.runtime.comm.along and not self.pipeline_parallelism
-        is_local = is_dropin_imported() and mesh.world_size > 1 and not has_own_stages
-        self.runtime.state_dicts.gathers = not is_local
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        parts: Parts,
+        lr_scheduler: Any = None,
+        training_dataloader: Any = None,
+        request: Request | None = None,
+        *,
+        is_dropin: bool = False,
+    ) -> None:
+        """request: What `initialize` was given.  is_dropin: The program has imported `deepspeed`,
+        so the engine refuses what DeepSpeed's refuses.
+        """
+        super().__init__(config, mesh, parts, lr_scheduler, training_dataloader)
+        if request is not None:
+            self.client_optimizer = request.optimizer
+            self.client_lr_scheduler = request.lr_scheduler
+            self.client_mpu = request.mpu
+        self._is_dropin = is_dropin
+        # Clients of the drop-in may look for DeepSpeed's files
+        self.preferred_layout = DEEPSPEED if is_dropin else None
+        self._leaf_hooks: list[Any] = []
+        if self.runtime.settings.stage == 3:
+            show_ds_names(self.runtime)
+            if is_dropin:
+                self._leaf_hooks = self._graphless_leaf_hooks()
+        if mesh.tp > 1:
+            set_autotp_mode(training=True)
+            # A run without this axis imports none of its layers
+            import_module(".tensor_layers", __package__).show_names(self)
 
-    # -- the optimizer's words, which Lightning looks for on the engine
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward as `Engine.forward` does.
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups if self.optimizer is not None else []
-
-    @property
-    def state(self) -> Any:
-        return self.optimizer.load_states() if self.optimizer is not None else {}
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.optimizer.defaults if self.optimizer is not None else {}
+        Programs of DeepSpeed's compare the text of the error for different batches on ranks that
+        share layers.
+        """
+        if not self._is_dropin or self.mesh.tp == 1:
+            return super().forward(*args, **kwargs)
+        try:
+            return super().forward(*args, **kwargs)
+        except BatchMismatchError as error:
+            raise BatchMismatchError(f"{error.what.partition(': ')[0]}.") from error
 
     @cached_property
     def tput_timer(self) -> ThroughputTimer:
@@ -329,18 +372,16 @@ class DeepSpeedEngine(Engine):
                 "like.",
             )
         refuse_shared_loader(self.config, self.mesh, "deepspeed_io")
+        if route == "train":
+            found = curriculum_loader(
+                self.config, self.mesh, self.parts, self.module, dataset, collate_fn, batch_size
+            )
+            if found is not None:
+                return found
         sampler = data_sampler
         drop_last = self.parts.data_settings.drop_last
         size = batch_size or self.config.train_micro_batch_size_per_gpu
         take = partial(parallel.own_part, self.module) if self.mesh.sp > 1 else None
-        if route == "train" and self.curriculum_learning_enabled():
-            curriculum = import_module(".data_pipeline.loader", __package__).CurriculumLoader
-            settings = self.data_efficiency_config()
-            accumulation = self.config.gradient_accumulation_steps
-            made: ShardedLoader = curriculum(
-                dataset, size, self.mesh, settings, accumulation, collate_fn, drop_last, take
-            )
-            return made
         if sampler is None and not isinstance(dataset, IterableDataset):
             shares = self.mesh.data_size, self.mesh.data_index
             is_training = route == "train"
@@ -408,154 +449,6 @@ class DeepSpeedEngine(Engine):
         reduction.
         """
 
-    # -- saving
-
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: Any = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-        wait: bool = True,
-    ) -> bool:
-        """Write `save_dir/tag`; True.  Collective; every rank needs the same `save_dir`.
-
-        client_state: plain values, tensors, numpy arrays, of each rank.  wait=False: write while
-        training goes on; the first step after the last byte makes it visible, or raises what went
-        wrong, as `finish_saving` does at once.
-        """
-        if save_dir is None or save_dir == "":
-            raise NoFolderError(
-                f"save_checkpoint(save_dir={save_dir!r}) names no folder.",
-                fix="pass a folder's path.",
-            )
-        folder = path_of("save_checkpoint", "save_dir", save_dir)
-        if not isinstance(client_state, Mapping | None):
-            wanted = "a dict of plain values and tensors"
-            raise refuse(
-                "save_checkpoint",
-                "client_state",
-                client_state,
-                wanted,
-                "pass a dict, or leave it out.",
-            )
-        told = self.parts.saving_settings
-        self._states.refuse()
-        settings = SaveSettings(
-            save_latest, exclude_frozen_parameters, told.tag_validation, wait, told.snapshot_bytes
-        )
-        # Behind DeepSpeed's name stand clients that may look for its files.
-        preferred = DEEPSPEED if is_dropin_imported() else None
-        saving.save_checkpoint(
-            self, folder, tag, dict(client_state or {}), settings, preferred=preferred
-        )
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: Any = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str | None, Any]:
-        """Go on from a checkpoint of any world size and stage: (path, client_state), (None, None)
-        without one.
-
-        tag: None for what `latest` names, "newest" for the newest one of which every byte is right.
-        Collective.
-        """
-        _refuse_load_fn("load_checkpoint", custom_load_fn)
-        self._states.refuse()
-        folder = path_of("load_checkpoint", "load_dir", load_dir)
-        restore = saving.Restore(
-            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
-        )
-        if (
-            tag is None
-            and not (folder / LATEST).exists()
-            and (converted := folder / LATEST_UNIVERSAL).exists()
-        ):
-            tag = converted.read_text(encoding="utf-8").strip()
-        return saving.load_checkpoint(self, folder, tag, restore)
-
-    def finish_saving(self) -> None:
-        """Wait for a checkpoint that is written while training goes on.  Collective where there is
-        one.
-        """
-        self.parts.saver.finish()
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """Return the model's whole state dict, on every rank.  Collective.
-
-        exclude_frozen_parameters: leave out parameters that no stage trains.
-        """
-        frozen = frozen_names(self.runtime) if exclude_frozen_parameters else frozenset()
-        with self.runtime.state_dicts.gathering():
-            whole = self.module.state_dict()
-        return {name: value for name, value in whole.items() if name not in frozen}
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the whole state dict, with "module." before each name.  Collective, also behind
-        DeepSpeed's name, where `engine.module.state_dict()` is local.
-        """
-        with self.runtime.state_dicts.gathering():
-            return super().state_dict(*args, **kwargs)
-
-    def load_module_state_dict(
-        self,
-        checkpoint: Mapping[str, Any],
-        strict: bool = True,
-        custom_load_fn: Callable[..., Any] | None = None,
-        fetch_z3_params: bool = False,
-    ) -> None:
-        """Load a whole state dict (or {"module": state dict}); every rank passes it and keeps its
-        slices.
-        """
-        _refuse_load_fn("load_module_state_dict", custom_load_fn)
-        if not isinstance(checkpoint, Mapping):
-            wanted = 'a whole state dict, or {"module": state dict}'
-            raise refuse(
-                "load_module_state_dict",
-                "checkpoint",
-                checkpoint,
-                wanted,
-                "pass module_state_dict()'s result.",
-            )
-        inner = checkpoint.get("module")
-        self.module.load_state_dict(
-            inner if isinstance(inner, Mapping) else dict(checkpoint), strict=strict
-        )
-
-    def save_16bit_model(
-        self,
-        save_dir: str | Path,
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write the whole weights, in the dtype they compute in, as one file of rank 0.
-        Collective.
-
-        A name that ends in .safetensors is written as such, tied weights once.  False at stage 3
-        without stage3_gather_16bit_weights_on_model_save, as in DeepSpeed.
-        """
-        target = path_of("save_16bit_model", "save_dir", save_dir)
-        target /= path_of("save_16bit_model", "save_filename", save_filename)
-        if self.runtime.settings.stage == 3 and not self.parts.saving_settings.gather_16bit:
-            log_once(
-                f"Did not save the model {target} because "
-                "stage3_gather_16bit_weights_on_model_save is False."
-            )
-            return False
-        settings = ExportSettings(exclude_frozen=exclude_frozen_parameters)
-        export_file(self.runtime, target, settings)
-        return True
-
-    save_fp16_model = save_16bit_model
-
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Any] | None:
@@ -567,27 +460,6 @@ class DeepSpeedEngine(Engine):
     _consolidated_16bit_state_dict = (
         _zero3_consolidated_16bit_state_dict  # DeepSpeed's name for ranks along tp
     )
-
-    def export(
-        self,
-        path: str | Path,
-        dtype: torch.dtype | str | None = None,
-        max_shard_bytes: int = MAX_SHARD_BYTES,
-        exclude_frozen: bool = False,
-    ) -> Path:
-        """Write the whole weights for others to read: a folder that `from_pretrained` loads, or one
-        file.  Collective.
-
-        path: a folder of safetensors, or a file that ends in .safetensors, .pth, .pt or .bin.
-        dtype: "fp32", "bf16", a torch.dtype; None: what the weights compute in.
-        """
-        return exporting.export(self.runtime, path, dtype, max_shard_bytes, exclude_frozen)
-
-    def load_weights(self, path: str | Path, strict: bool = True) -> None:
-        """Take weights from safetensors (Hugging Face's folder, or a file), each rank its slices
-        alone.  Collective.
-        """
-        exporting.load_weights(self.runtime, path, strict)
 
     def _change_recovery_script_permissions(self, dst: str | Path) -> None:
         """Let the owner run a script; a file system without permissions is told of in the log."""
@@ -608,106 +480,20 @@ class DeepSpeedEngine(Engine):
             )
         )
 
-    # -- memory and speed
-
-    def empty_partition_cache(self) -> None:
-        """Reshard every unit and free the buffers kept for the next gather.  Collective; between
-        steps.
-        """
-        with torch.no_grad():
-            self.runtime.executor.reshard_all()
-        for group in self.runtime.groups:
-            group.comm_ctx.pool.clear()
-
-    def offload_states(
-        self,
-        include: Iterable[Any] | None = None,
-        device: Any = "cpu",
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """Return the memory of states to the system until `reload_states`.  Collective, between two
-        steps.
-
-        States of an accelerator go to host memory.  States of the CPU go to a file, since there is
-        no other memory: in `nvme_path` if an offload section has one, else in the folder for
-        temporary files.  Whoever uses an offloaded state meanwhile gets a UsageError.
-
-        Args:
-            include: Kinds of state, as `OffloadStateTypeEnum` or its values; None: all.
-                `hp_params` are the main weights, `lp_params` the weights that compute (in fp32
-                these are the same, and stay unless `lp_params` are named), `lp_grads` the memory
-                of gradients, `contiguous_grad_buffer` that of messages.
-            device: "cpu"; "nvme" takes the file for everything; "none" does nothing.
-            pin_memory: Page-lock the host memory that a GPU's states go to.
-            non_blocking: Accepted; the states have been moved when this returns.
-
-        Raises:
-            UsageError: An unknown kind of state or device, or a call inside a forward or backward.
-            StorageError: The file cannot be written.
-        """
-        asked = (
-            KINDS if include is None else [str(getattr(kind, "value", kind)) for kind in include]
-        )
-        if unknown := sorted(set(asked) - set(KINDS)):
-            wanted = f"kinds of state: {', '.join(KINDS)}"
-            raise refuse(
-                "offload_states",
-                "include",
-                unknown[0],
-                wanted,
-                "name some of these, or leave include out.",
-            )
-        where = str(getattr(device, "value", device) or "none")
-        if where not in ("cpu", "nvme", "none"):
-            raise refuse(
-                "offload_states", "device", device, '"cpu", "nvme" or "none"', "leave it out."
-            )
-        if where == "none":
-            return
-        if self.runtime.phase is not Phase.IDLE:
-            raise UsageError(
-                "offload_states() was called inside a forward or backward.",
-                "They use the states.",
-                "call it after step().",
-            )
-        self.parts.saver.finish()
-        zero = self.config.zero_optimization
-        paths = (zero.offload_optimizer.nvme_path, zero.offload_param.nvme_path)
-        folder = next((str(path) for path in paths if path), None)
-        is_pinned = pin_memory and self.device.type == "cuda"
-        self._states.offload(asked, pinned=is_pinned, in_file=where == "nvme", folder=folder)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what `offload_states` moved away, with the same bits.  Collective; harmless
-        without an offload.
-
-        non_blocking: accepted; the states are there when this returns.
-        """
-        self._states.reload()
-
     @property
     def offloaded_states(self) -> set[Any]:
         """Return the kinds of state that `offload_states` has moved away."""
         kinds: Any = import_module(".config_classes", __package__).OffloadStateTypeEnum
-        return {kinds(kind) for kind in self._states.offloaded}
-
-    @property
-    def _states(self) -> StateOffload:
-        found: StateOffload | None = self.__dict__.get("_state_offload")
-        if found is None:
-            found = self.__dict__["_state_offload"] = StateOffload(self.runtime, self.optimizer)
-        return found
+        return {kinds(kind) for kind in super().offloaded_states}
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Differentiate the loss as `Engine.backward` does.  Behind the name deepspeed it needs an
-        optimizer.
+        """Differentiate the loss as `Engine.backward` does.  The drop-in needs an optimizer.
 
         Collective.
         """
-        if self.optimizer is None and is_dropin_imported():
+        if self.optimizer is None and self._is_dropin:
             raise UsageError(
                 "must provide optimizer during init in order to use backward.",
                 "The engine serves inference only.",
@@ -715,67 +501,23 @@ class DeepSpeedEngine(Engine):
             )
         return super().backward(loss, retain_graph, scale_wrt_gas)
 
-    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Take a step as `Engine.step` does; refused while states are offloaded.  Collective."""
-        self._states.refuse()
-        super().step(lr_kwargs)
-
-    def compile(
-        self,
-        backend: Any = "inductor",
-        compile_kwargs: Mapping[str, Any] | None = None,
-        schedule: Any = None,
-        compiled_autograd_enabled: bool = False,
-    ) -> None:
-        """Compile each unit's forward by torch.compile; gathering and reduction stay outside the
-        graphs.
-        """
-        if schedule is not None or compiled_autograd_enabled:
-            raise NotBuiltError(
-                "engine.compile(schedule=..., compiled_autograd_enabled=True) is not built.",
-                "Those are DeepCompile's passes; units are compiled one by one here.",
-                "leave both out.",
-            )
-        if self.parts.vertical is not None:
-            raise NotBuiltError(
-                "engine.compile() beside vertical_micro_batches is not built.",
-                "Both stand in for the forward of a unit.",
-                "leave one of the two out.",
-            )
-        if not self.is_compiled:
-            self.__dict__["_compiled_units"] = compile_units(
-                self.runtime, {"backend": backend, **(compile_kwargs or {})}
-            )
-
-    def refuse_graphless_leaves(self) -> None:
-        """From now on raise, as DeepSpeed does, where a trained leaf module gets no input that
-        requires a gradient.
+    def _graphless_leaf_hooks(self) -> list[Any]:
+        """Raise from now on, as DeepSpeed does, if a trained leaf module gets no input that
+        requires a gradient; return the hooks.
         """
         leaves = [
             leaf
             for leaf in get_z3_leaf_modules(self.module)
-            if any(p.requires_grad for p in leaf.parameters())
+            if any(param.requires_grad for param in leaf.parameters())
         ]
         refuse = partial(_refuse_graphless, weakref.ref(self))
-        self.__dict__["_leaf_hooks"] = [
-            leaf.register_forward_pre_hook(refuse, with_kwargs=True) for leaf in leaves
-        ]
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether compile() was called and not undone."""
-        return bool(self.__dict__.get("_compiled_units"))
+        return [leaf.register_forward_pre_hook(refuse, with_kwargs=True) for leaf in leaves]
 
     def destroy(self) -> None:
-        """Unhook the model, undo compile() and close the records; calling it twice is harmless.
-
-        Offloaded states are restored first, without communication.
-        """
-        if (away := self.__dict__.pop("_state_offload", None)) is not None:
-            away.release()
-        for handle in self.__dict__.pop("_leaf_hooks", []):
+        """Take the hooks off leaf modules, and destroy the engine as `ZeroEngine.destroy` does."""
+        for handle in self._leaf_hooks:
             handle.remove()
-        restore(self.__dict__.pop("_compiled_units", []))
+        self._leaf_hooks = []
         super().destroy()
 
     def __dir__(self) -> list[str]:
@@ -809,13 +551,4 @@ def _refuse_graphless(engine: Any, leaf: nn.Module, args: Any, kwargs: Any) -> N
             "this.",
             "let an input require a gradient, or take the mark off (unset_z3_leaf_modules): "
             "nothing here needs it.",
-        )
-
-
-def _refuse_load_fn(owner: str, given: Any) -> None:
-    if given is not None:
-        raise NotBuiltError(
-            f"{owner}(custom_load_fn=...) is not built yet.",
-            "Each rank reads only its own slices, so there is no whole state dict to hand over.",
-            "load with load_module_strict=False, or change weights inside zero.GatheredParameters.",
         )

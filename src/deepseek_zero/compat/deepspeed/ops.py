@@ -40,7 +40,7 @@ class _Made(type):
 
     def __instancecheck__(cls, instance: object) -> bool:
         found = instance.inner if isinstance(instance, ShardedOptimizer) else instance
-        return any(kind.__name__.removesuffix("W") == cls.rule for kind in type(found).__mro__)
+        return any(kind.__name__.removesuffix("W") == cls.rule for kind in found.__class__.__mro__)
 
 
 class _MadeOnCpu(_Made):

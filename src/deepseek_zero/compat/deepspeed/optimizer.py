@@ -1,28 +1,29 @@
-"""What programs read of an engine's optimizer in DeepSpeed's words: its loss scale, and what stands
-behind it.
+"""The sharded optimizer under DeepSpeed's names, which programs read from an engine's optimizer.
 
-`initialize` makes its engine's optimizer one of these.  It is the sharded optimizer of every other
-door; only names are added.
+The engines of `initialize` have one of these.  Only names are added.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
 import torch
+from torch.optim import Adam, AdamW, Optimizer
 
+from ...api.leaves import get_z3_leaf_modules
 from ...optim.access import local_grad
 from ...optim.sharded import ShardedOptimizer
-from ...planner.spec import S
-from ...precision.loss_scale import LossScaler
+from ...planner.spec import PlanSettings, S
+from ...precision.loss_scale import LossScaler, LossScaleSettings
 from ...sharding.access import full_grad
+from ...sharding.runtime import Runtime
 from ...tiers.tier import Tier
-from .before_initialize import get_z3_leaf_modules
+from .parameters import ParameterOffload
 
 # Attributes of DeepSpeed's loss scale -> of ours; both ways.
 SCALE_WORDS = {"cur_scale": "scale", "loss_scale": "scale"} | {
@@ -96,6 +97,22 @@ _Span = tuple[torch.nn.Parameter, int, int]
 
 class NamedOptimizer(ShardedOptimizer):
     """The sharded optimizer under DeepSpeed's names."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Allocate an object without the constructors of the other base of `_plain_class`."""
+        return object.__new__(cls)
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        groups: Sequence[dict[str, Any]],
+        make_inner: Callable[[list[dict[str, Any]]], Optimizer],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(runtime, groups, partial(_make_named, make_inner), *args, **kwargs)
+        if runtime.settings.stage == 3:
+            self.parameter_offload = ParameterOffload()
 
     @property
     def loss_scaler(self) -> Any:
@@ -282,24 +299,76 @@ class NamedOptimizer(ShardedOptimizer):
     _clear_fp32_optimizer_param_groups = _set_fp32_optimizer_param_groups
 
 
-def show_flat_states(optimizer: ShardedOptimizer) -> None:
-    """Let `optimizer.optimizer.state_dict()` return DeepSpeed's form, and `load_state_dict` take
-    it: in each group one flat tensor of each kind, of one length on all ranks, also on those that
-    have no element of the group.
+def _make_named(
+    make_inner: Callable[[list[dict[str, Any]]], Optimizer], groups: list[dict[str, Any]]
+) -> Optimizer:
+    """Make the optimizer that computes; one of Adam's kind says whether its decay is decoupled."""
+    made = make_inner(groups)
+    if isinstance(made, Adam) and not hasattr(type(made), "adam_w_mode"):
+        setattr(made, "adam_w_mode", isinstance(made, AdamW))  # noqa: B010  # no attribute of Adam
+    return made
 
-    It is this rank's slices of the units that the group has parameters in, one behind the other,
-    and zero where they are of none.  States that are not as large as their parameters (of
-    Adafactor) come as torch has them.  Local.
+
+class FlatStates:
+    """The optimizer that computes, with its states in DeepSpeed's form.
+
+    `state_dict()` returns, and `load_state_dict` takes, one flat tensor of each kind per parameter
+    group.  All ranks have it at one length, also a rank without an element of the group.  It is
+    this rank's slices of the units that the group has parameters in, one after the other, and zero
+    elsewhere.  States that are not as large as their parameters (of Adafactor) come as torch has
+    them.  Everything else is the optimizer's own.  Local.
     """
-    own = weakref.ref(optimizer)
-    vars(optimizer.inner)["state_dict"] = lambda: _flat_states(_alive(own))
-    vars(optimizer.inner)["load_state_dict"] = lambda state: _load_flat_states(_alive(own), state)
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        # Weak, because the sharded optimizer holds this object
+        object.__setattr__(self, "_sharded", weakref.ref(optimizer))
+        object.__setattr__(self, "_inner", optimizer.inner)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The class of the optimizer that computes, for `isinstance`."""
+        return type(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._inner, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self._inner
+
+    def __hash__(self) -> int:
+        return hash(self._inner)
+
+    def __repr__(self) -> str:
+        return repr(self._inner)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of this rank, flat."""
+        return _flat_states(self._owner())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the states of this rank, flat or as torch has them."""
+        _load_flat_states(self._owner(), state_dict)
+
+    def _owner(self) -> ShardedOptimizer:
+        found: ShardedOptimizer | None = self._sharded()
+        assert found is not None, "the engine's optimizer is gone"
+        return found
 
 
-def _alive(optimizer: weakref.ref[ShardedOptimizer]) -> ShardedOptimizer:
-    found = optimizer()
-    assert found is not None, "the engine's optimizer is gone"
-    return found
+class DropInOptimizer(NamedOptimizer):
+    """The sharded optimizer of a program that has imported `deepspeed`, at stages 1 to 3."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._flat = FlatStates(self)
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that computes, with its states in DeepSpeed's form."""
+        return self._flat
 
 
 def _flat_states(optimizer: ShardedOptimizer) -> dict[str, Any]:
@@ -419,22 +488,26 @@ def _state_of_nothing(optimizer: ShardedOptimizer, group: Mapping[str, Any]) -> 
     return state
 
 
-def scale_at_stage_0(scaler: LossScaler) -> None:
-    """Let the loss scale fall at each overflow, and stay at its minimum: DeepSpeed's optimizer of
-    stage 0 knows no hysteresis and never gives up.
+def scale_at_stage_0(settings: LossScaleSettings) -> LossScaleSettings:
+    """Return settings with which the loss scale falls at each overflow and stays at its minimum:
+    DeepSpeed's optimizer of stage 0 has no hysteresis and never gives up.
     """
-    scaler.settings = replace(scaler.settings, hysteresis=1, gives_up=False)
-    scaler.cur_hysteresis = 1
+    return replace(settings, hysteresis=1, gives_up=False)
 
 
-def class_of(optimizer: ShardedOptimizer) -> type[NamedOptimizer]:
-    """Return the class under DeepSpeed's names.  Where DeepSpeed has no optimizer of its own, at
-    stage 0 in fp32, it is also a class of the optimizer's that computes, and equal to that.
+def named_class(inner: Any, settings: PlanSettings) -> type[NamedOptimizer]:
+    """Return the class of a sharded optimizer under DeepSpeed's names.
+
+    DeepSpeed has no optimizer of its own at stage 0 in fp32.  There, the class is also one of the
+    optimizer that computes, and the two are equal.
     """
-    settings = optimizer.runtime.settings
-    inner: Any = type(optimizer.inner)
     is_plain = settings.stage == 0 and settings.policy.compute in (None, torch.float32)
     return _plain_class(inner) if is_plain else NamedOptimizer
+
+
+def dropin_class(inner: Any, settings: PlanSettings) -> type[NamedOptimizer]:
+    """Return the class of a sharded optimizer for a program that has imported `deepspeed`."""
+    return DropInOptimizer if settings.stage else named_class(inner, settings)
 
 
 @cache

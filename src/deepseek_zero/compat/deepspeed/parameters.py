@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from ...base.device import keep_parameters_in, parameters_dict
 from ...base.errors import UnknownNameError
-from ...optim import access
 from ...planner.layout import Slot
-from ...sharding.access import GatheredParameters, full_grad, full_master
+from ...sharding.access import GatheredParameters
 from ...sharding.init import InitShard
 from ...sharding.param_group import ParamGroup
 from ...sharding.sharded_parameter import ShardedParameter, owner_of
@@ -326,100 +325,3 @@ class ParameterOffload:
     def _register_deepspeed_module(self, module: Any) -> None:
         """Nothing was taken off."""
         self.forward_hooks = [NoHook()]
-
-
-def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Return a parameter's whole master in fp32, in the parameter's shape; None for a frozen one.
-    Collective.
-    """
-    found = full_master(param)
-    return found.float() if found is not None else None
-
-
-def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """Return a parameter's whole reduced gradient, in its shape, between backward and step; None at
-    any other time.  Collective.
-
-    Under fp16 it is still multiplied by the loss scale, as it is held.  Inside no_sync, where
-    nothing is reduced yet, it is this rank's own.
-    """
-    found = full_grad(param)
-    owner = owner_of(param)
-    if found is not None or not isinstance(owner, ParamGroup) or owner.plan.grad is None:
-        return found
-    own = owner.gradient.own_summand(owner.index[id(param)])
-    return own.view(param.shape).float().clone() if own is not None else None
-
-
-def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Return a whole element-wise optimizer state ("exp_avg"), in the parameter's shape; None
-    before the first step.  Collective.
-    """
-    return access.full_state(param, optim_state_key)
-
-
-def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Replace a parameter's master and weight by a whole value, which every rank passes alike.
-    Collective.
-    """
-    access.set_full_master(param, value)
-
-
-def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Replace a parameter's reduced gradient by a whole value, which every rank passes alike."""
-    access.set_grad(param, value, local=False)
-
-
-def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Replace an element-wise optimizer state by a whole value, which every rank passes alike."""
-    access.set_full_state(param, value, optim_state_key)
-
-
-def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Return this rank's part of the master in fp32, flat; None for a frozen parameter."""
-    found = access.local_master(param)
-    return found.float() if found is not None else None
-
-
-def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """Return this rank's part of the reduced gradient, flat, between backward and step; None at any
-    other time.
-    """
-    return access.local_grad(param)
-
-
-def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Return this rank's part of an optimizer state, flat; None where it has none."""
-    return access.local_state(param, optim_state_key)
-
-
-def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Replace this rank's part of master and weight, flat.  Collective: other ranks' copies
-    follow.
-    """
-    access.set_local_master(param, value)
-
-
-def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Replace this rank's part of the reduced gradient, flat."""
-    access.set_grad(param, value, local=True)
-
-
-def safe_set_local_optimizer_state(
-    param: nn.Parameter, value: Tensor, optim_state_key: str
-) -> None:
-    """Replace this rank's part of an optimizer state, flat."""
-    access.set_local_state(param, value, optim_state_key)
-
-
-def safe_update_full_grad_vectorized(
-    param_list: Sequence[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
-) -> None:
-    """Replace whole gradients by a function of (gradient, parameter), the same on every rank.
-    Collective.
-    """
-    with torch.no_grad():
-        for param in param_list:
-            grad = full_grad(param)
-            if grad is not None:
-                access.set_grad(param, update_func(grad, param), local=False)

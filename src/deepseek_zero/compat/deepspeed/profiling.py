@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...api.utils import log_dist
 from ...base.device import allocated_bytes, default_device, synchronize
 from ...base.errors import UsageError
 from ...base.quantities import format_bytes, format_count, format_seconds
 from ...report.flops import FlopsSettings, ForwardCost, ModuleCost, flops_table
 from ...report.timers import Timer as Watch
-from .utils import log_dist
 
 
 class FlopsProfiler:

@@ -72,8 +72,7 @@ PROVIDED: dict[str, dict[str, str]] = {
         "deepseek_zero.compat.deepspeed.comm": "*",
     },
     "deepspeed.comm.comm": {
-        "deepseek_zero": "init_distributed",
-        "deepseek_zero.compat.deepspeed.comm": "*",
+        "deepseek_zero.compat.deepspeed.comm": "init_distributed *",
     },
     "deepspeed.comm.config": {
         "deepseek_zero.compat.deepspeed.config_classes": "CommsLoggerConfig DeepSpeedCommsConfig",
@@ -344,7 +343,7 @@ PROVIDED: dict[str, dict[str, str]] = {
         ),
     },
     "deepspeed.runtime.dataloader": {
-        "deepseek_zero.compat.deepspeed.utils": "RepeatingLoader",
+        "deepseek_zero.utils": "RepeatingLoader",
     },
     "deepspeed.runtime.engine": {
         "deepseek_zero.compat.deepspeed.engine": "DeepSpeedEngine",
@@ -425,8 +424,9 @@ PROVIDED: dict[str, dict[str, str]] = {
         ),
         "deepseek_zero.compat.deepspeed.utils": (
             "clone_tensors_for_torch_save ensure_directory_exists move_to_device noop_decorator "
-            "see_memory_usage set_random_seed"
+            "set_random_seed"
         ),
+        "deepseek_zero.utils": "see_memory_usage",
     },
     "deepspeed.runtime.zenflow.zenflow_config": {
         "deepseek_zero.compat.deepspeed.config_classes": "ZenFlowConfig",
@@ -546,7 +546,7 @@ PROVIDED: dict[str, dict[str, str]] = {
     },
     "deepspeed.utils.tensor_fragment": {
         "deepseek_zero.compat.deepspeed.constants": "fragment_address",
-        "deepseek_zero.compat.deepspeed.parameters": (
+        "deepseek_zero.utils": (
             "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
             "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state "
             "safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state "

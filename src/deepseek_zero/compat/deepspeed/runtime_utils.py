@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...api.utils import see_memory_usage
 from ...base.device import allocated_bytes, backward_id, count_reached, default_device
 from ...base.errors import CheckpointError
 from . import groups
 from .moe import is_moe_param
 from .pipe import partition_uniform
-from .utils import see_memory_usage
 
 ZeRORuntimeException = (
     CheckpointError  # DeepSpeed's word for a checkpoint that does not fit the ranks

@@ -1,7 +1,5 @@
-"""DeepSpeed's `deepspeed.utils`: logging, memory in the log, RepeatingLoader, OnDevice and what
-scripts borrow.
-
-`deepseek_zero.utils` and its submodules re-export what users know.
+"""DeepSpeed's `deepspeed.utils`, beyond `deepseek_zero.utils`: OnDevice and functions that scripts
+borrow.
 """
 
 from __future__ import annotations
@@ -9,7 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from importlib import import_module
@@ -18,24 +16,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 
-from ...base import world
-from ...base.device import allocated_bytes, default_device
-from ...base.errors import UsageError
-from ...base.log import LEVELS, logger, speak
+from ...api.utils import get_log_level_from_string, log_dist
+from ...base.log import logger
 from ...sharding.access import GatheredParameters
 
 _SAID: set[str] = set()
-
-
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on some ranks; None or a list with -1 means every rank."""
-    speak()
-    if not ranks or -1 in ranks or world.rank() in ranks:
-        logger.log(level, message)
 
 
 def log_dist_once(
@@ -52,24 +40,6 @@ def warning_once(message: str) -> None:
     log_dist_once(message, level=logging.WARNING)
 
 
-def set_log_level_from_string(level: str) -> None:
-    """Set the library's logger to "debug", "info", "warning", "error" or "critical"."""
-    logger.setLevel(get_log_level_from_string(level))
-
-
-class UnknownLevelError(UsageError, ValueError):
-    """A text that names no level of the log; DeepSpeed's error is a ValueError."""
-
-
-def get_log_level_from_string(log_level_str: str) -> int:
-    """Return the number of a level: "debug", "info", "warning", "error" or "critical"."""
-    if log_level_str.lower() not in LEVELS:
-        raise UnknownLevelError(
-            f"{log_level_str!r} is no level of the log.", fix=f"name one of {', '.join(LEVELS)}."
-        )
-    return int(LEVELS[log_level_str.lower()])
-
-
 def get_current_level() -> int:
     """Return the level of the library's logger."""
     return logger.getEffectiveLevel()
@@ -78,41 +48,6 @@ def get_current_level() -> int:
 def should_log_le(max_log_level_str: str) -> bool:
     """Return whether the level of the library's logger is at most this one."""
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
-
-
-def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log this process's memory on every rank; nothing unless `force`, as in DeepSpeed."""
-    if not force:
-        return
-    speak()
-    device = default_device()
-    host = psutil.virtual_memory()
-    parts = [f"allocated {allocated_bytes(device) / 2**30:.2f} GiB"]
-    if device.type == "cuda":
-        parts.append(f"peak {torch.cuda.max_memory_allocated(device) / 2**30:.2f} GiB")
-        parts.append(f"reserved {torch.cuda.memory_reserved(device) / 2**30:.2f} GiB")
-    parts.append(f"host in use {host.used / 2**30:.2f} GiB ({host.percent:.0f} %)")
-    logger.info("%s: %s", message, ", ".join(parts))
-
-
-class RepeatingLoader:
-    """Start a loader again when it ends; `next()` never raises StopIteration unless the loader is
-    empty.
-    """
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self.loader = loader
-        self.data_iter: Iterator[Any] = iter(loader)
-
-    def __iter__(self) -> RepeatingLoader:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            return next(self.data_iter)
-        except StopIteration:
-            self.data_iter = iter(self.loader)
-            return next(self.data_iter)
 
 
 class OnDevice:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ...config.keywords import ConfigKeywords
+from ..config.keywords import ConfigKeywords
 
 __all__ = ["ConfigKeywords", "Configuration"]
 

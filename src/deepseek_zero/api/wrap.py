@@ -1,5 +1,4 @@
-"""Seed 000's words: `DeepSeekZeRO3(model, **zero_config)` and `ZeroOptimizer(params, lr=,
-optimizer_type=)`.
+"""`DeepSeekZeRO3(model, **zero_config)` and `ZeroOptimizer(params, lr=, optimizer_type=)`.
 
 The model is wrapped in place and used as before, by itself or through what `DeepSeekZeRO3` returns:
 `model(...)`, `loss.backward()`, `optimizer.step()`.
@@ -19,28 +18,29 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .base.device import ScalesItself, default_device
-from .base.errors import UsageError, shown
-from .base.given import refuse
-from .base.log import log_once
-from .base.mesh import current_mesh
-from .base.world import ALONE, size
-from .comm.net.store import launchers_store
-from .compat.deepspeed.before_initialize import leaf_module_names
-from .config import resolve
-from .config.keywords import ZeroKeywords
-from .config.load import load
-from .engine import exporting
-from .engine.assemble import assemble
-from .engine.engine import Parts, StandsForModule
-from .engine.mesh_statements import choose_mesh, statements_of
-from .engine.optimizer import adopting, client_states, forget_others, granularities
-from .engine.start import Request, example_of, facts_of, parameters_of, prepare_process
-from .optim.sharded import ShardedOptimizer
-from .optimizers.registry import resolve_optimizer
-from .sharding.param_group import ParamGroup
-from .sharding.runtime import Runtime
-from .sharding.sharded_parameter import owner_of
+from ..base.device import ScalesItself, default_device
+from ..base.errors import UsageError, shown
+from ..base.given import refuse
+from ..base.log import log_once
+from ..base.mesh import current_mesh
+from ..base.world import ALONE, size
+from ..comm.net.store import launchers_store
+from ..config import resolve
+from ..config.keywords import ZeroKeywords
+from ..config.load import load
+from ..engine import exporting
+from ..engine.assemble import assemble
+from ..engine.engine import Parts, StandsForModule
+from ..engine.mesh_statements import choose_mesh, statements_of
+from ..engine.optimizer import adopting, client_states, forget_others, granularities
+from ..engine.request import Request, parameters_of
+from ..engine.start import example_of, facts_of, prepare_process
+from ..optimizers.registry import resolve_optimizer
+from ..optim.sharded import ShardedOptimizer
+from ..sharding.param_group import ParamGroup
+from ..sharding.runtime import Runtime
+from ..sharding.sharded_parameter import owner_of
+from .leaves import leaf_module_names
 
 # What only an engine of `initialize` reads; nothing is ignored silently.
 ENGINE_ONLY = (
@@ -172,7 +172,7 @@ class DeepSeekZeRO3(StandsForModule):
     def export(
         self, path: str | Path, dtype: torch.dtype | str | None = None, **settings: Any
     ) -> Path:
-        """Write the whole weights for others to read, as `DeepSpeedEngine.export` does.
+        """Write the whole weights for others to read, as `ZeroEngine.export` does.
         Collective.
         """
         return exporting.export(self.runtime, path, dtype, **settings)

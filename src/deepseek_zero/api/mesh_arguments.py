@@ -1,5 +1,4 @@
-"""Others' words for where ranks stand, each a MeshStatement: an `mpu`, `mesh_param`, accelerate's
-state.
+"""Statements about the mesh in the arguments `mpu` and `mesh_param` of `initialize`.
 
 An mpu ("model parallel unit": Megatron's, DeepSpeed's grid, a client's own) is any object or module
 with getters; READ has their names.  Its sizes and this rank's places are read once, on every rank,
@@ -9,17 +8,15 @@ and compared with the mesh.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from ...base.errors import UsageError, shown
-from ...base.given import refuse
-from ...base.mesh import axes_of
-from ...comm.bootstrap import all_gather_text
-from ...engine.mesh_statements import MeshStatement
+from ..base.errors import UsageError, shown
+from ..base.given import refuse
+from ..comm.bootstrap import all_gather_text
+from ..engine.mesh_statements import MeshStatement
 
 # What an mpu tells: the middles of get_..._world_size and get_..._rank, the clearest word first.
 READ: dict[str, tuple[str, ...]] = {
@@ -122,17 +119,3 @@ def mesh_param_statement(mesh_param: Any) -> MeshStatement:
             "pass for example mesh_param=(2, 2), or mesh=.",
         )
     return MeshStatement("mesh_param=", {"sp": mesh_param[1]}, data_size=mesh_param[0])
-
-
-def accelerate_statements() -> tuple[MeshStatement, ...]:
-    """What accelerate's ParallelismConfig says, where accelerate runs in this process.  It is not
-    imported for it.
-
-    Its data axes are left out: accelerate fills them in by itself.
-    """
-    state: Any = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
-    config = (getattr(state, "_shared_state", None) or {}).get("parallelism_config")
-    if config is None:
-        return ()
-    axes = {axis: size for axis, size in axes_of(config).items() if axis in ("sp", "tp")}
-    return (MeshStatement("accelerate's ParallelismConfig", axes),) if axes else ()

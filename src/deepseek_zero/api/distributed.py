@@ -1,0 +1,117 @@
+"""`init_distributed`: a process joins the ranks of its job."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from ..base import mesh
+from ..base.device import default_device
+from ..base.errors import NotBuiltError, UsageError
+from ..base.given import whole_number
+from ..base.mesh import PATIENCE, default_backend, device_of_group
+from ..comm.net.store import launchers_store
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Join the group a launcher describes, or the one that rank, world_size and init_method
+    describe.
+
+    Collective under a launcher; without one it starts a group of one, so that a script may ask
+    torch.distributed for
+    its rank.  init_method: "env://", "tcp://host:port", "file:///path".  dist_init_required=False
+    says that a group is there already, and is an error where there is none.  auto_mpi_discovery,
+    verbose and config change nothing.
+    """
+    if not join(
+        dist_backend,
+        timeout,
+        distributed_port=distributed_port,
+        init_method=init_method,
+        dist_init_required=dist_init_required,
+        rank=rank,
+        world_size=world_size,
+    ):
+        backend = dist_backend or default_backend(default_device())
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        place: dict[str, Any] = {
+            "store": store,
+            "rank": 0,
+            "world_size": 1,
+            "device_id": device_of_group(backend),
+        }
+        dist.init_process_group(backend, timeout=timeout or PATIENCE, **place)
+
+
+def join(
+    dist_backend: str | None = None,
+    timeout: timedelta | None = None,
+    *,
+    distributed_port: int | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> bool:
+    """Do as `init_distributed` does, but leave a process alone that nobody described a group to;
+    return whether it has one.
+    """
+    if not dist.is_initialized():
+        if dist_init_required is False:
+            raise UsageError(
+                "Distributed backend is not initialized, and dist_init_required is False.",
+                "The caller says that it has joined a group already.",
+                "leave dist_init_required out, or call torch.distributed.init_process_group first.",
+            )
+        whole_number("init_distributed", "world_size", world_size, -1)
+        whole_number(
+            "init_distributed", "rank", rank, -1, world_size - 1 if world_size > 0 else None
+        )
+        if urlsplit(init_method or "").scheme == "file":
+            backend = dist_backend or default_backend(default_device())
+            device_id = device_of_group(backend)
+            dist.init_process_group(
+                backend, init_method, timeout or PATIENCE, world_size, rank, device_id=device_id
+            )
+        else:
+            _describe(init_method or "env://", rank, world_size)
+    return mesh.init_distributed(
+        dist_backend, timeout or PATIENCE, distributed_port, store_of=launchers_store
+    )
+
+
+def _describe(method: str, rank: int, size: int) -> None:
+    """Write the caller's group into the variables that launchers set; a launcher's own value
+    stands.
+    """
+    address = urlsplit(method)
+    if address.scheme not in ("env", "tcp"):
+        raise NotBuiltError(
+            f"init_method={method!r} is not built.",
+            "Ranks meet at an address or over a file.",
+            'use "tcp://host:port", "file:///path" or a launcher.',
+        )
+    if address.hostname:
+        os.environ.setdefault("MASTER_ADDR", address.hostname)
+    for name, value in {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "MASTER_PORT": address.port or -1,
+    }.items():
+        if value >= 0:
+            os.environ.setdefault(name, str(value))

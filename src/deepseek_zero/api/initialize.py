@@ -1,0 +1,102 @@
+"""`initialize`: makes an engine of a model and a configuration."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..base.errors import UsageError
+from ..base.given import refuse, whole_number
+from ..config import choose_source
+from ..config.raw_config import lookup
+from ..engine.mesh_statements import MeshStatement
+from ..engine.request import Request, parameters_of
+from ..engine.start import prepare_process, start
+from .dialect import current_dialect
+from .engine import ZeroEngine
+from .leaves import leaf_module_names, mark_configured
+from .mesh_arguments import mesh_param_statement, mpu_statement
+
+if TYPE_CHECKING:
+    from .configuration import Configuration
+
+__all__ = ["initialize"]
+
+
+def initialize(
+    args: argparse.Namespace | None = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Configuration = None,
+    mesh_param: Any = None,
+    config_params: Configuration = None,
+    mesh: Any = None,
+) -> tuple[ZeroEngine, Any, Any, Any]:
+    """Wrap a model; returns (engine, optimizer, training_dataloader, lr_scheduler).  Collective.
+
+    config: a dict, the path of a JSON file, or base64; also as `config_params` or
+    `args.deepspeed_config`.
+    optimizer: an optimizer, or a callable that makes one from parameters; else the configuration's.
+    lr_scheduler: a schedule, or a callable that makes one from the optimizer; else the
+    configuration's.  model_parameters: parameters or groups to train.  mesh: axes over the ranks
+    ({"dp_replicate": 2, "dp_shard": 4}, a Mesh, or a DeviceMesh with names); also the
+    configuration's.  mpu: an object that tells sizes and places of groups, which are compared with
+    the mesh.  mesh_param: (data-parallel ranks, sequence-parallel ranks).
+    """
+    if model is None:
+        raise UsageError("initialize requires a model.", "", "pass model=your_module.")
+    _refuse_group_arguments(distributed_port, dist_init_required)
+    parameters = None
+    if model_parameters is not None:
+        parameters = parameters_of("initialize", "model_parameters", model_parameters)
+    source, origin = choose_source(config, config_params, args)
+    dialect = current_dialect()
+    raw = dialect.load(source, origin)
+    prepare_process(raw)
+    dialect.join(distributed_port, dist_init_required)
+    request = Request(
+        model,
+        optimizer,
+        parameters,
+        lr_scheduler,
+        training_data,
+        collate_fn,
+        mesh=mesh,
+        sequence=getattr(mpu, "sequence_settings", None),
+        mpu=mpu,
+    )
+    request = dialect.complete(raw, request)
+    statements = (*request.mesh_statements, *_statements_of(mpu, mesh_param))
+    leaf_modules = leaf_module_names(model)
+    request = replace(request, mesh_statements=statements, leaf_modules=leaf_modules)
+    mark_configured(model, lookup(raw.values, "zero_optimization.leaf_module") or {})
+    engine = start(raw, request, dialect)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _refuse_group_arguments(port: Any, is_required: Any) -> None:
+    whole_number("initialize", "distributed_port", port, 0, 65_535)
+    if is_required not in (None, True, False):
+        raise refuse(
+            "initialize", "dist_init_required", is_required, "True, False or None", "leave it out."
+        )
+
+
+def _statements_of(mpu: Any, mesh_param: Any) -> tuple[MeshStatement, ...]:
+    """Return what the arguments say about the mesh.  Collective with an mpu."""
+    found = []
+    if mpu is not None:
+        found.append(mpu_statement(mpu))
+    if mesh_param is not None:
+        found.append(mesh_param_statement(mesh_param))
+    return tuple(found)

@@ -1,0 +1,75 @@
+"""Logging on some ranks, memory in the log, and a loader that starts again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import psutil
+import torch
+
+from ..base import world
+from ..base.device import allocated_bytes, default_device
+from ..base.errors import UsageError
+from ..base.log import LEVELS, logger, speak
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on some ranks; None or a list with -1 means every rank."""
+    speak()
+    if not ranks or -1 in ranks or world.rank() in ranks:
+        logger.log(level, message)
+
+
+def set_log_level_from_string(level: str) -> None:
+    """Set the library's logger to "debug", "info", "warning", "error" or "critical"."""
+    logger.setLevel(get_log_level_from_string(level))
+
+
+class UnknownLevelError(UsageError, ValueError):
+    """A text that names no level of the log; DeepSpeed's error is a ValueError."""
+
+
+def get_log_level_from_string(log_level_str: str) -> int:
+    """Return the number of a level: "debug", "info", "warning", "error" or "critical"."""
+    if log_level_str.lower() not in LEVELS:
+        raise UnknownLevelError(
+            f"{log_level_str!r} is no level of the log.", fix=f"name one of {', '.join(LEVELS)}."
+        )
+    return int(LEVELS[log_level_str.lower()])
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log this process's memory on every rank; nothing unless `force`, as in DeepSpeed."""
+    if not force:
+        return
+    speak()
+    device = default_device()
+    host = psutil.virtual_memory()
+    parts = [f"allocated {allocated_bytes(device) / 2**30:.2f} GiB"]
+    if device.type == "cuda":
+        parts.append(f"peak {torch.cuda.max_memory_allocated(device) / 2**30:.2f} GiB")
+        parts.append(f"reserved {torch.cuda.memory_reserved(device) / 2**30:.2f} GiB")
+    parts.append(f"host in use {host.used / 2**30:.2f} GiB ({host.percent:.0f} %)")
+    logger.info("%s: %s", message, ", ".join(parts))
+
+
+class RepeatingLoader:
+    """Start a loader again when it ends; `next()` never raises StopIteration unless the loader is
+    empty.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.data_iter: Iterator[Any] = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)

@@ -1,0 +1,116 @@
+"""What an API decides about the engines that it starts; the defaults are the core's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from torch.optim import Optimizer
+
+from .. import parallel
+from ..base.mesh import Mesh
+from ..optim.sharded import ShardedOptimizer
+from ..planner.spec import PlanSettings
+from ..precision.loss_scale import LossScaleSettings
+from ..sharding.rules import ModelRules
+from .data import ShardedLoader
+from .engine import Engine, Parts
+from .request import Request
+
+if TYPE_CHECKING:  # as in engine.py
+    from ..config import Config
+
+E = TypeVar("E", bound=Engine)
+E_co = TypeVar("E_co", bound=Engine, covariant=True)
+
+
+def _same_settings(settings: LossScaleSettings) -> LossScaleSettings:
+    return settings
+
+
+def _sharded_optimizer(inner: type[Optimizer], settings: PlanSettings) -> type[ShardedOptimizer]:
+    return ShardedOptimizer
+
+
+@dataclass(frozen=True)
+class BuildRules:
+    """What an API says about the parts of an engine before they are built.
+
+    Attributes:
+        model: The rules of the wrapped model.
+        optimizer_class: Returns the class of the sharded optimizer, from the class of the optimizer
+            that computes and the settings of the plan.
+        loss_scale: Returns the settings of the loss scale, from those of the configuration.
+    """
+
+    model: ModelRules = field(default_factory=ModelRules)
+    optimizer_class: Callable[[type[Optimizer], PlanSettings], type[ShardedOptimizer]] = (
+        _sharded_optimizer
+    )
+    loss_scale: Callable[[LossScaleSettings], LossScaleSettings] = _same_settings
+
+
+class EngineBuilder(Protocol[E_co]):
+    """Decides what `start` leaves to an API."""
+
+    def rules(self, config: Config, mesh: Mesh, request: Request) -> BuildRules:
+        """Return what is said about the parts of an engine before they are built."""
+        ...
+
+    def make_loader(
+        self, config: Config, mesh: Mesh, parts: Parts, request: Request
+    ) -> ShardedLoader:
+        """Make the loader of this rank's share of `request.training_data`."""
+        ...
+
+    def make_engine(
+        self,
+        config: Config,
+        mesh: Mesh,
+        parts: Parts,
+        request: Request,
+        lr_scheduler: Any,
+        loader: Any,
+    ) -> E_co:
+        """Make the engine of finished parts."""
+        ...
+
+
+class EngineDialect(Generic[E]):
+    """Builds engines of one class, as the core defines them; an API that differs is a subclass."""
+
+    def __init__(self, engine_class: type[E]) -> None:
+        self.engine_class = engine_class
+
+    def rules(self, config: Config, mesh: Mesh, request: Request) -> BuildRules:
+        """Return what is said about the parts of an engine before they are built."""
+        return BuildRules()
+
+    def make_loader(
+        self, config: Config, mesh: Mesh, parts: Parts, request: Request
+    ) -> ShardedLoader:
+        """Make the loader of this rank's share of `request.training_data`."""
+        return ShardedLoader(
+            request.training_data,
+            parts.data_settings.micro_batch,
+            mesh,
+            request.collate_fn,
+            parts.data_settings.drop_last,
+            take=partial(parallel.own_part, request.model) if mesh.sp > 1 else None,
+            step_samples=config.batch.train,
+            shuffles=request.shuffles,
+        )
+
+    def make_engine(
+        self,
+        config: Config,
+        mesh: Mesh,
+        parts: Parts,
+        request: Request,
+        lr_scheduler: Any,
+        loader: Any,
+    ) -> E:
+        """Make the engine of finished parts."""
+        return self.engine_class(config, mesh, parts, lr_scheduler, loader)

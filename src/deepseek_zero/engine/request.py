@@ -1,0 +1,137 @@
+"""What a program passes to one of the APIs, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from .. import parallel
+from ..base.errors import UsageError, shown
+from ..base.given import refuse
+from .mesh_statements import MeshStatement
+
+
+@dataclass
+class Request:
+    """All arguments of an API; None for those that were not given."""
+
+    model: nn.Module
+    optimizer: Optimizer | Callable[[list[Any]], Optimizer] | None = None
+    parameters: Sequence[Any] | None = None
+    lr_scheduler: Any = None
+    training_data: Any = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    mesh: Any = None  # what `mesh_of` reads
+    mesh_statements: tuple[MeshStatement, ...] = ()  # what other arguments say of the mesh
+    counts_model_ranks: bool = (
+        False  # the caller's train_batch_size may count ranks that see the same batch
+    )
+    leaf_modules: tuple[str, ...] = ()  # full names of modules that travel as one piece
+    drops_idle_schedule: bool = (
+        False  # a schedule without an optimizer is left out with a warning, not an error
+    )
+    door: str = "initialize"  # which one was called
+    sequence: parallel.SequenceSettings | None = None  # what is said of ranks along "sp"
+    shuffles: bool = True  # training_data, each epoch anew
+    mpu: Any = None  # an object that tells the sizes of groups
+
+    def __post_init__(self) -> None:
+        """Raise where something was given that no engine can be made of."""
+        if not isinstance(self.model, nn.Module):
+            raise UsageError(
+                f"a model of type {type(self.model).__name__} cannot be wrapped.",
+                "",
+                "pass a torch.nn.Module.",
+            )
+        optimizer = self.optimizer
+        data = self.training_data
+        schedule = self.lr_scheduler
+        if (
+            optimizer is not None
+            and not isinstance(optimizer, Optimizer)
+            and not callable(optimizer)
+        ):
+            fix = (
+                'a name goes into the configuration: "optimizer": {"type": "AdamW", '
+                '"params": {"lr": 0.001}}.'
+            )
+            raise refuse(
+                self.door,
+                "optimizer",
+                optimizer,
+                "a torch.optim.Optimizer, or a callable that makes one",
+                fix,
+            )
+        if schedule is not None and not callable(schedule) and not hasattr(schedule, "step"):
+            wanted = "a schedule with step(), or a callable that makes one of an optimizer"
+            fix = "pass one of torch.optim.lr_scheduler, or leave it out."
+            raise refuse(self.door, "lr_scheduler", schedule, wanted, fix)
+        if isinstance(data, DataLoader):
+            wanted = "a dataset: the engine makes a loader of it for this rank's share"
+            fix = "pass its dataset, or keep the loader and leave this out."
+            raise refuse(self.door, "training_data", data, wanted, fix)
+        is_dataset = isinstance(data, IterableDataset) or (
+            hasattr(data, "__getitem__") and hasattr(data, "__len__")
+        )
+        if data is not None and not is_dataset:
+            wanted = "a dataset, with __getitem__ and __len__, or an IterableDataset"
+            raise refuse(
+                self.door, "training_data", data, wanted, "pass a torch.utils.data.Dataset."
+            )
+        if self.collate_fn is not None and not callable(self.collate_fn):
+            raise refuse(
+                self.door,
+                "collate_fn",
+                self.collate_fn,
+                "a function of a list of samples",
+                "leave it out.",
+            )
+
+
+def parameters_of(call: str, name: str, given: Any) -> list[Any]:
+    """Parameters, or (name, parameter) pairs, or groups of them, as a list that has been looked
+    through.
+    """
+    wanted = "an iterable of parameters, or of groups of them"
+    if isinstance(given, Mapping):
+        raise refuse(call, name, given, wanted, "write a list around it: [{...}].")
+    if isinstance(given, Tensor | str | bytes) or not isinstance(given, Iterable):
+        raise refuse(call, name, given, wanted, "pass model.parameters().")
+    found = list[Any]()
+    for entry in given:
+        if not isinstance(entry, Mapping):
+            members = [entry]
+        elif "params" in entry:
+            members = entry["params"]
+            members = (
+                list(members)
+                if isinstance(members, Iterable) and not isinstance(members, Tensor)
+                else [members]
+            )
+            entry = {**entry, "params": members}
+        else:
+            raise refuse(
+                call,
+                name,
+                entry,
+                wanted,
+                "a group is a dict with 'params' and options: add 'params'.",
+            )
+        for member in members:
+            if not isinstance(
+                member[1] if isinstance(member, tuple) and len(member) == 2 else member, Tensor
+            ):
+                raise refuse(
+                    call,
+                    name,
+                    given,
+                    f"{wanted}, and {shown(member)} is no parameter",
+                    "pass parameters.",
+                )
+        found.append(entry)
+    return found
