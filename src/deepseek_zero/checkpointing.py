@@ -1,29 +1,31 @@
-"""DeepSpeed's `deepspeed.checkpointing`: recomputing activations (not saving models).  Re-exports
-only.
+"""Recomputation of activations, at the import path `deepspeed.checkpointing` (not saving models).
+Re-exports only.
 """
 
 from __future__ import annotations
 
-from .compat.deepspeed.activation_checkpointing import (
+from typing import Any
+
+from .api.checkpointing import (
     checkpoint,
     configure,
-    get_cuda_rng_tracker,
     is_configured,
-    model_parallel_cuda_manual_seed,
-    model_parallel_reconfigure_tp_seed,
     non_reentrant_checkpoint,
     partition_activations_in_checkpoint,
     reset,
 )
+from .base.plugins import contributed_name, contributed_names
 
 __all__ = [
     "checkpoint",
     "configure",
-    "get_cuda_rng_tracker",
     "is_configured",
-    "model_parallel_cuda_manual_seed",
-    "model_parallel_reconfigure_tp_seed",
     "non_reentrant_checkpoint",
     "partition_activations_in_checkpoint",
     "reset",
 ]
+__all__ += contributed_names(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    return contributed_name(__name__, name)

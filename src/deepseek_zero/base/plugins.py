@@ -16,7 +16,12 @@ from types import ModuleType
 from typing import Any
 
 # Topics, and what a module that contributes to one has.
-CHECKPOINT_LAYOUTS = "checkpoint layouts"  # calls `register_layout` when it is imported
+# It calls `register_layout` when it is imported; `CONVERTERS` maps formats to functions of a
+# checkpoint and a target.
+CHECKPOINT_LAYOUTS = "checkpoint layouts"
+# `add_commands(app)`, `findings()` of `doctor`, and `child_environment(environment)`, which is what
+# `run --as-deepspeed` adds.
+COMMANDS = "commands"
 DIALECT = "dialect"  # `choose()` returns the dialect of a call (api/dialect.py)
 
 EVERY_OTHER = "*"  # in place of a name: all names that are not listed

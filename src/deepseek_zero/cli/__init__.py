@@ -22,8 +22,8 @@ from rich.console import Console
 
 from deepseek_zero.base.errors import DeepSeekZeroError
 from deepseek_zero.base.log import logger, speak
+from deepseek_zero.base.plugins import COMMANDS, contributions
 from deepseek_zero.cli.checkpoint import app as checkpoint_app
-from deepseek_zero.cli.exec import EXEC_HELP, exec_command, show_path
 from deepseek_zero.cli.run import HELP as RUN_HELP
 from deepseek_zero.cli.run import RunOptions
 from deepseek_zero.cli.run import run as run_script
@@ -84,21 +84,8 @@ RUN_CONTEXT: dict[str, Any] = {
 
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("run", help=RUN_HELP, context_settings=RUN_CONTEXT)(_command_of(RunOptions, run_script))
-
-
-@app.command("exec", help=EXEC_HELP, context_settings={"allow_interspersed_args": False})
-def exec_program(
-    command: Annotated[
-        list[str] | None, typer.Argument(metavar="COMMAND [ARGS]...", help="What to run.")
-    ] = None,
-) -> None:
-    exec_command(command or [])
-
-
-@app.command("dropin-path")
-def dropin_path_command() -> None:
-    """Print the directory that holds our `deepspeed`, to put first on PYTHONPATH by hand."""
-    show_path()
+for _contribution in contributions(COMMANDS):
+    _contribution.add_commands(app)
 
 
 @app.command("doctor")

@@ -27,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deepseek_zero.base.errors import CheckpointError, UsageError
+from deepseek_zero.base.plugins import CHECKPOINT_LAYOUTS, contributions
 from deepseek_zero.base.quantities import format_bytes, format_count
 from deepseek_zero.checkpoint import catalogue
 from deepseek_zero.checkpoint.catalogue import CheckpointInfo, Retention
@@ -37,14 +38,12 @@ from deepseek_zero.checkpoint.read import open_checkpoint
 from deepseek_zero.checkpoint.safetensors_file import dtype_named, read_header
 from deepseek_zero.checkpoint.verify import Fault, OnBytes, checksum_coverage, num_without_checksum
 from deepseek_zero.checkpoint.verify import verify as verify_one
-from deepseek_zero.compat.deepspeed.checkpoint import convert_to_deepspeed
 
 MOST_FAULTS = 20  # named of one checkpoint in a table; --json names all
 
 CONVERTERS: dict[str, Callable[..., Any]] = {
     "safetensors": convert_to_safetensors,
     "pth": convert_to_pth,
-    "deepspeed": convert_to_deepspeed,
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
@@ -327,6 +326,21 @@ def _fault(fault: Fault) -> dict[str, str]:
 # -- convert
 
 
+def _convert(source: Path, out: Path, form: str, dtype: str | None) -> None:
+    if form in CONVERTERS:
+        CONVERTERS[form](source, out, DTYPES[dtype])
+        return
+    for module in contributions(CHECKPOINT_LAYOUTS):
+        if form in module.CONVERTERS:
+            module.CONVERTERS[form](source, out)
+            return
+    raise UsageError(
+        f"no package of this installation writes the format {form}.",
+        "This copy of deepseek_zero has only its core.",
+        f"choose one of: {', '.join(CONVERTERS)}.",
+    )
+
+
 def convert(
     where: Path, tag: str | None, out: Path, how: tuple[str, str | None], *, as_json: bool
 ) -> None:
@@ -340,7 +354,7 @@ def convert(
         )
     source = where if tag is None and catalogue.is_single_checkpoint(where) else _folder(where, tag)
     with Console(stderr=True).status(f"converting {source} to {form}"):
-        CONVERTERS[form](source, out, *([DTYPES[dtype]] if form != "deepspeed" else []))
+        _convert(source, out, form, dtype)
     written = sum(path.stat().st_size for path in [out, *out.rglob("*")] if path.is_file())
     if as_json:
         _print_json({"source": str(source), "out": str(out), "to": form, "num_bytes": written})

@@ -6,7 +6,6 @@ no name. cli/__init__.py imports it late because it imports torch.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import platform
@@ -28,6 +27,7 @@ from rich.table import Table
 
 from deepseek_zero.base import memory
 from deepseek_zero.base.errors import StorageError, UsageError
+from deepseek_zero.base.plugins import COMMANDS, contributions
 from deepseek_zero.base.world import (
     ask_mpi,
     discover,
@@ -37,7 +37,6 @@ from deepseek_zero.base.world import (
 )
 from deepseek_zero.cli.agent import gpus_of_this_machine
 from deepseek_zero.cli.nodes import THREAD_VARIABLES, Machine, allowed_cores
-from deepseek_zero.compat.deepspeed.dropin import DIRECTORY, is_dropin_active
 from deepseek_zero.kernels import cuda
 from deepseek_zero.kernels.compiler import available
 from deepseek_zero.kernels.nvidia import nvrtc_version
@@ -84,7 +83,7 @@ def findings() -> list[Finding]:
     return [
         Finding("python", platform.python_version(), "3.11 or newer is needed"),
         _torch(),
-        _deepspeed(),
+        *_contributed(),
         _world(),
         *_cpu(machine),
         _update_kernels(),
@@ -109,16 +108,10 @@ def _torch() -> Finding:
     return Finding("torch", torch.__version__, built)
 
 
-def _deepspeed() -> Finding:
-    if is_dropin_active():
-        return Finding(
-            "deepspeed", "deepseek_zero", f"this library answers to that name, from {DIRECTORY}"
-        )
-    if importlib.util.find_spec("deepspeed") is not None:
-        return Finding(
-            "deepspeed", "genuine", "`deepseek-zero exec COMMAND` puts this library in its place"
-        )
-    return Finding("deepspeed", "none", "`deepseek-zero exec COMMAND` answers to that name")
+def _contributed() -> list[Finding]:
+    """Return what packages above the core say about this machine."""
+    modules = contributions(COMMANDS)
+    return [Finding(*row) for module in modules for row in module.findings()]
 
 
 def _world() -> Finding:

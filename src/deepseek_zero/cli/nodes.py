@@ -27,13 +27,8 @@ from typing import Any
 
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.world import Nodes
-from deepseek_zero.compat.deepspeed.launcher import (
-    START_EACH,
-    Slots,
-    filter_slots,
-    parse_filter,
-    read_hostfile,
-)
+from deepseek_zero.cli.hostfile import Slots, filter_slots, parse_filter, read_hostfile
+from deepseek_zero.cli.launcher_options import START_EACH
 
 LAST_PORT = 65_535
 DEFAULT_PORT = 29500

@@ -28,21 +28,20 @@ from deepseek_zero.base.given import refuse_url
 from deepseek_zero.base.launch import DEAD_AFTER, DEFAULT_DEAD_AFTER, MESH, TLS, checked_dead_after
 from deepseek_zero.base.log import logger
 from deepseek_zero.base.network import lead_gloo
+from deepseek_zero.base.plugins import COMMANDS, contributions
 from deepseek_zero.base.world import Nodes, discover, nodes_of, suspect_lone_process
-from deepseek_zero.cli.lifeline import Lifeline
-from deepseek_zero.cli.nodes import Asked, Machine, NodePlan, allowed_cores, plan_node
-from deepseek_zero.cli.ranks import Command, Outcome, Target
-from deepseek_zero.compat.deepspeed.dropin import child_environment
-from deepseek_zero.compat.deepspeed.launcher import (
+from deepseek_zero.cli.launcher_options import (
     START_EACH,
     LauncherOptions,
-    accepts_local_rank,
-    find_module,
     pid_file,
     refuse_launcher,
     refuse_options,
     set_log_level,
 )
+from deepseek_zero.cli.lifeline import Lifeline
+from deepseek_zero.cli.local_rank import accepts_local_rank, find_module
+from deepseek_zero.cli.nodes import Asked, Machine, NodePlan, allowed_cores, plan_node
+from deepseek_zero.cli.ranks import Command, Outcome, Target
 
 DEFAULT_HOSTFILE = Path("/job/hostfile")
 """DeepSpeed's place for it; used where it exists and --hostfile names no other."""
@@ -290,9 +289,9 @@ def run(options: RunOptions) -> int:
         )
     if plan.share.note:
         logger.info(plan.share.note)
-    environment = rank_environment(plan, machine) | (
-        child_environment(os.environ) if options.as_deepspeed else {}
-    )
+    environment = rank_environment(plan, machine)
+    if options.as_deepspeed:
+        environment |= _environment_as_deepspeed()
     connecting = _listening_environment(options) | ({TLS: "1"} if options.tls else {})
     environment |= connecting
     os.environ.update(connecting)  # for the launcher's own store, too
@@ -305,6 +304,18 @@ def run(options: RunOptions) -> int:
     with pid_file(options), Lifeline.of_this_process(needs_input=options.end_with_input):
         limits = options.max_restarts, options.save_grace, options.dead_after
         return _tell(agent.run_ranks(plan, command, environment, *limits))
+
+
+def _environment_as_deepspeed() -> dict[str, str]:
+    """Return the variables with which `import deepspeed` means this library."""
+    for module in contributions(COMMANDS):
+        found: dict[str, str] = module.child_environment(os.environ)
+        return found
+    raise UsageError(
+        "--as-deepspeed was given, and no package provides the name `deepspeed`.",
+        "This copy of deepseek_zero has only its core.",
+        "install the whole package, or leave --as-deepspeed out.",
+    )
 
 
 def _listening_environment(options: RunOptions) -> dict[str, str]:

@@ -1,27 +1,23 @@
-"""DeepSpeed's `deepspeed.utils.zero_to_fp32`: whole fp32 weights out of a checkpoint folder.
-Re-exports only.
+"""`deepspeed.utils.zero_to_fp32`: whole fp32 weights out of a checkpoint folder.
+
+Every name is contributed by a package above the core (base/plugins.py).
 """
 
 from __future__ import annotations
 
-from ..compat.deepspeed.zero_to_fp32 import (
-    convert_zero_checkpoint_to_fp32_state_dict,
-    convert_zero_checkpoint_to_state_dict,
-    get_fp32_state_dict_from_zero_checkpoint,
-    get_model_state_file,
-    get_optim_files,
-    load_state_dict_from_zero_checkpoint,
-    main,
-)
+from typing import Any
 
-__all__ = [
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "convert_zero_checkpoint_to_state_dict",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "get_model_state_file",
-    "get_optim_files",
-    "load_state_dict_from_zero_checkpoint",
-]
+from ..base.plugins import contributed_name, contributed_names
+
+_NAME = f"{__package__}.zero_to_fp32"  # also if it runs as a program
+
+__all__: list[str] = []
+__all__ += contributed_names(_NAME)
+
+
+def __getattr__(name: str) -> Any:
+    return contributed_name(_NAME, name)
+
 
 if __name__ == "__main__":
-    main()
+    __getattr__("main")()

@@ -20,12 +20,12 @@ import deepseek_zero.cli as cli
 from deepseek_zero.base.errors import NotBuiltError, UsageError
 from deepseek_zero.base.launch import MESH
 from deepseek_zero.cli import run as run_module
-from deepseek_zero.cli.exec import exec_command
+from deepseek_zero.cli.launcher_options import REFUSED, pid_file, refuse_launcher
 from deepseek_zero.cli.nodes import Machine, NodePlan, Share
 from deepseek_zero.cli.ranks import Outcome, Target
 from deepseek_zero.cli.run import RunOptions, rank_environment, run
+from deepseek_zero.compat.deepspeed.commands import exec_command
 from deepseek_zero.compat.deepspeed.dropin import DIRECTORY, PROGRAMS
-from deepseek_zero.compat.deepspeed.launcher import REFUSED, pid_file, refuse_launcher
 
 PARSED: list[RunOptions] = []
 

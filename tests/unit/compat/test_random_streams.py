@@ -13,8 +13,8 @@ from torch import Tensor
 
 from deepseek_zero import checkpointing
 from deepseek_zero.activations import recompute
+from deepseek_zero.api.checkpointing import remember_mpu
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.compat.deepspeed.random_streams import tell_of
 
 
 @pytest.fixture(autouse=True)
@@ -24,11 +24,11 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def drawn(coordinate: int) -> tuple[Tensor, Tensor]:
     """What a rank draws in the stream of split layers, and after it outside."""
-    tell_of(SimpleNamespace(get_model_parallel_rank=lambda: coordinate))
+    remember_mpu(SimpleNamespace(get_model_parallel_rank=lambda: coordinate))
     try:
         checkpointing.model_parallel_cuda_manual_seed(7)
     finally:
-        tell_of(None)
+        remember_mpu(None)
     with checkpointing.get_cuda_rng_tracker().fork():
         inside = torch.rand(4)
     return inside, torch.rand(4)

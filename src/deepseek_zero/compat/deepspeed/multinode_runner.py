@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ...base.errors import UsageError
-from .launcher import kept_slots, parse_filter, parse_hostfile
+from ...cli.hostfile import kept_slots, parse_filter, parse_hostfile
 
 PDSH_MAX_FAN_OUT = 1024
 

@@ -59,12 +59,12 @@ PROVIDED: dict[str, dict[str, str]] = {
     },
     "deepspeed.checkpointing": {
         "deepseek_zero.checkpointing": (
-            "checkpoint configure is_configured non_reentrant_checkpoint "
+            "checkpoint is_configured non_reentrant_checkpoint "
             "partition_activations_in_checkpoint reset get_cuda_rng_tracker "
             "model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed"
         ),
         "deepseek_zero.compat.deepspeed.activation_checkpointing": (
-            "PARTITION_ACTIVATIONS CONTIGUOUS_CHECKPOINTING CPU_CHECKPOINT PROFILE_TIME "
+            "configure PARTITION_ACTIVATIONS CONTIGUOUS_CHECKPOINTING CPU_CHECKPOINT PROFILE_TIME "
             "SYNCHRONIZE num_layers mpu deepspeed_checkpointing_enabled _cpu_offload_engine"
         ),
     },
@@ -72,7 +72,7 @@ PROVIDED: dict[str, dict[str, str]] = {
         "deepseek_zero.compat.deepspeed.comm": "*",
     },
     "deepspeed.comm.comm": {
-        "deepseek_zero.compat.deepspeed.comm": "init_distributed *",
+        "deepseek_zero.compat.deepspeed.comm": "*",
     },
     "deepspeed.comm.config": {
         "deepseek_zero.compat.deepspeed.config_classes": "CommsLoggerConfig DeepSpeedCommsConfig",
@@ -263,12 +263,12 @@ PROVIDED: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
         "deepseek_zero.checkpointing": (
-            "checkpoint configure is_configured non_reentrant_checkpoint "
+            "checkpoint is_configured non_reentrant_checkpoint "
             "partition_activations_in_checkpoint reset get_cuda_rng_tracker "
             "model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed"
         ),
         "deepseek_zero.compat.deepspeed.activation_checkpointing": (
-            "PARTITION_ACTIVATIONS CONTIGUOUS_CHECKPOINTING CPU_CHECKPOINT PROFILE_TIME "
+            "configure PARTITION_ACTIVATIONS CONTIGUOUS_CHECKPOINTING CPU_CHECKPOINT PROFILE_TIME "
             "SYNCHRONIZE num_layers mpu deepspeed_checkpointing_enabled _cpu_offload_engine"
         ),
     },

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...activations import recompute
+from ...api.checkpointing import remembered_mpu
 from ...base.device import default_device
 from ...base.errors import UsageError
 from . import groups
@@ -78,21 +79,16 @@ class RandomStreams:
 
 
 class _Process:
-    """The streams of this process, and the mpu that `checkpointing.configure` was given."""
+    """The streams of this process."""
 
     streams: ClassVar[RandomStreams] = RandomStreams()
-    mpu: ClassVar[Any] = None
-
-
-def tell_of(mpu: Any) -> None:
-    """Have an mpu say where this rank is along "tp"; without one the engine's mesh does."""
-    _Process.mpu = mpu
 
 
 def _tensor_rank() -> int:
+    mpu = remembered_mpu()
     for name in ("get_tensor_model_parallel_rank", "get_model_parallel_rank"):
-        if hasattr(_Process.mpu, name):
-            return int(getattr(_Process.mpu, name)())
+        if hasattr(mpu, name):
+            return int(getattr(mpu, name)())
     return groups.get_tensor_model_parallel_rank()
 
 

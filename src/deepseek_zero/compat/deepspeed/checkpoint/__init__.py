@@ -8,6 +8,8 @@ from ....checkpoint.layouts import register_layout
 from .layout import DEEPSPEED
 from .writer import convert_to_deepspeed
 
-__all__ = ["DEEPSPEED", "convert_to_deepspeed"]
+__all__ = ["CONVERTERS", "DEEPSPEED", "convert_to_deepspeed"]
+
+CONVERTERS = {"deepspeed": convert_to_deepspeed}
 
 register_layout(DEEPSPEED)

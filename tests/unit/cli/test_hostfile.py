@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.compat.deepspeed.launcher import (
+from deepseek_zero.cli.hostfile import (
     filter_slots,
     parse_filter,
     parse_hostfile,

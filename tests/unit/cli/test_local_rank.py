@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deepseek_zero.compat.deepspeed.launcher import accepts_local_rank, find_module
+from deepseek_zero.cli.local_rank import accepts_local_rank, find_module
 
 ARGPARSE = "import argparse\nparser = argparse.ArgumentParser()\n"
 

@@ -1,0 +1,127 @@
+"""Machines and slots: the hostfile, and --include / --exclude.
+
+A slot is the number of a GPU; on a machine without GPUs it is a place for a process.  The error
+texts begin as DeepSpeed's do, for people and scripts that know them.
+
+    hostfile   one `hostname slots=N` per line; blank lines and everything after # are ignored
+    filter     NAME[:SLOT[,SLOT]...][@NAME...]; a name alone means all of its slots
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from deepseek_zero.base.errors import UsageError
+
+Slots = dict[str, tuple[int, ...]]
+"""Host name -> its slots, in the order of the hostfile: the first host is node 0."""
+
+_HOST_LINE = re.compile(r"^(\S+)\s+slots=(\d+)$")
+
+
+def read_hostfile(path: Path) -> Slots:
+    """Parse a hostfile from disk."""
+    try:
+        return parse_hostfile(path.read_text().splitlines())
+    except OSError as error:
+        raise UsageError(
+            f"The hostfile {path} cannot be read: {error.strerror}.",
+            fix="Correct --hostfile, or leave it out.",
+        ) from error
+
+
+def parse_hostfile(lines: Iterable[str]) -> Slots:
+    """Return hosts and their slots 0..N-1, in the file's order."""
+    hosts: Slots = {}
+    for line in lines:
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        match = _HOST_LINE.match(text)
+        if match is None:
+            raise UsageError(
+                f"Hostfile contains a bad entry: {line.strip()}, unable to proceed with launching.",
+                fix="Write each line as `hostname slots=N`.",
+            )
+        host = match.group(1)
+        slots = int(match.group(2))
+        if host in hosts:
+            raise UsageError(
+                f"Hostfile contains multiple entries for {host}, unable to proceed with launching.",
+                fix="Write one line per host, with all of its slots.",
+            )
+        hosts[host] = tuple(range(slots))
+    if not hosts:
+        raise UsageError(
+            "Hostfile is empty or not formatted correctly, unable to proceed with launching.",
+            fix="Write each line as `hostname slots=N`.",
+        )
+    return hosts
+
+
+def parse_filter(text: str) -> dict[str, tuple[int, ...] | None]:
+    """Return host -> slots named in an --include or --exclude text; None for a host named without
+    slots.
+    """
+    named: dict[str, tuple[int, ...] | None] = {}
+    for part in text.split("@"):
+        host, colon, slots = part.strip().partition(":")
+        numbers = slots.split(",") if colon else []
+        if not host or not all(number.strip().isdecimal() for number in numbers):
+            raise UsageError(
+                f"The filter {text!r} has a part that cannot be read: {part!r}.",
+                why="The grammar is NAME[:SLOT[,SLOT]...], parts joined by @, slots are numbers.",
+                fix="For example: worker-0@worker-1:0,2",
+            )
+        earlier = named.get(host) or ()
+        named[host] = earlier + tuple(int(number) for number in numbers) if colon else None
+    return named
+
+
+def filter_slots(
+    hosts: Mapping[str, tuple[int, ...]], include: str = "", exclude: str = ""
+) -> Slots:
+    """Return the hosts and slots left by --include or --exclude, in the hostfile's order; empty
+    hosts fall out.
+    """
+    if include and exclude:
+        raise UsageError("--include and --exclude are mutually exclusive.", fix="Give one of them.")
+    named = parse_filter(include or exclude) if include or exclude else {}
+    for host, slots in named.items():
+        if host not in hosts:
+            raise UsageError(
+                f"Hostname '{host}' not found in hostfile.", fix=f"Known hosts: {', '.join(hosts)}."
+            )
+        for slot in slots or ():
+            if slot not in hosts[host]:
+                known = ", ".join(map(str, hosts[host])) or "none"
+                raise UsageError(
+                    f"No slot '{slot}' specified on host '{host}'.", fix=f"Its slots: {known}."
+                )
+    kept = {
+        host: kept_slots(slots, host, named, bool(include), bool(exclude))
+        for host, slots in hosts.items()
+    }
+    left = {host: slots for host, slots in kept.items() if slots}
+    if not left:
+        raise UsageError(
+            "--include or --exclude leaves no slot to run on.",
+            fix="Name at least one slot to keep.",
+        )
+    return left
+
+
+def kept_slots(
+    slots: tuple[int, ...],
+    host: str,
+    named: Mapping[str, tuple[int, ...] | None],
+    include: bool,
+    exclude: bool,
+) -> tuple[int, ...]:
+    """Return which of a host's slots a filter leaves."""
+    if host not in named:
+        return () if include else slots
+    chosen = slots if named[host] is None else named[host] or ()
+    return tuple(slot for slot in slots if (slot in chosen) != exclude)

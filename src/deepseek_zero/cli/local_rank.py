@@ -1,0 +1,92 @@
+"""Whether a script takes the option `--local_rank=N`.
+
+DeepSpeed passes it always, and a script that does not know it fails in its argument parser.  Here
+it is passed if the script, or a module beside it that it imports, names the option in a call
+(add_argument, click.option, ...) or calls parse_known_args, which lets unknown options through.
+The source is read and never run.  LOCAL_RANK is in the environment in any case.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+OPTIONS = {"--local_rank", "--local-rank"}
+
+TOLERANT_CALLS = {"parse_known_args", "parse_known_intermixed_args"}
+
+MAX_FILES = 200
+"""Modules beside a script that are read at most; a project larger than that keeps its parser near
+the top.
+"""
+
+
+def accepts_local_rank(source: Path | None, args: Sequence[str] = ()) -> bool:
+    """Return whether the script at `source` takes --local_rank=N and `args` do not give it
+    already.
+    """
+    if source is None or any(arg.partition("=")[0] in OPTIONS for arg in args):
+        return False
+    waiting = [source]
+    seen = {source}
+    while waiting and len(seen) <= MAX_FILES:
+        tree = _parse(waiting.pop(0))
+        if tree is None:
+            continue
+        if any(_takes_option(node) for node in ast.walk(tree)):
+            return True
+        found = [path for path in _local_imports(tree, source.parent) if path not in seen]
+        seen.update(found)
+        waiting.extend(dict.fromkeys(found))
+    return False
+
+
+def find_module(name: str, folders: Sequence[str] | None = None) -> Path | None:
+    """Return the file that `python -m name` would run, found by path: importing would run the
+    parent packages.
+    """
+    for folder in folders if folders is not None else [str(Path.cwd()), *sys.path]:
+        base = Path(folder).joinpath(*name.split("."))
+        for candidate in (base.with_name(f"{base.name}.py"), base / "__main__.py"):
+            if candidate.is_file():
+                return candidate
+    return None
+
+
+def _parse(path: Path) -> ast.Module | None:
+    try:
+        return ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+def _takes_option(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    called = (
+        node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    )
+    # A flag built by f-string or held in a variable is not seen; the environment variable serves
+    # such scripts.
+    return called in TOLERANT_CALLS or any(
+        isinstance(arg, ast.Constant) and arg.value in OPTIONS for arg in node.args
+    )
+
+
+def _local_imports(tree: ast.Module, folder: Path) -> Iterator[Path]:
+    for name in _imported_names(tree):
+        base = folder.joinpath(*name.split("."))
+        for candidate in (base.with_name(f"{base.name}.py"), base / "__init__.py"):
+            if candidate.is_file():
+                yield candidate
+
+
+def _imported_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
