@@ -72,6 +72,7 @@ PROVIDED: dict[str, dict[str, str]] = {
         "deepseek_zero.compat.deepspeed.comm": "*",
     },
     "deepspeed.comm.comm": {
+        "deepseek_zero.comm": "init_distributed",
         "deepseek_zero.compat.deepspeed.comm": "*",
     },
     "deepspeed.comm.config": {
