@@ -11,7 +11,6 @@ from torch import nn
 from ..base.errors import UsageError
 from ..base.given import refuse, whole_number
 from ..config import choose_source
-from ..config.raw_config import lookup
 from ..engine.mesh_statements import MeshStatement
 from ..engine.request import Request, parameters_of
 from ..engine.start import prepare_process, start
@@ -79,7 +78,7 @@ def initialize(
     statements = (*request.mesh_statements, *_statements_of(mpu, mesh_param))
     leaf_modules = leaf_module_names(model)
     request = replace(request, mesh_statements=statements, leaf_modules=leaf_modules)
-    mark_configured(model, lookup(raw.values, "zero_optimization.leaf_module") or {})
+    mark_configured(model, raw.get("zero_optimization.leaf_module") or {})
     engine = start(raw, request, dialect)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 

@@ -68,7 +68,7 @@ class DeepSpeedNames(Plain):
         layers: Any = _layers_of(request.model)
         if layers is not None:
             statements.append(layers.mesh_statement())
-            layers.take_configured(lookup(raw.values, "pipeline") or {})
+            layers.take_configured(raw.get("pipeline") or {})
         return replace(
             request,
             optimizer=without_accelerates_wrapper(request.optimizer),
@@ -117,7 +117,7 @@ class DeepSpeedDropIn(DeepSpeedNames):
 
     def load(self, source: Any, origin: str | None) -> RawConfig:
         raw = load(source, origin=origin, unknown="warn")
-        return replace(raw, values={**raw.values, **defaults.defaults_of(raw)})
+        return raw.changed(defaults.defaults_of(raw))
 
     def join(self, port: int, required: bool | None) -> None:
         init_distributed(distributed_port=port, dist_init_required=required)
