@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import deepseek_zero
-from deepseek_zero.engine.engine import summary
+from deepseek_zero.engine.observer import summary
 from deepseek_zero.report.records import JSONL_NAME
 
 MICRO = 2

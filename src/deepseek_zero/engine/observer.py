@@ -1,0 +1,229 @@
+"""Reports the training of an engine: timers, records, monitor events, one line per N steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..base.device import allocated_bytes
+from ..base.errors import StorageError
+from ..base.log import log_once, logger
+from ..base.mesh import Mesh
+from ..base.quantities import format_bytes, format_count, format_seconds
+from ..base.world import is_rank_zero
+from ..optim.sharded import ShardedOptimizer
+from ..report.flops import FlopsSettings, ForwardCost, flops_table
+from ..report.monitor import MonitorMaster
+from ..report.records import RecordWriter, StepRecord
+from ..report.timers import Timers
+from ..sharding.runtime import Runtime
+from .settings import ObserverSettings
+
+PLAN_NAME = "plan.txt"
+
+
+class Observed(Protocol):
+    """What an observer reads from an engine."""
+
+    module: nn.Module
+    mesh: Mesh
+    optimizer: ShardedOptimizer | None
+    global_steps: int
+    global_samples: int
+
+    @property
+    def runtime(self) -> Runtime:
+        """The runtime of the sharded model."""
+        ...
+
+    def plan(self) -> str:
+        """The plan, as text."""
+        ...
+
+
+def summary(record: StepRecord) -> str:
+    """Return a step in one line, without tokens if the model was given none, and without a loss if
+    none was seen.
+    """
+    loss = "" if record.loss is None else f"loss {record.loss:.4f}, "
+    pace = (
+        f", {format_count(record.tokens_per_second)} tokens/s" if record.tokens_per_second else ""
+    )
+    return (
+        f"step {record.step}: {loss}lr {record.lr:.3g}, grad norm {record.grad_norm:.3f}, "
+        f"{format_seconds(record.step_seconds)}{pace}, {format_bytes(record.memory_bytes)} in "
+        f"memory, {format_bytes(record.comm_bytes)} sent"
+    )
+
+
+class Observer:
+    """Reports of rank 0; the other ranks keep only timers."""
+
+    def __init__(self, settings: ObserverSettings, device: torch.device) -> None:
+        self.settings = settings
+        self.device = device
+        self.timers = Timers(device) if settings.wall_clock_breakdown else None
+        path = settings.records_path
+        try:
+            self.monitor = MonitorMaster(settings.monitor)
+            self.writer = RecordWriter(Path(path)) if path and is_rank_zero() else None
+        except OSError as error:
+            raise StorageError(
+                f"the run's records cannot be written: {str(error)[:300]}.",
+                "records.path, or the output_path of a monitor, names a directory that cannot be "
+                "made or written.",
+                "name another directory, or switch it off.",
+            ) from error
+        self._record: StepRecord | None = None
+        self._unread: list[Tensor] = []  # losses of the last step, which its record lacks
+        self._losses: list[Tensor] = []
+        self.profile: ForwardCost | None = (
+            None  # of the forward that flops_profiler asks for, once it has run
+        )
+        self._began = time.perf_counter()
+        self._sent = self._tokens = 0
+        self.micro_tokens: int | None = None  # of the last micro-batch
+        if settings.log_level is not None:
+            logger.setLevel(settings.log_level.upper())
+
+    @property
+    def record(self) -> StepRecord | None:
+        """Return the record of the last step. On a GPU its loss is read here, not before: until
+        then the host has not waited for it.
+        """
+        self._read_loss()
+        return self._record
+
+    def _read_loss(self) -> None:
+        if self._record is not None and self._unread:
+            loss = float(torch.stack([each.float().reshape(()) for each in self._unread]).mean())
+            self._record = replace(self._record, loss=loss)
+            self._unread = []
+
+    def planned(self, plan: str) -> None:
+        """Write the plan as text beside the records, again after a unit was promoted."""
+        if self.writer is not None:
+            (self.writer.folder / PLAN_NAME).write_text(plan + "\n", encoding="utf-8")
+
+    def timed(self, name: str) -> AbstractContextManager[Any]:
+        """Time a part of the step when wall_clock_breakdown asks for it."""
+        return self.timers.timed(name) if self.timers is not None else nullcontext()
+
+    def profiled(self, engine: Observed) -> AbstractContextManager[Any]:
+        """Count the operations of one forward on rank 0: the first one after as many steps as
+        flops_profiler says.
+        """
+        wanted = self.settings.flops
+        due = (
+            wanted is not None
+            and self.profile is None
+            and engine.global_steps >= wanted.step
+            and is_rank_zero()
+        )
+        return self._profile(engine, wanted) if due and wanted is not None else nullcontext()
+
+    @contextmanager
+    def _profile(self, engine: Observed, wanted: FlopsSettings) -> Iterator[None]:
+        self.profile = cost = ForwardCost(engine.module)
+        cost.start()
+        try:
+            yield
+        finally:
+            cost.stop()
+        table = flops_table(cost, wanted)
+        if wanted.output_file is None:
+            logger.info(table)
+        else:
+            try:
+                Path(wanted.output_file).write_text(table + "\n", encoding="utf-8")
+            except OSError as error:  # no reason to lose a run in its forward
+                logger.warning(
+                    f"flops_profiler.output_file cannot be written ({str(error)[:300]}):\n{table}"
+                )
+
+    def saw(self, args: tuple[Any, ...]) -> None:
+        """Count the tokens of a micro-batch: the elements of the first integer tensor the model is
+        given.
+        """
+        for value in args:
+            if isinstance(value, Tensor) and not value.is_floating_point():
+                self._tokens += value.numel()
+                self.micro_tokens = value.numel()
+                return
+
+    def loss(self, loss: Tensor) -> None:
+        """Remember a micro-batch's loss; see `record`."""
+        if loss.numel() == 1:
+            self._losses.append(loss.detach())
+
+    def stepped(self, engine: Observed) -> None:
+        """Record a finished step."""
+        optimizer = engine.optimizer
+        assert optimizer is not None and optimizer.last is not None
+        now = time.perf_counter()
+        seconds = now - self._began
+        self._began = now
+        total = engine.runtime.comm.meter.total_bytes()
+        sent = total - self._sent
+        self._sent = total
+        self._unread = self._losses
+        self._losses = []
+        tokens = self._tokens
+        self._tokens = 0
+        self._record = StepRecord(
+            step=engine.global_steps,
+            loss=None,
+            lr=float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0,
+            grad_norm=optimizer.last.norm,
+            tokens_per_second=tokens * engine.mesh.reduce_size / seconds,
+            memory_bytes=allocated_bytes(self.device),
+            comm_bytes=sent,
+            step_seconds=seconds,
+            loss_scale=optimizer.scaler.scale if optimizer.scaler is not None else 1.0,
+            skipped=optimizer.overflow,
+            promoted=len(optimizer.fallback.promoted) if optimizer.fallback is not None else 0,
+        )
+        if self.device.type == "cpu":  # nothing to wait for, and no tensor to keep
+            self._read_loss()
+        self._tell(engine)
+        if optimizer.fallback is not None and optimizer.fallback.changed:
+            self.planned(engine.plan())
+
+    def _tell(self, engine: Observed) -> None:
+        step = engine.global_steps
+        every = self.settings.steps_per_print
+        writes = self.writer is not None and step % self.settings.records_every == 0
+        prints = bool(every) and step % (every or 1) == 0
+        if not (writes or prints or self.monitor.enabled):
+            return
+        record = self.record
+        assert record is not None
+        if writes and self.writer is not None:
+            self.writer.write(record)
+        if self.monitor.enabled:
+            samples = engine.global_samples
+            events = [("Train/Samples/lr", record.lr, samples)]
+            if record.loss is not None:
+                events.insert(0, ("Train/Samples/train_loss", record.loss, samples))
+            if engine.optimizer is not None and engine.optimizer.scaler is not None:
+                events.append(("Train/Samples/loss_scale", record.loss_scale, samples))
+            self.monitor.write_events(events)
+        if prints:
+            log_once(summary(record))
+            if self.timers is not None:
+                log_once(self.timers.report())
+            if self.settings.memory_breakdown:
+                log_once(f"memory: {format_bytes(record.memory_bytes)}")
+
+    def close(self) -> None:
+        self.monitor.close()
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
