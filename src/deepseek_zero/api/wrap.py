@@ -35,8 +35,8 @@ from ..engine.mesh_statements import choose_mesh, statements_of
 from ..engine.optimizer import adopting, client_states, forget_others, granularities
 from ..engine.request import Request, parameters_of
 from ..engine.start import example_of, facts_of, prepare_process
-from ..optimizers.registry import resolve_optimizer
 from ..optim.sharded import ShardedOptimizer
+from ..optimizers.registry import resolve_optimizer
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
