@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from .. import parallel
 from ..base.mesh import Mesh
 from ..optim.sharded import ShardedOptimizer
-from ..planner.spec import PlanSettings
+from ..planner.plan_settings import PlanSettings
 from ..precision.loss_scale import LossScaleSettings
 from ..sharding.rules import ModelRules
 from .data import ShardedLoader

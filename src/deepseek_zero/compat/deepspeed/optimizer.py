@@ -18,7 +18,8 @@ from torch.optim import Adam, AdamW, Optimizer
 from ...api.leaves import get_z3_leaf_modules
 from ...optim.access import local_grad
 from ...optim.sharded import ShardedOptimizer
-from ...planner.spec import PlanSettings, S
+from ...planner.plan_settings import PlanSettings
+from ...planner.spec import S
 from ...precision.loss_scale import LossScaler, LossScaleSettings
 from ...sharding.access import full_grad
 from ...sharding.runtime import Runtime
