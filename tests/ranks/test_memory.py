@@ -92,7 +92,7 @@ def test_the_prediction_holds_between_hosts_where_two_units_are_added_up_at_once
     )
     engine = assert_prediction_holds(run)
     plan = engine.runtime.plan
-    assert plan.machine.most_reductions == engine.runtime.executor.most_reductions == 2
+    assert plan.machine.most_reductions == engine.runtime.executor.reductions.most_reductions == 2
     elsewhere = deepseek_zero.plan(
         Gpt(), run.config() | ADAMW, ranks=ranks, rank=dist.get_rank(), hosts=2
     )

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import deepseek_zero
 from deepseek_zero.base.device import storage_users
 from deepseek_zero.sharding.buffer import Pool
-from deepseek_zero.sharding.executor import Unit, UnitState
+from deepseek_zero.sharding.unit import Unit, UnitState
 from deepseek_zero.zero import TiledLinear
 from tests.models import HIDDEN, VOCABULARY, WIDTH, Gpt, batch_of, seeded
 from tests.pairwise import cases
@@ -183,7 +183,7 @@ def test_every_gradient_of_a_block_of_tiles_comes_in_time(setting: Setting) -> N
     engine = deepseek_zero.initialize(model=seeded(Stack), config=setting.config())[0]
     for step in range(3):
         engine.backward(engine(draw(dist.get_rank(), step, 4, 8)).square().mean())
-        assert not engine.runtime.executor.late
+        assert not engine.runtime.executor.reductions.late
         engine.step()
 
 

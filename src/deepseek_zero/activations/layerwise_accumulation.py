@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from ..base.errors import UsageError
 from ..base.nested import map_tensors
-from ..sharding.executor import Unit
 from ..sharding.runtime import Runtime
+from ..sharding.unit import Unit
 from .offload import replaced
 from .recompute import checkpoint
 

@@ -238,7 +238,7 @@ class ZeroEngine(Engine):
         steps.
         """
         with torch.no_grad():
-            self.runtime.executor.reshard_all()
+            self.runtime.executor.gathers.reshard_all()
         for group in self.runtime.groups:
             group.comm_ctx.pool.clear()
 

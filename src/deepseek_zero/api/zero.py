@@ -14,10 +14,10 @@ from ..base.errors import UsageError
 from ..base.given import path_of, refuse
 from ..checkpoint import weights
 from ..sharding import access, init
-from ..sharding.executor import Unit
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
+from ..sharding.unit import Unit
 from .dialect import current_dialect
 
 # Arguments of DeepSpeed's zero.Init; they change nothing.
@@ -118,7 +118,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """
     runtime, owner = _home(parameter)
     for reader in _units_around(module, runtime):
-        runtime.executor.remember_external(reader, owner)
+        runtime.executor.gathers.remember_external(reader, owner)
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -127,7 +127,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     """
     runtime, owner = _home(parameter)
     for reader in _units_around(module, runtime):
-        runtime.executor.forget_external(reader, owner)
+        runtime.executor.gathers.forget_external(reader, owner)
 
 
 def _home(parameter: nn.Parameter) -> tuple[Runtime, Unit]:

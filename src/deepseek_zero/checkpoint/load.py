@@ -168,7 +168,7 @@ def replace_states(
     runtime = contents.runtime
     optimizer = contents.optimizer
     with torch.no_grad():
-        runtime.executor.reshard_all()
+        runtime.executor.gathers.reshard_all()
         runtime.discard_step()
         if optimizer is not None:
             discard_deferred(optimizer)

@@ -42,10 +42,10 @@ from ..optim.sharded import ShardedOptimizer
 from ..optim.step_message import Fields, StepMessage
 from ..planner.spec import Placement
 from ..sharding.buffer import FlatBuffer, StateGuard
-from ..sharding.executor import Unit
 from ..sharding.main_weight import is_exposed
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
+from ..sharding.unit import Unit
 from .settings import IntegritySettings
 
 MOST_SHOWN = 8  # findings of one step that an error or a warning lists

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from ..base.log import log_once
 from ..precision.loss_scale import LossScaler
-from ..sharding.executor import Unit
 from ..sharding.runtime import Runtime
+from ..sharding.unit import Unit
 
 # Skipped steps in a row that name the same unit; a loss scale that is merely too high recovers
 # sooner

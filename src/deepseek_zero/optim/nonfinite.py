@@ -16,9 +16,9 @@ import torch
 
 from ..base.log import log_once
 from ..precision.loss_scale import LossScaler
-from ..sharding.executor import Unit
 from ..sharding.nonfinite import NonFiniteDetector
 from ..sharding.runtime import Runtime
+from ..sharding.unit import Unit
 
 NOBODY = 1 << 30
 LATER = "If the next step is like it, the unit where it begins is named."

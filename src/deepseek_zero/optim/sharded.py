@@ -45,11 +45,11 @@ from ..planner.update import ParamGroupPlan, ShardRange, UpdatePlan, UpdateSetti
 from ..precision.compact import StochasticRounding
 from ..precision.feedback import Feedback
 from ..precision.loss_scale import LossScaler
-from ..sharding.executor import Unit
 from ..sharding.param_group import ParamGroup, squares_of
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
 from ..sharding.ties import without_twins
+from ..sharding.unit import Unit
 from .adaptive_precision import AdaptivePrecision
 from .initial_states import InitialStates, makes_states, states_at_construction
 from .momentum_exchange import exchange_momenta, reduce_gradients
@@ -249,7 +249,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             group.optimizer = weakref.ref(self)
         self._count_updated()
         self._compile_kernels()
-        runtime.executor.updates = weakref.ref(self)
+        runtime.executor.reductions.updates = weakref.ref(self)
 
     # torch.optim.Optimizer's own attributes are the inner optimizer's; its __init__ is not called,
     # since it would insist on owning parameters.
@@ -719,7 +719,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             verdict = agree_on_norm(runtime, extra)
             self._refuse_differences(verdict)
             if verdict.any_late:
-                runtime.executor.reduce_late()
+                runtime.executor.reductions.reduce_late()
                 verdict = agree_on_norm(runtime, extra)
         is_idle = verdict.is_idle and bool(groups)
         if is_idle:
@@ -1073,7 +1073,7 @@ def _agree_on_piece(runtime: Runtime, extra: StepMessage) -> Verdict:
     comm = runtime.comm
     absent = crc32("\n".join(absent_among(groups)).encode())
     message = StepMessage()
-    message.add_integer("late", bool(runtime.executor.late))
+    message.add_integer("late", bool(runtime.executor.reductions.late))
     message.add_integer("edited", any(group.gradient.is_edited for group in groups))
     message.add_integer("idle", runtime.is_idle)
     message.add_integer("graphless", runtime.is_graphless)

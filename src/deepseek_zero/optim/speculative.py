@@ -29,9 +29,9 @@ from ..base.errors import UsageError
 from ..base.memory import return_pages
 from ..precision.loss_scale import LossScaler
 from ..sharding.buffer import has_pages_to_return
-from ..sharding.executor import Unit
 from ..sharding.param_group import ParamGroup, squares_of
 from ..sharding.runtime import Phase, Runtime
+from ..sharding.unit import Unit
 from .updater import (
     Decision,
     DelayedUpdate,

@@ -45,24 +45,24 @@ class ShardedStates:
     def gather(self, stage: int) -> None:
         """Hold what the computations of a stage gather."""
         self._gathered.add(stage)
-        self.runtime.executor.hold(self._units.get(stage))
+        self.runtime.executor.gathers.pin(self._units.get(stage))
 
     def release(self, stage: int) -> None:
         """Release everything, when the last stage of this rank is released."""
         self._gathered.discard(stage)
         if stage in self._units:
-            self.runtime.executor.let_go(self._units[stage] - {0})
+            self.runtime.executor.gathers.unpin(self._units[stage] - {0})
         if not self._gathered and not (self.ties is not None and self.reduces):
-            self.runtime.executor.let_go()
+            self.runtime.executor.gathers.unpin()
 
     @contextmanager
     def forward(self, stage: int) -> Iterator[None]:
         """Open a block with one forward, which goes to the units of its stage."""
-        self.runtime.executor.keep_to(self._units.get(stage))
+        self.runtime.executor.gathers.restrict_to(self._units.get(stage))
         try:
             yield
         finally:
-            self.runtime.executor.keep_to(None)
+            self.runtime.executor.gathers.restrict_to(None)
 
     @contextmanager
     def backward(self, stage: int, *, ends_step: bool, is_carried: bool) -> Iterator[None]:
@@ -84,10 +84,10 @@ class ShardedStates:
             self._reduce_step()
 
     def _reduce_step(self) -> None:
-        self.runtime.executor.keep_to(frozenset({0}))  # nothing is gathered for it
+        self.runtime.executor.gathers.restrict_to(frozenset({0}))  # nothing is gathered for it
         self.runtime.reduce_step()
-        self.runtime.executor.keep_to(None)
-        self.runtime.executor.let_go()
+        self.runtime.executor.gathers.restrict_to(None)
+        self.runtime.executor.gathers.unpin()
 
     def tie(self, stage: int) -> None:
         """Add up the gradients of tied weights, before their reduction.  Collective among the

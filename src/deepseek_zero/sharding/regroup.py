@@ -23,9 +23,11 @@ from ..planner.plan import Plan
 from ..planner.plan_settings import PlanSettings
 from ..planner.units import plan_group
 from .buffer import CommContext
-from .executor import Executor, Unit, Updates
+from .executor import Executor
 from .group import ParamInfo
 from .param_group import ParamGroup, build_group
+from .reduce_lane import Updates
+from .unit import Unit
 
 
 class Regrouped(Protocol):
@@ -123,7 +125,7 @@ def _apply(runtime: Regrouped, changed: Sequence[ParamInfo]) -> None:
             "Its memory is about to be laid out anew.",
             "leave the block before the forward.",
         )
-    optimizer: Updates | None = runtime.executor.updates()
+    optimizer: Updates | None = runtime.executor.reductions.updates()
     if parts and optimizer is not None:
         optimizer.refuse_regrouping()
     for member in changed:

@@ -35,7 +35,7 @@ from ..planner.plan import Plan
 from ..planner.plan_settings import Compression, PlanSettings
 from .buffer import CommContext
 from .entries import record_forward, scale_entries
-from .executor import Executor, Unit, UnitState
+from .executor import Executor
 from .loss_factor import LossFactor, factor_of_leaf, watch_backwards
 from .model_changes import Structure
 from .nonfinite import NonFiniteDetector
@@ -45,6 +45,7 @@ from .rules import ModelRules
 from .saved_tensor_hooks import weight_hooks
 from .sharded_parameter import Hook
 from .state_dict import StateDictMode, join_stages, shard_state_dicts
+from .unit import Unit, UnitState
 
 
 class Phase(Enum):
@@ -243,8 +244,8 @@ class Runtime:
             return False
         unit = self.unit_of(group)
         if self.forward.active:
-            self.executor.remember_external(self.forward.active[-1].unit, unit)
-        self.executor.use(unit)
+            self.executor.gathers.remember_external(self.forward.active[-1].unit, unit)
+        self.executor.gathers.unshard(unit)
         return True
 
     def fetch_saved(self, group: ParamGroup) -> None:
@@ -274,15 +275,19 @@ class Runtime:
         if self.nonfinite is not None:
             self.nonfinite.record("grad", unit.number, grad)
         if not is_first:
-            self.executor.use_apart(unit)
+            self.executor.gathers.unshard_apart(unit)
             return
-        self.executor.end_apart()
-        self.executor.reshard_frozen_before(unit)
-        if self.executor.reduces_now and unit is not self.root and self.forward.count <= 1:
-            self.executor.gather_before(unit)
+        self.executor.gathers.end_apart()
+        self.executor.gathers.reshard_frozen_before(unit)
+        if (
+            self.executor.reductions.reduces_now
+            and unit is not self.root
+            and self.forward.count <= 1
+        ):
+            self.executor.gathers.gather_for_others(unit)
             with torch.no_grad():
-                self.executor.skip_past(unit)
-        self.executor.use_with_externals(unit)
+                self.executor.reductions.reduce_passed(unit)
+        self.executor.gathers.unshard(unit, externals=True)
 
     def _open_backward(self) -> None:
         """The first gradient of a backward call reached an output of this model."""
@@ -317,9 +322,9 @@ class Runtime:
         unit.group_of[id(param)].gradient.collect(param)
         unit.arrived.add(id(param))
         if unit.reduced_in_backward:
-            self.executor.late.add(unit.number)
-        elif self.executor.reduces_now and unit.is_complete:
-            self.executor.advance()
+            self.executor.reductions.late.add(unit.number)
+        elif self.executor.reductions.reduces_now and unit.is_complete:
+            self.executor.reductions.advance()
 
     def end_backward(self, *, joined: bool = True) -> None:
         """Every gradient of this backward has been computed on this rank.  joined: False where it
@@ -328,15 +333,15 @@ class Runtime:
         with torch.no_grad():
             # A rank that skipped units owes the others gathers and reductions; it waits for none
             # before it starts all.
-            self.executor.gather_rest()
+            self.executor.gathers.gather_for_others()
             if self.settings.unused_is_error:
-                self.executor.refuse_unused()
-            if self.executor.reduces_now:
-                self.executor.reduce_rest()
+                self.executor.reductions.refuse_unused()
+            if self.executor.reductions.reduces_now:
+                self.executor.reductions.reduce_rest()
                 self.comm_ctx.copy_engine.synchronize()
-            self.executor.end()
-            self.executor.reshard_all()
-            self.executor.update_expected()
+            self.executor.gathers.end()
+            self.executor.gathers.reshard_all()
+            self.executor.reductions.update_expected()
             if self._phase is not Phase.IDLE:  # a rank that skipped the backward was not in it
                 self.enter(Phase.IDLE)
             self._backward_id = -1
@@ -353,8 +358,8 @@ class Runtime:
         """
         with torch.no_grad():
             if self.forward.count == 0:
-                self.executor.begin(self.executor.schedule.forward)
-                self.executor.end()
+                self.executor.gathers.begin(self.executor.schedule.forward)
+                self.executor.gathers.end()
             for group in self.trained_groups:
                 group.grad_view.hide()
             self.executor.begin_backward(ends_step=self.is_boundary)
@@ -370,9 +375,9 @@ class Runtime:
             for group in self.trained_groups:
                 group.grad_view.hide()
             self.executor.begin_backward(ends_step=True)
-            self.executor.reduce_rest()
+            self.executor.reductions.reduce_rest()
             self.comm_ctx.copy_engine.synchronize()
-            self.executor.end()
+            self.executor.gathers.end()
             for group in self.trained_groups:
                 group.grad_view.show(joined=False)
 
@@ -380,14 +385,14 @@ class Runtime:
 
     def before_step(self) -> None:
         """Take part in what this rank has skipped, and take over what the program made of `.grad`;
-        what came too late (`executor.late`) is still to be reduced.  Collective.
+        what came too late (`executor.reductions.late`) is still to be reduced.  Collective.
         """
         self.comm.meter.clock.enter("optimizer")
         if (driver := self.driver()) is not None:
             driver.before_step()
         if self.backwards == 0:
             self.join_skipped_passes()
-        self.executor.all_reduce()
+        self.executor.reductions.complete_sums()
         for group in self.trained_groups:
             group.grad_view.take_assigned()
 
@@ -409,8 +414,7 @@ class Runtime:
         elif (driver := self.driver()) is not None:
             driver.forget()
         self.backwards = 0
-        if not self.executor.order_is_agreed:
-            self.executor.agree_on_order()
+        self.executor.agree_on_order()
         if self.comm.meter.end_step():
             self.comm_ctx.tiers.start_counting()
         tuner = self.executor.tuner
@@ -446,9 +450,9 @@ class Runtime:
 
     def drop_grads(self) -> None:
         """Forget every gradient; local, but all ranks must do it."""
-        self.executor.wait_for_reduce()
+        self.executor.reductions.wait()
         self.comm_ctx.copy_engine.synchronize()
-        self.executor.late.clear()
+        self.executor.reductions.late.clear()
         self.loss_factor.is_recorded = self.has_gradients = self.is_graphless = False
         for group in self.trained_groups:
             group.gradient.discard()
@@ -485,8 +489,8 @@ class Runtime:
         self.enter(Phase.IDLE)
         self.forward.clear()
         with torch.no_grad():
-            self.executor.end()
-            self.executor.let_go()
+            self.executor.gathers.end()
+            self.executor.gathers.unpin()
             if interrupted is Phase.BACKWARD:
                 self.discard_step()
         self.forward.count = 0
@@ -574,7 +578,7 @@ class Forward:
                 self.runtime.loss_factor.forward_begins()
                 follow_requires_grad(self.runtime)
             schedule = self.runtime.executor.schedule
-            self.runtime.executor.begin(
+            self.runtime.executor.gathers.begin(
                 schedule.forward if torch.is_grad_enabled() else schedule.inference
             )
         if unit is self.runtime.root and begins_a_step:
@@ -583,7 +587,7 @@ class Forward:
                 group.gradient.release()
         # recomputed: one tile at a time, as in forward
         again = unit.is_tile and self.runtime.phase is Phase.BACKWARD
-        self.runtime.executor.use_with_externals(unit, in_turn=not again)
+        self.runtime.executor.gathers.unshard(unit, in_turn=not again, externals=True)
         if is_border:
             args, kwargs = self._inside((args, kwargs))
         args, kwargs = self.as_computed(unit, (args, kwargs))
@@ -710,7 +714,7 @@ class Forward:
             return output
         recomputes = self.runtime.phase is Phase.BACKWARD
         was_unsharded = active.was_here
-        self.runtime.executor.after_forward(
+        self.runtime.executor.gathers.after_forward(
             unit, training=training, recomputes=recomputes, was_unsharded=was_unsharded
         )
         return output
@@ -718,7 +722,7 @@ class Forward:
     def _end_forward(self, training: bool) -> None:
         if self.runtime.phase is not Phase.FORWARD:
             return
-        self.runtime.executor.end()
+        self.runtime.executor.gathers.end()
         self.runtime.enter(Phase.IDLE)
         self.runtime.comm.meter.clock.enter(BETWEEN)
         if training and self.runtime.is_in_step:
@@ -741,7 +745,7 @@ class Forward:
             and runtime.root.state is UnitState.SHARDED
         ):
             self._gathered_for = module
-            runtime.executor.use(runtime.root)
+            runtime.executor.gathers.unshard(runtime.root)
         return self._inside((args, kwargs)) if is_border else None
 
     def post_forward_part(self, module: nn.Module, output: Any) -> Any:

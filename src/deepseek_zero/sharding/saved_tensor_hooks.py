@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ..base.device import Pack, Unpack, outer_saved_tensor_hooks, version_of
 from ..base.errors import UsageError
-from .executor import Unit
 from .param_group import ParamGroup
+from .unit import Unit
 
 Fetch = Callable[[ParamGroup], object]
 

@@ -29,9 +29,9 @@ from ..comm.collectives import Comm, propagate_errors, scatter
 from ..parallel.cuts import cut
 from ..planner.split import Split, split_of
 from .access import GatheredParameters, join_split
-from .executor import Unit, UnitState
 from .group import ParamInfo
 from .sharded_parameter import Hook, ShardedParameter
+from .unit import Unit, UnitState
 
 EMPTY_VALUES = (
     "state_dict() does not communicate, as in DeepSpeed: parameters that are sharded now are empty "

@@ -28,11 +28,11 @@ from ..tiers.disk import Disk, DiskSettings
 from ..tiers.host import HostMemory
 from ..tiers.tier import Memory, Tier, Tiers
 from .buffer import CommContext, Pool
-from .executor import Unit
 from .init import materialise
 from .param_group import PLAIN_PARTS, GroupParts, ParamGroup, build_group
 from .rules import ModelRules
 from .runtime import Runtime
+from .unit import Unit
 
 
 def wrap_model(

@@ -14,8 +14,9 @@ from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.plan import plan_model
 from deepseek_zero.planner.plan_settings import PlanSettings
 from deepseek_zero.planner.schedule import ActionKind, Pass
-from deepseek_zero.sharding.executor import Executor, Unit
+from deepseek_zero.sharding.executor import Executor
 from deepseek_zero.sharding.runtime import Runtime
+from deepseek_zero.sharding.unit import Unit
 from tests.in_process import Rank, run_ranks, sharded
 
 WIDTH, SAMPLES, PARTS, STEPS = 7, 12, 3, 3

@@ -23,7 +23,7 @@ from deepseek_zero.pipeline.stage import Cut, MicroBatch, cut_chain, take_stages
 from deepseek_zero.pipeline.ties import Ties
 from deepseek_zero.precision.loss_scale import LossScaler
 from deepseek_zero.precision.policy import Policy
-from deepseek_zero.sharding.executor import UnitState
+from deepseek_zero.sharding.unit import UnitState
 from tests.in_process import Rank, optimizer_over, run_ranks, sharded
 from tests.models import Gpt, batch_of, seeded
 from tests.reference import OPTIMIZERS, Reference

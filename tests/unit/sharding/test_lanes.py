@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from deepseek_zero.base.errors import PeerError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.schedule import ActionKind
-from deepseek_zero.sharding.executor import UnitState
 from deepseek_zero.sharding.runtime import Runtime
+from deepseek_zero.sharding.unit import UnitState
 from tests.in_process import Deadlock, Rank, World, optimizer_over, run_ranks, sharded
 from tests.reference import OPTIMIZERS
 
@@ -76,7 +76,7 @@ def start(
     runtime = sharded(
         rank, model, unit_names=("Block",), **{"stage": 3, "ahead_numel": 1000, **settings}
     )
-    runtime.executor.most_reductions = most_reductions
+    runtime.executor.reductions.most_reductions = most_reductions
     return model, runtime
 
 
@@ -94,10 +94,12 @@ def reduce_late(runtime: Runtime) -> set[str]:
     several sums.
     """
     runtime.before_step()
-    mine = torch.tensor([float(unit.number in runtime.executor.late) for unit in runtime.units])
+    mine = torch.tensor(
+        [float(unit.number in runtime.executor.reductions.late) for unit in runtime.units]
+    )
     late = runtime.comm.all_gather_rows(mine, "who is late").amax(dim=0).tolist()
     if any(late):
-        runtime.executor.reduce_late()
+        runtime.executor.reductions.reduce_late()
     return {member.name for unit in runtime.units if late[unit.number] for member in unit.members()}
 
 
@@ -371,7 +373,7 @@ def test_a_gradient_that_comes_after_its_sum_is_reduced_before_the_step(
         optimizer = optimizer_over(runtime, OPTIMIZERS["sgd"])
         x = batch(rank.index, 0).requires_grad_()
         model(x, routes[rank.index], True).square().mean().backward()
-        assert bool(runtime.executor.late) == (rank.index in late_ranks)
+        assert bool(runtime.executor.reductions.late) == (rank.index in late_ranks)
         optimizer.step()
         return {name: value.clone() for name, value in model.state_dict().items()}
 

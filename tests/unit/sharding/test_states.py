@@ -14,10 +14,10 @@ import torch
 
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.spec import P
-from deepseek_zero.sharding.executor import MOVES, UnitState
 from deepseek_zero.sharding.gradient import GRAD_MOVES, Gradient, GradState
 from deepseek_zero.sharding.param_group import ParamGroup
 from deepseek_zero.sharding.runtime import PHASE_MOVES, Phase
+from deepseek_zero.sharding.unit import MOVES, UnitState
 from tests.in_process import Rank, build_one, run_ranks, sharded
 from tests.models import Odd
 

@@ -1,0 +1,268 @@
+"""The gather lane of one wrapped model: all-gathers and releases of weights, as scheduled.
+
+A model that leaves the schedule is served on demand: a unit that is used before its turn has the
+schedule run up to it, and one that is used again is gathered again. Until the ranks have agreed on
+an order, the order of uses is recorded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+
+import torch
+
+from ..base.progress import LongWork
+from ..comm.collectives import Comm, OrderedIssueQueue
+from ..planner.schedule import Pass, Schedule
+from .unit import Unit, UnitState
+
+
+class GatherLane:
+    """Runs the actions G, U before a G, and R of a schedule.
+
+    Attributes:
+        order_is_agreed: All ranks have agreed on the order of units; until then it is recorded.
+        recorded: The numbers of units in the order of their first use.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], schedule: Schedule, comm: Comm, queue: OrderedIssueQueue
+    ) -> None:
+        self.units = units
+        self.comm = comm
+        self.issue_queue = queue
+        self.order_is_agreed = False
+        self.recorded: list[int] = []
+        self._externals: dict[int, list[Unit]] = {}
+        self._walk: Pass | None = None  # the pass under way
+        self._part: frozenset[int] | None = None  # the units that passes go to; None: all
+        self._walks_of_parts: dict[tuple[int, frozenset[int]], tuple[Pass, Pass]] = {}
+        self._reached = 0  # places of the walk whose gathers have been asked for
+        # Asked for, and held back by an update that comes first
+        self._to_gather: deque[int] = deque()
+        self._resident_before: frozenset[int] = frozenset()
+        self._apart: Unit | None = None
+        self._passes_begun: set[str] = set()
+        # The progress of a first pass; without a total there is none
+        self._first_pass = LongWork("", 0)
+        self.follow(schedule)
+
+    def follow(self, schedule: Schedule) -> None:
+        """Run this schedule from now on; between two passes."""
+        self.schedule = schedule
+        self._frozen = [unit for unit in self.units[1:] if unit.has_frozen_shards]
+        sharded = [group for unit in self.units for group in unit.sharded]
+        self._gathers_in_place = any(not group.weight_gather.makes_copies for group in sharded)
+
+    def begin(self, walk: Pass) -> None:
+        """Start a pass; the one before must have ended. Collective within the gather lane."""
+        name = "forward"
+        if walk is self.schedule.backward or walk is self.schedule.accumulate:
+            name = "backward"
+        if self._gathers_in_place:
+            self.comm.shard.barrier_begin(name)
+        self._show_first(name)
+        self._walk = self._walk_of_part(walk)
+        self._reached = 0
+        self._to_gather.clear()
+        self._resident_before = frozenset(
+            unit.number for unit in self.units if unit.state is not UnitState.SHARDED
+        )
+
+    def _show_first(self, name: str) -> None:
+        """Show the progress of the first forward and the first backward: weights may come from slow
+        memories.
+        """
+        self._first_pass.finish()
+        total = 0
+        if name not in self._passes_begun:
+            self._passes_begun.add(name)
+            total = sum(unit.numel for unit in self.units)
+        self._first_pass = LongWork(f"first {name} pass", total, "parameters")
+
+    def restrict_to(self, part: frozenset[int] | None) -> None:
+        """Let passes go to these units only, as the forward of a part of the model does. Between
+        two passes, on every rank.
+
+        Args:
+            part: The numbers of the units, the root among them; None for all units.
+        """
+        self._part = part
+
+    def _walk_of_part(self, walk: Pass) -> Pass:
+        if self._part is None:
+            return walk
+        key = id(walk), self._part
+        known = self._walks_of_parts.get(key)
+        if known is None or known[0] is not walk:  # ids come again
+            short = Pass(tuple(action for action in walk.actions if action.unit in self._part))
+            known = self._walks_of_parts[key] = walk, short
+        return known[1]
+
+    def unshard(self, unit: Unit, *, in_turn: bool = True, externals: bool = False) -> None:
+        """Have the unit's weights unsharded when this returns. Collective within the gather lane.
+
+        Args:
+            unit: The unit.
+            in_turn: The pass goes on to it. A tile that backward recomputes is used out of turn,
+                because its own turn comes later.
+            externals: Unshard the units whose parameters its forward is known to read, too.
+        """
+        if not self.order_is_agreed and unit.number not in self.recorded:
+            self.recorded.append(unit.number)
+        with torch.inference_mode(False), torch.no_grad():
+            if self._walk is not None and in_turn:
+                self._gather_up_to(self._walk.position[unit.number])
+            unit.unshard()  # not in the pass, or released since: on demand
+            unit.wait_for_unshard()
+        if self._first_pass.total and in_turn:
+            self._first_pass.advance(unit.numel)
+        if externals:
+            for other in self._externals.get(unit.number, ()):
+                self.unshard(other)
+
+    def unshard_apart(self, unit: Unit) -> None:
+        """Have the weights of a tile that several layers share unsharded for the backward of a
+        later use of it, until `end_apart`. Its turn is that of its first use. Collective within
+        the gather lane.
+        """
+        if self._apart is unit:
+            return
+        self.end_apart()
+        self._apart = unit if unit.state is UnitState.SHARDED else None
+        self.unshard(unit, in_turn=False)
+
+    def end_apart(self) -> None:
+        """Release what `unshard_apart` has gathered."""
+        if self._apart is not None:
+            unit = self._apart
+            self._apart = None
+            with torch.no_grad():
+                unit.reshard()
+
+    def remember_external(self, reader: Unit, owner: Unit) -> None:
+        """`reader`'s forward reads a parameter of `owner`; its backward will too, where autograd
+        saved the parameter itself.
+        """
+        known = self._externals.setdefault(reader.number, [])
+        if owner not in known and owner is not reader:
+            known.append(owner)
+
+    def forget_external(self, reader: Unit, owner: Unit) -> None:
+        """Undo `remember_external`; a read that happens after all is found again."""
+        known = self._externals.get(reader.number, [])
+        if owner in known:
+            known.remove(owner)
+
+    def after_forward(
+        self, unit: Unit, *, training: bool, recomputes: bool, was_unsharded: bool
+    ) -> None:
+        """Release a unit whose forward is over, if the schedule says so.
+
+        Args:
+            unit: The unit.
+            training: Its outputs need gradients.
+            recomputes: Backward runs this forward again. It releases units itself, except a tile
+                that was gathered for this forward only.
+            was_unsharded: Its weights were unsharded before the forward.
+        """
+        if recomputes:
+            if unit.is_tile and not was_unsharded:
+                unit.reshard()
+            return
+        walk = self.schedule.forward if training else self.schedule.inference
+        if unit.number in walk.released and unit.number:  # the root stays until the pass ends
+            unit.reshard()
+
+    def gather_for_others(self, before: Unit | None = None) -> None:
+        """Start the gathers that this rank skipped: other ranks may need them to go on.
+
+        Their transfers are waited for, because a reduction may be next, for which ranks that are
+        behind come only after them.
+
+        Args:
+            before: Gather the units before this one; None for all units of the pass.
+        """
+        if self._walk is None:
+            return
+        last = len(self._walk.order) - 1
+        if before is not None:
+            last = self._walk.position[before.number] - 1
+        if last >= self._reached:
+            with torch.inference_mode(False), torch.no_grad():
+                self._gather_up_to(last)
+                self.issue_queue.issue_all()
+
+    def end(self) -> None:
+        """Run the pass to its end: gather the units that this rank has not come to, release those
+        that the schedule releases.
+        """
+        walk = self._walk
+        if walk is None:
+            return
+        self._first_pass.finish()
+        self.gather_for_others()
+        with torch.inference_mode(False), torch.no_grad():
+            self._walk = None
+            self.comm.shard.barrier_end()
+            for unit in self.units:
+                if unit.number in walk.released and unit.number not in self._resident_before:
+                    unit.reshard()
+
+    def reshard_all(self) -> None:
+        """Release every unit; gathers under way are waited for."""
+        self._walk = None
+        self.comm.shard.barrier_end()
+        for unit in self.units:
+            unit.reshard()
+
+    def pin(self, part: Collection[int] | None = None) -> None:
+        """Let units stay gathered once they are, until `unpin`: many forwards and backwards use
+        them in turn. Local; every rank does so.
+
+        Args:
+            part: The numbers of the units; None for all.
+        """
+        for unit in self.units:
+            unit.is_pinned = unit.is_pinned or part is None or unit.number in part
+
+    def unpin(self, part: Collection[int] | None = None) -> None:
+        """End `pin`, and release the units. Called before a step, because what is gathered are the
+        weights before it.
+        """
+        for unit in self.units:
+            unit.is_pinned = unit.is_pinned and part is not None and unit.number not in part
+        if part is None:
+            self.reshard_all()
+            return
+        for unit in self.units:
+            if unit.number in part:
+                unit.reshard()
+
+    def reshard_frozen_before(self, unit: Unit) -> None:
+        """Release frozen units before a unit: they have no reduction that would release them."""
+        gone = (
+            self.schedule.backward.released_before(unit.number)
+            if self._frozen
+            else frozenset[int]()
+        )
+        for other in self._frozen:
+            if other.number in gone and (other.is_complete or not other.trained):
+                other.reshard()
+
+    def _gather_up_to(self, place: int) -> None:
+        """Run G and U up to a place of the pass. Gathers beyond it stop before an update that waits
+        for states: it runs when its unit is used, so that the states of the next tiles travel
+        meanwhile. If only gathers travel, an update runs beside the gathers before it.
+        """
+        assert self._walk is not None
+        for index in range(self._reached, place + 1):
+            self._to_gather.extend(self._walk.gathers[index])
+        self._reached = max(self._reached, place + 1)
+        while self._to_gather:
+            unit = self.units[self._to_gather[0]]
+            if unit.waits_for_states and self._walk.position[unit.number] > place:
+                break
+            self._to_gather.popleft()
+            unit.unshard()  # which makes the update first

@@ -1,0 +1,222 @@
+"""The reduce lane of one wrapped model: reductions of gradients, as scheduled.
+
+A gradient that arrives after its unit was reduced (a block that two reentrant checkpoints share) is
+added in a second reduction, on which all ranks agree before the step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from ..base.errors import UsageError
+from ..comm.collectives import Comm
+from ..planner.plan_settings import PlanSettings
+from ..planner.schedule import Schedule
+from .param_group import ParamGroup
+from .unit import Unit
+
+
+class Updates(Protocol):
+    """The optimizer, as this package knows it (optim/sharded.py)."""
+
+    def after_reduce(self, unit: Unit) -> None:
+        """Carry out the U behind a unit's S, where its time has come.  Local."""
+
+    def refuse_regrouping(self) -> None:
+        """Raise where the optimizer could not follow parameters into other groups; nothing has
+        changed yet.
+        """
+
+    def regroup(self, groups: Sequence[ParamGroup]) -> None:
+        """These groups are new."""
+
+
+class ReduceLane:
+    """Runs the actions S, A and U after them of a schedule.
+
+    Attributes:
+        late: The numbers of units with gradients that came after their sum.
+        most_reductions: The number of units whose reductions may be under way at once.
+        updates: Returns the optimizer, or None; it is held weakly.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        schedule: Schedule,
+        settings: PlanSettings,
+        comm: Comm,
+        most_reductions: int,
+    ) -> None:
+        self.units = units
+        self.comm = comm
+        self.most_reductions = most_reductions
+        self.updates: Callable[[], Updates | None] = lambda: None
+        self.late: set[int] = set()
+        self._ends_step = True  # the backward under way does what is done once a step
+        self._reduced = 0  # reductions of this backward that have been started
+        self._in_flight: deque[Unit] = deque()  # whose reductions are under way
+        self.follow(schedule, settings)
+
+    def follow(self, schedule: Schedule, settings: PlanSettings) -> None:
+        """Run this schedule from now on; between two passes."""
+        self.schedule = schedule
+        self.settings = settings
+        backward = schedule.backward
+        self.order = [number for number in backward.reduces if self.units[number].trained]
+        self._completed = [n for n in backward.all_reduces if self.units[n].trained]
+        self._reduced_before = {  # how many reductions come before each unit's turn in backward
+            unit: sum(number in backward.released_before(unit) for number in self.order)
+            for unit in backward.order
+        }
+
+    def begin(self, *, ends_step: bool) -> None:
+        """Start a backward.
+
+        Args:
+            ends_step: No other backward comes before the step.
+        """
+        self._ends_step = ends_step
+        self._reduced = 0
+        for unit in self.units:
+            unit.arrived.clear()
+            unit.reduced_in_backward = False
+
+    @property
+    def reduces_now(self) -> bool:
+        """Return whether the backward under way sums gradients: the one that ends a step does, and
+        every one where gradients are sharded.
+        """
+        return self._ends_step or bool(self.schedule.accumulate.reduces)
+
+    def advance(self) -> None:
+        """Reduce the units whose turn has come and whose gradients are all here, and release
+        them.
+        """
+        while self._reduced < len(self.order) and self.units[self.order[self._reduced]].is_complete:
+            unit = self._reduce_next()
+            if unit.number and not unit.has_frozen_shards:  # the root stays until the pass ends
+                unit.reshard()
+
+    def reduce_passed(self, unit: Unit) -> None:
+        """Reduce the units that backward passed well before `unit`, complete or not.
+
+        A rank that skips a parameter would otherwise keep the others waiting for a reduction that
+        it starts only at the end, while it waits for their next gather. A gradient that comes
+        after all is late (`reduce_late`).
+        """
+        margin = 2 if self.settings.overlap else 1
+        reached = self._reduced_before[unit.number] if unit.trained else 0
+        while self._reduced < min(reached - margin + 1, len(self.order)):
+            self._reduce_next()
+
+    def reduce_rest(self) -> None:
+        """Reduce what is left, in order, and wait for all of it; then run A where this backward
+        ends a step.
+        """
+        while self._reduced < len(self.order):
+            self._reduce_next()
+        self.wait()
+        if self._ends_step:
+            self.complete_sums()
+
+    def reduce_late(self) -> None:
+        """Before a step: reduce what any rank collected too late.  Collective; where none did,
+        nobody need call.
+        """
+        mask = torch.zeros(len(self.units), dtype=torch.uint8)
+        mask[list(self.late)] = 1
+        agreed = self.comm.all_gather_rows(mask, "late gradients").amax(dim=0)
+        for number in self.order:
+            if agreed[number]:
+                self._reduce(self.units[number])
+        self.wait()
+        self.late.clear()
+        self.complete_sums()
+
+    def complete_sums(self) -> None:
+        """Complete the sums of this step, two units at a time; complete ones are left alone.
+        Collective among the ranks with the same slices.
+        """
+        under_way: deque[Unit] = deque()
+        for number in self._completed:
+            self.units[number].complete_sums()
+            under_way.append(self.units[number])
+            if len(under_way) > 1:
+                self._wait_for_total(under_way.popleft())
+        while under_way:
+            self._wait_for_total(under_way.popleft())
+
+    def _wait_for_total(self, unit: Unit) -> None:
+        unit.wait_for_reduce()
+        self._update(unit)
+
+    def refuse_unused(self) -> None:
+        """Raise if a trainable parameter got no gradient in this backward
+        (ignore_unused_parameters: false).
+        """
+        members = [
+            member for unit in self.units for group in unit.trained for member in group.members
+        ]
+        got = {number for unit in self.units for number in unit.arrived}
+        unused = [
+            each.name for each in members if id(each.param) not in got and each.param.requires_grad
+        ]
+        if unused:
+            raise UsageError(
+                f"{len(unused)} parameters got no gradient in this backward, among them "
+                f"'{unused[0]}'.",
+                "ignore_unused_parameters is false: an unused parameter is an error.",
+                "use them in forward, freeze them (requires_grad_(False)), or set "
+                "ignore_unused_parameters to true.",
+            )
+
+    def update_expected(self) -> None:
+        """Expect next time what arrived this time; a unit that got nothing keeps its
+        expectation.
+        """
+        for unit in self.units:
+            if unit.arrived:
+                unit.expected = set(unit.arrived)
+
+    def wait(self) -> None:
+        """Wait for the reductions in flight."""
+        while self._in_flight:
+            self._after_reduce(self._wait_for_first())
+
+    def _reduce_next(self) -> Unit:
+        unit = self.units[self.order[self._reduced]]
+        self._reduced += 1
+        self._reduce(unit)
+        return unit
+
+    def _reduce(self, unit: Unit) -> None:
+        landed = self._wait_for_first() if len(self._in_flight) >= self.most_reductions else None
+        for other in self._in_flight:  # or the line would stand still until somebody waits for it
+            other.issue_reduces()
+        unit.reduce_grads()
+        unit.reduced_in_backward = True
+        self._in_flight.append(unit)
+        if landed is not None:
+            # When the next one is on its way, since other ranks wait for that
+            self._after_reduce(landed)
+        if not self.settings.overlap:
+            self.wait()
+
+    def _wait_for_first(self) -> Unit:
+        """Wait for the first of the reductions in flight; whose it was."""
+        self._in_flight[0].wait_for_reduce()
+        return self._in_flight.popleft()
+
+    def _after_reduce(self, landed: Unit) -> None:
+        """Run the U behind an S, unless it stands behind an A."""
+        if landed.number not in self._completed:
+            self._update(landed)
+
+    def _update(self, unit: Unit) -> None:
+        if (updates := self.updates()) is not None:
+            updates.after_reduce(unit)

@@ -1,0 +1,213 @@
+"""A unit: parameter groups that are gathered, released and reduced together, such as those of a
+transformer block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+from torch import nn
+
+from ..comm.collectives import Pending
+from ..planner.units import UnitPlan
+from .group import ParamInfo
+from .param_group import ParamGroup
+
+
+class UnitState(Enum):
+    """The states of a unit."""
+
+    SHARDED = "at rest"  # each rank holds its slices; parameters are `ShardedParameter`s
+    UNSHARDING = "gathering"  # the all-gather is under way; the buffer belongs to the transport
+    UNSHARDED = "in use"  # parameters view the gathered buffer
+
+
+MOVES = {
+    (UnitState.SHARDED, UnitState.UNSHARDING),
+    (UnitState.UNSHARDING, UnitState.UNSHARDED),
+    (UnitState.UNSHARDED, UnitState.SHARDED),
+}
+
+
+class Unit:
+    """Groups of parameters that move together. `module`: its forward needs them; the root unit has
+    the remaining ones.
+
+    is_tile: a unit for the sake of memory alone, wherever it stands (auto_wrap_policy.py).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        groups: Sequence[ParamGroup],
+        number: int,
+        *,
+        is_tile: bool = False,
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.number = number
+        self._state = UnitState.SHARDED
+        self._gathers: list[Pending] = []
+        self._reduces: list[Pending] = []
+        # Id(param) of gradients that arrived in the backward under way
+        self.arrived: set[int] = set()
+        self.set_groups(groups)
+        self.reduced_in_backward = False
+        self.is_pinned = False  # stays gathered whatever the schedule says (`GatherLane.pin`)
+        self.is_promoted = False  # precision "auto" found that 16 bits do not do here
+        self.is_tile = is_tile
+        self.watch: Callable[[Unit], None] | None = (
+            None  # is called when its weights have been gathered
+        )
+
+    def set_groups(self, groups: Sequence[ParamGroup]) -> None:
+        """Replace the unit's groups."""
+        self.groups = list(groups)
+        self.sharded = [group for group in self.groups if group.is_sharded]
+        self.trained = [group for group in self.groups if group.trainable]
+        trained = [(member, group) for group in self.trained for member in group.members]
+        self.group_of = {id(member.param): group for member, group in trained}
+        self.expected: set[int] = {
+            id(member.param) for member, _ in trained if not member.is_frozen
+        }
+
+    @property
+    def has_frozen_shards(self) -> bool:
+        return any(group.is_idle or not group.trainable for group in self.sharded)
+
+    @property
+    def waits_for_states(self) -> bool:
+        """Return whether an update of a sharded weight is pending whose states come from another
+        memory.
+        """
+        return any(
+            group.guard.pending is not None and group.plan.is_offloaded for group in self.sharded
+        )
+
+    @property
+    def state(self) -> UnitState:
+        return self._state
+
+    def _enter(self, state: UnitState) -> None:
+        if (self._state, state) not in MOVES:
+            raise AssertionError(
+                f"unit '{self.name}' cannot go from {self._state.value} to {state.value}"
+            )
+        self._state = state
+
+    @property
+    def planned(self) -> UnitPlan:
+        """Return the plans of its groups as they are now."""
+        return UnitPlan(self.name, tuple(group.planned for group in self.groups), self.is_tile)
+
+    @property
+    def gathered_numel(self) -> int:
+        """Return the elements that a gather brings to this rank."""
+        return sum(group.layout.padded_numel for group in self.sharded)
+
+    @property
+    def is_copied(self) -> bool:
+        """Return whether a gather makes copies, which a release frees; else weights are used in the
+        memory they lie in.
+        """
+        return any(group.weight_gather.makes_copies for group in self.sharded)
+
+    @property
+    def numel(self) -> int:
+        """Return the elements of all its groups, padding included: the largest message about it."""
+        return sum(group.layout.padded_numel for group in self.groups)
+
+    def explain(self) -> list[str]:
+        """Return one line per group: memory and dtype of weight, gradient, master and moments."""
+        return self.planned.explain(self.number)
+
+    def members(self) -> list[ParamInfo]:
+        return [member for group in self.groups for member in group.members]
+
+    def promote_to_fp32(self) -> None:
+        """Compute in fp32 from now on. Collective; the unit must be sharded."""
+        self.is_promoted = True
+        for group in self.trained:
+            group.promote_to_fp32(self.name)
+
+    def demote(self) -> None:
+        """Compute in 16 bits again. Collective; the unit must be sharded."""
+        self.is_promoted = False
+        for group in self.trained:
+            group.demote(self.name)
+
+    # -- weights
+
+    def unshard(self) -> None:
+        """Start the all-gathers of its groups; do nothing if they are under way or done. Collective
+        within the gather lane.
+        """
+        if self._state is UnitState.SHARDED and self.sharded:
+            for group in self.sharded:
+                group.refuse_offloaded_weight()
+            self._enter(UnitState.UNSHARDING)
+            self._gathers = [group.gather(self.name) for group in self.sharded]
+
+    def wait_for_unshard(self) -> None:
+        """Wait for the all-gathers and point the parameters at the gathered weights; raise
+        `PeerError` if a rank failed.
+        """
+        if self._state is UnitState.UNSHARDING:
+            for pending in self._gathers:
+                pending.wait()
+            self._gathers = []
+            self._enter(UnitState.UNSHARDED)
+            for group in self.sharded:
+                group.point_to_unsharded()
+            if self.watch is not None:
+                self.watch(self)
+
+    def reshard(self) -> None:
+        """Shard the parameters again; a gather under way is waited for first, since the transport
+        still writes its buffer.
+        """
+        self.wait_for_unshard()
+        if self._state is UnitState.UNSHARDED and not self.is_pinned:
+            self._enter(UnitState.SHARDED)
+            for group in self.sharded:
+                group.reshard()
+
+    # -- gradients
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether every gradient that is expected in this backward has arrived."""
+        return (
+            bool(self.trained)
+            and len(self.expected) <= len(self.arrived)
+            and self.expected <= self.arrived
+        )
+
+    def reduce_grads(self) -> None:
+        """Start to sum the ranks' gradients. Collective within the reduce lane."""
+        self._reduces += [
+            group.gradient.reduce(self.name) for group in self.trained if not group.is_idle
+        ]
+
+    def complete_sums(self) -> None:
+        """Start to complete the sums of one step. Collective among the ranks with the same
+        slices.
+        """
+        self._reduces += [
+            group.gradient.complete_sum(self.name) for group in self.trained if not group.is_idle
+        ]
+
+    def issue_reduces(self) -> None:
+        """Issue the messages of its sums that are still to be issued.  Collective within the reduce
+        lane.
+        """
+        for pending in self._reduces:
+            pending.issue_all()
+
+    def wait_for_reduce(self) -> None:
+        for pending in self._reduces:
+            pending.wait()
+        self._reduces = []
