@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from deepseek_zero.config import Config
 from deepseek_zero.config.not_built import NOT_BUILT, NotBuilt
-from deepseek_zero.config.raw_config import put
+from deepseek_zero.config.problems import put
 
 ROWS = Config.field_table()
 

@@ -13,7 +13,7 @@ from deepseek_zero.config import Facts, FieldRow, Status, resolve
 from deepseek_zero.config import load as checks_room
 from deepseek_zero.config.load import load
 from deepseek_zero.config.not_built import NOT_BUILT, NotBuilt
-from deepseek_zero.config.raw_config import lookup
+from deepseek_zero.config.problems import lookup
 from deepseek_zero.config.reference import render
 from tests.config_keys import NOT_BUILT_KEYS, ROWS, KeyNotBuilt, off_default_config
 

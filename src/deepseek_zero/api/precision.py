@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..config.raw_config import lookup
+from ..config.problems import lookup
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

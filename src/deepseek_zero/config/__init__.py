@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from .batch import Batch, BatchRequest, solve
     from .fields import FieldRow, Status
     from .load import choose_source
-    from .raw_config import AutoDecision, RawConfig
+    from .problems import AutoDecision
+    from .raw_config import RawConfig
     from .schema import Config
 
 __all__ = [
@@ -42,7 +43,8 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of these
             "batch": "Batch BatchRequest solve",
             "fields": "FieldRow Status",
             "load": "choose_source",
-            "raw_config": "AutoDecision RawConfig",
+            "problems": "AutoDecision",
+            "raw_config": "RawConfig",
             "schema": "Config",
         },
     )

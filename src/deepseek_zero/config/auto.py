@@ -13,7 +13,8 @@ from typing import Any
 
 from ..base.log import log_once
 from .batch import Batch, BatchRequest, attempt
-from .raw_config import AutoDecision, Problem, Problems, RawConfig, put
+from .problems import AutoDecision, Problem, Problems, put
+from .raw_config import RawConfig
 from .schema import Config
 
 _ZERO = "zero_optimization."

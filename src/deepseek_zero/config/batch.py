@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .raw_config import Problem, as_error
+from .problems import Problem, as_error
 
 NOTHING_STATED = "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"
 

@@ -77,10 +77,10 @@ class Section(BaseModel):
         return getattr(self, key) if key in type(self).model_fields else default
 
     def stated(self, path: str, default: Any = None) -> Any:
-        """Return what a configuration states of a key, by its dotted path below this section.
+        """Return what a configuration states of a key, a section as a dict.
 
         Args:
-            path: The path, for example "offload_param.device".
+            path: The key's dotted path below this section, for example "offload_param.device".
             default: Returned if the key, or a section on its path, is not stated.
         """
         name, _, rest = path.partition(".")
@@ -88,7 +88,7 @@ class Section(BaseModel):
             return default
         found = getattr(self, name)
         if not rest:
-            return found
+            return found.stated_values() if isinstance(found, Section) else found
         if isinstance(found, Section):
             return found.stated(rest, default)
         return found.get(rest, default) if isinstance(found, Mapping) else default

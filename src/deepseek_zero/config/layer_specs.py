@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .raw_config import Problem, Problems
+from .problems import Problem, Problems
 
 _SPEC_KEYS = (
     "patterns",

@@ -25,7 +25,8 @@ from .fields import Section, Status, advice, rows
 from .layer_specs import check_layer_specs
 from .normalise import Normaliser
 from .not_built import refuse
-from .raw_config import Problem, Problems, RawConfig, lookup
+from .problems import Problem, Problems, lookup
+from .raw_config import RawConfig
 from .schema import Config, OffloadOptimizer, OffloadParam
 from .text import Source, read
 

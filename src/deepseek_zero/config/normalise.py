@@ -28,7 +28,7 @@ from pydantic.fields import FieldInfo
 from ..base.errors import article, shown
 from .fields import AUTO, Section, Status, advice, declared, rows, subsections
 from .not_built import NOT_BUILT, NotBuilt, kind_of, names_below, paths_not_built
-from .raw_config import Problems, lookup, put
+from .problems import Problems, lookup, put
 from .schema import Config
 
 _NULLS = ("none", "null")

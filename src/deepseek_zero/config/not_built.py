@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ..base.errors import shown
 from .fields import Section
-from .raw_config import Problem, Problems
+from .problems import Problem, Problems
 
 _Dtype = Literal["fp32", "fp16", "bf16"]
 

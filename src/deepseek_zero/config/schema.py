@@ -16,7 +16,7 @@ from pydantic import PrivateAttr
 
 from .batch import Batch
 from .fields import FieldRow, Section, accepted, effective, rows, section
-from .raw_config import AutoDecision
+from .problems import AutoDecision
 
 Device = Literal["none", "cpu", "nvme", "auto"]
 

@@ -14,7 +14,7 @@ from deepseek_zero.base.errors import NotBuiltError
 from deepseek_zero.config import Config, Facts, resolve
 from deepseek_zero.config.fields import FieldRow, subsection
 from deepseek_zero.config.load import load
-from deepseek_zero.config.raw_config import put
+from deepseek_zero.config.problems import put
 from tests.config_keys import NOT_BUILT_KEYS, ROWS, KeyNotBuilt, off_default_config
 
 # Keys that DeepSpeed 0.19.8 has taken out and refuses itself, and those that are this library's

@@ -12,7 +12,7 @@ from deepseek_zero.base.errors import ConfigError, NotBuiltError
 from deepseek_zero.config import AutoDecision, Config, Facts, resolve
 from deepseek_zero.config.fields import AUTO
 from deepseek_zero.config.load import load
-from deepseek_zero.config.raw_config import lookup, put
+from deepseek_zero.config.problems import lookup, put
 from tests.config_keys import NOT_BUILT_KEYS, ROWS
 
 KEYS = [key.path for key in (*ROWS, *NOT_BUILT_KEYS)]

@@ -10,7 +10,8 @@ from torch.optim import Adagrad, Optimizer
 
 from ...api.precision import DTYPES, low_precision
 from ...base.errors import NotBuiltError, UsageError
-from ...config.raw_config import RawConfig, lookup
+from ...config.problems import lookup
+from ...config.raw_config import RawConfig
 from ...optimizers.lion import Lion
 from ...planner.auto_wrap_policy import full_precision_names
 from ...sharding.init import InitShard

@@ -20,7 +20,8 @@ from torch import nn
 from ...api.dialect import Plain
 from ...base.mesh import Mesh
 from ...config.load import load
-from ...config.raw_config import RawConfig, lookup
+from ...config.problems import lookup
+from ...config.raw_config import RawConfig
 from ...engine.data import ShardedLoader
 from ...engine.dialect import BuildRules
 from ...engine.engine import Engine, Parts

@@ -17,7 +17,7 @@ from ...api.precision import DTYPES, low_precision
 from ...api.zero import GatheredParameters, Init
 from ...base.errors import UsageError
 from ...base.log import log_once
-from ...config.raw_config import lookup
+from ...config.problems import lookup
 from ...config.text import read
 from .comm import init_distributed
 
