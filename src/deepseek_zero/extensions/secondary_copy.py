@@ -32,9 +32,7 @@ class SecondaryCopy(WeightGather):
 
     def allocate(self, what: str) -> FlatBuffer:
         group = self.group
-        weight = FlatBuffer.allocate(
-            group.layout, group.plan.weight, group.comm_ctx, what, is_copied=True
-        )
+        weight = super().allocate(what)
         spec = second_copy_of(group.plan)
         assert spec is not None
         self.buffer = FlatBuffer.allocate(

@@ -30,8 +30,7 @@ class WeightGather:
         spec = group.plan.weight
         if spec.placement is not S:
             return FlatBuffer.allocate_for_comm(group.layout, spec, group.comm_ctx, what)
-        is_copied = spec.wire is not None
-        return FlatBuffer.allocate(group.layout, spec, group.comm_ctx, what, is_copied=is_copied)
+        return FlatBuffer.allocate(group.layout, spec, group.comm_ctx, what)
 
     # -- sharded weights (stage 3)
 
