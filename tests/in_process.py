@@ -216,6 +216,10 @@ class InProcess:
     """
 
     device = CPU
+    description = "threads"
+    limitation = ""
+    reports_arrival = True
+    page_sharing = None
 
     def __init__(self, world: World, context: Context, ranks: Sequence[int]) -> None:
         self.world, self.context, self.ranks = world, context, tuple(ranks)

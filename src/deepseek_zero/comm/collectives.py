@@ -18,7 +18,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
@@ -48,14 +47,10 @@ from .transports.base import (
     first_line,
     no_wait,
 )
-from .transports.composed import Hierarchical, HostStaged
-from .transports.gloo import Gloo
+from .transports.composed import HostStaged
 from .transports.nccl import Nccl, NcclGroups
-from .transports.shared_memory import SharedMemory
-from .transports.tcp import Tcp
 
 TRANSPORTS = ("fastest", "gloo", "tcp")
-_INTER_NODE_NAMES: dict[type, str] = {Gloo: "gloo", Tcp: "our own sockets"}
 Finish = Callable[[], None]
 T = TypeVar("T")
 LIFE_SECONDS = 0.25  # between looks for signs of life of other hosts, while a rank waits
@@ -283,22 +278,27 @@ class Comm:
     rank.
     """
 
-    def __init__(
+    def _begin(
         self,
         device: torch.device,
-        *,
-        transport: str = "fastest",
-        trains: bool = True,
-        world: WorldContext | None = None,
+        meter: Meter,
+        engine: _Engine,
+        ranks: tuple[int, ...],
+        rank: int,
     ) -> None:
+        """Become the communicator of these ranks, with no group of its own and nothing under way.
+
+        rank: this one's place among them.
+        """
         self.name = "engine"
-        self.meter = Meter()
+        self.meter = meter
         self.device = device
-        self.ranks: tuple[int, ...] = (0,)
-        self.rank = 0
-        self.size = 1
-        self._engine = _Engine(trains, transport)
+        self.ranks = ranks
+        self.rank = rank
+        self.size = len(ranks)
+        self._engine = engine
         self._world: WorldContext | None = None
+        self._number = 0
         self._whole: Comm | None = None  # the groups of a mesh
         self._shard: Comm | None = None
         self.replicas: Comm | None = (
@@ -312,7 +312,18 @@ class Comm:
         self._last: IssuedCollective | None = None  # the collective issued last
         self._lanes: dict[str, Lane] = {}  # by their last name: "gather", "reduce" or "rows"
         self._transport: Transport = SingleRank(device)
+        self._host_transport: Transport = self._transport
         self._inter_node: frozenset[int] = frozenset()  # members on other hosts
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        transport: str = "fastest",
+        trains: bool = True,
+        world: WorldContext | None = None,
+    ) -> None:
+        self._begin(device, Meter(), _Engine(trains, transport), (0,), 0)
         world = world or WorldContext.of_this_world_if_any()
         if world is not None:
             self._world = self._engine.world = world
@@ -322,9 +333,24 @@ class Comm:
             self.ranks = world.ranks
             # an engine's name and slot are agreed on in the world's own lane
             self.name = WORLD_LANE
-            self._number = 0
-            self._host_transport: Transport = world.gloo
+            self._host_transport = world.gloo
             self._join(world, (world.ranks,), self, "")
+
+    def _over(self, ranks: tuple[int, ...]) -> Comm:
+        """Return a communicator of the same engine over some of this one's ranks, by the transport
+        of this one.
+        """
+        found = object.__new__(Comm)
+        rank = ranks.index(self.ranks[self.rank])
+        found._begin(self.device, self.meter, self._engine, ranks, rank)
+        found.name = self.name
+        found.pieces = self.pieces
+        found._world = self._world
+        found._number = self._number
+        found._transport = self._transport
+        found._host_transport = self._host_transport
+        found._inter_node = self._inter_node
+        return found
 
     @property
     def whole(self) -> Comm:
@@ -414,7 +440,12 @@ class Comm:
         never be freed.
         """
         found = self.split(groups, axis)
-        return copy(found) if found is holder or found is self else found
+        if found is not holder and found is not self:
+            return found
+        twin = found._over(found.ranks)
+        twin._lanes = found._lanes  # of one group: what both issue is in one order
+        twin._last = found._last
+        return twin
 
     def split(self, groups: Partition, axis: str, *, is_new: bool = False) -> Comm:
         """Return the communicator of the one of these groups that this rank is in. Collective in
@@ -430,18 +461,7 @@ class Comm:
         ranks = next(ranks for ranks in groups if self.ranks[self.rank] in ranks)
         if ranks == self.ranks and not is_new:
             return self
-        found = copy(self)
-        found.ranks = ranks
-        found.rank = ranks.index(self.ranks[self.rank])
-        found.size = len(ranks)
-        found._whole = None
-        found._shard = None
-        found.replicas = None
-        found._owners = None
-        found.along = {}
-        found._barrier = None
-        found._last = None
-        found._lanes = {}
+        found = self._over(ranks)
         if self._world is not None and any(len(others) > 1 for others in groups):
             # With those that are alone: all agree on names and slots
             found._join(self._world, groups, self, axis)
@@ -490,35 +510,12 @@ class Comm:
     def capabilities(self) -> list[Capability]:
         """Describe how tensors travel from this rank to the others, and why not faster. Local."""
         name = "between ranks"
-        world = self._world
         transport = self._transport
-        if world is None:
+        if self._world is None:
             return []
-        if isinstance(transport, HostStaged):
-            why = (
-                "ranks share a GPU"
-                if transport.device.type == "cuda"
-                else f"{transport.device.type} has no NCCL"
-            )
-            return [Capability(name, "through the host, by gloo", why)]
-        if isinstance(transport, Gloo):
-            if self._engine.transport == "gloo":
-                return [Capability(name, "gloo, as the configuration says")]
-            why = (
-                f"ranks of this host cannot share memory: {world.no_sharing_reason}"
-                if world.no_sharing_reason
-                else ""
-            )
-            return [Capability(name, "gloo", why)]
-        if isinstance(transport, Hierarchical):
-            far = _INTER_NODE_NAMES[type(transport.inter_node)]
-            return [Capability(name, f"shared memory within a host, {far} between hosts")]
-        return [
-            Capability(
-                name,
-                {Nccl: "NCCL", SharedMemory: "shared memory", **_INTER_NODE_NAMES}[type(transport)],
-            )
-        ]
+        if self._engine.transport == "gloo" and self.device.type == "cpu":
+            return [Capability(name, f"{transport.description}, as the configuration says")]
+        return [Capability(name, transport.description, transport.limitation)]
 
     # -- buffers
 
@@ -555,16 +552,16 @@ class Comm:
 
         Collective within "gather".
         """
-        transport = self._transport
+        pages = self._transport.page_sharing
         if self.size == 1:
             own = self.empty(numel, dtype).zero_()
             return SymmetricMemory(own, own)
-        if not isinstance(transport, SharedMemory) or not numel:
+        if pages is None or not numel:
             return None
         found: list[SymmetricMemory] = []
 
         def start(cid: CollectiveId) -> Wait:
-            wait = transport.symmetric_memory(numel, dtype, cid)
+            wait = pages.symmetric_memory(numel, dtype, cid)
             return lambda: found.append(wait())
 
         self._issue("gather", f"pages of {what}", start).wait()
@@ -576,9 +573,9 @@ class Comm:
         Until `barrier_end`, `gather_in_place` waits only until every rank has announced it.
         Collective within "gather"; does not wait.
         """
-        transport = self._transport
-        if isinstance(transport, SharedMemory):
-            self._barrier = self._issue("gather", f"begin {what}", transport.barrier)
+        pages = self._transport.page_sharing
+        if pages is not None:
+            self._barrier = self._issue("gather", f"begin {what}", pages.barrier)
 
     def barrier_end(self) -> None:
         """Allow slices to be written again: each `gather_in_place` is a collective of its own from
@@ -628,14 +625,14 @@ class Comm:
         if self.size == 1:
             return DONE
         full = memory.whole
-        transport = self._transport
+        pages = self._transport.page_sharing
         self.meter.count(
             "all_gather", full.numel() // self.size * (self.size - 1) * full.element_size()
         )
         if self._barrier is not None:
             return self._barrier
-        assert isinstance(transport, SharedMemory)
-        return self._issue("gather", f"gather {what}", transport.barrier)
+        assert pages is not None
+        return self._issue("gather", f"gather {what}", pages.barrier)
 
     def all_gather(self, full: Tensor, lane: str, what: str, kind: str = "all_gather") -> Pending:
         """Fill `full` (size * slice,) from every rank's slice; this rank's own slice must be in
@@ -805,7 +802,9 @@ class Comm:
             poll_interval,
         )
         wait = self._wait_or_raise(world, issued, lambda: start(cid))
-        is_here = None if isinstance(self._transport, Nccl) else lambda: bool(issued.arrived)
+        is_here = None
+        if self._transport.reports_arrival:
+            is_here = functools.partial(bool, issued.arrived)
         return Pending(lambda: self._wait(world, wait, issued), is_here=is_here)
 
     def _first_use(self, world: WorldContext, lane_name: str) -> Lane:

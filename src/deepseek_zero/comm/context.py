@@ -152,7 +152,10 @@ class WorldContext:
         peers = [
             index for index, rank in enumerate(ranks) if rank != self.rank and rank not in near
         ]
-        return Gloo(ranks.index(self.rank), ranks, self._gloo_group, peers, self.tags)
+        limitation = ""
+        if self.no_sharing_reason:
+            limitation = f"ranks of this host cannot share memory: {self.no_sharing_reason}"
+        return Gloo(ranks.index(self.rank), ranks, self._gloo_group, peers, self.tags, limitation)
 
     def connect_inter_node(self) -> None:
         """Connect to all ranks that share no memory with this one by sockets of our own, once.

@@ -59,6 +59,26 @@ class Transport(Protocol):
         """
         ...
 
+    @property
+    def description(self) -> str:
+        """What carries tensors, for people."""
+        ...
+
+    @property
+    def limitation(self) -> str:
+        """Why nothing faster carries tensors; empty if there is nothing to say."""
+        ...
+
+    @property
+    def reports_arrival(self) -> bool:
+        """Whether a collective records that its data is here, before it is waited for."""
+        ...
+
+    @property
+    def page_sharing(self) -> PageSharing | None:
+        """What gives all ranks of the group pages of memory that all of them map; None without."""
+        ...
+
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate a buffer in the memory that travels best; its contents are arbitrary."""
         ...
@@ -121,12 +141,34 @@ class SymmetricMemory:
         """
 
 
+class PageSharing(Protocol):
+    """Gives all ranks of a group pages of memory that all of them map."""
+
+    def symmetric_memory(
+        self, numel: int, dtype: torch.dtype, cid: CollectiveId
+    ) -> Callable[[], SymmetricMemory]:
+        """Return a function that waits for pages for `numel` elements, a slice for each rank.
+
+        Note:
+            Collective over the group.
+        """
+        ...
+
+    def barrier(self, cid: CollectiveId) -> Wait:
+        """Return a function that waits until every rank of the group has come here."""
+        ...
+
+
 class CopyingTransport:
     """Base of the transports that copy: a sent buffer is free at once, and nothing needs
     `progress`.
     """
 
+    description = "copies"
+    limitation = ""
     reads_in_place = False
+    reports_arrival = True
+    page_sharing: PageSharing | None = None
     device = torch.device("cpu")
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -154,6 +196,8 @@ class CopyingTransport:
 
 class SingleRank(CopyingTransport):
     """The transport of a world of one: nothing travels."""
+
+    description = "nothing: one rank"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

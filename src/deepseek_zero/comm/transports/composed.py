@@ -20,11 +20,16 @@ class HostStaged(CopyingTransport):
     fast.
     """
 
+    description = "through the host, by gloo"
+
     def __init__(self, host: Transport, rank: int, size: int, device: torch.device) -> None:
         self.host = host
         self.rank = rank
         self.size = size
         self.device = device
+        self.limitation = f"{device.type} has no NCCL"
+        if device.type == "cuda":
+            self.limitation = "ranks share a GPU"
 
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
         host = torch.empty_like(full, device="cpu")
@@ -53,6 +58,9 @@ class Hierarchical(CopyingTransport):
         self.intra_node = intra_node
         self.inter_node = inter_node
         self.rank = rank
+        self.description = (
+            f"{intra_node.description} within a host, {inter_node.description} between hosts"
+        )
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.intra_node.empty(numel, dtype)

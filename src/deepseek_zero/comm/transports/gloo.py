@@ -175,6 +175,8 @@ class Gloo(CopyingTransport):
     by tag.
     """
 
+    description = "gloo"
+
     def __init__(
         self,
         rank: int,
@@ -182,8 +184,12 @@ class Gloo(CopyingTransport):
         group: dist.ProcessGroup | None,
         peers: Sequence[int],
         tags: Tags,
+        limitation: str = "",
     ) -> None:
-        """ranks: the members, as torch's `group` counts them.  rank, peers: indices into them."""
+        """ranks: the members, as torch's `group` counts them.  rank, peers: indices into them.
+        limitation: as `Transport.limitation`.
+        """
+        self.limitation = limitation
         self.rank = rank
         self.ranks = ranks
         self.size = len(ranks)

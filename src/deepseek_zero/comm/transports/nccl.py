@@ -105,6 +105,9 @@ class Nccl(CopyingTransport):
     lent buffer is never written too early; nothing that travels is freed before its wait.
     """
 
+    description = "NCCL"
+    reports_arrival = False
+
     def __init__(
         self,
         rank: int,

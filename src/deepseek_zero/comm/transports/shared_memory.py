@@ -388,13 +388,20 @@ class SharedMemory:
     ranks: the group's, as the world counts them.  `rank`, `size`, `peers`: as the group does.
     """
 
+    description = "shared memory"
+    limitation = ""
     reads_in_place = True
+    reports_arrival = True
 
     def __init__(self, ranks: Sequence[int], pages: HostPages) -> None:
         self.ranks = tuple(ranks)
         self.pages = pages
         self.rank, self.size = self.ranks.index(pages.rank), len(self.ranks)
         self.peers = tuple(index for index, rank in enumerate(self.ranks) if rank in pages.peers)
+
+    @property
+    def page_sharing(self) -> SharedMemory:
+        return self
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.pages.empty(numel, dtype)

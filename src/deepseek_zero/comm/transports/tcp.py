@@ -17,6 +17,8 @@ class Tcp(CopyingTransport):
     ranks: the group's, as the world counts them. rank, peers: indices into them.
     """
 
+    description = "our own sockets"
+
     def __init__(self, rank: int, ranks: Sequence[int], peers: Sequence[int], links: Links) -> None:
         self.rank = rank
         self.ranks = ranks
