@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from .. import parallel, pipeline
+from .. import pipeline
 from ..activations import recompute
 from ..activations.layerwise_accumulation import LayerwiseAccumulation
 from ..activations.recompute import Recompute
@@ -25,11 +25,10 @@ from ..attention.layer import SparseAttention
 from ..base.capabilities import Capabilities
 from ..base.errors import UsageError
 from ..base.given import NoSuchNameError, path_of, whole_number
-from ..base.log import log_once, logger
+from ..base.log import log_once
 from ..base.mesh import Mesh
 from ..base.world import is_rank_zero
 from ..comm.agreement import AllRanks
-from ..comm.measure import line_of
 from ..config import Batch
 from ..optim.sharded import ShardedOptimizer, StepSettings
 from ..optim.step_message import StepMessage
@@ -37,18 +36,26 @@ from ..planner.plan import Plan
 from ..planner.plan_settings import PlanSettings
 from ..planner.unit_tiers import PlacementSettings
 from ..precision.loss_scale import LossScaler
-from ..report.explain import Advice, Timeline, what_moved, where_steps_went
-from ..report.links import links_of
+from ..report.explain import Timeline
 from ..report.memory_trace import MemoryTrace
-from ..report.network import network_links
 from ..report.picture import draw
 from ..sharding.runtime import Runtime
 from .data import ShardedLoader
 from .determinism import Determinism
+from .explaining import lines_about_network, lines_about_steps
 from .integrity import Integrity
 from .losses import Losses
 from .memory import memory_report, plan_of, traced
 from .memory_advice import MemoryAdvice
+from .micro_batches import (
+    arguments_of,
+    change_accumulation,
+    has_graph,
+    loss_of,
+    mean_of_ranks,
+    taken,
+    warn_of_graphless,
+)
 from .observer import Observer
 from .preemption import Preemption
 from .saving import Saver
@@ -214,11 +221,19 @@ class Engine(StandsForModule):
         """
         return self.parts.sparse_attention
 
-    def _explains(self, call: str) -> AbstractContextManager[None]:
-        """Open a block of one of the engine's calls in which a failed allocation is explained."""
-        return self.parts.advice.explaining(call)
-
     # -- the step by step flow
+
+    @contextmanager
+    def _inside_call(self, timer: str, call: str) -> Iterator[None]:
+        """Open a block in which the engine differentiates losses itself: it is timed, and a failed
+        allocation is explained.
+        """
+        with (
+            self.observer.timed(timer),
+            self._losses.paused(),
+            self.parts.advice.explaining(call),
+        ):
+            yield
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward on this rank's micro-batch; over stages, in training, its
@@ -227,12 +242,16 @@ class Engine(StandsForModule):
         self.runtime.is_boundary = self.is_gradient_accumulation_boundary()
         self.observer.saw((*args, *kwargs.values()))
         if self.parts.loop is not None:
-            with self.observer.timed("forward"), self._losses.paused(), self._explains("forward"):
+            with (
+                self.observer.timed("forward"),
+                self._losses.paused(),
+                self.parts.advice.explaining("forward"),
+            ):
                 return self.parts.loop(args, kwargs)
         with (
             self.observer.timed("forward"),
             self.observer.profiled(self),
-            self._explains("forward"),
+            self.parts.advice.explaining("forward"),
             self.runtime.loss_factor.entered(),
         ):
             # The first child is `self.module`, which __getattr__ would look up behind every name of
@@ -247,29 +266,37 @@ class Engine(StandsForModule):
         world.  data_iter: yields micro-batches, the same on every stage and, whole or cut, on ranks
         that share sequences; None: of the engine's own loader, over and over.
         """
-        batches = self._taken(data_iter or self._own_batches(), self._batch.accumulation)
+        accumulation = self._batch.accumulation
+        batches = taken(data_iter or self._own_batches(), accumulation, self.module, self.mesh)
         stages = self.parts.pipeline
+        # A subclass may refuse its own forward, backward and step
         if stages is None:
-            return self._train_in_turn(batches)
+            losses = []
+            for batch in batches:
+                args, kwargs = arguments_of(self.module, batch)
+                loss = loss_of(self.module, Engine.forward(self, *args, **kwargs), batch)
+                Engine.backward(self, loss)
+                Engine.step(self)
+                losses.append(loss.detach())
+            return mean_of_ranks(losses, self.runtime.comm.whole, self.device)
         if self.parts.loop is not None:
             self.parts.loop.refuse_begun()
         micro_batches = stages.read(batches)
         for micro in micro_batches:
             if isinstance(micro, pipeline.MicroBatch):
                 self.observer.saw((*micro.args, *micro.kwargs.values()))
-        with self.observer.timed("forward"), self._losses.paused(), self._explains("train_batch"):
+        with (
+            self.observer.timed("forward"),
+            self._losses.paused(),
+            self.parts.advice.explaining("train_batch"),
+        ):
             loss = stages.train(micro_batches)
         self.observer.loss(loss)
-        self._end_pipelined()
+        # All micro-batches of the step have been taken; `step` counts the last one
+        self.global_samples += (accumulation - 1) * self._batch.micro * self.mesh.data_size
+        self.micro_steps += accumulation - 1
+        Engine.step(self)
         return loss
-
-    def _end_pipelined(self) -> None:
-        """Step behind a pipeline's program: all micro-batches of the step have been taken."""
-        self.global_samples += (
-            (self._batch.accumulation - 1) * self._batch.micro * self.mesh.data_size
-        )
-        self.micro_steps += self._batch.accumulation - 1
-        Engine.step(self)  # a door may refuse its own
 
     def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> Tensor:
         """Return the mean loss of so many micro-batches of all ranks, without a backward.
@@ -294,7 +321,8 @@ class Engine(StandsForModule):
         """
         if self.parts.loop is not None:
             self.parts.loop.refuse_own_rows("eval_batch")
-        batches = self._taken(data_iter, many or self._batch.accumulation)
+        model = self.module
+        batches = taken(data_iter, many or self._batch.accumulation, model, self.mesh)
         stages = self.parts.pipeline
         was_training = self.training
         self.eval()
@@ -303,55 +331,23 @@ class Engine(StandsForModule):
                 return stages.evaluate(
                     stages.read(batches), keeps_outputs=keeps_outputs, has_loss=has_loss
                 )
+            outputs = []
+            losses = []
             with torch.no_grad():
-                outputs = [self._forward_of(batch) for batch in batches]
-                losses = (
-                    [self._loss_of(*pair) for pair in zip(outputs, batches, strict=True)]
-                    if has_loss
-                    else []
-                )
-            return self._mean_of_ranks(
-                losses
-            ) if has_loss else None, outputs if keeps_outputs else None
+                for batch in batches:
+                    args, kwargs = arguments_of(model, batch)
+                    outputs.append(Engine.forward(self, *args, **kwargs))
+                if has_loss:
+                    losses = [
+                        loss_of(model, output, batch)
+                        for output, batch in zip(outputs, batches, strict=True)
+                    ]
+            mean = None
+            if has_loss:
+                mean = mean_of_ranks(losses, self.runtime.comm.whole, self.device)
+            return mean, outputs if keeps_outputs else None
         finally:
             self.train(was_training)
-
-    def _taken(self, batches: Iterator[Any], many: int) -> list[Any]:
-        """Take so many micro-batches; of whole sequences that ranks share, this rank's part."""
-        found = [next(batches) for _ in range(many)]
-        return (
-            found
-            if self.mesh.sp == 1
-            else [parallel.own_part(self.module, batch) for batch in found]
-        )
-
-    def _forward_of(self, batch: Any) -> Any:
-        """Run the model on what a loader yields: a list of layers takes the first of a pair."""
-        if isinstance(self.module, pipeline.LayerStages):
-            return Engine.forward(self, pipeline.Labelled.of(batch).inputs)
-        args, kwargs = pipeline.MicroBatch.of(batch)
-        return Engine.forward(self, *args, **kwargs)
-
-    def _loss_of(self, output: Any, batch: Any) -> Tensor:
-        if isinstance(self.module, pipeline.LayerStages):
-            return pipeline.LayersStage(self.module).loss(output, pipeline.Labelled.of(batch))
-        return pipeline.loss_of(output)
-
-    def _train_in_turn(self, batches: Sequence[Any]) -> Tensor:
-        losses = []
-        for batch in batches:
-            loss = self._loss_of(self._forward_of(batch), batch)
-            Engine.backward(self, loss)
-            Engine.step(self)
-            losses.append(loss.detach())
-        return self._mean_of_ranks(losses)
-
-    def _mean_of_ranks(self, losses: Sequence[Tensor]) -> Tensor:
-        mean = torch.tensor(
-            [sum(float(loss) for loss in losses) / len(losses)], dtype=torch.float64
-        )
-        table = self.runtime.comm.whole.all_gather_rows(mean, "the losses of all ranks")
-        return table.mean().float().to(self.mesh.device)
 
     def _own_batches(self) -> Iterator[Any]:
         """Yield the own loader's batches, epoch after epoch."""
@@ -389,12 +385,19 @@ class Engine(StandsForModule):
         runtime.is_boundary = self.is_gradient_accumulation_boundary()
         done = runtime.backwards
         try:
-            with self.observer.timed("backward"), self._losses.paused(), self._explains("backward"):
+            with (
+                self.observer.timed("backward"),
+                self._losses.paused(),
+                self.parts.advice.explaining("backward"),
+            ):
                 if loop is not None:
                     with loop.expects(loss):
                         self.scale(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
-                elif not self._has_graph(loss):
+                elif not has_graph(loss, self.mesh):
                     runtime.is_graphless = True
+                    if not self._told_of_graphless:
+                        self._told_of_graphless = True
+                        warn_of_graphless(self.global_steps + 1)
                 else:
                     self.scale(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
                 if loop is None and runtime.backwards == done:
@@ -409,34 +412,6 @@ class Engine(StandsForModule):
             if scale_wrt_gas and self._batch.accumulation > 1
             else loss
         )
-
-    def _has_graph(self, loss: Tensor) -> bool:
-        """Return whether a loss can be differentiated.  UsageError where it cannot and no other
-        rank's may.
-        """
-        if not isinstance(loss, Tensor):
-            raise UsageError(
-                f"engine.backward got a {type(loss).__name__} where a tensor is needed.",
-                "A loss is differentiated through the operations that made it.",
-                "pass the loss itself, not loss.item().",
-            )
-        if loss.requires_grad:
-            return True
-        if self.mesh.world_size == 1:
-            raise UsageError(
-                "engine.backward got a loss that does not require a gradient.",
-                "It was computed under torch.no_grad(), detached, or made of parameters that are "
-                "frozen.",
-                "compute it from the model's outputs with gradients on.",
-            )
-        if not self._told_of_graphless:
-            self._told_of_graphless = True
-            logger.warning(
-                f"step {self.global_steps + 1}: this rank's loss does not require a gradient, so "
-                "it counts as zeros beside the other ranks'.  If that is so on all of them, the "
-                "step is an error; this is said once."
-            )
-        return False
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Count a micro-batch; at the accumulation boundary update the weights and the learning
@@ -453,7 +428,7 @@ class Engine(StandsForModule):
                 "add one of the two; without an optimizer the engine serves inference only.",
             )
         if self._context:
-            raise self._step_inside_context()
+            raise _step_inside(self._context)
         if self.parts.loop is not None:
             self.parts.loop.refuse_open()
         boundary = self.is_gradient_accumulation_boundary()
@@ -474,7 +449,7 @@ class Engine(StandsForModule):
         """
         assert self.optimizer is not None
         if self._context:
-            raise self._step_inside_context()
+            raise _step_inside(self._context)
         if self.parts.loop is not None:
             self.parts.loop.refuse_open()
         if not self._told_of_direct_steps:
@@ -496,20 +471,12 @@ class Engine(StandsForModule):
         self.global_samples += taken * self._batch.micro * self._batch.data_size
         self._end_step(self.optimizer.update, {})
 
-    def _step_inside_context(self) -> UsageError:
-        return UsageError(
-            f"It is illegal to call Engine.step() inside {self._context} context manager "
-            "(no_sync).",
-            "The gradients of its backwards are not reduced yet.",
-            "call step() behind the block.",
-        )
-
     def _end_step(self, update: Callable[..., None], lr_kwargs: dict[str, Any]) -> None:
         """Update weights and learning rate, and all that follows a step.  update: of the
         optimizer.
         """
         assert self.optimizer is not None
-        with self.observer.timed("step"), self._explains("step"):
+        with self.observer.timed("step"), self.parts.advice.explaining("step"):
             self._update(update)
         self.global_steps += 1
         if self.optimizer.last is not None and self.optimizer.last.skipped:
@@ -517,7 +484,7 @@ class Engine(StandsForModule):
         else:
             self._stepped = True
             if self.lr_scheduler is not None:
-                self._move_rates(lr_kwargs)
+                _move_rates(self.lr_scheduler, lr_kwargs)
         self.observer.stepped(self)
         if self.parts.saver.current is not None:
             self.parts.saver.commit_if_written()
@@ -550,15 +517,6 @@ class Engine(StandsForModule):
             self._stragglers.compare(step, fields)
         if integrity is not None:
             integrity.compare(step, fields)
-
-    def _move_rates(self, words: dict[str, Any]) -> None:
-        if isinstance(self.lr_scheduler, ReduceLROnPlateau) and "metrics" not in words:
-            raise UsageError(
-                "ReduceLROnPlateau was not told what it waits for.",
-                "It lowers the rate when a number stops falling, and engine.step() knows none.",
-                'pass it: engine.step(lr_kwargs={"metrics": loss}).',
-            )
-        self.lr_scheduler.step(**words)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
@@ -682,25 +640,10 @@ class Engine(StandsForModule):
         # For those who ask the engine for its configuration
         self.config = self.config.model_copy(update=changes)
         if accumulation != before.accumulation:
-            self._accumulate(accumulation)
+            self.micro_steps = self.global_steps * accumulation
+            change_accumulation(self.runtime, self.optimizer, accumulation)
         if micro == before.micro and isinstance(self.training_dataloader, ShardedLoader):
             self.training_dataloader.deal_steps_of(train)
-
-    def _accumulate(self, accumulation: int) -> None:
-        """Gradients summed over micro-batches are kept in fp32, single ones in the weight's dtype:
-        the plan follows.
-        """
-        self.micro_steps = self.global_steps * accumulation
-        runtime = self.runtime
-        policy = self.runtime.settings.policy
-        runtime.settings = replace(runtime.settings, accumulation=accumulation)
-        if self.optimizer is not None:
-            self.optimizer.flush()
-            self.optimizer.finish()  # gradients of another dtype are to come
-        runtime.drop_grads()
-        for group in runtime.trained_groups:
-            summands = accumulation * runtime.settings.row_parts
-            group.set_grad_dtype(policy.grad_dtype(group.plan.weight.dtype, summands))
 
     # -- looking
 
@@ -724,40 +667,11 @@ class Engine(StandsForModule):
             "capabilities:",
             *(f"  {line}" for line in self.parts.capabilities.explain()),
         ]
-        return "\n".join(
-            [self.plan(), *capabilities, *self._where_steps_went(), *self._network_lines(), *parked]
-        )
-
-    def _network_lines(self) -> list[str]:
-        comm = self.runtime.comm
-        comm_ctx = self.runtime.comm_ctx
-        slow = (
-            [self._stragglers.link]
-            if self._stragglers is not None and self._stragglers.link
-            else []
-        )
-        links = network_links(self.current_plan(), comm.meter, line_of(comm), comm_ctx)
-        return [link.explain() for link in links] + slow
-
-    def _where_steps_went(self) -> list[str]:
-        settings = self.runtime.settings
-        executor = self.runtime.executor
-        comm = self.runtime.comm
-        advice = Advice(
-            settings.ahead_numel,
-            settings.window_numel,
-            max(executor.sizes, default=0),
-            comm.reads_in_place,
-        )
-        moved = what_moved(links_of(self.runtime.comm_ctx.tiers, comm.meter))
-        early = self.optimizer.speculative if self.optimizer is not None else None
-        adaptive = self.optimizer.fallback if self.optimizer is not None else None
-        told = [part.explain() for part in (self.optimizer, early, adaptive) if part is not None]
-        return (
-            where_steps_went(comm.meter, advice)
-            + moved
-            + [line for lines in told for line in lines]
-        )
+        steps = lines_about_steps(self.runtime, self.optimizer)
+        network = lines_about_network(self.runtime, self.current_plan())
+        if self._stragglers is not None and self._stragglers.link:
+            network.append(self._stragglers.link)
+        return "\n".join([self.plan(), *capabilities, *steps, *network, *parked])
 
     @contextmanager
     def timeline(self) -> Iterator[Timeline]:
@@ -820,7 +734,9 @@ class Engine(StandsForModule):
             and self.observer.settings.steps_per_print
             and self.global_steps > 1
         ):
-            log_once("\n".join(["where the run went", *self._where_steps_went()]))
+            log_once(
+                "\n".join(["where the run went", *lines_about_steps(self.runtime, self.optimizer)])
+            )
         self.parts.saver.finish()
         self.parts.saver.close()
         self.runtime.remove_hooks()
@@ -836,3 +752,21 @@ class Engine(StandsForModule):
     @property
     def device(self) -> torch.device:
         return self.mesh.device
+
+
+def _step_inside(context: str) -> UsageError:
+    return UsageError(
+        f"It is illegal to call Engine.step() inside {context} context manager (no_sync).",
+        "The gradients of its backwards are not reduced yet.",
+        "call step() behind the block.",
+    )
+
+
+def _move_rates(scheduler: Any, lr_kwargs: dict[str, Any]) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau) and "metrics" not in lr_kwargs:
+        raise UsageError(
+            "ReduceLROnPlateau was not told what it waits for.",
+            "It lowers the rate when a number stops falling, and engine.step() knows none.",
+            'pass it: engine.step(lr_kwargs={"metrics": loss}).',
+        )
+    scheduler.step(**lr_kwargs)
