@@ -63,6 +63,29 @@ class ZeroEngine(Engine):
     def defaults(self) -> dict[str, Any]:
         return self.optimizer.defaults if self.optimizer is not None else {}
 
+    # -- figures
+
+    def train_batch_size(self) -> int:
+        """Return the samples of a step, over all ranks."""
+        return self.config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples of a micro-batch of one rank."""
+        return self.config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return how many micro-batches a step sums."""
+        return self.config.gradient_accumulation_steps
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the gradients of the last step; None before the first one."""
+        optimizer = self.optimizer
+        return optimizer.last_norm if optimizer is not None and optimizer.last is not None else None
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return [group["lr"] for group in self.param_groups]
+
     # -- saving
 
     def save_checkpoint(

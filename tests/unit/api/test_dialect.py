@@ -57,7 +57,8 @@ def test_the_plain_dialect_makes_an_engine_without_deepspeeds_names(
     assert type(engine) is ZeroEngine and type(engine.optimizer) is ShardedOptimizer
     engine.backward(engine(torch.ones(2, 4)).sum())
     engine.step()
-    assert not hasattr(engine, "get_lr") and not hasattr(engine.optimizer, "cur_scale")
+    assert engine.get_lr() == [0.1] and engine.get_global_grad_norm() is not None
+    assert not hasattr(engine, "get_mom") and not hasattr(engine.optimizer, "cur_scale")
     engine.destroy()
     with pytest.raises(ConfigError, match="no_such_key"):
         engine_with(no_such_key=1)

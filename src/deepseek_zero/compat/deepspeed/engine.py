@@ -55,11 +55,6 @@ def _mom(engine: Engine) -> list[Any]:
     return [group.get("momentum", group.get("betas", 0.0)) for group in _groups(engine)]
 
 
-def _norm(engine: Engine) -> float | None:
-    optimizer = engine.optimizer
-    return optimizer.last_norm if optimizer is not None and optimizer.last is not None else None
-
-
 def _offload(section: Any) -> Any:
     """Return the section, None where it offloads nothing, as DeepSpeed does."""
     return section if section.device != "none" else None
@@ -129,9 +124,6 @@ def _flops_profiler(engine: Engine) -> Any:
 
 GETTERS: dict[str, Callable[[Engine], Any]] = {
     # Batch
-    "train_batch_size": lambda e: e._config.train_batch_size,
-    "train_micro_batch_size_per_gpu": lambda e: e._config.train_micro_batch_size_per_gpu,
-    "gradient_accumulation_steps": lambda e: e._config.gradient_accumulation_steps,
     "get_batch_info": lambda e: (
         e._config.train_batch_size,
         e._config.train_micro_batch_size_per_gpu,
@@ -191,7 +183,6 @@ GETTERS: dict[str, Callable[[Engine], Any]] = {
     "gradient_clipping": lambda e: e._config.gradient_clipping,
     "gradient_predivide_factor": lambda e: e._config.gradient_predivide_factor,
     "prescale_gradients": lambda e: e._config.prescale_gradients,
-    "get_global_grad_norm": _norm,
     "optimizer_name": lambda e: (
         type(e.optimizer.inner).__name__
         if e._config.optimizer.type is None and e.optimizer
@@ -200,7 +191,6 @@ GETTERS: dict[str, Callable[[Engine], Any]] = {
     "optimizer_params": lambda e: e._config.optimizer.params,
     "scheduler_name": lambda e: e._config.scheduler.type,
     "scheduler_params": lambda e: e._config.scheduler.params,
-    "get_lr": lambda e: [group["lr"] for group in _groups(e)],
     "get_mom": _mom,
     "get_type": lambda e: [group.get("type") for group in _groups(e)],
     # Data efficiency
@@ -278,7 +268,8 @@ METHODS = (
     "save_checkpoint load_checkpoint save_16bit_model module_state_dict export load_weights "
     "set_train_batch_size set_gradient_accumulation_boundary deepspeed_io compile explain "
     "offload_states reload_states memory_report destroy set_data_post_process_func "
-    "set_custom_curriculum_learning_schedule"
+    "set_custom_curriculum_learning_schedule train_batch_size train_micro_batch_size_per_gpu "
+    "gradient_accumulation_steps get_global_grad_norm get_lr"
 ).split()
 
 
