@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +29,20 @@ WITHOUT_EFFECT = frozenset(
 )
 
 
+def _class_of(cls: Any, base: type, chosen: Any) -> Any:
+    """Return the class of a new object: `chosen`, which the dialect has for `base`, or a program's
+    own subclass of `base` with what `chosen` changes.
+    """
+    if chosen is None or issubclass(cls, chosen):
+        return cls
+    return chosen if cls is base else _both(cls, chosen)
+
+
+@cache
+def _both(cls: Any, chosen: Any) -> Any:
+    return type(cls.__name__, (cls, chosen), {"__module__": cls.__module__})
+
+
 class Init(init.Init):
     """Context in which modules are built sharded.  Collective: every rank builds the same model.
 
@@ -38,10 +53,7 @@ class Init(init.Init):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        chosen: Any = cls
-        if cls is Init:
-            chosen = current_dialect().init_class or cls
-        made: Self = object.__new__(chosen)
+        made: Self = object.__new__(_class_of(cls, Init, current_dialect().init_class))
         return made
 
     def __init__(
@@ -86,10 +98,8 @@ class GatheredParameters(access.GatheredParameters):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        chosen: Any = cls
-        if cls is GatheredParameters:
-            chosen = current_dialect().gathered_class or cls
-        made: Self = object.__new__(chosen)
+        chosen = current_dialect().gathered_class
+        made: Self = object.__new__(_class_of(cls, GatheredParameters, chosen))
         return made
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepseek_zero
+from deepseek_zero import zero
 from deepseek_zero.api import dialect
 from deepseek_zero.api.dialect import Plain, current_dialect
 from deepseek_zero.api.engine import ZeroEngine
@@ -20,6 +21,7 @@ from deepseek_zero.base.errors import ConfigError
 from deepseek_zero.compat.deepspeed import dialect as deepspeed_dialect
 from deepseek_zero.compat.deepspeed.dialect import DeepSpeedDropIn, DeepSpeedNames
 from deepseek_zero.compat.deepspeed.optimizer import FlatStates, NamedOptimizer
+from deepseek_zero.compat.deepspeed.zero import DropInInit
 from deepseek_zero.optim.sharded import ShardedOptimizer
 
 PACKAGE = Path(deepseek_zero.__file__).parent
@@ -78,6 +80,17 @@ def test_only_the_name_deepspeed_takes_other_defaults(monkeypatch: pytest.Monkey
     assert shown == engine.optimizer.inner and shown.param_groups is engine.optimizer.param_groups
     engine.destroy()
     dist.destroy_process_group()  # of one rank, as DeepSpeed starts it
+
+
+def test_a_subclass_of_init_has_what_the_dialect_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(zero.Init):
+        pass
+
+    assert type(Own(enabled=False)) is Own
+    monkeypatch.setattr(deepspeed_dialect, "is_dropin_imported", lambda: True)
+    made = Own(enabled=False)
+    assert isinstance(made, Own) and isinstance(made, DropInInit) and type(made).__name__ == "Own"
+    assert type(zero.Init(enabled=False)) is DropInInit
 
 
 def test_the_api_writes_into_no_finished_object() -> None:
