@@ -31,7 +31,7 @@ from deepseek_zero.comm.flight_recorder import FlightRecorder
 from deepseek_zero.comm.ids import CollectiveId
 from deepseek_zero.comm.transports import base
 from deepseek_zero.comm.transports.base import Transport, Use, Wait
-from deepseek_zero.extensions.group_parts import GROUP_PARTS
+from deepseek_zero.extensions.group_parts import group_parts
 from deepseek_zero.optim.sharded import ShardedOptimizer, StepSettings
 from deepseek_zero.planner.plan import Machine, plan_model
 from deepseek_zero.planner.plan_settings import PlanSettings
@@ -434,7 +434,9 @@ def build_one(rank: Rank, model: nn.Module, **settings: Any) -> ParamGroup:
     plan = plan_model(model, chosen, Mesh().on_world(rank.size, rank.index))
     (planned,) = plan.units[0].groups
     comm_ctx = CommContext(rank.comm, Pool(CPU, rank.comm), chosen.bucket_numel)
-    return build_group(planned, dict(model.named_parameters()), comm_ctx, GROUP_PARTS)
+    return build_group(
+        planned, dict(model.named_parameters()), comm_ctx, group_parts(plan, rank.comm, comm_ctx)
+    )
 
 
 def sharded(rank: Rank, model: nn.Module, mesh: Mesh | None = None, **settings: Any) -> Runtime:
@@ -450,7 +452,7 @@ def sharded(rank: Rank, model: nn.Module, mesh: Mesh | None = None, **settings: 
         here,
         Machine(in_place, near_read_in_place=in_place, far_read_in_place=in_place),
     )
-    return wrap_model(model, plan, rank.comm.lay_out(here), parts=GROUP_PARTS)
+    return wrap_model(model, plan, rank.comm.lay_out(here), make_parts=group_parts)
 
 
 def optimizer_over(

@@ -258,7 +258,7 @@ class Mesh:
             )
         return runs
 
-    def replica_groups(self, neighbours: int) -> tuple[tuple[int, ...], ...]:
+    def outer_groups(self, neighbours: int) -> tuple[tuple[int, ...], ...]:
         """The world cut into the ranks that hold the same slice of what so many neighbours along
         "tp" share: replicas, and these neighbours of each, ascending.
         """

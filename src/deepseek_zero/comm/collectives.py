@@ -301,7 +301,7 @@ class Comm:
         self._number = 0
         self._whole: Comm | None = None  # the groups of a mesh
         self._shard: Comm | None = None
-        self.replicas: Comm | None = (
+        self.outer: Comm | None = (
             None  # the ranks that hold the same slices as this one, where others do
         )
         self.along: dict[str, Comm] = {}  # by axis ("tp", "sp", "pp"), where it has several ranks
@@ -429,7 +429,7 @@ class Comm:
             here = [ranks for ranks in groups if set(ranks) <= set(piece.ranks)]
             piece._owners = tuple(tuple(map(piece.ranks.index, ranks)) for ranks in here)
             piece._shard = self._other(mesh.groups_along(*SHARD_AXES), "dp_shard", piece)
-            piece.replicas = self._other(groups, "dp_replicate", piece)
+            piece.outer = self._other(groups, "dp_replicate", piece)
         for axis in ("tp", "sp", "pp"):
             if getattr(mesh, axis) > 1:
                 piece.along[axis] = self._other(mesh.groups_along(axis), axis, piece)

@@ -22,7 +22,7 @@ from ..base.mesh import Mesh
 from ..comm.agreement import AllRanks, agree, agree_on
 from ..comm.collectives import Comm
 from ..comm.measure import TriedTransport, try_transports
-from ..extensions.group_parts import GROUP_PARTS
+from ..extensions.group_parts import group_parts
 from ..planner.auto_wrap_policy import ModelShape, read_model
 from ..planner.plan import Plan
 from ..planner.plan_settings import PlanSettings
@@ -155,7 +155,7 @@ def assemble(
     with advice.explaining("initialize"):
         tiers = open_tiers(plan, memory_settings_of(config), comm, step_settings.host_tile_numel)
         check_room(plan, tiers, comm)
-        runtime = wrap_model(model, plan, comm, tiers, GROUP_PARTS, rules.model)
+        runtime = wrap_model(model, plan, comm, tiers, group_parts, rules.model)
         _tell_what_stays_whole(plan)
         if chosen.make is not None and chosen.cls is not None:
             optimizer_class = rules.optimizer_class(chosen.cls, plan.settings)

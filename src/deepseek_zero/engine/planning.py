@@ -60,7 +60,7 @@ def plan_run(
     """
     placement = placement_settings_of(config)
     update = update_of(config, step, optimizer)
-    near = comm.replicas is not None and comm.replicas.reads_in_place
+    near = comm.outer is not None and comm.outer.reads_in_place
     if settings.secondary_ranks > 1:
         row = torch.tensor([int(comm.shard.reads_in_place)])
         in_place = bool(comm.whole.all_gather_rows(row, "where weights are read").all())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..comm.collectives import Pending
 from ..planner.extras import second_copy_of
-from ..sharding.buffer import FlatBuffer, move
+from ..sharding.buffer import CommContext, FlatBuffer, move
 from ..sharding.group import Group
 from ..sharding.weight_gather import WeightGather
 
@@ -23,10 +23,13 @@ class SecondaryCopy(WeightGather):
             come in the same order on all.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, inner: CommContext) -> None:
+        """Args:
+        group: The group.
+        inner: The context of the ranks among which the copy is cut.
+        """
         super().__init__(group)
-        assert group.comm_ctx.inner is not None
-        self.comm_ctx = group.comm_ctx.inner
+        self.comm_ctx = inner
         self.buffer: FlatBuffer
         self.is_current = False
 

@@ -429,7 +429,7 @@ def declared_schedule(
         if update is not None and any(update.defers(group.plan) for group in unit.trained)
     ]
     ahead = [number for number in deferred if update is not None and update.by_unit and number]
-    return schedule_units(units, settings, deferred=deferred, ahead=ahead)
+    return schedule_units(units, settings, updates_in_forward=deferred, ahead=ahead)
 
 
 def _with_unit_tiers(

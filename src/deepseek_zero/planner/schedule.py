@@ -274,7 +274,7 @@ def schedule_units(
     settings: PlanSettings,
     order: Sequence[int] | None = None,
     *,
-    deferred: Collection[int] = (),
+    updates_in_forward: Collection[int] = (),
     ahead: Collection[int] = (),
 ) -> Schedule:
     """Return the schedule of planned units.  order: None: as they are declared; the others as in
@@ -286,7 +286,7 @@ def schedule_units(
         range(len(units)) if order is None else order,
         settings,
         enclosing([unit.name for unit in units]),
-        deferred=deferred,
+        updates_in_forward=updates_in_forward,
         ahead=ahead,
         cut=cut_units(units) if settings.layerwise_micro_batches > 1 else (),
         reduces_each_backward=any(grad is not None and grad.placement is S for grad in grads),
@@ -304,7 +304,7 @@ def plan_schedule(
     settings: PlanSettings,
     around: Mapping[int, int] | None = None,
     *,
-    deferred: Collection[int] = (),
+    updates_in_forward: Collection[int] = (),
     ahead: Collection[int] = (),
     cut: Collection[int] = (),
     reduces_each_backward: bool = True,
@@ -315,9 +315,10 @@ def plan_schedule(
 
     sizes: elements that gathering unit u brings here (0 where nothing is sharded).  around: what
     `enclosing` found; such a unit is in use until the last one inside it is done, forward and
-    backward.  deferred: units whose update may wait for the next forward.  ahead: units that may be
-    updated in backward, ahead of their step.  cut: units that take the settings' micro-batches in
-    turn.  reduces_each_backward: gradients are sharded, so that no backward leaves them to the one
+    backward.  updates_in_forward: units whose update may wait for the next forward.  ahead: units
+    that may be updated in backward, ahead of their step.  cut: units that take the settings'
+    micro-batches in turn.  reduces_each_backward: gradients are sharded, so that no
+    backward leaves them to the one
     that ends a step.  all_reduced: units of whose sums replicas have summands.
     """
     around = around or {}
@@ -330,7 +331,12 @@ def plan_schedule(
     )
     kept = _kept(sizes, backward, settings, at_turn)
     work = _Work(
-        sizes, around, settings, frozenset(deferred), frozenset(ahead), frozenset(all_reduced)
+        sizes,
+        around,
+        settings,
+        frozenset(updates_in_forward),
+        frozenset(ahead),
+        frozenset(all_reduced),
     )
 
     def computes(kind: ActionKind, units: Sequence[int]) -> list[Action]:
@@ -362,7 +368,7 @@ class _Work:
     sizes: Sequence[int]
     around: Mapping[int, int]
     settings: PlanSettings
-    deferred: frozenset[int]
+    updates_in_forward: frozenset[int]
     ahead: frozenset[int]
     all_reduced: frozenset[int]
 
@@ -390,7 +396,7 @@ class _Work:
         actions = list[Action]()
         for place, (_, mine) in enumerate(turns):
             for unit in gathers[place]:
-                if mine[0].kind is ActionKind.FORWARD and unit in self.deferred:
+                if mine[0].kind is ActionKind.FORWARD and unit in self.updates_in_forward:
                     actions.append(Action(ActionKind.UPDATE, unit))
                 actions.append(Action(ActionKind.GATHER, unit))
             actions += mine

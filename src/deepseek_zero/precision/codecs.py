@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -250,6 +250,15 @@ class Blocks:
 
     def __str__(self) -> str:
         return f"int{self.bits}/{self.block}"
+
+
+class LeftOut(Protocol):
+    """What codes have left out of the messages of one rank, to be added to its next ones."""
+
+    def encode(
+        self, wire: Codec, values: Tensor, message: Tensor, place: int, scratch: Tensor
+    ) -> None:
+        """Write values, with what was left out before, into a message; keep what it leaves out."""
 
 
 def work_room(codec: Blocks, numel: int, device: torch.device) -> Tensor:

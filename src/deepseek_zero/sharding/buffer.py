@@ -33,8 +33,7 @@ from ..planner.layout import (
     messages_of,
 )
 from ..planner.spec import TRANSITIONS, Movement, P, R, S, Spec
-from ..precision.codecs import Blocks, Cast, Codec, work_room
-from ..precision.feedback import Errors
+from ..precision.codecs import Blocks, Cast, Codec, LeftOut, work_room
 from ..tiers.budget import DeviceBudget
 from ..tiers.tier import (
     COMPLETED,
@@ -216,7 +215,7 @@ class FlatBuffer:
     extent: Extent | None = None
     guard: StateGuard = field(default_factory=StateGuard)
     coded_as: Codec | None = None
-    errors: Errors | None = None
+    errors: LeftOut | None = None
 
     def load(self) -> Tensor:
         """Return all elements of this rank, flat: to be read, or to be the target of `move`.
@@ -418,8 +417,7 @@ class CommContext:
     tiers: the memories for offloaded states. issue_queue: gathers out of them. copy_engine: copies
     between them and the
     device. outer: the ranks that hold the same slices, if there are others, among which sums
-    travel too. inner: the ranks among which second copies of weights are cut, if there are some.
-    hosts: the two hops of movements, where sums
+    travel too. hosts: the two hops of movements, where sums
     are formed by host. gather_kind: as what the meter counts gathers.
     """
 
@@ -431,7 +429,6 @@ class CommContext:
     issue_queue: OrderedIssueQueue = field(default_factory=OrderedIssueQueue)
     copy_engine: CopyEngine = field(default_factory=CopyEngine)
     outer: CommContext | None = None
-    inner: CommContext | None = None
     hosts: ByHost | None = None
     gather_kind: str = "all_gather"
 
@@ -450,7 +447,7 @@ class CommContext:
         plain = cls(
             comm.shard, pool, bucket_numel, divisor, tiers, copy_engine=copy_engine_for(pool.device)
         )
-        return plain if comm.replicas is None else plain.with_outer(comm.replicas, divisor)
+        return plain if comm.outer is None else plain.with_outer(comm.outer, divisor)
 
     def with_outer(self, comm: Comm, divisor: float) -> CommContext:
         """Return this context with those ranks for the outer sum of each slice. divisor: of the
@@ -460,12 +457,6 @@ class CommContext:
         inner, outer = (divisor, 1.0) if self.comm.size > 1 else (1.0, divisor)
         others = CommContext(comm, self.pool, self.bucket_numel, outer, self.tiers)
         return replace(self, divisor=inner, outer=others)
-
-    def with_inner(self, comm: Comm) -> CommContext:
-        """Return this context with those ranks for the gathers of second copies."""
-        return replace(
-            self, inner=CommContext(comm, self.pool, tiers=self.tiers, gather_kind="inner_gather")
-        )
 
 
 def move(
@@ -514,7 +505,7 @@ class Message:
     memory: Tensor
     pool: Pool
     is_lent: bool
-    errors: Errors | None = None
+    errors: LeftOut | None = None
 
     @classmethod
     def of(cls, buffer: FlatBuffer, wire: Codec | None, pool: Pool) -> Message:

@@ -84,7 +84,9 @@ class Executor:
         later = self.schedule.forward.updated
         ahead = self.schedule.backward.updated
         planned = [unit.planned for unit in self.units]
-        self.schedule = schedule_units(planned, self.settings, order, deferred=later, ahead=ahead)
+        self.schedule = schedule_units(
+            planned, self.settings, order, updates_in_forward=later, ahead=ahead
+        )
         self.gathers.follow(self.schedule)
         self.reductions.follow(self.schedule, self.settings)
 

@@ -58,9 +58,6 @@ class GroupParts:
     reduction: Callable[[Group], GradReduction]
 
 
-PLAIN_PARTS = GroupParts(lambda group, _: WeightGather(group), GradReduction)
-
-
 class ParamGroup:
     """Flat buffers of parameters with one plan. Building one is collective: rank 0's values
     win.

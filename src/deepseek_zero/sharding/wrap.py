@@ -7,7 +7,7 @@ Collective: ranks first compare what they are about to shard, then take rank 0's
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,11 +28,20 @@ from ..tiers.disk import Disk, DiskSettings
 from ..tiers.host import HostMemory
 from ..tiers.tier import Memory, Tier, Tiers
 from .buffer import CommContext, Pool
+from .grad_reduction import GradReduction
 from .init import materialise
-from .param_group import PLAIN_PARTS, GroupParts, ParamGroup, build_group
+from .param_group import GroupParts, ParamGroup, build_group
 from .rules import ModelRules
 from .runtime import Runtime
 from .unit import Unit
+from .weight_gather import WeightGather
+
+MakeParts = Callable[[Plan, Comm, CommContext], GroupParts]
+
+
+def plain_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
+    """Return the parts of groups without extensions."""
+    return GroupParts(lambda group, _: WeightGather(group), GradReduction)
 
 
 def wrap_model(
@@ -40,7 +49,7 @@ def wrap_model(
     plan: Plan,
     comm: Comm,
     tiers: Tiers | None = None,
-    parts: GroupParts = PLAIN_PARTS,
+    make_parts: MakeParts = plain_parts,
     rules: ModelRules = ModelRules(),  # noqa: B008  # frozen
 ) -> Runtime:
     """Shard a model in place, as planned, and hook it. Collective: every rank passes the same
@@ -51,7 +60,7 @@ def wrap_model(
         plan: What to build.
         comm: The world's communicator, laid out on its mesh.
         tiers: The memories that the plan names beside the training device.
-        parts: The extensions of parameter groups.
+        make_parts: Returns the parts that extensions replace. Collective.
     """
     device = plan.mesh.device
     compare_ranks(model, plan, comm)
@@ -64,9 +73,7 @@ def wrap_model(
         settings, plan.mesh.reduce_size
     )
     comm_ctx = CommContext.over(comm, pool, settings.bucket_numel, divisor, tiers)
-    if 1 < settings.secondary_ranks < plan.mesh.shard_size:
-        inner = comm.whole.split(plan.mesh.inner_groups(settings.secondary_ranks), "inner")
-        comm_ctx = comm_ctx.with_inner(inner)
+    parts = make_parts(plan, comm, comm_ctx)
     per_host = settings.ranks_per_host or 1
     if plan.mesh.near_size(per_host) > 1:
         comm_ctx = replace(
@@ -75,7 +82,7 @@ def wrap_model(
     contexts = {1: comm_ctx}
     wanted = {_sharers(group.key) for unit in plan.units for group in unit.groups}
     for neighbours in _of_all_ranks(wanted, comm.whole):
-        sharers = comm.whole.split(plan.mesh.replica_groups(neighbours), f"tp{neighbours}")
+        sharers = comm.whole.split(plan.mesh.outer_groups(neighbours), f"tp{neighbours}")
         contexts[neighbours] = comm_ctx.with_outer(sharers, divisor)
     params = dict(model.named_parameters())
     modules = dict(model.named_modules(remove_duplicate=False))
