@@ -40,7 +40,7 @@ from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.pipeline import MicroBatch, find_chain
 from deepseek_zero.pipeline.executor import PipelineExecutor
-from deepseek_zero.pipeline.messages import Links
+from deepseek_zero.pipeline.messages import StageLinks
 from deepseek_zero.pipeline.schedule import PipelineSchedule, make_schedule
 from deepseek_zero.pipeline.stage import cut_chain, take_stages
 from deepseek_zero.pipeline.verify import verify
@@ -92,7 +92,7 @@ class Contest:
         cut = cut_chain(own, find_chain(own, self.micro_batches[0].args), self.schedule.stages)
         self.stages = take_stages(own, cut, self.schedule.stages_of(rank))
         mesh = Mesh(pp=ranks).on_world(ranks, rank)
-        self.executor = PipelineExecutor(Links(comm, mesh, self.schedule), self.stages)
+        self.executor = PipelineExecutor(StageLinks(comm, mesh, self.schedule), self.stages)
         self.model, self.bubble = own, 1 + (ranks - 1) / (virtual * MANY)
         self.carried = torch.randn(1, CONTEXT, model.head.in_features).to(model.head.weight.dtype)
         parts = [

@@ -16,7 +16,7 @@ from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.pipeline.chain import find_chain
 from deepseek_zero.pipeline.executor import NoStates, PipelineExecutor
-from deepseek_zero.pipeline.messages import Links
+from deepseek_zero.pipeline.messages import StageLinks
 from deepseek_zero.pipeline.schedule import make_schedule
 from deepseek_zero.pipeline.stage import MicroBatch, cut_chain, take_stages
 from deepseek_zero.pipeline.ties import Ties
@@ -75,7 +75,7 @@ def pipeline(
             )
 
     stages = take_stages(model, cut, schedule.stages_of(dist.get_rank()))
-    return PipelineExecutor(Links(world, mesh, schedule), stages, Summing()), schedule, model
+    return PipelineExecutor(StageLinks(world, mesh, schedule), stages, Summing()), schedule, model
 
 
 def assert_is_one_process(

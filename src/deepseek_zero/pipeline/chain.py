@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from ..base.device import default_device, fake_tensors, version_of
 from ..base.errors import UsageError, brief
 from ..base.nested import map_inputs, map_tensors
-from .origins import BETWEEN, Origins, Source, Sources, all_tensors
+from .origins import BETWEEN, Origins, Sources, ValueSource, all_tensors
 
 
 class ChainError(UsageError):
@@ -36,7 +36,7 @@ class ChainError(UsageError):
 
 
 @dataclass
-class Part:
+class ChainPart:
     """What one part of a model uses and costs: what precedes the blocks, a block, or what follows
     them.
 
@@ -75,13 +75,13 @@ class Chain:
 
     container: str
     keys: tuple[str, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[ChainPart, ...]
     lengths: tuple[int | None, ...]
     unused: tuple[str, ...]
     outputs: tuple[Output, ...] = ()
 
     @property
-    def blocks(self) -> tuple[Part, ...]:
+    def blocks(self) -> tuple[ChainPart, ...]:
         """The blocks, in order."""
         return self.parts[1:-1]
 
@@ -145,8 +145,8 @@ def candidates(model: nn.Module) -> list[str]:
 
 
 class _FakeRun(TorchFunctionMode):
-    """One forward on fake tensors, and what is seen in it.  Part 0 precedes the blocks, the last
-    one follows them.
+    """One forward on fake tensors, and what is seen in it.  Part 0 precedes the blocks, the
+    last one follows them.
     """
 
     def __init__(self, model: nn.Module, container: str) -> None:
@@ -157,10 +157,10 @@ class _FakeRun(TorchFunctionMode):
         self.keys, self.blocks = zip(*self.box.named_children(), strict=True)
         prefix = f"{container}." if container else ""
         inside = [
-            Part(f"{prefix}{key}", type(block).__name__)
+            ChainPart(f"{prefix}{key}", type(block).__name__)
             for key, block in zip(self.keys, self.blocks, strict=True)
         ]
-        self.parts = [Part("before"), *inside, Part("behind")]
+        self.parts = [ChainPart("before"), *inside, ChainPart("behind")]
         self.lengths: list[int | None] = []
         self.outputs: list[Output] = []
         self.now = 0  # the part that runs
@@ -274,7 +274,7 @@ class _FakeRun(TorchFunctionMode):
                     f"{self._called(number - 1)}.",
                     "What is computed between two blocks would be computed by no stage.",
                 )
-            if self._sources_in(given[1:]) - {Source(number - 1, is_handed=True)}:
+            if self._sources_in(given[1:]) - {ValueSource(number - 1, is_handed=True)}:
                 raise self._refused(
                     f"{self._called(number)} is given more than the output of "
                     f"{self._called(number - 1)} and what follows from the model's inputs.",
@@ -322,14 +322,16 @@ class _FakeRun(TorchFunctionMode):
         aliases no other.
         """
         return self._put(
-            tensor, Source(self.now, is_handed=True), is_differentiated=is_differentiated
+            tensor, ValueSource(self.now, is_handed=True), is_differentiated=is_differentiated
         )
 
     def _kept(self, tensor: Tensor) -> Tensor:
         """Return what stands for a tensor that a block returns after its first one."""
-        return self._put(tensor, Source(self.now))
+        return self._put(tensor, ValueSource(self.now))
 
-    def _put(self, tensor: Tensor, source: Source, *, is_differentiated: bool = False) -> Tensor:
+    def _put(
+        self, tensor: Tensor, source: ValueSource, *, is_differentiated: bool = False
+    ) -> Tensor:
         found = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )
@@ -340,10 +342,10 @@ class _FakeRun(TorchFunctionMode):
             self._is_new(found)
         return found
 
-    def _source(self) -> Source:
+    def _source(self) -> ValueSource:
         """Return the source of the tensors that are computed now."""
         is_between = not self.is_inside and 0 < self.now <= len(self.blocks)
-        return Source(BETWEEN if is_between else self.now)
+        return ValueSource(BETWEEN if is_between else self.now)
 
     def _sources_in(self, value: Any) -> Sources:
         tensors: list[Tensor] = []
@@ -360,7 +362,7 @@ class _FakeRun(TorchFunctionMode):
         own = self._source().part
         if own in (0, BETWEEN):  # a later part may not use the result
             return
-        foreign = sources - {Source(own), Source(own - 1, is_handed=True)}
+        foreign = sources - {ValueSource(own), ValueSource(own - 1, is_handed=True)}
         if not foreign:
             return
         part, is_handed = min(foreign)

@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..activations.offload import mark_held
 from ..base.errors import UsageError
 from ..comm.collectives import Comm, propagate_errors
-from .messages import Form, Forms, Inbox, Links, Outbox, form_of
+from .messages import Forms, Inbox, MessageForm, Outbox, StageLinks, form_of
 from .schedule import RECEIVES, SENDS, PipelineSchedule, Program, StageAction, StageActionKind
 from .stage import Received, Stage
 
@@ -111,7 +111,7 @@ class _Held:
 
     received: Received
     edges: list[GradientEdge | None] = field(default_factory=list)
-    form: Form = ()
+    form: MessageForm = ()
     loss: Tensor | None = None
 
 
@@ -122,7 +122,9 @@ class PipelineExecutor:
     states: told when to gather, release, reduce, tie and update.
     """
 
-    def __init__(self, links: Links, stages: Sequence[Stage], states: States | None = None) -> None:
+    def __init__(
+        self, links: StageLinks, stages: Sequence[Stage], states: States | None = None
+    ) -> None:
         self.links = links
         self.rank = links.rank
         self.stages = {stage.index: stage for stage in stages}
@@ -381,7 +383,7 @@ class _Step:
             stage, StageActionKind.RECV_B
         )[1]
 
-    def _take(self, stage: int, kind: StageActionKind) -> tuple[Form, tuple[Tensor, ...]]:
+    def _take(self, stage: int, kind: StageActionKind) -> tuple[MessageForm, tuple[Tensor, ...]]:
         lane = self._lanes[stage, kind]
         if not lane.inbox:
             self._post(lane)

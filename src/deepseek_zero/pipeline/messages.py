@@ -55,15 +55,15 @@ class TensorForm(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-Form = tuple[TensorForm, ...]
+MessageForm = tuple[TensorForm, ...]
 
 
-def form_of(tensors: Sequence[Tensor]) -> Form:
+def form_of(tensors: Sequence[Tensor]) -> MessageForm:
     """The form of a message."""
     return tuple(TensorForm(tuple(each.shape), each.dtype, each.requires_grad) for each in tensors)
 
 
-class Links:
+class StageLinks:
     """The communicators of one pipeline rank with its neighbours, by (rank of stage g, rank of
     stage g + 1).
     """
@@ -116,7 +116,7 @@ class Outbox:
         self._under_way: list[list[Pending]] = [[] for _ in range(slots)]
         self._next = 0
 
-    def send(self, tensors: Sequence[Tensor], what: str, header: Form | None = None) -> None:
+    def send(self, tensors: Sequence[Tensor], what: str, header: MessageForm | None = None) -> None:
         """Send tensors, behind a header if one is given.  Waits only for the message that used this
         slot before.
         """
@@ -164,7 +164,7 @@ class _Posted(NamedTuple):
     """A receive under way.  form: None: it is in the header."""
 
     what: str
-    form: Form | None
+    form: MessageForm | None
     header: Tensor | None
     boxes: list[Tensor]
     pending: list[Pending]
@@ -189,7 +189,7 @@ class Inbox:
         """
         return not self._posted or self._posted[-1].form is not None
 
-    def post(self, form: Form | None, what: str) -> None:
+    def post(self, form: MessageForm | None, what: str) -> None:
         """Start to receive a message.  form: None: it travels before it."""
         if form is None:
             header = torch.zeros(HEADER_NUMEL, dtype=torch.int64, device=self.comm.device)
@@ -198,7 +198,7 @@ class Inbox:
         else:
             self._posted.append(_Posted(what, form, None, *self._start(form, what)))
 
-    def take(self) -> tuple[Form, tuple[Tensor, ...]]:
+    def take(self) -> tuple[MessageForm, tuple[Tensor, ...]]:
         """Wait for the oldest message that was posted, and return what it holds: memory that nobody
         else writes.
         """
@@ -215,7 +215,7 @@ class Inbox:
             box.view(each.dtype).view(each.shape) for box, each in zip(boxes, form, strict=True)
         )
 
-    def _start(self, form: Form, what: str) -> tuple[list[Tensor], list[Pending]]:
+    def _start(self, form: MessageForm, what: str) -> tuple[list[Tensor], list[Pending]]:
         boxes = [
             torch.empty(each.nbytes, dtype=torch.uint8, device=self.comm.device) for each in form
         ]
@@ -236,28 +236,28 @@ class Forms:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, Hashable], Form] = {}
-        self._seen: dict[tuple[int, Hashable], Form] = {}
-        self._last: dict[int, Form] = {}
+        self._known: dict[tuple[int, Hashable], MessageForm] = {}
+        self._seen: dict[tuple[int, Hashable], MessageForm] = {}
+        self._last: dict[int, MessageForm] = {}
 
-    def seen_in_training(self) -> dict[int, Form]:
+    def seen_in_training(self) -> dict[int, MessageForm]:
         """By stage, the form of what it sent on in the last step that trained."""
         return dict(self._last)
 
-    def known(self, stage: int, key: Hashable) -> Form | None:
+    def known(self, stage: int, key: Hashable) -> MessageForm | None:
         """The form of what a stage sends on; None: it travels with the message.  key: None: it
         always does.
         """
         return None if key is None else self._known.get((stage, key))
 
-    def see(self, stage: int, key: Hashable, form: Form) -> None:
+    def see(self, stage: int, key: Hashable, form: MessageForm) -> None:
         """Note what a header says, for the steps to come."""
         if torch.is_grad_enabled():
             self._last[stage] = form
         if key is not None:
             self._seen[stage, key] = form
 
-    def check(self, stage: int, key: Hashable, form: Form) -> None:
+    def check(self, stage: int, key: Hashable, form: MessageForm) -> None:
         """Raise UsageError if a stage's output is not what the next stage waits for."""
         expected = self.known(stage, key)
         if expected is not None and expected != form:
@@ -283,13 +283,13 @@ class Forms:
         self._seen.clear()
 
 
-def _shown(form: Form) -> str:
+def _shown(form: MessageForm) -> str:
     return ", ".join(
         f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in form
     )
 
 
-def _packed(form: Form, device: torch.device) -> Tensor:
+def _packed(form: MessageForm, device: torch.device) -> Tensor:
     numbers = [len(form)]
     for shape, dtype, is_differentiated in form:
         numbers += [_DTYPES.index(dtype), int(is_differentiated), len(shape), *shape]
@@ -304,7 +304,7 @@ def _packed(form: Form, device: torch.device) -> Tensor:
     )
 
 
-def _unpacked(header: Tensor) -> Form:
+def _unpacked(header: Tensor) -> MessageForm:
     numbers = iter(header.tolist())
     found = []
     for _ in range(next(numbers)):

@@ -29,7 +29,7 @@ _SHAPE_ONLY = {
 BETWEEN = -1  # not a part: tensors that are computed between two blocks
 
 
-class Source(NamedTuple):
+class ValueSource(NamedTuple):
     """What a value was computed from: values inside part number `part`, or the tensor that it
     handed to the next.
     """
@@ -38,7 +38,7 @@ class Source(NamedTuple):
     is_handed: bool = False
 
 
-Sources = frozenset[Source]
+Sources = frozenset[ValueSource]
 NONE: Sources = frozenset()
 
 
@@ -53,7 +53,7 @@ class Origins:
         used: Called with the sources of each operator's tensors before their results get theirs.
     """
 
-    def __init__(self, own: Callable[[], Source], used: Callable[[Sources], None]) -> None:
+    def __init__(self, own: Callable[[], ValueSource], used: Callable[[Sources], None]) -> None:
         self._own = own
         self._used = used
         self._sources: dict[int, Sources] = {}  # by the id of a storage
@@ -81,7 +81,7 @@ class Origins:
         """Return the sources of these tensors."""
         return NONE.union(*(self._sources.get(self._key(each), NONE) for each in tensors))
 
-    def put(self, tensor: Tensor, source: Source) -> None:
+    def put(self, tensor: Tensor, source: ValueSource) -> None:
         """Say that a new tensor has this source and no other."""
         self._sources[self._key(tensor)] = frozenset((source,))
 
@@ -133,7 +133,7 @@ class Origins:
         for key in changed:
             self._write(key, sources, own)
 
-    def _write(self, key: int, sources: Sources, own: Source) -> None:
+    def _write(self, key: int, sources: Sources, own: ValueSource) -> None:
         if key in self._given and own.part != 0:  # stages without this part do not write it
             sources |= {own}
         self._sources[key] = self._sources.get(key, NONE) | sources

@@ -28,7 +28,7 @@ from ..sharding.runtime import Runtime
 from .chain import Chain
 from .executor import PipelineExecutor, StepOutcome
 from .layers import Labelled, LayersStage, LayerStages
-from .messages import Links
+from .messages import StageLinks
 from .schedule import PipelineSchedule, forward_only, make_schedule
 from .sharded_states import ShardedStates
 from .stage import MicroBatch, ModelStage, Stage, cut_chain, take_stages
@@ -121,7 +121,7 @@ class Pipeline:
         own = [stage for stage in staged.stages if isinstance(stage, ModelStage)]
         blocks = {stage.index: stage.cut.blocks_of(stage.index) for stage in own}
         self.states = ShardedStates(runtime, self.ties, blocks)
-        self.executor = PipelineExecutor(Links(world, mesh, table), staged.stages, self.states)
+        self.executor = PipelineExecutor(StageLinks(world, mesh, table), staged.stages, self.states)
         self._pipe = runtime.comm.along.get("pp")
 
     @property

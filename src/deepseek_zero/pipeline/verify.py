@@ -22,7 +22,7 @@ class ScheduleError(DeepSeekZeroError):
 
 
 @dataclass(frozen=True)
-class Span:
+class TimedAction:
     """One computation of one rank, and when."""
 
     rank: int
@@ -32,12 +32,12 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class ScheduleTimes:
     """A schedule with a clock.  bubble: idle time over useful time, of the rank that is busiest.
     most_gathered: by rank, the most virtual stages whose weights are gathered at once.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[TimedAction, ...]
     seconds: float
     bubble: float
     most_gathered: tuple[int, ...]
@@ -61,19 +61,19 @@ def simulate(
     forward: float | Sequence[float] = 1.0,
     backward: float | Sequence[float] = 2.0,
     transfer: float = 0.0,
-) -> Timeline:
+) -> ScheduleTimes:
     """Say when each computation runs.  forward, backward: seconds of one micro-batch in a stage, or
     in each of them.
     transfer: seconds of one message.  ScheduleError where ranks wait for each other.
     """
-    spans: list[Span] = []
+    spans: list[TimedAction] = []
     seconds = _walk(schedule, forward, backward, transfer, spans)
     busy = [0.0] * schedule.ranks
     for span in spans:
         busy[span.rank] += span.end - span.start
     useful = max(busy)
     gathered = tuple(_most_gathered(program) for program in schedule.programs)
-    return Timeline(tuple(spans), seconds, seconds / useful - 1 if useful else 0.0, gathered)
+    return ScheduleTimes(tuple(spans), seconds, seconds / useful - 1 if useful else 0.0, gathered)
 
 
 def _fail(what: str, why: str) -> ScheduleError:
@@ -266,7 +266,7 @@ def _walk(
     forward: float | Sequence[float],
     backward: float | Sequence[float],
     transfer: float,
-    spans: list[Span] | None,
+    spans: list[TimedAction] | None,
 ) -> float:
     """Run all programs together and return when the last one ends; ScheduleError where they wait in
     a ring.
@@ -301,7 +301,7 @@ def _walk(
             if kind in COMPUTES:
                 end = now + cost[kind][action.stage]
                 if spans is not None:
-                    spans.append(Span(rank, action, now, end))
+                    spans.append(TimedAction(rank, action, now, end))
                 now = end
             elif kind is StageActionKind.TIE:
                 at_tie.setdefault(action.stage, now)

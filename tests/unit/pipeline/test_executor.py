@@ -16,7 +16,7 @@ from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.pipeline.chain import find_chain
 from deepseek_zero.pipeline.executor import NoStates, PipelineExecutor
-from deepseek_zero.pipeline.messages import Links, matchings
+from deepseek_zero.pipeline.messages import StageLinks, matchings
 from deepseek_zero.pipeline.schedule import PipelineSchedule, forward_only, make_schedule
 from deepseek_zero.pipeline.stage import Cut, MicroBatch, cut_chain, take_stages
 from deepseek_zero.pipeline.ties import Ties
@@ -74,7 +74,7 @@ def pipelined(
         model = make()
         cut = cut_of(schedule.stages, make)
         executor = PipelineExecutor(
-            Links(rank.comm, mesh, schedule),
+            StageLinks(rank.comm, mesh, schedule),
             take_stages(model, cut, schedule.stages_of(rank.index)),
         )
         for _ in range(steps):
@@ -184,7 +184,7 @@ def test_a_shape_that_was_not_announced_is_an_error_on_both_sides() -> None:
         model = gpt()
         stages = take_stages(model, cut_of(2), schedule.stages_of(rank.index))
         executor = PipelineExecutor(
-            Links(rank.comm, Mesh(pp=2).on_world(rank.size, rank.index), schedule), stages
+            StageLinks(rank.comm, Mesh(pp=2).on_world(rank.size, rank.index), schedule), stages
         )
         executor.run(schedule, [given(each) for each in batches], keys=["alike", "alike"])
         shorter = [given(each) for each in micro_batches(2, (1, 1))]
@@ -204,7 +204,7 @@ def test_what_is_known_travels_without_a_header() -> None:
         model = gpt()
         stages = take_stages(model, cut_of(2), schedule.stages_of(rank.index))
         executor = PipelineExecutor(
-            Links(rank.comm, Mesh(pp=2).on_world(rank.size, rank.index), schedule), stages
+            StageLinks(rank.comm, Mesh(pp=2).on_world(rank.size, rank.index), schedule), stages
         )
         sent = []
         for _ in range(2):
@@ -231,7 +231,7 @@ def test_evaluation_runs_forwards_alone() -> None:
         model = gpt()
         stages = take_stages(model, cut_of(4), schedule.stages_of(rank.index))
         executor = PipelineExecutor(
-            Links(rank.comm, Mesh(pp=2).on_world(rank.size, rank.index), schedule), stages
+            StageLinks(rank.comm, Mesh(pp=2).on_world(rank.size, rank.index), schedule), stages
         )
         found = executor.run(
             schedule, [MicroBatch((each.tokens,)) for each in batches], keeps_outputs=True
@@ -314,7 +314,7 @@ def test_tied_weights_are_summed_in_the_order_of_stages(
                     }
                 )
 
-        executor = PipelineExecutor(Links(rank.comm, mesh, schedule), stages, Summing())
+        executor = PipelineExecutor(StageLinks(rank.comm, mesh, schedule), stages, Summing())
         found = executor.run(schedule, [given(each) for each in batches])
         grads = {key: param.grad for key, param in model.named_parameters()}
         for key, grad in grads.items():
@@ -351,7 +351,7 @@ def test_an_error_in_one_stage_reaches_the_others() -> None:
 
             stages[0].forward = broken  # type: ignore[method-assign]
         mesh = Mesh(pp=3).on_world(rank.size, rank.index)
-        PipelineExecutor(Links(rank.comm, mesh, schedule), stages).run(
+        PipelineExecutor(StageLinks(rank.comm, mesh, schedule), stages).run(
             schedule, [given(b) for b in micro_batches(4)]
         )
 
@@ -365,7 +365,7 @@ def test_the_number_of_micro_batches_is_the_schedules() -> None:
         model = gpt()
         stages = take_stages(model, cut_of(1), [0])
         mesh = Mesh().on_world(1, 0)
-        PipelineExecutor(Links(rank.comm, mesh, schedule), stages).run(
+        PipelineExecutor(StageLinks(rank.comm, mesh, schedule), stages).run(
             schedule, [given(b) for b in micro_batches(3)]
         )
 

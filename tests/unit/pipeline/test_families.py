@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.pipeline.chain import ChainError, find_chain
 from deepseek_zero.pipeline.executor import PipelineExecutor
-from deepseek_zero.pipeline.messages import Links
+from deepseek_zero.pipeline.messages import StageLinks
 from deepseek_zero.pipeline.schedule import make_schedule
 from deepseek_zero.pipeline.stage import Cut, MicroBatch, cut_chain, take_stages
 from tests.in_process import Rank, run_ranks
@@ -122,7 +122,7 @@ def test_unmodified_models_have_the_bits_of_one_process(family: str, ranks: int)
         own = copy.deepcopy(model)
         mesh = Mesh(pp=ranks).on_world(rank.size, rank.index)
         executor = PipelineExecutor(
-            Links(rank.comm, mesh, schedule), take_stages(own, cut, [rank.index])
+            StageLinks(rank.comm, mesh, schedule), take_stages(own, cut, [rank.index])
         )
         outcome = executor.run(schedule, [sample(micro) for micro in range(MANY)])
         return outcome.losses, {

@@ -22,7 +22,7 @@ from deepseek_zero.pipeline.layers import (
     LayerStages,
     TiedLayerSpec,
 )
-from deepseek_zero.pipeline.messages import Links
+from deepseek_zero.pipeline.messages import StageLinks
 from deepseek_zero.pipeline.schedule import make_schedule
 from deepseek_zero.pipeline.ties import Ties
 from tests.in_process import Rank, run_ranks
@@ -113,7 +113,9 @@ def test_a_list_of_layers_has_the_bits_of_one_process(stages: int, interval: int
                     {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
                 )
 
-        executor = PipelineExecutor(Links(rank.comm, mesh, schedule), [LayersStage(own)], Summing())
+        executor = PipelineExecutor(
+            StageLinks(rank.comm, mesh, schedule), [LayersStage(own)], Summing()
+        )
         outcome = executor.run(schedule, [batch(micro) for micro in range(MANY)])
         return outcome.losses, {
             name: param.grad for name, param in own.named_parameters() if param.grad is not None

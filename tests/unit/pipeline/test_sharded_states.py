@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.pipeline.chain import find_chain
 from deepseek_zero.pipeline.executor import PipelineExecutor
-from deepseek_zero.pipeline.messages import Links
+from deepseek_zero.pipeline.messages import StageLinks
 from deepseek_zero.pipeline.schedule import make_schedule
 from deepseek_zero.pipeline.sharded_states import ShardedStates
 from deepseek_zero.pipeline.stage import Cut, MicroBatch, cut_chain, take_stages
@@ -84,7 +84,7 @@ def train(
     blocks = {each.index: cut.blocks_of(each.index) for each in stages}
     states = ShardedStates(runtime, None, blocks)
     most = watch_gathered(states)
-    executor = PipelineExecutor(Links(rank.comm, mesh, schedule), stages, states)
+    executor = PipelineExecutor(StageLinks(rank.comm, mesh, schedule), stages, states)
     losses, norms = [], []
     for step in range(STEPS):
         batches = [batch_of(step, micro, mesh.data_index) for micro in range(MANY)]
@@ -171,7 +171,7 @@ def test_tied_weights_under_every_stage(stage: int, name: str, virtual: int) -> 
         )
         optimizer = optimizer_over(runtime, OPTIMIZERS["adamw"])
         executor = PipelineExecutor(
-            Links(rank.comm, mesh, schedule), stages, ShardedStates(runtime, ties)
+            StageLinks(rank.comm, mesh, schedule), stages, ShardedStates(runtime, ties)
         )
         norms = []
         for step in range(STEPS):
@@ -253,7 +253,7 @@ def test_the_loss_scale_and_the_accumulation_are_applied_once_over_all_stages() 
         runtime = sharded(rank, model, Mesh(pp=3), stage=1, accumulation=MANY, reduces_once=True)
         runtime.loss_factor.scaler = LossScaler.static(scale) if scale != 1.0 else None
         executor = PipelineExecutor(
-            Links(rank.comm, mesh, schedule), stages, ShardedStates(runtime)
+            StageLinks(rank.comm, mesh, schedule), stages, ShardedStates(runtime)
         )
         given = [batch_of(0, micro, 0) for micro in range(MANY)]
         executor.run(
