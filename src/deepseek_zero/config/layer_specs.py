@@ -117,10 +117,10 @@ def _parts(shape: Any, kind: str) -> int | tuple[int, ...] | None:
     return parts if isinstance(parts, int) else tuple(parts)
 
 
-Rule = tuple[str, str, int | tuple[int, ...], tuple[str, ...]]
+LayerRule = tuple[str, str, int | tuple[int, ...], tuple[str, ...]]
 
 
-def layer_rules(found: Mapping[str, Any] | None) -> tuple[Rule, ...]:
+def layer_rules(found: Mapping[str, Any] | None) -> tuple[LayerRule, ...]:
     """Return the rules of a `partition_config` that was checked: pattern, what becomes of the
     layer, parts, and the `model_type` of each model that it is for (none: of all).
     """

@@ -28,7 +28,7 @@ class Fused:
 
 
 @dataclass(frozen=True)
-class Rule:
+class StyleRule:
     """A pattern that the end of a module's name matches, and the style of such modules."""
 
     pattern: str
@@ -41,45 +41,45 @@ class Rule:
 
 
 _BERT = (
-    Rule(r"attention\.self\.(query|key|value)", "column"),
-    Rule(r"attention\.output\.dense", "row"),
-    Rule(r"intermediate\.dense", "column"),
-    Rule(r"output\.dense", "row"),
+    StyleRule(r"attention\.self\.(query|key|value)", "column"),
+    StyleRule(r"attention\.output\.dense", "row"),
+    StyleRule(r"intermediate\.dense", "column"),
+    StyleRule(r"output\.dense", "row"),
 )
 _OPT = (
-    Rule(r"self_attn\.(q|k|v)_proj", "column"),
-    Rule(r"self_attn\.out_proj", "row"),
-    Rule(r"fc1", "column"),
-    Rule(r"fc2", "row"),
+    StyleRule(r"self_attn\.(q|k|v)_proj", "column"),
+    StyleRule(r"self_attn\.out_proj", "row"),
+    StyleRule(r"fc1", "column"),
+    StyleRule(r"fc2", "row"),
 )
-FAMILIES: dict[str, tuple[Rule, ...]] = {  # by the config's model_type
+FAMILIES: dict[str, tuple[StyleRule, ...]] = {  # by the config's model_type
     "gpt2": (
-        Rule(r"attn\.c_attn", "column", Fused("blocks", 3)),
-        Rule(r"attn\.c_proj", "row"),
-        Rule(r"mlp\.c_fc", "column"),
-        Rule(r"mlp\.c_proj", "row"),
+        StyleRule(r"attn\.c_attn", "column", Fused("blocks", 3)),
+        StyleRule(r"attn\.c_proj", "row"),
+        StyleRule(r"mlp\.c_fc", "column"),
+        StyleRule(r"mlp\.c_proj", "row"),
     ),
     "gpt_neox": (
-        Rule(r"attention\.query_key_value", "column", Fused("interleaved", 3)),
-        Rule(r"attention\.dense", "row"),
-        Rule(r"mlp\.dense_h_to_4h", "column"),
-        Rule(r"mlp\.dense_4h_to_h", "row"),
+        StyleRule(r"attention\.query_key_value", "column", Fused("interleaved", 3)),
+        StyleRule(r"attention\.dense", "row"),
+        StyleRule(r"mlp\.dense_h_to_4h", "column"),
+        StyleRule(r"mlp\.dense_4h_to_h", "row"),
     ),
     "opt": _OPT,
     "bert": _BERT,
     "roberta": _BERT,
     "electra": _BERT,
     "distilbert": (
-        Rule(r"attention\.(q|k|v)_lin", "column"),
-        Rule(r"attention\.out_lin", "row"),
-        Rule(r"ffn\.lin1", "column"),
-        Rule(r"ffn\.lin2", "row"),
+        StyleRule(r"attention\.(q|k|v)_lin", "column"),
+        StyleRule(r"attention\.out_lin", "row"),
+        StyleRule(r"ffn\.lin1", "column"),
+        StyleRule(r"ffn\.lin2", "row"),
     ),
     "gptj": (
-        Rule(r"attn\.(q|k|v)_proj", "column"),
-        Rule(r"attn\.out_proj", "row"),
-        Rule(r"mlp\.fc_in", "column"),
-        Rule(r"mlp\.fc_out", "row"),
+        StyleRule(r"attn\.(q|k|v)_proj", "column"),
+        StyleRule(r"attn\.out_proj", "row"),
+        StyleRule(r"mlp\.fc_in", "column"),
+        StyleRule(r"mlp\.fc_out", "row"),
     ),
 }
 ALIASES = {"gpt-neox": "gpt_neox", "gpt2": "gpt2", "gpt-2": "gpt2", "gpt-j": "gptj"}
@@ -95,8 +95,8 @@ REFUSED: dict[str, str] = {
     "mt5": "its relative position bias is made for all heads in the first block",
 }
 
-NAMES: tuple[Rule, ...] = (
-    Rule(r"(q|k|v|query|key|value|wq|wk|wv|q_proj|k_proj|v_proj)", "column"),
-    Rule(r"(up|gate|up_proj|gate_proj|fc1|w1|w3|wi|wi_0|wi_1)", "column"),
-    Rule(r"(o|o_proj|out_proj|wo|down|down_proj|fc2|w2)", "row"),
+NAMES: tuple[StyleRule, ...] = (
+    StyleRule(r"(q|k|v|query|key|value|wq|wk|wv|q_proj|k_proj|v_proj)", "column"),
+    StyleRule(r"(up|gate|up_proj|gate_proj|fc1|w1|w3|wi|wi_0|wi_1)", "column"),
+    StyleRule(r"(o|o_proj|out_proj|wo|down|down_proj|fc2|w2)", "row"),
 )

@@ -32,7 +32,7 @@ class _Enough(Exception):
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """The arguments of one call of a module."""
 
     args: tuple[Any, ...]
@@ -40,7 +40,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Holder:
+class RegionHolder:
     """The smallest module that holds all split layers of one or more regions, without values.
 
     names: of all modules of this kind; the first one is examined. template: a copy of it,
@@ -100,7 +100,7 @@ class Holder:
 # -- which modules
 
 
-def holders_of(model: nn.Module, plan: ParallelPlan) -> list[Holder]:
+def holders_of(model: nn.Module, plan: ParallelPlan) -> list[RegionHolder]:
     """Return one holder for each kind of module around split layers."""
     named: dict[str, nn.Module] = dict(model.named_modules())
     found: dict[str, list[tuple[list[Choice], Choice]]] = {}
@@ -112,7 +112,7 @@ def holders_of(model: nn.Module, plan: ParallelPlan) -> list[Holder]:
             found.setdefault(_callable(named, adapted_common([*columns, row])), []).append(
                 (columns, row)
             )
-    kinds: dict[Any, Holder] = {}
+    kinds: dict[Any, RegionHolder] = {}
     for name, regions in found.items():
         inside = tuple(each for each in found if is_inside(each, name))
         key = _kind_of(named[name], _layers_in(plan, name))
@@ -185,7 +185,7 @@ def _holder(
     name: str,
     regions: Sequence[tuple[list[Choice], Choice]],
     inside: tuple[str, ...],
-) -> Holder:
+) -> RegionHolder:
     module = model.get_submodule(name)
     prefix = f"{name}." if name else ""
     parents = {parent_of(each) for columns, _ in regions for each in columns}
@@ -220,7 +220,7 @@ def _holder(
     }
     template = _template(name, module)
     vectors = {key: value.clone() for key, value in vectors.items()}
-    return Holder(
+    return RegionHolder(
         [name],
         template,
         members,
@@ -279,20 +279,20 @@ def _template(name: str, module: nn.Module) -> nn.Module:
 # -- arguments
 
 
-def calls_in(model: nn.Module, names: Sequence[str]) -> dict[str, Call]:
+def calls_in(model: nn.Module, names: Sequence[str]) -> dict[str, ModuleCall]:
     """Return the calls of these modules in a forward of the model on its `dummy_inputs`; fewer if
     that fails.
 
     A copy of the model runs on tensors without values.
     """
     example = getattr(model, "dummy_inputs", None)
-    calls: dict[str, Call] = {}
+    calls: dict[str, ModuleCall] = {}
     if not isinstance(example, Mapping) or not names:
         return calls
 
     def seen(name: str) -> Callable[..., None]:
         def look(module: nn.Module, args: Any, kwargs: Any) -> None:
-            calls.setdefault(name, Call(*without_caches((args, kwargs))))
+            calls.setdefault(name, ModuleCall(*without_caches((args, kwargs))))
             if len(calls) == len(names):
                 raise _Enough
 
@@ -323,7 +323,7 @@ def calls_in(model: nn.Module, names: Sequence[str]) -> dict[str, Call]:
     return calls
 
 
-def simple_call(holder: Holder) -> Call | None:
+def simple_call(holder: RegionHolder) -> ModuleCall | None:
     """Return made-up arguments for a module that takes one tensor, as feed-forward layers do."""
     parameters = inspect.signature(holder.template.forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -335,7 +335,7 @@ def simple_call(holder: Holder) -> Call | None:
     first = next(each for each in holder.members.values() if each.style == "column")
     if len(needed) != 1:
         return None
-    return Call((torch.empty(ROWS, TOKENS, widths_of(first)[1], device="meta"),), {})
+    return ModuleCall((torch.empty(ROWS, TOKENS, widths_of(first)[1], device="meta"),), {})
 
 
 def without_caches(value: Any) -> Any:
@@ -347,7 +347,7 @@ def without_caches(value: Any) -> Any:
     return tuple(map(without_caches, value)) if type(value) is tuple else value
 
 
-def small_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def small_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleCall:
     """Return arguments of fewer rows and tokens, where these are told from other dimensions by
     their sizes.
     """
@@ -360,7 +360,7 @@ def small_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     map_inputs((args, kwargs), look)
     hidden = next((each for each in given if each.is_floating_point() and each.dim() >= 2), None)
     if hidden is None:
-        return Call(args, kwargs)
+        return ModuleCall(args, kwargs)
     tokens = hidden.shape[-2]
     rows = hidden.shape[0] if hidden.dim() > 2 else 0
     made: dict[int, Tensor] = {}
@@ -380,4 +380,4 @@ def small_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
                 tensor = tensor.narrow(dim, 0, MOST_TOKENS)
         return tensor.requires_grad_(requires_grad)
 
-    return Call(*map_inputs((args, kwargs), less))
+    return ModuleCall(*map_inputs((args, kwargs), less))

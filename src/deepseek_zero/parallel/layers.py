@@ -25,7 +25,7 @@ from .streams import Streams, align_generators
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerPart:
     """What a layer is over the ranks of an axis.
 
     name: its module's. transposed: its weight is (in, out). gathers: a column layer's outputs are
@@ -74,7 +74,7 @@ class Axis(Protocol):
 
     def look_up(self, layer: Layer, ids: Tensor) -> Tensor: ...
 
-    def own_columns(self, logits: Tensor, part: Part) -> list[tuple[int, Tensor]]:
+    def own_columns(self, logits: Tensor, part: LayerPart) -> list[tuple[int, Tensor]]:
         """Return, for each rank that computes here, the number of its first word and its columns of
         split logits.
         """
@@ -91,7 +91,7 @@ class Layer(nn.Module):
     """A layer that is a part.  Never made: modules take one of its subclasses as their class."""
 
     axis: Axis
-    part: Part
+    part: LayerPart
     weight: Tensor
     bias: Tensor | None
     padding_idx: int | None
@@ -120,7 +120,7 @@ class Vocabulary(nn.Embedding, Layer):
         return self.axis.look_up(self, ids)
 
 
-def become(module: nn.Module, kind: type[Layer], axis: Axis, part: Part) -> None:
+def become(module: nn.Module, kind: type[Layer], axis: Axis, part: LayerPart) -> None:
     """Make a module a part: its class changes, nothing else does."""
     module.__class__ = _mixed(type(module), kind)
     layer = cast(Layer, module)
@@ -191,7 +191,7 @@ class TensorAxis:
         found = look_up(layer.weight, layer.part, self.group.index, ids, layer.padding_idx)
         return leave(found, self.group, layer.part.name)
 
-    def own_columns(self, logits: Tensor, part: Part) -> list[tuple[int, Tensor]]:
+    def own_columns(self, logits: Tensor, part: LayerPart) -> list[tuple[int, Tensor]]:
         return [(sum(part.widths[: self.group.index]), logits)]
 
     def all_gather(self, rows: Sequence[Tensor], what: str) -> list[Tensor]:
@@ -277,7 +277,7 @@ class _Entered:
 
 
 def look_up(
-    weight: Tensor, part: Part, coordinate: int, ids: Tensor, padding: int | None
+    weight: Tensor, part: LayerPart, coordinate: int, ids: Tensor, padding: int | None
 ) -> Tensor:
     """Return one rank's summand of an embedding: its own rows, zero for the others'. ids: as the
     whole table counts.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..base.errors import UsageError
-from .layers import Axis, Part
+from .layers import Axis, LayerPart
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -41,7 +41,7 @@ class Terms:
 
 
 def split_cross_entropy(
-    logits: Tensor, targets: Tensor, axis: Axis, part: Part, terms: Terms | None = None
+    logits: Tensor, targets: Tensor, axis: Axis, part: LayerPart, terms: Terms | None = None
 ) -> Tensor:
     """Return the cross entropy of split logits, in fp32: equal on every rank. Collective; waits.
 
@@ -188,7 +188,7 @@ class SplitLoss:
     """
 
     def __init__(
-        self, axis: Axis, part: Part, whole: Callable[..., Tensor], *, is_causal: bool
+        self, axis: Axis, part: LayerPart, whole: Callable[..., Tensor], *, is_causal: bool
     ) -> None:
         self.axis = axis
         self.part = part
@@ -229,7 +229,7 @@ CAUSAL = "ForCausalLMLoss"
 MASKED = "ForMaskedLMLoss"
 
 
-def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: Part) -> bool:
+def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: LayerPart) -> bool:
     """Make a transformers model compute its training loss from split logits; return whether it is
     one that can.
 

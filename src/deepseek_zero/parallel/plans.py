@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from ..base.errors import NotBuiltError, UsageError, shown
 from ..planner.split import Ranges, Split, came_cut, refuse_other_cuts
 from .families import ALIASES, FAMILIES, NAMES, REFUSED, Fused, Style
-from .layers import Part
-from .token_shards import Stretch, find_stretch
+from .layers import LayerPart
+from .token_shards import ShardedBlocks, find_stretch
 
 HEAD_DIM = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "d_kv")
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
@@ -104,7 +104,7 @@ class Choice:
     style: Style
     source: str
     fused: Fused | None = None
-    part: Part | None = None
+    part: LayerPart | None = None
     region: str = ""
 
     @property
@@ -137,7 +137,7 @@ class ParallelPlan:
     attributes: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
     attentions: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)  # layers that stay whole, and why
-    stretch: Stretch | None = None
+    stretch: ShardedBlocks | None = None
     why_whole: str = ""
     grain: int = 1
     unproven: list[Any] = field(default_factory=list)
@@ -742,12 +742,12 @@ def _is_attention(model: nn.Module, column: Choice) -> bool:
 # -- splits
 
 
-def _part(choice: Choice, dim: int, ranges: tuple[Ranges, ...]) -> Part:
+def _part(choice: Choice, dim: int, ranges: tuple[Ranges, ...]) -> LayerPart:
     """dim: 0 cuts the outputs, 1 the inputs."""
     transposed = is_transposed(choice.module)
     shape = tuple(weight_of(choice.module).shape)
     weight = Split("split", shape, 1 - dim if transposed else dim, ranges)
-    return Part(
+    return LayerPart(
         choice.name,
         weight,
         transposed,

@@ -44,8 +44,8 @@ from ..base.nested import map_inputs, map_tensors
 from ..planner.split import Split
 from .cuts import cut, taken
 from .holders import (
-    Call,
-    Holder,
+    ModuleCall,
+    RegionHolder,
     calls_in,
     holders_of,
     is_inside,
@@ -93,7 +93,7 @@ def prove(model: nn.Module, plan: ParallelPlan) -> None:
     """
     holders = holders_of(model, plan)
     calls = calls_in(model, [holder.names[0] for holder in holders])
-    examined: list[tuple[Holder, dict[str, Split]]] = []
+    examined: list[tuple[RegionHolder, dict[str, Split]]] = []
     for holder in holders:
         call = calls.get(holder.names[0]) or simple_call(holder)
         if call is None:
@@ -121,14 +121,14 @@ def watch(model: nn.Module, plan: ParallelPlan) -> None:
         _watch(model.get_submodule(holder.names[0]), holder, dict(plan.splits))
 
 
-def _watch(module: nn.Module, holder: Holder, splits: Mapping[str, Split]) -> None:
+def _watch(module: nn.Module, holder: RegionHolder, splits: Mapping[str, Split]) -> None:
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hook.remove()
         try:
             found = examine(holder, small_copy(args, kwargs), splits)
         except Unproven:
             try:
-                found = examine(holder, Call(args, kwargs), splits)
+                found = examine(holder, ModuleCall(args, kwargs), splits)
             except Unproven as error:
                 _refuse_unproven(holder, error)
                 return
@@ -197,7 +197,7 @@ class _Bench:
     """Runs one module with random values, whole and as each rank would."""
 
     def __init__(
-        self, holder: Holder, call: Call, device: torch.device, dtype: torch.dtype
+        self, holder: RegionHolder, call: ModuleCall, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.holder = holder
         self.device = device
@@ -214,8 +214,8 @@ class _Bench:
         self._inputs = {
             widths_of(each)[1] for each in holder.members.values() if each.style == "column"
         }
-        self._call = Call(*map_inputs((call.args, call.kwargs), self._argument))
-        self._call = Call(*without_caches((self._call.args, self._call.kwargs)))
+        self._call = ModuleCall(*map_inputs((call.args, call.kwargs), self._argument))
+        self._call = ModuleCall(*without_caches((self._call.args, self._call.kwargs)))
 
     def random(self, shape: Sequence[int]) -> Tensor:
         made: Tensor = torch.randn(tuple(shape), generator=self._generator)
@@ -439,7 +439,9 @@ def _first_float(output: Any) -> Tensor | None:
 # -- the proof
 
 
-def examine(holder: Holder, call: Call, splits: Mapping[str, Split]) -> dict[str, Split]:
+def examine(
+    holder: RegionHolder, call: ModuleCall, splits: Mapping[str, Split]
+) -> dict[str, Split]:
     """Return how a module's own parameters are split along the axis, by name in it. Local.
 
     Args:
@@ -483,8 +485,8 @@ def _in_thread(work: Callable[[], T]) -> T:
 
 
 def _examine_on(
-    holder: Holder,
-    call: Call,
+    holder: RegionHolder,
+    call: ModuleCall,
     splits: Mapping[str, Split],
     device: torch.device,
     dtype: torch.dtype,
@@ -548,7 +550,7 @@ def _run_rank(bench: _Bench, rank: int, cuts: Mapping[str, Split]) -> _Seen:
         raise _Fails(f"its forward fails with {brief(error)}") from error
 
 
-def _ways(holder: Holder) -> Iterator[dict[str, Split]]:
+def _ways(holder: RegionHolder) -> Iterator[dict[str, Split]]:
     """Yield cuts of the module's own parameters per head or per column: none of them, all, then
     some.
     """
@@ -620,7 +622,7 @@ def _is_near(bench: _Bench, found: Tensor, expected: Tensor) -> bool:
 
 def _kind(
     bench: _Bench,
-    holder: Holder,
+    holder: RegionHolder,
     name: str,
     whole: Tensor,
     parts: Sequence[Tensor],
@@ -655,11 +657,11 @@ def _kind(
 
 
 def _refuse_shared_parameters(
-    model: nn.Module, examined: Sequence[tuple[Holder, dict[str, Split]]]
+    model: nn.Module, examined: Sequence[tuple[RegionHolder, dict[str, Split]]]
 ) -> None:
     """Raise NotBuiltError if modules share a parameter that each of them splits differently."""
     found: dict[
-        tuple[int, str], tuple[Holder, Split]
+        tuple[int, str], tuple[RegionHolder, Split]
     ] = {}  # by module that has it, and its name there
     for holder, splits in examined:
         for of in holder.names:
@@ -682,7 +684,7 @@ def _refuse_shared_parameters(
                 )
 
 
-def _take_splits(plan: ParallelPlan, holder: Holder, found: Mapping[str, Split]) -> None:
+def _take_splits(plan: ParallelPlan, holder: RegionHolder, found: Mapping[str, Split]) -> None:
     """Record in a plan how the own parameters of all modules of this kind are split."""
     sharded = plan.stretch.norms if plan.stretch is not None else ()
     for of in holder.names:
@@ -693,7 +695,7 @@ def _take_splits(plan: ParallelPlan, holder: Holder, found: Mapping[str, Split])
                 plan.splits[name] = split
 
 
-def _refused(holder: Holder, why: str) -> NotBuiltError:
+def _refused(holder: RegionHolder, why: str) -> NotBuiltError:
     own = [
         name for name in holder.own_parameters() if name.rpartition(".")[0] not in holder.members
     ]
@@ -709,7 +711,7 @@ def _refused(holder: Holder, why: str) -> NotBuiltError:
     )
 
 
-def _refuse_unproven(holder: Holder, error: Unproven) -> None:
+def _refuse_unproven(holder: RegionHolder, error: Unproven) -> None:
     """Raise NotBuiltError for a module that could not be examined; only warn if the configuration
     names its layers.
     """

@@ -25,7 +25,7 @@ from .sequence import SequenceGroup
 
 # (query, key, value, mask) -> (samples, tokens, heads, width); mask: (query tokens, key tokens),
 # True where seen
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def zigzag(index: int, ranks: int) -> tuple[int, int]:
@@ -35,7 +35,7 @@ def zigzag(index: int, ranks: int) -> tuple[int, int]:
 
 def attend_gathered(
     group: SequenceGroup,
-    kernel: Kernel,
+    kernel: AttentionKernel,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -68,7 +68,7 @@ def attend_gathered(
 
 def _blocks(
     group: SequenceGroup,
-    kernel: Kernel,
+    kernel: AttentionKernel,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -30,7 +30,7 @@ from .apply import has_dropout
 from .sequence import SequenceAttention, SequenceGroup, exchange, spread
 from .sequence_gather import attend_gathered, zigzag
 
-Attention = Literal["ulysses", "all_gather"]
+AttentionMethod = Literal["ulysses", "all_gather"]
 IGNORED = -100  # the label of a token that no loss counts
 # Names of classes that compute one prediction per token and the mean of the losses.
 _PER_TOKEN = (
@@ -58,12 +58,12 @@ class SequenceSettings:
     weighs. spares_eval: in evaluation every rank computes alone, on whole sequences.
     """
 
-    attention: Literal["auto"] | Attention = "auto"
+    attention: Literal["auto"] | AttentionMethod = "auto"
     weighs_loss: bool = True
     spares_eval: bool = False
 
 
-def places_of(attention: Attention, coordinate: int, ranks: int) -> tuple[int, ...]:
+def places_of(attention: AttentionMethod, coordinate: int, ranks: int) -> tuple[int, ...]:
     """Return which equal chunks of a sequence a rank has, ascending, of ranks times as many as it
     has.
     """
@@ -74,7 +74,7 @@ def own_tokens(
     batch: Mapping[str, Any],
     coordinate: int,
     ranks: int,
-    attention: Attention = "ulysses",
+    attention: AttentionMethod = "ulysses",
     *,
     shifts: bool = True,
 ) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def share_sequences(
 
 def choose_attention(
     model: nn.Module, ranks: int, tp: int, settings: SequenceSettings
-) -> Attention:
+) -> AttentionMethod:
     """Return how attention of this model sees other ranks' tokens; NotBuiltError where it
     cannot.
     """
@@ -165,7 +165,7 @@ def choose_attention(
         "all_gather": _against_gathers(config, core),
     }
     always = _against_sharing(model, config, core)
-    ways: tuple[Attention, ...] = (
+    ways: tuple[AttentionMethod, ...] = (
         ("ulysses", "all_gather") if settings.attention == "auto" else (settings.attention,)
     )
     for way in ways:
@@ -311,7 +311,7 @@ class _Shared:
     """What one model's forwards and attention use."""
 
     def __init__(
-        self, model: nn.Module, comm: Comm, settings: SequenceSettings, attention: Attention
+        self, model: nn.Module, comm: Comm, settings: SequenceSettings, attention: AttentionMethod
     ) -> None:
         self.group = SequenceGroup(comm)
         self.settings = settings

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .sequence import SequenceAttention
-from .sequence_model import Attention, SequenceSettings, choose_attention, heads_of
+from .sequence_model import AttentionMethod, SequenceSettings, choose_attention, heads_of
 
 ROW_BYTES = 16  # a rank's loss and how many tokens it is of, in float64
 # Of models whose keys and values are of two widths
@@ -25,7 +25,7 @@ class SequenceTraffic(NamedTuple):
     known.  layers: of attention.  row_bytes: that it sends for the loss of a micro-batch.
     """
 
-    attention: Attention | str
+    attention: AttentionMethod | str
     layer_bytes: int | None
     layers: int = 0
     row_bytes: int = 0

@@ -30,7 +30,7 @@ OFF = 'leave tensor_parallel.sequence out, or say "sequence": false.'
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ShardedBlocks:
     """The blocks of a model between which activations are sharded, by name.
 
     blocks: in order. attentions: modules that hold an attention's column layers. norms: layers that
@@ -44,7 +44,7 @@ class Stretch:
 
 def find_stretch(
     model: nn.Module, styles: Mapping[str, str], attentions: Sequence[str], unknown: Collection[str]
-) -> Stretch:
+) -> ShardedBlocks:
     """Return where activations can be sharded. Pure.
 
     styles: what layers become, by name. attentions: modules that hold an attention's column layers;
@@ -91,7 +91,7 @@ def find_stretch(
             if any(name.startswith(f"{attention}.") for attention in attentions):
                 raise _refused(name, "it stands between an attention's input and its projections")
             norms.append(name)
-    return Stretch(blocks, tuple(attentions), tuple(norms))
+    return ShardedBlocks(blocks, tuple(attentions), tuple(norms))
 
 
 def _container(model: nn.Module, regions: Sequence[str]) -> str:
@@ -118,7 +118,7 @@ def _refused(name: str, why: str) -> NotBuiltError:
     )
 
 
-def shard_tokens(model: nn.Module, stretch: Stretch, axis: TensorAxis) -> None:
+def shard_tokens(model: nn.Module, stretch: ShardedBlocks, axis: TensorAxis) -> None:
     """Have a model that is cut shard its activations in training, by hooks. Its forwards are
     collective anyway.
     """

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from ..planner.split import Split
 from .cuts import blocks, join, ordered
 from .functions import Entry, column, flat, product, row_gradients
-from .layers import Layer, Part, Row, _cast, _Entered, _version, cast_for_autocast, look_up
+from .layers import Layer, LayerPart, Row, _cast, _Entered, _version, cast_for_autocast, look_up
 from .streams import Streams
 
 
@@ -156,7 +156,7 @@ class VirtualAxis:
             ]
         )
 
-    def own_columns(self, logits: Tensor, part: Part) -> list[tuple[int, Tensor]]:
+    def own_columns(self, logits: Tensor, part: LayerPart) -> list[tuple[int, Tensor]]:
         starts = [ranges[0][0] for ranges in part.outputs.ranges]
         return list(zip(starts, blocks(logits, part.outputs), strict=True))
 

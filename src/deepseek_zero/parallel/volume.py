@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .layers import Part
+from .layers import LayerPart
 from .loss import loss_owner
 from .plans import Choice, ParallelPlan, ParallelSettings, weight_of
 
@@ -146,5 +146,5 @@ def traffic_of(
     return found
 
 
-def _own(part: Part, coordinate: int) -> int:
+def _own(part: LayerPart, coordinate: int) -> int:
     return part.widths[coordinate]

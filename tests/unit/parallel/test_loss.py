@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.parallel.apply import parallelize
 from deepseek_zero.parallel.group import TensorGroup
-from deepseek_zero.parallel.layers import Part, TensorAxis
+from deepseek_zero.parallel.layers import LayerPart, TensorAxis
 from deepseek_zero.parallel.loss import Terms, split_cross_entropy
 from deepseek_zero.parallel.virtual import VirtualAxis
 from deepseek_zero.planner.split import Split
@@ -29,7 +29,7 @@ from tests.unit.parallel.tiny import (
 )
 
 WORDS, TOKENS = 11, 6
-PART = Part("head", Split("split", (WORDS, 4), 0, (((0, 4),), ((4, 8),), ((8, 11),))))
+PART = LayerPart("head", Split("split", (WORDS, 4), 0, (((0, 4),), ((4, 8),), ((8, 11),))))
 
 
 def values() -> tuple[Tensor, Tensor]:
