@@ -21,13 +21,13 @@ from ..planner.split import Ranges, Split
 
 READ_NUMEL = 1 << 24  # elements that are read at once
 
-Parts = Iterator[tuple[int, Tensor]]  # (position, flat values)
+PlacedValues = Iterator[tuple[int, Tensor]]  # (position, flat values)
 # Of the elements [start, stop) of something
 FlatRead = Callable[[int, int], Iterable[tuple[int, Tensor]]]
 
 
 @dataclass(frozen=True)
-class Part:
+class ParamPart:
     """Of a parameter of that shape these ranges of dimension `dim`, one after another, and all of
     its other dimensions.
 
@@ -39,7 +39,7 @@ class Part:
     ranges: Ranges
 
     @classmethod
-    def of(cls, split: Split | None, coordinate: int) -> Part | None:
+    def of(cls, split: Split | None, coordinate: int) -> ParamPart | None:
         """Return what the rank at a coordinate along "tp" holds; None where that is the whole
         parameter.
         """
@@ -52,7 +52,7 @@ class Part:
         return cls(split.shape, split.dim, split.ranges[coordinate])
 
     @classmethod
-    def whole(cls, shape: Shape) -> Part:
+    def whole(cls, shape: Shape) -> ParamPart:
         """Return the part that is a whole parameter of that shape."""
         return cls(shape, 0, ((0, shape[0]),) if shape else ())
 
@@ -80,7 +80,7 @@ class Part:
         return [list(self.shape), self.dim, [list(each) for each in self.ranges]]
 
     @classmethod
-    def from_json(cls, values: list[Any]) -> Part:
+    def from_json(cls, values: list[Any]) -> ParamPart:
         """Return the part that a manifest has."""
         shape, dim, ranges = values
         return cls(tuple(shape), dim, tuple((start, stop) for start, stop in ranges))
@@ -111,7 +111,7 @@ class Box:
         return self.at + sum((here - low) * stride for here, low, stride in steps)
 
 
-def boxes_of(part: Part, start: int, stop: int) -> list[Box]:
+def boxes_of(part: ParamPart, start: int, stop: int) -> list[Box]:
     """Return elements [start, stop) of a part, in its own order, as boxes of the whole parameter;
     padding is left out.
 
@@ -144,7 +144,7 @@ def boxes_of(part: Part, start: int, stop: int) -> list[Box]:
     return found
 
 
-def first_gap(parts: Sequence[Part]) -> int | None:
+def first_gap(parts: Sequence[ParamPart]) -> int | None:
     """Return the first index, of the dimension that parts of one parameter are cut along, that none
     of them has.
     """
@@ -174,7 +174,7 @@ def copy_shared(
                 _strided(filled, size, here.strides, here.place(low)).fill_(True)
 
 
-def read_part(part: Part, start: int, stop: int, read: FlatRead) -> Parts:
+def read_part(part: ParamPart, start: int, stop: int, read: FlatRead) -> PlacedValues:
     """Yield (position, flat values) of the elements [start, stop) of a part, with zeros for padding
     among them.
 

@@ -35,7 +35,7 @@ from ..base.log import log_once
 from ..comm.collectives import Comm
 from . import files
 from .format import LATEST, MANIFEST, NEWEST, Manifest, checked_tag
-from .layouts import SLICES, Layout, is_checkpoint, layout_of
+from .layouts import SLICES, CheckpointLayout, is_checkpoint, layout_of
 from .lockstep import run_and_gather
 from .staging import STAGING_LOCK
 from .verify import NO_FILES, Fault, FileSubset, check_headers, verify
@@ -74,7 +74,7 @@ class CheckpointInfo:
         return self.manifest is not None and not self.faults
 
     @property
-    def layout(self) -> Layout | None:
+    def layout(self) -> CheckpointLayout | None:
         """Return the layout that its folder has now; None where it is gone.  Looks at the disk."""
         return layout_of(self.folder)
 

@@ -36,7 +36,7 @@ from .hf_folder import (
     write_index,
 )
 from .lockstep import run_and_gather
-from .piece import Piece, persistent_buffers, whole_names
+from .piece import ModelPiece, persistent_buffers, whole_names
 from .safetensors_file import SafetensorsWriter, TensorInfo, cast, dtype_name, dtype_named, run_of
 from .staging import StagedOutput
 from .state import exact_extents
@@ -145,7 +145,7 @@ class WholeModel:
 
 def _held(runtime: Runtime, settings: ExportSettings) -> list[TensorInfo]:
     """List what `_own_values` yields: whole shapes, and the dtypes they come in."""
-    piece = Piece.of(runtime)
+    piece = ModelPiece.of(runtime)
     found = list[TensorInfo]()
     for group in runtime.groups:
         if group.trainable or not settings.exclude_frozen:
@@ -169,7 +169,7 @@ def _own_values(
     """Yield (name, start, flat values) of these tensors, which the ranks of this stage hold, joined
     over "tp". Collective among them.
     """
-    piece = Piece.of(runtime)
+    piece = ModelPiece.of(runtime)
     tp = runtime.comm.along.get("tp")
     for group in runtime.groups:
         members = [member for member in group.members if piece.name(member) in names]

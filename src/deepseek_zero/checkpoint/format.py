@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import CheckpointError, brief
-from .boxes import Part
+from .boxes import ParamPart
 from .numpy_values import ARRAY, from_plain, is_storable, to_plain
 from .safetensors_file import dtype_named
 
@@ -94,7 +94,7 @@ class SavedChunk:
     stop: int
     rank: int
     crc: int | None = None  # zlib's CRC-32 of its bytes in the file; None: nobody has it
-    part: Part | None = None
+    part: ParamPart | None = None
 
     def to_json(self) -> list[Any]:
         """Return the chunk as a manifest has it: its fields in their order, without a part where it
@@ -106,7 +106,7 @@ class SavedChunk:
     @classmethod
     def from_json(cls, values: list[Any]) -> SavedChunk:
         """Return the chunk that a manifest has."""
-        part = Part.from_json(values[7]) if len(values) > 7 else None
+        part = ParamPart.from_json(values[7]) if len(values) > 7 else None
         return replace(cls(*values[:7]), part=part)
 
     @property

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError, brief
 from . import files
-from .boxes import Part, read_part
+from .boxes import ParamPart, read_part
 from .safetensors_file import SafetensorsReader, TensorInfo
 
 STEM = "model"
@@ -150,7 +150,7 @@ class SafetensorsFolder:
                 self.shapes[name] = location.shape
 
     def read(
-        self, name: str, start: int, stop: int, part: Part | None = None
+        self, name: str, start: int, stop: int, part: ParamPart | None = None
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield (position, flat values) parts of the elements [start, stop) of a tensor, or of a
         part of it: mapped and one, where the tensor is whole.

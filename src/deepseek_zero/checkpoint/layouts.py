@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError
 from ..base.plugins import CHECKPOINT_LAYOUTS, contributions
-from .boxes import Part
+from .boxes import ParamPart
 from .contents import Contents, Loaded, LoadSettings, SaveSettings
 from .format import MANIFEST, WEIGHT, FileRecord, Manifest
 from .hf_folder import INDEX, STEM, SafetensorsFolder, safetensors_files
@@ -30,7 +30,7 @@ from .safetensors_file import RUN_KEY, dtype_name, read_header
 from .torch_file import read_state_dict, torch_records
 
 # Kind, name, key, and elements [start, stop) of a part
-StateRange = tuple[str, str, str, int, int, Part | None]
+StateRange = tuple[str, str, str, int, int, ParamPart | None]
 
 
 class StateReader(Protocol):
@@ -50,14 +50,14 @@ class StateReader(Protocol):
         ...
 
     def read(
-        self, kind: str, name: str, key: str, start: int, stop: int, part: Part | None = None
+        self, kind: str, name: str, key: str, start: int, stop: int, part: ParamPart | None = None
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield (position, flat values) parts of the elements [start, stop), in order; each is
         valid until the next is asked for.  CheckpointError if some are missing.
         """
         ...
 
-    def whole(self, name: str, key: str, part: Part | None = None) -> Tensor:
+    def whole(self, name: str, key: str, part: ParamPart | None = None) -> Tensor:
         """Read an optimizer state with a shape of its own.  CheckpointError where the layout has
         none of that part.
         """
@@ -87,7 +87,7 @@ class OpenCheckpoint:
         }
 
 
-class Layout(ABC):
+class CheckpointLayout(ABC):
     """One way to lay out a checkpoint.  has_states: it holds optimizer states and counters, not
     weights alone.
     """
@@ -102,7 +102,7 @@ class Layout(ABC):
         """
 
 
-class SlicesLayout(Layout):
+class SlicesLayout(CheckpointLayout):
     """This library's own layout, which read.py, verify.py, save.py and load.py implement."""
 
     name = "slices"
@@ -112,7 +112,7 @@ class SlicesLayout(Layout):
         return (path / MANIFEST).exists() or any(path.glob("rank_*.safetensors"))
 
 
-class ForeignLayout(Layout):
+class ForeignLayout(CheckpointLayout):
     """A layout without a manifest of ours.  Errors of its methods are CheckpointErrors."""
 
     @abstractmethod
@@ -278,11 +278,11 @@ class WeightsReader:
         return []
 
     def read(
-        self, kind: str, name: str, key: str, start: int, stop: int, part: Part | None = None
+        self, kind: str, name: str, key: str, start: int, stop: int, part: ParamPart | None = None
     ) -> Iterator[tuple[int, Tensor]]:
         return self.files.read(name, start, stop, part)
 
-    def whole(self, name: str, key: str, part: Part | None = None) -> Tensor:
+    def whole(self, name: str, key: str, part: ParamPart | None = None) -> Tensor:
         raise CheckpointError(f"'{name}' has no state '{key}': an export holds weights alone.")
 
     def of_rank(self, name: str, rank: int) -> Tensor:
@@ -294,10 +294,10 @@ class WeightsReader:
 SLICES = SlicesLayout()
 SAFETENSORS = SafetensorsLayout()
 TORCH = TorchLayout()
-_registered: list[Layout] = []
+_registered: list[CheckpointLayout] = []
 
 
-def register_layout(layout: Layout) -> None:
+def register_layout(layout: CheckpointLayout) -> None:
     """Have a layout recognised from now on, in this process; nothing where one of its name is
     known.
     """
@@ -305,7 +305,7 @@ def register_layout(layout: Layout) -> None:
         _registered.append(layout)
 
 
-def known_layouts() -> Sequence[Layout]:
+def known_layouts() -> Sequence[CheckpointLayout]:
     """Return all layouts, in the order in which a path is compared with them: folders of states
     before weights.
 
@@ -315,12 +315,12 @@ def known_layouts() -> Sequence[Layout]:
     return [SLICES, *_registered, SAFETENSORS, TORCH]
 
 
-def layout_of(path: Path) -> Layout | None:
+def layout_of(path: Path) -> CheckpointLayout | None:
     """Return the layout of one checkpoint or export; None where the path is neither."""
     return next((layout for layout in known_layouts() if layout.is_at(path)), None)
 
 
-def layout_named(name: str) -> Layout:
+def layout_named(name: str) -> CheckpointLayout:
     """Return the layout of that name.  CheckpointError where none is registered."""
     found = next((layout for layout in known_layouts() if layout.name == name), None)
     if found is None:

@@ -50,7 +50,7 @@ from .format import (
 )
 from .layouts import StateRange, StateReader
 from .lockstep import run_and_gather
-from .piece import Piece, names_of_all, persistent_buffers, predecessor
+from .piece import ModelPiece, names_of_all, persistent_buffers, predecessor
 from .read import CheckpointReader, client_of_rank, plain_values
 from .rng import restore_rng
 from .safetensors_file import dtype_name, dtype_named
@@ -211,7 +211,7 @@ def _restore_own_states(
     is_same = manifest.mesh == dict(zip(AXES, runtime.plan.mesh.sizes, strict=True))
     own = [chunk for chunk in saved if is_same and chunk.rank == runtime.comm.whole.rank]
     reader = CheckpointReader(folder, own, stack)
-    piece = Piece.of(runtime)
+    piece = ModelPiece.of(runtime)
     known = 0
     for group in runtime.trained_groups:
         name, lies = place_of(group, piece)
@@ -244,7 +244,7 @@ def check(
 
     names: of the whole model's parameters (`names_of_all`).
     """
-    piece = Piece.of(contents.runtime)
+    piece = ModelPiece.of(contents.runtime)
     own = {
         piece.name(member): (list(piece.shape(member)), group.trainable)
         for group in contents.runtime.groups
@@ -386,7 +386,7 @@ def weight_ranges(reader: StateReader, contents: Contents) -> Iterator[StateRang
     """Yield the elements of weights that this rank holds, in the order in which `restore_weights`
     reads them.
     """
-    piece = Piece.of(contents.runtime)
+    piece = ModelPiece.of(contents.runtime)
     for group in contents.runtime.groups:
         for member in group.members:
             if reader.has(WEIGHT, piece.name(member)):
@@ -401,7 +401,7 @@ def moment_ranges(reader: StateReader, optimizer: ShardedOptimizer) -> Iterator[
     """Yield the elements of moments that this rank holds, in the order in which `read_states` reads
     them.
     """
-    piece = Piece.of(optimizer.runtime)
+    piece = ModelPiece.of(optimizer.runtime)
     for _, shard in _shards_by_group(optimizer):
         overlaps = list(shard.overlaps())
         for key in _moment_keys(reader, overlaps, piece):
@@ -423,7 +423,7 @@ def _shards_by_group(optimizer: ShardedOptimizer) -> list[tuple[int, MasterShard
     return sorted(enumerate(optimizer.shards()), key=lambda item: order[id(item[1].group)])
 
 
-def _moment_keys(reader: StateReader, overlaps: list[ParamOverlap], piece: Piece) -> list[str]:
+def _moment_keys(reader: StateReader, overlaps: list[ParamOverlap], piece: ModelPiece) -> list[str]:
     names = [piece.name(member_of(overlap)) for overlap in overlaps]
     return list(dict.fromkeys(key for name in names for key in reader.keys(MOMENT, name)))
 
@@ -434,7 +434,7 @@ def restore_weights(reader: StateReader, contents: Contents) -> None:
 
     Weights with a master follow in `ParamGroup.refresh`.
     """
-    piece = Piece.of(contents.runtime)
+    piece = ModelPiece.of(contents.runtime)
     for group in contents.runtime.groups:
         for member in group.members:
             if reader.has(WEIGHT, piece.name(member)):
@@ -445,7 +445,7 @@ def restore_weights(reader: StateReader, contents: Contents) -> None:
 
 
 def _write_replica(
-    reader: StateReader, weight: WeightDifferences, member: ParamInfo, piece: Piece
+    reader: StateReader, weight: WeightDifferences, member: ParamInfo, piece: ModelPiece
 ) -> None:
     """Write this rank's part of a weight that follows its master by differences; the master's cast
     where none was saved.
@@ -607,7 +607,7 @@ def split_as_saved(
     parameter's name to the kinds of its moments.
     """
 
-    piece = Piece.of(optimizer.runtime)
+    piece = ModelPiece.of(optimizer.runtime)
 
     def saved(overlap: ParamOverlap) -> tuple[dict[str, Any], frozenset[str]]:
         name = piece.name(member_of(overlap))
@@ -620,7 +620,7 @@ def restore_delayed_gradients(reader: StateReader, optimizer: ShardedOptimizer) 
     """Write the gradients whose update comes a step late; the trainer's own values say whether one
     is due.
     """
-    piece = Piece.of(optimizer.runtime)
+    piece = ModelPiece.of(optimizer.runtime)
     for group in optimizer.runtime.trained_groups:
         known = [
             number
@@ -645,7 +645,7 @@ def _shard_state(
 ) -> dict[str, Any]:
     """Read the inner optimizer's state of one shard: moments, states of other shapes, counters."""
     overlaps = list(shard.overlaps())
-    piece = Piece.of(shard.group.runtime())
+    piece = ModelPiece.of(shard.group.runtime())
     state: dict[str, Any] = {}
     for key in _moment_keys(reader, overlaps, piece):
         state[key] = _moment(reader, shard, overlaps, piece, key, before.get(key))
@@ -661,7 +661,7 @@ def _moment(
     reader: StateReader,
     shard: MasterShard,
     overlaps: list[ParamOverlap],
-    piece: Piece,
+    piece: ModelPiece,
     key: str,
     before: Any,
 ) -> Tensor:

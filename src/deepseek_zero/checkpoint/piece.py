@@ -21,7 +21,7 @@ from ..planner.rows import rows_of
 from ..planner.split import split_of
 from ..sharding.group import ParamInfo
 from ..sharding.runtime import Runtime
-from .boxes import Part, Parts
+from .boxes import ParamPart, PlacedValues
 from .format import Manifest
 from .layouts import StateRange, StateReader
 from .lockstep import run_and_gather
@@ -32,7 +32,7 @@ SAME_NAMES = "_zero_same_names"
 
 
 @dataclass(frozen=True)
-class Piece:
+class ModelPiece:
     """The piece of the model that one rank holds.  coordinate: along "tp".
 
     names: by its name here, the first name that the whole model has for a parameter; what is left
@@ -44,7 +44,7 @@ class Piece:
     coordinate: int
 
     @classmethod
-    def of(cls, runtime: Runtime) -> Piece:
+    def of(cls, runtime: Runtime) -> ModelPiece:
         """Return the piece that a rank's wrapped model is."""
         names = runtime.model.__dict__.get(OWN_NAMES) or {}
         return cls(names, runtime.plan.mesh.coordinates["tp"])
@@ -53,9 +53,9 @@ class Piece:
         """Return a parameter's first name in the whole model."""
         return self.names.get(member.name, member.name)
 
-    def part(self, member: ParamInfo) -> Part | None:
+    def part(self, member: ParamInfo) -> ParamPart | None:
         """Return what this rank holds of a parameter; None where that is all of it."""
-        return Part.of(split_of(member.param), self.coordinate)
+        return ParamPart.of(split_of(member.param), self.coordinate)
 
     def shape(self, member: ParamInfo) -> Shape:
         """Return the shape of the whole parameter."""
@@ -77,7 +77,7 @@ class Piece:
 
     def read(
         self, reader: StateReader, kind: str, member: ParamInfo, key: str, start: int, stop: int
-    ) -> Parts:
+    ) -> PlacedValues:
         """Yield (position, flat values) of elements [start, stop) of a parameter's state here."""
         at = self.start(member)
         for low, values in reader.read(*self.range_of(kind, member, key, start, stop)):
@@ -152,7 +152,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def names_of(runtime: Runtime) -> list[str]:
     """Return the first names of the parameters that this rank's stage has."""
-    piece = Piece.of(runtime)
+    piece = ModelPiece.of(runtime)
     return [piece.name(member) for group in runtime.groups for member in group.members]
 
 
@@ -165,7 +165,7 @@ def frozen_names(runtime: Runtime) -> frozenset[str]:
     """Return the names in the whole model's state dict of parameters that are not trained.
     Collective in the world.
     """
-    piece = Piece.of(runtime)
+    piece = ModelPiece.of(runtime)
     members = [member for group in runtime.groups for member in group.members]
     own = [piece.name(member) for member in members if not member.param.requires_grad]
     frozen = _of_all(runtime, own, "what all stages do not train")

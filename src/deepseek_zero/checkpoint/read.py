@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError
 from ..base.given import refuse_url
-from .boxes import READ_NUMEL, Part, boxes_of, copy_shared
+from .boxes import READ_NUMEL, ParamPart, boxes_of, copy_shared
 from .catalogue import is_single_checkpoint, latest_tag
 from .format import (
     BUFFER,
@@ -63,7 +63,7 @@ class CheckpointReader:
         self.folder = folder
         self._stack = stack
         self._verifies = verifies
-        self._chunks: dict[tuple[str, str, str], dict[Part | None, list[SavedChunk]]] = {}
+        self._chunks: dict[tuple[str, str, str], dict[ParamPart | None, list[SavedChunk]]] = {}
         self._keys: dict[tuple[str, str], dict[str, None]] = {}
         self._files: dict[str, SafetensorsReader] = {}
         self._prefetched: Iterator[ReadPart] = iter(())
@@ -96,7 +96,7 @@ class CheckpointReader:
         self._head = next(coming, None)
 
     def read(
-        self, kind: str, name: str, key: str, start: int, stop: int, part: Part | None = None
+        self, kind: str, name: str, key: str, start: int, stop: int, part: ParamPart | None = None
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield (position, flat values) parts of the elements [start, stop) of a part of a
         parameter, in order, each valid until the next is asked for.  CheckpointError if some are
@@ -124,7 +124,7 @@ class CheckpointReader:
             )
 
     def _put_together(
-        self, kind: str, name: str, key: str, start: int, stop: int, part: Part | None
+        self, kind: str, name: str, key: str, start: int, stop: int, part: ParamPart | None
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield elements of a part out of chunks of other parts, with zeros for padding."""
         saved = self._chunks.get((kind, name, key), {})
@@ -133,7 +133,7 @@ class CheckpointReader:
                 self.folder, f"elements {start} to {stop} of '{name}' ({kind} {key})"
             )
         shape = next(each.shape for each in (part, *saved) if each is not None)
-        wanted = part or Part.whole(shape)
+        wanted = part or ParamPart.whole(shape)
         known = list(saved.items())
         dtype = self._location(known[0][1][0]).dtype
         for low in range(start, stop, READ_NUMEL):
@@ -148,7 +148,7 @@ class CheckpointReader:
                         into,
                         to,
                         source,
-                        boxes_of(of or Part.whole(shape), chunk.start, chunk.stop),
+                        boxes_of(of or ParamPart.whole(shape), chunk.start, chunk.stop),
                         filled,
                     )
             if int(filled.sum()) != sum(box.numel for box in to):
@@ -167,7 +167,7 @@ class CheckpointReader:
         cuts = (cut for each in wanted for cut in self._chunks_of(*each))
         return all((low, high) == (chunk.start, chunk.stop) for chunk, low, high in cuts)
 
-    def _is_saved_so(self, kind: str, name: str, key: str, part: Part | None) -> bool:
+    def _is_saved_so(self, kind: str, name: str, key: str, part: ParamPart | None) -> bool:
         """Return whether the chunks of a state have the order of this part: they are read as they
         lie.
         """
@@ -175,7 +175,7 @@ class CheckpointReader:
         return part in saved or not (saved or part)
 
     def _chunks_of(
-        self, kind: str, name: str, key: str, start: int, stop: int, part: Part | None
+        self, kind: str, name: str, key: str, start: int, stop: int, part: ParamPart | None
     ) -> Iterator[tuple[SavedChunk, int, int]]:
         """Yield the chunks that have elements [start, stop) of a part, and which of them, up to the
         first gap.
@@ -216,13 +216,13 @@ class CheckpointReader:
         is_aligned = data.data_ptr() % dtype.itemsize == 0  # other writers' files need not be
         return (data if is_aligned else data.clone()).view(dtype)
 
-    def whole(self, name: str, key: str, part: Part | None = None) -> Tensor:
+    def whole(self, name: str, key: str, part: ParamPart | None = None) -> Tensor:
         """Read an optimizer state with a shape of its own.  CheckpointError where it was saved of
         another part.
         """
         return self.value(WHOLE, name, key, part)
 
-    def value(self, kind: str, name: str, key: str = "", part: Part | None = None) -> Tensor:
+    def value(self, kind: str, name: str, key: str = "", part: ParamPart | None = None) -> Tensor:
         """Read a state that was never cut, in its own shape.  CheckpointError where it was saved of
         another part.
         """
@@ -253,7 +253,7 @@ class CheckpointReader:
         return self._files[chunk.file]
 
 
-def _described(*parts: Part | None) -> str:
+def _described(*parts: ParamPart | None) -> str:
     """Return which part of a parameter is meant, in an error."""
     return ", ".join("the whole parameter" if each is None else str(each) for each in parts)
 

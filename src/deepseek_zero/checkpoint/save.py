@@ -45,7 +45,7 @@ from .format import (
 from .layouts import is_checkpoint
 from .lockstep import run_and_gather
 from .numpy_values import with_python_numbers
-from .piece import Piece, earlier_stages, names_of, persistent_buffers, whole_names
+from .piece import ModelPiece, earlier_stages, names_of, persistent_buffers, whole_names
 from .rng import capture_rng
 from .safetensors_file import dtype_name
 from .staging import StagedOutput
@@ -438,7 +438,7 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
     for unit in runtime.units:
         for number, group in enumerate(unit.groups):
             plan[f"{unit.name}/{number}"] = group.plan.rows()
-    piece = Piece.of(runtime)
+    piece = ModelPiece.of(runtime)
     parameters = {
         piece.name(member): {
             "shape": list(piece.shape(member)),

@@ -29,7 +29,7 @@ from ..sharding.param_group import ParamGroup
 from ..tiers.tier import Extent
 from .contents import Contents
 from .format import DELAYED, INNER, MOMENT, OWN, REPLICA, WEIGHT, WHOLE, SavedChunk
-from .piece import Piece
+from .piece import ModelPiece
 from .safetensors_file import dtype_name
 
 
@@ -88,7 +88,7 @@ def write_groups(
     """
     runtime = contents.runtime
     optimizer = contents.optimizer
-    chunks = Chunks(Piece.of(runtime), runtime.comm.whole.rank, frozenset(elsewhere))
+    chunks = Chunks(ModelPiece.of(runtime), runtime.comm.whole.rank, frozenset(elsewhere))
     yield from (_own_items(group, chunks) for group in runtime.trained_groups)
     if runtime.comm_ctx.outer is not None and runtime.comm_ctx.outer.comm.rank > 0:
         return  # the first replica has written the same
@@ -115,7 +115,7 @@ class Chunks:
     writes.
     """
 
-    piece: Piece
+    piece: ModelPiece
     rank: int
     elsewhere: frozenset[str]
 
@@ -213,7 +213,7 @@ def _elements_of(memory: Tensor, low: int, high: int) -> Tensor:
     return memory[low:high]
 
 
-def place_of(group: ParamGroup, piece: Piece) -> tuple[str, str]:
+def place_of(group: ParamGroup, piece: ModelPiece) -> tuple[str, str]:
     """Return the name under which a rank's own states of a group are saved, and a word that says
     how it lies.
     """
@@ -338,7 +338,7 @@ def optimizer_scalars(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
 
     CheckpointError for one that is neither a number nor a tensor.
     """
-    names = Piece.of(optimizer.runtime).names
+    names = ModelPiece.of(optimizer.runtime).names
     found = dict[str, dict[str, Any]]()
     for shard in optimizer.shards():
         for key, value in optimizer.inner.state.get(shard.param, {}).items():

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError, brief
-from .boxes import Part, read_part
+from .boxes import ParamPart, read_part
 from .format import BUFFER, WEIGHT, FileRecord, Manifest, missing_elements
 from .safetensors_file import dtype_name
 
@@ -105,7 +105,7 @@ def load_mapped(
 
 
 @dataclass(frozen=True)
-class Segment:
+class StorageSegment:
     """The elements of a state from `start` on, flat, where they lie in a mapped file."""
 
     start: int
@@ -119,7 +119,7 @@ class MappedCheckpoint:
     folder: Path
     manifest: Manifest
     plain: dict[str, Any] = field(default_factory=dict)
-    segments: dict[tuple[str, str], dict[str, list[Segment]]] = field(default_factory=dict)
+    segments: dict[tuple[str, str], dict[str, list[StorageSegment]]] = field(default_factory=dict)
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
 
     def add(self, kind: str, name: str, key: str, start: int, values: Tensor) -> None:
@@ -127,7 +127,7 @@ class MappedCheckpoint:
         flat = values.detach().reshape(-1)
         if flat.numel():
             self.segments.setdefault((kind, name), {}).setdefault(key, []).append(
-                Segment(start, flat)
+                StorageSegment(start, flat)
             )
 
     def add_weights(self, state: Mapping[str, Any], leave_out: Collection[str] = ()) -> None:
@@ -159,7 +159,7 @@ class MappedCheckpoint:
         return list(self.segments.get((kind, name), ()))
 
     def read(
-        self, kind: str, name: str, key: str, start: int, stop: int, part: Part | None = None
+        self, kind: str, name: str, key: str, start: int, stop: int, part: ParamPart | None = None
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield (position, flat values) parts of the elements [start, stop), in order;
         CheckpointError if some are missing.
@@ -179,7 +179,7 @@ class MappedCheckpoint:
                 self.folder, f"elements {reached} to {stop} of '{name}' ({kind} {key})"
             )
 
-    def whole(self, name: str, key: str, part: Part | None = None) -> Tensor:
+    def whole(self, name: str, key: str, part: ParamPart | None = None) -> Tensor:
         """Raise CheckpointError: no such layout has optimizer states with a shape of their own."""
         raise CheckpointError(
             f"'{name}' has no state '{key}' with a shape of its own in {self.folder}."

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..base.errors import CheckpointError
-from .boxes import Part, first_gap
+from .boxes import ParamPart, first_gap
 from .format import MANIFEST, MOMENT, WEIGHT, FileRecord, Manifest, SavedChunk
 from .layouts import ForeignLayout, layout_of
 from .readahead import ByteRange, ReadPart, read_ahead
@@ -193,7 +193,7 @@ def _missing_elements(manifest: Manifest) -> Iterator[Fault]:
     wrong.
     """
     excluded = set(manifest.excluded)
-    reached: dict[tuple[str, str, str], dict[Part | None, int]] = {
+    reached: dict[tuple[str, str, str], dict[ParamPart | None, int]] = {
         (WEIGHT, name, ""): {} for name in manifest.parameters if name not in excluded
     }
     for chunk in sorted(manifest.chunks, key=lambda each: each.start):

@@ -28,7 +28,7 @@ from .contents import Contents
 from .hf_folder import SafetensorsFolder
 from .load import replace_states, store_weights, write_weight
 from .lockstep import run_and_gather
-from .piece import Piece, persistent_buffers, state_names, whole_names
+from .piece import ModelPiece, persistent_buffers, state_names, whole_names
 from .safetensors_file import RUN_KEY
 from .verify import ALL_FILES, FileSubset, first_few, raise_faults, verify
 
@@ -57,7 +57,7 @@ def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> N
 
         def match_files() -> str:
             files = SafetensorsFolder(path, stack)
-            piece = Piece.of(runtime)
+            piece = ModelPiece.of(runtime)
             shapes = {
                 piece.name(member): piece.shape(member)
                 for group in runtime.groups
@@ -194,7 +194,7 @@ def match_names(
 
 def _restore(runtime: Runtime, files: SafetensorsFolder, found: Mapping[str, str]) -> str:
     """Write this rank's elements of weights, and buffers whole.  Local."""
-    piece = Piece.of(runtime)
+    piece = ModelPiece.of(runtime)
     with LongWork(
         "reading weights", sum(group.layout.numel for group in runtime.groups), "parameters"
     ) as work:
@@ -219,7 +219,7 @@ def _read_exact(
     name: str,
     group: ParamGroup,
     member: ParamInfo,
-    piece: Piece,
+    piece: ModelPiece,
     start: int,
     stop: int,
 ) -> Iterator[tuple[int, Tensor]]:

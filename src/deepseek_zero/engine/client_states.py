@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..base.errors import UsageError
-from ..checkpoint.boxes import Part, read_part
+from ..checkpoint.boxes import ParamPart, read_part
 from ..optim.updater import MasterShard, ParamOverlap
 from ..planner.layout import Shape
 from ..planner.rows import rows_of
@@ -187,8 +187,8 @@ class ClientStates:
         pieces = read_part(part, 0, part.numel, partial(_read_flat, flat))
         return torch.cat([values for _, values in pieces])
 
-    def _part(self, param: nn.Parameter) -> Part | None:
-        return Part.of(split_of(param), self._coordinate)
+    def _part(self, param: nn.Parameter) -> ParamPart | None:
+        return ParamPart.of(split_of(param), self._coordinate)
 
     def _state_of(self, overlap: ParamOverlap) -> WholeState | None:
         return self._by_param.get(id(_param_of(overlap)))

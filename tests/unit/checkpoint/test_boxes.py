@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deepseek_zero.base.errors import CheckpointError
-from deepseek_zero.checkpoint.boxes import Part, boxes_of, first_gap, read_part
+from deepseek_zero.checkpoint.boxes import ParamPart, boxes_of, first_gap, read_part
 from deepseek_zero.checkpoint.format import WEIGHT, Manifest, SavedChunk
 from deepseek_zero.checkpoint.read import CheckpointReader
 from deepseek_zero.checkpoint.safetensors_file import TensorInfo, encode_header
@@ -53,7 +53,7 @@ def numbered(shape: tuple[int, ...]) -> Tensor:
 def test_each_element_of_a_range_is_in_one_box_and_padding_in_none(split: Split) -> None:
     whole = numbered(split.shape)
     for coordinate in range(len(split.ranges)):
-        part = Part(split.shape, split.dim, split.ranges[coordinate])
+        part = ParamPart(split.shape, split.dim, split.ranges[coordinate])
         local = cut(whole, split, coordinate).reshape(-1)
         for start, stop in itertools.combinations(range(part.numel + 1), 2):
             found = torch.zeros(stop - start)
@@ -68,7 +68,7 @@ def test_each_element_of_a_range_is_in_one_box_and_padding_in_none(split: Split)
 
 
 def test_a_scalar_is_one_box() -> None:
-    (box,) = boxes_of(Part.whole(()), 0, 1)
+    (box,) = boxes_of(ParamPart.whole(()), 0, 1)
     assert (box.size, box.at, box.numel) == ((), 0, 1)
 
 
@@ -85,7 +85,7 @@ def test_a_part_is_read_from_flat_ranges_of_the_whole(split: Split) -> None:
         )
 
     for coordinate in range(len(split.ranges)):
-        part = Part.of(split, coordinate)
+        part = ParamPart.of(split, coordinate)
         assert part is not None
         start, stop = part.numel // 3, part.numel
         found = torch.zeros(stop - start)
@@ -120,7 +120,7 @@ class Saved:
                             start,
                             stop,
                             len(self.chunks),
-                            part=Part.of(split, coordinate),
+                            part=ParamPart.of(split, coordinate),
                         ),
                         local,
                     )
@@ -139,7 +139,7 @@ class Saved:
         return Manifest(2, 3, {}, facts, {}, self.chunks, None, {}, [])
 
 
-def read_all(saved: Saved, part: Part | None, stack: ExitStack, cuts: int = 2) -> Tensor:
+def read_all(saved: Saved, part: ParamPart | None, stack: ExitStack, cuts: int = 2) -> Tensor:
     reader = CheckpointReader(saved.folder, saved.chunks, stack)
     total = saved.whole.numel() if part is None else part.numel
     found = torch.full((total,), float("nan"))
@@ -160,7 +160,7 @@ def test_any_part_is_read_from_any_others(
     saved = Saved(tmp_path, saved_split, slices)
     with ExitStack() as stack:
         for coordinate in range(len(read_split.ranges)):
-            found = read_all(saved, Part.of(read_split, coordinate), stack)
+            found = read_all(saved, ParamPart.of(read_split, coordinate), stack)
             assert torch.equal(found, cut(saved.whole, read_split, coordinate).reshape(-1))
 
 
@@ -183,9 +183,9 @@ def test_the_whole_is_read_from_parts_and_a_gap_is_an_error(
 
 
 def test_a_gap_between_parts_is_found() -> None:
-    parts = [Part((8, 2), 0, ((0, 2), (4, 6))), Part((8, 2), 0, ((6, 8),))]
+    parts = [ParamPart((8, 2), 0, ((0, 2), (4, 6))), ParamPart((8, 2), 0, ((6, 8),))]
     assert first_gap(parts) == 2
-    assert first_gap([*parts, Part((8, 2), 0, ((2, 5),))]) is None
+    assert first_gap([*parts, ParamPart((8, 2), 0, ((2, 5),))]) is None
 
 
 def test_a_manifest_with_parts_has_a_version_of_its_own_and_comes_back(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from deepseek_zero.checkpoint.convert import convert_to_safetensors
 from deepseek_zero.checkpoint.export import ExportSettings, consolidated, export_safetensors
 from deepseek_zero.checkpoint.format import MOMENT, WEIGHT, Manifest
 from deepseek_zero.checkpoint.load import load
-from deepseek_zero.checkpoint.piece import Piece, predecessor
+from deepseek_zero.checkpoint.piece import ModelPiece, predecessor
 from deepseek_zero.checkpoint.read import open_checkpoint
 from deepseek_zero.checkpoint.save import save
 from deepseek_zero.checkpoint.state import Chunks
@@ -259,7 +259,7 @@ def test_random_numbers_go_on_where_the_same_data_are_seen(
 def test_a_rank_knows_which_part_it_has_and_who_writes_it() -> None:
     def body(rank: Rank) -> Any:
         engine = Engine(rank, MESHES["tp4"], 3, "fp32")
-        piece = Piece.of(engine.runtime)
+        piece = ModelPiece.of(engine.runtime)
         chunks = Chunks(piece, rank.index, frozenset({"embed.scale"}))
         return {
             member.name: (

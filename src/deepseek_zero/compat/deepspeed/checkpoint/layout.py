@@ -33,7 +33,7 @@ from ....checkpoint.load import (
     split_as_saved,
 )
 from ....checkpoint.lockstep import run_and_gather
-from ....checkpoint.piece import Piece, names_of_all
+from ....checkpoint.piece import ModelPiece, names_of_all
 from ....checkpoint.read import open_checkpoint
 from ....checkpoint.save import publish, refuse_foreign_files, save
 from ....checkpoint.staging import StagedOutput
@@ -123,7 +123,7 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
     folder = directory / tag
     opened: list[DeepSpeedCheckpoint] = []
     follow_requires_grad(runtime)
-    piece = Piece.of(runtime)
+    piece = ModelPiece.of(runtime)
     trained = frozenset(
         piece.name(member) for group in runtime.trained_groups for member in group.members
     )
