@@ -30,7 +30,7 @@ from ..base.device import backward_id, queue_backward_callback, version_of
 from ..base.memory import PAGE, trim_heap
 from ..base.quantities import format_bytes
 from ..comm.context import ranks_of_this_host
-from ..tiers.tier import CopyEngine, CopyEvent, Extent, Memory, Work, copy_engine_for
+from ..tiers.tier import CopyEngine, CopyEvent, Extent, TierMemory, Work, copy_engine_for
 
 # That the largest checkpoint's inputs are moved in: work for all threads of a disk, little to round
 # up
@@ -51,7 +51,9 @@ class ActivationOffload:
     the old one is kept.
     """
 
-    def __init__(self, open_memory: Callable[[], Memory], checkpoints: int | None = None) -> None:
+    def __init__(
+        self, open_memory: Callable[[], TierMemory], checkpoints: int | None = None
+    ) -> None:
         self._open = open_memory
         self.checkpoints = checkpoints
         self.memory = open_memory()
@@ -397,7 +399,7 @@ class Arena:
     moves at once.
     """
 
-    def __init__(self, memory: Memory, nbytes: int, chunk_bytes: int) -> None:
+    def __init__(self, memory: TierMemory, nbytes: int, chunk_bytes: int) -> None:
         self.nbytes = nbytes
         self.extent = memory.reserve(nbytes, torch.uint8, chunk_bytes, "activations")
         self._taken: list[tuple[int, int]] = []  # [low, high) in bytes, in order

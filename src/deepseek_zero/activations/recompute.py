@@ -28,7 +28,7 @@ from ..comm.collectives import Comm
 from ..sharding.saved_tensor_hooks import others_see
 from ..tiers.disk import Disk, DiskSettings
 from ..tiers.host import HostMemory
-from ..tiers.tier import Extent, Memory, Tier
+from ..tiers.tier import Extent, Tier, TierMemory
 from .offload import ActivationOffload, extract_tensors, insert_tensors
 from .partition import Partition
 from .policy import compiled_contexts, contexts, operators_of
@@ -153,7 +153,7 @@ class _Filled:
         return self.function(*args, **kwargs)
 
 
-def _memory_for(settings: RecomputeSettings) -> Memory:
+def _memory_for(settings: RecomputeSettings) -> TierMemory:
     """Open the memory of a tier. On a CPU device and host share one memory, so both tiers are the
     same; beside a GPU the host's is page-locked.
     """

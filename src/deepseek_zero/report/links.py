@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..base.meter import AWAY, Meter
-from ..tiers.tier import Tier, Tiers, Traffic
+from ..tiers.tier import Tier, Tiers, TransferMeter
 
 NAMES = {Tier.HOST: "host", Tier.NVME: "disk"}
 
@@ -76,7 +76,7 @@ def links_of(tiers: Tiers, meter: Meter) -> list[Link]:
     ]
 
 
-def _link(name: str, resting_bytes: int, moved: Traffic, meter: Meter) -> Link:
+def _link(name: str, resting_bytes: int, moved: TransferMeter, meter: Meter) -> Link:
     steps = meter.clock.steps
     if steps <= 0:
         return Link(name, resting_bytes)

@@ -26,7 +26,7 @@ from ..planner.units import GroupKey
 from ..tiers.budget import DeviceBudget
 from ..tiers.disk import Disk, DiskSettings
 from ..tiers.host import HostMemory
-from ..tiers.tier import Memory, Tier, Tiers
+from ..tiers.tier import Tier, TierMemory, Tiers
 from .buffer import CommContext, Pool
 from .grad_reduction import GradReduction
 from .init import materialise
@@ -141,7 +141,7 @@ def open_tiers(plan: Plan, settings: MemorySettings, comm: Comm, chunk_numel: in
     Raises on every rank where one rank's disk refuses.
     """
     chosen = plan.settings
-    memories = dict[Tier, Memory]()
+    memories = dict[Tier, TierMemory]()
     wanted = {chosen.weight_tier, chosen.state_tier}
     wanted |= {tier for unit in chosen.unit_tiers for tier in (unit.weights, unit.states)}
     if Tier.HOST in wanted:

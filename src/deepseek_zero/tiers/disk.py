@@ -31,13 +31,13 @@ from ..base.capabilities import Capability
 from ..base.errors import StorageError
 from ..base.memory import PAGE, private_pages, return_pages
 from ..base.quantities import format_bytes
-from .tier import COMPLETED, Extent, Traffic, TransferEvent, Work
+from .tier import COMPLETED, Extent, TransferEvent, TransferMeter, Work
 
 # Offsets, lengths and addresses are multiples of PAGE, which every disk in use takes.
 SECTOR = 512  # the least that a disk reads or writes
 
 
-class State(Enum):
+class ChunkState(Enum):
     """The place of a chunk's bytes: memory, the file, or on the way."""
 
     HERE = "here"  # at their address; the file may have older ones
@@ -49,14 +49,17 @@ class State(Enum):
 
 
 MOVES = {
-    (State.HERE, State.LEAVING),
-    (State.HERE, State.AWAY),  # dropped: the file has the same bytes
-    (State.LEAVING, State.AWAY),
-    (State.LEAVING, State.HERE),  # wanted again meanwhile; or the write failed: nothing is lost
-    (State.AWAY, State.ARRIVING),
-    (State.AWAY, State.HERE),  # forgotten: new values are about to come
-    (State.ARRIVING, State.HERE),
-    (State.ARRIVING, State.AWAY),  # the read failed
+    (ChunkState.HERE, ChunkState.LEAVING),
+    (ChunkState.HERE, ChunkState.AWAY),  # dropped: the file has the same bytes
+    (ChunkState.LEAVING, ChunkState.AWAY),
+    (
+        ChunkState.LEAVING,
+        ChunkState.HERE,
+    ),  # wanted again meanwhile; or the write failed: nothing is lost
+    (ChunkState.AWAY, ChunkState.ARRIVING),
+    (ChunkState.AWAY, ChunkState.HERE),  # forgotten: new values are about to come
+    (ChunkState.ARRIVING, ChunkState.HERE),
+    (ChunkState.ARRIVING, ChunkState.AWAY),  # the read failed
 }
 
 
@@ -75,7 +78,7 @@ class Disk:
         self.directory = directory
         self.settings = settings or DiskSettings()
         self.reserved_bytes = 0
-        self.traffic = Traffic()
+        self.traffic = TransferMeter()
         self.lock = threading.Lock()
         self.descriptor, self.is_direct = _open_unnamed(directory)
         self.promises_room = True  # whether the file system sets aside what is reserved
@@ -188,7 +191,7 @@ class Chunk:
         self.piece = piece
         self.offset = offset
         self.what = what
-        self.state = State.HERE
+        self.state = ChunkState.HERE
         self.sum: int | None = None  # of what the file has; None: nothing of it
         self.is_changed = False  # may have other bytes than the file
         self._job: tuple[Future[bool], TransferEvent] | None = (
@@ -205,15 +208,15 @@ class Chunk:
 
     def fetch(self) -> bool:
         """Bring the chunk to memory; return True if that takes time."""
-        if self.state is State.LEAVING and not self._hold():
+        if self.state is ChunkState.LEAVING and not self._hold():
             self.wait()
-        if self.state is State.AWAY:
-            self._start(State.ARRIVING)
-        return self.state is State.ARRIVING
+        if self.state is ChunkState.AWAY:
+            self._start(ChunkState.ARRIVING)
+        return self.state is ChunkState.ARRIVING
 
     def mark_dirty(self) -> None:
         """Note that the chunk is about to be written."""
-        if self.state is State.LEAVING:
+        if self.state is ChunkState.LEAVING:
             self.wait()  # what is on its way must not change
         self.is_changed = True
 
@@ -223,36 +226,36 @@ class Chunk:
 
     def store(self) -> bool:
         """Send the chunk to the file; return True if that takes time."""
-        if self.state is State.ARRIVING:
+        if self.state is ChunkState.ARRIVING:
             self.wait()
-        if self.state is State.HERE:
+        if self.state is ChunkState.HERE:
             self.is_changed, self._is_wanted = False, self._is_kept
-            self._start(State.LEAVING)
-        elif self.state is State.LEAVING and not self._is_kept:
+            self._start(ChunkState.LEAVING)
+        elif self.state is ChunkState.LEAVING and not self._is_kept:
             self._let_leave()
-        return self.state is State.LEAVING
+        return self.state is ChunkState.LEAVING
 
     def evict(self) -> None:
         """Free the pages, after storing what changed."""
         self._is_kept = False
-        if self.state is State.ARRIVING:
+        if self.state is ChunkState.ARRIVING:
             self.wait()
-        if self.state is State.LEAVING:
+        if self.state is ChunkState.LEAVING:
             self._let_leave()
         elif self.is_changed:
             self.store()
-        elif self.state is State.HERE:
+        elif self.state is ChunkState.HERE:
             self._return_pages()
 
     def discard(self) -> None:
         """Drop the values and the pages."""
         self._is_kept = False
-        if self.state in (State.ARRIVING, State.LEAVING):
+        if self.state in (ChunkState.ARRIVING, ChunkState.LEAVING):
             self.wait()
         self.sum = None
         self.is_changed = False
-        if self.state is State.AWAY:
-            self._enter(State.HERE)
+        if self.state is ChunkState.AWAY:
+            self._enter(ChunkState.HERE)
         return_pages(self.piece)
 
     def wait(self) -> None:
@@ -266,16 +269,16 @@ class Chunk:
                 is_here = job.result()
         except StorageError:
             self.is_changed |= not event.is_read
-            self._enter(State.AWAY if event.is_read else State.HERE)
+            self._enter(ChunkState.AWAY if event.is_read else ChunkState.HERE)
             raise
         finally:
             self._is_wanted = self._is_let_go = False
-        self._enter(State.HERE if is_here else State.AWAY)
+        self._enter(ChunkState.HERE if is_here else ChunkState.AWAY)
 
-    def _start(self, state: State) -> None:
+    def _start(self, state: ChunkState) -> None:
         """Give the transfer to a thread."""
         self._enter(state)
-        is_read = state is State.ARRIVING
+        is_read = state is ChunkState.ARRIVING
         event = self.disk.traffic.request(self.what, self.piece.nbytes, is_read=is_read)
         self._job = self.disk.submit(partial(self._read if is_read else self._write, event)), event
 
@@ -297,9 +300,9 @@ class Chunk:
     def _return_pages(self) -> None:
         return_pages(self.piece)
         if self.sum is not None:
-            self._enter(State.AWAY)
+            self._enter(ChunkState.AWAY)
 
-    def _enter(self, state: State) -> None:
+    def _enter(self, state: ChunkState) -> None:
         if (self.state, state) not in MOVES:
             raise AssertionError(f"a chunk of {self.what} cannot go from {self.state} to {state}")
         self.state = state
@@ -342,7 +345,9 @@ class DiskExtent(Extent):
     @property
     def here_bytes(self) -> int:
         """Bytes that have, or may have, pages now."""
-        return sum(chunk.piece.nbytes for chunk in self.chunks if chunk.state is not State.AWAY)
+        return sum(
+            chunk.piece.nbytes for chunk in self.chunks if chunk.state is not ChunkState.AWAY
+        )
 
     def fetch(self, low: int, high: int) -> Work:
         return Transfer.of([chunk for chunk in self._of(low, high) if chunk.fetch()])

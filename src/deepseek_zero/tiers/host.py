@@ -22,7 +22,7 @@ from ..base.memory import PAGE, Slab, private_pages
 from ..base.progress import LongWork
 from ..base.quantities import format_bytes
 from ..kernels.compiler import threads_for
-from .tier import Extent, Traffic
+from .tier import Extent, TransferMeter
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -52,7 +52,7 @@ class HostMemory:
     def __init__(self, *, pinned: bool = False, pieces: Sequence[HostPiece] = ()) -> None:
         self.pinned = pinned
         self.reserved_bytes = 0
-        self.traffic = Traffic()
+        self.traffic = TransferMeter()
         self._pieces = pieces
         self._slabs: dict[bool, Slab] | None = (
             None  # by whether they are locked; None: not mapped yet

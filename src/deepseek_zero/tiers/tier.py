@@ -1,10 +1,11 @@
 """Memories that hold states outside the training device's own, and the copies between them and the
 device.
 
-`Memory` reserves `Extent`s, `Tiers` opens memories.  An extent is a flat tensor at one address for
-as long as it lives. Tiers differ in where its bytes are between uses.  A user calls `fetch` before
-a use, `store` after a change and `evict` after a read; a view that was not fetched is waited for.
-`Traffic` counts what moves, where it moves (disk.py), and on demand records each transfer.
+`TierMemory` reserves `Extent`s, `Tiers` opens memories.  An extent is a flat tensor at one address
+for as long as it lives. Tiers differ in where its bytes are between uses.  A user calls `fetch`
+before a use, `store` after a change and `evict` after a read; a view that was not fetched is waited
+for. `TransferMeter` counts what moves, where it moves (disk.py), and on demand records each
+transfer.
 
 On a CPU `CopyEngine` has nothing to copy across: every call has done its work on return.  Beside an
 accelerator each direction has a stream of its own, so that a copy runs while the device computes.
@@ -101,7 +102,7 @@ class TransferEvent:
         return self.began, self.ended
 
 
-class Traffic:
+class TransferMeter:
     """Counts since `reset`, and a list of transfers while one is recorded.
 
     seconds: time with a transfer under way. waited_seconds: time in which the rank stood and waited
@@ -250,10 +251,10 @@ def read_now(extent: Extent, low: int, high: int) -> Tensor:
     return extent.memory[low:high]
 
 
-class Memory(Protocol):
+class TierMemory(Protocol):
     """One tier of one rank."""
 
-    traffic: Traffic
+    traffic: TransferMeter
     reserved_bytes: int
 
     def capabilities(self) -> list[Capability]:
@@ -287,7 +288,7 @@ class Tiers:
     training device.
     """
 
-    memories: Mapping[Tier, Memory] = field(default_factory=dict)
+    memories: Mapping[Tier, TierMemory] = field(default_factory=dict)
     chunk_numel: int = 1 << 20
     budget: DeviceBudget = field(default_factory=DeviceBudget)
 
@@ -308,7 +309,7 @@ class Tiers:
     def reserve(
         self, tier: Tier, numel: int, dtype: torch.dtype, what: str, *, is_copied: bool = True
     ) -> Extent:
-        """Return a zeroed extent on a tier. is_copied: as `Memory.reserve` takes it."""
+        """Return a zeroed extent on a tier. is_copied: as `TierMemory.reserve` takes it."""
         return self.memories[tier].reserve(
             numel, dtype, self.chunk_numel, what, is_copied=is_copied
         )

@@ -23,9 +23,9 @@ from deepseek_zero.activations.offload import (
 )
 from deepseek_zero.base.errors import OutOfMemoryError, StorageError
 from deepseek_zero.base.memory import PAGE
-from deepseek_zero.tiers.disk import Disk, DiskExtent, State
+from deepseek_zero.tiers.disk import ChunkState, Disk, DiskExtent
 from deepseek_zero.tiers.host import HostMemory
-from deepseek_zero.tiers.tier import Memory
+from deepseek_zero.tiers.tier import TierMemory
 from tests.unit.base.test_memory import resident_bytes
 
 NUMEL = 16 * 1024  # 64 KiB of fp32: sixteen sectors, so that nothing is rounded
@@ -33,7 +33,7 @@ NBYTES = 4 * NUMEL
 
 
 @pytest.fixture(params=["host", "disk"])
-def opening(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Memory]:
+def opening(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], TierMemory]:
     return HostMemory if request.param == "host" else lambda: Disk(tmp_path)
 
 
@@ -63,13 +63,15 @@ def cycle(parking: ActivationOffload, count: int, numel: int = NUMEL) -> int:
 
 def here_bytes(parking: ActivationOffload) -> int:
     """Bytes of parked checkpoints that have pages, or are about to."""
-    return sum(stay.nbytes for stay in parking._stays.values() if state_of(stay) - {State.AWAY})
+    return sum(
+        stay.nbytes for stay in parking._stays.values() if state_of(stay) - {ChunkState.AWAY}
+    )
 
 
-def state_of(stay: OffloadedInputs) -> set[State]:
+def state_of(stay: OffloadedInputs) -> set[ChunkState]:
     extent = stay.place.arena.extent
     if not isinstance(extent, DiskExtent):
-        return {State.HERE}
+        return {ChunkState.HERE}
     return {chunk.state for chunk in extent._of(stay.place.low, stay.place.high)}
 
 
@@ -96,7 +98,7 @@ SHAPES: dict[str, Callable[[], Tensor]] = {
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str
 )
 def test_a_tensor_comes_back_with_its_bytes_shape_strides_and_dtype(
-    shape: str, dtype: torch.dtype, opening: Callable[[], Memory]
+    shape: str, dtype: torch.dtype, opening: Callable[[], TierMemory]
 ) -> None:
     tensor = SHAPES[shape]()
     if dtype != torch.float32:
@@ -118,7 +120,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def test_what_is_taken_can_be_changed_without_harm_and_taken_again(
-    opening: Callable[[], Memory],
+    opening: Callable[[], TierMemory],
 ) -> None:
     parking = ActivationOffload(opening)
     parked = [parking.offload([drawn(seed)]) for seed in range(4)]
@@ -132,11 +134,11 @@ def test_what_is_taken_can_be_changed_without_harm_and_taken_again(
 
 
 def test_the_first_cycle_teaches_the_size_and_after_it_nothing_is_reserved(
-    opening: Callable[[], Memory],
+    opening: Callable[[], TierMemory],
 ) -> None:
     reserved: list[int] = []
 
-    def watched() -> Memory:
+    def watched() -> TierMemory:
         memory = opening()
         reserve = memory.reserve
 
@@ -162,7 +164,7 @@ def test_the_first_cycle_teaches_the_size_and_after_it_nothing_is_reserved(
 
 
 def test_a_given_number_is_reserved_at_once_and_what_is_too_small_grows(
-    opening: Callable[[], Memory],
+    opening: Callable[[], TierMemory],
 ) -> None:
     parking = ActivationOffload(opening, checkpoints=5)
     first = parking.offload([drawn(0)])
@@ -177,7 +179,7 @@ def test_a_given_number_is_reserved_at_once_and_what_is_too_small_grows(
 
 
 def test_sizes_that_divide_by_nothing_leave_a_gap_of_a_sixteenth_and_a_sector(
-    opening: Callable[[], Memory],
+    opening: Callable[[], TierMemory],
 ) -> None:
     parking = ActivationOffload(opening)
     for _ in range(2):
@@ -188,7 +190,9 @@ def test_sizes_that_divide_by_nothing_leave_a_gap_of_a_sixteenth_and_a_sector(
     assert 0 < parking.unused_bytes < 8 * (NBYTES // 16 + 2 * PAGE)
 
 
-def test_any_order_of_ends_reads_right_and_finds_room_again(opening: Callable[[], Memory]) -> None:
+def test_any_order_of_ends_reads_right_and_finds_room_again(
+    opening: Callable[[], TierMemory],
+) -> None:
     """Several forwards in flight, first in first out: the slab stays as large as what is parked at
     once.
     """
@@ -204,7 +208,7 @@ def test_any_order_of_ends_reads_right_and_finds_room_again(opening: Callable[[]
     assert parking.reserved_bytes == parking.memory.reserved_bytes == 9 * NBYTES
 
 
-def test_a_forward_without_a_backward_leaks_no_place(opening: Callable[[], Memory]) -> None:
+def test_a_forward_without_a_backward_leaks_no_place(opening: Callable[[], TierMemory]) -> None:
     parking = ActivationOffload(opening)
     for _ in range(5):
         forgotten = [parking.offload([drawn(seed)]) for seed in range(4)]
@@ -214,7 +218,7 @@ def test_a_forward_without_a_backward_leaks_no_place(opening: Callable[[], Memor
     assert parking.reserved_bytes == 4 * NBYTES
 
 
-def test_a_graph_outlives_the_end_of_its_parking(opening: Callable[[], Memory]) -> None:
+def test_a_graph_outlives_the_end_of_its_parking(opening: Callable[[], TierMemory]) -> None:
     parking = ActivationOffload(opening)
     parked = [parking.offload([drawn(seed)]) for seed in range(4)]
     parking.close()
@@ -223,7 +227,7 @@ def test_a_graph_outlives_the_end_of_its_parking(opening: Callable[[], Memory]) 
         assert_is(parked[seed], seed)
 
 
-def test_an_end_gives_the_memory_up_and_may_come_twice(opening: Callable[[], Memory]) -> None:
+def test_an_end_gives_the_memory_up_and_may_come_twice(opening: Callable[[], TierMemory]) -> None:
     parking = ActivationOffload(opening)
     cycle(parking, 3)
     parking.close()
@@ -272,7 +276,9 @@ def test_what_backward_wants_next_is_on_its_way(tmp_path: Path) -> None:
     for ticket in parking._leaving:
         ticket.wait()
     parked[5].restore()
-    coming = [number for number, stay in parking._stays.items() if state_of(stay) != {State.AWAY}]
+    coming = [
+        number for number, stay in parking._stays.items() if state_of(stay) != {ChunkState.AWAY}
+    ]
     assert coming == [4, 5, 8]  # numbered from 1: the two before the sixth, and the newest
 
 

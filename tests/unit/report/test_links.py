@@ -8,7 +8,7 @@ import pytest
 
 from deepseek_zero.base.meter import AWAY, Meter, PhaseClock
 from deepseek_zero.report.links import links_of
-from deepseek_zero.tiers.tier import Memory, Tier, Tiers, Traffic
+from deepseek_zero.tiers.tier import Tier, TierMemory, Tiers, TransferMeter
 
 
 class Moved:
@@ -16,13 +16,13 @@ class Moved:
 
     def __init__(self) -> None:
         self.reserved_bytes = 7
-        self.traffic = Traffic()
+        self.traffic = TransferMeter()
         self.traffic.read_bytes, self.traffic.written_bytes = 400, 200
         self.traffic.seconds, self.traffic.waited_seconds = 6.0, 1.5
 
 
 def tiers() -> Tiers:
-    return Tiers({Tier.NVME: cast("Memory", Moved())})
+    return Tiers({Tier.NVME: cast("TierMemory", Moved())})
 
 
 def meter(**seconds: float) -> Meter:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from deepseek_zero.base.errors import StorageError
-from deepseek_zero.tiers.disk import Disk, DiskExtent, DiskSettings, State
+from deepseek_zero.tiers.disk import ChunkState, Disk, DiskExtent, DiskSettings
 from deepseek_zero.tiers.tier import Extent
 from tests.unit.base.test_memory import resident_bytes
 
@@ -38,7 +38,7 @@ def filled(
     return extent, values
 
 
-def states(extent: Extent) -> set[State]:
+def states(extent: Extent) -> set[ChunkState]:
     assert isinstance(extent, DiskExtent)
     return {chunk.state for chunk in extent.chunks}
 
@@ -51,7 +51,7 @@ def test_what_was_stored_comes_back_bit_for_bit(disk: Disk, dtype: torch.dtype) 
     values = torch.arange(NUMEL).to(dtype)
     extent.write(0, NUMEL).copy_(values)
     extent.store(0, NUMEL).wait()
-    assert states(extent) == {State.AWAY}
+    assert states(extent) == {ChunkState.AWAY}
     assert torch.equal(extent.write(0, NUMEL), values)
 
 
@@ -82,7 +82,7 @@ def test_what_was_only_read_is_dropped_without_a_write(disk: Disk) -> None:
     disk.traffic.reset()
     extent.read(0, NUMEL)
     extent.evict(0, NUMEL)
-    assert states(extent) == {State.AWAY} and disk.traffic.written_bytes == 0
+    assert states(extent) == {ChunkState.AWAY} and disk.traffic.written_bytes == 0
     assert torch.equal(extent.read(0, NUMEL), values)
 
 
@@ -90,7 +90,7 @@ def test_what_is_kept_is_written_and_stays_until_it_is_dropped(disk: Disk) -> No
     extent, values = filled(disk)
     extent.pin()
     extent.store(0, NUMEL).wait()
-    assert states(extent) == {State.HERE} and disk.traffic.written_bytes > 0
+    assert states(extent) == {ChunkState.HERE} and disk.traffic.written_bytes > 0
     assert extent.fetch(0, NUMEL).is_done() and torch.equal(extent.read(0, NUMEL), values)
     assert disk.traffic.read_bytes == 0
     extent.write(0, CHUNK).add_(1)
@@ -99,11 +99,11 @@ def test_what_is_kept_is_written_and_stays_until_it_is_dropped(disk: Disk) -> No
     moved.wait()
     extent.wait_for_copy()
     extent.evict(0, NUMEL)
-    assert states(extent) == {State.AWAY}
+    assert states(extent) == {ChunkState.AWAY}
     values[:CHUNK] += 1
     assert torch.equal(extent.read(0, NUMEL), values)
     extent.store(0, NUMEL).wait()
-    assert states(extent) == {State.AWAY}  # nobody wants it any more
+    assert states(extent) == {ChunkState.AWAY}  # nobody wants it any more
 
 
 def test_a_change_outlives_a_drop(disk: Disk) -> None:
@@ -145,10 +145,10 @@ def test_a_slow_disk_is_not_waited_for_where_the_bytes_are_still_here(
     may_write.set()
     leaving.wait()
     assert isinstance(extent, DiskExtent)
-    assert [chunk.state for chunk in extent.chunks] == [State.AWAY, *[State.HERE] * 5]
+    assert [chunk.state for chunk in extent.chunks] == [ChunkState.AWAY, *[ChunkState.HERE] * 5]
     assert disk.traffic.read_bytes == 0
     extent.evict(0, NUMEL)
-    assert states(extent) == {State.AWAY} and torch.equal(extent.read(0, NUMEL), values)
+    assert states(extent) == {ChunkState.AWAY} and torch.equal(extent.read(0, NUMEL), values)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -173,7 +173,7 @@ def test_whatever_is_asked_in_whatever_order_the_values_are_right(disk: Disk, se
             case "wait":
                 extent.fetch(low, high).wait()
     extent.store(0, NUMEL).wait()
-    assert states(extent) == {State.AWAY}
+    assert states(extent) == {ChunkState.AWAY}
     assert torch.equal(extent.read(0, NUMEL), values)
 
 

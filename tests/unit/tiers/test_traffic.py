@@ -9,7 +9,7 @@ import time
 import pytest
 
 from deepseek_zero.base.meter import AWAY
-from deepseek_zero.tiers.tier import STRETCH_BYTES, Traffic, TransferEvent
+from deepseek_zero.tiers.tier import STRETCH_BYTES, TransferEvent, TransferMeter
 
 
 class Clock:
@@ -29,7 +29,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def moved(
-    traffic: Traffic, clock: Clock, nbytes: int, seconds: float, *, is_read: bool = True
+    traffic: TransferMeter, clock: Clock, nbytes: int, seconds: float, *, is_read: bool = True
 ) -> TransferEvent:
     event = traffic.request("values", nbytes, is_read=is_read)
     with traffic.transfer(event):
@@ -38,7 +38,7 @@ def moved(
 
 
 def test_two_transfers_at_once_take_their_time_once(clock: Clock) -> None:
-    traffic = Traffic()
+    traffic = TransferMeter()
     with traffic.transfer(traffic.request("a", 10, is_read=True)):
         clock.passes(1)
         with traffic.transfer(traffic.request("b", 20, is_read=False)):
@@ -52,7 +52,7 @@ def test_two_transfers_at_once_take_their_time_once(clock: Clock) -> None:
 
 
 def test_the_best_speed_is_that_of_a_long_stretch(clock: Clock) -> None:
-    traffic = Traffic()
+    traffic = TransferMeter()
     moved(traffic, clock, STRETCH_BYTES // 2, 1e-3)  # a burst
     assert traffic.best_rate == 0
     clock.passes(3)
@@ -64,7 +64,7 @@ def test_the_best_speed_is_that_of_a_long_stretch(clock: Clock) -> None:
 
 
 def test_a_wait_is_a_phase_of_its_own(clock: Clock) -> None:
-    traffic = Traffic()
+    traffic = TransferMeter()
     traffic.clock.enter("forward")
     clock.passes(1)
     event = moved(traffic, clock, 10, 0)
@@ -78,7 +78,7 @@ def test_a_wait_is_a_phase_of_its_own(clock: Clock) -> None:
 
 
 def test_the_log_has_what_was_asked_for_while_somebody_recorded(clock: Clock) -> None:
-    traffic = Traffic()
+    traffic = TransferMeter()
     moved(traffic, clock, 10, 1)
     traffic.events = []
     asked = traffic.request("a", 20, is_read=False)
