@@ -27,7 +27,7 @@ from ..sharding.unit import Unit
 from .offload import replaced
 from .recompute import checkpoint
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
+ForwardCall = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 FIX = "leave vertical_micro_batches out (gradient_accumulation_steps accumulates too)"
 
 
@@ -78,7 +78,7 @@ class LayerwiseAccumulation:
         forwards = runtime.executor.forwards(runtime.units[number])
         return [action.micro_batch for action in forwards if action.micro_batch is not None]
 
-    def cut(self, unit: str, call: Call) -> list[Call]:
+    def cut(self, unit: str, call: ForwardCall) -> list[ForwardCall]:
         """Yield a unit's arguments per micro-batch: tensors as long as the batch are cut, the rest
         stays whole.
         """

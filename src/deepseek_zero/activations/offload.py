@@ -508,7 +508,7 @@ class TensorMeta:
 
 
 @dataclass(frozen=True)
-class Slot:
+class Placeholder:
     """Marks the place of a tensor that was taken out."""
 
     number: int
@@ -548,14 +548,16 @@ def extract_tensors(value: Any) -> tuple[Any, list[Tensor]]:
         if not is_activation(leaf):
             return leaf
         found.append(leaf)
-        return Slot(len(found) - 1)
+        return Placeholder(len(found) - 1)
 
     return replaced(value, change), found
 
 
 def insert_tensors(value: Any, tensors: Sequence[Tensor]) -> Any:
     """Fill the slots again: the inverse of `extract_tensors`."""
-    return replaced(value, lambda leaf: tensors[leaf.number] if isinstance(leaf, Slot) else leaf)
+    return replaced(
+        value, lambda leaf: tensors[leaf.number] if isinstance(leaf, Placeholder) else leaf
+    )
 
 
 def replaced(value: Any, change: Callable[[Any], Any]) -> Any:

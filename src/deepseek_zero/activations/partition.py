@@ -26,7 +26,7 @@ from .offload import ActivationOffload, ParkedTensors
 KIND = "activations"  # what the meter counts these bytes as
 
 
-class Partition:
+class PartitionedInputs:
     """The shares of one rank. All ranks of its group checkpoint and recompute in the same order.
 
     comm: of the ranks along "tp", whose lane "gather" is this object's alone. parking: where shares
@@ -36,12 +36,12 @@ class Partition:
     def __init__(self, comm: Comm, parking: ActivationOffload) -> None:
         self.comm = comm
         self.parking = parking
-        self._shares: list[weakref.ref[Share]] = []  # in the order they came
-        self._ahead: tuple[Share, list[Gathering]] | None = None
+        self._shares: list[weakref.ref[InputShare]] = []  # in the order they came
+        self._ahead: tuple[InputShare, list[Gathering]] | None = None
         self._pages: list[Tensor] = []
         self._compares = True  # until the first recomputation
 
-    def park(self, tensors: Sequence[Tensor]) -> Share:
+    def park(self, tensors: Sequence[Tensor]) -> InputShare:
         """Keep this rank's share of each tensor. Collective until the first recomputation, which
         compares them first.
 
@@ -55,7 +55,7 @@ class Partition:
                 "leave partition_activations out, or put the checkpoint where every rank has the "
                 "same input.",
             )
-        share = Share(
+        share = InputShare(
             self, self.parking.park(tensors, self._own), [_size_of(tensor) for tensor in tensors]
         )
         self._shares = [known for known in self._shares if known() is not None]
@@ -71,7 +71,7 @@ class Partition:
         own = flat[self.comm.rank * count : (self.comm.rank + 1) * count]
         return own if own.numel() == count else F.pad(own, (0, count - own.numel()))
 
-    def restore(self, share: Share) -> list[Tensor]:
+    def restore(self, share: InputShare) -> list[Tensor]:
         """Return the whole tensors. Collective; waits."""
         self._compares = False
         ahead = self._ahead
@@ -88,12 +88,12 @@ class Partition:
             self._ahead = (before, self._start(before))
         return found
 
-    def _before(self, share: Share) -> Share | None:
+    def _before(self, share: InputShare) -> InputShare | None:
         alive = [each for each in (known() for known in self._shares) if each is not None]
         place = alive.index(share) if share in alive else 0
         return alive[place - 1] if place else None
 
-    def _start(self, share: Share) -> list[Gathering]:
+    def _start(self, share: InputShare) -> list[Gathering]:
         return [
             Gathering(self, own, size)
             for own, size in zip(share.parked.restore(), share.sizes, strict=True)
@@ -117,13 +117,13 @@ def _size_of(tensor: Tensor) -> torch.Size | None:
     return tensor.size() if tensor.is_contiguous() else None
 
 
-class Share:
+class InputShare:
     """One rank's share of the inputs of one checkpoint.  sizes: of the whole tensors; None: it has
     all of it.
     """
 
     def __init__(
-        self, partition: Partition, parked: ParkedTensors, sizes: list[torch.Size | None]
+        self, partition: PartitionedInputs, parked: ParkedTensors, sizes: list[torch.Size | None]
     ) -> None:
         self.partition = partition
         self.parked = parked
@@ -139,7 +139,7 @@ class Gathering:
     tensor (size: None).
     """
 
-    def __init__(self, partition: Partition, own: Tensor, size: torch.Size | None) -> None:
+    def __init__(self, partition: PartitionedInputs, own: Tensor, size: torch.Size | None) -> None:
         self._partition = partition
         self._own = own
         self._size = size

@@ -20,7 +20,7 @@ from ..base.quantities import format_seconds
 
 
 @dataclass
-class Row:
+class CheckpointTimes:
     """The times of one checkpoint."""
 
     forward_seconds: float
@@ -36,7 +36,7 @@ class Profile:
     """Times the checkpoints of one step and logs them once."""
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[CheckpointTimes] = []
         self.is_over = self._has_begun = False
 
     def timed(self, call: Callable[[], Any], inputs: Any) -> Any:
@@ -45,7 +45,7 @@ class Profile:
             return call()
         began = time.perf_counter()
         output = call()
-        row = Row(time.perf_counter() - began)
+        row = CheckpointTimes(time.perf_counter() - began)
         self.rows.append(row)
         for tensor in tensors_in(output):
             tensor.register_hook(lambda grad: self._begin(row))
@@ -53,7 +53,7 @@ class Profile:
             tensor.register_hook(row.end)
         return output
 
-    def _begin(self, row: Row) -> None:
+    def _begin(self, row: CheckpointTimes) -> None:
         if not self._has_begun:
             self._has_begun = True
             queue_backward_callback(self._end)
@@ -71,7 +71,7 @@ class Profile:
         )
 
 
-def _line(number: int, row: Row) -> str:
+def _line(number: int, row: CheckpointTimes) -> str:
     return (
         f"  {number}: {format_seconds(row.forward_seconds)}, {format_seconds(row.backward_seconds)}"
     )

@@ -30,7 +30,7 @@ from ..tiers.disk import Disk, DiskSettings
 from ..tiers.host import HostMemory
 from ..tiers.tier import Extent, Tier, TierMemory
 from .offload import ActivationOffload, extract_tensors, insert_tensors
-from .partition import Partition
+from .partition import PartitionedInputs
 from .policy import compiled_contexts, contexts, operators_of
 from .profile import Profile
 
@@ -106,12 +106,12 @@ class Recompute:
         if tier is None and self.tp is not None:
             tier = Tier.DEVICE  # shares wait in an arena: a view of an input would keep all of it
         self.parking: ActivationOffload | None = None
-        self.partition: Partition | None = None
+        self.partition: PartitionedInputs | None = None
         if tier is not None:
             open_memory = partial(_memory_for, replace(self.settings, tier=tier))
             self.parking = ActivationOffload(open_memory, self.settings.checkpoints)
         if self.parking is not None and self.tp is not None:
-            self.partition = Partition(self.tp, self.parking)
+            self.partition = PartitionedInputs(self.tp, self.parking)
 
     def close(self) -> None:
         if self.parking is not None:
