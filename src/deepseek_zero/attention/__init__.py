@@ -7,13 +7,13 @@ from __future__ import annotations
 from .attend import attend
 from .hugging_face import attend_sparsely, is_of_transformers
 from .layer import SparseAttention
-from .layouts import MODES, Layout, layout_of
+from .layouts import MODES, BlockLayout, layout_of
 from .plan import Pattern
 from .select import attend_selected, select_blocks
 
 __all__ = [
     "MODES",
-    "Layout",
+    "BlockLayout",
     "Pattern",
     "SparseAttention",
     "attend",

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..base.device import has_no_values
 from ..base.errors import UsageError
 from .flex import attend_flex, is_usable
-from .plan import Group, Pattern, Shape, best_plan
+from .plan import AttentionShape, HeadGroup, Pattern, best_plan
 from .rows import Bias, attend_by_plan
 
 
@@ -75,9 +75,9 @@ def plan_for(
     biases: Sequence[Bias] = (),
     first_head: int = 0,
     tile: int | None = None,
-) -> tuple[Group, ...]:
+) -> tuple[HeadGroup, ...]:
     """Return the plan by which `attend` computes these. Pure."""
-    shape = Shape(query.shape[1], key.shape[1], query.shape[2], key.shape[2], first_head)
+    shape = AttentionShape(query.shape[1], key.shape[1], query.shape[2], key.shape[2], first_head)
     return best_plan(pattern, shape, (tile,) if tile else _tiles_for(pattern, query, biases))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .plan import Pattern, Shape
+from .plan import AttentionShape, Pattern
 from .rows import Bias
 
 SIDE = 128  # of FlexAttention's blocks
@@ -46,7 +46,7 @@ def attend_flex(
     """Return attention as `attend` does. Local.  compiled: False: FlexAttention's own slow way,
     which holds all scores, for tests.
     """
-    shape = Shape(query.shape[1], key.shape[1], query.shape[2], key.shape[2], first_head)
+    shape = AttentionShape(query.shape[1], key.shape[1], query.shape[2], key.shape[2], first_head)
     blocks = _blocks_of(pattern, shape, query.device)
     run: Callable[..., Any] = _compiled() if compiled else _torchs().flex_attention
     found: Tensor = run(
@@ -86,7 +86,7 @@ class _Blocks:
 
 
 @lru_cache(maxsize=32)
-def _blocks_of(pattern: Pattern, shape: Shape, device: torch.device) -> _Blocks:
+def _blocks_of(pattern: Pattern, shape: AttentionShape, device: torch.device) -> _Blocks:
     numbers = [pattern.variant(head + shape.first_head) for head in range(shape.heads)]
     variants = sorted({*numbers})
     seen = [_coarse(pattern, variant, shape) for variant in variants]
@@ -102,7 +102,7 @@ def _blocks_of(pattern: Pattern, shape: Shape, device: torch.device) -> _Blocks:
     return _Blocks(some & ~every, every, table, places)
 
 
-def _coarse(pattern: Pattern, variant: int, shape: Shape) -> tuple[Tensor, Tensor]:
+def _coarse(pattern: Pattern, variant: int, shape: AttentionShape) -> tuple[Tensor, Tensor]:
     """Return of which blocks of 128 x 128 some pairs are seen, and of which all."""
     offset = shape.keys - shape.queries
     layout = pattern.layout
@@ -139,7 +139,9 @@ def _between(flags: Tensor, first: Tensor, last: Tensor) -> Tensor:
     return sums[last] - sums[first]
 
 
-def _block_mask(pattern: Pattern, shape: Shape, blocks: _Blocks, biases: Sequence[Bias]) -> Any:
+def _block_mask(
+    pattern: Pattern, shape: AttentionShape, blocks: _Blocks, biases: Sequence[Bias]
+) -> Any:
     """Return FlexAttention's BlockMask.  Where bools or rules say what is seen, no block counts as
     seen whole.
     """

@@ -14,9 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..base.log import log_first
 from .attend import attend
-from .layouts import Layout
-from .plan import Pattern, Shape, whole_mask
-from .rows import Bias, Rule
+from .layouts import BlockLayout
+from .plan import AttentionShape, Pattern, whole_mask
+from .rows import Bias, BiasRule
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class SparseAttention:
     shares, in order.
     """
 
-    layout: Layout
+    layout: BlockLayout
     ranks: int = 1
     index: int = 0
 
@@ -77,7 +77,7 @@ class SparseAttention:
             "are computed, with a mask. For the sparse one set the model's attention dropout to 0.",
             logging.WARNING,
         )
-        shape = Shape(
+        shape = AttentionShape(
             query.shape[1], key.shape[1], query.shape[2], key.shape[2], self._first(query)
         )
         seen = whole_mask(pattern, shape).to(query.device)[None]
@@ -93,7 +93,7 @@ class SparseAttention:
         )
 
 
-def _ask(rule: Rule, query: Tensor, key: Tensor) -> Tensor:
+def _ask(rule: BiasRule, query: Tensor, key: Tensor) -> Tensor:
     """Return what a rule says of all pairs."""
     samples = torch.arange(query.shape[0], device=query.device)[:, None, None, None]
     queries = torch.arange(query.shape[2], device=query.device)[None, None, :, None]

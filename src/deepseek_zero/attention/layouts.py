@@ -19,11 +19,11 @@ from torch import Tensor
 from ..base.errors import ConfigError, shown
 
 Direction = Literal["unidirectional", "bidirectional"]
-Span = tuple[int, int]  # blocks [start, stop)
+BlockSpan = tuple[int, int]  # blocks [start, stop)
 
 
 @dataclass(frozen=True)
-class Layout:
+class BlockLayout:
     """What every kind has.  block: tokens of a side of a block.  different_layout_per_head: heads
     may differ.
     """
@@ -90,7 +90,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Dense(Layout):
+class Dense(BlockLayout):
     """Every block sees every block."""
 
     def _pairs(self, head: int, row: Tensor, column: Tensor, blocks: int) -> Tensor:
@@ -98,7 +98,7 @@ class Dense(Layout):
 
 
 @dataclass(frozen=True)
-class Fixed(Layout):
+class Fixed(BlockLayout):
     """Windows side by side, and in each of them some blocks that are seen by all.
 
     num_local_blocks: of a window.  num_global_blocks: at the end of a window, seen from everywhere
@@ -154,7 +154,7 @@ class Fixed(Layout):
 
 
 @dataclass(frozen=True)
-class Variable(Layout):
+class Variable(BlockLayout):
     """Windows of stated sizes, blocks at stated places that are seen by all, and random blocks.
 
     local_window_blocks: sizes one after another; the last one repeats.  global_block_indices: first
@@ -199,7 +199,7 @@ class Variable(Layout):
 
 
 @dataclass(frozen=True)
-class BigBird(Layout):
+class BigBird(BlockLayout):
     """A sliding window, first blocks that see and are seen by all, and random blocks."""
 
     num_random_blocks: int = 1
@@ -217,7 +217,7 @@ class BigBird(Layout):
 
 
 @dataclass(frozen=True)
-class BSLongformer(Layout):
+class BSLongformer(BlockLayout):
     """A sliding window, and blocks at stated places that see and are seen by all."""
 
     num_sliding_window_blocks: int = 3
@@ -234,7 +234,7 @@ class BSLongformer(Layout):
 
 
 @dataclass(frozen=True)
-class LocalSlidingWindow(Layout):
+class LocalSlidingWindow(BlockLayout):
     """A sliding window: blocks at most num_sliding_window_blocks // 2 away."""
 
     attention: Direction = "unidirectional"
@@ -245,7 +245,7 @@ class LocalSlidingWindow(Layout):
 
 
 @dataclass(frozen=True, eq=False)
-class Listed(Layout):
+class Listed(BlockLayout):
     """A layout that somebody made, as a table; equal to itself alone.
 
     seen: a bool of (tables, rows, blocks): of heads one after another, or one for all.  sharing:
@@ -275,7 +275,7 @@ class Listed(Layout):
         return self.seen[head, start:stop, :blocks]
 
 
-MODES: Mapping[str, type[Layout]] = {
+MODES: Mapping[str, type[BlockLayout]] = {
     "dense": Dense,
     "fixed": Fixed,
     "variable": Variable,
@@ -290,7 +290,7 @@ def fields_of(mode: str) -> set[str]:
     return {each.name for each in fields(MODES[mode])}
 
 
-def layout_of(mode: str, arguments: Mapping[str, Any]) -> Layout:
+def layout_of(mode: str, arguments: Mapping[str, Any]) -> BlockLayout:
     """Return the layout of one of DeepSpeed's modes; arguments that are not this mode's must not be
     there.
 
@@ -310,7 +310,7 @@ def layout_of(mode: str, arguments: Mapping[str, Any]) -> Layout:
             "It would be without effect.",
             f"leave it out; this mode has {', '.join(sorted(known))}.",
         )
-    made: Layout = kind(
+    made: BlockLayout = kind(
         **{
             name: tuple(each) if isinstance(each, list) else each
             for name, each in arguments.items()
@@ -328,7 +328,7 @@ def _refuse_horizontal(horizontal: bool, attention: Direction) -> None:
         )
 
 
-def _spans(starts: Iterable[int], stops: Iterable[int] | None) -> list[Span]:
+def _spans(starts: Iterable[int], stops: Iterable[int] | None) -> list[BlockSpan]:
     """Return the spans of global blocks; ConfigError where they are none."""
     first = list(starts)
     last = [start + 1 for start in first] if stops is None else list(stops)
@@ -344,7 +344,7 @@ def _spans(starts: Iterable[int], stops: Iterable[int] | None) -> list[Span]:
 
 
 def _global(
-    spans: Iterable[Span],
+    spans: Iterable[BlockSpan],
     row: Tensor,
     column: Tensor,
     blocks: int,

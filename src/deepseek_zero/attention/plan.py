@@ -19,7 +19,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from .layouts import Dense, Layout, Span
+from .layouts import BlockLayout, BlockSpan, Dense
 
 SMALLEST_TILE = 32  # queries; the kernel takes so many at a time
 _FULL = 0.75  # a tile of which so much is seen is not worth cutting
@@ -38,14 +38,14 @@ class Pattern:
     no first).  ahead: likewise the last one behind it; 0 is causal.
     """
 
-    layout: Layout | None = None
+    layout: BlockLayout | None = None
     behind: int | None = None
     ahead: int | None = None
 
     @classmethod
     def of(
         cls,
-        layout: Layout | None,
+        layout: BlockLayout | None,
         *,
         is_causal: bool = False,
         window: int | None = None,
@@ -161,7 +161,7 @@ _MASKS = _Masks()
 
 
 @dataclass(frozen=True)
-class Tile:
+class AttentionTile:
     """Queries [start, stop), and the keys they see.
 
     is_square: the keys are those up to each query, from the first query on: what kernels call
@@ -172,7 +172,7 @@ class Tile:
 
     start: int
     stop: int
-    spans: tuple[Span, ...]
+    spans: tuple[BlockSpan, ...]
     mask: Mask | None = None
     is_square: bool = False
     count: int = 1
@@ -193,7 +193,7 @@ class Tile:
         calls = _TILE_COST + _SPAN_COST * (len(self.spans) - 1)  # of tiles that go as a batch, once
         return calls + self.count * (pairs / 2 if self.is_square else pairs)
 
-    def each(self) -> Iterator[Tile]:
+    def each(self) -> Iterator[AttentionTile]:
         """Yield the tiles it stands for, one by one."""
         for place in range(self.count):
             by = place * self.queries
@@ -202,7 +202,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Group:
+class HeadGroup:
     """Heads that have the same tiles.
 
     heads, key_heads: which of the queries' heads, and which heads of keys they read, each of the
@@ -212,12 +212,12 @@ class Group:
 
     heads: slice
     key_heads: slice
-    tiles: tuple[Tile, ...]
+    tiles: tuple[AttentionTile, ...]
     samples: slice = field(default_factory=lambda: slice(None))
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """What a plan is for: heads of queries and keys, tokens of them, and the first head's number in
     the whole model.
     """
@@ -230,8 +230,8 @@ class Shape:
 
 
 def groups_of(
-    pattern: Pattern, shape: Shape, tile: int, samples: slice = slice(None)
-) -> tuple[Group, ...]:
+    pattern: Pattern, shape: AttentionShape, tile: int, samples: slice = slice(None)
+) -> tuple[HeadGroup, ...]:
     """Return the groups of heads of a pattern, with their tiles of at most `tile` queries. Pure.
 
     The queries are the last ones of the keys.
@@ -243,13 +243,13 @@ def groups_of(
         for variant in sorted({*variants})
     }
     if len(tiles) == 1:
-        return (Group(slice(None), slice(None), tiles[variants[0]], samples),)
-    found = list[Group]()
+        return (HeadGroup(slice(None), slice(None), tiles[variants[0]], samples),)
+    found = list[HeadGroup]()
     for own in [range(shape.heads)] if shared == 1 else _cut(range(shape.heads), shared):
         for variant in sorted({variants[head] for head in own}):
             for heads in _slices([head for head in own if variants[head] == variant]):
                 read = heads if shared == 1 else slice(own.start // shared, own.start // shared + 1)
-                found.append(Group(heads, read, tiles[variant], samples))
+                found.append(HeadGroup(heads, read, tiles[variant], samples))
     return tuple(found)
 
 
@@ -257,7 +257,9 @@ plan_of = lru_cache(maxsize=32)(groups_of)
 
 
 @lru_cache(maxsize=32)
-def best_plan(pattern: Pattern, shape: Shape, tiles: tuple[int, ...]) -> tuple[Group, ...]:
+def best_plan(
+    pattern: Pattern, shape: AttentionShape, tiles: tuple[int, ...]
+) -> tuple[HeadGroup, ...]:
     """Return the plan that costs least, of those with tiles of at most so many queries."""
     plans = [groups_of(pattern, shape, tile) for tile in tiles]
     speeds = [_PAIR_COSTS.get(tile, 1.0) for tile in tiles]
@@ -284,9 +286,9 @@ def _slices(places: Sequence[int]) -> list[slice]:
     return [slice(places[0], places[-1] + 1, *steps)]
 
 
-def _merged(tiles: Sequence[Tile]) -> Iterator[Tile]:
+def _merged(tiles: Sequence[AttentionTile]) -> Iterator[AttentionTile]:
     """Join tiles of one span that are like the one before, each as far on as it has queries."""
-    last: Tile | None = None
+    last: AttentionTile | None = None
     for tile in tiles:
         if last is not None and _follows(last, tile):
             last = replace(last, count=last.count + 1)
@@ -298,20 +300,20 @@ def _merged(tiles: Sequence[Tile]) -> Iterator[Tile]:
         yield last
 
 
-def _follows(last: Tile, tile: Tile) -> bool:
+def _follows(last: AttentionTile, tile: AttentionTile) -> bool:
     by = last.count * last.queries
     moved = tuple((start + by, stop + by) for start, stop in last.spans)
     place = (last.start + by, last.stop + by, moved)
     return len(moved) == 1 and (tile.start, tile.stop, tile.spans) == place and _alike(last, tile)
 
 
-def _alike(last: Tile, tile: Tile) -> bool:
+def _alike(last: AttentionTile, tile: AttentionTile) -> bool:
     return (last.mask, last.is_square) == (tile.mask, tile.is_square)
 
 
-def _tiles(pattern: Pattern, variant: int, shape: Shape, size: int) -> list[Tile]:
+def _tiles(pattern: Pattern, variant: int, shape: AttentionShape, size: int) -> list[AttentionTile]:
     offset = shape.keys - shape.queries
-    found = list[Tile]()
+    found = list[AttentionTile]()
     edges = [*range(offset - offset % size, shape.keys, size), shape.keys]
     for start, stop in pairwise(edges):
         found += _best(
@@ -328,12 +330,14 @@ class _Rows:
     """
 
     pattern: Pattern
-    shape: Shape
+    shape: AttentionShape
     first: int = 0
     seen: Tensor | None = None
 
     @classmethod
-    def of(cls, pattern: Pattern, variant: int, shape: Shape, start: int, stop: int) -> _Rows:
+    def of(
+        cls, pattern: Pattern, variant: int, shape: AttentionShape, start: int, stop: int
+    ) -> _Rows:
         """Return those of the queries at [start, stop) of the keys."""
         layout = pattern.layout
         if layout is None:
@@ -348,7 +352,7 @@ class _Rows:
         )
 
 
-def _best(rows: _Rows, start: int, stop: int) -> list[Tile]:
+def _best(rows: _Rows, start: int, stop: int) -> list[AttentionTile]:
     """Return the tile of the queries at [start, stop) of the keys, or several where they read much
     less together.
     """
@@ -362,7 +366,7 @@ def _best(rows: _Rows, start: int, stop: int) -> list[Tile]:
     return halves if sum(each.cost_at(1.0) for each in halves) < whole.cost_at(1.0) else [whole]
 
 
-def _tile(rows: _Rows, start: int, stop: int) -> tuple[Tile, float]:
+def _tile(rows: _Rows, start: int, stop: int) -> tuple[AttentionTile, float]:
     """Return the tile of the queries at [start, stop) of the keys, and how much of it is seen, not
     counting edges.
     """
@@ -370,7 +374,7 @@ def _tile(rows: _Rows, start: int, stop: int) -> tuple[Tile, float]:
     shape = rows.shape
     first = 0 if pattern.behind is None else max(start - pattern.behind, 0)
     last = shape.keys if pattern.ahead is None else min(stop + pattern.ahead, shape.keys)
-    spans: tuple[Span, ...] = ((first, last),)
+    spans: tuple[BlockSpan, ...] = ((first, last),)
     bits = None
     share = 1.0
     layout = pattern.layout
@@ -382,14 +386,14 @@ def _tile(rows: _Rows, start: int, stop: int) -> tuple[Tile, float]:
     place = (start - offset, stop - offset)
     near = [_is_near(pattern, span, start, stop) for span in spans]
     if bits is None and all(near):
-        return Tile(*place, spans), share
+        return AttentionTile(*place, spans), share
     if (
         bits is None
         and pattern.ahead == 0
         and spans == ((start, stop),)
         and _is_within(pattern, stop - start)
     ):
-        return Tile(*place, spans, is_square=True), share
+        return AttentionTile(*place, spans, is_square=True), share
     parts = tuple(
         (b - a, None if fits else a - start) for (a, b), fits in zip(spans, near, strict=True)
     )
@@ -403,12 +407,12 @@ def _tile(rows: _Rows, start: int, stop: int) -> tuple[Tile, float]:
             first_token=start % layout.query_block,
             first_tokens=tuple(a % layout.block for a, _ in spans),
         )
-    return Tile(*place, spans, mask), share
+    return AttentionTile(*place, spans, mask), share
 
 
 def _blocks(
-    rows: _Rows, layout: Layout, queries: Span, keys: Span
-) -> tuple[Tensor, tuple[Span, ...]]:
+    rows: _Rows, layout: BlockLayout, queries: BlockSpan, keys: BlockSpan
+) -> tuple[Tensor, tuple[BlockSpan, ...]]:
     """Return the spans of the keys in a range that a tile's rows see, and which blocks of them each
     row sees.
 
@@ -436,7 +440,7 @@ def _blocks(
     return bits, spans
 
 
-def _is_near(pattern: Pattern, span: Span, start: int, stop: int) -> bool:
+def _is_near(pattern: Pattern, span: BlockSpan, start: int, stop: int) -> bool:
     """Return whether every query at [start, stop) is near enough to every key of a span."""
     is_past = pattern.ahead is None or span[1] - 1 <= start + pattern.ahead
     return is_past and (pattern.behind is None or span[0] >= stop - 1 - pattern.behind)
@@ -446,7 +450,7 @@ def _is_within(pattern: Pattern, queries: int) -> bool:
     return pattern.behind is None or pattern.behind >= queries - 1
 
 
-def whole_mask(pattern: Pattern, shape: Shape) -> Tensor:
+def whole_mask(pattern: Pattern, shape: AttentionShape) -> Tensor:
     """Return all that a pattern lets be seen, a bool of (heads, queries, keys): for ways that hold
     all scores.
     """

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..base.device import cpu_attention
-from .plan import Group, Mask, Tile, added
+from .plan import AttentionTile, HeadGroup, Mask, added
 
 # Returns which of some keys are seen, a bool of (samples or 1, 1, queries, keys), of numbers of
 # samples, queries and keys that have four dimensions and broadcast.
-Rule = Callable[[Tensor, Tensor, Tensor], Tensor]
-Bias = Tensor | Rule
+BiasRule = Callable[[Tensor, Tensor, Tensor], Tensor]
+Bias = Tensor | BiasRule
 
 # Of keys that one call on several tiles reads, and of each of their gradients
 _BATCH_NUMEL = 1 << 20
@@ -35,7 +35,7 @@ def attend_by_plan(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    groups: Sequence[Group],
+    groups: Sequence[HeadGroup],
     scale: float,
     biases: Sequence[Bias] = (),
     *,
@@ -46,7 +46,7 @@ def attend_by_plan(
     query: (samples, heads, queries, width).  key, value: (samples, heads or a number that divides
     it, keys, width).
     biases: numbers to add to scores, or bools of what is seen, of four dimensions that are 1 or
-    (samples, heads, queries, keys); or a `Rule`, asked for each tile.  kernel: False: never
+    (samples, heads, queries, keys); or a `BiasRule`, asked for each tile.  kernel: False: never
     torch's.  A query that sees nothing gets zeros, and has no gradient.
     """
     apply: Any = _ByPlan.apply
@@ -61,7 +61,7 @@ class _ByPlan(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        groups: tuple[Group, ...],
+        groups: tuple[HeadGroup, ...],
         scale: float,
         kernel: bool,
         *biases: Bias,
@@ -157,7 +157,7 @@ class _Call:
     samples: slice
     heads: slice
     key_heads: slice
-    tile: Tile
+    tile: AttentionTile
     shared: int
     sizes: tuple[int, int]  # samples and heads of keys
     biases: tuple[Bias, ...] = ()
@@ -247,7 +247,7 @@ class _Call:
             own[0] if own.shape[:2] == (1, 1) else own.expand(*self.sizes, -1, -1, -1).flatten(0, 1)
         )
 
-    def _ruled(self, rule: Rule, device: torch.device) -> list[Tensor]:
+    def _ruled(self, rule: BiasRule, device: torch.device) -> list[Tensor]:
         """Return what a rule says of each span, as `_parts` does."""
         tile = self.tile
         samples = torch.arange(self.samples.start, self.samples.stop, device=device)[
@@ -284,7 +284,7 @@ class _Call:
 
 
 def _calls(
-    groups: Sequence[Group], query: Tensor, key: Tensor, biases: tuple[Bias, ...]
+    groups: Sequence[HeadGroup], query: Tensor, key: Tensor, biases: tuple[Bias, ...]
 ) -> Iterator[_Call]:
     """Yield the calls that compute a plan, in its order."""
     shared = query.shape[1] // key.shape[1]
@@ -325,7 +325,7 @@ def _calls(
                         )
 
 
-def _batches(tile: Tile, many: int) -> Iterator[Tile]:
+def _batches(tile: AttentionTile, many: int) -> Iterator[AttentionTile]:
     """Cut a tile that stands for several into runs of at most `many`."""
     whole = tuple(tile.each())
     for place in range(0, tile.count, many):

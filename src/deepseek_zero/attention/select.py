@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..base.errors import UsageError
 from .layouts import Listed
-from .plan import Group, Pattern, Shape, groups_of
+from .plan import AttentionShape, HeadGroup, Pattern, groups_of
 from .rows import attend_by_plan
 
 
@@ -41,9 +41,9 @@ def attend_selected(
     their scores (NSA).  Local. UsageError where sizes do not fit.
     """
     table = select_blocks(query, key, block=block, blocks=blocks, tile=tile, chosen_by=chosen_by)
-    shape = Shape(query.shape[1], key.shape[1], query.shape[2], key.shape[2])
+    shape = AttentionShape(query.shape[1], key.shape[1], query.shape[2], key.shape[2])
     sharing = query.shape[1] // table.shape[1]
-    groups = list[Group]()
+    groups = list[HeadGroup]()
     for sample, seen in enumerate(table):
         pattern = Pattern(
             Listed(block=block, seen=seen.cpu(), sharing=sharing, tokens_of_row=tile), ahead=0

@@ -16,9 +16,9 @@ from deepseek_zero.attention.hugging_face import attend_sparsely
 from deepseek_zero.attention.layer import SparseAttention
 from deepseek_zero.attention.layouts import (
     BigBird,
+    BlockLayout,
     Dense,
     Fixed,
-    Layout,
     LocalSlidingWindow,
     layout_of,
 )
@@ -306,7 +306,7 @@ def test_runs_have_the_same_bits_whatever_zero_does() -> None:
     ],
 )
 def test_ranks_along_tp_and_sp_have_their_heads_layouts(
-    name: str, mesh: Mesh, layout: Layout
+    name: str, mesh: Mesh, layout: BlockLayout
 ) -> None:
     model, inputs = tiny(name), batch(3)
     whole = copy.deepcopy(model)

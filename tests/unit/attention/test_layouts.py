@@ -13,10 +13,10 @@ import torch
 from deepseek_zero.attention.layouts import (
     MODES,
     BigBird,
+    BlockLayout,
     BSLongformer,
     Dense,
     Fixed,
-    Layout,
     LocalSlidingWindow,
     Variable,
     layout_of,
@@ -52,7 +52,7 @@ def seen_by_all(table: Table, start: int, stop: int, first_row: int, horizontal:
             table[column] = [1] * len(table)
 
 
-def slow(layout: Layout, head: int, blocks: int) -> Table:
+def slow(layout: BlockLayout, head: int, blocks: int) -> Table:
     table = [[0] * blocks for _ in range(blocks)]
     causal = layout.attention == "unidirectional"
     if isinstance(layout, Dense):
@@ -97,7 +97,7 @@ def slow(layout: Layout, head: int, blocks: int) -> Table:
     return table
 
 
-KINDS: list[tuple[type[Layout], dict[str, Any]]] = [
+KINDS: list[tuple[type[BlockLayout], dict[str, Any]]] = [
     (Dense, {}),
     (Fixed, {}),
     (Fixed, {"num_local_blocks": 6, "num_global_blocks": 2}),
@@ -127,19 +127,19 @@ HORIZONTAL = [(Fixed, {"num_global_blocks": 2}), (Variable, {"global_block_indic
 @pytest.mark.parametrize("attention", ["unidirectional", "bidirectional"])
 @pytest.mark.parametrize(("kind", "arguments"), KINDS)
 def test_the_table_is_the_slow_rules(
-    kind: type[Layout], arguments: dict[str, Any], attention: Any
+    kind: type[BlockLayout], arguments: dict[str, Any], attention: Any
 ) -> None:
     same(kind(attention=attention, **arguments))
 
 
 @pytest.mark.parametrize(("kind", "arguments"), HORIZONTAL)
 def test_global_blocks_see_everything_where_that_is_asked(
-    kind: type[Layout], arguments: dict[str, Any]
+    kind: type[BlockLayout], arguments: dict[str, Any]
 ) -> None:
     same(kind(horizontal_global_attention=True, **arguments))
 
 
-def same(layout: Layout) -> None:
+def same(layout: BlockLayout) -> None:
     for blocks in LENGTHS:
         if isinstance(layout, Fixed) and blocks < layout.num_global_blocks:
             continue  # DeepSpeed has no such table

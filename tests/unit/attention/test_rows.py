@@ -12,15 +12,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepseek_zero.attention.attend import attend
 from deepseek_zero.attention.layouts import (
     BigBird,
+    BlockLayout,
     BSLongformer,
     Dense,
     Fixed,
-    Layout,
     Listed,
     LocalSlidingWindow,
     Variable,
 )
-from deepseek_zero.attention.plan import Pattern, Shape, best_plan, groups_of, plan_of, whole_mask
+from deepseek_zero.attention.plan import (
+    AttentionShape,
+    Pattern,
+    best_plan,
+    groups_of,
+    plan_of,
+    whole_mask,
+)
 from deepseek_zero.attention.rows import attend_by_plan
 from deepseek_zero.base.device import cpu_attention
 from deepseek_zero.base.errors import UsageError
@@ -30,7 +37,7 @@ from tests.unit.attention.dense import apart, dense, seen_of, tensors, with_grad
 BLOCK = 16
 LENGTHS = [1, BLOCK - 1, BLOCK, 3 * BLOCK + 5]
 UNI: dict[str, Any] = {"attention": "unidirectional"}
-LAYOUTS: list[Layout] = [
+LAYOUTS: list[BlockLayout] = [
     Dense(),
     Dense(**UNI),
     Fixed(horizontal_global_attention=True),
@@ -52,13 +59,13 @@ def by_tiles(
 ) -> Tensor:
     query, key, value, _ = given
     groups = plan_of(
-        pattern, Shape(query.shape[1], key.shape[1], query.shape[2], key.shape[2]), tile
+        pattern, AttentionShape(query.shape[1], key.shape[1], query.shape[2], key.shape[2]), tile
     )
     return attend_by_plan(query, key, value, groups, query.shape[-1] ** -0.5, biases, kernel=kernel)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_layout_is_dense_attention_under_its_mask(layout: Layout) -> None:
+def test_each_layout_is_dense_attention_under_its_mask(layout: BlockLayout) -> None:
     pattern = Pattern.of(layout)
     for length in LENGTHS:
         for key_heads, samples, padded in (
@@ -79,7 +86,7 @@ def test_each_layout_is_dense_attention_under_its_mask(layout: Layout) -> None:
 @pytest.mark.parametrize("layout", [LAYOUTS[4], LAYOUTS[5], LAYOUTS[8]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_thousand_tokens_in_few_bits_are_as_near_as_dense_is(
-    layout: Layout, dtype: torch.dtype
+    layout: BlockLayout, dtype: torch.dtype
 ) -> None:
     pattern = Pattern.of(layout)
     given = tensors(1, 2, 1, 1000, 1000, 8, dtype)
@@ -107,7 +114,7 @@ def exact_of(given: list[Tensor]) -> list[Tensor]:
 def test_windows_go_as_batches_of_tiles(window: int, key_heads: int) -> None:
     given = tensors(2, 4, key_heads, 300, 300, 8)
     pattern = Pattern.of(None, is_causal=True, window=window)
-    tiles = plan_of(pattern, Shape(4, key_heads, 300, 300), 32)[0].tiles
+    tiles = plan_of(pattern, AttentionShape(4, key_heads, 300, 300), 32)[0].tiles
     assert max(tile.count for tile in tiles) >= (7 if window < 100 else 1)
     expected = with_gradients(dense(*given[:3], pattern), given)
     assert apart(with_gradients(by_tiles(given, pattern), given), expected) < 1e-12
@@ -191,7 +198,7 @@ class Largest(TorchDispatchMode):
     ("layout", "padded"),
     [(Dense(**UNI), True), (LAYOUTS[3], False), (LAYOUTS[8], True), (LAYOUTS[5], False)],
 )
-def test_nothing_as_large_as_queries_times_keys_is_held(layout: Layout, padded: bool) -> None:
+def test_nothing_as_large_as_queries_times_keys_is_held(layout: BlockLayout, padded: bool) -> None:
     length = 2048
     given = tensors(1, 1, 1, length, length, 4, torch.float32)
     biases = [(torch.arange(length) < 2000)[None, None, None]] if padded else []
@@ -211,7 +218,7 @@ def test_65536_tokens_with_a_window_take_128_mib_beyond_the_inputs() -> None:
 
 
 def test_plans_are_shared_by_equal_layouts_and_by_no_others() -> None:
-    shape = Shape(4, 4, 256, 256)
+    shape = AttentionShape(4, 4, 256, 256)
     first = plan_of(Pattern.of(Variable(local_window_blocks=(2, 3))), shape, 64)
     assert plan_of(Pattern.of(Variable(local_window_blocks=(2, 3))), shape, 64) is first
     assert plan_of(Pattern.of(Variable(local_window_blocks=(3, 2))), shape, 64) is not first
@@ -222,7 +229,7 @@ def test_plans_are_shared_by_equal_layouts_and_by_no_others() -> None:
 
 def test_tiles_cover_every_query_once_and_read_what_is_seen() -> None:
     for layout in LAYOUTS:
-        pattern, shape = Pattern.of(layout, window=90), Shape(4, 2, 100, 131)
+        pattern, shape = Pattern.of(layout, window=90), AttentionShape(4, 2, 100, 131)
         seen, tiled = seen_of(pattern, 4, 100, 131), torch.zeros(4, 100, 131, dtype=torch.bool)
         for group in groups_of(pattern, shape, 64):
             for tile in (one for each in group.tiles for one in each.each()):

@@ -20,11 +20,11 @@ from ...attention.hugging_face import attend_sparsely, is_of_transformers, switc
 from ...attention.layer import SparseAttention
 from ...attention.layouts import (
     BigBird,
+    BlockLayout,
     BSLongformer,
     Dense,
     Direction,
     Fixed,
-    Layout,
     Listed,
     LocalSlidingWindow,
     Variable,
@@ -37,7 +37,7 @@ Module = TypeVar("Module", bound=nn.Module)
 class SparsityConfig:
     """What the kinds have in common. A class of one's own overrides `make_layout`."""
 
-    KIND: ClassVar[type[Layout] | None] = None
+    KIND: ClassVar[type[BlockLayout] | None] = None
 
     def __init__(
         self, num_heads: int, block: int = 16, different_layout_per_head: bool = False
@@ -70,7 +70,7 @@ class SparsityConfig:
             )
         return self.layout_for(seq_len).table(self.num_heads, seq_len).to(torch.int64)
 
-    def layout_for(self, seq_len: int) -> Layout:
+    def layout_for(self, seq_len: int) -> BlockLayout:
         """Return the layout as an object, read from the attributes as they are now."""
         kind: Any = self.KIND
         if kind is None or type(self).make_layout is not SparsityConfig.make_layout:
@@ -81,7 +81,7 @@ class SparsityConfig:
         values = {
             name: getattr(self, name) for name in kind.__dataclass_fields__ if hasattr(self, name)
         }
-        made: Layout = kind(
+        made: BlockLayout = kind(
             **{
                 name: tuple(each) if isinstance(each, list) else each
                 for name, each in values.items()
@@ -251,7 +251,7 @@ class SparseSelfAttention(nn.Module):
         self.sparsity_config = sparsity_config or FixedSparsityConfig(4)
         self.key_padding_mask_mode = key_padding_mask_mode
         self.attn_mask_mode = attn_mask_mode
-        self._known: dict[int, Layout] = {}
+        self._known: dict[int, BlockLayout] = {}
 
     def get_layout(self, seq_len: int) -> Tensor:
         """Return the layout of a sequence, 0 or 1, (heads, blocks, blocks)."""
@@ -287,7 +287,7 @@ class SparseSelfAttention(nn.Module):
             biases.append(allowed if self.attn_mask_mode == "add" else allowed != 0)
         return SparseAttention(self._layout(tokens))(query, key, value, biases=biases)
 
-    def _layout(self, tokens: int) -> Layout:
+    def _layout(self, tokens: int) -> BlockLayout:
         layout = (
             self.sparsity_config.layout_for(tokens)
             if tokens not in self._known
