@@ -41,7 +41,7 @@ Tag = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
-class Form(Enum):
+class CheckpointForm(Enum):
     """What `convert` writes."""
 
     SAFETENSORS = "safetensors"
@@ -86,7 +86,9 @@ def convert_command(
             callback=_local,
         ),
     ],
-    to: Annotated[Form, typer.Option("--to", help="What to write.")] = Form.SAFETENSORS,
+    to: Annotated[
+        CheckpointForm, typer.Option("--to", help="What to write.")
+    ] = CheckpointForm.SAFETENSORS,
     dtype: Annotated[
         Dtype | None,
         typer.Option(
@@ -104,7 +106,7 @@ def convert_command(
     """Write a checkpoint in another form, on one process: safetensors or pth (weights), DeepSpeed
     (all states).
     """
-    if to is Form.DEEPSPEED and dtype is not None:
+    if to is CheckpointForm.DEEPSPEED and dtype is not None:
         raise UsageError(
             "--dtype does not go with --to deepspeed.",
             why="A DeepSpeed checkpoint holds the states in the dtypes they train in.",

@@ -36,7 +36,7 @@ from deepseek_zero.base.world import (
     suspect_lone_process,
 )
 from deepseek_zero.cli.agent import gpus_of_this_machine
-from deepseek_zero.cli.nodes import THREAD_VARIABLES, Machine, allowed_cores
+from deepseek_zero.cli.nodes import THREAD_VARIABLES, NodeMachine, allowed_cores
 from deepseek_zero.kernels import cuda
 from deepseek_zero.kernels.compiler import available
 from deepseek_zero.kernels.nvidia import nvrtc_version
@@ -79,7 +79,7 @@ class Finding:
 
 def findings() -> list[Finding]:
     """Look at everything, in the order of the table."""
-    machine = Machine(allowed_cores(), gpus_of_this_machine(os.environ))
+    machine = NodeMachine(allowed_cores(), gpus_of_this_machine(os.environ))
     return [
         Finding("python", platform.python_version(), "3.11 or newer is needed"),
         _torch(),
@@ -136,7 +136,7 @@ def _world() -> Finding:
     )
 
 
-def _cpu(machine: Machine) -> Iterator[Finding]:
+def _cpu(machine: NodeMachine) -> Iterator[Finding]:
     present = os.cpu_count() or machine.cores
     meaning = (
         "all of them"
@@ -193,7 +193,7 @@ def _memory() -> Finding:
     return Finding("memory", f"{free / GIB:.1f} GiB free of {total / GIB:.1f}", meaning, verdict)
 
 
-def _gpus(machine: Machine) -> Iterator[Finding]:
+def _gpus(machine: NodeMachine) -> Iterator[Finding]:
     if not machine.gpus:
         yield Finding(
             "GPUs", "none", "training runs on the CPU; everything works, slower", Severity.NOTE
@@ -210,7 +210,7 @@ def _capability(index: int) -> str:
     return ".".join(map(str, torch.cuda.get_device_capability(index)))
 
 
-def _formats(machine: Machine) -> Iterator[Finding]:
+def _formats(machine: NodeMachine) -> Iterator[Finding]:
     flags = _cpu_flags()
     on_gpu = bool(machine.gpus)
     # Compute capability 8.0 (Ampere) brought bf16 units; older ones emulate it, slower than fp16.
@@ -243,7 +243,7 @@ def _cpu_flags() -> set[str]:
     return set()
 
 
-def _backends(machine: Machine) -> Iterator[Finding]:
+def _backends(machine: NodeMachine) -> Iterator[Finding]:
     gloo = dist.is_available() and dist.is_gloo_available()
     yield Finding(
         "gloo",
@@ -326,7 +326,7 @@ def _grants() -> Iterator[Finding]:
         yield Finding(each.name, each.way, each.lacks or "the fastest way", verdict)
 
 
-def _default_launch(machine: Machine) -> Iterator[Finding]:
+def _default_launch(machine: NodeMachine) -> Iterator[Finding]:
     nproc = machine.default_nproc
     threads = max(1, machine.cores // nproc)
     device = "one per GPU" if machine.gpus else "one per pair of CPU cores, at least one"

@@ -10,8 +10,8 @@ nodes meet.
     --node_rank, else our own host name     which node this machine is
     variables of an engine (base/world.py)  what no option says, where there is no hostfile
 
-Pure: `Asked`, `Nodes` and a `Machine` (its cores and GPUs) in, `NodePlan` out.  Standard library
-only, so that a command line without GPUs to count needs no torch.
+Pure: `Asked`, `Nodes` and a `NodeMachine` (its cores and GPUs) in, `NodePlan` out.  Standard
+library only, so that a command line without GPUs to count needs no torch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Share:
+class NodeShare:
     """This machine's part.  devices: for CUDA_VISIBLE_DEVICES, None to leave it alone; note: a line
     to say, or none.
     """
@@ -67,7 +67,7 @@ class Share:
 class NodePlan:
     """What this machine runs, as node `node_rank` of `num_nodes`; master_port 0: any free one."""
 
-    share: Share
+    share: NodeShare
     num_nodes: int = 1
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
@@ -75,7 +75,7 @@ class NodePlan:
 
 
 def plan_node(
-    asked: Asked, machine: Machine, own_names: Collection[str], said: Nodes | None = None
+    asked: Asked, machine: NodeMachine, own_names: Collection[str], said: Nodes | None = None
 ) -> NodePlan:
     """Decide what this machine runs; own_names: the host names and addresses it is known by; said:
     by an engine.
@@ -101,7 +101,7 @@ def plan_node(
     )
 
 
-def _filled(asked: Asked, said: Nodes, machine: Machine) -> Asked:
+def _filled(asked: Asked, said: Nodes, machine: NodeMachine) -> Asked:
     """Fill in what an engine's variables say; an option beats a variable."""
     found: dict[str, Any] = {"num_nodes": asked.num_nodes or said.num_nodes}
     if found["num_nodes"] > 1:  # a single machine meets itself, at any free port
@@ -113,7 +113,7 @@ def _filled(asked: Asked, said: Nodes, machine: Machine) -> Asked:
     return replace(asked, **found)
 
 
-def _nproc_said(said: Nodes, machine: Machine) -> int | None:
+def _nproc_said(said: Nodes, machine: NodeMachine) -> int | None:
     """Return torchrun's number of processes: a number, "gpu" for the GPUs, "cpu" for the cores,
     "auto" for ours.
     """
@@ -131,7 +131,7 @@ def _nproc_said(said: Nodes, machine: Machine) -> int | None:
     return count
 
 
-def _plan_without_hostfile(asked: Asked, machine: Machine) -> NodePlan:
+def _plan_without_hostfile(asked: Asked, machine: NodeMachine) -> NodePlan:
     share = _local_share(asked, machine)
     num_nodes = asked.num_nodes or 1
     node_rank = asked.node_rank
@@ -206,40 +206,40 @@ def _own_place(names: list[str], node_rank: int | None, own_names: Collection[st
     return places[0]
 
 
-def _share_of_slots(slots: tuple[int, ...], nproc: int | None, machine: Machine) -> Share:
+def _share_of_slots(slots: tuple[int, ...], nproc: int | None, machine: NodeMachine) -> NodeShare:
     """Take a hostfile's slots for this machine: as many processes, on the GPUs at those places if
     it has any.
     """
     if nproc is not None or not machine.gpus:
-        return Share(nproc or len(slots))
+        return NodeShare(nproc or len(slots))
     if max(slots) >= len(machine.gpus):
         raise UsageError(
             f"The hostfile gives this machine slot {max(slots)}, but it shows {len(machine.gpus)} "
             "GPUs.",
             fix="Correct `slots=` (slots count from 0), or CUDA_VISIBLE_DEVICES.",
         )
-    return Share(len(slots), tuple(machine.gpus[slot] for slot in slots))
+    return NodeShare(len(slots), tuple(machine.gpus[slot] for slot in slots))
 
 
-def _local_share(asked: Asked, machine: Machine) -> Share:
+def _local_share(asked: Asked, machine: NodeMachine) -> NodeShare:
     if asked.nproc is not None:
-        return Share(asked.nproc, note=_crowded(asked.nproc, machine))
+        return NodeShare(asked.nproc, note=_crowded(asked.nproc, machine))
     if asked.include or asked.exclude:
         return _filtered_share(asked, machine)
     if asked.num_gpus is None:
-        return Share(machine.default_nproc, note="" if machine.gpus else _cpu_default(machine))
+        return NodeShare(machine.default_nproc, note="" if machine.gpus else _cpu_default(machine))
     if not machine.gpus:
         return _instead_of_gpus(f"--num_gpus {asked.num_gpus}", asked.num_gpus, machine)
     if asked.num_gpus > len(machine.gpus):
-        return Share(
+        return NodeShare(
             len(machine.gpus),
             note=f"--num_gpus {asked.num_gpus}: this machine shows "
             f"{_count(len(machine.gpus), 'GPU')}, so that many processes run",
         )
-    return Share(asked.num_gpus, machine.gpus[: asked.num_gpus])
+    return NodeShare(asked.num_gpus, machine.gpus[: asked.num_gpus])
 
 
-def _filtered_share(asked: Asked, machine: Machine) -> Share:
+def _filtered_share(asked: Asked, machine: NodeMachine) -> NodeShare:
     numbered = _numbered(machine.gpus)
     # Places for processes: as many as there are by default, or as the filter speaks of
     if not numbered:
@@ -252,7 +252,7 @@ def _filtered_share(asked: Asked, machine: Machine) -> Share:
         slots = _only_local({LOCALHOST: tuple(places)}, asked)
         return _instead_of_gpus("--include" if asked.include else "--exclude", len(slots), machine)
     slots = _only_local({LOCALHOST: tuple(numbered)}, asked)
-    return Share(len(slots), tuple(numbered[slot] for slot in slots))
+    return NodeShare(len(slots), tuple(numbered[slot] for slot in slots))
 
 
 def _only_local(hosts: Slots, asked: Asked) -> tuple[int, ...]:
@@ -268,23 +268,23 @@ def _numbered(gpus: tuple[str, ...]) -> dict[int, str]:
     return dict(enumerate(gpus))
 
 
-def _instead_of_gpus(option: str, wanted: int, machine: Machine) -> Share:
+def _instead_of_gpus(option: str, wanted: int, machine: NodeMachine) -> NodeShare:
     """Start as many ranks as asked for, so that batch and sharding are those meant; more than two
     have a core each.
     """
     nproc = min(wanted, max(2, machine.cores))
     asks = f"{option} asks for {_count(wanted, 'GPU')} and this machine has none"
     running = f"running {_count(nproc, 'CPU rank')} instead on {_count(machine.cores, 'core')}"
-    return Share(nproc, note=f"{asks}: {running} (--nproc N sets another number)")
+    return NodeShare(nproc, note=f"{asks}: {running} (--nproc N sets another number)")
 
 
-def _cpu_default(machine: Machine) -> str:
+def _cpu_default(machine: NodeMachine) -> str:
     nproc = machine.default_nproc
     running = f"running {_count(nproc, 'process', 'es')} on {_count(machine.cores, 'CPU core')}"
     return f"no GPU here: {running} (--nproc N sets another number)"
 
 
-def _crowded(nproc: int, machine: Machine) -> str:
+def _crowded(nproc: int, machine: NodeMachine) -> str:
     if not machine.gpus or nproc <= len(machine.gpus):
         return ""
     return (
@@ -303,7 +303,7 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True)
-class Machine:
+class NodeMachine:
     """cores: CPU cores this process may use; gpus: names of the visible GPUs, as
     CUDA_VISIBLE_DEVICES takes them.
     """

@@ -38,7 +38,7 @@ FINISHED_KEY = "deepseek_zero/finished"
 ALIVE_KEY = "deepseek_zero/alive"
 
 
-class Store(Protocol):
+class RendezvousKeys(Protocol):
     """The part of torch's stores that launchers use. RuntimeError if it is gone."""
 
     def set(self, key: str, value: str) -> None: ...
@@ -59,7 +59,7 @@ class PeerWatch:
     """
 
     def __init__(
-        self, store: Store, node: int, nodes: int, ranks: Sequence[int], dead_after: float
+        self, store: RendezvousKeys, node: int, nodes: int, ranks: Sequence[int], dead_after: float
     ) -> None:
         """ranks: of this machine."""
         self._store = store

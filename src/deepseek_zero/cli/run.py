@@ -40,7 +40,7 @@ from deepseek_zero.cli.launcher_options import (
 )
 from deepseek_zero.cli.lifeline import Lifeline
 from deepseek_zero.cli.local_rank import accepts_local_rank, find_module
-from deepseek_zero.cli.nodes import Asked, Machine, NodePlan, allowed_cores, plan_node
+from deepseek_zero.cli.nodes import Asked, NodeMachine, NodePlan, allowed_cores, plan_node
 from deepseek_zero.cli.ranks import Command, Outcome, Target
 
 DEFAULT_HOSTFILE = Path("/job/hostfile")
@@ -275,7 +275,7 @@ def run(options: RunOptions) -> int:
     command = _command(options)
     # late: it imports torch, which --help must not wait for
     agent = importlib.import_module("deepseek_zero.cli.agent")
-    machine = Machine(allowed_cores(), agent.gpus_of_this_machine(os.environ))
+    machine = NodeMachine(allowed_cores(), agent.gpus_of_this_machine(os.environ))
     asked = _asked(options)
     said = _said(asked)
     plan = plan_node(_enough(asked, machine, axes, said), machine, own_names(), said)
@@ -328,7 +328,9 @@ def _listening_environment(options: RunOptions) -> dict[str, str]:
     return found
 
 
-def _enough(asked: Asked, machine: Machine, axes: Mapping[str, int], said: Nodes | None) -> Asked:
+def _enough(
+    asked: Asked, machine: NodeMachine, axes: Mapping[str, int], said: Nodes | None
+) -> Asked:
     """Where nothing says how many ranks run and there are no GPUs to count, ask for whole copies of
     the model.
     """
@@ -365,7 +367,7 @@ def _check_axes(plan: NodePlan, axes: Mapping[str, int]) -> None:
 SHORT_ERRORS = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_DISABLE_ADDR2LINE": "1"}
 
 
-def rank_environment(plan: NodePlan, machine: Machine) -> dict[str, str]:
+def rank_environment(plan: NodePlan, machine: NodeMachine) -> dict[str, str]:
     """Return what every rank of this machine gets: its share of the cores and, where slots were
     chosen, the GPUs.
     """

@@ -15,7 +15,7 @@ from ..base.quantities import format_bytes, format_count, format_seconds
 from ..tiers.tier import TransferEvent
 from .links import Link
 
-Span = tuple[float, float]  # from when to when, in seconds of time.perf_counter
+Seconds = tuple[float, float]  # from when to when, in seconds of time.perf_counter
 
 WORTH_SAYING = 0.02  # of a step
 LANES = {
@@ -197,11 +197,11 @@ def exposed_seconds(travels: Sequence[Travel], others: Sequence[Travel] = ()) ->
     )
 
 
-def _under_way(travels: Sequence[Travel]) -> list[Span]:
+def _under_way(travels: Sequence[Travel]) -> list[Seconds]:
     return _merged([each.under_way for each in travels if each.under_way[1] > each.under_way[0]])
 
 
-def _common_seconds(left: Sequence[Span], right: Sequence[Span]) -> float:
+def _common_seconds(left: Sequence[Seconds], right: Sequence[Seconds]) -> float:
     """Both are in order and overlap nothing of their own."""
     found = 0.0
     mine = 0
@@ -216,8 +216,8 @@ def _common_seconds(left: Sequence[Span], right: Sequence[Span]) -> float:
     return found
 
 
-def _merged(spans: Sequence[Span]) -> list[Span]:
-    found: list[Span] = []
+def _merged(spans: Sequence[Seconds]) -> list[Seconds]:
+    found: list[Seconds] = []
     for start, stop in sorted(spans):
         if found and start <= found[-1][1]:
             found[-1] = (found[-1][0], max(found[-1][1], stop))

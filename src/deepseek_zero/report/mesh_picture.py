@@ -30,7 +30,7 @@ LEAST_POINTS = 4.5  # of a number in a picture
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """One rank in the picture of a mesh.  row, column: in cells; gaps between groups are columns,
     or rows, too.
     """
@@ -52,7 +52,7 @@ def shown_places(size: int, many: int) -> list[int]:
     return list(range(size)) if many <= FEW_RANKS or size <= MOST else [*range(MOST - 1), size - 1]
 
 
-def places_on(mesh: Mesh) -> list[Place]:
+def places_on(mesh: Mesh) -> list[RankPlace]:
     """Where each rank stands: the slowest axis goes down, the others go right, the fastest in
     neighbouring columns.
     """
@@ -70,7 +70,9 @@ def places_on(mesh: Mesh) -> list[Place]:
             if before is not None:
                 column += 1.0 + _gap(right, before, along)
             before = along
-            found.append(Place(replace(mesh, rank=0).rank_at(**above, **along), float(row), column))
+            found.append(
+                RankPlace(replace(mesh, rank=0).rank_at(**above, **along), float(row), column)
+            )
     return found
 
 
@@ -122,7 +124,9 @@ def draw_mesh(panel: Any, mesh: Mesh) -> None:
         panel.set_xlabel("of longer axes the first places and the last", fontsize=9, color=INK)
 
 
-def _write_columns(panel: Any, mesh: Mesh, axes: Sequence[str], places: Sequence[Place]) -> None:
+def _write_columns(
+    panel: Any, mesh: Mesh, axes: Sequence[str], places: Sequence[RankPlace]
+) -> None:
     """Name the places of each axis above its columns, the slowest on top, with a line over what
     stands together.
     """

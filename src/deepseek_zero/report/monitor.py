@@ -18,7 +18,7 @@ from ..base.errors import NotBuiltError
 from ..base.world import is_rank_zero
 from .records import csv_line, open_for_append
 
-Event = tuple[str, float, int]
+Scalar = tuple[str, float, int]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class MonitorSettings:
 class Writer(Protocol):
     """What a monitor can do."""
 
-    def write_events(self, events: Sequence[Event]) -> None:
+    def write_events(self, events: Sequence[Scalar]) -> None:
         """Record the events in order."""
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class MonitorMaster:
             [_WRITERS[name](getattr(settings, name)) for name in wanted] if is_rank_zero() else []
         )
 
-    def write_events(self, events: Sequence[Event]) -> None:
+    def write_events(self, events: Sequence[Scalar]) -> None:
         """Record (tag, value, step) events on rank 0."""
         for writer in self._writers:
             writer.write_events(events)
@@ -118,7 +118,7 @@ class CsvWriter:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, IO[str]] = {}
 
-    def write_events(self, events: Sequence[Event]) -> None:
+    def write_events(self, events: Sequence[Scalar]) -> None:
         """Append each event to the file of its tag."""
         for tag, value, step in events:
             file = self._file(tag)
@@ -148,7 +148,7 @@ class TensorBoardWriter:
             str(settings.folder)
         )
 
-    def write_events(self, events: Sequence[Event]) -> None:
+    def write_events(self, events: Sequence[Scalar]) -> None:
         """Add a scalar per event."""
         for tag, value, step in events:
             self._writer.add_scalar(tag, value, step)
@@ -168,7 +168,7 @@ class WandbWriter:
             project=settings.project, group=settings.group, entity=settings.team
         )
 
-    def write_events(self, events: Sequence[Event]) -> None:
+    def write_events(self, events: Sequence[Scalar]) -> None:
         """Log each event at its step."""
         for tag, value, step in events:
             self._run.log({tag: value}, step=step)
@@ -192,7 +192,7 @@ class CometWriter:
         self._interval = settings.samples_log_interval
         self._last_sent: dict[str, int] = {}
 
-    def write_events(self, events: Sequence[Event]) -> None:
+    def write_events(self, events: Sequence[Scalar]) -> None:
         """Log the events whose tag is due."""
         for tag, value, step in events:
             if tag not in self._last_sent or step - self._last_sent[tag] >= self._interval:

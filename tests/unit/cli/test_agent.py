@@ -13,7 +13,7 @@ from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.launch import INTERFACE, TLS
 from deepseek_zero.cli import agent
 from deepseek_zero.cli.agent import Meeting
-from deepseek_zero.cli.nodes import NodePlan, Share
+from deepseek_zero.cli.nodes import NodePlan, NodeShare
 from deepseek_zero.cli.ranks import Command, Target
 from deepseek_zero.comm.net.store import NO_SECRET, keep_store
 from tests.hosts import free_port
@@ -24,7 +24,7 @@ SECRET = b"s" * 32
 def meeting(
     node: int, port: int, master_addr: str = "127.0.0.1", secret: bytes = SECRET
 ) -> Meeting:
-    return Meeting(NodePlan(Share(1), 2, node, master_addr, port), "a run", secret)
+    return Meeting(NodePlan(NodeShare(1), 2, node, master_addr, port), "a run", secret)
 
 
 def test_a_store_that_would_listen_where_the_others_do_not_come_is_refused(
@@ -91,4 +91,4 @@ def test_without_the_package_for_tls_a_launcher_starts_no_rank(
     monkeypatch.delitem(sys.modules, "cryptography.x509", raising=False)
     monkeypatch.setattr(agent, "Ranks", None)  # a rank that started would fail the test
     with pytest.raises(UsageError, match=r"deepseek-zero\[tls\]"):
-        agent.run_ranks(NodePlan(Share(1), nodes), Command(Target.SCRIPT, "train.py"), {})
+        agent.run_ranks(NodePlan(NodeShare(1), nodes), Command(Target.SCRIPT, "train.py"), {})

@@ -21,7 +21,7 @@ from deepseek_zero.base.errors import NotBuiltError, UsageError
 from deepseek_zero.base.launch import MESH
 from deepseek_zero.cli import run as run_module
 from deepseek_zero.cli.launcher_options import REFUSED, pid_file, refuse_launcher
-from deepseek_zero.cli.nodes import Machine, NodePlan, Share
+from deepseek_zero.cli.nodes import NodeMachine, NodePlan, NodeShare
 from deepseek_zero.cli.ranks import Outcome, Target
 from deepseek_zero.cli.run import RunOptions, rank_environment, run
 from deepseek_zero.compat.deepspeed.commands import exec_command
@@ -229,11 +229,13 @@ def test_axes_are_told_to_ranks_that_are_whole_copies(
 
 def test_chosen_gpus_are_made_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    environment = rank_environment(NodePlan(Share(2, ("5", "7"))), Machine(8, ("2", "5", "7")))
+    environment = rank_environment(
+        NodePlan(NodeShare(2, ("5", "7"))), NodeMachine(8, ("2", "5", "7"))
+    )
     assert environment["CUDA_VISIBLE_DEVICES"] == "5,7"
     assert environment["OMP_NUM_THREADS"] == "4"
     assert "CUDA_VISIBLE_DEVICES" not in rank_environment(
-        NodePlan(Share(3)), Machine(8, ("2", "5", "7"))
+        NodePlan(NodeShare(3)), NodeMachine(8, ("2", "5", "7"))
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deepseek_zero.cli import doctor
-from deepseek_zero.cli.nodes import Machine
+from deepseek_zero.cli.nodes import NodeMachine
 
 EXPECTED = {
     "python",
@@ -45,11 +45,11 @@ def test_the_table_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_cores_that_are_not_allowed_are_mentioned() -> None:
     present = os.cpu_count() or 1
-    assert next(doctor._cpu(Machine(present + 1))).meaning.startswith(f"of {present}")
+    assert next(doctor._cpu(NodeMachine(present + 1))).meaning.startswith(f"of {present}")
 
 
 def test_a_machine_without_gpus_needs_no_nccl() -> None:
-    needs = {one.name: one.verdict for one in doctor._backends(Machine(4))}
+    needs = {one.name: one.verdict for one in doctor._backends(NodeMachine(4))}
     assert needs == {"gloo": doctor.Severity.GOOD, "nccl": doctor.Severity.GOOD}
 
 
@@ -88,7 +88,7 @@ def test_a_tight_limit_of_open_files_is_a_note(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_world_and_its_source_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def told() -> dict[str, doctor.Finding]:
-        return {one.name: one for one in (doctor._world(), *doctor._default_launch(Machine(4)))}
+        return {one.name: one for one in (doctor._world(), *doctor._default_launch(NodeMachine(4)))}
 
     assert (told()["world"].value, told()["world"].meaning) == (
         "one process",

@@ -7,28 +7,30 @@ from pathlib import Path
 
 import pytest
 
-from deepseek_zero.cli.nodes import Machine, allowed_cores, visible_gpus
+from deepseek_zero.cli.nodes import NodeMachine, allowed_cores, visible_gpus
 
 
 @pytest.mark.parametrize(("cores", "nproc"), [(1, 1), (2, 1), (3, 1), (4, 2), (64, 32)])
 def test_without_gpus_the_default_is_a_process_per_pair_of_cores(cores: int, nproc: int) -> None:
-    assert Machine(cores).default_nproc == nproc
+    assert NodeMachine(cores).default_nproc == nproc
 
 
 def test_with_gpus_the_default_is_a_process_per_gpu() -> None:
-    assert Machine(64, ("0", "1", "2")).default_nproc == 3
+    assert NodeMachine(64, ("0", "1", "2")).default_nproc == 3
 
 
 @pytest.mark.parametrize(("cores", "nproc", "threads"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1")])
 def test_ranks_share_the_cores(cores: int, nproc: int, threads: str) -> None:
-    assert Machine(cores).thread_environment(nproc, {}) == {
+    assert NodeMachine(cores).thread_environment(nproc, {}) == {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
     }
 
 
 def test_threads_set_by_the_user_stay() -> None:
-    assert Machine(8).thread_environment(2, {"OMP_NUM_THREADS": "7"}) == {"MKL_NUM_THREADS": "4"}
+    assert NodeMachine(8).thread_environment(2, {"OMP_NUM_THREADS": "7"}) == {
+        "MKL_NUM_THREADS": "4"
+    }
 
 
 def test_a_containers_quota_limits_the_cores(tmp_path: Path) -> None:

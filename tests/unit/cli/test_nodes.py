@@ -9,14 +9,14 @@ import pytest
 
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.world import Nodes
-from deepseek_zero.cli.nodes import DEFAULT_PORT, Asked, Machine, NodePlan, Share, plan_node
+from deepseek_zero.cli.nodes import DEFAULT_PORT, Asked, NodeMachine, NodePlan, NodeShare, plan_node
 
-CPU = Machine(cores=4)
-GPUS = Machine(cores=32, gpus=("0", "1", "2", "3"))
-SOME_GPUS = Machine(cores=32, gpus=("2", "5", "7"))
+CPU = NodeMachine(cores=4)
+GPUS = NodeMachine(cores=32, gpus=("0", "1", "2", "3"))
+SOME_GPUS = NodeMachine(cores=32, gpus=("2", "5", "7"))
 
 
-def share_of(asked: Asked, machine: Machine) -> Share:
+def share_of(asked: Asked, machine: NodeMachine) -> NodeShare:
     return plan_node(asked, machine, ()).share
 
 
@@ -39,11 +39,11 @@ def hostfile(tmp_path: Path) -> Path:
         (Asked(include="localhost:1,3"), GPUS, 2, ("1", "3")),
         (Asked(include="localhost:7"), SOME_GPUS, 1, ("7",)),
         (Asked(exclude="localhost:5"), SOME_GPUS, 2, ("2", "7")),
-        (Asked(include="localhost:1"), Machine(8, ("GPU-aa", "GPU-bb")), 1, ("GPU-bb",)),
+        (Asked(include="localhost:1"), NodeMachine(8, ("GPU-aa", "GPU-bb")), 1, ("GPU-bb",)),
     ],
 )
 def test_one_machine_runs_what_was_asked(
-    asked: Asked, machine: Machine, nproc: int, devices: tuple[str, ...] | None
+    asked: Asked, machine: NodeMachine, nproc: int, devices: tuple[str, ...] | None
 ) -> None:
     share = share_of(asked, machine)
     assert (share.nproc, share.devices) == (nproc, devices)
@@ -64,13 +64,13 @@ def test_a_single_machine_meets_itself_at_any_free_port() -> None:
 def test_gpus_asked_for_on_a_machine_without_any_become_cpu_ranks_up_to_one_per_core(
     asked: Asked, cores: int, nproc: int
 ) -> None:
-    share = share_of(asked, Machine(cores))
+    share = share_of(asked, NodeMachine(cores))
     assert (share.nproc, share.devices) == (nproc, None)
     assert "8 GPUs" in share.note and f"running {nproc} CPU ranks instead" in share.note
 
 
 def test_two_gpus_asked_for_are_two_cpu_ranks_on_any_machine() -> None:
-    assert share_of(Asked(num_gpus=2), Machine(cores=1)).nproc == 2
+    assert share_of(Asked(num_gpus=2), NodeMachine(cores=1)).nproc == 2
 
 
 def test_more_gpus_asked_for_than_there_are_says_how_many_run() -> None:
@@ -112,24 +112,24 @@ def test_options_that_cannot_be_meant_are_refused(asked: Asked, message: str) ->
 
 def test_several_nodes_without_a_hostfile_need_only_a_number_and_an_address() -> None:
     plan = plan_node(Asked(nproc=2, num_nodes=3, node_rank=2, master_addr="first"), CPU, ())
-    assert plan == NodePlan(Share(2), 3, 2, "first", DEFAULT_PORT)
+    assert plan == NodePlan(NodeShare(2), 3, 2, "first", DEFAULT_PORT)
 
 
 def test_a_machine_finds_itself_in_the_hostfile(hostfile: Path) -> None:
     plan = plan_node(Asked(hostfile=hostfile), CPU, {"second", "10.0.0.2"})
-    assert plan == NodePlan(Share(3), 2, 1, "first", DEFAULT_PORT)
+    assert plan == NodePlan(NodeShare(3), 2, 1, "first", DEFAULT_PORT)
 
 
 def test_node_rank_says_which_host_this_is(hostfile: Path) -> None:
     plan = plan_node(
         Asked(hostfile=hostfile, node_rank=0, master_addr="10.0.0.1", master_port=1234), CPU, ()
     )
-    assert plan == NodePlan(Share(2), 2, 0, "10.0.0.1", 1234)
+    assert plan == NodePlan(NodeShare(2), 2, 0, "10.0.0.1", 1234)
 
 
 def test_slots_of_the_hostfile_are_places_among_the_visible_gpus(hostfile: Path) -> None:
     asked = Asked(hostfile=hostfile, include="first@second:0,2")
-    assert plan_node(asked, SOME_GPUS, {"second"}).share == Share(2, ("2", "7"))
+    assert plan_node(asked, SOME_GPUS, {"second"}).share == NodeShare(2, ("2", "7"))
 
 
 def test_numbers_limit_the_hosts_and_their_slots(hostfile: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_machine_that_is_not_in_the_hostfile_is_told_what_to_do(hostfile: Path
 
 def test_more_slots_in_the_hostfile_than_gpus_is_refused(hostfile: Path) -> None:
     with pytest.raises(UsageError, match=r"slot 2, but it shows 2 GPUs"):
-        plan_node(Asked(hostfile=hostfile), Machine(8, ("0", "1")), {"second"})
+        plan_node(Asked(hostfile=hostfile), NodeMachine(8, ("0", "1")), {"second"})
 
 
 SKYPILOT = Nodes("SkyPilot", 2, 1, num_gpus=2, address="10.0.0.4")
@@ -156,28 +156,33 @@ KUBEFLOW = Nodes("PET_*", 2, 1, nproc="3", address="10.0.0.9", port=29400)
 @pytest.mark.parametrize(
     ("asked", "said", "machine", "expected"),
     [
-        (Asked(), SKYPILOT, GPUS, NodePlan(Share(2, ("0", "1")), 2, 1, "10.0.0.4", DEFAULT_PORT)),
-        (Asked(), KUBEFLOW, CPU, NodePlan(Share(3), 2, 1, "10.0.0.9", 29400)),
+        (
+            Asked(),
+            SKYPILOT,
+            GPUS,
+            NodePlan(NodeShare(2, ("0", "1")), 2, 1, "10.0.0.4", DEFAULT_PORT),
+        ),
+        (Asked(), KUBEFLOW, CPU, NodePlan(NodeShare(3), 2, 1, "10.0.0.9", 29400)),
         (
             Asked(nproc=1, num_nodes=3, node_rank=2, master_addr="h", master_port=4),
             KUBEFLOW,
             CPU,
-            NodePlan(Share(1), 3, 2, "h", 4),
+            NodePlan(NodeShare(1), 3, 2, "h", 4),
         ),
-        (Asked(num_nodes=1), KUBEFLOW, CPU, NodePlan(Share(3))),
+        (Asked(num_nodes=1), KUBEFLOW, CPU, NodePlan(NodeShare(3))),
         (
             Asked(include="localhost:3"),
             SKYPILOT,
             GPUS,
-            NodePlan(Share(1, ("3",)), 2, 1, "10.0.0.4", DEFAULT_PORT),
+            NodePlan(NodeShare(1, ("3",)), 2, 1, "10.0.0.4", DEFAULT_PORT),
         ),
-        (Asked(), Nodes("PET_*", 1, nproc="auto"), CPU, NodePlan(Share(2))),
-        (Asked(), Nodes("PET_*", 1, nproc="cpu", address="h", port=5), CPU, NodePlan(Share(4))),
-        (Asked(), Nodes("PET_*", 1, nproc="gpu"), GPUS, NodePlan(Share(4))),
+        (Asked(), Nodes("PET_*", 1, nproc="auto"), CPU, NodePlan(NodeShare(2))),
+        (Asked(), Nodes("PET_*", 1, nproc="cpu", address="h", port=5), CPU, NodePlan(NodeShare(4))),
+        (Asked(), Nodes("PET_*", 1, nproc="gpu"), GPUS, NodePlan(NodeShare(4))),
     ],
 )
 def test_what_no_option_says_an_engines_variables_do(
-    asked: Asked, said: Nodes, machine: Machine, expected: NodePlan
+    asked: Asked, said: Nodes, machine: NodeMachine, expected: NodePlan
 ) -> None:
     plan = plan_node(asked, machine, (), said)
     assert replace(plan, share=replace(plan.share, note="")) == expected

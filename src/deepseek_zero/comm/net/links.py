@@ -74,7 +74,7 @@ HEADER_BYTES = _HEADER.size + _CHECK.size
 _LINE_BITS = 32
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """The kinds of messages."""
 
     EAGER = 1  # a whole small tensor, unasked
@@ -84,7 +84,7 @@ class Kind(IntEnum):
     RESUME = 5  # the same, as the first word on a new connection
 
 
-_NUMBERED = (Kind.EAGER, Kind.PIECE, Kind.READY)
+_NUMBERED = (FrameKind.EAGER, FrameKind.PIECE, FrameKind.READY)
 
 
 class _Exchange:
@@ -117,7 +117,7 @@ class _Exchange:
 class _Frame:
     """A message to send, until the other has received it. exchange: what ends with it."""
 
-    kind: Kind
+    kind: FrameKind
     tag: int
     payload: memoryview | bytes = b""
     offset: int = 0
@@ -141,7 +141,7 @@ class _Frame:
 
 
 def _header(
-    kind: Kind,
+    kind: FrameKind,
     number: int,
     tag: int = 0,
     length: int = 0,
@@ -214,7 +214,7 @@ class _Link:
     header: bytearray = field(default_factory=lambda: bytearray(HEADER_BYTES))
     # The rest of what is being read
     into: memoryview = field(default_factory=lambda: memoryview(b""))
-    reads: tuple[Kind, int, int, int, int, _Box | bytearray | None] | None = (
+    reads: tuple[FrameKind, int, int, int, int, _Box | bytearray | None] | None = (
         None  # a payload's kind, tag, ..., place
     )
     crc: int = 0
@@ -384,10 +384,10 @@ class Links:
         if size <= EAGER_BYTES and link.eager_sent + size - link.eager_used <= EAGER_BUDGET:
             link.eager_sent += size
             link.eager.add(tag)
-            link.urgent.append(_Frame(Kind.EAGER, tag, bytes(view), 0, size))
+            link.urgent.append(_Frame(FrameKind.EAGER, tag, bytes(view), 0, size))
             return
         if size <= EAGER_BYTES and is_ready:
-            link.queue.append(_Frame(Kind.PIECE, tag, bytes(view), 0, size))
+            link.queue.append(_Frame(FrameKind.PIECE, tag, bytes(view), 0, size))
             return
         exchange.left += 1
         if is_ready:
@@ -400,7 +400,7 @@ class Links:
         for start in range(0, total, PIECE_BYTES):
             piece = offer.view[start : start + PIECE_BYTES]
             ends = offer.exchange if start + PIECE_BYTES >= total else None
-            link.queue.append(_Frame(Kind.PIECE, tag, piece, start, total, ends))
+            link.queue.append(_Frame(FrameKind.PIECE, tag, piece, start, total, ends))
 
     def _push(self, link: _Link) -> None:
         """Have what is queued be written: small messages by this thread, at once, others by the one
@@ -448,7 +448,7 @@ class Links:
         """Take the next messages to write; return whether there are any."""
         if link.owes_receipt and (link.is_waited_for or link.unsent):
             link.owes_receipt = link.is_waited_for = False
-            link.writing.append(_header(Kind.RECEIVED, link.received, offset=link.used))
+            link.writing.append(_header(FrameKind.RECEIVED, link.received, offset=link.used))
         size = 0
         while link.resumed and size < PIECE_BYTES and len(link.writing) < 2 * _GATHERED:
             if (frame := link.next_frame()) is None:
@@ -475,7 +475,7 @@ class Links:
         if early is None:
             exchange.left += 1
             link.boxes[tag] = _Box(view, len(view), exchange)
-            link.urgent.append(_Frame(Kind.READY, tag, total=len(view)))
+            link.urgent.append(_Frame(FrameKind.READY, tag, total=len(view)))
             return
         link.used += len(early)
         link.owes_receipt = True
@@ -526,15 +526,15 @@ class Links:
         plain = link.header[: _HEADER.size]
         (check,) = _CHECK.unpack_from(link.header, _HEADER.size)
         kind, length, number, line, low, crc, offset, total = _HEADER.unpack(plain)
-        if zlib.crc32(plain) != check or length > PIECE_BYTES or not 1 <= kind <= max(Kind):
+        if zlib.crc32(plain) != check or length > PIECE_BYTES or not 1 <= kind <= max(FrameKind):
             raise Refused("a header came damaged")
         tag = line << _LINE_BITS | low
         link.expect_header()
         if kind not in _NUMBERED:
-            return self._take_receipt(link, Kind(kind), number, offset)
+            return self._take_receipt(link, FrameKind(kind), number, offset)
         if number != link.received + 1:
             raise Refused(f"message {number} came after message {link.received}")
-        if kind == Kind.READY:
+        if kind == FrameKind.READY:
             self._count(link)
             self._take_ready(link, tag)
             return ()
@@ -549,14 +549,14 @@ class Links:
         if box is not None:
             into = box.view[offset : offset + length]
             place = box
-        elif kind == Kind.EAGER:
+        elif kind == FrameKind.EAGER:
             if length > EAGER_BYTES or sum(map(len, link.early.values())) + length > EAGER_BUDGET:
                 raise Refused("more came unasked than is kept")
             place = bytearray(length)  # type: ignore[assignment]
             into = memoryview(place)  # type: ignore[arg-type]
         else:
             into = self._scratch[:length]
-        link.reads = (Kind(kind), tag, length, total, crc, place)
+        link.reads = (FrameKind(kind), tag, length, total, crc, place)
         link.into = into
         link.crc = 0
         return ()
@@ -573,14 +573,14 @@ class Links:
         self._count(link)
         if isinstance(place, bytearray):
             return self._take_unasked(link, tag, place)
-        if kind == Kind.EAGER:
+        if kind == FrameKind.EAGER:
             link.used += length
         if place is None:
             return ()
         place.left -= length
         if place.left:
             return ()
-        link.is_waited_for = link.is_waited_for or kind is Kind.PIECE
+        link.is_waited_for = link.is_waited_for or kind is FrameKind.PIECE
         link.boxes.pop(tag, None)
         return (place.exchange,)
 
@@ -594,7 +594,8 @@ class Links:
             return ()
         link.used += len(came)
         asked = next(
-            (frame for frame in link.urgent if frame.tag == tag and frame.kind is Kind.READY), None
+            (frame for frame in link.urgent if frame.tag == tag and frame.kind is FrameKind.READY),
+            None,
         )
         if asked is not None:
             # The other would keep it for a tensor that it has sent already
@@ -616,14 +617,16 @@ class Links:
         elif tag not in link.eager:
             link.ready[tag] = True
 
-    def _take_receipt(self, link: _Link, kind: Kind, number: int, used: int) -> Sequence[_Exchange]:
+    def _take_receipt(
+        self, link: _Link, kind: FrameKind, number: int, used: int
+    ) -> Sequence[_Exchange]:
         link.eager_used = used
         ended = link.received_up_to(number)
-        if kind is Kind.RESUME:
+        if kind is FrameKind.RESUME:
             link.queue.extendleft(reversed(link.sent))
             link.sent.clear()
             link.resumed = True
-        if kind is Kind.RESUME or not link.has_unreceived:
+        if kind is FrameKind.RESUME or not link.has_unreceived:
             self._changed.notify_all()
         return ended
 
@@ -710,7 +713,7 @@ class Links:
                 link.generation + 1,
                 time.monotonic(),
             )
-            link.writing.append(_header(Kind.RESUME, link.received, offset=link.used))
+            link.writing.append(_header(FrameKind.RESUME, link.received, offset=link.used))
             link.expect_header()
             self._of_descriptor[connection.fileno()] = link
             self._poll.register(connection, select.EPOLLIN)

@@ -123,7 +123,7 @@ class HostPages:
         self._forgotten: list[ExportedSegment] = []
         self._imported: dict[tuple[int, int], ImportedSegment] = {}  # (rank, segment)
         self._received_pages: dict[int, Segment] = {}  # tag -> pages that the first rank has sent
-        self._offers: dict[tuple[int, int], Message] = {}  # (rank, tag)
+        self._offers: dict[tuple[int, int], SharedMessage] = {}  # (rank, tag)
         self._in_flight: dict[int, InFlightReceive] = {}  # by tag
         self._failed: dict[int, Exception] = {}  # by tag: the error of its use, for the wait
         self._readers: dict[int, set[int]] = {}  # tag -> ranks that have not read our pieces yet
@@ -158,7 +158,7 @@ class HostPages:
             exported = self._forgotten.pop()
             exported.segment.close()
             for peer in exported.known_by:
-                self.sockets.send(peer, Message(Kind.FORGET, segment=exported.number))
+                self.sockets.send(peer, SharedMessage(MessageKind.FORGET, segment=exported.number))
 
     def end_engine(self, engine: str) -> None:
         """Release what one engine mapped of other ranks' memory, and its own segments that are
@@ -186,8 +186,8 @@ class HostPages:
                 segment = self._received_pages[tag] = Segment.create(nbytes)
                 for peer in ranks:
                     if peer != self.rank:
-                        message = Message(
-                            Kind.SHARED, tag, nbytes=nbytes, descriptor=segment.descriptor
+                        message = SharedMessage(
+                            MessageKind.SHARED, tag, nbytes=nbytes, descriptor=segment.descriptor
                         )
                         self.sockets.send(peer, message)
 
@@ -235,7 +235,8 @@ class HostPages:
         nbytes = piece.nbytes
         if nbytes <= INLINE_BYTES:
             self.sockets.send(
-                peer, Message(Kind.INLINE, tag, payload=_bytes(piece).numpy().tobytes())
+                peer,
+                SharedMessage(MessageKind.INLINE, tag, payload=_bytes(piece).numpy().tobytes()),
             )
             return
         exported = self._exported.get(_address(piece))
@@ -251,13 +252,18 @@ class HostPages:
             size = exported.segment.nbytes
             descriptor = exported.segment.descriptor
             self.sockets.send(
-                peer, Message(Kind.SEGMENT, 0, exported.number, 0, size, descriptor=descriptor)
+                peer,
+                SharedMessage(
+                    MessageKind.SEGMENT, 0, exported.number, 0, size, descriptor=descriptor
+                ),
             )
             if len(exported.known_by) == len(self.peers):
                 exported.segment.close()
         self._readers.setdefault(tag, set()).add(peer)
         start = piece.data_ptr() - exported.address
-        self.sockets.send(peer, Message(Kind.OFFER, tag, exported.number, start, nbytes))
+        self.sockets.send(
+            peer, SharedMessage(MessageKind.OFFER, tag, exported.number, start, nbytes)
+        )
 
     @property
     def expects(self) -> bool:
@@ -317,24 +323,24 @@ class HostPages:
     def _take_messages(self) -> None:
         for rank, message in self.sockets.receive():
             match message.kind:
-                case Kind.OFFER | Kind.INLINE:
+                case MessageKind.OFFER | MessageKind.INLINE:
                     self._offers[rank, message.tag] = message
                     if (receive := self._in_flight.get(message.tag)) is not None:
                         receive.awaiting.discard(rank)
                         self._complete(message.tag)
-                case Kind.READ:
+                case MessageKind.READ:
                     readers = self._readers[message.tag]
                     readers.discard(rank)
                     if not readers:
                         del self._readers[message.tag]
                         self._staged.pop(message.tag, None)
-                case Kind.SEGMENT:
+                case MessageKind.SEGMENT:
                     segment = _taken(message)
                     self._imported[rank, message.segment] = ImportedSegment(segment.view().tensor)
                     segment.close()
-                case Kind.SHARED:
+                case MessageKind.SHARED:
                     self._received_pages[message.tag] = _taken(message)
-                case Kind.FORGET:
+                case MessageKind.FORGET:
                     self._imported.pop((rank, message.segment), None)
 
     def _complete(self, tag: int) -> None:
@@ -353,10 +359,10 @@ class HostPages:
         except Exception as error:
             self._failed[tag] = error
         for peer, offer in offers.items():
-            if offer.kind is Kind.OFFER:
-                self.sockets.send(peer, Message(Kind.READ, tag))
+            if offer.kind is MessageKind.OFFER:
+                self.sockets.send(peer, SharedMessage(MessageKind.READ, tag))
 
-    def _use(self, receive: InFlightReceive, offers: Mapping[int, Message]) -> None:
+    def _use(self, receive: InFlightReceive, offers: Mapping[int, SharedMessage]) -> None:
         found = {}
         for peer, box in receive.boxes.items():
             found[peer] = self._piece(peer, offers[peer], receive)
@@ -368,9 +374,9 @@ class HostPages:
         with torch.no_grad():
             receive.use(found)
 
-    def _piece(self, peer: int, offer: Message, receive: InFlightReceive) -> Tensor:
+    def _piece(self, peer: int, offer: SharedMessage, receive: InFlightReceive) -> Tensor:
         dtype = receive.like.dtype
-        if offer.kind is Kind.OFFER:
+        if offer.kind is MessageKind.OFFER:
             imported = self._imported[peer, offer.segment]
             imported.lane = receive.cid.lane
             return imported.data[offer.start : offer.start + offer.nbytes].view(dtype)
@@ -481,7 +487,7 @@ def _ignore(found: Mapping[int, Tensor]) -> None:
     """Leave gathered slices in place: nothing more is to do."""
 
 
-def _taken(message: Message) -> Segment:
+def _taken(message: SharedMessage) -> Segment:
     return Segment(message.descriptor, message.nbytes)
 
 
@@ -493,7 +499,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """The kinds of messages."""
 
     OFFER = 1  # piece of collective `tag` lies in my segment `segment` at [start, start + nbytes)
@@ -504,8 +510,8 @@ class Kind(IntEnum):
     FORGET = 6  # my segment `segment` is gone
 
 
-class Message(NamedTuple):
-    kind: Kind
+class SharedMessage(NamedTuple):
+    kind: MessageKind
     tag: int = 0
     segment: int = 0
     start: int = 0
@@ -532,7 +538,7 @@ class LocalSockets:
         # A data loader's child would keep this rank seemingly alive
         os.register_at_fork(after_in_child=self.close)
 
-    def send(self, rank: int, message: Message) -> None:
+    def send(self, rank: int, message: SharedMessage) -> None:
         """Send now, or as soon as the other's queue has room; to a rank that is gone, not at all.
         Never blocks.
         """
@@ -598,7 +604,7 @@ class LocalSockets:
         """Sleep until a message is there to be received, at most so long."""
         self._poll.poll(min(seconds, RETRY_SECONDS if self._unsent else seconds) * 1000)
 
-    def receive(self) -> Iterator[tuple[int, Message]]:
+    def receive(self) -> Iterator[tuple[int, SharedMessage]]:
         """Return the messages that have arrived and their senders; empty if there are none."""
         if self._unsent:
             self._flush()
@@ -607,7 +613,7 @@ class LocalSockets:
             while rank not in self.gone and (message := self._next(rank)) is not None:
                 yield rank, message
 
-    def _next(self, rank: int) -> Message | None:
+    def _next(self, rank: int) -> SharedMessage | None:
         try:
             count, ancillary, _, _ = self._sockets[rank].recvmsg_into(
                 [self._buffer], socket.CMSG_SPACE(4)
@@ -630,7 +636,9 @@ class LocalSockets:
         kind, check, tag, segment, start, nbytes = _HEADER.unpack_from(self._buffer)
         payload = bytes(self._buffer[_HEADER.size : count])
         descriptor = descriptors[0] if descriptors else -1
-        return Message(Kind(kind), tag << 32 | check, segment, start, nbytes, payload, descriptor)
+        return SharedMessage(
+            MessageKind(kind), tag << 32 | check, segment, start, nbytes, payload, descriptor
+        )
 
     def _lose(self, rank: int) -> None:
         if rank not in self.gone:

@@ -14,8 +14,8 @@ from ...report import monitor
 from ...report.monitor import (
     CometWriter,
     CsvWriter,
-    Event,
     FileSettings,
+    Scalar,
     TensorBoardWriter,
     WandbSettings,
     WandbWriter,
@@ -38,7 +38,7 @@ class Monitor:
             else None
         )
 
-    def write_events(self, event_list: Sequence[Event]) -> None:
+    def write_events(self, event_list: Sequence[Scalar]) -> None:
         """Record (tag, value, samples) on rank 0."""
         if self.writer is not None:
             self.writer.write_events([event[:3] for event in event_list])
@@ -99,7 +99,7 @@ class MonitorMaster(Monitor):
         ]
         self.enabled = bool(self.monitors)
 
-    def write_events(self, event_list: Sequence[Event]) -> None:
+    def write_events(self, event_list: Sequence[Scalar]) -> None:
         """Record (tag, value, samples) on rank 0 with each of them."""
         for each in self.monitors:
             each.write_events(event_list)

@@ -22,7 +22,7 @@ from deepseek_zero.base.launch import TLS
 from deepseek_zero.comm.ids import CollectiveId, lane_number, tag_of
 from deepseek_zero.comm.net import links as module
 from deepseek_zero.comm.net.channel import Hello, Listener, Role, dial, introduce
-from deepseek_zero.comm.net.links import EAGER_BUDGET, EAGER_BYTES, PIECE_BYTES, Kind, Links
+from deepseek_zero.comm.net.links import EAGER_BUDGET, EAGER_BYTES, PIECE_BYTES, FrameKind, Links
 from deepseek_zero.comm.transports.base import ConnectionLost, Wait
 from deepseek_zero.comm.transports.tcp import Tcp
 from tests.wire import Wire
@@ -184,10 +184,10 @@ def test_a_box_that_is_made_while_its_tensor_comes_unasked_is_filled() -> None:
         payload = bytes(sent.tolist())
         with second._lock:  # as its thread does when the header and the payload come apart
             link.header[:] = module._header(
-                Kind.EAGER, link.received + 1, tag, SMALL, zlib.crc32(payload), total=SMALL
+                FrameKind.EAGER, link.received + 1, tag, SMALL, zlib.crc32(payload), total=SMALL
             )
             second._take_header(link)
-            link.urgent.append(module._Frame(Kind.READY, tag + 1))  # another tensor's
+            link.urgent.append(module._Frame(FrameKind.READY, tag + 1))  # another tensor's
             link.resumed = False  # nothing leaves meanwhile
             wait = second.start({0: (sent[:0], found)}, cid(0))
             link.into[:], link.crc = payload, zlib.crc32(payload)
@@ -222,7 +222,8 @@ def test_what_left_by_another_connection_leaves_first_and_small_messages_before_
 ):
     link = module._Link(1, ("127.0.0.1", 1), "h1")
     again, large, small = (
-        module._Frame(kind, tag) for tag, kind in enumerate((Kind.PIECE, Kind.PIECE, Kind.READY))
+        module._Frame(kind, tag)
+        for tag, kind in enumerate((FrameKind.PIECE, FrameKind.PIECE, FrameKind.READY))
     )
     again.number = 7
     link.queue.extend([again, large])
@@ -491,8 +492,8 @@ def test_who_lies_about_lengths_is_cut_off_before_memory_is_made() -> None:
     with two_ranks() as (first, second, _):
         with dial(first.listener.address, PATIENCE) as liar:
             introduce(liar, SECRET, Hello(Role.DATA, 1, 0))
-            liar.sendall(module._header(Kind.RESUME, 0))
-            liar.sendall(module._header(Kind.PIECE, 1, 5, 1 << 30, 0, 0, 1 << 30))
+            liar.sendall(module._header(FrameKind.RESUME, 0))
+            liar.sendall(module._header(FrameKind.PIECE, 1, 5, 1 << 30, 0, 0, 1 << 30))
             liar.settimeout(PATIENCE)
             with suppress(ConnectionError):
                 while liar.recv(1 << 16):
