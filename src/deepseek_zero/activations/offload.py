@@ -143,9 +143,8 @@ class ActivationOffload:
         stay.place.fetch()
         soon = self._before(number, AHEAD)
         tickets = [self._stays[other].place.fetch() for other in soon]
-        found = self._passage.copy_in(
-            number, stay, range(len(stay.forms)) if wanted is None else wanted
-        )
+        numbers = range(len(stay.forms)) if wanted is None else wanted
+        found = self._passage.copy_in(number, stay, numbers)
         if stay.is_stored:
             stay.place.evict()
         if soon and tickets[0].is_done():

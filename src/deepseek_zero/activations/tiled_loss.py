@@ -289,7 +289,9 @@ def sum_at_once(
         if not found and (loss.numel() != 1 or not _comes_from(loss, [leaf, *weights])):
             return None
         gx, *grads = torch.autograd.grad(loss, [leaf, *weights], allow_unused=True)
-        slices.append(torch.zeros_like(part) if gx is None else gx)
+        if gx is None:
+            gx = torch.zeros_like(part)
+        slices.append(gx)
         for number, grad in enumerate(grads):
             if grad is not None:
                 kept[number] = _added(kept[number], grad, weights[number])
@@ -430,7 +432,8 @@ class TiledLoss:
         arguments.
         """
         self.wanted = self._found = None
-        labels = kwargs.get("labels", args[place] if len(args) > place else None)
+        by_place = args[place] if len(args) > place else None
+        labels = kwargs.get("labels", by_place)
         if labels is not None and module.training and torch.is_grad_enabled():
             self.wanted = _Wanted(
                 labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
