@@ -78,7 +78,8 @@ def plan_for(
 ) -> tuple[HeadGroup, ...]:
     """Return the plan by which `attend` computes these. Pure."""
     shape = AttentionShape(query.shape[1], key.shape[1], query.shape[2], key.shape[2], first_head)
-    return best_plan(pattern, shape, (tile,) if tile else _tiles_for(pattern, query, biases))
+    sizes = (tile,) if tile else _tiles_for(pattern, query, biases)
+    return best_plan(pattern, shape, sizes)
 
 
 def _tiles_for(pattern: Pattern, query: Tensor, biases: Sequence[Bias]) -> tuple[int, ...]:

@@ -155,7 +155,8 @@ def _mask(
     is_known, both_ways = _read(mask_function)
     if is_known and both_ways is None and not kv_offset:
         return padding
-    return _Seen(padding, None if is_known else mask_function, both_ways, first_query, kv_offset)
+    own_mask = None if is_known else mask_function
+    return _Seen(padding, own_mask, both_ways, first_query, kv_offset)
 
 
 def _read(mask_function: Any) -> tuple[bool, int | None]:
@@ -238,12 +239,13 @@ def _attend(
     elif attention_mask is not None:
         biases.append(attention_mask[:, None, None])
     both_ways = attention_mask.window if isinstance(attention_mask, _Seen) else None
+    window = sliding_window if causal else None
     found = sparse(
         query,
         key,
         value,
         is_causal=causal and both_ways is None,
-        window=sliding_window if causal else None,
+        window=window,
         reach=both_ways,
         scale=scaling,
         biases=biases,

@@ -382,7 +382,8 @@ def _sample(seed: int, head: int, row: int, among: int, many: int) -> list[int]:
     found = set[int]()
     for last in range(among - many, among):
         drawn = _mixed(seed, head, row, last) % (last + 1)
-        found.add(last if drawn in found else drawn)
+        block = last if drawn in found else drawn
+        found.add(block)
     return sorted(found)
 
 

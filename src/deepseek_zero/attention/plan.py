@@ -59,11 +59,9 @@ class Pattern:
         back = [
             each for each in (None if window is None else window - 1, reach) if each is not None
         ]
-        return cls(
-            None if isinstance(layout, Dense) else layout,
-            min(back, default=None),
-            0 if is_causal else reach,
-        )
+        least_reach = 0 if is_causal else reach
+        blocks = None if isinstance(layout, Dense) else layout
+        return cls(blocks, min(back, default=None), least_reach)
 
     def variant(self, head: int) -> int:
         return 0 if self.layout is None else self.layout.variant(head)

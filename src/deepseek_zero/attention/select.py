@@ -49,9 +49,8 @@ def attend_selected(
             Listed(block=block, seen=seen.cpu(), sharing=sharing, tokens_of_row=tile), ahead=0
         )
         groups += groups_of(pattern, shape, tile, slice(sample, sample + 1))
-    return attend_by_plan(
-        query, key, value, groups, query.shape[-1] ** -0.5 if scale is None else scale
-    )
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    return attend_by_plan(query, key, value, groups, factor)
 
 
 @torch.no_grad()
