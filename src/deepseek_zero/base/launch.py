@@ -61,7 +61,8 @@ def dead_after() -> float:
     """
     text = os.environ.get(DEAD_AFTER, "")
     try:
-        return checked_dead_after(float(text) if text else DEFAULT_DEAD_AFTER, DEAD_AFTER)
+        seconds = float(text) if text else DEFAULT_DEAD_AFTER
+        return checked_dead_after(seconds, DEAD_AFTER)
     except ValueError:
         raise UsageError(
             f"{DEAD_AFTER}={text} is no number.", fix="give seconds, or inf for never."

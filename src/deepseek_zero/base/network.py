@@ -144,7 +144,8 @@ def address_of(interface: str) -> str:
         reason = "It has no IPv4 address."
     else:
         try:
-            with socket.socket(socket.AF_INET6 if ":" in interface else socket.AF_INET) as probe:
+            family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+            with socket.socket(family) as probe:
                 probe.bind((interface, 0))
                 return interface
         except OSError as error:

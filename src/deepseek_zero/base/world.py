@@ -620,12 +620,13 @@ def _nodes_of_tasks(environ: Mapping[str, str], launcher: Launcher) -> Nodes | N
     if launcher is SLURM and nodes is None:
         nodes = len(_task_counts(environ)) or None
     if nodes != tasks.size or launcher is not SLURM:
+        why = "Each would start a training of its own."
+        if launcher is SLURM:
+            why = "It is started once on each host."
         raise UsageError(
             f"{launcher.source} started {tasks.size} copies of this launcher "
             f"({launcher.size}={tasks.size}).",
-            "Each would start a training of its own."
-            if launcher is not SLURM
-            else "It is started once on each host.",
+            why,
             "let it start the script itself (`srun python script.py`, `mpirun python script.py`), "
             "which makes one "
             f"world{'; or add --ntasks-per-node=1 to srun' if launcher is SLURM else ''}; "
