@@ -54,7 +54,8 @@ class ParamPart:
     @classmethod
     def whole(cls, shape: Shape) -> ParamPart:
         """Return the part that is a whole parameter of that shape."""
-        return cls(shape, 0, ((0, shape[0]),) if shape else ())
+        ranges = ((0, shape[0]),) if shape else ()
+        return cls(shape, 0, ranges)
 
     @property
     def local_shape(self) -> Shape:

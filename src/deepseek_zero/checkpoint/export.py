@@ -337,9 +337,8 @@ def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
         )
         if path.suffix == ".safetensors":
             model = WholeModel.of(runtime, settings)
-            _write(
-                model, _RankFiles(output.path, {path.name: model.tensors} if comm.rank == 0 else {})
-            )
+            written = {path.name: model.tensors} if comm.rank == 0 else {}
+            _write(model, _RankFiles(output.path, written))
         else:
             state = consolidated(runtime, settings)
             into = output.path / path.name

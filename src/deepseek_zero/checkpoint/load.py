@@ -627,9 +627,8 @@ def restore_delayed_gradients(reader: StateReader, optimizer: ShardedOptimizer) 
             for number, member in enumerate(group.members)
             if reader.has(DELAYED, piece.name(member))
         ]
-        group.gradient.delayed.restore_absent(
-            set(range(len(group.members))) - set(known) if known else None
-        )
+        absent = set(range(len(group.members))) - set(known) if known else None
+        group.gradient.delayed.restore_absent(absent)
         for member in group.members:
             if reader.has(DELAYED, piece.name(member)):
                 start, stop = group.layout.owned(member.slot, group.comm_ctx.comm.rank)

@@ -450,6 +450,7 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
     }
     names_by_group = optimizer.names_by_group if optimizer is not None else []
     buffers = persistent_buffers(runtime.model)
+    optimizer_name = type(optimizer.inner).__name__ if optimizer is not None else None
     return Manifest(
         world_size=runtime.comm.whole.size,
         stage=runtime.settings.stage,
@@ -460,7 +461,7 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
             for name, value in buffers.items()
         },
         chunks=[],
-        optimizer=type(optimizer.inner).__name__ if optimizer is not None else None,
+        optimizer=optimizer_name,
         scalars={},
         excluded=[
             name

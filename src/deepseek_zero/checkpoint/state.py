@@ -177,9 +177,8 @@ def _delayed_gradient_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
     rank = group.comm_ctx.comm.rank
     write_group = WriteGroup([])
     low = group.layout.bounds(rank)[0]
-    for number, member in enumerate(
-        group.members if waiting.is_full and waiting.buffer is not None else ()
-    ):
+    waiting_members = group.members if waiting.is_full and waiting.buffer is not None else ()
+    for number, member in enumerate(waiting_members):
         if number in (waiting.absent or ()) or not chunks.are_written(group, member):
             continue
         assert waiting.buffer is not None

@@ -154,7 +154,8 @@ def _check_records(path: Path, layout: ForeignLayout, on_bytes: OnBytes) -> Iter
     with open(path, "rb", buffering=0) as file:
         ranges = {ByteRange(file.fileno(), each.start, each.stop): each for each in records}
         sums: dict[FileRecord, int | OSError] = dict.fromkeys(records, 0)
-        for part in read_ahead(ranges, "checking the checkpoint" if on_bytes is _ignore else ""):
+        label = "checking the checkpoint" if on_bytes is _ignore else ""
+        for part in read_ahead(ranges, label):
             sums[ranges[part.range]] = _checksum(part, sums[ranges[part.range]])
             on_bytes(part.stop - part.start)
     for record, found in sums.items():
@@ -277,7 +278,8 @@ def _check_tensors(
             ByteRange(file.fileno(), location.start, location.stop, read_again): entry
             for entry, location in entries
         }
-        for part in read_ahead(ranges, "checking the checkpoint" if on_bytes is _ignore else ""):
+        label = "checking the checkpoint" if on_bytes is _ignore else ""
+        for part in read_ahead(ranges, label):
             sums[ranges[part.range]] = _checksum(part, sums[ranges[part.range]])
             on_bytes(part.stop - part.start)
     for entry, _ in entries:

@@ -128,10 +128,11 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
             if name in found:
                 prefix, _, leaf = name.rpartition(".")
                 value = files.whole(found[name]).to(buffer.dtype)
+                device = default_device() if buffer.is_meta else buffer.device
                 setattr(
                     model.get_submodule(prefix),
                     leaf,
-                    value.to(default_device() if buffer.is_meta else buffer.device),
+                    value.to(device),
                 )
 
 
