@@ -89,7 +89,8 @@ def gpus_of_this_machine(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return the names of the GPUs torch can use here; counting them does not start CUDA in this
     process.
     """
-    return visible_gpus(torch.cuda.device_count() if torch.cuda.is_available() else 0, environment)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return visible_gpus(count, environment)
 
 
 @dataclass
@@ -127,7 +128,8 @@ class Meeting(RendezvousHandler):
         if plan.num_nodes > 1:
             place = f"{plan.master_addr}:{plan.master_port}"
             logger.info(f"node {plan.node_rank} of {plan.num_nodes}: meeting the others at {place}")
-        host, port = self._open(0 if self._stores else plan.master_port)
+        wanted = 0 if self._stores else plan.master_port
+        host, port = self._open(wanted)
         self.place = f"{host}:{port}"
         # For scripts that call torch's own init_process_group: there rank 0 listens, and asks for
         # no secret.
@@ -240,7 +242,8 @@ def _reach(host: str, port: int, secret: bytes, node: int) -> RendezvousStore:
 
 def _free_port(host: str) -> int:
     """Return a port that nobody listens at now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 

@@ -72,7 +72,8 @@ def inspect_command(where: Where, tag: Tag = None, json: AsJson = False) -> None
 @app.command("verify")
 def verify_command(where: Where, tag: Tag = None, json: AsJson = False) -> None:
     """Read every byte and compare it with its checksum. Exit code 0: all good; 1: damaged."""
-    raise typer.Exit(0 if _pages().verify(where, tag, as_json=json) else 1)
+    status = 0 if _pages().verify(where, tag, as_json=json) else 1
+    raise typer.Exit(status)
 
 
 @app.command("convert")

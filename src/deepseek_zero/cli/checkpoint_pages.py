@@ -206,9 +206,8 @@ def _facts_table(entry: CheckpointInfo, facts: dict[str, Any]) -> Table:
     table.show_header = False
     table.add_row("folder", str(entry.folder))
     saved = f"saved {_when(entry)}"
-    table.add_row(
-        "step", f"{facts['step']}, {saved}" if facts["step"] is not None else f"not said, {saved}"
-    )
+    step = f"{facts['step']}, {saved}" if facts["step"] is not None else f"not said, {saved}"
+    table.add_row("step", step)
     if facts["ranks"] is not None:
         table.add_row("saved by", f"{facts['ranks']} rank(s) at stage {facts['stage']}")
         if facts["mesh"] is not None:
@@ -256,7 +255,8 @@ def _print_plan(console: Console, manifest: Manifest) -> None:
     table = _table("plan", *columns, "units")
     for row, units in rows.items():
         names = ", ".join(dict.fromkeys(units))
-        table.add_row(*row, names if len(names) < 60 else f"{units[0]} and {len(units) - 1} more")
+        shown_names = names if len(names) < 60 else f"{units[0]} and {len(units) - 1} more"
+        table.add_row(*row, shown_names)
     console.print(table)
 
 
@@ -414,11 +414,14 @@ def _entries(where: Path, tag: str | None) -> list[CheckpointInfo]:
     if chosen:
         return chosen
     there = ", ".join(entry.tag for entry in entries)
+    fix = (
+        f"Choose one of: {there}."
+        if there
+        else "Name the directory that save_checkpoint was given."
+    )
     raise UsageError(
         f"{where} holds no checkpoint" + (f" {tag!r}." if tag else "."),
-        fix=f"Choose one of: {there}."
-        if there
-        else "Name the directory that save_checkpoint was given.",
+        fix=fix,
     )
 
 

@@ -245,17 +245,12 @@ def _cpu_flags() -> set[str]:
 
 def _backends(machine: NodeMachine) -> Iterator[Finding]:
     gloo = dist.is_available() and dist.is_gloo_available()
-    yield Finding(
-        "gloo",
-        *_yes_no(gloo),
-        "ranks on CPU talk through it",
-        Severity.GOOD if gloo else Severity.BAD,
-    )
+    severity = Severity.GOOD if gloo else Severity.BAD
+    yield Finding("gloo", *_yes_no(gloo), "ranks on CPU talk through it", severity)
     nccl = dist.is_available() and dist.is_nccl_available()
     needed = "ranks on GPU talk through it" if machine.gpus else "only GPUs need it"
-    yield Finding(
-        "nccl", *_yes_no(nccl), needed, Severity.BAD if machine.gpus and not nccl else Severity.GOOD
-    )
+    severity = Severity.BAD if machine.gpus and not nccl else Severity.GOOD
+    yield Finding("nccl", *_yes_no(nccl), needed, severity)
 
 
 def _yes_no(there: bool) -> tuple[str]:

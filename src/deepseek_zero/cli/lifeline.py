@@ -59,7 +59,8 @@ def are_closed(streams: Sequence[int]) -> bool:
     watch = select.poll()
     for stream in streams:
         # A hang-up is told unasked
-        watch.register(stream, _NO_MORE_INPUT if stream == INPUT else 0)
+        events = _NO_MORE_INPUT if stream == INPUT else 0
+        watch.register(stream, events)
     return len(watch.poll(0)) == len(streams)
 
 
@@ -90,7 +91,8 @@ class Lifeline:
                 )
             return cls((INPUT,))
         survives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        return cls(() if survives or not all(map(is_connected, STREAMS)) else STREAMS)
+        streams = () if survives or not all(map(is_connected, STREAMS)) else STREAMS
+        return cls(streams)
 
     def __enter__(self) -> Lifeline:
         if self.streams:

@@ -82,9 +82,8 @@ def plan_node(
     """
     _check(asked)
     if asked.hostfile is None:
-        return _plan_without_hostfile(
-            asked if said is None else _filled(asked, said, machine), machine
-        )
+        filled = asked if said is None else _filled(asked, said, machine)
+        return _plan_without_hostfile(filled, machine)
     hosts = filter_slots(read_hostfile(asked.hostfile), asked.include, asked.exclude)
     hosts = dict(list(hosts.items())[: asked.num_nodes])
     names = list(hosts)
@@ -227,7 +226,8 @@ def _local_share(asked: Asked, machine: NodeMachine) -> NodeShare:
     if asked.include or asked.exclude:
         return _filtered_share(asked, machine)
     if asked.num_gpus is None:
-        return NodeShare(machine.default_nproc, note="" if machine.gpus else _cpu_default(machine))
+        note = "" if machine.gpus else _cpu_default(machine)
+        return NodeShare(machine.default_nproc, note=note)
     if not machine.gpus:
         return _instead_of_gpus(f"--num_gpus {asked.num_gpus}", asked.num_gpus, machine)
     if asked.num_gpus > len(machine.gpus):
@@ -250,7 +250,8 @@ def _filtered_share(asked: Asked, machine: NodeMachine) -> NodeShare:
         ]
         places = range(max([machine.default_nproc, *(slot + 1 for slot in spoken)]))
         slots = _only_local({LOCALHOST: tuple(places)}, asked)
-        return _instead_of_gpus("--include" if asked.include else "--exclude", len(slots), machine)
+        option = "--include" if asked.include else "--exclude"
+        return _instead_of_gpus(option, len(slots), machine)
     slots = _only_local({LOCALHOST: tuple(numbered)}, asked)
     return NodeShare(len(slots), tuple(numbered[slot] for slot in slots))
 

@@ -207,6 +207,10 @@ class Ranks:
     def _start_one(self, local_rank: int, environment: Mapping[str, str]) -> _Running:
         error_file = self._folder / f"attempt_{self._attempt}_rank_{local_rank}.json"
         output = self._output(local_rank, environment)
+        # The first rank keeps the terminal itself, no pipe: progress bars draw and a debugger can
+        # be talked to.
+        terminal = None if local_rank == 0 else subprocess.DEVNULL
+        errors = subprocess.STDOUT if output else None
         process = subprocess.Popen(
             self.command.argv(local_rank),
             env={
@@ -216,11 +220,9 @@ class Ranks:
                 ATTEMPT: self._notes,
                 "TORCHELASTIC_ERROR_FILE": str(error_file),
             },
-            # The first rank keeps the terminal itself, no pipe: progress bars draw and a debugger
-            # can be talked to.
-            stdin=None if local_rank == 0 else subprocess.DEVNULL,
+            stdin=terminal,
             stdout=output,
-            stderr=subprocess.STDOUT if output else None,
+            stderr=errors,
             start_new_session=True,
         )
         self._groups.add(process.pid)
