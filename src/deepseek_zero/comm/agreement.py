@@ -87,7 +87,8 @@ def values_in(value: Any, name: str) -> dict[str, Any]:
         return {name: value}
     found: dict[str, Any] = {}
     for key, inner in parts.items():
-        found |= values_in(inner, f"{name}.{key}" if name else key)
+        path = f"{name}.{key}" if name else key
+        found |= values_in(inner, path)
     return found
 
 
@@ -108,10 +109,11 @@ class AllRanks:
     def __exit__(self, _kind: Any, problem: BaseException | None, _trace: Any) -> None:
         # A rank that is told to end tells by ending
         if problem is None or isinstance(problem, Exception):
+            outcome = {"said": ""} if problem is None else _told(problem)
             _hear(
                 self._comm,
                 self._what,
-                {"said": ""} if problem is None else _told(problem),
+                outcome,
                 PeerError,
                 problem,
             )

@@ -244,9 +244,8 @@ class WorldContext:
         Local.
         """
         if partition not in self._nccl_groups:
-            self._nccl_groups[partition] = NcclGroups(
-                None if partition == (self.ranks,) else partition
-            )
+            groups = None if partition == (self.ranks,) else partition
+            self._nccl_groups[partition] = NcclGroups(groups)
         return self._nccl_groups[partition]
 
     def lane(self, name: str, number: int) -> Lane:

@@ -86,6 +86,7 @@ def _ranks_of(frame: FrameType) -> list[int]:
     """Return the ranks of the group that a call is given."""
     group = frame.f_locals.get("group")
     try:
-        return list(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+        members = group if group is not None else dist.group.WORLD
+        return list(dist.get_process_group_ranks(members))
     except (ValueError, RuntimeError, KeyError, AttributeError):
         return []

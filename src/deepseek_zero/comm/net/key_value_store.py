@@ -235,7 +235,8 @@ class _Reader:
         value = self._came[_REQUEST.size + key_bytes : end].decode()
         del self._came[:end]
         found = self._store.ask(Operation(operation), key, value).text
-        _send(self._connection, _NOTHING if found is None else _TEXT, (found or "").encode())
+        kind = _NOTHING if found is None else _TEXT
+        _send(self._connection, kind, (found or "").encode())
         return True
 
 
@@ -456,7 +457,8 @@ class StoreClient:
             kind, text = self._receive(connection)
             if kind != _FAREWELL:
                 self._is_owed = False
-                return Answer(text if kind == _TEXT else None)
+                value = text if kind == _TEXT else None
+                return Answer(value)
 
     def _take_farewell(self, connection: socket.socket) -> None:
         """Read what came over a connection that owes no answer."""

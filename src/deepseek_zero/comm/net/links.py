@@ -274,10 +274,10 @@ class Links:
         self.rank = rank
         self.listener = listener
         self._secret = secret
-        self.links = {
-            peer: _Link(peer, address, f"{names[peer]} ({address[0]})" if names else address[0])
-            for peer, address in addresses.items()
-        }
+        self.links: dict[int, _Link] = {}
+        for peer, address in addresses.items():
+            name = f"{names[peer]} ({address[0]})" if names else address[0]
+            self.links[peer] = _Link(peer, address, name)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._of_descriptor: dict[int, _Link] = {}
@@ -506,7 +506,8 @@ class Links:
                     self._take_payload(link) if link.reads is not None else self._take_header(link)
                 ):
                     exchange.end_one()
-        self._wake_at(link, min(len(link.into), WAKE_BYTES) if link.reads is not None else 1)
+        wanted = min(len(link.into), WAKE_BYTES) if link.reads is not None else 1
+        self._wake_at(link, wanted)
 
     def _wake_at(self, link: _Link, nbytes: int) -> None:
         """Have the kernel wake the reader only when `nbytes` have arrived, all of which are
@@ -636,7 +637,8 @@ class Links:
         looked = time.monotonic()
         while not self._is_closing:
             owes = any(link.owes_receipt for link in self.links.values())
-            events = self._poll.poll(RECEIPT_SECONDS if owes else BEAT_SECONDS)
+            seconds = RECEIPT_SECONDS if owes else BEAT_SECONDS
+            events = self._poll.poll(seconds)
             with self._lock:
                 for descriptor, event in events:
                     if descriptor == self._wake:
@@ -810,7 +812,8 @@ class Links:
             end_with_the_host(connection, dead_after())
             connection.settimeout(None)
             dials = self._dials(link)
-            hello = Hello(Role.DATA if dials else Role.KNOCK, self.rank, link.rank)
+            role = Role.DATA if dials else Role.KNOCK
+            hello = Hello(role, self.rank, link.rank)
             connection = introduce(connection, self._secret, hello)
             if dials:
                 self._install(link, connection)

@@ -74,7 +74,8 @@ class TlsSocket(ssl.SSLSocket):
                 break
             found.append(buffer)
             size += len(buffer)
-        return self.send(found[0] if len(found) == 1 else b"".join(found))
+        data = found[0] if len(found) == 1 else b"".join(found)
+        return self.send(data)
 
     def do_handshake(self, block: bool = False) -> None:
         try:

@@ -219,7 +219,8 @@ def filled(inbox: Sequence[Tensor | None], own: Tensor, rank: int) -> list[Tenso
     received = []
     for peer, box in enumerate(inbox):
         assert box is not None or peer == rank
-        received.append(own if peer == rank or box is None else box)
+        piece = own if peer == rank or box is None else box
+        received.append(piece)
     return received
 
 

@@ -602,7 +602,8 @@ class LocalSockets:
 
     def wait(self, seconds: float) -> None:
         """Sleep until a message is there to be received, at most so long."""
-        self._poll.poll(min(seconds, RETRY_SECONDS if self._unsent else seconds) * 1000)
+        longest = RETRY_SECONDS if self._unsent else seconds
+        self._poll.poll(min(seconds, longest) * 1000)
 
     def receive(self) -> Iterator[tuple[int, SharedMessage]]:
         """Return the messages that have arrived and their senders; empty if there are none."""
