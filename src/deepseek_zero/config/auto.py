@@ -138,7 +138,8 @@ def _precision(run: _Resolver) -> None:
         run.decide(f"{wanted}.enabled", True, f"precision is {wanted}")
     _auto_sections(run, hardware)
     if run.silent("torch_autocast.dtype"):
-        run.decide("torch_autocast.dtype", "bf16" if has_bf16 else "fp16", hardware)
+        dtype = "bf16" if has_bf16 else "fp16"
+        run.decide("torch_autocast.dtype", dtype, hardware)
     if run.silent("fp16.auto_cast"):
         run.decide("fp16.auto_cast", run.config.auto_cast, "follows auto_cast")
 
@@ -148,7 +149,8 @@ def _auto_sections(run: _Resolver, hardware: str) -> None:
     fixed = run.config.precision == "fp32"
     if "bf16.enabled" in run.open:
         on = run.facts.has_bf16 and taken is None and not fixed
-        run.decide("bf16.enabled", on, hardware if taken is None else f"{taken} is on")
+        reason = hardware if taken is None else f"{taken} is on"
+        run.decide("bf16.enabled", on, reason)
     if "fp16.enabled" in run.open:
         bf16 = run.config.bf16.enabled
         on = (
@@ -157,7 +159,8 @@ def _auto_sections(run: _Resolver, hardware: str) -> None:
             and taken is None
             and not fixed
         )
-        run.decide("fp16.enabled", on, "bf16.enabled is on" if bf16 else hardware)
+        why = "bf16.enabled is on" if bf16 else hardware
+        run.decide("fp16.enabled", on, why)
 
 
 _SWITCHES = ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled")

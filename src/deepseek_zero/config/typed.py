@@ -72,7 +72,8 @@ def _sections(model: type[Section], path: str) -> Iterator[tuple[type[Section], 
     for name, info in model.model_fields.items():
         inner = subsection(info)
         if inner is not None:
-            yield from _sections(inner, f"{path}.{name}" if path else name)
+            inner_path = f"{path}.{name}" if path else name
+            yield from _sections(inner, inner_path)
     yield model, path
 
 
