@@ -262,9 +262,8 @@ class _Row(torch.autograd.Function):
         ctx.tokens = (group, what) if shards_tokens else None
         outputs = weight.shape[1 if transposed else 0]
         part = group.take((*x.shape[:-1], outputs), x.dtype)
-        product(
-            flat(x), weight, bias if group.index == 0 else None, transposed, part.view(-1, outputs)
-        )
+        own_bias = bias if group.index == 0 else None
+        product(flat(x), weight, own_bias, transposed, part.view(-1, outputs))
         if not shards_tokens:
             return group.sum(part, what).wait()
         return group.sum_own_tokens(part, what).wait()
@@ -285,9 +284,10 @@ def row_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None,
     x, weight = ctx.saved_tensors
     needs = ctx.needs_input_grad
     rows = flat(grad)
-    x_grad = (
-        torch.mm(rows, weight.t() if ctx.transposed else weight).view(x.shape) if needs[0] else None
-    )
+    x_grad = None
+    if needs[0]:
+        right = weight.t() if ctx.transposed else weight
+        x_grad = torch.mm(rows, right).view(x.shape)
     weight_grad = weight_gradient(rows, flat(x), ctx.transposed) if needs[1] else None
     return x_grad, weight_grad, rows.sum(0) if needs[2] else None
 

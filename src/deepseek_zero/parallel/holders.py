@@ -220,6 +220,8 @@ def _holder(
     }
     template = _template(name, module)
     vectors = {key: value.clone() for key, value in vectors.items()}
+    device = CPU if is_meta else floating[0].device
+    dtype = floating[0].dtype if floating else torch.float32
     return RegionHolder(
         [name],
         template,
@@ -229,8 +231,8 @@ def _holder(
         attributes,
         widths,
         plan.ranks,
-        CPU if is_meta else floating[0].device,
-        floating[0].dtype if floating else torch.float32,
+        device,
+        dtype,
         vectors,
     )
 

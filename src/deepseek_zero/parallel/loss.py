@@ -117,20 +117,21 @@ class _SplitCrossEntropy(torch.autograd.Function):
         targets, lse, per_row, own, *logits = ctx.saved_tensors
         found = []
         for each, start in zip(logits, ctx.starts, strict=True):
-            slope = torch.exp(
-                each.float().sub_(lse[:, None])
-                if each.dtype != torch.float32
-                else each - lse[:, None]
-            )
+            # No name keeps the argument of exp: it is as large as the logits
+            if each.dtype != torch.float32:
+                slope = torch.exp(each.float().sub_(lse[:, None]))
+            else:
+                slope = torch.exp(each - lse[:, None])
             slope.mul_((per_row * grad)[:, None])
             inside, place = places(targets, start, each.shape[1])
             slope.scatter_add_(1, place[:, None], (-own * grad * inside)[:, None])
             if ctx.even is not None:
                 even = ctx.even[:, None] * (grad[:, None] if grad.dim() else grad)
                 weight = ctx.terms.weight
-                slope.sub_(
-                    even if weight is None else even * weight.float()[start : start + each.shape[1]]
-                )
+                if weight is None:
+                    slope.sub_(even)
+                else:
+                    slope.sub_(even * weight.float()[start : start + each.shape[1]])
             found.append(slope.to(each.dtype))
         return None, None, None, None, None, *found
 
@@ -246,7 +247,8 @@ def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: LayerPart) -
     place = names.index("labels") if "labels" in names else len(names)
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        labels = kwargs.get("labels", args[place] if len(args) > place else None)
+        by_place = args[place] if len(args) > place else None
+        labels = kwargs.get("labels", by_place)
         # Ranks along sp are given those alone
         labels = kwargs.get("shift_labels") if labels is None else labels
         axis.splits_loss = module.training and torch.is_grad_enabled() and labels is not None

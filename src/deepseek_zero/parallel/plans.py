@@ -746,7 +746,8 @@ def _part(choice: Choice, dim: int, ranges: tuple[Ranges, ...]) -> LayerPart:
     """dim: 0 cuts the outputs, 1 the inputs."""
     transposed = is_transposed(choice.module)
     shape = tuple(weight_of(choice.module).shape)
-    weight = Split("split", shape, 1 - dim if transposed else dim, ranges)
+    own_dim = 1 - dim if transposed else dim
+    weight = Split("split", shape, own_dim, ranges)
     return LayerPart(
         choice.name,
         weight,

@@ -243,9 +243,8 @@ class _Bench:
         is_floating = tensor.is_floating_point()
         made: Tensor
         if not has_no_values(tensor):
-            made = (
-                tensor.detach().to(self.device, self.dtype if is_floating else tensor.dtype).clone()
-            )
+            dtype = self.dtype if is_floating else tensor.dtype
+            made = tensor.detach().to(self.device, dtype).clone()
         elif is_floating:
             made = self.random(tensor.shape)
         else:
@@ -314,7 +313,8 @@ class _Bench:
     def _same_draws(self) -> Iterator[None]:
         """Let each run draw the same random numbers, and leave torch's generators as they are."""
         on_cuda = self.device.type == "cuda"
-        with torch.random.fork_rng(devices=[self.device] if on_cuda else []):
+        devices = [self.device] if on_cuda else []
+        with torch.random.fork_rng(devices=devices):
             torch.default_generator.manual_seed(1)
             if on_cuda:
                 with torch.cuda.device(self.device):
@@ -365,7 +365,8 @@ class _Bench:
             split = choice.part.weight if param.dim() > 1 else choice.part.side
             shape = split.local_shape(rank)
         is_floating = param.is_floating_point()
-        value = torch.full((), float("nan") if is_poisoned and is_floating else 0, dtype=self.dtype)
+        fill = float("nan") if is_poisoned and is_floating else 0
+        value = torch.full((), fill, dtype=self.dtype)
         if not is_floating:
             value = torch.zeros((), dtype=param.dtype)
         return nn.Parameter(value.to(self.device).expand(shape), requires_grad=False)

@@ -41,7 +41,8 @@ def sent_bytes(
     if plan.stretch is not None:
         own_tokens, left = divmod(tokens, plan.ranks)
         assert not left, "the ranks divide the tokens"
-        sharded = _sharded_widths(plan, 2 if recomputes else 1)
+        times = 2 if recomputes else 1
+        sharded = _sharded_widths(plan, times)
         whole = replace(
             plan, stretch=None, choices=[each for each in plan.choices if not _shards(each)]
         )
