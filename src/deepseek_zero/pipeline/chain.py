@@ -301,7 +301,8 @@ class _FakeRun(TorchFunctionMode):
                     "The output of one block travels to the next as one tensor.",
                 )
             self.is_inside = False
-            self.lengths.append(len(output) if isinstance(output, tuple) else None)
+            length = len(output) if isinstance(output, tuple) else None
+            self.lengths.append(length)
             self.outputs.append(Output(tuple(first.shape), first.dtype))
             self.last_output = self._handed(first)
             self.last_version = version_of(self.last_output)
@@ -345,7 +346,8 @@ class _FakeRun(TorchFunctionMode):
     def _source(self) -> ValueSource:
         """Return the source of the tensors that are computed now."""
         is_between = not self.is_inside and 0 < self.now <= len(self.blocks)
-        return ValueSource(BETWEEN if is_between else self.now)
+        part = BETWEEN if is_between else self.now
+        return ValueSource(part)
 
     def _sources_in(self, value: Any) -> Sources:
         tensors: list[Tensor] = []

@@ -222,9 +222,9 @@ class _Step:
         self.factors = factors
         self.last = schedule.stages - 1
         has_last = self.last in executor.stages
-        self.outcome = StepOutcome(
-            [] if has_last else None, [] if has_last and keeps_outputs else None
-        )
+        losses: list[Tensor] | None = [] if has_last else None
+        outputs: list[Any] | None = [] if has_last and keeps_outputs else None
+        self.outcome = StepOutcome(losses, outputs)
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, Any] = {}
         self._keeps_outputs = keeps_outputs

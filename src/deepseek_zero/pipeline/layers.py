@@ -226,9 +226,8 @@ class LayerStages(nn.Module):
                 if layer.key not in self.tied_modules:
                     self.tied_modules[layer.key] = self._make(layer)
                 tied = self.tied_modules[layer.key]
-                self.forward_funcs.append(
-                    tied if layer.forward_fn is None else partial(layer.forward_fn, tied)
-                )
+                function = tied if layer.forward_fn is None else partial(layer.forward_fn, tied)
+                self.forward_funcs.append(function)
             elif isinstance(layer, LayerSpec | nn.Module):
                 module = self._make(layer) if isinstance(layer, LayerSpec) else layer
                 self.add_module(str(number), module)
@@ -274,7 +273,8 @@ class LayerStages(nn.Module):
         return x
 
     def _run_unpacked(self, start: int, end: int, offset: int, *inputs: Any) -> Any:
-        return self._run(start, end, offset, inputs[0] if len(inputs) == 1 else inputs)
+        given = inputs[0] if len(inputs) == 1 else inputs
+        return self._run(start, end, offset, given)
 
     def _run(self, start: int, end: int, offset: int, x: Any) -> Any:
         """offset: of this forward, since one that is recomputed is to draw as it did."""
@@ -309,7 +309,8 @@ class LayersStage:
     def forward(self, micro: Labelled, received: Received = ()) -> Any:
         """Run the layers on a micro-batch's inputs, or on what was received."""
         self.layers.received = received[0] if len(received) == 1 else received
-        output = self.model(micro.inputs if self.layers.is_first else RECEIVED)
+        given = micro.inputs if self.layers.is_first else RECEIVED
+        output = self.model(given)
         if self.layers.is_last:
             return output
         outputs = output if isinstance(output, tuple) else (output,)

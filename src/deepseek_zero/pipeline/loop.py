@@ -240,7 +240,8 @@ class PlainLoop:
         given = []
         for batch in self._batches(micro):
             rows = rows_of(batch)
-            given.append(_Given(batch, many if rows is not None and rows % many == 0 else 1))
+            count = many if rows is not None and rows % many == 0 else 1
+            given.append(_Given(batch, count))
         with torch.no_grad():
             outcome = self.pipeline.run(
                 [part for batch in given for part in batch.parts], trains=False
@@ -289,7 +290,8 @@ class PlainLoop:
         if losses is not None:
             row[-1] = _NOTHING if not losses else _BARE if is_bare else _OBJECT
             rest = iter(losses)
-            for place, batch in enumerate(given if losses else ()):
+            kept = given if losses else ()
+            for place, batch in enumerate(kept):
                 total = torch.stack([next(rest).double().cpu() for _ in batch.parts]).sum()
                 row[place] = total / batch.divisor
         told = self.pipeline.tell_from_last(row, "loss of the last stage")

@@ -412,8 +412,7 @@ def _gathers_and_releases(
             for begin, end, each in whole
             if each != stage and begin <= ahead + 1 and end >= ahead
         }
-        before.setdefault(ahead if len(others) <= 1 else first, []).append(
-            StageAction(stage, StageActionKind.GATHER)
-        )
+        gathered_at = ahead if len(others) <= 1 else first
+        before.setdefault(gathered_at, []).append(StageAction(stage, StageActionKind.GATHER))
         behind.setdefault(last, []).append(StageAction(stage, StageActionKind.RELEASE))
     return before, behind

@@ -61,7 +61,8 @@ class MicroBatch(NamedTuple):
             return batch
         if isinstance(batch, Mapping):
             return cls((), dict(batch))
-        return cls(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,))
+        inputs = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        return cls(inputs)
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,8 @@ def simulate(
         busy[span.rank] += span.end - span.start
     useful = max(busy)
     gathered = tuple(_most_gathered(program) for program in schedule.programs)
-    return ScheduleTimes(tuple(spans), seconds, seconds / useful - 1 if useful else 0.0, gathered)
+    bubble = seconds / useful - 1 if useful else 0.0
+    return ScheduleTimes(tuple(spans), seconds, bubble, gathered)
 
 
 def _fail(what: str, why: str) -> ScheduleError:
