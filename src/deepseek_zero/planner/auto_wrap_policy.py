@@ -114,9 +114,8 @@ def choose_units(model: nn.Module, settings: PlanSettings) -> list[UnitShape]:
     params = _param_shapes(model, settings)
     if not settings.unit_names and _is_fine_grained(model, settings):
         return [UnitShape("", params=params)]
-    chosen = dict(
-        _explicit(model, settings) if settings.unit_names else _search(model, "", settings)
-    )
+    found = _explicit(model, settings) if settings.unit_names else _search(model, "", settings)
+    chosen = dict(found)
     tiles = dict(_tiles(model, "", settings))
     modules = [model]
     units = [UnitShape("")]
@@ -136,18 +135,20 @@ def choose_units(model: nn.Module, settings: PlanSettings) -> list[UnitShape]:
 def _param_shapes(model: nn.Module, settings: PlanSettings) -> dict[str, ParamShape]:
     whole = full_precision_names(model) if settings.policy.compute is not None else frozenset[str]()
     with without_torch_function():
-        return {
-            name: ParamShape(
+        found = {}
+        for name, param in model.named_parameters():
+            rows = rows_of(param)
+            rows_name = "" if rows is None else rows.name
+            found[name] = ParamShape(
                 tuple(param.shape),
                 param.dtype,
                 param.requires_grad,
                 name in whole,
                 split_of(param),
                 is_copy(param),
-                rows.name if (rows := rows_of(param)) is not None else "",
+                rows_name,
             )
-            for name, param in model.named_parameters()
-        }
+        return found
 
 
 def _owners(model: nn.Module, units: Sequence[nn.Module]) -> dict[int, set[int]]:

@@ -175,7 +175,8 @@ def messages_of(slice_numel: int, ranks: int, bucket_numel: int, most: int = 1 <
     """
     numel = min(max(BLOCK, bucket_numel // ranks // BLOCK * BLOCK), slice_numel, most)
     count = -(-slice_numel // max(1, numel))
-    return Messages(numel, min(count, 1 if ranks == 1 else MAX_IN_FLIGHT))
+    most_in_flight = 1 if ranks == 1 else MAX_IN_FLIGHT
+    return Messages(numel, min(count, most_in_flight))
 
 
 @cache

@@ -168,11 +168,9 @@ class Plan:
         is_last = pipeline is None or pipeline.placement[-1] == pipeline.rank
         rows += sequence.sent_rows if sequence is not None and is_last else 0
         rows += tensor.sent_rows if tensor is not None else 0
-        found = replace(
-            found,
-            tensor=tensor.sent_bytes if tensor is not None else 0,
-            sequence=sequence.sent_bytes if sequence is not None else 0,
-        )
+        sequence_bytes = sequence.sent_bytes if sequence is not None else 0
+        tensor_bytes = tensor.sent_bytes if tensor is not None else 0
+        found = replace(found, tensor=tensor_bytes, sequence=sequence_bytes)
         if pipeline is None:
             return replace(found, rows=found.rows + rows)
         rows += LOSS_BYTES * ((mesh.pp - 1) + (mesh.reduce_size - 1 if is_last else 0))
@@ -406,13 +404,17 @@ def _plan(
         units = plan_units(shape, settings, mesh, update.uncut_names, update.grain)
     if update is not None:
         update = replace(update, crosses_hosts=machine.spans_hosts)
+    schedule = declared_schedule(units, settings, update)
+    planned = None
+    if update is not None:
+        planned = plan_update(units, update, mesh.shard_index, mesh.device)
     return Plan(
         settings,
         mesh,
         machine,
         units,
-        declared_schedule(units, settings, update),
-        plan_update(units, update, mesh.shard_index, mesh.device) if update is not None else None,
+        schedule,
+        planned,
         shape.buffer_bytes,
     )
 

@@ -282,7 +282,8 @@ class _StepReplay:
                 self.ledger.give(self.outgoing)
                 self.outgoing = [size]
                 # The first when it all began
-                self.ledger.take([size] if number + under_way < messages else [])
+                taken = [size] if number + under_way < messages else []
+                self.ledger.take(taken)
         reduction.staged = []
 
 

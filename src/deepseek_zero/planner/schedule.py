@@ -281,14 +281,16 @@ def schedule_units(
     `plan_schedule`.
     """
     grads = [group.plan.grad for unit in units for group in unit.trained]
+    chosen_order = range(len(units)) if order is None else order
+    cut = cut_units(units) if settings.layerwise_micro_batches > 1 else ()
     return plan_schedule(
         [unit.gathered_numel for unit in units],
-        range(len(units)) if order is None else order,
+        chosen_order,
         settings,
         enclosing([unit.name for unit in units]),
         updates_in_forward=updates_in_forward,
         ahead=ahead,
-        cut=cut_units(units) if settings.layerwise_micro_batches > 1 else (),
+        cut=cut,
         reduces_each_backward=any(grad is not None and grad.placement is S for grad in grads),
         all_reduced=[
             number

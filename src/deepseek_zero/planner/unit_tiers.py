@@ -64,14 +64,17 @@ class TierChoices:
         tiers = [Tier.DEVICE]
         tiers += [Tier.HOST] if placement.host is not None or device.type != "cpu" else []
         tiers += [Tier.NVME] if placement.path is not None else []
-        return cls(
-            tuple(tiers)
-            if placement.chooses_weights and settings.stage == 3
-            else (settings.weight_tier,),
+        states = (
             tuple(tiers)
             if placement.chooses_states and settings.stage > 0
-            else (settings.state_tier,),
+            else (settings.state_tier,)
         )
+        weights = (
+            tuple(tiers)
+            if placement.chooses_weights and settings.stage == 3
+            else (settings.weight_tier,)
+        )
+        return cls(weights, states)
 
     @property
     def are_open(self) -> bool:

@@ -179,7 +179,8 @@ class GroupPlan:
         grad = self.plan.grad
         is_coded = self.key is not None and self.key.is_coded
         if weight.placement is S and weight.rests_as is None:
-            weight = replace(weight, wire=settings.compression.weights if is_coded else None)
+            codec = settings.compression.weights if is_coded else None
+            weight = replace(weight, wire=codec)
         if grad is not None:
             wire, inside = gradient_wires(settings, is_coded=is_coded, near=self.near)
             grad = replace(grad, wire=wire, wire_inside=inside)

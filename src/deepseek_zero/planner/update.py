@@ -199,9 +199,8 @@ def tile_order(
         bundle = list(chunk)
         group = bundle[0][1].group
         if settings.defers(group.plan):
-            later.setdefault(unit_of[id(group)] if settings.by_unit else EVERY_UNIT, []).append(
-                bundle
-            )
+            key = unit_of[id(group)] if settings.by_unit else EVERY_UNIT
+            later.setdefault(key, []).append(bundle)
         else:
             now.append(bundle)
     return TileOrder(

@@ -180,11 +180,10 @@ def _gather_bytes(group: GroupPlan, times: int) -> tuple[int, int]:
 
 def _outer_gathers(group: GroupPlan, times: int) -> int:
     """Return how many of so many gathers go over all ranks that share slices."""
-    return (
-        times
-        if second_copy_of(group.plan) is None
-        else min(times, 1 if group.plan.grad is not None else 0)
-    )
+    if second_copy_of(group.plan) is None:
+        return times
+    reductions = 1 if group.plan.grad is not None else 0
+    return min(times, reductions)
 
 
 def _reduce_bytes(group: GroupPlan, *, inside: bool = False) -> int:
