@@ -107,9 +107,8 @@ def draw_mesh(panel: Any, mesh: Mesh) -> None:
             "fontsize": size,
             "fontweight": "bold" if is_own else "normal",
         }
-        panel.text(
-            place.column, place.row, str(place.rank), color="white" if is_own else INK, **look
-        )
+        color = "white" if is_own else INK
+        panel.text(place.column, place.row, str(place.rank), color=color, **look)
     _write_columns(panel, mesh, right, places)
     rows = sorted({place.row for place in places})
     if len(names) > 1:

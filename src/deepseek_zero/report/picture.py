@@ -169,7 +169,8 @@ def _draw_axes(figure: Any, mesh: Mesh | None, pipeline: PipelinePlan | None) ->
     draw_mesh(left, mesh)
     draw_pipeline(right, pipeline, (WIDTH - 1.2) * MESH_TO_PIPELINE[1] / sum(MESH_TO_PIPELINE))
     entries = legend_of(pipeline)
-    _legend(right, entries, 2 if pipeline.virtual > 1 else len(entries))
+    columns = 2 if pipeline.virtual > 1 else len(entries)
+    _legend(right, entries, columns)
 
 
 def _draw_bytes(axes: Any, places: Sequence[UnitPlace]) -> None:
@@ -205,9 +206,8 @@ def _draw_times(axes: Any, places: Sequence[UnitPlace], schedule: Schedule) -> N
     for at, start, stop in moving:
         axes.barh(at, stop - start, 0.74, start, color=GATHERED)
     for unit, column, kind in strip.used:
-        axes.barh(
-            row[unit], 1, 0.74, column, color=FORWARD if kind is ActionKind.FORWARD else BACKWARD
-        )
+        color = FORWARD if kind is ActionKind.FORWARD else BACKWARD
+        axes.barh(row[unit], 1, 0.74, column, color=color)
     thick = max(0.5, min(1.5, 120 / len(strip.used)))  # points; less than a column
     for unit, column in strip.reduced:
         axes.plot(

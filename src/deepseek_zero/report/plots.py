@@ -196,9 +196,8 @@ def style_axes(axes: Any, along: str = "x", ticks: float = 3) -> None:
 
 def add_titles(axes: Any, title: str, subtitle: str) -> None:
     """A title and, below it, smaller, what to know about it."""
-    axes.set_title(
-        title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=22 if subtitle else 10
-    )
+    pad = 22 if subtitle else 10
+    axes.set_title(title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=pad)
     if subtitle:
         place = {"xycoords": "axes fraction", "textcoords": "offset points"}
         axes.annotate(subtitle, (0, 1), (0, 8), **place, color=GREY, fontsize=9.5)

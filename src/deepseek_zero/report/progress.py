@@ -124,7 +124,8 @@ class Progress:
             f"comm {format_bytes(record.comm_bytes)}",
         ]
         if record.held_out_loss is not None:
-            parts.insert(1 if mean is None else 2, f"held-out {record.held_out_loss:.3f}")
+            place = 1 if mean is None else 2
+            parts.insert(place, f"held-out {record.held_out_loss:.3f}")
         if record.loss_scale != 1.0:
             parts.append(f"loss scale {record.loss_scale:g}")
         if self._skipped:
