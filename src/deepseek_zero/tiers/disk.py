@@ -269,18 +269,21 @@ class Chunk:
                 is_here = job.result()
         except StorageError:
             self.is_changed |= not event.is_read
-            self._enter(ChunkState.AWAY if event.is_read else ChunkState.HERE)
+            before = ChunkState.AWAY if event.is_read else ChunkState.HERE
+            self._enter(before)
             raise
         finally:
             self._is_wanted = self._is_let_go = False
-        self._enter(ChunkState.HERE if is_here else ChunkState.AWAY)
+        state = ChunkState.HERE if is_here else ChunkState.AWAY
+        self._enter(state)
 
     def _start(self, state: ChunkState) -> None:
         """Give the transfer to a thread."""
         self._enter(state)
         is_read = state is ChunkState.ARRIVING
         event = self.disk.traffic.request(self.what, self.piece.nbytes, is_read=is_read)
-        self._job = self.disk.submit(partial(self._read if is_read else self._write, event)), event
+        work = self._read if is_read else self._write
+        self._job = self.disk.submit(partial(work, event)), event
 
     def _hold(self) -> bool:
         """Keep a chunk that is leaving; return False if it is too late for that."""

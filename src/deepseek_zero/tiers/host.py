@@ -61,7 +61,8 @@ class HostMemory:
     def capabilities(self) -> list[Capability]:
         name = "states on the host"
         if self.pinned or default_device().type != "cuda":
-            return [Capability(name, "page-locked" if self.pinned else "in place")]
+            how = "page-locked" if self.pinned else "in place"
+            return [Capability(name, how)]
         return [
             Capability(
                 name, "pageable", '"pin_memory": true lets copies to and from the GPU run beside it'
