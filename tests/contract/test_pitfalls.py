@@ -23,7 +23,7 @@ PITFALLS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
             "unit/parallel/test_functions.py": (
                 "test_the_gradient_of_an_input_is_summed_once_for_all_layers_that_read_it",
             ),
-            "unit/parallel/test_models.py": ("test_a_block_has_four_sums",),
+            "unit/parallel/test_apply.py": ("test_a_block_has_four_sums",),
         },
     ),
     3: (
@@ -111,9 +111,7 @@ PITFALLS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
         "labels of another micro-batch",
         {
             "unit/pipeline/test_executor.py": ("test_two_ranks_have_the_bits_of_one_process",),
-            "unit/pipeline/test_families.py": (
-                "test_unmodified_models_have_the_bits_of_one_process",
-            ),
+            "unit/pipeline/test_chain.py": ("test_unmodified_models_have_the_bits_of_one_process",),
         },
     ),
     14: (
@@ -145,7 +143,7 @@ PITFALLS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
     17: (
         "uneven shards are taken for even ones",
         {
-            "unit/parallel/test_models.py": ("test_uneven_heads_and_widths",),
+            "unit/parallel/test_apply.py": ("test_uneven_heads_and_widths",),
             "unit/parallel/test_plans.py": ("test_heads_stay_whole_and_the_first_ranks_take_more",),
         },
     ),

@@ -322,7 +322,7 @@ def test_with_a_disk_live_bytes_do_not_grow_with_the_blocks(
     blocks: int, on_disk: ActivationOffload
 ) -> None:
     """Storages alive at once, by weak reference, whoever holds them; slab pages are counted in
-    test_parking.py.
+    test_offload.py.
     """
     alive, most, now = set[int](), [0], [0]
 
