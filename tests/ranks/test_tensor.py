@@ -174,3 +174,31 @@ def test_shards_replicas_and_parts_together_train_to_the_bits_of_one_process(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     assert_parts_of(dict(model.state_dict()), engine)
+
+
+@pytest.mark.ranks(4)
+def test_shared_heads_that_are_unfrozen_still_add_up_the_gradients_of_their_ranks() -> None:
+    """Two ranks along "tp" hold each of the two key and value heads; their gradients are summands
+    of one.
+    """
+
+    def losses_of(engine: Any, model: nn.Module) -> list[torch.Tensor]:
+        found = train_at(engine, 0, 1)
+        for name, param in model.named_parameters():
+            if "k_proj" in name or "v_proj" in name:
+                param.requires_grad_(True)
+        return [*found, *(loss for step in (1, 2, 3) for loss in train_at(engine, step, 1))]
+
+    def frozen() -> nn.Module:
+        model = llama()
+        for name, param in model.named_parameters():
+            param.requires_grad_("k_proj" not in name and "v_proj" not in name)
+        return model
+
+    model = frozen()
+    engine = engine_of(model, {"tp": 4}, config_of(1, "fp32"))
+    losses = losses_of(engine, model)
+    whole = virtual(frozen(), 4)
+    reference = engine_of(whole, {"dp_replicate": 4}, config_of(1, "fp32"))
+    reference.mesh = engine.mesh
+    assert all(map(torch.equal, losses, losses_of(reference, whole)))
