@@ -27,6 +27,7 @@ import deepseek_zero as dz
 from benchmarks.plot import Panel, draw_panels
 from benchmarks.probes import machine
 from benchmarks.tiers import described
+from deepseek_zero.extensions.adaptive_precision import AdaptivePrecision
 
 RESULTS = Path(__file__).parent / "results" / "adaptive_precision.md"
 FP16 = {"fp16": {"enabled": True, "loss_scale": 1.0}}
@@ -140,7 +141,9 @@ def gain(steps: int) -> tuple[list[tuple[str, float]], list[str]]:
         for name, kind in (("fp32", {}), ("fp16", FP16), ("auto", adaptive(2)))
     }
     losses = [(name, [case.step() for _ in range(steps)][-1]) for name, case in cases.items()]
-    return losses, [str(each) for each in cases["auto"].engine.optimizer.fallback.decisions]
+    return losses, [
+        str(each) for each in cases["auto"].engine.optimizer.policy(AdaptivePrecision).decisions
+    ]
 
 
 def main() -> None:

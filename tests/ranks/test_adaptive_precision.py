@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import deepseek_zero as dz
+from deepseek_zero.extensions.adaptive_precision import AdaptivePrecision
 from deepseek_zero.parallel.sequence_model import own_part
 from tests.unit.parallel.tiny import LENGTH, VOCABULARY, tiny
 
@@ -103,7 +104,8 @@ def train(engine: Any, steps: int) -> list[float]:
 
 def switches(engine: Any) -> list[tuple[int, str, bool]]:
     return [
-        (each.step, each.unit, each.is_promoted) for each in engine.optimizer.fallback.decisions
+        (each.step, each.unit, each.is_promoted)
+        for each in engine.optimizer.policy(AdaptivePrecision).decisions
     ]
 
 
@@ -128,7 +130,7 @@ def test_a_layer_whose_gradient_fp16_loses_is_promoted_alone_and_the_loss_is_tha
             assert engine.observer.record.promoted == 1
             engine.export(tmp_path / "whole")
             engine.load_weights(tmp_path / "whole")  # says nothing of precision
-            assert engine.optimizer.fallback.promoted == ["parts.0"]
+            assert engine.optimizer.policy(AdaptivePrecision).promoted == ["parts.0"]
         engine.destroy()
     assert losses["auto"] == pytest.approx(losses["fp32"], rel=0.01)
     assert losses["fp16"] > 1.05 * losses["fp32"]

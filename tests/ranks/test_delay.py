@@ -15,6 +15,8 @@ from torch import Tensor
 
 import deepseek_zero
 from deepseek_zero.base.errors import CheckpointError, DeepSeekZeroError, UsageError
+from deepseek_zero.extensions.delayed_update import DelayedUpdate
+from deepseek_zero.extensions.speculative_update import SpeculativeUpdate
 from deepseek_zero.optim.sharded import clip_factor
 from tests.models import Batch, batch_of, seeded
 from tests.pairwise import cases
@@ -128,7 +130,7 @@ def test_a_late_update_has_the_bits_of_a_loop_that_is_late(
     engine.optimizer.flush()
     reference.carry_out(reference.owed)
     assert_follows(engine, reference)
-    tally = engine.optimizer.speculative.stats
+    tally = engine.optimizer.policy(SpeculativeUpdate).stats
     ahead = stage == 3 and weights and undo > 0
     assert (tally.updated > 0) == ahead
     assert tally.undone == 0
@@ -155,7 +157,7 @@ def test_between_backward_and_step_weights_are_those_that_backward_used(tier: st
         engine.step()
         reference.late_step(everyone(step, run, 2), engine.get_global_grad_norm(), 0.01)
         assert_follows(engine, reference)
-    tally = engine.optimizer.speculative.stats
+    tally = engine.optimizer.policy(SpeculativeUpdate).stats
     assert tally.undone == tally.updated - 3 > 0, "all but those of step 2, which nobody looked for"
 
 
@@ -186,7 +188,7 @@ def test_a_step_that_overflows_carries_out_what_is_owed_and_owes_nothing(tier: s
         expected = reference.late_step(everyone(step, run, 2), norm, 0.01, skips=step == 3)
         assert torch.equal(loss.detach(), expected[dist.get_rank()][0])
         assert engine.was_step_applied() is (step != 3)
-        assert (engine.optimizer.delayed.deferred is None) == (step in (0, 3))
+        assert (engine.optimizer.policy(DelayedUpdate).deferred is None) == (step in (0, 3))
         assert_follows(engine, reference)
 
 
@@ -235,7 +237,7 @@ def test_what_is_owed_is_flushed_or_refused_where_nobody_would_apply_it(tmp_path
         train_step(engine, run, step)
     engine.save_checkpoint(tmp_path, tag="owes")
     engine.optimizer.flush()
-    assert engine.optimizer.delayed.deferred is None
+    assert engine.optimizer.policy(DelayedUpdate).deferred is None
     engine.optimizer.flush()
     engine.save_checkpoint(tmp_path, tag="owes nothing")
     plain = start_engine(Run(3, optimizer="adamw", tier="cpu"), seeded(seed=8))

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepseek_zero
 from deepseek_zero.base.errors import UsageError
+from deepseek_zero.extensions.speculative_update import SpeculativeUpdate
 from deepseek_zero.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -118,9 +119,10 @@ def test_an_update_in_backward_changes_no_bit(
         losses = [torch.stack(train_step(engine, run, step)) for step in range(4)]
         found.append(losses + everything(engine))
     assert_equal(*found)
-    tally, chosen = engine.optimizer.speculative.stats, engine.optimizer.speculative.chosen()
+    early = engine.optimizer.policy(SpeculativeUpdate)
+    tally, chosen = early.stats, early.chosen()
     assert 0 < len(chosen) <= 3
-    assert (tally.updated > 0) == bool(engine.optimizer.speculative.units)
+    assert (tally.updated > 0) == bool(engine.optimizer.policy(SpeculativeUpdate).units)
     assert tally.undone == (tally.updated if clipping else 0)
 
 
@@ -142,7 +144,7 @@ def test_an_overflow_undoes_what_came_ahead_and_the_unit_that_overflowed_never_d
             if tier == "cpu" and step == 2:
                 sums = [group.gradient.buffer.memory for group in engine.runtime.units[1].trained]
                 is_finite = all(bool(mine.isfinite().all()) for mine in sums)
-                done = set(engine.optimizer.speculative._done)
+                done = set(engine.optimizer.policy(SpeculativeUpdate)._done)
                 assert done == ({1, 2, 3} if is_finite else {2, 3}), (
                     "the overflow is in one rank's slice of unit 1"
                 )
@@ -150,7 +152,7 @@ def test_an_overflow_undoes_what_came_ahead_and_the_unit_that_overflowed_never_d
             assert engine.optimizer.overflow is (step == 2)
         found.append(everything(engine))
     assert_equal(*found)
-    assert engine.optimizer.speculative.stats.undone == len(done)
+    assert engine.optimizer.policy(SpeculativeUpdate).stats.undone == len(done)
 
 
 BETWEEN = [
@@ -190,7 +192,7 @@ def test_nobody_sees_an_update_before_its_step(between: str, tier: str, tmp_path
         )
         found[-1] += everything(engine)
     assert_equal(*found)
-    tally = engine.optimizer.speculative.stats
+    tally = engine.optimizer.policy(SpeculativeUpdate).stats
     assert tally.updated > 0
     assert tally.undone > 0
 
@@ -289,7 +291,7 @@ def test_a_gradient_that_comes_after_its_units_update_undoes_it() -> None:
             engine.step()
         found.append(everything(engine))
     assert_equal(*found)
-    assert engine.optimizer.speculative.stats.undone > 0
+    assert engine.optimizer.policy(SpeculativeUpdate).stats.undone > 0
 
 
 @pytest.mark.ranks(2)
@@ -299,7 +301,7 @@ def test_the_first_units_come_ahead_as_far_as_the_log_has_room() -> None:
         engine = engine_of("cpu", 0.0, undo_bytes=undo_bytes)
         for step in range(3):
             train_step(engine, Run(3), step)
-        early = engine.optimizer.speculative
+        early = engine.optimizer.policy(SpeculativeUpdate)
         assert sorted(early.chosen()) == list(range(1, 1 + len(early.chosen())))
         assert engine.optimizer.scratch.kept["undo", torch.device("cpu")].nbytes <= undo_bytes
         counts[undo_bytes] = len(early.chosen())
@@ -331,7 +333,7 @@ def test_a_disk_that_fails_in_backward_ends_the_job_on_all(
     engine = engine_of("nvme", 0.0)
     for step in range(2):
         train_step(engine, Run(3), step)
-    assert engine.optimizer.speculative.stats.updated > 0
+    assert engine.optimizer.policy(SpeculativeUpdate).stats.updated > 0
     with a_disk_that_refuses(call, errno.EIO, monkeypatch, rank=1):
         for step in range(2, 5):
             train_step(engine, Run(3), step)

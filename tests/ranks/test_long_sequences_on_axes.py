@@ -17,6 +17,7 @@ from torch import Tensor
 
 import deepseek_zero
 from deepseek_zero.base.errors import NotBuiltError
+from deepseek_zero.extensions.adaptive_precision import AdaptivePrecision
 from deepseek_zero.extensions.cut_layers import CutLayer
 from deepseek_zero.parallel.sequence_model import own_part
 from tests.pairwise import is_full
@@ -65,7 +66,7 @@ FEATURES: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
     ),
     "precision": (
         {"fp16": {"enabled": True, "loss_scale": 1.0}, "precision": "auto", "precision_window": 2},
-        lambda engine: engine.optimizer.fallback is not None,
+        lambda engine: engine.optimizer.policy(AdaptivePrecision) is not None,
     ),
 }
 # What is computed; the others change how alone

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepseek_zero as dz
+from deepseek_zero.extensions.adaptive_precision import AdaptivePrecision
 from deepseek_zero.kernels.compiler import VARIABLE
 
 
@@ -197,7 +198,7 @@ def test_precision_auto_lifts_the_unit_that_overflows_and_goes_on(
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
-    assert engine.optimizer.fallback.promoted == ["blocks.1"]
+    assert engine.optimizer.policy(AdaptivePrecision).promoted == ["blocks.1"]
     dtypes = {name: param.dtype for name, param in engine.module.named_parameters()}
     assert dtypes["blocks.1.up.weight"] == torch.float32
     assert dtypes["blocks.0.up.weight"] == torch.float16
@@ -209,7 +210,7 @@ def test_precision_auto_lifts_the_unit_that_overflows_and_goes_on(
     engine.destroy()
     again = build(stage, gains=(1.0, 1e3, 1.0), **config)
     again.load_checkpoint(str(tmp_path), tag="lifted")
-    assert again.optimizer.fallback.promoted == ["blocks.1"]
+    assert again.optimizer.policy(AdaptivePrecision).promoted == ["blocks.1"]
     assert again.plan() == engine.plan()
     again.backward(loss_of(again))
     again.step()

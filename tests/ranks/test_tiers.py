@@ -31,6 +31,7 @@ from deepseek_zero.base.errors import (
     UsageError,
 )
 from deepseek_zero.engine.memory import plan_of
+from deepseek_zero.extensions.deferred_update import DeferredUpdate
 from deepseek_zero.planner.spec import Tier
 from deepseek_zero.report.explain import overlap_share
 from deepseek_zero.report.picture import places_of
@@ -151,7 +152,7 @@ def test_a_disk_leaves_nothing_in_memory_between_steps(dtype: str) -> None:
     )
     for step in range(2):
         train_step(engine, Run(3), step)
-    engine.optimizer.updater.flush()
+    engine.optimizer.finish()
     extents = extents_of(engine)
     assert len(extents) >= 4 * len(engine.runtime.groups)
     for extent in extents:
@@ -313,7 +314,8 @@ def test_the_update_waits_where_nobody_can_see_the_weights_and_only_there(pipeli
     keys["offload_optimizer"] = keys["offload_optimizer"] | {"pipeline": pipeline}
     engine = engine_of(3, keys | {"stage3_param_persistence_threshold": 300})
     train_step(engine, Run(3), 0)
-    waiting = set(engine.optimizer.updater._tiles_left) if pipeline else set()
+    deferred = engine.optimizer.policy(DeferredUpdate)
+    waiting = deferred.waiting if pipeline else set()
     assert waiting == {
         group for group in engine.runtime.trained_groups if pipeline and group.is_sharded
     }
@@ -321,7 +323,7 @@ def test_the_update_waits_where_nobody_can_see_the_weights_and_only_there(pipeli
         group.gradient.is_held == (group in waiting) for group in engine.runtime.trained_groups
     )
     look(engine, 1)
-    assert not any(engine.optimizer.updater._tiles_left.values())
+    assert not pipeline or not deferred.waiting
     assert not any(group.gradient.is_held for group in engine.runtime.trained_groups)
 
 
@@ -355,12 +357,12 @@ def test_a_unit_is_updated_when_it_is_used_however_far_ahead_gathers_come(
     engine = engine_of(3, offload(tier) | far, model=seeded(Gpt, width=96))
     for step in range(2):  # the first records the order
         train_step(engine, Run(3), step)
-    updater, blocks = engine.optimizer.updater, engine.runtime.units[1:]
+    deferred, blocks = engine.optimizer.policy(DeferredUpdate), engine.runtime.units[1:]
     waiting: list[list[bool]] = []
     for unit in blocks:
         unit.module.register_forward_pre_hook(
             lambda *_: waiting.append(
-                [any(map(updater.has_deferred, unit.trained)) for unit in blocks]
+                [not deferred.waiting.isdisjoint(unit.trained) for unit in blocks]
             )
         )
     look(engine, 2)
@@ -445,7 +447,7 @@ def test_a_unit_is_read_while_the_one_before_it_is_used_unless_nothing_is_gather
     engine = engine_of(3, zero | {"stage3_prefetch_bucket_size": ahead} | offload("nvme"))
     with engine.timeline() as before:
         train_step(engine, Run(3), 0)
-        engine.optimizer.updater.flush()
+        engine.optimizer.finish()
     # What is still being written is not read again
     while not all(event.ended for event in before.transfers):
         time.sleep(0.01)

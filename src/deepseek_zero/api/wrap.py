@@ -35,6 +35,7 @@ from ..engine.mesh_statements import choose_mesh, statements_of
 from ..engine.optimizer import adopting, client_states, forget_others, granularities
 from ..engine.request import Request, parameters_of
 from ..engine.start import example_of, facts_of, prepare_process
+from ..extensions.policies import policies_of
 from ..optim.sharded import ShardedOptimizer
 from ..optimizers.registry import resolve_optimizer
 from ..sharding.param_group import ParamGroup
@@ -270,6 +271,7 @@ class ZeroOptimizer(ScalesItself, Optimizer):
             settings = replace(
                 parts.step_settings,
                 keep_grads=True,
+                can_defer=False,
                 granularity=granularities(self.client, self.client.param_groups),
             )
             groups = list(self.client.param_groups)
@@ -281,6 +283,7 @@ class ZeroOptimizer(ScalesItself, Optimizer):
                 settings,
                 parts.scaler,
                 initial_states=states,
+                policies=policies_of(parts.policy_settings, settings, runtime, type(self.client)),
             )
         return self.sharded
 

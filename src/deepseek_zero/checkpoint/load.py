@@ -23,8 +23,10 @@ from ..base.errors import CheckpointError
 from ..base.log import log_first
 from ..base.memory import trim_heap
 from ..base.mesh import AXES
+from ..extensions.adaptive_precision import AdaptivePrecision
+from ..extensions.delayed_update import DelayedUpdate
 from ..extensions.weight_differences import WeightDifferences
-from ..optim.sharded import ShardedOptimizer, discard_deferred, reset_states
+from ..optim.sharded import ShardedOptimizer, discard_updates, reset_states
 from ..optim.tensor_subclasses import inner_tensors, is_subclass
 from ..optim.updater import MasterShard, ParamOverlap
 from ..precision.codecs import Blocks
@@ -171,9 +173,10 @@ def replace_states(
         runtime.executor.gathers.reshard_all()
         runtime.discard_step()
         if optimizer is not None:
-            discard_deferred(optimizer)
-            if optimizer.fallback is not None and lifted is not None:
-                optimizer.fallback.restore(lifted)
+            discard_updates(optimizer)
+            adaptive = optimizer.policy(AdaptivePrecision)
+            if adaptive is not None and lifted is not None:
+                adaptive.restore(lifted)
         for group in runtime.trained_groups:
             group.gradient.reduction.forget()
         run_and_gather(runtime.comm.whole, f"loading {tag}: slices", fill)
@@ -206,7 +209,8 @@ def _restore_own_states(
     """
     runtime = optimizer.runtime
     saved = [chunk for chunk in manifest.chunks if chunk.kind == OWN]
-    if not saved or not (optimizer.exchanges or runtime.settings.compression.feedback is not None):
+    policies = [policy for policy in optimizer.policies if policy.keeps_own_states]
+    if not saved or not policies:
         return
     is_same = manifest.mesh == dict(zip(AXES, runtime.plan.mesh.sizes, strict=True))
     own = [chunk for chunk in saved if is_same and chunk.rank == runtime.comm.whole.rank]
@@ -216,9 +220,9 @@ def _restore_own_states(
     for group in runtime.trained_groups:
         name, lies = place_of(group, piece)
         keys = [key for key in reader.keys(OWN, name) if key.endswith(f" {lies}")]
-        optimizer.restore_own_states(
-            group, {key.split()[0]: reader.value(OWN, name, key) for key in keys}
-        )
+        values = {key.split()[0]: reader.value(OWN, name, key) for key in keys}
+        for policy in policies:
+            policy.restore_own_states(group, values)
         known += len(keys)
     if not known or known < len(own):
         log_first(
@@ -303,7 +307,8 @@ def _check_optimizer(manifest: Manifest, optimizer: ShardedOptimizer) -> None:
             f"{len(optimizer.param_groups)}.",
             fix=fix,
         )
-    if manifest.plain["trainer"].get("owed") is not None and optimizer.delayed is None:
+    is_owed = manifest.plain["trainer"].get("owed") is not None
+    if is_owed and optimizer.policy(DelayedUpdate) is None:
         raise CheckpointError(
             "the checkpoint owes an update that was delayed.",
             "It was saved with delayed_update_after, which this run does not have.",

@@ -23,6 +23,7 @@ from ..comm.agreement import AllRanks, agree, agree_on
 from ..comm.collectives import Comm
 from ..comm.measure import TriedTransport, try_transports
 from ..extensions.group_parts import group_parts
+from ..extensions.policies import policies_of
 from ..planner.auto_wrap_policy import ModelShape, read_model
 from ..planner.plan import Plan
 from ..planner.plan_settings import PlanSettings
@@ -55,6 +56,7 @@ from .settings import (
     observer_settings_of,
     placement_settings_of,
     plan_settings_of,
+    policy_settings_of,
     recompute_settings_of,
     saving_settings_of,
     scaler_of,
@@ -139,6 +141,7 @@ def assemble(
         refuse_whole_states(chosen, shape.wholes)
         refuse_split_states(chosen, model)
         refuse_other_cuts(shape.cuts, mesh.tp)
+    policy_settings = policy_settings_of(config)
     step_settings = step_settings_of(config, chosen.granularity, mesh.device)
     plan = pieces.plans.added_to(
         plan_run(config, settings, step_settings, shape, chosen, comm, mesh)
@@ -167,6 +170,7 @@ def assemble(
                 scaler,
                 plan.update,
                 chosen.states,
+                policies_of(policy_settings, step_settings, runtime, chosen.cls),
             )
         commit(tiers, comm)
     runtime.loss_factor.scaler = scaler
@@ -178,6 +182,7 @@ def assemble(
         scaler,
         plan.settings,
         step_settings,
+        policy_settings,
         observer_settings_of(config),
         data_settings_of(config),
         saving,

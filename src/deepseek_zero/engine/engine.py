@@ -30,6 +30,7 @@ from ..base.mesh import Mesh
 from ..base.world import is_rank_zero
 from ..comm.agreement import AllRanks
 from ..config import Batch
+from ..extensions.policies import PolicySettings
 from ..optim.sharded import ShardedOptimizer, StepSettings
 from ..optim.step_message import StepMessage
 from ..planner.plan import Plan
@@ -112,6 +113,7 @@ class Parts:
     scaler: LossScaler | None
     plan_settings: PlanSettings
     step_settings: StepSettings
+    policy_settings: PolicySettings
     observer_settings: ObserverSettings
     data_settings: DataSettings
     saving_settings: SavingSettings
@@ -142,6 +144,7 @@ class Parts:
         return [
             str(self.plan_settings),
             str(self.step_settings),
+            str(self.policy_settings),
             str(self.observer_settings),
             str(self.data_settings),
             str(self.saving_settings),

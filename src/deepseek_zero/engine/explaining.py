@@ -25,9 +25,9 @@ def lines_about_steps(runtime: Runtime, optimizer: ShardedOptimizer | None) -> l
     found += what_moved(links_of(runtime.comm_ctx.tiers, comm.meter))
     if optimizer is None:
         return found
-    for part in (optimizer, optimizer.speculative, optimizer.fallback):
-        if part is not None:
-            found += part.explain()
+    found += optimizer.explain()
+    for policy in optimizer.policies:
+        found += policy.explain()
     return found
 
 

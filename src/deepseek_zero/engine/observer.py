@@ -18,6 +18,7 @@ from ..base.log import log_once, logger
 from ..base.mesh import Mesh
 from ..base.quantities import format_bytes, format_count, format_seconds
 from ..base.world import is_rank_zero
+from ..extensions.adaptive_precision import AdaptivePrecision
 from ..optim.sharded import ShardedOptimizer
 from ..report.flops import FlopsSettings, ForwardCost, flops_table
 from ..report.monitor import MonitorMaster
@@ -177,6 +178,7 @@ class Observer:
         self._losses = []
         tokens = self._tokens
         self._tokens = 0
+        adaptive = optimizer.policy(AdaptivePrecision)
         self._record = StepRecord(
             step=engine.global_steps,
             loss=None,
@@ -188,12 +190,12 @@ class Observer:
             step_seconds=seconds,
             loss_scale=optimizer.scaler.scale if optimizer.scaler is not None else 1.0,
             skipped=optimizer.overflow,
-            promoted=len(optimizer.fallback.promoted) if optimizer.fallback is not None else 0,
+            promoted=len(adaptive.promoted) if adaptive is not None else 0,
         )
         if self.device.type == "cpu":  # nothing to wait for, and no tensor to keep
             self._read_loss()
         self._tell(engine)
-        if optimizer.fallback is not None and optimizer.fallback.changed:
+        if adaptive is not None and adaptive.changed:
             self.planned(engine.plan())
 
     def _tell(self, engine: Observed) -> None:

@@ -20,8 +20,8 @@ from ..comm.agreement import AllRanks
 from ..comm.collectives import Comm
 from ..comm.context import ranks_of_this_host
 from ..comm.measure import inter_node_rate
-from ..optim.sharded import StepSettings, update_settings_of, updates_in_backward
-from ..optim.speculative import works_by_shard
+from ..extensions.speculative_update import works_by_shard
+from ..optim.sharded import StepSettings, update_settings_of
 from ..optimizers.one_bit_adam import OneBitAdam
 from ..planner.auto_wrap_policy import ModelShape
 from ..planner.codec_choice import CodecRate, Open, choose_codes, gather_traffic, reduce_traffic
@@ -324,7 +324,7 @@ def update_of(
         optimizer.cls.__name__,
         optimizer.planned,
         scales_grads=config.fp16.enabled or settings.clips,
-        undoes=updates_in_backward(settings) and works_by_shard(optimizer.cls),
+        undoes=settings.by_unit and works_by_shard(optimizer.cls),
     )
 
 

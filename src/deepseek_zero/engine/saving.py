@@ -216,11 +216,10 @@ def save_checkpoint(
     trainer["scaler"] = (
         engine.parts.scaler.state_dict() if engine.parts.scaler is not None else None
     )
-    delay = engine.optimizer.delayed if engine.optimizer is not None else None
-    trainer["owed"] = delay.state_dict() if delay is not None else None
-    adaptive = engine.optimizer.fallback if engine.optimizer is not None else None
-    if adaptive is not None:
-        trainer["precision"] = adaptive.state_dict()
+    trainer["owed"] = None
+    for policy in engine.optimizer.policies if engine.optimizer is not None else ():
+        if policy.checkpoint_key:
+            trainer[policy.checkpoint_key] = policy.state_dict()
     schedule = engine.lr_scheduler
     trainer["lr_scheduler"] = schedule.state_dict() if hasattr(schedule, "state_dict") else None
     loader = engine.training_dataloader
@@ -401,18 +400,16 @@ def _restore_counters(engine: Trainer, loaded: Loaded, restore: Restore) -> None
     _warn_of_other_batch(engine, saved.get("batch"))
     if engine.optimizer is not None and restore.moments:
         engine.optimizer.updater.updates = engine.global_steps - engine.skipped_steps
-        if engine.optimizer.delayed is not None:
-            engine.optimizer.delayed.load_state_dict(
-                _without_implementation_options(saved.get("owed"))
-            )
-    if engine.optimizer is not None and engine.optimizer.fallback is not None:
-        engine.optimizer.fallback.load_state_dict(saved.get("precision"))
+    for policy in engine.optimizer.policies if engine.optimizer is not None else ():
+        if policy.checkpoint_key:
+            state = _without_implementation_options(saved.get(policy.checkpoint_key))
+            policy.load_state_dict(state, has_moments=restore.moments)
     if restore.moments and engine.parts.scaler is not None and saved["scaler"] is not None:
         engine.parts.scaler.load_state_dict(saved["scaler"])
     if engine.optimizer is not None and restore.moments:
         saved_scale = saved["scaler"]["scale"] if saved["scaler"] is not None else 1.0
-        engine.optimizer.scale_errors(engine.optimizer.loss_scale / saved_scale)
-        engine.optimizer.follow_exchange(anew=True)
+        for policy in engine.optimizer.policies:
+            policy.states_loaded(engine.optimizer.loss_scale / saved_scale)
     if hasattr(engine.training_dataloader, "load_state_dict") and saved.get("data") is not None:
         engine.training_dataloader.load_state_dict(saved["data"])
     if restore.schedule and engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
@@ -440,14 +437,14 @@ def _factors(train: int, micro: int, accumulation: int) -> str:
     return f"{micro} x {accumulation} x {train // (micro * accumulation)}"
 
 
-def _without_implementation_options(owed: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A delayed update's hyper-parameters without those that say how to compute, which the running
-    program decides.
+def _without_implementation_options(state: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Leave out of a policy's hyper-parameters those that say how to compute: they are the
+    running program's.
     """
-    if owed is None:
-        return None
+    if state is None or "hypers" not in state:
+        return state
     hypers = [
         {key: value for key, value in group.items() if key not in IMPLEMENTATION_OPTIONS}
-        for group in owed["hypers"]
+        for group in state["hypers"]
     ]
-    return {**owed, "hypers": hypers}
+    return {**state, "hypers": hypers}

@@ -24,6 +24,7 @@ from ..base.mesh import Mesh
 from ..checkpoint.catalogue import Retention
 from ..comm.agreement import values_in
 from ..config.layer_specs import layer_rules
+from ..extensions.policies import PolicySettings
 from ..optim.sharded import KERNEL_TILE_NUMEL, TILE_ALIGNMENT, TILE_NUMEL, StepSettings
 from ..optim.updater import PrefetchSettings
 from ..planner.plan_settings import Compression, PlanSettings
@@ -405,10 +406,9 @@ def step_settings_of(
         tile_numel=at_most(TILE_NUMEL.on(device)),
         host_tile_numel=at_most(TILE_NUMEL.cpu),
         kernel_tile_numel=at_most(KERNEL_TILE_NUMEL),
-        pipelined=offload.pipeline,
-        speculates=offload.super_offload,
+        can_defer=offload.pipeline and config.precision != "auto",
+        by_unit=offload.super_offload or offload.delayed_update_after is not None,
         undo_bytes=offload.undo_bytes,
-        delay_after=offload.delayed_update_after,
         flow=PrefetchSettings(
             ahead=offload.buffer_count if offload.pipeline_read else 0,
             behind=offload.buffer_count if offload.pipeline_write else 0,
@@ -417,9 +417,17 @@ def step_settings_of(
         check_finite=config.bf16.check_grad_overflow
         if config.bf16.enabled
         else config.check_grad_overflow,
-        precision_fallback=config.precision == "auto",
-        precision_window=config.precision_window,
         kernels=config.optimizer.kernels,
+    )
+
+
+def policy_settings_of(config: Config) -> PolicySettings:
+    """Return the settings of what changes when and from what units are updated."""
+    offload = config.zero_optimization.offload_optimizer
+    return PolicySettings(
+        speculates=offload.super_offload,
+        delay_after=offload.delayed_update_after,
+        precision_window=config.precision_window if config.precision == "auto" else None,
     )
 
 

@@ -9,10 +9,15 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..comm.collectives import Pending
+from ..optim.update_policy import Stepping, UpdatePolicy
+from ..optim.updater import Updater
+from ..optim.verdict import StepResult
 from ..planner.extras import feedback_of
-from ..precision.feedback import Errors
+from ..precision.feedback import Errors, Feedback
 from ..sharding.buffer import FlatBuffer
 from ..sharding.grad_reduction import GradReduction
+from ..sharding.param_group import ParamGroup
+from ..sharding.runtime import Runtime
 
 
 class ErrorFeedback(GradReduction):
@@ -83,3 +88,40 @@ class ErrorFeedback(GradReduction):
     def _attach(self, partial: FlatBuffer) -> None:
         self.group.guard.before_write()
         partial.errors = self.ensure_errors()
+
+
+class ErrorFeedbackSteps(UpdatePolicy):
+    """Lets the errors follow the steps: a skipped step and a reset drop them, and a new loss scale
+    multiplies them.
+    """
+
+    keeps_own_states = True
+
+    def __init__(self, feedback: Feedback) -> None:
+        self._feedback = feedback
+        self._runtime: Runtime
+        self._updater: Updater
+
+    def attach(self, optimizer: Stepping) -> None:
+        self._runtime = optimizer.runtime
+        self._updater = optimizer.updater
+
+    def after_step(self, result: StepResult, rescale: float) -> None:
+        every = self._feedback.reset_every
+        is_reset = every is not None and self._updater.updates % every == 0
+        if result.skipped or is_reset:
+            for group in self._runtime.trained_groups:
+                group.gradient.reduction.forget()
+        self._scale(rescale)
+
+    def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
+        group.gradient.reduction.restore(saved)
+
+    def states_loaded(self, rescale: float) -> None:
+        self._scale(rescale)
+
+    def _scale(self, factor: float) -> None:
+        if factor == 1.0:
+            return
+        for group in self._runtime.trained_groups:
+            group.gradient.reduction.scale(factor)

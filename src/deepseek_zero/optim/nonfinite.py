@@ -1,9 +1,8 @@
-"""Gradients that are not finite: which unit they begin in, and what is logged.
+"""Finds and logs the unit in which gradients stop being finite.
 
-The verdict on a step is sharded.py's: it is made of the norm, which all ranks agree on anyway.
-After a step that was not finite the units' borders are watched for one step; if that step is not
-finite either, the ranks agree on the unit where a number first stopped being finite.  What follows
-for that unit is adaptive_precision.py's.
+verdict.py says whether a step was finite. After a step that was not, the outputs of units are
+checked for one step. If that step is not finite either, the ranks agree on the unit where a number
+first stopped being finite. A policy (update_policy.py) may act on that unit.
 """
 
 from __future__ import annotations

@@ -13,14 +13,12 @@ The same message carries the engine's fields: preemption signal, step timings, m
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any
-from zlib import crc32
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,48 +28,43 @@ from ..base.device import CPU, PerDevice, ScalesItself, adopt_step_hooks, tell_s
 from ..base.errors import NotBuiltError, UsageError
 from ..base.log import log_once
 from ..comm.agreement import AllRanks, agree, agree_on, values_in
-from ..comm.collectives import Comm, Pending, propagate_errors
+from ..comm.collectives import Pending, propagate_errors
 from ..kernels import cuda
 from ..kernels.check import pytorch_differs
 from ..kernels.compiler import available, chosen
 from ..kernels.rules import NAMES
-from ..optimizers.one_bit_adam import OneBitAdam
 from ..optimizers.plain_steps import undecorated
 from ..optimizers.registry import granularity_of
 from ..planner.layout import MAX_IN_FLIGHT
-from ..planner.spec import R
 from ..planner.split import split_of
 from ..planner.update import ParamGroupPlan, ShardRange, UpdatePlan, UpdateSettings, shard_ranges
 from ..precision.compact import StochasticRounding
-from ..precision.feedback import Feedback
 from ..precision.loss_scale import LossScaler
-from ..sharding.param_group import ParamGroup, squares_of
+from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
 from ..sharding.ties import without_twins
 from ..sharding.unit import Unit
-from .adaptive_precision import AdaptivePrecision
 from .initial_states import InitialStates, makes_states, states_at_construction
-from .momentum_exchange import exchange_momenta, reduce_gradients
 from .nonfinite import NonFiniteReport
 from .one_pass import planned_layout
-from .speculative import SpeculationPolicy, SpeculativeStep, unsupported_optimizer, works_by_shard
-from .step_message import Fields, StepMessage, all_set, any_set
+from .step_message import StepMessage
+from .update_policy import UpdatePolicy
 from .updater import (
     Decision,
-    DelayedUpdate,
     MasterShard,
     Moments,
     ParamOverlap,
     PrefetchSettings,
     Scratch,
-    Tile,
     Tiles,
     Updater,
     cuts_of,
     hypers_of,
 )
+from .verdict import StepResult, Verdict, absent_among, agree_on_norm
 
+P = TypeVar("P", bound=UpdatePolicy)
 # Elements per optimizer call (4 MiB of fp32 on the CPU): what is touched at once, and what is kept
 # for it, stays small, and the call itself is a few per cent of its time.
 TILE_NUMEL = PerDevice(cpu=1 << 20, accelerator=1 << 26)
@@ -86,12 +79,9 @@ class StepSettings:
     """The settings of a step. tile_numel: elements per optimizer call on the training device
     (sub_group_size).
     host_tile_numel: elements per call where the host updates. kernel_tile_numel: the same where a
-    kernel updates states in memory. pipelined: updates of offloaded weights are deferred to the
-    next forward.
-
-    speculates: some of them run in backward, before the verdict. undo_bytes: for the log that
-    undoes those.
-    delay_after: updates come a step late after so many; None: never.
+    kernel updates states in memory. can_defer: updates of offloaded weights may run after the step,
+    by a policy. by_unit: tiles end where units do, since a policy updates some units in backward.
+    undo_bytes: for the log that undoes such updates.
     """
 
     max_norm: float = 0.0
@@ -102,55 +92,15 @@ class StepSettings:
     check_finite: bool = False
     keep_grads: bool = False
     flow: PrefetchSettings = field(default_factory=PrefetchSettings)
-    pipelined: bool = True
-    speculates: bool = False
+    can_defer: bool = False
+    by_unit: bool = False
     undo_bytes: int = 0
-    delay_after: int | None = None
-    precision_fallback: bool = False  # precision "auto"
     kernels: str = "auto"  # what computes updates that have a kernel: "auto", "numba" or "torch"
-    precision_window: int = 16  # steps from one decision about precision to the next
 
     @property
     def clips(self) -> bool:
         """Whether the norm of gradients is bounded."""
         return self.max_norm > 0
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The facts about a step that all ranks agree on. norm: of the gradient as it is held (still
-    multiplied by the loss scale).
-
-    any_late: a rank holds gradients that came after their sum. any_edited: the program has changed
-    some on a rank.
-    is_idle: no rank has a gradient at all. any_graphless: a rank was given a loss without a graph.
-    absences: of each rank, a checksum of the names of parameters without a gradient. fields: what
-    was sent with the norm, by name and by rank of the world.
-    """
-
-    norm: float
-    by_group: tuple[float, ...]
-    any_late: bool = False
-    any_edited: bool = False
-    is_idle: bool = False
-    any_graphless: bool = False
-    absences: tuple[int, ...] = ()
-    fields: Fields = field(default_factory=dict)
-
-    @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.norm)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one step. norm: global gradient norm, unscaled. skipped: nothing changed, since
-    gradients were not finite or there were none.
-    """
-
-    norm: float
-    skipped: bool
-    verdict: Verdict
 
 
 class ShardedOptimizer(ScalesItself, Optimizer):
@@ -167,24 +117,23 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         scaler: LossScaler | None = None,
         planned: UpdatePlan | None = None,
         initial_states: InitialStates | None = None,
+        policies: Sequence[UpdatePolicy] = (),
     ) -> None:
         """planned: the optimizer's part of the plan that the model was wrapped by; None: it is
         planned here.
 
-        initial_states: those of a client's optimizer; None: there are none.
+        initial_states: those of a client's optimizer; None: there are none. policies: what changes
+        when units are updated, the same on every rank.
         """
+        self.policies = tuple(policies)
         self.runtime = runtime
         self.settings = settings
         self.scaler = scaler
         groups = without_twins(groups)
         self.overflow = False
         self.steps = self._idle_steps = 0  # calls of step; those without a gradient on any rank
-        self.nonfinite = NonFiniteReport(runtime, scaler, watches=settings.precision_fallback)
-        self.fallback = (
-            AdaptivePrecision(runtime, settings.precision_window)
-            if settings.precision_fallback
-            else None
-        )
+        watches = any(policy.watches_overflows for policy in self.policies)
+        self.nonfinite = NonFiniteReport(runtime, scaler, watches=watches)
         # weak: the engine's `step_now`
         self.take_step: Callable[[], Callable[[], None] | None] = lambda: None
         self.last: StepResult | None = None
@@ -200,7 +149,6 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.scratch = Scratch(runtime.comm_ctx.pool.device, budget=runtime.comm_ctx.tiers.budget)
         self.params_by_group: list[list[nn.Parameter]] = [list(group["params"]) for group in groups]
         self.names_by_group = list(map(trained_names, self.params_by_group))
-        self.speculative: SpeculativeStep | None = None
         if planned is not None:
             self.shards_by_group = self._built(planned)
         else:
@@ -225,14 +173,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.updater = Updater(
             self.inner, self.scratch, self.moments, settings.flow, runtime.comm.meter.clock
         )
-        late = settings.delay_after
-        self.delayed = DelayedUpdate(runtime.trained_groups, late) if late is not None else None
-        self._own_states: dict[
-            int, dict[str, Tensor]
-        ] = {}  # of a checkpoint, by id of the group, until they are used
-        if self.exchanges:
-            refuse_beside_exchange(runtime, settings, self.inner.param_groups)
-        self.speculative = _early_of(self)
+        for policy in self.policies:
+            policy.attach(self)
         self._prefer_fused()
         # By its class, of which kernels depend
         self.tiles = Tiles.of(self.plan, self.shards_by_group)
@@ -311,6 +253,10 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         """
         return any(not group.gradient.reduction.is_scaled for group in self.runtime.trained_groups)
 
+    def policy(self, cls: type[P]) -> P | None:
+        """Return the policy of that class; None without one."""
+        return next((policy for policy in self.policies if isinstance(policy, cls)), None)
+
     def shards(self) -> list[MasterShard]:
         """Return every shard this rank updates."""
         return [shard for shards in self.shards_by_group for shard in shards]
@@ -371,7 +317,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             for each, names, uncut in zip(options, self.names_by_group, self.uncut, strict=True)
         ]
         scales = self.settings.clips or (self.scaler is not None and not self._holds_momenta)
-        undoes = self.speculative is not None
+        undoes = any(policy.undoes for policy in self.policies)
         settings = update_settings_of(
             self.settings, optimizer, chosen, scales_grads=scales, undoes=undoes
         )
@@ -464,36 +410,17 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     def refuse_regrouping(self) -> None:
         """Raise if updates are under way that an unfrozen parameter could not join."""
-        self._refuse_joining(
-            "a parameter that was frozen when the model was wrapped was unfrozen",
-            "wrap the model with that parameter trained and freeze it then, or leave both keys "
-            "out.",
-        )
-
-    def _refuse_joining(self, what: str, fix: str) -> None:
-        """Raise if parameters cannot join the optimizer now. what: made them join. fix: of the
-        keys' error.
-        """
-        if isinstance(self.inner, OneBitAdam) and self.inner.takes_momenta:
-            raise UsageError(
-                "a parameter joins the optimizer behind OneBitAdam's freeze_step.",
-                "It has no second moment, which is not formed any more.",
-                "let it be trained from the start, or load the last checkpoint with another "
-                "optimizer.",
-            )
-        if self.speculative is not None or self.delayed is not None:
-            raise UsageError(
-                f"{what}, under super_offload or delayed_update_after.",
-                "Updates made in backward are undone from a log that was laid out for the others.",
-                fix,
+        for policy in self.policies:
+            policy.refuse_joining(
+                "a parameter that was frozen when the model was wrapped was unfrozen",
+                "wrap the model with that parameter trained and freeze it then, or leave both keys "
+                "out.",
             )
 
     def after_reduce(self, unit: Unit) -> None:
-        """Update a unit whose gradient has been reduced, if this step may run before its end.
-        Local.
-        """
-        if self.speculative is not None:
-            self.speculative.after_reduce(unit)
+        """Note that a unit's gradient has been reduced. Local."""
+        for policy in self.policies:
+            policy.after_reduce(unit)
 
     def regroup(self, groups: Sequence[ParamGroup]) -> None:
         """Update the parameters of these groups too, each in the parameter group it was given
@@ -531,11 +458,12 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                 "Each element is updated once, by the hyper-parameters of one group.",
                 "give add_param_group parameters that the optimizer does not have.",
             )
-        self._refuse_joining(
-            "add_param_group() was called",
-            "give the optimizer all its parameter groups before the model is wrapped, or leave "
-            "both keys out.",
-        )
+        for policy in self.policies:
+            policy.refuse_joining(
+                "add_param_group() was called",
+                "give the optimizer all its parameter groups before the model is wrapped, or leave "
+                "both keys out.",
+            )
         self.finish()
         self.uncut.append(granularity_of(self.inner, group) != "element")
         self.params_by_group.append(group["params"])
@@ -651,8 +579,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.tiles = Tiles.of(planned, self.shards_by_group)
         self.scratch.grow(planned.fullest_tiles)
         self._reserve_staging(planned)
-        if self.speculative is not None:
-            self.speculative.units = early_units(self.runtime, self.tiles)
+        for policy in self.policies:
+            policy.tiles_changed(self.tiles)
 
     def _reserve_staging(self, planned: UpdatePlan) -> None:
         """Reserve staging memory for all tiles that are copied at the same time.
@@ -708,7 +636,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             UsageError: A loss had no graph; on every rank.
             PeerError: Another rank failed.
         """
-        self.updater.flush()
+        self.updater.refuse_mixture()
+        for policy in self.policies:
+            policy.before_step()
         self._count_updated()
         self.steps = number if number is not None else self.steps + 1
         runtime = self.runtime
@@ -736,19 +666,18 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             )
             skip = self.overflow or is_idle
             factor = clip_factor(verdict.norm / scale, self.settings.max_norm) / scale
-            if self.fallback is not None and not is_idle:
-                self.fallback.before_update(is_finite=verdict.is_finite)
-            hypers = (
-                hypers_of(self.inner)
-                if self.delayed is not None or self.speculative is not None
-                else None
-            )
+            if not is_idle:
+                for policy in self.policies:
+                    policy.before_update(verdict)
+            keeps = any(policy.keeps_decisions for policy in self.policies)
+            hypers = hypers_of(self.inner) if keeps else None
             self._conclude(None if skip else Decision(factor, self.updater.updates + 1, hypers))
             tell_schedules_of_step(self.inner)
-            self.last = StepResult(verdict.norm / scale, skip, verdict)
-            self.last_norm = self.last_norm if skip else self.last.norm
+            result = StepResult(verdict.norm / scale, skip, verdict, self.overflow, self.steps)
+            self.last = result
+            self.last_norm = self.last_norm if skip else result.norm
             runtime.after_step(drop=not self.settings.keep_grads or skip)
-            origin = promoted = None
+            origin = None
             if not verdict.is_finite or self.nonfinite.in_a_row:
                 origin = self.nonfinite.after_step(
                     verdict.by_group,
@@ -756,92 +685,14 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                     skipped=self.overflow,
                     step=self.steps,
                 )
-            if self.fallback is not None:
-                promoted = self.fallback.after_step(origin, self.overflow, self.scaler, self.steps)
+            is_mended = False
+            for policy in self.policies:
+                is_mended |= policy.after_update(result, origin)
         scale_before = self.loss_scale
-        if self.scaler is not None and promoted is None and not is_idle:
+        if self.scaler is not None and not is_mended and not is_idle:
             self.scaler.update(self.overflow)
-        if runtime.settings.compression.feedback is not None:
-            self._follow_errors(runtime.settings.compression.feedback, skip=skip)
-            self.scale_errors(self.loss_scale / scale_before)
-        if self.exchanges:
-            for group in groups:
-                group.gradient.reduction.end_step(keep=not skip)
-            self.follow_exchange()
-
-    def _follow_errors(self, feedback: Feedback, *, skip: bool) -> None:
-        """Forget what codes left out of gradients that are not used, and every so many updates."""
-        if skip or (
-            feedback.reset_every is not None and self.updater.updates % feedback.reset_every == 0
-        ):
-            for group in self.runtime.trained_groups:
-                group.gradient.reduction.forget()
-
-    def scale_errors(self, factor: float) -> None:
-        """Let what codes left out of gradients follow the loss scale.  Local; every rank does
-        so.
-        """
-        for group in self.runtime.trained_groups if factor != 1.0 else ():
-            group.gradient.reduction.scale(factor)
-
-    # -- momenta that are exchanged instead of gradients (momentum_exchange.py)
-
-    @property
-    def exchanges(self) -> bool:
-        """Return whether there comes a time when momenta are exchanged."""
-        return isinstance(self.inner, OneBitAdam) and self.runtime.comm_ctx.comm.size > 1
-
-    def follow_exchange(self, *, anew: bool = False) -> None:
-        """Exchange momenta from the step on that the optimizer names, between two steps.
-        Collective.
-
-        anew: states have been loaded, by which it may begin again, or end.
-        """
-        if not self.exchanges:
-            return
-        assert isinstance(self.inner, OneBitAdam)
-        due = self.updater.updates >= self.inner.freeze_step
-        if due == self.inner.takes_momenta and not anew:
-            return
-        with torch.no_grad(), propagate_errors(self.runtime.comm):
-            for group in self.runtime.trained_groups:
-                if due and group.layout.slice_numel:
-                    own = self._own_momentum(group)
-                    saved = self._own_states.pop(id(group), {})
-                    known = saved if "signs" in saved else {}
-                    exchange_momenta(group, self.inner.beta1, own, known, lambda: self.loss_scale)
-                else:
-                    reduce_gradients(group)
-        self.inner.takes_momenta = due
-        self._own_states.clear()
-        self.runtime.comm_ctx.pool.clear()  # buffers for messages of gradients
-        self.scratch.drop("grads")  # momenta need no cast
-
-    def _own_momentum(self, group: ParamGroup) -> Tensor:
-        """Return the optimizer's momentum of this rank's slice, flat, with zeros where it has
-        none.
-        """
-        found = torch.zeros(group.layout.slice_numel, device=self.runtime.comm_ctx.pool.device)
-        for shard in self.shards():
-            if shard.group is group and self.inner.state.get(shard.param):
-                first = shard.start - (
-                    shard.rank * len(found) if shard.master.placement is R else 0
-                )
-                low = max(0, first)
-                high = min(len(found), first + shard.numel)
-                if low < high:
-                    found[low:high].copy_(
-                        self.moments.read(shard, "exp_avg").reshape(-1)[low - first : high - first]
-                    )
-        return found
-
-    def restore_own_states(self, group: ParamGroup, saved: dict[str, Tensor]) -> None:
-        """Take from a checkpoint what codes had left out of this rank's gradients or momenta.
-        Local.
-        """
-        group.gradient.reduction.restore(saved)
-        if self.exchanges:
-            self._own_states[id(group)] = saved
+        for policy in self.policies:
+            policy.after_step(result, self.loss_scale / scale_before)
 
     def _report_idle(self, verdict: Verdict) -> None:
         """Report that no rank has a gradient: raise `UsageError` on all if a loss had no graph,
@@ -889,14 +740,17 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             )
 
     def _conclude(self, made: Decision | None) -> None:
-        """Apply the decision of this step, or of the step before if updates are delayed."""
-        delays = self.delayed is not None and self.delayed.is_on(self.updater.updates)
-        due = self.delayed.deferred if self.delayed is not None and delays else made
-        done = self.speculative.conclude(due) if self.speculative is not None else frozenset[int]()
+        """Carry out the decision that is due: of this step, unless a policy has another one."""
+        due = made
+        for policy in self.policies:
+            due = policy.due(due)
+        done = set[int]()
+        for policy in self.policies:
+            done |= policy.conclude(due)
+        for policy in self.policies:
+            policy.keep(made)
         if made is not None:
             self.updater.updates = made.number
-        if self.delayed is not None and delays:
-            self.delayed.swap(made)
         if due is None:
             return
         for group in self.runtime.trained_groups:
@@ -905,10 +759,11 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         later = [
             tile for unit, tiles in self.tiles.later.items() if unit not in done for tile in tiles
         ]
-        self.updater.step_deferred(later, due)
+        for policy in self.policies:
+            policy.postpone(later, due)
 
     def _update_and_refresh(self, due: Decision) -> None:
-        """Update what is not deferred, and bring it to all ranks that hold it whole: a group's
+        """Update what is due now, and bring it to all ranks that hold it whole: a group's
         weights are under way while the next one is updated, unless a refresh needs the core itself.
 
         In unit order on every rank: a rank may own no shard of a group and still takes part in its
@@ -934,16 +789,18 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             each.wait()
 
     def finish(self) -> None:
-        """Bring every state to where the last step leaves it: deferred updates run, speculative
-        ones are undone. Local.
+        """Bring every state to where the last step leaves it: updates that are still to come run,
+        and those that came before their step are undone. Local.
         """
-        self.updater.flush()
-        if self.speculative is not None:
-            self.speculative.undo()
+        self.updater.refuse_mixture()
+        for policy in self.policies:
+            policy.finish()
 
     def flush(self) -> None:
-        """Run the delayed update now, if there is one; between two steps. Collective."""
-        if self.delayed is None or self.delayed.deferred is None:
+        """Run the update that a step has left to the next one, if there is one; between two steps.
+        Collective.
+        """
+        if not any(policy.owes_update for policy in self.policies):
             return
         if self.runtime.backwards:
             raise UsageError(
@@ -977,7 +834,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict` of the same rank, world size and stage."""
-        discard_deferred(self)
+        discard_updates(self)
         self.updater.updates = int(state["updates"])
         self.steps = int(state.get("steps", self.updater.updates))
         reset_states(self)
@@ -1028,124 +885,6 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         return f"ShardedOptimizer({self.inner!r})"
 
 
-def agree_on_norm(runtime: Runtime, extra: StepMessage | None = None) -> Verdict:
-    """Return what all ranks agree on about the reduced gradients, with their global norm.
-
-    The norm is the same float64 on every rank of the world. First the ranks that share one piece of
-    the model add the squares of their slices, then all ranks add those of the pieces.
-
-    Args:
-        runtime: The runtime of the wrapped model.
-        extra: Fields that are sent with the norm; the same fields on every rank.
-
-    Note:
-        Collective over the world.
-    """
-    extra = extra or StepMessage()
-    verdict = _agree_on_piece(runtime, extra)
-    comm = runtime.comm
-    if comm.whole is comm:
-        return verdict
-    counted = zip(runtime.trained_groups, verdict.by_group, strict=True)
-    message = StepMessage()
-    message.add_integer("late", verdict.any_late)
-    message.add_integer("edited", verdict.any_edited)
-    message.add_integer("idle", verdict.is_idle)
-    message.add_integer("graphless", verdict.any_graphless)
-    message.add("square", [sum(square for group, square in counted if group.planned.is_counted)])
-    message.add_all(extra)
-    fields = _exchange(comm.whole, message, "gradient norm of all pieces")
-    total = sum(fields["square"][first][0] for first in comm.pieces)
-    return replace(
-        verdict,
-        norm=_root(total),
-        any_late=any_set(fields["late"]),
-        any_edited=any_set(fields["edited"]),
-        is_idle=all_set(fields["idle"]),
-        any_graphless=any_set(fields["graphless"]),
-        fields={name: fields[name] for name in extra.names},
-    )
-
-
-def _agree_on_piece(runtime: Runtime, extra: StepMessage) -> Verdict:
-    """Return what the ranks with one piece of the model agree on. Collective among them."""
-    groups = runtime.trained_groups
-    comm = runtime.comm
-    absent = crc32("\n".join(absent_among(groups)).encode())
-    message = StepMessage()
-    message.add_integer("late", bool(runtime.executor.reductions.late))
-    message.add_integer("edited", any(group.gradient.is_edited for group in groups))
-    message.add_integer("idle", runtime.is_idle)
-    message.add_integer("graphless", runtime.is_graphless)
-    message.add_integer("absent parameters", absent, bits=32)
-    names = [f"squares of group {number}" for number in range(len(groups))]
-    for name, squares in zip(names, squares_of(groups), strict=True):
-        message.add(name, squares)
-    message.add_all(extra)
-    fields = _exchange(comm, message, "gradient norm")
-    squares_by_group = [fields[name] for name in names]
-    # The first owner of a slice gives its sum. A replicated gradient is the same on all ranks.
-    sums = [
-        sum(squares[ranks[0]][place] for place, ranks in enumerate(comm.owners))
-        for squares in squares_by_group
-    ]
-    any_late = any_set(fields["late"])
-    return Verdict(
-        _root(sum(sums)),
-        tuple(sums),
-        any_late=any_late,
-        # A rank with late gradients has no sum of them until they are reduced. The ranks agree
-        # again after that.
-        any_edited=any_set(fields["edited"])
-        or (not any_late and _differs_on_owners(groups, squares_by_group, comm)),
-        is_idle=all_set(fields["idle"]),
-        any_graphless=any_set(fields["graphless"]),
-        absences=tuple(int(value) for (value,) in fields["absent parameters"]),
-        fields={name: fields[name] for name in extra.names},
-    )
-
-
-def _exchange(comm: Comm, message: StepMessage, what: str) -> dict[str, list[tuple[float, ...]]]:
-    """Return the fields of all ranks of a communicator. Collective, unless a rank is alone."""
-    row = message.pack()
-    if comm.size == 1:
-        return message.unpack([row])
-    rows = comm.all_gather_rows(torch.tensor(row, dtype=torch.float64), what)
-    return message.unpack(rows.tolist())
-
-
-def _root(square: float) -> float:
-    """Return the square root, or NaN if the number is NaN."""
-    return math.sqrt(square) if square >= 0 else math.nan
-
-
-def _differs_on_owners(
-    groups: Sequence[ParamGroup], squares_by_group: Sequence[Sequence[Sequence[float]]], comm: Comm
-) -> bool:
-    """Return whether ranks that hold the same slice of a gradient differ in its sum of squares.
-
-    They do if a program has changed the gradient differently on two of them.
-    """
-    for group, squares in zip(groups, squares_by_group, strict=True):
-        for place, owners in enumerate(comm.owners):
-            holders = range(comm.size) if group.gradient.is_whole else owners
-            # Compared as text, since NaN is not equal to itself
-            if len({str(squares[rank][place]) for rank in holders}) > 1:
-                return True
-    return False
-
-
-def absent_among(groups: Sequence[ParamGroup]) -> list[str]:
-    """Return the names of parameters without a gradient (dropped or frozen): they are not
-    updated.
-    """
-    return [
-        group.members[number].name
-        for group in groups
-        for number in sorted(group.gradient.absent or ())
-    ]
-
-
 def clip_factor(norm: float, max_norm: float) -> float:
     """Return the factor of gradients that bounds their norm by max_norm; 1.0 if clipping is off (0)
     or not needed.
@@ -1171,10 +910,8 @@ def update_settings_of(
         tuple(groups),
         settings.tile_numel,
         scales_grads=scales_grads,
-        can_defer=settings.pipelined
-        and not settings.keep_grads
-        and not settings.precision_fallback,
-        by_unit=updates_in_backward(settings),
+        can_defer=settings.can_defer,
+        by_unit=settings.by_unit,
         undo_bytes=settings.undo_bytes if undoes else 0,
         kernels=_kernels_for(optimizer, settings.kernels),
         host_tile_numel=settings.host_tile_numel,
@@ -1197,44 +934,6 @@ def _kernels_for(optimizer: str, wanted: str) -> str:
     return found
 
 
-def refuse_beside_exchange(
-    runtime: Runtime, settings: StepSettings, groups: Sequence[Mapping[str, Any]]
-) -> None:
-    """Raise UsageError, on every rank, that names all that an exchange of momenta cannot be used
-    with.
-    """
-    plan = runtime.settings
-    rows = [group.plan for group in runtime.trained_groups]
-    found = {
-        f"stage {plan.stage}": plan.stage > 1,
-        "gradient_clipping": settings.clips,
-        "codes of gradients (zero_quantized_gradients, "
-        "compression.auto)": plan.compression.codes_gradients,
-        "communication_data_type": plan.policy.reduce is not None,
-        "optimizer.moments": plan.policy.moments != "fp32",
-        "precision 'auto'": settings.precision_fallback,
-        "offload_optimizer": any(row.is_offloaded for row in rows),
-        "ZeroOptimizer": settings.keep_grads,
-        "vertical_micro_batches": plan.layerwise_micro_batches > 1,
-        'ranks_per_host above 1 ("ranks_per_host": 1 goes)': any(
-            group.planned.near > 1 for group in runtime.trained_groups
-        ),
-        "other axes than dp_shard": runtime.comm.whole is not runtime.comm_ctx.comm,
-        "several values of betas[0] or freeze_step": len(
-            {(each["betas"][0], each["freeze_step"]) for each in groups}
-        )
-        > 1,
-    }
-    if refused := [name for name, is_there in found.items() if is_there]:
-        raise UsageError(
-            f"OneBitAdam cannot be used with {', '.join(refused)}.",
-            "From freeze_step on all ranks send each other signs of momenta, at stages 0 and 1; "
-            "nobody has sums of gradients.",
-            "leave that out, or take Adam with zero_quantized_gradients, which goes with all of "
-            "it.",
-        )
-
-
 def unknown_parameter(param: torch.Tensor) -> UsageError:
     return UsageError(
         f"the optimizer holds a parameter of shape {tuple(param.shape)} that the wrapped model "
@@ -1244,45 +943,6 @@ def unknown_parameter(param: torch.Tensor) -> UsageError:
         "build the optimizer from the same model that is wrapped, and one optimizer for each "
         "wrapped model.",
     )
-
-
-def updates_in_backward(settings: StepSettings) -> bool:
-    """Return whether some units are updated in backward, so that tiles end where units do."""
-    return settings.speculates or settings.delay_after is not None
-
-
-def _early_of(optimizer: ShardedOptimizer) -> SpeculativeStep | None:
-    """Return the object that updates units in backward; None without one."""
-    settings = optimizer.settings
-    runtime = optimizer.runtime
-    work = optimizer.tiles
-    if not updates_in_backward(settings):
-        return None
-    if settings.keep_grads:
-        raise UsageError(
-            "super_offload and delayed_update_after cannot be used with ZeroOptimizer.",
-            "It keeps gradients until zero_grad(), and with them a step may be repeated: updates "
-            "have no other time.",
-            "use initialize() and engine.step(), or leave both keys out.",
-        )
-    if not works_by_shard(type(optimizer.inner)):
-        if settings.speculates:
-            raise unsupported_optimizer(optimizer.inner)
-        return None
-    policy = SpeculationPolicy(
-        optimizer.updater, optimizer.delayed, optimizer.scaler, settings.speculates
-    )
-    early = SpeculativeStep(
-        runtime, optimizer.updater, early_units(runtime, work), settings.undo_bytes, policy
-    )
-    return early
-
-
-def early_units(runtime: Runtime, work: Tiles) -> dict[int, list[Tile]]:
-    """Return the tiles that may be updated in backward, by number of the unit: all but the root,
-    whose gradient is the last.
-    """
-    return {number: tiles for number, tiles in work.later.items() if number != runtime.root.number}
 
 
 def reset_states(optimizer: ShardedOptimizer) -> dict[Tensor, dict[str, Any]]:
@@ -1296,13 +956,11 @@ def reset_states(optimizer: ShardedOptimizer) -> dict[Tensor, dict[str, Any]]:
     return before
 
 
-def discard_deferred(optimizer: ShardedOptimizer) -> None:
-    """Drop every deferred, speculative and delayed update: other states are about to be loaded."""
-    optimizer.updater.flush()
-    if optimizer.speculative is not None:
-        optimizer.speculative.conclude(None)
-    if optimizer.delayed is not None:
-        optimizer.delayed.discard()
+def discard_updates(optimizer: ShardedOptimizer) -> None:
+    """Drop every update that is not over: other states are about to be loaded."""
+    optimizer.updater.refuse_mixture()
+    for policy in optimizer.policies:
+        policy.discard()
 
 
 def trained_names(params: Iterable[nn.Parameter]) -> list[str]:

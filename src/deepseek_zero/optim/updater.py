@@ -5,26 +5,13 @@ The path of one update: `Tiles` are lists of `MasterShard`s, cut by planner/upda
 `TilePrefetcher` fetches the states of the next tiles while one is updated, and stores those of the
 last ones behind it; `MasterShard` brings the master into `Scratch`, where it is not updated in
 place, `Moments` brings the optimizer's own states; `Updater` calls the inner optimizer and has
-everything stored again.
-
-A step that has its verdict (norm, overflow) may defer the update of weights that are offloaded: the
-next forward flushes it unit by unit, in the tiles' order, so that states travel while units
-compute.  Every read of an element flushes its update first, so no result changes; `Updater.flush`
-updates all that is deferred.  The step's hyper-parameters and gradients are kept until then.
+everything stored again. An update_policy.py says which tiles are not updated in the step.
 
 Moments may lie in another memory, in fewer bits, or both: one extent per group and kind of moment.
 Any torch optimizer
 will do: every state it makes in its first step with as many elements as a shard is taken over;
 counters and states of another shape stay where they are.
 
-`DelayedUpdate` is ZeRO-Offload's delayed parameter update.  With w(t) the weights that step t
-computes with, g(t) its gradient and d(t) what step t decided about it (norm, clipping, loss scale,
-hyper-parameters), from step K on
-
-    w(t + 1) = update(w(t), d(t - 1), g(t - 1))        and        w(K + 1) = w(K)
-
-so an update may run while the next step computes.  A step whose own gradient overflows carries out
-the deferred update and defers none.
 """
 
 from __future__ import annotations
@@ -33,10 +20,10 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +40,7 @@ from ..planner.update import ShardRange, UpdatePlan
 from ..planner.update import Tile as PlannedTile
 from ..precision.compact import BLOCK, StochasticRounding, StorageFormat, storage_format
 from ..precision.policy import scratch_numel
+from ..sharding.buffer import FlatBuffer
 from ..sharding.main_weight import MasterWeight
 from ..sharding.param_group import ParamGroup
 from ..tiers.budget import DeviceBudget
@@ -62,6 +50,35 @@ from .tensor_subclasses import inner_tensors, is_subclass
 
 T = TypeVar("T")
 Hypers = list[dict[str, Any]]  # of each parameter group, without its parameters
+
+
+class Summed(Protocol):
+    """A gradient of one group that was summed over the ranks, as an update reads it.
+
+    Attributes:
+        buffer: This rank's slice of it; None if there is none.
+        absent: The numbers of the parameters without a gradient.
+    """
+
+    @property
+    def buffer(self) -> FlatBuffer | None: ...
+
+    @property
+    def absent(self) -> set[int] | None: ...
+
+    def read(self, low: int, high: int) -> Tensor | None:
+        """Return elements [low, high) of the slice, to be read only; None without a gradient."""
+
+    def staged_tile(self) -> StagedTile | None:
+        """Return what copies it from the training device to the host; None if nothing must."""
+
+
+GradSource = Callable[[ParamGroup], Summed]  # the gradient that a group is updated from
+
+
+def collected(group: ParamGroup) -> Summed:
+    """Return the gradient of the last backward."""
+    return group.gradient
 
 
 @dataclass
@@ -169,35 +186,30 @@ class MasterShard:
     def rank(self) -> int:
         return self.group.comm_ctx.comm.rank
 
-    def grad(self, *, waiting: bool = False) -> Tensor | None:
-        """Return the last step's gradient, or with `waiting` the delayed one, in `param`'s shape;
-        None without one.
-        """
-        gradient = self.group.gradient
-        if self.is_absent(waiting=waiting):
+    def grad(self, source: GradSource) -> Tensor | None:
+        """Return the gradient to update from, in `param`'s shape; None without one."""
+        if self.is_absent(source):
             return None
-        part = (gradient.delayed if waiting else gradient).read(self.start, self.stop)
+        part = source(self.group).read(self.start, self.stop)
         return None if part is None else part.view(self.param.shape)
 
-    def extent_ranges(self, *, waiting: bool = False) -> Iterator[ExtentRange]:
+    def extent_ranges(self, source: GradSource = collected) -> Iterator[ExtentRange]:
         """Yield the extent ranges of master, weight and gradient that the update of this shard
         reads or writes.
         """
         for extent in self.master.extents():
             yield ExtentRange(extent, self.start, self.stop)
-        gradient = self.group.gradient
-        buffer = gradient.delayed.buffer if waiting else gradient.buffer
+        buffer = source(self.group).buffer
         if buffer is not None and buffer.extent is not None:
             yield ExtentRange(buffer.extent, self.start, self.stop, changes=False)
 
-    def staged_ranges(self, *, waiting: bool = False) -> Iterator[StagedRange]:
+    def staged_ranges(self, source: GradSource = collected) -> Iterator[StagedRange]:
         """Yield the ranges of weight and gradient that the training device holds and the host
         updates or reads.
         """
         if self.master.staged is not None:
             yield StagedRange(self.master.staged, self.start, self.stop)
-        gradient = self.group.gradient
-        staged = gradient.delayed.staged_tile() if waiting else gradient.staged_tile()
+        staged = source(self.group).staged_tile()
         if staged is not None:
             yield StagedRange(staged, self.start, self.stop, changes=False)
 
@@ -224,12 +236,11 @@ class MasterShard:
             for cover in self.overlaps()
         ]
 
-    def is_absent(self, *, waiting: bool = False) -> bool:
+    def is_absent(self, source: GradSource) -> bool:
         """Return whether no parameter of the shard has a gradient (all frozen or dropped): its
         update is skipped.
         """
-        gradient = self.group.gradient
-        absent = (gradient.delayed.absent if waiting else gradient.absent) or set()
+        absent = source(self.group).absent or set()
         return bool(absent) and all(cover.number in absent for cover in self.overlaps())
 
     def chance(self, chance: StochasticRounding, state: str) -> Tensor:
@@ -718,14 +729,14 @@ class Decision:
     """The decision of a step about its gradients. factor: they are multiplied by it. number: of the
     update, which seeds random rounding.
 
-    hypers: hyper-parameters that hold for it; None: those in force. is_waiting: the gradients are
-    the delayed ones.
+    hypers: hyper-parameters that hold for it; None: those in force. source: the gradient of each
+    group.
     """
 
     factor: float
     number: int
     hypers: Hypers | None = None
-    is_waiting: bool = False
+    source: GradSource = collected
 
     def agrees(self, other: Decision) -> bool:
         """Return whether both decisions lead to the same bits."""
@@ -734,7 +745,7 @@ class Decision:
         )
 
 
-def _tiles_by_group(tiles: Iterable[Tile]) -> Counter[ParamGroup]:
+def tiles_by_group(tiles: Iterable[Tile]) -> Counter[ParamGroup]:
     """Return how many of these tiles have a part of each group."""
     return Counter(group for tile in tiles for group in {shard.group for _, shard in tile})
 
@@ -778,10 +789,8 @@ class Updater:
         self.settings = settings
         self.clock = clock
         self.one_pass = OnePass(inner)
-        self._tiles: TilePrefetcher[Tile] = TilePrefetcher((), self._staged_states, settings)
-        self._tiles_left: Counter[ParamGroup] = Counter()  # tiles of each group that wait
-        self._decision = Decision(1.0, 0)
-        self._is_busy = self._ended_halfway = False
+        self.is_busy = False  # inside the update of a tile
+        self._ended_halfway = False
         self.updates = 0  # decided so far
         self.has_run = False  # so the optimizer has made its states
         self._first_number: int | None = None  # of the first decision
@@ -793,16 +802,16 @@ class Updater:
         """Update these tiles one after another; yield, behind each, the groups whose tiles have all
         been updated.
         """
-        self._expect_first(tiles, decision)
-        flow = TilePrefetcher(tiles, self._staged_states, self.settings)
+        self.expect_first(tiles, decision)
+        flow = self.prefetcher(tiles, decision.source)
         done = 0
-        left = _tiles_by_group(tiles)
+        left = tiles_by_group(tiles)
         try:
             while (tile := flow.next()) is not None:
-                self._update(tile, decision)
+                self.update(tile, decision)
                 flow.release(tile)
                 done += 1
-                left -= _tiles_by_group([tile])
+                left -= tiles_by_group([tile])
                 yield {shard.group for _, shard in tile if not left[shard.group]}
         except (Exception, GeneratorExit):  # the latter where what was yielded could not be used
             # A first tile that fails leaves split masters as they were; others are changed where
@@ -819,31 +828,22 @@ class Updater:
                 reflection.mirror.clear()
             raise
 
-    def step_deferred(self, tiles: Sequence[Tile], decision: Decision) -> None:
-        """Defer the update of these tiles until their states are read."""
-        if not tiles:
-            return
-        self._tiles = TilePrefetcher(tiles, self._staged_states, self.settings)
-        self.has_run = True
-        self._decision = replace(decision, hypers=decision.hypers or hypers_of(self.inner))
-        self._tiles_left = _tiles_by_group(tiles)
-        self._expect_first(tiles, decision)
-        for group in self._tiles_left:
-            group.gradient.hold()
-            group.set_pending(self)
+    def prefetcher(
+        self, tiles: Sequence[Tile], source: GradSource = collected
+    ) -> TilePrefetcher[Tile]:
+        """Return a prefetcher of the states that the updates of these tiles read and write."""
+        return TilePrefetcher(tiles, partial(self._staged_states, source), self.settings)
 
-    def step_speculative(
+    def step_early(
         self, tiles: Sequence[Tile], decision: Decision, note: Callable[[MasterShard], None]
     ) -> None:
         """Update these tiles before their step is decided; pass each shard to `note` first."""
-        flow = TilePrefetcher(
-            tiles, partial(self._staged_states, waiting=decision.is_waiting), self.settings
-        )
+        flow = self.prefetcher(tiles, decision.source)
         with self.guard_mixture():
             while (tile := flow.next()) is not None:
                 for _, shard in tile:
                     note(shard)
-                self._update(tile, decision)
+                self.update(tile, decision)
                 flow.release(tile)
 
     @contextmanager
@@ -861,64 +861,34 @@ class Updater:
         finally:
             self.clock.enter(before)
 
-    def has_deferred(self, group: ParamGroup) -> bool:
-        """Return whether an update of this group is still deferred."""
-        return bool(self._tiles_left[group])
-
-    def flush(self) -> None:
-        """Run every deferred update. Local. Raise `UsageError` after an update that failed."""
-        if self._is_busy:
-            return
-        if self._ended_halfway:
+    def refuse_mixture(self) -> None:
+        """Raise `UsageError` if an earlier update failed when some states had been updated."""
+        if self._ended_halfway and not self.is_busy:
             raise UsageError(
                 "an earlier step ended with an error while states were being updated.",
                 "Some have taken that step and some have not, so going on would compute with a "
                 "mixture.",
                 "load the last checkpoint into a new engine.",
             )
-        while self._update_next():
-            pass
 
-    def flush_group(self, group: ParamGroup) -> None:
-        """Run the deferred updates of the tiles up to this group's: its states are about to be
-        read. Local.
-        """
-        if self._ended_halfway:
-            self.flush()
-        while self._tiles_left[group]:
-            self._update_next()
-
-    def _update_next(self) -> bool:
-        with self.guard_mixture():
-            tile = self._tiles.next()
-            if tile is None:
-                return False
-            self._update(tile, self._decision)
-            self._tiles.release(tile)
-        for group in {shard.group for _, shard in tile}:
-            self._tiles_left[group] -= 1
-            if not self._tiles_left[group]:
-                group.set_pending(None)
-                group.gradient.end_hold()
-        return True
-
-    def _staged_states(self, tile: Tile, *, waiting: bool = False) -> Iterator[StagedState]:
+    def _staged_states(self, source: GradSource, tile: Tile) -> Iterator[StagedState]:
         for _, shard in tile:
-            if shard.is_absent(waiting=waiting):
+            if shard.is_absent(source):
                 continue
-            yield from shard.extent_ranges(waiting=waiting)
-            yield from shard.staged_ranges(waiting=waiting)
+            yield from shard.extent_ranges(source)
+            yield from shard.staged_ranges(source)
             yield from self.moments.extent_ranges(shard)
 
-    def _update(self, tile: Tile, decision: Decision) -> None:
+    def update(self, tile: Tile, decision: Decision) -> None:
+        """Update one tile whose states have been fetched. Local."""
         rest = Tile()  # what the optimizer's own step updates
         shown = list[MasterShard]()
         chance = StochasticRounding(decision.number)
-        self._is_busy = True
+        self.is_busy = True
         done = False
         try:
             for number, shard in tile:
-                grad = shard.grad(waiting=decision.is_waiting)
+                grad = shard.grad(decision.source)
                 if (
                     grad is not None
                     and shard.has_kernel
@@ -942,7 +912,7 @@ class Updater:
                 shard.store_values(self.scratch, chance, keep=done)
                 self.moments.store(shard, chance, keep=done)
                 shard.param.grad = None
-            self._is_busy = False
+            self.is_busy = False
         if decision.number == self._first_number:
             self._first_update.advance(sum(shard.numel for _, shard in tile))
             if self._first_update.done >= self._first_update.total:
@@ -980,7 +950,7 @@ class Updater:
             shard.master.copy_to_weight(shard.start, shard.stop)
         return True
 
-    def _expect_first(self, tiles: Sequence[Tile], decision: Decision) -> None:
+    def expect_first(self, tiles: Sequence[Tile], decision: Decision) -> None:
         """Count the tiles of the first update, which touches the memory of states for the first
         time.
         """
@@ -1050,54 +1020,3 @@ class Updater:
                 for key, value in hypers[number].items() if hypers is not None else ():
                     if group[key] is value:  # what the optimizer itself changed stays
                         group[key] = before[key]
-
-
-class DelayedUpdate:
-    """The deferred decision of one optimizer whose updates are a step late. after: updates in time
-    at the start of a run.
-    """
-
-    def __init__(self, groups: Sequence[ParamGroup], after: int) -> None:
-        self.groups = groups
-        self.after = after
-        self.deferred: Decision | None = None
-
-    def is_on(self, updates: int) -> bool:
-        """Return whether a step after so many updates delays its own."""
-        return self.deferred is not None or updates >= self.after
-
-    def swap(self, made: Decision | None) -> Decision | None:
-        """Store a step's decision (None: it has none) and return the one stored before."""
-        for group in self.groups:
-            group.gradient.delayed.swap(keep=made is not None)
-        due = self.deferred
-        self.deferred = made
-        return due
-
-    def discard(self) -> None:
-        """Drop the stored decision."""
-        self.deferred = None
-        for group in self.groups:
-            group.gradient.delayed.discard()
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return the stored decision as plain values; its gradient is saved by parameter
-        (checkpoint/state.py).
-        """
-        if self.deferred is None:
-            return None
-        return {
-            "factor": self.deferred.factor,
-            "number": self.deferred.number,
-            "hypers": self.deferred.hypers,
-        }
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Restore a saved decision; the gradient has been loaded already."""
-        self.deferred = (
-            Decision(state["factor"], state["number"], state["hypers"])
-            if state is not None
-            else None
-        )
-        for group in self.groups:
-            group.gradient.delayed.restore(is_full=self.deferred is not None)

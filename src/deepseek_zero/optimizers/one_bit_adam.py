@@ -8,7 +8,7 @@ and of P elements and N ranks
     owner of each   a = f + mean over ranks of signs(c)    sends signs of a, keeps f = a - signs(a)
     every rank      m = signs(a)
 
-with one scale for each message.  The exchange (optim/momentum_exchange.py) leaves m where the
+with one scale for each message.  The exchange (extensions/momentum_exchange.py) leaves m where the
 gradient would be, and `takes_momenta` says so.  A rank alone has m = beta1 m + (1 - beta1) g.  The
 update is
 

@@ -13,7 +13,14 @@ import torch
 
 import deepseek_zero
 from deepseek_zero.base.errors import NotBuiltError
-from deepseek_zero.optim.adaptive_precision import BAD, GOOD, LARGEST, AdaptivePrecision, Evidence
+from deepseek_zero.extensions.adaptive_precision import (
+    BAD,
+    GOOD,
+    LARGEST,
+    AdaptivePrecision,
+    Evidence,
+)
+from deepseek_zero.optim.verdict import StepResult, Verdict
 
 FINE = Evidence(100, 100, 0, 1.0)
 LOSING = Evidence(100, 100, 11, 1.0)
@@ -21,6 +28,14 @@ BETWEEN = Evidence(100, 100, 8, 1.0)  # not bad enough to promote, not good enou
 VANISHED = Evidence(100, 0, 0, 0.0)
 ABSENT = Evidence(0, 0, 0, 0.0)
 HUGE = Evidence(100, 100, 0, 2 * LARGEST)
+FINITE = Verdict(1.0, ())
+NOT_FINITE = Verdict(float("inf"), ())
+
+
+def result(verdict: Verdict, step: int) -> StepResult:
+    """The result of a step under loss scaling."""
+    overflow = not verdict.is_finite
+    return StepResult(verdict.norm, overflow, verdict, overflow=overflow, number=step)
 
 
 class Run:
@@ -52,10 +67,10 @@ class Run:
             self.adaptive._look = lambda evidence=evidence: [root, evidence]  # type: ignore[method-assign]
             step = len(found) + 1
             if named:  # a skipped step before the one that is looked at
-                self.adaptive.before_update(is_finite=False)
-                self.adaptive.after_step(self.units[1], True, None, step)
-            self.adaptive.before_update(is_finite=True)
-            self.adaptive.after_step(None, False, None, step)
+                self.adaptive.before_update(NOT_FINITE)
+                self.adaptive.after_update(result(NOT_FINITE, step), self.units[1])
+            self.adaptive.before_update(FINITE)
+            self.adaptive.after_update(result(FINITE, step), None)
             found.append(self.units[1].is_promoted)
         return found
 

@@ -1,5 +1,5 @@
-"""Precision "auto": which units compute in fp32, decided from what their gradients show, and taken
-back again.
+"""Adaptive precision (precision "auto"): chooses the units that compute in fp32. The choice follows
+from the gradients of each unit, and is taken back when 16 bits would do.
 
 A step whose gradient was not finite may name a unit (nonfinite.py): one that is named `PATIENCE`
 times in a row, or once at the smallest loss scale, is promoted at once.  Beside that, once in every
@@ -22,13 +22,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base.log import log_once
+from ..optim.update_policy import Stepping, UpdatePolicy
+from ..optim.verdict import StepResult, Verdict
 from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
@@ -96,42 +98,53 @@ class Decision:
         return f"step {self.step}: '{self.unit}' computes in {now} from now on: {self.why}"
 
 
-@dataclass
-class AdaptivePrecision:
-    """Promotes units to fp32 and demotes them, at step boundaries.  window: in steps.
+class AdaptivePrecision(UpdatePolicy):
+    """Promotes units to fp32 and demotes them, at step boundaries.
 
-    changed: whether the last step switched a unit.
+    Attributes:
+        window: The number of steps from one decision to the next.
+        decisions: All decisions so far.
+        changed: The last step switched a unit.
     """
 
-    runtime: Runtime
-    window: int
-    decisions: list[Decision] = field(default_factory=list)
-    changed: bool = False
+    watches_overflows = True
+    checkpoint_key = "precision"
 
-    def __post_init__(self) -> None:
+    def __init__(self, runtime: Runtime, window: int) -> None:
+        self.runtime = runtime
+        self.window = window
+        self.decisions: list[Decision] = []
+        self.changed = False
+        self._scaler: LossScaler | None = None
         self._steps = 0  # of the window under way
         self._histories: dict[str, History] = {}
         # The unit that skipped steps in a row name, and how many
         self._suspect: tuple[str, int] = ("", 0)
         self._seen: list[Evidence] | None = None  # of this step, by unit
 
-    def before_update(self, *, is_finite: bool) -> None:
-        """Look at the step's gradient where a window ends, while it is still there. Collective
-        then.
-        """
+    def attach(self, optimizer: Stepping) -> None:
+        self._scaler = optimizer.scaler
+
+    def before_update(self, verdict: Verdict) -> None:
+        """Count the elements of the step's gradient if a window ends. Collective then."""
         self._steps += 1
-        self._seen = self._look() if is_finite and self._steps >= self.window else None
+        self._seen = None
+        if verdict.is_finite and self._steps >= self.window:
+            self._seen = self._look()
 
-    def after_step(
-        self, named: Unit | None, skipped: bool, scaler: LossScaler | None, step: int
-    ) -> Unit | None:
-        """Switch units; return the one that a skipped step promoted, if any. Collective where one
-        is switched.
+    def after_update(self, result: StepResult, origin: Unit | None) -> bool:
+        """Switch units. Return whether a skipped step promoted one. Collective if one is switched.
 
-        named: by a step that was not finite.
+        Args:
+            result: The result of the step.
+            origin: The unit that a step which was not finite named.
         """
+        return self._switch(origin, result.overflow, result.number)
+
+    def _switch(self, named: Unit | None, skipped: bool, step: int) -> bool:
+        scaler = self._scaler
         self.changed = False
-        promoted = None
+        has_promoted = False
         if named is not None:
             self._history(named).is_named = True
         if not skipped:
@@ -147,7 +160,7 @@ class AdaptivePrecision:
             if self._suspect[1] >= PATIENCE or at_minimum:
                 why = "it made a non-finite number of finite ones, step after step"
                 self._promote(named, step, why)
-                promoted = named
+                has_promoted = True
                 self._suspect = ("", 0)
         if self._seen is not None:
             self._judge(self._seen, step)
@@ -155,7 +168,7 @@ class AdaptivePrecision:
             self._seen = None
             for history in self._histories.values():
                 history.is_named = False
-        return promoted
+        return has_promoted
 
     @property
     def promoted(self) -> list[str]:
@@ -181,7 +194,7 @@ class AdaptivePrecision:
             "decisions": [asdict(each) for each in self.decisions],
         }
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+    def load_state_dict(self, state: dict[str, Any] | None, *, has_moments: bool = True) -> None:
         """Go on from a `state_dict`; None: from the start."""
         state = state or AdaptivePrecision(self.runtime, self.window).state_dict()
         self._steps = int(state["steps"])

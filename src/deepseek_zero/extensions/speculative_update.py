@@ -1,24 +1,24 @@
-"""Updates a unit in backward, when its gradient has been reduced, while backward goes on to earlier
-units.
+"""Updates in backward: a unit is updated when its gradient has been reduced, while backward goes on
+to earlier units. An update that does not agree with its step's decision is undone bit by bit.
 
-Two policies use it.  A speculative step updates with the factor that holds if there is neither
-clipping nor overflow, before the norm is known; a delayed one (updater.py) uses the gradient of the
-step before, which has been decided. Either is undone bit by bit where the guess was wrong, and
-whenever a program reads what it changed before the step is over, so a program never sees it.  Only
-units whose weights and states are all offloaded take part: every read of those passes an extent
-(tiers/tier.py), which undoes the update first.
+Two decisions are assumed before the step is over. A speculative step (SuperOffload) assumes that
+there is neither clipping nor overflow, before the norm is known. A delayed one (delayed_update.py)
+uses the decision and the gradient of the step before. Updates are also undone if a program reads
+what they changed before the step is over, so a program never sees them. Only units whose weights
+and states are all offloaded take part: every read of those passes an extent (tiers/tier.py), which
+undoes the update first.
 
-`UndoLog` holds a copy of every byte that an update writes.  Copies, not arithmetic: an update
-cannot be calculated backwards without rounding, and not at all once a number is not finite.  The
-log is one buffer on the host.
+`UndoLog` holds a copy of every byte that an update writes. Copies, not arithmetic: an update cannot
+be calculated backwards without rounding, and not at all once a number is not finite. The log is one
+buffer on the host.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,22 +27,24 @@ from torch.optim import Optimizer
 from ..base.device import CPU
 from ..base.errors import UsageError
 from ..base.memory import return_pages
-from ..precision.loss_scale import LossScaler
-from ..sharding.buffer import has_pages_to_return
-from ..sharding.param_group import ParamGroup, squares_of
-from ..sharding.runtime import Phase, Runtime
-from ..sharding.unit import Unit
-from .updater import (
+from ..optim.update_policy import Stepping, UpdatePolicy
+from ..optim.updater import (
     Decision,
-    DelayedUpdate,
     ExtentRange,
     MasterShard,
     Moments,
     Scratch,
     Tile,
+    Tiles,
     Updater,
+    collected,
     hypers_of,
 )
+from ..precision.loss_scale import LossScaler
+from ..sharding.buffer import has_pages_to_return
+from ..sharding.param_group import ParamGroup, squares_of
+from ..sharding.runtime import Phase, Runtime
+from ..sharding.unit import Unit
 
 # Of torch's and ours: their step over one shard reads and writes nothing but that shard, its entry
 # in `state` and hyper-parameters that stay as they are.
@@ -59,57 +61,79 @@ class SpeculationStats:
     undone: int = 0
 
 
-@dataclass(frozen=True)
-class SpeculationPolicy:
-    """The rule for updates in backward. speculates: if the step is neither clipped nor skipped."""
+class Delay(Protocol):
+    """A policy whose steps carry out the decision of an earlier step."""
 
-    updater: Updater
-    delay: DelayedUpdate | None
-    scaler: LossScaler | None
-    speculates: bool
+    @property
+    def is_on(self) -> bool:
+        """Return whether the next step carries out an earlier decision."""
 
-    def decide(self) -> Decision | None:
-        """Return the decision to assume in this backward; None if nothing is to be updated in
-        it.
-        """
-        updater = self.updater
-        delay = self.delay
-        if not updater.has_run:  # the states that the log must have room for are not there yet
-            return None
-        if delay is not None and delay.is_on(updater.updates):
-            return replace(delay.deferred, is_waiting=True) if delay.deferred is not None else None
-        if not self.speculates:
-            return None
-        scale = self.scaler.scale if self.scaler is not None else 1.0
-        return Decision(1.0 / scale, updater.updates + 1, hypers_of(updater.inner))
+    def expected(self) -> Decision | None:
+        """Return that decision; None if there is none."""
 
 
-class SpeculativeStep:
+class SpeculativeUpdate(UpdatePolicy):
     """The updates of one optimizer that came before their step's decision.
 
-    units: the tiles of each unit that may be updated so, by number, the first units first. budget:
-    bytes of the log.
+    Attributes:
+        budget: Bytes of the log.
+        units: The tiles of each unit that may be updated in backward, by number of the unit, the
+            first units first.
+        stats: Counts of updates.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        updater: Updater,
-        units: Mapping[int, Sequence[Tile]],
-        budget: int,
-        policy: SpeculationPolicy,
-    ) -> None:
-        self.runtime = runtime
-        self.updater = updater
-        self.policy = policy
-        self.units = units
+    keeps_decisions = True
+    undoes = True
+
+    def __init__(self, delay: Delay | None, budget: int, *, speculates: bool) -> None:
+        """Build the policy.
+
+        Args:
+            delay: The policy that knows the decision before the step, if there is one.
+            budget: Bytes of the log.
+            speculates: A decision that is not known is assumed.
+        """
         self.budget = budget
-        self.log = UndoLog(updater.inner, updater.moments, updater.scratch)
+        self.units: Mapping[int, Sequence[Tile]] = {}
         self.stats = SpeculationStats()
+        self.runtime: Runtime
+        self.updater: Updater
+        self.log: UndoLog
+        self._delay = delay
+        self._speculates = speculates
+        self._scaler: LossScaler | None = None
         self._chosen: frozenset[int] | None = None
         self._decision: Decision | None = None
         self._done: dict[int, list[ParamGroup]] = {}
         self._is_off = False  # set by a read: no more updates before the next step
+
+    def attach(self, optimizer: Stepping) -> None:
+        self._scaler = optimizer.scaler
+        self.runtime = optimizer.runtime
+        self.updater = optimizer.updater
+        self.log = UndoLog(optimizer.inner, optimizer.moments, optimizer.scratch)
+        self.tiles_changed(optimizer.tiles)
+
+    def tiles_changed(self, tiles: Tiles) -> None:
+        """Take the tiles of all units but the root, whose gradient is the last."""
+        root = self.runtime.root.number
+        self.units = {number: each for number, each in tiles.later.items() if number != root}
+
+    def refuse_joining(self, what: str, fix: str) -> None:
+        refuse_joining_beside_log(what, fix)
+
+    def _expected(self) -> Decision | None:
+        """Return the decision that this step will carry out, or is assumed to. An assumed one
+        neither clips nor skips.
+        """
+        if not self.updater.has_run:  # the states that the log must have room for do not exist
+            return None
+        if self._delay is not None and self._delay.is_on:
+            return self._delay.expected()
+        if not self._speculates:
+            return None
+        scale = self._scaler.scale if self._scaler is not None else 1.0
+        return Decision(1.0 / scale, self.updater.updates + 1, hypers_of(self.updater.inner))
 
     def after_reduce(self, unit: Unit) -> None:
         """Update a unit whose gradient has been reduced over the ranks. Local."""
@@ -118,20 +142,20 @@ class SpeculativeStep:
         if self.runtime.phase is not Phase.BACKWARD or not self.runtime.is_boundary:
             return
         if self._decision is None:
-            self._decision = self.policy.decide()
+            self._decision = self._expected()
         if self._decision is None or unit.number not in self.chosen():
             return
         tiles = self.units[unit.number]
         groups = list({shard.group: None for tile in tiles for _, shard in tile})
         if any(group.has_frozen for group in groups):
             return  # which of its parameters have a gradient is known when backward is over
-        if any(self.updater.has_deferred(group) for group in groups):
-            return
+        if any(group.guard.pending is not None for group in groups):
+            return  # an earlier step's update is still deferred
         # Which the step need not look for
         sums = [square for squares in squares_of(groups) for square in squares]
-        if not self._decision.is_waiting and not all(map(math.isfinite, sums)):
+        if self._decision.source is collected and not all(map(math.isfinite, sums)):
             return
-        self.updater.step_speculative(tiles, self._decision, self.log.note)
+        self.updater.step_early(tiles, self._decision, self.log.note)
         self._done[unit.number] = groups
         self.stats.updated += 1
         for group in groups:
@@ -157,17 +181,21 @@ class SpeculativeStep:
             self._chosen = frozenset(found)
         return self._chosen
 
-    def conclude(self, decided: Decision | None) -> frozenset[int]:
-        """Return the units whose update agrees with the step's decision and undo the others; None:
-        the step updates nothing.
-        """
-        if self._decision is None or decided is None or not self._decision.agrees(decided):
+    def conclude(self, due: Decision | None) -> frozenset[int]:
+        """Return the units whose update agrees with the step's decision. Undo the others."""
+        if self._decision is None or due is None or not self._decision.agrees(due):
             self.undo()
         stands = frozenset(self._done)
         self._close()
         self._decision = None
         self._is_off = False
         return stands
+
+    def finish(self) -> None:
+        self.undo()
+
+    def discard(self) -> None:
+        self.conclude(None)
 
     def flush(self) -> None:
         """Undo all updates, since a program reads a state before the step is over."""
@@ -217,12 +245,27 @@ def works_by_shard(cls: type[Optimizer]) -> bool:
     return is_known and cls.__name__ in BY_SHARD
 
 
-def unsupported_optimizer(optimizer: Optimizer) -> UsageError:
+def unsupported_optimizer(cls: type[Optimizer]) -> UsageError:
+    """Return the error for an optimizer whose updates cannot be undone."""
     return UsageError(
-        f"super_offload cannot be used with {type(optimizer).__name__}.",
+        f"super_offload cannot be used with {cls.__name__}.",
         "Its step may change more than one shard's state, which could then not be undone by "
         "itself.",
         f"use one of {', '.join(sorted(BY_SHARD))}, or leave super_offload out.",
+    )
+
+
+def refuse_joining_beside_log(what: str, fix: str) -> None:
+    """Raise `UsageError`: no parameter can join an optimizer with an undo log.
+
+    Args:
+        what: The event that makes parameters join.
+        fix: What the user can do.
+    """
+    raise UsageError(
+        f"{what}, under super_offload or delayed_update_after.",
+        "Updates made in backward are undone from a log that was laid out for the others.",
+        fix,
     )
 
 

@@ -1,0 +1,79 @@
+"""Deferred updates: a step leaves the update of offloaded weights to the next forward, so that
+their states travel between memories while units compute.
+
+Every read of a deferred state runs its update first, so no result changes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..optim.update_policy import Stepping, UpdatePolicy
+from ..optim.updater import Decision, Tile, TilePrefetcher, Updater, hypers_of, tiles_by_group
+from ..sharding.param_group import ParamGroup
+
+
+class DeferredUpdate(UpdatePolicy):
+    """Runs the later tiles of a step before their states are read, in the order of the tiles."""
+
+    def __init__(self) -> None:
+        self._updater: Updater
+        self._tiles: TilePrefetcher[Tile]
+        self._decision = Decision(1.0, 0)
+        self._tiles_left: Counter[ParamGroup] = Counter()
+
+    def attach(self, optimizer: Stepping) -> None:
+        self._updater = optimizer.updater
+        self._tiles = self._updater.prefetcher(())
+
+    def postpone(self, tiles: Sequence[Tile], due: Decision) -> None:
+        if not tiles:
+            return
+        updater = self._updater
+        self._tiles = updater.prefetcher(tiles)
+        updater.has_run = True
+        self._decision = replace(due, hypers=due.hypers or hypers_of(updater.inner))
+        self._tiles_left = tiles_by_group(tiles)
+        updater.expect_first(tiles, due)
+        for group in self._tiles_left:
+            group.gradient.hold()
+            group.set_pending(self)
+
+    @property
+    def waiting(self) -> set[ParamGroup]:
+        """Return the groups of which an update is deferred."""
+        return {group for group, count in self._tiles_left.items() if count}
+
+    def flush(self) -> None:
+        """Run every deferred update. Local. Raise `UsageError` after an update that failed."""
+        if self._updater.is_busy:
+            return
+        self._updater.refuse_mixture()
+        while self._update_next():
+            pass
+
+    def flush_group(self, group: ParamGroup) -> None:
+        """Run the deferred updates of the tiles up to this group's. Local."""
+        self._updater.refuse_mixture()
+        while self._tiles_left[group]:
+            self._update_next()
+
+    before_step = flush
+    finish = flush
+    discard = flush
+
+    def _update_next(self) -> bool:
+        with self._updater.guard_mixture():
+            tile = self._tiles.next()
+            if tile is None:
+                return False
+            self._updater.update(tile, self._decision)
+            self._tiles.release(tile)
+        for group in {shard.group for _, shard in tile}:
+            self._tiles_left[group] -= 1
+            if not self._tiles_left[group]:
+                group.set_pending(None)
+                group.gradient.end_hold()
+        return True

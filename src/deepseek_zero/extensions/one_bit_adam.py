@@ -1,0 +1,175 @@
+"""Exchange of momenta for 1-bit Adam: after `freeze_step` steps all ranks send each other signs of
+their momenta instead of reducing gradients. optimizers/one_bit_adam.py has the optimizer, and
+momentum_exchange.py one group's exchange.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.errors import UsageError
+from ..comm.collectives import propagate_errors
+from ..optim.update_policy import Stepping, UpdatePolicy
+from ..optim.verdict import StepResult
+from ..optimizers.one_bit_adam import OneBitAdam
+from ..planner.spec import R
+from ..sharding.param_group import ParamGroup
+from ..sharding.runtime import Runtime
+from .momentum_exchange import exchange_momenta, reduce_gradients
+
+
+class MomentumSteps(UpdatePolicy):
+    """Begins and ends the exchange of momenta between two steps."""
+
+    keeps_own_states = True
+
+    def __init__(self, *, clips: bool, keeps_grads: bool, adapts_precision: bool) -> None:
+        """Take the settings that an exchange of momenta cannot be used with.
+
+        Args:
+            clips: The norm of gradients is bounded.
+            keeps_grads: Gradients stay until zero_grad().
+            adapts_precision: Units may change their precision.
+        """
+        self._refused = {
+            "gradient_clipping": clips,
+            "ZeroOptimizer": keeps_grads,
+            "precision 'auto'": adapts_precision,
+        }
+        self._attached: Callable[[], Stepping | None] = lambda: None  # weak: it holds this policy
+        # Of a checkpoint, by id of the group, until they are used
+        self._own_states: dict[int, Mapping[str, Tensor]] = {}
+
+    def attach(self, optimizer: Stepping) -> None:
+        self._attached = weakref.ref(optimizer)
+        refuse_beside_exchange(optimizer.runtime, self._refused, optimizer.inner.param_groups)
+
+    @property
+    def _optimizer(self) -> Stepping:
+        optimizer = self._attached()
+        assert optimizer is not None
+        return optimizer
+
+    @property
+    def _inner(self) -> OneBitAdam:
+        inner = self._optimizer.inner
+        assert isinstance(inner, OneBitAdam)
+        return inner
+
+    def refuse_joining(self, what: str, fix: str) -> None:
+        if self._inner.takes_momenta:
+            raise UsageError(
+                "a parameter joins the optimizer behind OneBitAdam's freeze_step.",
+                "It has no second moment, which is not formed any more.",
+                "let it be trained from the start, or load the last checkpoint with another "
+                "optimizer.",
+            )
+
+    def after_step(self, result: StepResult, rescale: float) -> None:
+        for group in self._optimizer.runtime.trained_groups:
+            group.gradient.reduction.end_step(keep=not result.skipped)
+        self._follow(is_forced=False)
+
+    def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
+        self._own_states[id(group)] = saved
+
+    def states_loaded(self, rescale: float) -> None:
+        self._follow(is_forced=True)
+
+    def _follow(self, *, is_forced: bool) -> None:
+        """Exchange momenta from the step on that the optimizer names, between two steps.
+        Collective.
+
+        Args:
+            is_forced: Begin or end the exchange anew, since states have been loaded.
+        """
+        optimizer = self._optimizer
+        runtime = optimizer.runtime
+        inner = self._inner
+        is_due = optimizer.updater.updates >= inner.freeze_step
+        if is_due == inner.takes_momenta and not is_forced:
+            return
+        with torch.no_grad(), propagate_errors(runtime.comm):
+            for group in runtime.trained_groups:
+                if is_due and group.layout.slice_numel:
+                    own = self._own_momentum(group)
+                    saved = self._own_states.pop(id(group), {})
+                    known = saved if "signs" in saved else {}
+                    exchange_momenta(group, inner.beta1, own, known, self._loss_scale)
+                else:
+                    reduce_gradients(group)
+        inner.takes_momenta = is_due
+        self._own_states.clear()
+        runtime.comm_ctx.pool.clear()  # buffers for messages of gradients
+        optimizer.scratch.drop("grads")  # momenta need no cast
+
+    def _loss_scale(self) -> float:
+        return self._optimizer.loss_scale
+
+    def _own_momentum(self, group: ParamGroup) -> Tensor:
+        """Return the optimizer's momentum of this rank's slice, flat, with zeros where it has
+        none.
+        """
+        optimizer = self._optimizer
+        device = optimizer.runtime.comm_ctx.pool.device
+        found = torch.zeros(group.layout.slice_numel, device=device)
+        for shard in optimizer.shards():
+            if shard.group is not group or not self._inner.state.get(shard.param):
+                continue
+            first = shard.start
+            if shard.master.placement is R:
+                first -= shard.rank * len(found)
+            low = max(0, first)
+            high = min(len(found), first + shard.numel)
+            if low < high:
+                momentum = optimizer.moments.read(shard, "exp_avg").reshape(-1)
+                found[low:high].copy_(momentum[low - first : high - first])
+        return found
+
+
+def refuse_beside_exchange(
+    runtime: Runtime, refused: Mapping[str, bool], groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise UsageError, on every rank, that names all that an exchange of momenta cannot be used
+    with.
+
+    Args:
+        runtime: The runtime of the wrapped model.
+        refused: By name, whether a setting of the step is on that is refused.
+        groups: The parameter groups of the optimizer.
+    """
+    plan = runtime.settings
+    rows = [group.plan for group in runtime.trained_groups]
+    found = {
+        f"stage {plan.stage}": plan.stage > 1,
+        "gradient_clipping": refused["gradient_clipping"],
+        "codes of gradients (zero_quantized_gradients, "
+        "compression.auto)": plan.compression.codes_gradients,
+        "communication_data_type": plan.policy.reduce is not None,
+        "optimizer.moments": plan.policy.moments != "fp32",
+        "precision 'auto'": refused["precision 'auto'"],
+        "offload_optimizer": any(row.is_offloaded for row in rows),
+        "ZeroOptimizer": refused["ZeroOptimizer"],
+        "vertical_micro_batches": plan.layerwise_micro_batches > 1,
+        'ranks_per_host above 1 ("ranks_per_host": 1 goes)': any(
+            group.planned.near > 1 for group in runtime.trained_groups
+        ),
+        "other axes than dp_shard": runtime.comm.whole is not runtime.comm_ctx.comm,
+        "several values of betas[0] or freeze_step": len(
+            {(each["betas"][0], each["freeze_step"]) for each in groups}
+        )
+        > 1,
+    }
+    if names := [name for name, is_there in found.items() if is_there]:
+        raise UsageError(
+            f"OneBitAdam cannot be used with {', '.join(names)}.",
+            "From freeze_step on all ranks send each other signs of momenta, at stages 0 and 1; "
+            "nobody has sums of gradients.",
+            "leave that out, or take Adam with zero_quantized_gradients, which goes with all of "
+            "it.",
+        )

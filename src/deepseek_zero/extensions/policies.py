@@ -1,0 +1,78 @@
+"""Chooses the update policies of an optimizer from the settings of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
+
+from ..base.errors import UsageError
+from ..optim.sharded import StepSettings
+from ..optim.update_policy import UpdatePolicy
+from ..optimizers.one_bit_adam import OneBitAdam
+from ..sharding.runtime import Runtime
+from .adaptive_precision import AdaptivePrecision
+from .deferred_update import DeferredUpdate
+from .delayed_update import DelayedUpdate
+from .error_feedback import ErrorFeedbackSteps
+from .one_bit_adam import MomentumSteps
+from .speculative_update import SpeculativeUpdate, unsupported_optimizer, works_by_shard
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """The settings that attach policies.
+
+    Attributes:
+        speculates: Some units are updated in backward, before the norm is known.
+        delay_after: Updates come a step late after so many; None for never.
+        precision_window: The steps between two choices of the units that compute in fp32; None if
+            no unit changes.
+    """
+
+    speculates: bool = False
+    delay_after: int | None = None
+    precision_window: int | None = None
+
+
+def policies_of(
+    settings: PolicySettings, step: StepSettings, runtime: Runtime, cls: type[Optimizer]
+) -> list[UpdatePolicy]:
+    """Return the policies of an optimizer of this class, in the order of their hooks. Local.
+
+    Raises:
+        UsageError: The step, or the class, cannot be used with a policy.
+    """
+    found: list[UpdatePolicy] = []
+    if issubclass(cls, OneBitAdam) and runtime.comm_ctx.comm.size > 1:
+        exchange = MomentumSteps(
+            clips=step.clips,
+            keeps_grads=step.keep_grads,
+            adapts_precision=settings.precision_window is not None,
+        )
+        found.append(exchange)
+    if step.can_defer:
+        found.append(DeferredUpdate())
+    if step.by_unit and step.keep_grads:
+        raise UsageError(
+            "super_offload and delayed_update_after cannot be used with ZeroOptimizer.",
+            "It keeps gradients until zero_grad(), and with them a step may be repeated: updates "
+            "have no other time.",
+            "use initialize() and engine.step(), or leave both keys out.",
+        )
+    if settings.speculates and not works_by_shard(cls):
+        raise unsupported_optimizer(cls)
+    delay = None
+    if settings.delay_after is not None:
+        delay = DelayedUpdate(runtime.trained_groups, settings.delay_after)
+    if step.by_unit and works_by_shard(cls):
+        early = SpeculativeUpdate(delay, step.undo_bytes, speculates=settings.speculates)
+        found.append(early)
+    if delay is not None:
+        found.append(delay)
+    if settings.precision_window is not None:
+        found.append(AdaptivePrecision(runtime, settings.precision_window))
+    feedback = runtime.settings.compression.feedback
+    if feedback is not None:
+        found.append(ErrorFeedbackSteps(feedback))
+    return found

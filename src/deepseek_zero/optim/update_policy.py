@@ -1,0 +1,170 @@
+"""When and from what a step updates units: an extension point of the core."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..precision.loss_scale import LossScaler
+from ..sharding.param_group import ParamGroup
+from ..sharding.runtime import Runtime
+from ..sharding.unit import Unit
+from .updater import Decision, MasterShard, Moments, Scratch, Tile, Tiles, Updater
+from .verdict import StepResult, Verdict
+
+
+class Stepping(Protocol):
+    """A sharded optimizer, as its policies see it."""
+
+    runtime: Runtime
+    inner: Optimizer
+    updater: Updater
+    moments: Moments
+    scratch: Scratch
+    scaler: LossScaler | None
+    tiles: Tiles
+
+    @property
+    def loss_scale(self) -> float: ...
+
+    def shards(self) -> list[MasterShard]: ...
+
+
+class UpdatePolicy:
+    """The default: every unit is updated in the step, from the gradients of the step.
+
+    Extensions derive from this class. An optimizer has a sequence of policies, the same on every
+    rank, and calls each hook of all of them in order.
+
+    Attributes:
+        keeps_decisions: Decisions are compared or outlive their step, so each has a copy of the
+            hyper-parameters.
+        watches_overflows: The unit where numbers stop being finite is searched even if the loss
+            scale moves.
+        undoes: Some updates come before their step, with a log that undoes them.
+        checkpoint_key: The name of `state_dict` in a checkpoint; empty without one.
+    """
+
+    keeps_decisions = False
+    watches_overflows = False
+    undoes = False
+    checkpoint_key = ""
+
+    def attach(self, optimizer: Stepping) -> None:
+        """Take the optimizer, before its first step. Collective if the policy's class says so."""
+
+    def explain(self) -> list[str]:
+        """Return the lines of `engine.explain` about this policy."""
+        return []
+
+    def tiles_changed(self, tiles: Tiles) -> None:
+        """Take the tiles after shards have been cut anew. Local."""
+
+    def refuse_joining(self, what: str, fix: str) -> None:
+        """Raise `UsageError` if no parameter can join the optimizer now.
+
+        Args:
+            what: The event that makes parameters join.
+            fix: What the user can do.
+        """
+
+    # -- one step, in this order
+
+    def after_reduce(self, unit: Unit) -> None:
+        """Note in a backward that a unit's gradient has been reduced. Local."""
+
+    def before_step(self) -> None:
+        """Run the updates that must be over when the next step begins. Local."""
+
+    def before_update(self, verdict: Verdict) -> None:
+        """Read the reduced gradients before the update uses them. Collective."""
+
+    def due(self, made: Decision | None) -> Decision | None:
+        """Return the decision that is carried out in this step. Changes nothing.
+
+        Args:
+            made: The decision of this step; None if it updates nothing.
+        """
+        return made
+
+    def conclude(self, due: Decision | None) -> frozenset[int]:
+        """Return the numbers of the units that have been updated by this decision already. Local.
+
+        Args:
+            due: The decision that is carried out in this step; None if there is none.
+        """
+        return frozenset()
+
+    def keep(self, made: Decision | None) -> None:
+        """Keep the decision of this step for a later one, if `due` returned another. Local."""
+
+    def postpone(self, tiles: Sequence[Tile], due: Decision) -> None:
+        """Take over the tiles that the plan lets come later. Local.
+
+        Args:
+            tiles: Those of units that `conclude` did not return.
+            due: The decision of their update.
+        """
+
+    def after_update(self, result: StepResult, origin: Unit | None) -> bool:
+        """Return whether the policy has removed the cause of an overflow, so that the loss scale
+        stays. Collective.
+
+        Args:
+            result: The result of the step.
+            origin: The unit where numbers stopped being finite, if it is known.
+        """
+        return False
+
+    def after_step(self, result: StepResult, rescale: float) -> None:
+        """End a step. Collective.
+
+        Args:
+            result: The result of the step.
+            rescale: The new loss scale divided by the old one.
+        """
+
+    # -- between steps
+
+    @property
+    def owes_update(self) -> bool:
+        """Whether a kept decision has not been carried out; equal on all ranks."""
+        return False
+
+    def finish(self) -> None:
+        """Bring every state to where the last step leaves it. Local."""
+
+    def discard(self) -> None:
+        """Drop the updates that are not over, since other states are about to be loaded. Local."""
+
+    # -- checkpoints
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the values that the next steps depend on, as plain values."""
+        return None
+
+    def load_state_dict(self, state: dict[str, Any] | None, *, has_moments: bool) -> None:
+        """Take the values of a checkpoint.
+
+        Args:
+            state: What `state_dict` returned; None if the checkpoint has none.
+            has_moments: The states of the optimizer are loaded, too.
+        """
+
+    @property
+    def keeps_own_states(self) -> bool:
+        """Whether ranks have states of their own, which belong to no element of the model."""
+        return False
+
+    def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
+        """Take the own states of this rank from a checkpoint, for one group. Local."""
+
+    def states_loaded(self, rescale: float) -> None:
+        """Follow the states of a checkpoint after they have been loaded. Collective.
+
+        Args:
+            rescale: The loss scale divided by the one that the states were saved with.
+        """

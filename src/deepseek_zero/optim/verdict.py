@@ -1,0 +1,182 @@
+"""The facts about a step that all ranks agree on before they update: the gradient norm above all.
+
+The norm is made of sums of squares per group and slice in float64. Ranks exchange them in one
+all-gather and add them in one order, so every stage and every rank computes the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from zlib import crc32
+
+import torch
+
+from ..comm.collectives import Comm
+from ..sharding.param_group import ParamGroup, squares_of
+from ..sharding.runtime import Runtime
+from .step_message import Fields, StepMessage, all_set, any_set
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The facts about a step that all ranks agree on. norm: of the gradient as it is held (still
+    multiplied by the loss scale).
+
+    any_late: a rank holds gradients that came after their sum. any_edited: the program has changed
+    some on a rank.
+    is_idle: no rank has a gradient at all. any_graphless: a rank was given a loss without a graph.
+    absences: of each rank, a checksum of the names of parameters without a gradient. fields: what
+    was sent with the norm, by name and by rank of the world.
+    """
+
+    norm: float
+    by_group: tuple[float, ...]
+    any_late: bool = False
+    any_edited: bool = False
+    is_idle: bool = False
+    any_graphless: bool = False
+    absences: tuple[int, ...] = ()
+    fields: Fields = field(default_factory=dict)
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.norm)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of one step.
+
+    Attributes:
+        norm: The global gradient norm, unscaled.
+        skipped: Nothing has changed, because gradients were not finite or there were none.
+        verdict: The facts that the ranks agreed on.
+        overflow: Nothing has changed because gradients were not finite.
+        number: The number of the step.
+    """
+
+    norm: float
+    skipped: bool
+    verdict: Verdict
+    overflow: bool = False
+    number: int = 0
+
+
+def agree_on_norm(runtime: Runtime, extra: StepMessage | None = None) -> Verdict:
+    """Return what all ranks agree on about the reduced gradients, with their global norm.
+
+    The norm is the same float64 on every rank of the world. First the ranks that share one piece of
+    the model add the squares of their slices, then all ranks add those of the pieces.
+
+    Args:
+        runtime: The runtime of the wrapped model.
+        extra: Fields that are sent with the norm; the same fields on every rank.
+
+    Note:
+        Collective over the world.
+    """
+    extra = extra or StepMessage()
+    verdict = _agree_on_piece(runtime, extra)
+    comm = runtime.comm
+    if comm.whole is comm:
+        return verdict
+    counted = zip(runtime.trained_groups, verdict.by_group, strict=True)
+    message = StepMessage()
+    message.add_integer("late", verdict.any_late)
+    message.add_integer("edited", verdict.any_edited)
+    message.add_integer("idle", verdict.is_idle)
+    message.add_integer("graphless", verdict.any_graphless)
+    message.add("square", [sum(square for group, square in counted if group.planned.is_counted)])
+    message.add_all(extra)
+    fields = _exchange(comm.whole, message, "gradient norm of all pieces")
+    total = sum(fields["square"][first][0] for first in comm.pieces)
+    return replace(
+        verdict,
+        norm=_root(total),
+        any_late=any_set(fields["late"]),
+        any_edited=any_set(fields["edited"]),
+        is_idle=all_set(fields["idle"]),
+        any_graphless=any_set(fields["graphless"]),
+        fields={name: fields[name] for name in extra.names},
+    )
+
+
+def _agree_on_piece(runtime: Runtime, extra: StepMessage) -> Verdict:
+    """Return what the ranks with one piece of the model agree on. Collective among them."""
+    groups = runtime.trained_groups
+    comm = runtime.comm
+    absent = crc32("\n".join(absent_among(groups)).encode())
+    message = StepMessage()
+    message.add_integer("late", bool(runtime.executor.reductions.late))
+    message.add_integer("edited", any(group.gradient.is_edited for group in groups))
+    message.add_integer("idle", runtime.is_idle)
+    message.add_integer("graphless", runtime.is_graphless)
+    message.add_integer("absent parameters", absent, bits=32)
+    names = [f"squares of group {number}" for number in range(len(groups))]
+    for name, squares in zip(names, squares_of(groups), strict=True):
+        message.add(name, squares)
+    message.add_all(extra)
+    fields = _exchange(comm, message, "gradient norm")
+    squares_by_group = [fields[name] for name in names]
+    # The first owner of a slice gives its sum. A replicated gradient is the same on all ranks.
+    sums = [
+        sum(squares[ranks[0]][place] for place, ranks in enumerate(comm.owners))
+        for squares in squares_by_group
+    ]
+    any_late = any_set(fields["late"])
+    return Verdict(
+        _root(sum(sums)),
+        tuple(sums),
+        any_late=any_late,
+        # A rank with late gradients has no sum of them until they are reduced. The ranks agree
+        # again after that.
+        any_edited=any_set(fields["edited"])
+        or (not any_late and _differs_on_owners(groups, squares_by_group, comm)),
+        is_idle=all_set(fields["idle"]),
+        any_graphless=any_set(fields["graphless"]),
+        absences=tuple(int(value) for (value,) in fields["absent parameters"]),
+        fields={name: fields[name] for name in extra.names},
+    )
+
+
+def _exchange(comm: Comm, message: StepMessage, what: str) -> dict[str, list[tuple[float, ...]]]:
+    """Return the fields of all ranks of a communicator. Collective, unless a rank is alone."""
+    row = message.pack()
+    if comm.size == 1:
+        return message.unpack([row])
+    rows = comm.all_gather_rows(torch.tensor(row, dtype=torch.float64), what)
+    return message.unpack(rows.tolist())
+
+
+def _root(square: float) -> float:
+    """Return the square root, or NaN if the number is NaN."""
+    return math.sqrt(square) if square >= 0 else math.nan
+
+
+def _differs_on_owners(
+    groups: Sequence[ParamGroup], squares_by_group: Sequence[Sequence[Sequence[float]]], comm: Comm
+) -> bool:
+    """Return whether ranks that hold the same slice of a gradient differ in its sum of squares.
+
+    They do if a program has changed the gradient differently on two of them.
+    """
+    for group, squares in zip(groups, squares_by_group, strict=True):
+        for place, owners in enumerate(comm.owners):
+            holders = range(comm.size) if group.gradient.is_whole else owners
+            # Compared as text, since NaN is not equal to itself
+            if len({str(squares[rank][place]) for rank in holders}) > 1:
+                return True
+    return False
+
+
+def absent_among(groups: Sequence[ParamGroup]) -> list[str]:
+    """Return the names of parameters without a gradient (dropped or frozen): they are not
+    updated.
+    """
+    return [
+        group.members[number].name
+        for group in groups
+        for number in sorted(group.gradient.absent or ())
+    ]
