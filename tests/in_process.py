@@ -32,7 +32,8 @@ from deepseek_zero.comm.ids import CollectiveId
 from deepseek_zero.comm.transports import base
 from deepseek_zero.comm.transports.base import Transport, Use, Wait
 from deepseek_zero.extensions.group_parts import group_parts
-from deepseek_zero.optim.sharded import ShardedOptimizer, StepSettings
+from deepseek_zero.optim.sharded import ShardedOptimizer
+from deepseek_zero.optim.step_settings import StepSettings
 from deepseek_zero.planner.plan import Machine, plan_model
 from deepseek_zero.planner.plan_settings import PlanSettings
 from deepseek_zero.sharding.buffer import CommContext, Pool

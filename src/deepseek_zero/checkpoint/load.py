@@ -26,7 +26,8 @@ from ..base.mesh import AXES
 from ..extensions.adaptive_precision import AdaptivePrecision
 from ..extensions.delayed_update import DelayedUpdate
 from ..extensions.weight_differences import WeightDifferences
-from ..optim.sharded import ShardedOptimizer, discard_updates, reset_states
+from ..optim.inner_states import discard_updates, load_inner, reset_states
+from ..optim.sharded import ShardedOptimizer
 from ..optim.tensor_subclasses import inner_tensors, is_subclass
 from ..optim.updater import MasterShard, ParamOverlap
 from ..precision.codecs import Blocks
@@ -173,7 +174,7 @@ def replace_states(
         runtime.executor.gathers.reshard_all()
         runtime.discard_step()
         if optimizer is not None:
-            discard_updates(optimizer)
+            discard_updates(optimizer.shard_set)
             adaptive = optimizer.policy(AdaptivePrecision)
             if adaptive is not None and lifted is not None:
                 adaptive.restore(lifted)
@@ -538,7 +539,7 @@ def _with_subclasses(
     keys = {key.partition(INNER)[0] for key in state if INNER in key}
     if not keys:
         return state
-    made = before if keys <= before.keys() else optimizer.state_of_first_step(shard)
+    made = before if keys <= before.keys() else optimizer.shard_set.state_of_first_step(shard)
     found = {key: value for key, value in state.items() if INNER not in key}
     for key in keys:
         saved = {
@@ -591,17 +592,19 @@ def restore_optimizer(
         count += len(numbers)
         kept = {key: value for key, value in mine.items() if key in IMPLEMENTATION_OPTIONS}
         restored.append({**mine, **saved, **kept, "params": numbers})
-    before = reset_states(optimizer)
-    optimizer.load_inner({"state": {}, "param_groups": restored})  # a rank may have no state at all
+    before = reset_states(optimizer.shard_set)
+    load_inner(
+        optimizer.shard_set, {"state": {}, "param_groups": restored}
+    )  # a rank may have no state at all
     for group, found in (
         states if states is not None else read_states(reader, manifest, optimizer, before)
     ):
         state = {number: values for number, values in found.items() if values}
-        optimizer.load_inner({"state": state, "param_groups": restored})
+        load_inner(optimizer.shard_set, {"state": state, "param_groups": restored})
         if group.plan.moments_external:
             found = state = {}
             trim_heap()
-    optimizer.add_missing_states()
+    optimizer.shard_set.add_missing_states()
 
 
 def split_as_saved(
@@ -618,7 +621,7 @@ def split_as_saved(
         name = piece.name(member_of(overlap))
         return manifest.scalars.get(name, {}), frozenset(keys(name))
 
-    optimizer.cut_apart(saved)
+    optimizer.shard_set.cut_apart(saved)
 
 
 def restore_delayed_gradients(reader: StateReader, optimizer: ShardedOptimizer) -> None:

@@ -22,7 +22,7 @@ from ..base.log import log_once
 from ..base.mesh import Mesh
 from ..checkpoint.piece import remember_names, whole_names
 from ..extensions.cut_layers import CutChoice, choose_cuts, cut_layers
-from ..optim.sharded import refuse_parts
+from ..optim.shard_set import refuse_parts
 from ..planner.update import ParamGroupPlan
 from .optimizer import OptimizerParts
 from .settings import policy_of, tile_settings_of

@@ -31,8 +31,9 @@ from ..base.world import is_rank_zero
 from ..comm.agreement import AllRanks
 from ..config import Batch
 from ..extensions.policies import PolicySettings
-from ..optim.sharded import ShardedOptimizer, StepSettings
+from ..optim.sharded import ShardedOptimizer
 from ..optim.step_message import StepMessage
+from ..optim.step_settings import StepSettings
 from ..planner.plan import Plan
 from ..planner.plan_settings import PlanSettings
 from ..planner.unit_tiers import PlacementSettings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..comm.measure import line_of
+from ..optim.explain import explain_updates
 from ..optim.sharded import ShardedOptimizer
 from ..planner.plan import Plan
 from ..report.explain import Advice, what_moved, where_steps_went
@@ -25,7 +26,7 @@ def lines_about_steps(runtime: Runtime, optimizer: ShardedOptimizer | None) -> l
     found += what_moved(links_of(runtime.comm_ctx.tiers, comm.meter))
     if optimizer is None:
         return found
-    found += optimizer.explain()
+    found += explain_updates(optimizer)
     for policy in optimizer.policies:
         found += policy.explain()
     return found

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..base.errors import UsageError, shown
 from ..kernels.rules import OPEN_OPTIONS
-from ..optim.sharded import unknown_parameter
+from ..optim.shard_set import unknown_parameter
 from ..optimizers.registry import granularity_of, resolve_optimizer
 from ..planner.memory import MOMENT_OPTIONS
 from ..planner.update import ParamGroupPlan

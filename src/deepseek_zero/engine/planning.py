@@ -21,7 +21,7 @@ from ..comm.collectives import Comm
 from ..comm.context import ranks_of_this_host
 from ..comm.measure import inter_node_rate
 from ..extensions.speculative_update import works_by_shard
-from ..optim.sharded import StepSettings, update_settings_of
+from ..optim.step_settings import StepSettings, update_settings_of
 from ..optimizers.one_bit_adam import OneBitAdam
 from ..planner.auto_wrap_policy import ModelShape
 from ..planner.codec_choice import CodecRate, Open, choose_codes, gather_traffic, reduce_traffic

@@ -25,7 +25,7 @@ from ..checkpoint.catalogue import Retention
 from ..comm.agreement import values_in
 from ..config.layer_specs import layer_rules
 from ..extensions.policies import PolicySettings
-from ..optim.sharded import KERNEL_TILE_NUMEL, TILE_ALIGNMENT, TILE_NUMEL, StepSettings
+from ..optim.step_settings import KERNEL_TILE_NUMEL, TILE_ALIGNMENT, TILE_NUMEL, StepSettings
 from ..optim.updater import PrefetchSettings
 from ..planner.plan_settings import Compression, PlanSettings
 from ..planner.unit_tiers import PlacementSettings

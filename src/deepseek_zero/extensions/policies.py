@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch.optim import Optimizer
 
 from ..base.errors import UsageError
-from ..optim.sharded import StepSettings
+from ..optim.step_settings import StepSettings
 from ..optim.update_policy import UpdatePolicy
 from ..optimizers.one_bit_adam import OneBitAdam
 from ..sharding.runtime import Runtime

@@ -25,7 +25,9 @@ class Stepping(Protocol):
     moments: Moments
     scratch: Scratch
     scaler: LossScaler | None
-    tiles: Tiles
+
+    @property
+    def tiles(self) -> Tiles: ...
 
     @property
     def loss_scale(self) -> float: ...

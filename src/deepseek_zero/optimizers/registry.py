@@ -162,7 +162,7 @@ _REFUSED: dict[type, str] = {
 }
 
 # PyTorch has one kernel for a whole step of these, on CPU and CUDA (of Adagrad on a CPU only:
-# `prefer_fused` in sharded.py). foreach and differentiable exclude it.
+# `prefer_fused` in optim/fused.py). foreach and differentiable exclude it.
 _WITH_FUSED_KERNEL = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _EXCLUDE_FUSED = frozenset({"fused", "foreach", "differentiable"})
 

@@ -15,7 +15,7 @@ from deepseek_zero.base.errors import UsageError
 from deepseek_zero.config import Facts, resolve
 from deepseek_zero.config.load import load
 from deepseek_zero.engine.settings import step_settings_of
-from deepseek_zero.optim.sharded import TILE_NUMEL
+from deepseek_zero.optim.step_settings import TILE_NUMEL
 from tests.compositions import engines_of_threads
 from tests.in_process import Rank, run_ranks
 from tests.models import batch_of, seeded

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import deepseek_zero as dz
 from deepseek_zero.kernels.rules import Layout, Variant
+from deepseek_zero.optim.fused import prefer_fused
+from deepseek_zero.optim.inner_states import reset_states
 from deepseek_zero.optim.one_pass import OnePass
-from deepseek_zero.optim.sharded import prefer_fused, reset_states
 
 
 def test_a_counter_of_updates_is_read_only_if_something_else_changed_it(
@@ -103,7 +104,7 @@ def test_states_that_were_reset_begin_with_zeros(optimizer: str) -> None:
     engine = engine_of(optimizer, zero_optimization=ON_HOST)
     first = {name: value.clone() for name, value in engine.module_state_dict().items()}
     expected = train(engine)
-    reset_states(engine.optimizer)
+    reset_states(engine.optimizer.shard_set)
     engine.load_module_state_dict(first)
     found = train(engine)
     engine.destroy()

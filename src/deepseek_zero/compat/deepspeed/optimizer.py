@@ -17,6 +17,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from ...api.leaves import get_z3_leaf_modules
 from ...optim.access import local_grad
+from ...optim.inner_states import load_inner
 from ...optim.sharded import ShardedOptimizer
 from ...planner.plan_settings import PlanSettings
 from ...planner.spec import S
@@ -426,7 +427,7 @@ def _load_flat_states(optimizer: ShardedOptimizer, state: dict[str, Any]) -> Non
     if any(
         _is_moment(value) and tuple(value.shape) != lengths.get(number) for number, value in moments
     ):
-        optimizer.load_inner(state)
+        load_inner(optimizer.shard_set, state)
         return
     found: dict[int, dict[str, Any]] = {}
     groups = []
@@ -440,8 +441,9 @@ def _load_flat_states(optimizer: ShardedOptimizer, state: dict[str, Any]) -> Non
                 else value
                 for kind, value in state["state"].get(number, {}).items()
             }
-    optimizer.load_inner(
-        {"state": {key: each for key, each in found.items() if each}, "param_groups": groups}
+    load_inner(
+        optimizer.shard_set,
+        {"state": {key: each for key, each in found.items() if each}, "param_groups": groups},
     )
 
 

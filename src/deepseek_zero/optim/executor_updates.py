@@ -1,0 +1,100 @@
+"""What the executor calls of an optimizer: in backward, and when parameters join."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..base.errors import UsageError
+from ..base.log import log_once
+from ..optimizers.registry import granularity_of
+from ..sharding.param_group import ParamGroup
+from ..sharding.sharded_parameter import owner_of
+from ..sharding.ties import without_twins
+from ..sharding.unit import Unit
+from .fused import are_updated_on_cpu, prefer_fused
+from .shard_set import ShardSet
+
+
+class ExecutorUpdates:
+    """The executor's view of one optimizer (`Updates` of sharding/reduce_lane.py)."""
+
+    def __init__(self, shards: ShardSet, optimizer: Callable[[], object]) -> None:
+        """Build the view.
+
+        Args:
+            shards: The shards of the optimizer.
+            optimizer: A weak reference to the optimizer.
+        """
+        self._shards = shards
+        self._optimizer = optimizer
+
+    def after_reduce(self, unit: Unit) -> None:
+        """Note that a unit's gradient has been reduced. Local."""
+        for policy in self._shards.policies:
+            policy.after_reduce(unit)
+
+    def refuse_regrouping(self) -> None:
+        """Raise if updates are under way that an unfrozen parameter could not join."""
+        for policy in self._shards.policies:
+            policy.refuse_joining(
+                "a parameter that was frozen when the model was wrapped was unfrozen",
+                "wrap the model with that parameter trained and freeze it then, or leave both keys "
+                "out.",
+            )
+
+    def regroup(self, groups: Sequence[ParamGroup]) -> None:
+        """Update the parameters of these groups too, each in the parameter group it was given
+        in.
+        """
+        self._shards.finish()
+        new = {id(group) for group in groups if group.trainable}
+        for number, params in enumerate(self._shards.params_by_group):
+            self._shards.take(number, [param for param in params if id(owner_of(param)) in new])
+        self._shards.replan()
+        for group in groups:
+            group.optimizer = self._optimizer if group.trainable else group.optimizer
+        known = {id(param) for params in self._shards.params_by_group for param in params}
+        members = [member for group in groups if group.trainable for member in group.members]
+        if strangers := [member.name for member in members if id(member.param) not in known]:
+            log_once(
+                f"'{strangers[0]}' and {len(strangers) - 1} more parameters were unfrozen and are "
+                "in no group of the optimizer: they get gradients and are not updated.  Give it "
+                "all parameters, or add_param_group.",
+                logging.WARNING,
+            )
+
+    def add_group(self, param_group: dict[str, Any]) -> None:
+        """Update more parameters of the wrapped model, with hyper-parameters of their own. Every
+        rank, between steps.
+        """
+        shards = self._shards
+        given = param_group["params"]
+        (group,) = without_twins(
+            [{**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}]
+        )
+        names = {id(param) for params in shards.params_by_group for param in params}
+        if any(id(param) in names for param in group["params"]):
+            raise UsageError(
+                "some parameters appear in more than one parameter group.",
+                "Each element is updated once, by the hyper-parameters of one group.",
+                "give add_param_group parameters that the optimizer does not have.",
+            )
+        for policy in shards.policies:
+            policy.refuse_joining(
+                "add_param_group() was called",
+                "give the optimizer all its parameter groups before the model is wrapped, or leave "
+                "both keys out.",
+            )
+        shards.finish()
+        shards.uncut.append(granularity_of(shards.inner, group) != "element")
+        shards.params_by_group.append(group["params"])
+        shards.shards_by_group.append([])
+        shards.names_by_group.append([])
+        shards.inner.add_param_group({**group, "params": []})
+        prefer_fused(shards.inner, on_cpu=are_updated_on_cpu(shards.runtime))
+        shards.take(len(shards.params_by_group) - 1, group["params"])
+        shards.replan()

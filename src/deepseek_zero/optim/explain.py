@@ -1,0 +1,41 @@
+"""The line of `engine.explain` about what computes updates."""
+
+from __future__ import annotations
+
+from ..base.device import CPU
+from ..kernels import cuda
+from ..kernels.compiler import available
+from .sharded import ShardedOptimizer
+
+
+def explain_updates(optimizer: ShardedOptimizer) -> list[str]:
+    """Return the line of `engine.explain` about what computes updates."""
+    shards = optimizer.shards()
+    name = type(optimizer.inner).__name__
+    rules = [optimizer.updater.one_pass.rule(group) for group in optimizer.param_groups]
+    count = sum(
+        shard.has_kernel and rule is not None
+        for of_group, rule in zip(optimizer.shards_by_group, rules, strict=True)
+        for shard in of_group
+    )
+    if refused := optimizer.updater.one_pass.refused:
+        return [
+            f"updates: {name} by PyTorch: no exact kernel of {refused} can be compiled on this "
+            "machine"
+        ]
+    if shards and count == len(shards):
+        return [f"updates: {name} by compiled kernels, in one pass over memory"]
+    plan = optimizer.plan
+    if not any(rules):
+        why = f"there is no kernel for {name} with these options"
+    elif plan.device != CPU and plan.settings.gpu_kernels and cuda.why_not(plan.device) is not None:
+        why = f"no kernel can be compiled for {plan.device}, because {cuda.why_not(plan.device)}"
+    elif plan.settings.kernels == "torch" and available(optimizer.settings.kernels) == "torch":
+        why = "numba is not installed, or kernels are switched off"
+    elif plan.settings.kernels == "torch":
+        why = "PyTorch's own fused update has other bits on this CPU than the kernels"
+    elif plan.kernels == "torch":
+        why = "this rank updates so few elements that compiling kernels is not worth it"
+    else:
+        why = "there is no kernel for how the others are stored, or for where they are updated"
+    return [f"updates: {name} by PyTorch for {len(shards) - count} of {len(shards)} shards: {why}"]

@@ -1,0 +1,43 @@
+"""Loads and resets the states of the inner optimizer, as a whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..optimizers.plain_steps import undecorated
+from ..precision.compact import StochasticRounding
+from .shard_set import ShardSet
+
+
+def reset_states(shards: ShardSet) -> dict[Tensor, dict[str, Any]]:
+    """Reset the optimizer to before its first step; return the states that were there."""
+    shards.finish()
+    for shard in shards.all():
+        shard.group.guard.before_write()
+    before = dict(shards.inner.state)
+    shards.inner.state.clear()
+    shards.moments.forget()
+    return before
+
+
+def discard_updates(shards: ShardSet) -> None:
+    """Drop every update that is not over: other states are about to be loaded."""
+    shards.updater.refuse_mixture()
+    for policy in shards.policies:
+        policy.discard()
+
+
+def load_inner(shards: ShardSet, state: dict[str, Any]) -> None:
+    """Load states into the inner optimizer, and offload them to their tiers; shards without an
+    entry keep theirs.
+    """
+    kept = dict(shards.inner.state)
+    with undecorated():
+        type(shards.inner).load_state_dict(shards.inner, state)
+    loaded = set(shards.inner.state)
+    shards.inner.state.update({param: each for param, each in kept.items() if param not in loaded})
+    for shard in shards.all():
+        if shard.param in loaded:
+            shards.moments.offload(shard, StochasticRounding(shards.updater.updates))

@@ -1,0 +1,407 @@
+"""The shards of the master weights that an optimizer updates, and their tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..base.errors import NotBuiltError, UsageError
+from ..planner.split import split_of
+from ..planner.update import ParamGroupPlan, ShardRange, UpdatePlan, UpdateSettings, shard_ranges
+from ..precision.compact import StochasticRounding
+from ..precision.loss_scale import LossScaler
+from ..sharding.param_group import ParamGroup
+from ..sharding.runtime import Runtime
+from ..sharding.sharded_parameter import owner_of
+from .initial_states import InitialStates, makes_states, states_at_construction
+from .step_settings import StepSettings, update_settings_of
+from .update_policy import UpdatePolicy
+from .updater import (
+    MasterShard,
+    Moments,
+    ParamOverlap,
+    Scratch,
+    Tiles,
+    Updater,
+    cuts_of,
+)
+
+
+class ShardSet:
+    """The shards of one optimizer: cut out of its parameter groups, and joined into tiles.
+
+    Attributes:
+        runtime: The runtime of the wrapped model.
+        settings: The settings of a step.
+        policies: The policies of the optimizer.
+        scratch: The buffers in which tiles are updated.
+        uncut: Of each parameter group, whether its update needs whole tensors.
+        params_by_group: The parameters of each parameter group.
+        names_by_group: The names of those that are updated, the same on every rank.
+        shards_by_group: The shards of this rank.
+        tiles: The tiles of the shards.
+        inner: The optimizer that computes updates.
+        moments: The states of that optimizer.
+        updater: Runs it over tiles.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        groups: Sequence[dict[str, Any]],
+        settings: StepSettings,
+        scaler: LossScaler | None,
+        planned: UpdatePlan | None,
+        policies: Sequence[UpdatePolicy],
+    ) -> None:
+        """Cut the parameter groups into shards. Collective if there is no plan and a group needs
+        whole tensors.
+
+        Args:
+            runtime: The runtime of the wrapped model.
+            groups: The parameter groups.
+            settings: The settings of a step.
+            scaler: The loss scaler, if losses are scaled.
+            planned: The plan of the shards; by default they are planned here.
+            policies: The policies of the optimizer.
+        """
+        self.runtime = runtime
+        self.settings = settings
+        self.policies = policies
+        self._scaler = scaler
+        self.uncut = [
+            number < len(settings.granularity) and settings.granularity[number] != "element"
+            for number in range(len(groups))
+        ]
+        if planned is None:
+            whole = [group for group, uncut in zip(groups, self.uncut, strict=True) if uncut]
+            relayout_whole(runtime, whole)
+        self.scratch = Scratch(runtime.comm_ctx.pool.device, budget=runtime.comm_ctx.tiers.budget)
+        self.params_by_group: list[list[nn.Parameter]] = [list(group["params"]) for group in groups]
+        self.names_by_group = list(map(trained_names, self.params_by_group))
+        self.inner: Optimizer
+        self.moments: Moments
+        self.updater: Updater
+        self._initial_states: InitialStates | None = None
+        self._has_states_at_construction = False
+        if planned is not None:
+            self.shards_by_group = self._built(planned)
+        else:
+            unknown = self._update_settings("", groups)
+            self.shards_by_group = [
+                self._cut(group["params"], uncut, unknown)
+                for group, uncut in zip(groups, self.uncut, strict=True)
+            ]
+            planned = self._planned("", groups)  # the optimizer's class is not known yet
+        self.tiles = Tiles.of(planned, self.shards_by_group)
+        self.scratch.grow(planned.fullest_tiles)
+        self._reserve_staging(planned)
+
+    def attach(self, inner: Optimizer, initial_states: InitialStates | None) -> None:
+        """Take the optimizer that was built over the shards.
+
+        Args:
+            inner: The optimizer.
+            initial_states: The states of a client's optimizer, if it has any.
+        """
+        self.inner = inner
+        self._initial_states = initial_states
+        # Adagrad
+        self._has_states_at_construction = initial_states is not None or makes_states(inner)
+        self.moments = Moments(inner, self.scratch)
+        clock = self.runtime.comm.meter.clock
+        self.updater = Updater(inner, self.scratch, self.moments, self.settings.flow, clock)
+
+    def all(self) -> list[MasterShard]:
+        """Return every shard this rank updates."""
+        return [shard for shards in self.shards_by_group for shard in shards]
+
+    @property
+    def plan(self) -> UpdatePlan:
+        """Return the shards and tiles of this rank as data, with the hyper-parameters in force."""
+        return self._planned(type(self.inner).__name__, self.inner.param_groups)
+
+    def finish(self) -> None:
+        """Bring every state to where the last step leaves it: updates that are still to come run,
+        and those that came before their step are undone. Local.
+        """
+        self.updater.refuse_mixture()
+        for policy in self.policies:
+            policy.finish()
+
+    def count_updated(self) -> None:
+        """Restrict the gradient norm to the parameters that this optimizer updates. Local."""
+        updated = {id(param) for params in self.params_by_group for param in params}
+        for group in self.runtime.trained_groups:
+            group.follow_optimizer(updated)
+
+    def _update_settings(
+        self, optimizer: str, groups: Sequence[Mapping[str, Any]]
+    ) -> UpdateSettings:
+        options = [
+            {key: value for key, value in group.items() if key != "params"} for group in groups
+        ]
+        chosen = [
+            ParamGroupPlan(each, frozenset(names), uncut)
+            for each, names, uncut in zip(options, self.names_by_group, self.uncut, strict=True)
+        ]
+        scales = self.settings.clips or (
+            self._scaler is not None and gradients_are_scaled(self.runtime)
+        )
+        undoes = any(policy.undoes for policy in self.policies)
+        settings = update_settings_of(
+            self.settings, optimizer, chosen, scales_grads=scales, undoes=undoes
+        )
+        return replace(settings, crosses_hosts=self.runtime.machine.spans_hosts)
+
+    def _planned(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> UpdatePlan:
+        settings = self._update_settings(optimizer, groups)
+        ranges = [[shard.planned for shard in shards] for shards in self.shards_by_group]
+        units = [unit.planned for unit in self.runtime.units]
+        return UpdatePlan.of(settings, ranges, units, self.runtime.comm_ctx.pool.device)
+
+    def _built(self, planned: UpdatePlan) -> list[list[MasterShard]]:
+        """Build the shards of a plan, by parameter group."""
+        groups = {id(group.planned): group for group in self.runtime.trained_groups}
+        return [
+            [self._shard(groups[id(each.group)], each) for each in ranges]
+            for ranges in planned.shards
+        ]
+
+    def _cut(
+        self, params: Iterable[nn.Parameter], uncut: bool, settings: UpdateSettings
+    ) -> list[MasterShard]:
+        """Cut one parameter group into shards: neighbours merged, cut into tiles; whole tensors if
+        the optimizer needs them.
+        """
+        wanted: dict[int, tuple[ParamGroup, list[int]]] = {}
+        known = {id(group) for group in self.runtime.groups}
+        for param in params:
+            owner = owner_of(param)
+            if not isinstance(owner, ParamGroup) or id(owner) not in known:
+                raise unknown_parameter(param)
+            if owner.trainable:
+                wanted.setdefault(id(owner), (owner, []))[1].append(owner.index[id(param)])
+        shards: list[MasterShard] = []
+        for group in self.runtime.trained_groups:
+            if id(group) in wanted:
+                names = frozenset(group.members[number].name for number in wanted[id(group)][1])
+                rank = self.runtime.comm_ctx.comm.rank
+                tile_numel = settings.tile_numel_of(group.plan)
+                for span in shard_ranges(group.planned, rank, names, tile_numel, uncut):
+                    shards.append(self._shard(group, span))
+        return shards
+
+    def take(self, number: int, params: Sequence[nn.Parameter]) -> None:
+        """Add parameters to one of the user's groups."""
+        if not params:
+            return
+        if self.uncut[number]:
+            refuse_parts(type(self.inner).__name__, zip(trained_names(params), params, strict=True))
+            relayout_whole(self.runtime, [{"params": params}])
+        settings = self._update_settings(type(self.inner).__name__, self.inner.param_groups)
+        shards = self._with_initial_states(self._cut(params, self.uncut[number], settings))
+        self.shards_by_group[number] = [*self.shards_by_group[number], *shards]
+        self.names_by_group[number] = trained_names(self.params_by_group[number])
+        self._add_missing_states(number, shards)
+
+    def take_initial_states(self) -> None:
+        """Cut the states of the client's optimizer for the shards. Local."""
+        states = self._initial_states
+        assert states is not None
+        for number, shards in enumerate(self.shards_by_group):
+            self.shards_by_group[number] = self._with_initial_states(shards)
+        self.replan()
+        states.release_trained()
+
+    def _with_initial_states(self, shards: Sequence[MasterShard]) -> list[MasterShard]:
+        """Return new shards, cut where counters differ, after they got the state of the client's
+        optimizer. Local.
+        """
+        states = self._initial_states
+        if states is None:
+            return list(shards)
+        found = list[MasterShard]()
+        for shard in shards:
+            spans = cuts_of(shard, states.counters)
+            found += self._parts_of(shard, spans if len(spans) > 1 else None)
+        for shard in found:
+            if values := states.cut_for(shard):
+                self.inner.state[shard.param] = values
+                self.moments.offload(shard, StochasticRounding(0))
+        return found
+
+    def _add_missing_states(self, number: int, shards: Sequence[MasterShard]) -> None:
+        """Create the state of these shards of a group if the class creates state at construction.
+        Local.
+        """
+        without = [shard.param for shard in shards if not self.inner.state.get(shard.param)]
+        if self._has_states_at_construction and without:
+            group = {**self.inner.param_groups[number], "params": without}
+            self.inner.state.update(states_at_construction(self.inner, group))
+
+    def state_of_first_step(self, shard: MasterShard) -> dict[str, Any]:
+        """Return the state that the inner optimizer makes for a shard in its first step. Local."""
+        number = next(
+            number for number, shards in enumerate(self.shards_by_group) if shard in shards
+        )
+        return self.updater.state_of_first_step(shard, number)
+
+    def add_missing_states(self) -> None:
+        """Add the state from construction for shards without a state in the checkpoint. Local."""
+        for number, shards in enumerate(self.shards_by_group):
+            self._add_missing_states(number, shards)
+
+    def _shard(self, group: ParamGroup, span: ShardRange) -> MasterShard:
+        assert group.master is not None
+        values = (
+            None
+            if group.master.is_copied_for_update
+            else group.master.in_place_view(span.start, span.stop)
+        )
+        if values is None:
+            values = self.scratch.placeholder(
+                torch.Size(span.shape), group.master.dtype, group.master.update_device
+            )
+        return MasterShard(
+            group, span.start, span.stop, nn.Parameter(values.view(span.shape)), span.names
+        )
+
+    def cut_apart(self, apart: Callable[[ParamOverlap], Any]) -> None:
+        """Cut shards whose parameters differ in `apart`, so that each part has its own counters and
+        may be updated alone.
+
+        Local; values and moments keep their bits.
+        """
+        cuts = {shard: spans for shard in self.all() if len(spans := cuts_of(shard, apart)) > 1}
+        if not cuts:
+            return
+        self.finish()
+        for shard in cuts:
+            self.moments.refuse_cut(shard)
+        for number, shards in enumerate(self.shards_by_group):
+            self.shards_by_group[number] = [
+                each for shard in shards for each in self._parts_of(shard, cuts.get(shard))
+            ]
+        self.replan()
+
+    def cut_as(self, stretches: list[list[tuple[str, int, int]]] | None) -> None:
+        """Cut shards as a state dict has them: some were cut, and have counters of their own. No
+        state may be there yet.
+        """
+        owners = {
+            member.name: group for group in self.runtime.trained_groups for member in group.members
+        }
+        for number, saved in enumerate(stretches or ()):
+            here = {
+                (shard.names[0], shard.start, shard.stop): shard
+                for shard in self.shards_by_group[number]
+            }
+            shards = []
+            for name, start, stop in saved:
+                shard = here.get((name, start, stop))
+                if shard is None:
+                    span = ShardRange(owners[name].planned, start, stop, (name,), (stop - start,))
+                    shard = self._shard(owners[name], span)
+                    shard.names = tuple(cover.slot.name for cover in shard.overlaps())
+                shards.append(shard)
+            self.shards_by_group[number] = shards
+        self.replan()
+
+    def _parts_of(self, shard: MasterShard, spans: list[ShardRange] | None) -> list[MasterShard]:
+        if spans is None:
+            return [shard]
+        parts = [self._shard(shard.group, span) for span in spans]
+        self.moments.cut(shard, parts)
+        return parts
+
+    def replan(self) -> None:
+        """Plan the tiles anew after shards have changed."""
+        for group, shards in zip(self.inner.param_groups, self.shards_by_group, strict=True):
+            group["params"] = [shard.param for shard in shards]
+        planned = self.plan
+        self.tiles = Tiles.of(planned, self.shards_by_group)
+        self.scratch.grow(planned.fullest_tiles)
+        self._reserve_staging(planned)
+        for policy in self.policies:
+            policy.tiles_changed(self.tiles)
+
+    def _reserve_staging(self, planned: UpdatePlan) -> None:
+        """Reserve staging memory for all tiles that are copied at the same time.
+
+        One more tile covers the end of the ring, where a tile may not fit.
+        """
+        flow = self.settings.flow
+        tiles = flow.ahead + 1 + flow.behind + 1
+        self.runtime.comm_ctx.copy_engine.reserve_staging(planned.staging_bytes(tiles))
+
+
+def gradients_are_scaled(runtime: Runtime) -> bool:
+    """Return whether what is held as gradients is multiplied by the loss scale. Momenta, which some
+    optimizers exchange in place of gradients, are not.
+    """
+    return all(group.gradient.reduction.is_scaled for group in runtime.trained_groups)
+
+
+def unknown_parameter(param: torch.Tensor) -> UsageError:
+    return UsageError(
+        f"the optimizer holds a parameter of shape {tuple(param.shape)} that the wrapped model "
+        "does not have.",
+        "Each parameter is updated where its slice is; this one belongs to no model, or to another "
+        "one.",
+        "build the optimizer from the same model that is wrapped, and one optimizer for each "
+        "wrapped model.",
+    )
+
+
+def trained_names(params: Iterable[nn.Parameter]) -> list[str]:
+    """Return the names of the parameters that are updated, in the optimizer's order; the same on
+    every rank.
+    """
+    owners = [(owner_of(param), param) for param in params]
+    return [
+        owner.name_of(param)
+        for owner, param in owners
+        if isinstance(owner, ParamGroup) and owner.trainable
+    ]
+
+
+def refuse_parts(optimizer: str, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise NotBuiltError if tensor parallelism has split a parameter that the optimizer needs as a
+    whole tensor.
+
+    Args:
+        optimizer: The name of the optimizer's class, for the message.
+        named: The names and parameters of a group that may not be cut.
+    """
+    for name, param in named:
+        split = split_of(param)
+        if split is None or split.kind != "split":
+            continue
+        raise NotBuiltError(
+            f"{optimizer} with tensor parallelism (tp): parameter '{name}' is split over the ranks "
+            "along tp.",
+            f"{optimizer} computes its update from a whole tensor, and each rank would take its "
+            "part for the whole.",
+            "use an optimizer that works element by element (AdamW, SGD, Lion), or dp_shard "
+            "instead of tp; if the optimizer is a class of your own that works element by element, "
+            'set granularity = "element" in it.',
+        )
+
+
+def relayout_whole(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:
+    """Lay out again the groups with parameters of these optimizer groups, so that no tensor is cut.
+
+    Collective; weights and masters keep their bits.
+    """
+    owners = {id(owner_of(param)) for group in groups for param in group["params"]}
+    for unit in runtime.units:
+        for group in unit.trained:
+            whole = group.planned.relayout("tensor")
+            if id(group) in owners and group.planned.may_be_cut and whole.layout != group.layout:
+                group.relayout("tensor")
