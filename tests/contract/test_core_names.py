@@ -1,0 +1,115 @@
+"""The core names no feature: features are files of extensions/, which the core does not import.
+
+The core is every file of sharding/ and optim/, and planner/spec.py.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "deepseek_zero"
+CORE = [
+    *sorted((PACKAGE / "sharding").rglob("*.py")),
+    *sorted((PACKAGE / "optim").rglob("*.py")),
+    PACKAGE / "planner" / "spec.py",
+]
+WORDS = (
+    "delayed",
+    "speculative",
+    "deferred",
+    "feedback",
+    "replica",
+    "secondary",
+    "one_bit",
+    "differences",
+    "symmetric",
+    "extent",
+    "adaptive",
+)
+# The words that a core file still has in its identifiers. Remove an entry with its last identifier;
+# add none.
+LEFT: dict[str, set[str]] = {
+    "sharding/buffer.py": {"feedback", "replica", "extent"},
+    "sharding/executor.py": {"deferred"},
+    "sharding/gradient.py": {"delayed", "extent"},
+    "sharding/main_weight.py": {"extent"},
+    "sharding/param_group.py": {"delayed", "extent"},
+    "sharding/wrap.py": {"replica", "secondary"},
+    "optim/updater.py": {"extent"},
+    "planner/spec.py": {"replica"},
+}
+
+
+@pytest.mark.parametrize("path", CORE, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_a_core_file_names_no_feature(path: Path) -> None:
+    found = named_features(ast.parse(path.read_text(encoding="utf-8")))
+    left = LEFT.get(path.relative_to(PACKAGE).as_posix(), set())
+    new = {word: names for word, names in found.items() if word not in left}
+    assert not new, f"{path.name} names features: move them to extensions/ ({new})"
+    gone = left - found.keys()
+    assert not gone, f"{path.name} no longer has {gone}: remove the entries of LEFT"
+
+
+def test_the_table_names_core_files_and_known_words() -> None:
+    assert LEFT.keys() <= {path.relative_to(PACKAGE).as_posix() for path in CORE}
+    assert {word for words in LEFT.values() for word in words} <= set(WORDS)
+    assert all(LEFT.values())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "delayed = 1",
+        "group.delayed_grad",
+        "def apply(*, is_delayed): ...",
+        "apply(delayed=True)",
+        "def _delay_ed(): ...",
+        "class DelayedUpdate: ...",
+        "from .delayed_update import Update",
+        "import extensions.delayed_update",
+        "from x import DelayedUpdate",
+        "from x import Update as Delayed",
+        "lambda delayed: None",
+        "try: ...\nexcept OSError as delayed: ...",
+        "match x:\n    case {**delayed}: ...",
+        "match x:\n    case [*delayed]: ...",
+        "match x:\n    case Update(delayed=1): ...",
+        "match x:\n    case delayed: ...",
+        "def apply():\n    global delayed",
+        "value: Delayed | None",
+    ],
+)
+def test_every_kind_of_identifier_is_seen(code: str) -> None:
+    assert list(named_features(ast.parse(code))) == ["delayed"]
+
+
+@pytest.mark.parametrize("code", ['"delayed"', "# delayed", "delay = late", 'x["one_bit"]'])
+def test_texts_and_other_names_are_no_identifiers(code: str) -> None:
+    assert not named_features(ast.parse(code))
+
+
+def named_features(tree: ast.AST) -> dict[str, list[str]]:
+    """Return the identifiers that contain a feature's word, by word. Underscores and case do not
+    count.
+    """
+    found: dict[str, list[str]] = {}
+    for name in sorted(set(_identifiers(tree))):
+        plain = name.replace("_", "").lower()
+        for word in WORDS:
+            if word.replace("_", "") in plain:
+                found.setdefault(word, []).append(name)
+    return found
+
+
+def _identifiers(tree: ast.AST) -> Iterator[str]:
+    """Yield every identifier of a file, also of keywords, imports and patterns."""
+    for node in ast.walk(tree):
+        for field, value in ast.iter_fields(node):
+            is_text = isinstance(node, ast.Constant) or field == "type_comment"
+            values = value if isinstance(value, list) else [value]
+            if not is_text:
+                yield from (each for each in values if isinstance(each, str))
