@@ -288,7 +288,7 @@ def test_errors_are_saved_and_a_run_goes_on_bit_by_bit_and_another_mesh_drops_th
     train_step(other, run, 5)
     other.load_checkpoint(tmp_path, tag="three", load_optimizer_states=False)
     assert not any(
-        each.gradient.errors.memory.any()
+        each.gradient.reduction.own_states()["gradients"].any()
         for each in other.runtime.groups
         if each.planned.key.is_coded
     )
@@ -299,9 +299,11 @@ def test_errors_are_saved_and_a_run_goes_on_bit_by_bit_and_another_mesh_drops_th
         patch.setattr(load, "log_first", said.append)
         reshaped.load_checkpoint(tmp_path, tag="three")
     held = [
-        group.gradient.errors for group in reshaped.runtime.groups if group.planned.key.is_coded
+        group.gradient.reduction.own_states()["gradients"]
+        for group in reshaped.runtime.groups
+        if group.planned.key.is_coded
     ]
-    assert held and not any(errors.memory.any() for errors in held)
+    assert held and not any(errors.any() for errors in held)
     assert len(said) == 1 and "what these had left out of gradients is dropped" in said[0]
 
 
@@ -326,7 +328,7 @@ def test_errors_follow_the_loss_scale_and_a_skipped_step_forgets_them(kept: str)
         for group, out in zip(
             groups, found.split([group.planned.errors_numel for group in groups]), strict=True
         ):
-            errors = group.gradient.errors
+            errors = group.gradient.reduction.ensure_errors()
             errors.feedback.codec.decode(errors.memory, 0, out.numel(), out, torch.empty(1 << 14))
         return found
 
