@@ -104,7 +104,8 @@ def sample(variant: Variant, layout: Layout, kind: str, numel: int, seed: int = 
     if layout.is_rounded:
         return Arrays(gradient, definition.narrow(main, torch.bfloat16), _NOTHING, tuple(states))
     if not layout.is_split:
-        other = np.zeros(numel if layout.published is not None else 0, np.int16)
+        published_numel = numel if layout.published is not None else 0
+        other = np.zeros(published_numel, np.int16)
         return Arrays(gradient, main, other, tuple(states))
     upper, lower = definition.split(main)
     return Arrays(gradient, upper, lower, tuple(states))

@@ -111,9 +111,11 @@ def _element_of(variant: Variant, layout: Layout) -> Any:
         if publishes:
             other[i] = publish(p)
         if has_first:
-            write_state(i, first, a, random[1, k] if states_rounded else int16(0))
+            first_random = random[1, k] if states_rounded else int16(0)
+            write_state(i, first, a, first_random)
         if has_second:
-            write_state(i, second, b, random[2, k] if states_rounded else int16(0))
+            second_random = random[2, k] if states_rounded else int16(0)
+            write_state(i, second, b, second_random)
 
     return element
 
@@ -170,7 +172,8 @@ def compiled_loop(variant: Variant, layout: Layout) -> Callable[..., None]:
                     i, True, gradient, main, other, first, second, scalars, factor, random, i - low
                 )
 
-    return compiled(loop_in_blocks if layout.is_random else loop)
+    chosen = loop_in_blocks if layout.is_random else loop
+    return compiled(chosen)
 
 
 def run(

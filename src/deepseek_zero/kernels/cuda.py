@@ -72,15 +72,18 @@ def launch_of(
     is_aligned = (
         all(pointer % _ALIGNMENT == 0 for pointer in pointers) and chance.element % VECTOR == 0
     )
+    skip_address = None if skip is None else skip.data_ptr()
+    number = 1.0 if isinstance(factor, Tensor) else factor
+    address = factor.data_ptr() if isinstance(factor, Tensor) else None
     parameters = [
         *map(c_void_p, pointers),
         c_longlong(numel),
         c_int(is_aligned),
         (c_float * _SCALARS)(*map(float, scalars)),
         (c_uint64 * _CHANCE)(chance.element, chance.step, chance.seed, *chance.keys),
-        c_float(1.0 if isinstance(factor, Tensor) else factor),
-        c_void_p(factor.data_ptr() if isinstance(factor, Tensor) else None),
-        c_void_p(None if skip is None else skip.data_ptr()),
+        c_float(number),
+        c_void_p(address),
+        c_void_p(skip_address),
     ]
     return -(-numel // (VECTOR * THREADS)), parameters
 

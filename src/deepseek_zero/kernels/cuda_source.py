@@ -101,12 +101,14 @@ def header(variant: Variant, layout: Layout, scalar_count: int) -> str:
     other = "low_half" if layout.is_split else "nothing"
     if layout.published is not None:
         other = _TYPES[layout.published]
+    main = "bf16" if layout.is_split or layout.is_rounded else "float"
+    state = "bf16" if layout.states_rounded else "float"
     return _HEADER.format(
         threads=THREADS,
         gradient=_TYPES[layout.gradient],
-        main="bf16" if layout.is_split or layout.is_rounded else "float",
+        main=main,
         other=other,
-        state="bf16" if layout.states_rounded else "float",
+        state=state,
         is_split=layout.is_split,
         publishes=layout.published is not None,
         states=len(variant.states),

@@ -127,12 +127,10 @@ def compiled(
         result = nvrtc().nvrtcCompileProgram(
             program, len(options), (c_char_p * len(options))(*options)
         )
-        _checked(
-            result,
-            "nvrtcCompileProgram",
-            "" if result == 0 else _text(program, "ProgramLog").decode().rstrip("\0"),
-        )
-        return _text(program, "PTX" if to_ptx else "CUBIN")
+        log = "" if result == 0 else _text(program, "ProgramLog").decode().rstrip("\0")
+        _checked(result, "nvrtcCompileProgram", log)
+        form = "PTX" if to_ptx else "CUBIN"
+        return _text(program, form)
     finally:
         nvrtc().nvrtcDestroyProgram(byref(program))
 

@@ -76,7 +76,8 @@ def settled(value: Any) -> Any:
     """Return a float32 unchanged, or the canonical NaN if it is any NaN."""
     bits = bits_of(value)
     is_nan = (bits & int32(0x7FFFFFFF)) > int32(0x7F800000)
-    return float_of(int32(0x7FC00000) if is_nan else bits)
+    canonical = int32(0x7FC00000) if is_nan else bits
+    return float_of(canonical)
 
 
 @njit
@@ -103,7 +104,8 @@ def joined(upper: Any, lower: Any) -> Any:
     number = int32(int32(upper) << int32(16))
     bits = int32(number + int32(lower))
     is_nan = (bits & int32(0x7FFFFFFF)) > int32(0x7F800000)
-    return float_of(number if is_nan else bits)
+    joined_bits = number if is_nan else bits
+    return float_of(joined_bits)
 
 
 @njit

@@ -171,9 +171,10 @@ def _adam(variant: Variant, operations: Operations) -> Formula:
 
 def _sgd_variant(hypers: Hypers, has_states: bool) -> Variant:
     has_momentum = hypers["momentum"] != 0
+    states = ("momentum_buffer",) if has_momentum else ()
     return Variant(
         "sgd",
-        ("momentum_buffer",) if has_momentum else (),
+        states,
         maximizes=bool(hypers["maximize"]),
         decays=hypers["weight_decay"] != 0,
         first=has_momentum and not has_states,

@@ -171,7 +171,8 @@ def _add_by_loop(
     addresses = np.array([row.data_ptr() for row in rows], np.int64)
     into = out.data_ptr()
     divides = not is_power_of_two(divisor)
-    factor = np.float32(divisor if divides else 1.0 / divisor)
+    multiplier = divisor if divides else 1.0 / divisor
+    factor = np.float32(multiplier)
     is_pair = _is_plain_pair(rows, out, divisor, add=add)
     rounds = is_pair and divisor != 1.0 and out.dtype == torch.bfloat16
 
