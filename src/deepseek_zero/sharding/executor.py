@@ -40,7 +40,7 @@ class Executor:
         schedule: The schedule that is run first.
         comm: The world's communicator.
         queue: The gathers that wait for another memory.
-        most_reductions: The number of units whose reductions may be under way at once.
+        most_reductions: The number of units that may be reduced at the same time.
         """
         self.units = list(units)
         self.settings = settings

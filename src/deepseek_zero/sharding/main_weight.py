@@ -1,6 +1,6 @@
-"""The main weight of one group: the values that the optimizer updates, wherever they lie.
+"""The main weight of one group: the values that the optimizer updates.
 
-They lie in a buffer of their own, in the weight's storage (fp32 training), or in two halves: the
+They are in a buffer of their own, in the weight's storage (fp32 training), or in two halves: the
 bf16 weight, and a buffer with the 16 bits that it lacks (precision/policy.py).
 """
 

@@ -24,15 +24,15 @@ class Updates(Protocol):
     """The optimizer, as this package knows it (optim/sharded.py)."""
 
     def after_reduce(self, unit: Unit) -> None:
-        """Carry out the U behind a unit's S, where its time has come.  Local."""
+        """Update a unit after its reduction, if the schedule has its update there. Local."""
 
     def refuse_regrouping(self) -> None:
-        """Raise where the optimizer could not follow parameters into other groups; nothing has
-        changed yet.
+        """Raise `UsageError` if the optimizer cannot follow parameters into other groups. Nothing
+        has changed yet.
         """
 
     def regroup(self, groups: Sequence[ParamGroup]) -> None:
-        """These groups are new."""
+        """Update the parameters of these new groups, too."""
 
 
 class ReduceLane:
@@ -40,7 +40,7 @@ class ReduceLane:
 
     Attributes:
         late: The numbers of units with gradients that came after their sum.
-        most_reductions: The number of units whose reductions may be under way at once.
+        most_reductions: The number of units that may be reduced at the same time.
         updates: Returns the optimizer, or None; it is held weakly.
     """
 
@@ -88,14 +88,14 @@ class ReduceLane:
 
     @property
     def reduces_now(self) -> bool:
-        """Return whether the backward under way sums gradients: the one that ends a step does, and
-        every one where gradients are sharded.
+        """Whether the current backward sums gradients: the one that ends a step does, and every
+        backward if gradients are sharded.
         """
         return self._ends_step or bool(self.schedule.accumulate.reduces)
 
     def advance(self) -> None:
-        """Reduce the units whose turn has come and whose gradients are all here, and release
-        them.
+        """Reduce the next units of the schedule as far as they are complete, and release them.
+        Collective within the reduce lane.
         """
         while self._reduced < len(self.order) and self.units[self.order[self._reduced]].is_complete:
             unit = self._reduce_next()
@@ -213,7 +213,7 @@ class ReduceLane:
         return self._in_flight.popleft()
 
     def _after_reduce(self, landed: Unit) -> None:
-        """Run the U behind an S, unless it stands behind an A."""
+        """Run the update after a reduction, unless the schedule has it after a completed sum."""
         if landed.number not in self._completed:
             self._update(landed)
 

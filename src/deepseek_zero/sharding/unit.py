@@ -80,9 +80,7 @@ class Unit:
 
     @property
     def waits_for_states(self) -> bool:
-        """Return whether an update of a sharded weight is pending whose states come from another
-        memory.
-        """
+        """Return whether a pending update of a sharded weight needs states from another memory."""
         return any(
             group.guard.pending is not None and group.plan.is_offloaded for group in self.sharded
         )
