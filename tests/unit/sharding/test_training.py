@@ -111,7 +111,9 @@ def test_every_stage_gives_the_bits_of_one_process(
 
 
 @on_stages
-@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+@pytest.mark.parametrize(
+    "seed", [None, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))]
+)
 @pytest.mark.parametrize("reads_in_place", [False, True], ids=["copied", "in place"])
 def test_no_order_of_ranks_changes_a_bit(
     stage: int, seed: int | None, reads_in_place: bool
