@@ -8,23 +8,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..base.mesh import Mesh
 from ..base.plugins import DIALECT, contributions
 from ..config.load import load
 from ..config.raw_config import RawConfig
-from ..engine.data import ShardedLoader
-from ..engine.dialect import BuildRules, EngineDialect
-from ..engine.engine import Parts
+from ..engine.dialect import EngineBuilder, EngineDialect
 from ..engine.request import Request
 from ..sharding import access, init
 from .distributed import join
 from .engine import ZeroEngine
 
 if TYPE_CHECKING:  # as in engine/engine.py
-    from ..config import Config
+    pass
 
 
-class Dialect(Protocol):
+class Dialect(EngineBuilder[ZeroEngine], Protocol):
     """The decisions of an API that differ between the names of the library."""
 
     # Subclasses of api/zero.py's; None: these classes themselves
@@ -41,28 +38,6 @@ class Dialect(Protocol):
 
     def complete(self, raw: RawConfig, request: Request) -> Request:
         """Return what else is known about the call; raise for what the dialect does not allow."""
-        ...
-
-    def rules(self, config: Config, mesh: Mesh, request: Request) -> BuildRules:
-        """Return what is said about the parts of an engine before they are built."""
-        ...
-
-    def make_loader(
-        self, config: Config, mesh: Mesh, parts: Parts, request: Request
-    ) -> ShardedLoader:
-        """Make the loader of this rank's share of the training data."""
-        ...
-
-    def make_engine(
-        self,
-        config: Config,
-        mesh: Mesh,
-        parts: Parts,
-        request: Request,
-        lr_scheduler: Any,
-        loader: Any,
-    ) -> ZeroEngine:
-        """Make the engine of finished parts."""
         ...
 
     def show_names(self, session: init.Init) -> None:

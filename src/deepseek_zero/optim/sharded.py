@@ -388,7 +388,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             for shards in self.shards_by_group
         ]
         counts = {"updates": self.updater.updates, "steps": self.steps}
-        inner = type(self.inner).state_dict(self.inner)  # its own: compat/deepspeed shows another
+        inner = type(self.inner).state_dict(self.inner)  # past a class that overrides it
         return {"inner": inner, "scaler": scaler, **counts, "stretches": stretches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -38,8 +38,8 @@ class GatherLane:
         self._walk: Pass | None = None  # the pass under way
         self._part: frozenset[int] | None = None  # the units that passes go to; None: all
         self._walks_of_parts: dict[tuple[int, frozenset[int]], tuple[Pass, Pass]] = {}
-        self._reached = 0  # places of the walk whose gathers have been asked for
-        # Asked for, and held back by an update that comes first
+        self._reached = 0  # the number of places of the pass whose gathers were requested
+        # Units whose gathers were requested and wait for an update
         self._to_gather: deque[int] = deque()
         self._resident_before: frozenset[int] = frozenset()
         self._apart: Unit | None = None
@@ -178,8 +178,8 @@ class GatherLane:
     def gather_for_others(self, before: Unit | None = None) -> None:
         """Start the gathers that this rank skipped: other ranks may need them to go on.
 
-        Their transfers are waited for, because a reduction may be next, for which ranks that are
-        behind come only after them.
+        It waits for their transfers: a reduction may be next, and ranks that are behind join it
+        only after these gathers.
 
         Args:
             before: Gather the units before this one; None for all units of the pass.

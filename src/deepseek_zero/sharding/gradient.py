@@ -64,7 +64,7 @@ GRAD_MOVES = {
     (GradState.REDUCED, GradState.EMPTY),
     (GradState.HELD, GradState.EMPTY),
 }
-# Of the step under way
+# States with a sum of the current step
 _SUMMED = frozenset((GradState.REDUCING, GradState.PARTIAL, GradState.REDUCED))
 
 
@@ -156,7 +156,7 @@ class Gradient:
         assert group.plan.grad is not None
         if group.plan.grad.placement is P:
             buffer = self.ensure_buffer()
-            # A late gradient: the sum under way lands where this one is to be collected
+            # A late gradient: the running reduction writes into the memory that this one needs
             self._reduction.wait()
             group.comm_ctx.world.wait_until_read(buffer.memory)
             # A second backward nobody announced: keep the first one's sum aside
@@ -351,8 +351,8 @@ class Gradient:
         return self._own(self.buffer) if self.buffer is not None and self._has_sum else None
 
     def own_summand(self, number: int) -> Tensor | None:
-        """Return a view of what this rank has collected for a member, flat; None where that is
-        nothing yet.
+        """Return a flat view of what this rank has collected for a member; None if that is
+        nothing.
         """
         if self._partial is None or number not in self._arrived:
             return None
@@ -461,10 +461,10 @@ class Gradient:
                 self._partial.view(self.group.members[number].slot).mul_(factor)
 
     def summand(self, number: int) -> Tensor:
-        """Return this rank's own sum of a member's gradient, flat, which is still to be reduced;
-        zeros if none came.
+        """Return what this rank has collected of a member's gradient and not yet reduced, flat;
+        zeros if that is nothing. Local.
 
-        Of a group whose gradients are reduced once a step, between its backwards.  Local.
+        Only for groups whose gradients are reduced once a step, between two backwards.
         """
         self._open()
         return self.part_of(number).values

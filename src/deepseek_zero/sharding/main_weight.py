@@ -79,7 +79,7 @@ class MasterWeight:
     def placement(self) -> Placement:
         return self.buffer.spec.placement
 
-    # -- where a parameter lies
+    # -- the range of a parameter
 
     def local_range(self, slot: Slot) -> tuple[int, int, int]:
         """Return (start, stop, place): the range of a parameter that is held here, and the place of

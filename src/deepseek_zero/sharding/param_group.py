@@ -95,7 +95,7 @@ class ParamGroup:
         self.placeholder = torch.full(
             (), nothing, dtype=plan.weight.dtype, device=comm_ctx.pool.device
         )
-        # Of members whose gathered weight is always in the same memory
+        # Views of the members, if the gathered weight is always in the same memory
         self._views: list[Tensor] = []
         self.build()
 

@@ -57,9 +57,9 @@ class ReduceLane:
         self.most_reductions = most_reductions
         self.updates: Callable[[], Updates | None] = lambda: None
         self.late: set[int] = set()
-        self._ends_step = True  # the backward under way does what is done once a step
-        self._reduced = 0  # reductions of this backward that have been started
-        self._in_flight: deque[Unit] = deque()  # whose reductions are under way
+        self._ends_step = True  # no other backward comes before the step
+        self._reduced = 0  # the number of reductions that this backward has started
+        self._in_flight: deque[Unit] = deque()  # units that are being reduced
         self.follow(schedule, settings)
 
     def follow(self, schedule: Schedule, settings: PlanSettings) -> None:

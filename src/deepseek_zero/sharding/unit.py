@@ -34,7 +34,7 @@ class Unit:
     """Groups of parameters that move together. `module`: its forward needs them; the root unit has
     the remaining ones.
 
-    is_tile: a unit for the sake of memory alone, wherever it stands (auto_wrap_policy.py).
+    is_tile: a unit that exists only to save memory (auto_wrap_policy.py).
     """
 
     def __init__(

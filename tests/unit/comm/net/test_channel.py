@@ -42,7 +42,7 @@ Admitted = SimpleQueue[tuple[socket.socket, int]]
 
 @pytest.fixture
 def listener(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Listener, Admitted]]:
-    """Rank 0's listener, which lets nobody wait in vain, and who came in."""
+    """Rank 0's listener, and the connections that it accepted."""
     monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 10 * PATIENCE)
     yield from opened_door()
 

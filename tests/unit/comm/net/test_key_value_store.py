@@ -1,4 +1,4 @@
-"""The store: what one rank writes every rank reads, and nobody else."""
+"""The key-value store: all ranks read what one rank writes, and no other process can."""
 
 from __future__ import annotations
 
