@@ -34,9 +34,9 @@ WORDS = (
 # add none.
 LEFT: dict[str, set[str]] = {
     "sharding/buffer.py": {"extent"},
-    "sharding/gradient.py": {"delayed", "extent"},
+    "sharding/gradient.py": {"extent"},
     "sharding/main_weight.py": {"extent"},
-    "sharding/param_group.py": {"delayed", "extent"},
+    "sharding/param_group.py": {"extent"},
     "optim/updater.py": {"extent"},
 }
 

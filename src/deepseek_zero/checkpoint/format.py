@@ -55,7 +55,6 @@ WHOLE = "whole"
 # In the key of a whole state, before the name of a tensor that a tensor subclass is made of
 INNER = "::"
 CLIENT = "client_state"  # how the paths of the caller's values begin
-DELAYED = "owed"  # a reduced gradient whose update comes a step late
 REPLICA = "replica"  # a live weight that follows its master by differences, and is not its cast
 OWN = "own"  # what codes have left out of a rank's gradients or momenta, each rank's own
 # a tensor among the manifest's plain values; a random generator's state, each rank's own

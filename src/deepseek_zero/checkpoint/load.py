@@ -32,6 +32,7 @@ from ..optim.tensor_subclasses import inner_tensors, is_subclass
 from ..optim.updater import MasterShard, ParamOverlap
 from ..precision.codecs import Blocks
 from ..precision.policy import cast_master
+from ..sharding.gradient import KeptGradient
 from ..sharding.group import ParamInfo
 from ..sharding.param_group import ParamGroup
 from ..sharding.regroup import follow_requires_grad
@@ -40,7 +41,6 @@ from .catalogue import existing_folder
 from .contents import Contents, Loaded, LoadSettings
 from .format import (
     BUFFER,
-    DELAYED,
     INNER,
     MANIFEST,
     MOMENT,
@@ -374,7 +374,7 @@ def _restore_all(
         restore_buffers(reader, manifest, contents)
         if optimizer is not None:
             restore_optimizer(reader, manifest, plain["groups"], optimizer, states)
-            restore_delayed_gradients(reader, optimizer)
+            restore_kept_gradients(reader, optimizer)
             _restore_own_states(folder, manifest, optimizer, stack)
         if settings.rng:
             _restore_rng(folder, manifest, contents.runtime, stack)
@@ -624,27 +624,32 @@ def split_as_saved(
     optimizer.shard_set.cut_apart(saved)
 
 
-def restore_delayed_gradients(reader: StateReader, optimizer: ShardedOptimizer) -> None:
-    """Write the gradients whose update comes a step late; the trainer's own values say whether one
-    is due.
+def restore_kept_gradients(reader: StateReader, optimizer: ShardedOptimizer) -> None:
+    """Write the gradients that an update still needs; the trainer's own values say whether one is
+    due.
     """
     piece = ModelPiece.of(optimizer.runtime)
     for group in optimizer.runtime.trained_groups:
-        known = [
-            number
-            for number, member in enumerate(group.members)
-            if reader.has(DELAYED, piece.name(member))
-        ]
-        absent = set(range(len(group.members))) - set(known) if known else None
-        group.gradient.delayed.restore_absent(absent)
-        for member in group.members:
-            if reader.has(DELAYED, piece.name(member)):
-                start, stop = group.layout.owned(member.slot, group.comm_ctx.comm.rank)
-                low = start - member.slot.start
-                view = group.gradient.delayed.owned(member.slot)
-                high = max(low, stop - member.slot.start)
-                for at, values in piece.read(reader, DELAYED, member, "", low, high):
-                    view[at - low : at - low + values.numel()].copy_(values)
+        for kept in group.gradient.kept.values():
+            _restore_kept_gradient(reader, piece, group, kept)
+
+
+def _restore_kept_gradient(
+    reader: StateReader, piece: ModelPiece, group: ParamGroup, kept: KeptGradient
+) -> None:
+    kind = kept.saved_as
+    absent = set()
+    for number, member in enumerate(group.members):
+        if not reader.has(kind, piece.name(member)):
+            absent.add(number)
+            continue
+        start, stop = group.layout.owned(member.slot, group.comm_ctx.comm.rank)
+        low = start - member.slot.start
+        view = kept.owned(member.slot)
+        high = max(low, stop - member.slot.start)
+        for at, values in piece.read(reader, kind, member, "", low, high):
+            view[at - low : at - low + values.numel()].copy_(values)
+    kept.absent = absent if len(absent) < len(group.members) else None
 
 
 def _shard_state(

@@ -24,11 +24,12 @@ from ..optim.tensor_subclasses import inner_tensors, is_subclass
 from ..optim.updater import ExtentRange, MasterShard, ParamOverlap
 from ..planner.extras import feedback_of
 from ..planner.spec import R
+from ..sharding.gradient import KeptGradient
 from ..sharding.group import ParamInfo
 from ..sharding.param_group import ParamGroup
 from ..tiers.tier import Extent
 from .contents import Contents
-from .format import DELAYED, INNER, MOMENT, OWN, REPLICA, WEIGHT, WHOLE, SavedChunk
+from .format import INNER, MOMENT, OWN, REPLICA, WEIGHT, WHOLE, SavedChunk
 from .piece import ModelPiece
 from .safetensors_file import dtype_name
 
@@ -102,8 +103,8 @@ def write_groups(
         for shard in shards_by_group.get(id(group), ()):
             assert optimizer is not None
             yield _moment_items(optimizer, shard, chunks, cache)
-        if group.trainable:
-            yield _delayed_gradient_items(group, chunks)
+        for kept in group.gradient.kept.values() if group.trainable else ():
+            yield _kept_gradient_items(group, kept, chunks)
 
 
 @dataclass(frozen=True)
@@ -171,29 +172,27 @@ def _read_from(read: Callable[[int, int], Tensor], place: int, low: int, high: i
     return read(place + low, place + high)
 
 
-def _delayed_gradient_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
-    """List this rank's part of a gradient whose update comes a step late."""
-    waiting = group.gradient.delayed
+def _kept_gradient_items(group: ParamGroup, kept: KeptGradient, chunks: Chunks) -> WriteGroup:
+    """List this rank's part of a gradient that an update still needs."""
     rank = group.comm_ctx.comm.rank
     write_group = WriteGroup([])
+    buffer = kept.buffer
+    if not kept.is_full or buffer is None:
+        return write_group
     low = group.layout.bounds(rank)[0]
-    waiting_members = group.members if waiting.is_full and waiting.buffer is not None else ()
-    for number, member in enumerate(waiting_members):
-        if number in (waiting.absent or ()) or not chunks.are_written(group, member):
+    for number, member in enumerate(group.members):
+        if number in (kept.absent or ()) or not chunks.are_written(group, member):
             continue
-        assert waiting.buffer is not None
         start, stop = group.layout.owned(member.slot, rank)
         if start < stop:
-            chunk = chunks.of(
-                DELAYED, member, "", start - member.slot.start, stop - member.slot.start
-            )
-            read = partial(_read_from, waiting.buffer.read_now, start - low)
+            first = member.slot.start
+            chunk = chunks.of(kept.saved_as, member, "", start - first, stop - first)
+            read = partial(_read_from, buffer.read_now, start - low)
             write_group.items.append(
-                WriteItem(chunk, waiting.buffer.spec.dtype, (stop - start,), read, group)
+                WriteItem(chunk, buffer.spec.dtype, (stop - start,), read, group)
             )
-            write_group.extents = [
-                ExtentRange(each, 0, each.memory.numel(), changes=False) for each in waiting.extents
-            ]
+    if write_group.items and buffer.extent is not None:
+        write_group.extents = [ExtentRange(buffer.extent, 0, buffer.memory.numel(), changes=False)]
     return write_group
 
 

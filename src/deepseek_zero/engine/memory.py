@@ -118,11 +118,7 @@ def _held(
     under the first.
     """
     groups = runtime.groups
-    gradients = [
-        buffer
-        for group in groups
-        for buffer in (group.gradient.buffer, group.gradient.delayed.buffer)
-    ]
+    gradients = [buffer for group in groups for buffer in group.gradient.buffers()]
     masters = [group.master for group in groups]
     pools = {id(group.comm_ctx.pool): group.comm_ctx.pool for group in groups}.values()
     lent: list[Tensor | None] = [tensor for pool in pools for tensor in pool.idle()]
@@ -137,7 +133,7 @@ def _held(
             tensor for group in groups for tensor in (group.weight.memory, group.placeholder)
         ],
         **({"secondary": copies} if copies else {}),
-        "grad": [buffer.memory for buffer in gradients if buffer is not None],
+        "grad": [buffer.memory for buffer in gradients],
         **({"errors": errors} if errors else {}),
         "master": [master.buffer.memory for master in masters if master is not None],
         "moments": _moments(optimizer) if optimizer is not None else [],

@@ -21,7 +21,6 @@ from ..base.memory import trim_heap
 from ..optim.sharded import ShardedOptimizer
 from ..report.measure import moments_of
 from ..sharding.buffer import FlatBuffer, OffloadedGuard, StateGuard, refuse_offloaded_state
-from ..sharding.gradient import GradState
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..tiers.disk import DiskExtent
@@ -149,14 +148,9 @@ class StateOffload:
                 if _is_resident(group.weight):
                     yield group.weight.memory
                 yield from (buffer.memory for buffer in group.weight_gather.buffers())
-            delayed = group.gradient.delayed
-            if (
-                LP_GRADS in kinds
-                and delayed.is_full
-                and delayed.buffer is not None
-                and _is_resident(delayed.buffer)
-            ):
-                yield delayed.buffer.memory
+            for kept in group.gradient.kept.values() if LP_GRADS in kinds else ():
+                if kept.is_full and kept.buffer is not None and _is_resident(kept.buffer):
+                    yield kept.buffer.memory
 
     def _moments(self) -> Iterator[Tensor]:
         optimizer = self.optimizer
@@ -174,9 +168,8 @@ class StateOffload:
 
     def _drop_gradients(self) -> None:
         for group in self.runtime.trained_groups:
-            gradient = group.gradient
-            if gradient.state is GradState.EMPTY and not gradient.delayed.is_full:
-                gradient.drop_buffers()
+            if group.gradient.is_empty:
+                group.gradient.drop_buffers()
 
     def _drop_buffers(self) -> None:
         for group in self.runtime.groups:

@@ -13,17 +13,128 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
+
+from torch import Tensor
 
 from ..optim.update_policy import Stepping, UpdatePolicy
-from ..optim.updater import Decision, Summed, Updater
+from ..optim.updater import Decision, Updater
+from ..planner.extras import late_gradient_of
+from ..planner.layout import Slot
+from ..planner.spec import S
+from ..sharding.buffer import FlatBuffer
+from ..sharding.gradient import Gradient, staged_gradient
 from ..sharding.param_group import ParamGroup
+from ..tiers.tier import StagedTile
 from .speculative_update import refuse_joining_beside_log
 
+_NAME = "delayed"
+_TILE_NUMEL = 1 << 20  # elements that change places at once where buffers cannot
 
-def delayed_gradient(group: ParamGroup) -> Summed:
+
+class DelayedGradient:
+    """The gradient of the step before of one group.
+
+    Attributes:
+        gradient: The gradient of the step under way.
+        buffer: This rank's slice of it, allocated on first use.
+        absent: The indices of members without a gradient.
+    """
+
+    saved_as: ClassVar[str] = "owed"
+
+    def __init__(self, gradient: Gradient) -> None:
+        self.gradient = gradient
+        self.buffer: FlatBuffer | None = None
+        self.absent: set[int] | None = None
+        self._is_full = False
+        self._staged: StagedTile | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether `buffer` has a gradient."""
+        return self._is_full
+
+    def swap(self, *, keep: bool) -> None:
+        """Exchange the delayed and the reduced gradient; `keep`: False drops the reduced one."""
+        gradient = self.gradient
+        comes = self._is_full
+        if not (keep or comes):
+            return
+        gradient.group.guard.before_write()
+        theirs = gradient.ensure_buffer()
+        mine = self._ensure_buffer()
+        is_cut = theirs.spec.placement is S
+        if is_cut:
+            self.buffer = theirs
+        else:
+            _change_places(theirs.shard(gradient.group.comm_ctx.comm.rank), mine.load())
+        absent = self.absent
+        self.absent = gradient.absent
+        gradient.replace_sum(mine if is_cut else None, absent, is_full=comes)
+        self._is_full = keep
+        if not keep:
+            self.discard()
+
+    def read(self, low: int, high: int) -> Tensor | None:
+        """Return elements [low, high) of it, to be read only; None if there is none."""
+        if not self._is_full or self.buffer is None:
+            return None
+        came = self._staged.view(low, high) if self._staged is not None else None
+        return self.buffer.read(low, high) if came is None else came
+
+    def staged_tile(self) -> StagedTile | None:
+        """Return what brings it from the training device to the host that updates; None if nothing
+        must.
+        """
+        self._staged = staged_gradient(self.gradient.group, self.buffer, self._staged)
+        return self._staged
+
+    def owned(self, slot: Slot) -> Tensor:
+        """Return this rank's part of a member's gradient: a flat view, which a checkpoint fills."""
+        self.gradient.group.guard.before_write()
+        return self._ensure_buffer().owned_view(slot, self.gradient.group.comm_ctx.comm.rank)
+
+    def restore(self, *, is_full: bool) -> None:
+        """Take from a checkpoint whether there is one, after its values."""
+        self._is_full = is_full
+
+    def discard(self) -> None:
+        """Drop it: no update will use it."""
+        self.gradient.group.guard.before_write()
+        self._is_full = False
+        self.absent = None
+        buffer = self.buffer
+        if buffer is not None and buffer.extent is not None:
+            buffer.extent.discard(0, buffer.memory.numel())
+
+    def _ensure_buffer(self) -> FlatBuffer:
+        if self.buffer is None:
+            spec = late_gradient_of(self.gradient.group.plan)
+            assert spec is not None
+            self.buffer = self.gradient.new_slice(spec)
+        return self.buffer
+
+
+def _change_places(left: Tensor, right: Tensor) -> None:
+    for mine, yours in zip(left.split(_TILE_NUMEL), right.split(_TILE_NUMEL), strict=True):
+        held = mine.clone()
+        mine.copy_(yours)
+        yours.copy_(held)
+
+
+def kept_gradients_of(gradient: Gradient) -> dict[str, DelayedGradient]:
+    """Return the gradient of the step before, if the plan has one."""
+    if late_gradient_of(gradient.group.plan) is None:
+        return {}
+    return {_NAME: DelayedGradient(gradient)}
+
+
+def delayed_gradient(group: ParamGroup) -> DelayedGradient:
     """Return the gradient of the step before."""
-    return group.gradient.delayed
+    found = group.gradient.kept[_NAME]
+    assert isinstance(found, DelayedGradient)
+    return found
 
 
 class DelayedUpdate(UpdatePolicy):
@@ -73,13 +184,13 @@ class DelayedUpdate(UpdatePolicy):
         if not self.is_on:
             return
         for group in self.groups:
-            group.gradient.delayed.swap(keep=made is not None)
+            delayed_gradient(group).swap(keep=made is not None)
         self.deferred = made
 
     def discard(self) -> None:
         self.deferred = None
         for group in self.groups:
-            group.gradient.delayed.discard()
+            delayed_gradient(group).discard()
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the kept decision as plain values. checkpoint/state.py saves its gradient."""
@@ -99,4 +210,4 @@ class DelayedUpdate(UpdatePolicy):
         if state is not None:
             self.deferred = Decision(state["factor"], state["number"], state["hypers"])
         for group in self.groups:
-            group.gradient.delayed.restore(is_full=self.deferred is not None)
+            delayed_gradient(group).restore(is_full=self.deferred is not None)

@@ -14,6 +14,7 @@ from ..sharding.group import Group
 from ..sharding.param_group import GroupParts
 from ..sharding.weight_gather import WeightGather
 from ..tiers.tier import Tier
+from .delayed_update import kept_gradients_of
 from .error_feedback import ErrorFeedback
 from .replicas import SumOverReplicas
 from .secondary_copy import SecondaryCopy
@@ -35,7 +36,7 @@ def group_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
         ranks = comm.whole.split(plan.mesh.inner_groups(few), "inner")
         pool, tiers = comm_ctx.pool, comm_ctx.tiers
         inner = CommContext(ranks, pool, tiers=tiers, gather_kind="inner_gather")
-    return GroupParts(partial(weight_gather_of, inner), reduction_of)
+    return GroupParts(partial(weight_gather_of, inner), reduction_of, kept_gradients_of)
 
 
 def weight_gather_of(inner: CommContext | None, group: Group, what: str) -> WeightGather:

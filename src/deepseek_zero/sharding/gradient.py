@@ -6,25 +6,24 @@ program sees as `.grad` is `GradView`; norms are in grad_norm.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
+from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 
 from ..base.device import without_torch_function
 from ..base.memory import private_pages, return_pages
 from ..comm.collectives import DONE, Pending
-from ..planner.extras import late_gradient_of
 from ..planner.layout import Slot
 from ..planner.spec import P, S, Spec
-from ..tiers.tier import Extent, StagedTile, Tier
+from ..tiers.tier import StagedTile, Tier
 from .buffer import FlatBuffer, StateGuard, all_gather, has_pages_to_return
 from .grad_norm import squares_now
 from .grad_reduction import GradReduction
 from .group import Group
 from .sharded_gradient import Part
-
-_TILE_NUMEL = 1 << 20  # elements that change places at once where buffers cannot
 
 
 class GradState(Enum):
@@ -68,11 +67,33 @@ GRAD_MOVES = {
 _SUMMED = frozenset((GradState.REDUCING, GradState.PARTIAL, GradState.REDUCED))
 
 
+class KeptGradient(Protocol):
+    """A gradient that an extension keeps beside the one of the step under way.
+
+    Attributes:
+        saved_as: The kind of its chunks in a checkpoint.
+        buffer: Its memory, this rank's slice; None before the first use.
+        absent: The indices of members without a gradient in it.
+    """
+
+    saved_as: ClassVar[str]
+    buffer: FlatBuffer | None
+    absent: set[int] | None
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether `buffer` has a gradient, which an update still needs."""
+
+    def owned(self, slot: Slot) -> Tensor:
+        """Return this rank's part of a member's gradient: a flat view, which a checkpoint fills."""
+
+
 class Gradient:
     """The gradient of one trainable group: (numel,) while partial, a slice when reduced.
 
     Attributes:
         reduction: How the ranks sum it.
+        kept: The gradients that extensions keep beside it, by name.
         buffer: The memory of the sum; None before the first one.
         absent: The indices of members whose `.grad` is None, which are not updated; None before the
             end of a backward.
@@ -91,7 +112,7 @@ class Gradient:
         self._state = GradState.EMPTY
         self.is_shown = False
         self._clear()
-        self.delayed = DelayedGradient(self)
+        self.kept: Mapping[str, KeptGradient] = {}
         self._staged: StagedTile | None = None
 
     def _clear(self) -> None:
@@ -117,6 +138,18 @@ class Gradient:
                 f"the gradient of '{name}' cannot go from {self._state.value} to {state.value}"
             )
         self._state = state
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no gradient is collected, summed or kept."""
+        return self._state is GradState.EMPTY and not any(
+            kept.is_full for kept in self.kept.values()
+        )
+
+    def buffers(self) -> list[FlatBuffer]:
+        """Return the memory of the sum and of the kept gradients, as far as it is allocated."""
+        found = [self.buffer, *(kept.buffer for kept in self.kept.values())]
+        return [buffer for buffer in found if buffer is not None]
 
     @property
     def is_whole(self) -> bool:
@@ -418,14 +451,13 @@ class Gradient:
             return_pages(shard.memory)
 
     def drop_buffers(self) -> None:
-        """Free the memory of the sum and of the delayed gradient, for others of another dtype; both
+        """Free the memory of the sum and of the kept gradients, for others of another dtype; all
         must be empty.
         """
-        assert self._state is GradState.EMPTY and not self.delayed.is_full, (
-            "a gradient's memory was dropped with it"
-        )
+        assert self.is_empty, "a gradient's memory was dropped with it"
         self.buffer = None
-        self.delayed.buffer = None
+        for kept in self.kept.values():
+            kept.buffer = None
 
     def follow_wires(self) -> None:
         """Send what is collected in the sum's memory as the plan has it now.  Local."""
@@ -533,99 +565,6 @@ class Gradient:
         return self.buffer.owned_view(slot, self.group.comm_ctx.comm.rank)
 
 
-class DelayedGradient:
-    """The gradient of an earlier step, for a delayed update. buffer: this rank's slice of it,
-    allocated on first
-    use. absent: as of the gradient under way.
-    """
-
-    def __init__(self, gradient: Gradient) -> None:
-        self.gradient = gradient
-        self.buffer: FlatBuffer | None = None
-        self.absent: set[int] | None = None
-        self._is_full = False
-        self._staged: StagedTile | None = None
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether `buffer` has a gradient."""
-        return self._is_full
-
-    @property
-    def extents(self) -> list[Extent]:
-        """Return the extent that holds it, if it is offloaded."""
-        return (
-            [self.buffer.extent]
-            if self.buffer is not None and self.buffer.extent is not None
-            else []
-        )
-
-    def swap(self, *, keep: bool) -> None:
-        """Exchange the delayed and the reduced gradient; `keep`: False drops the reduced one."""
-        gradient = self.gradient
-        comes = self._is_full
-        if not (keep or comes):
-            return
-        gradient.group.guard.before_write()
-        theirs = gradient.ensure_buffer()
-        mine = self._ensure_buffer()
-        is_cut = theirs.spec.placement is S
-        if is_cut:
-            self.buffer = theirs
-        else:
-            _change_places(theirs.shard(gradient.group.comm_ctx.comm.rank), mine.load())
-        absent = self.absent
-        self.absent = gradient.absent
-        gradient.replace_sum(mine if is_cut else None, absent, is_full=comes)
-        self._is_full = keep
-        if not keep:
-            self.discard()
-
-    def read(self, low: int, high: int) -> Tensor | None:
-        """Return elements [low, high) of it, to be read only; None if there is none."""
-        if not self._is_full or self.buffer is None:
-            return None
-        came = self._staged.view(low, high) if self._staged is not None else None
-        return self.buffer.read(low, high) if came is None else came
-
-    def staged_tile(self) -> StagedTile | None:
-        """Return what brings it from the training device to the host that updates; None if nothing
-        must.
-        """
-        self._staged = staged_gradient(self.gradient.group, self.buffer, self._staged)
-        return self._staged
-
-    def owned(self, slot: Slot) -> Tensor:
-        """Return this rank's part of one member's: a flat view, which a checkpoint fills."""
-        self.gradient.group.guard.before_write()
-        return self._ensure_buffer().owned_view(slot, self.gradient.group.comm_ctx.comm.rank)
-
-    def restore_absent(self, absent: set[int] | None) -> None:
-        """Take the members that had no gradient from a checkpoint, which fills `owned` for the
-        others.
-        """
-        self.absent = absent
-
-    def restore(self, *, is_full: bool) -> None:
-        """Take from a checkpoint whether there is one, after its values."""
-        self._is_full = is_full
-
-    def discard(self) -> None:
-        """Drop it: no update will use it."""
-        self.gradient.group.guard.before_write()
-        self._is_full = False
-        self.absent = None
-        for extent in self.extents:
-            extent.discard(0, extent.memory.numel())
-
-    def _ensure_buffer(self) -> FlatBuffer:
-        if self.buffer is None:
-            spec = late_gradient_of(self.gradient.group.plan)
-            assert spec is not None
-            self.buffer = self.gradient.new_slice(spec)
-        return self.buffer
-
-
 def staged_gradient(
     group: Group, buffer: FlatBuffer | None, known: StagedTile | None
 ) -> StagedTile | None:
@@ -643,10 +582,3 @@ def staged_gradient(
     if known is not None and known.on_device.data_ptr() == memory.data_ptr():
         return known
     return group.comm_ctx.copy_engine.staged_tile(memory, is_read=True)
-
-
-def _change_places(left: Tensor, right: Tensor) -> None:
-    for mine, yours in zip(left.split(_TILE_NUMEL), right.split(_TILE_NUMEL), strict=True):
-        held = mine.clone()
-        mine.copy_(yours)
-        yours.copy_(held)

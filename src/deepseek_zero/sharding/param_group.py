@@ -34,7 +34,7 @@ from .buffer import (
 from .grad_norm import slice_squares, squares_on_accelerator
 from .grad_reduction import GradReduction
 from .grad_view import GradView
-from .gradient import Gradient
+from .gradient import Gradient, KeptGradient
 from .group import Group, ParamInfo
 from .init import take_values
 from .main_weight import MasterWeight, build_master, weight_shard
@@ -52,10 +52,12 @@ class GroupParts:
         weight_gather: Returns how a group's weight is gathered. Collective. Its second argument is
             the name of the weight, for messages.
         reduction: Returns how a group's gradients are summed. Local.
+        kept_gradients: Returns what is kept beside a group's gradient, by name. Local.
     """
 
     weight_gather: Callable[[Group, str], WeightGather]
     reduction: Callable[[Group], GradReduction]
+    kept_gradients: Callable[[Gradient], Mapping[str, KeptGradient]] = lambda gradient: {}
 
 
 class ParamGroup:
@@ -103,6 +105,7 @@ class ParamGroup:
 
     def _new_gradient(self) -> None:
         self.gradient = Gradient(self, self.parts.reduction(self))
+        self.gradient.kept = self.parts.kept_gradients(self.gradient)
         self.grad_view = GradView(self.gradient)
 
     @property
@@ -308,9 +311,8 @@ class ParamGroup:
 
     def offloaded_extents(self) -> list[Extent]:
         """Return the extents of weight, master and gradients that are offloaded."""
-        buffers = [buffer for buffer in (self.weight, self.gradient.buffer) if buffer is not None]
+        buffers = [self.weight, *self.gradient.buffers()]
         found = [buffer.extent for buffer in buffers if buffer.extent is not None]
-        found += self.gradient.delayed.extents
         return found + (self.master.extents() if self.master is not None else [])
 
     def follow_frozen(self) -> None:
