@@ -30,9 +30,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.plot import Panel, draw_panels
 from benchmarks.probes import machine
 from benchmarks.tiers import described
-from deepseek_zero.attention import Pattern, attend
-from deepseek_zero.attention.attend import plan_for
+from deepseek_zero.attention.attend import attend, plan_for
 from deepseek_zero.attention.layouts import BSLongformer, Listed, LocalSlidingWindow
+from deepseek_zero.attention.plan import Pattern
 from deepseek_zero.base.memory import keep_freed_memory
 from deepseek_zero.report.memory_trace import MemoryTrace
 

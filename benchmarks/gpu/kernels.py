@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu.results import attempt, begin, device
-from deepseek_zero.attention import Pattern, attend
+from deepseek_zero.attention.attend import attend
 from deepseek_zero.attention.layouts import BSLongformer
+from deepseek_zero.attention.plan import Pattern
 from deepseek_zero.base.device import synchronize
 from deepseek_zero.precision.codecs import Blocks, work_room
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepseek_zero.attention import Pattern, attend
+from deepseek_zero.attention.attend import attend
 from deepseek_zero.attention.flex import is_usable
 from deepseek_zero.attention.layouts import BigBird, BSLongformer, Fixed
+from deepseek_zero.attention.plan import Pattern
 from tests.unit.attention.dense import apart, dense, tensors, with_gradients
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import deepseek_zero
 from deepseek_zero import zero
-from deepseek_zero.extensions.cut_layers import CutEmbedding, CutLinear, choose_cuts, cut_layers
+from deepseek_zero.extensions.cut_layers import CutEmbedding, CutLinear, choose_cuts
 from deepseek_zero.parallel.sequence_model import own_part
 from tests.models import Gpt, batch_of, seeded
 from tests.pairwise import cases
@@ -43,7 +43,7 @@ def start(run: Run, model: nn.Module, limit: int | None = LIMIT) -> Any:
 
 def cut(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The same tiles in a model of one process."""
-    cut_layers(choose_cuts(model, LIMIT, lambda own: dtype).cuts)
+    choose_cuts(model, LIMIT, lambda own: dtype).cut()
     return model
 
 

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import checkpoint
 from ..base.errors import NotBuiltError, UsageError
 from ..base.given import path_of, refuse
 from ..base.log import log_once
 from ..base.mesh import Mesh
 from ..checkpoint.contents import SaveSettings
-from ..checkpoint.export import ExportSettings, export_file
 from ..checkpoint.format import LATEST, LATEST_UNIVERSAL
 from ..checkpoint.hf_folder import MAX_SHARD_BYTES
-from ..checkpoint.layouts import EngineLayout
 from ..checkpoint.piece import frozen_names
 from ..engine import exporting, saving
 from ..engine.compiling import compile_units, restore
@@ -35,7 +34,7 @@ class NoFolderError(UsageError, ValueError):
 class ZeroEngine(Engine):
     """An engine with everything that a program asks for beside its steps."""
 
-    preferred_layout: EngineLayout | None = None  # of checkpoints, if the configuration names none
+    preferred_layout = ""  # the name of that of checkpoints, if the configuration names none
 
     def __init__(
         self,
@@ -227,8 +226,8 @@ class ZeroEngine(Engine):
                 "stage3_gather_16bit_weights_on_model_save is False."
             )
             return False
-        settings = ExportSettings(exclude_frozen=exclude_frozen_parameters)
-        export_file(self.runtime, target, settings)
+        settings = checkpoint.ExportSettings(exclude_frozen=exclude_frozen_parameters)
+        checkpoint.export_file(self.runtime, target, settings)
         return True
 
     save_fp16_model = save_16bit_model

@@ -11,9 +11,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from .. import checkpoint
 from ..base.errors import UsageError
 from ..base.given import path_of, refuse
-from ..checkpoint import weights
 from ..sharding import access, init
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
@@ -111,7 +111,7 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
     device or built
     under zero.Init: each rank reads its slices alone, and `initialize` goes on from there.
     """
-    weights.load_weights(model, path_of("load_weights", "path", path), strict)
+    checkpoint.load_weights(model, path_of("load_weights", "path", path), strict)
     for session in {
         shard.session
         for shard in map(owner_of, model.parameters())

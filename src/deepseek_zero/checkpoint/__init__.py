@@ -1,1 +1,45 @@
-"""Bytes on a disk that outlive the run."""
+"""Bytes on a disk that outlive the run.
+
+The names below load on first use: a run that neither saves nor loads needs none of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..base.lazy import loads_on_first_use
+
+if TYPE_CHECKING:
+    from .export import (
+        FILE_SUFFIXES,
+        ExportSettings,
+        consolidated,
+        export_file,
+        export_safetensors,
+    )
+    from .load import load_slices
+    from .save import PendingSave
+    from .weights import load_weights, load_weights_into
+
+__all__ = [
+    "FILE_SUFFIXES",
+    "ExportSettings",
+    "PendingSave",
+    "consolidated",
+    "export_file",
+    "export_safetensors",
+    "load_slices",
+    "load_weights",
+    "load_weights_into",
+]
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+    __getattr__ = loads_on_first_use(
+        __name__,
+        {
+            "export": "FILE_SUFFIXES ExportSettings consolidated export_file export_safetensors",
+            "load": "load_slices",
+            "save": "PendingSave",
+            "weights": "load_weights load_weights_into",
+        },
+    )

@@ -14,6 +14,11 @@ from typing import Any
 from ..optim.sharded import ShardedOptimizer
 from ..sharding.runtime import Runtime
 
+# What a group says about how to compute, not about what was learnt: the running program decides.
+IMPLEMENTATION_OPTIONS = frozenset(
+    {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
+)
+
 
 @dataclass
 class Contents:

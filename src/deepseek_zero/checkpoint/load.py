@@ -19,13 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import extensions
 from ..base.errors import CheckpointError
 from ..base.log import log_first
 from ..base.memory import trim_heap
 from ..base.mesh import AXES
-from ..extensions.adaptive_precision import AdaptivePrecision
-from ..extensions.delayed_update import DelayedUpdate
-from ..extensions.weight_differences import WeightDifferences
 from ..optim.inner_states import discard_updates, load_inner, reset_states
 from ..optim.sharded import ShardedOptimizer
 from ..optim.tensor_subclasses import inner_tensors, is_subclass
@@ -38,7 +36,7 @@ from ..sharding.param_group import ParamGroup
 from ..sharding.regroup import follow_requires_grad
 from ..sharding.runtime import Runtime
 from .catalogue import existing_folder
-from .contents import Contents, Loaded, LoadSettings
+from .contents import IMPLEMENTATION_OPTIONS, Contents, Loaded, LoadSettings
 from .format import (
     BUFFER,
     INNER,
@@ -63,7 +61,7 @@ from .verify import FileSubset, first_few, raise_faults, verify
 NEW_MOMENTS = "moments into new memory"
 
 
-def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
+def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
     """Fill an engine's weights, masters, moments, buffers and random generators from
     `directory/tag`.  Collective.
 
@@ -175,7 +173,7 @@ def replace_states(
         runtime.discard_step()
         if optimizer is not None:
             discard_updates(optimizer.shard_set)
-            adaptive = optimizer.policy(AdaptivePrecision)
+            adaptive = optimizer.policy(extensions.AdaptivePrecision)
             if adaptive is not None and lifted is not None:
                 adaptive.restore(lifted)
         for group in runtime.trained_groups:
@@ -309,7 +307,7 @@ def _check_optimizer(manifest: Manifest, optimizer: ShardedOptimizer) -> None:
             fix=fix,
         )
     is_owed = manifest.plain["trainer"].get("owed") is not None
-    if is_owed and optimizer.policy(DelayedUpdate) is None:
+    if is_owed and optimizer.policy(extensions.DelayedUpdate) is None:
         raise CheckpointError(
             "the checkpoint owes an update that was delayed.",
             "It was saved with delayed_update_after, which this run does not have.",
@@ -381,10 +379,6 @@ def _restore_all(
     return ""
 
 
-# What a group says about how to compute, not about what was learnt: the running program decides.
-IMPLEMENTATION_OPTIONS = frozenset(
-    {"params", "param_names", "fused", "foreach", "capturable", "differentiable"}
-)
 GroupStates = tuple[ParamGroup, dict[int, dict[str, Any]]]  # by number of the shard
 
 
@@ -445,13 +439,16 @@ def restore_weights(reader: StateReader, contents: Contents) -> None:
         for member in group.members:
             if reader.has(WEIGHT, piece.name(member)):
                 write_weight(group, member, partial(piece.read, reader, WEIGHT, member, ""))
-                if isinstance(group.weight_gather, WeightDifferences):
+                if isinstance(group.weight_gather, extensions.WeightDifferences):
                     _write_replica(reader, group.weight_gather, member, piece)
         store_weights(group)
 
 
 def _write_replica(
-    reader: StateReader, weight: WeightDifferences, member: ParamInfo, piece: ModelPiece
+    reader: StateReader,
+    weight: extensions.WeightDifferences,
+    member: ParamInfo,
+    piece: ModelPiece,
 ) -> None:
     """Write this rank's part of a weight that follows its master by differences; the master's cast
     where none was saved.

@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from .. import activations
+from .. import activations, attention, extensions
 from ..activations.recompute import RecomputeSettings
 from ..activations.tiles import TileSettings
-from ..attention.hugging_face import attend_sparsely, is_of_transformers
-from ..attention.layer import SparseAttention
 from ..base.errors import NotBuiltError
 from ..base.log import log_once
 from ..base.mesh import Mesh
 from ..checkpoint.piece import remember_names, whole_names
-from ..extensions.cut_layers import CutChoice, choose_cuts, cut_layers
 from ..optim.shard_set import refuse_parts
 from ..planner.update import ParamGroupPlan
 from .optimizer import OptimizerParts
@@ -44,7 +41,7 @@ class Change:
 
 
 def changes_of_whole(
-    recomputing: RecomputeSettings, sparse: SparseAttention | None
+    recomputing: RecomputeSettings, sparse: attention.SparseAttention | None
 ) -> list[Change]:
     """Return the changes that a whole model needs, before axes cut it."""
     found = []
@@ -73,12 +70,12 @@ def changes_of_piece(config: Config) -> list[Change]:
     return found
 
 
-def _attend(model: nn.Module, sparse: SparseAttention) -> None:
+def _attend(model: nn.Module, sparse: attention.SparseAttention) -> None:
     """Let a model of transformers attend by a layout; another one calls `engine.sparse_attention`
     itself.
     """
-    if is_of_transformers(model):
-        attend_sparsely(model, sparse)
+    if attention.is_of_transformers(model):
+        attention.attend_sparsely(model, sparse)
         return
     log_once(
         f"sparse_attention: the attention of {type(model).__name__} is its own; "
@@ -98,7 +95,7 @@ def _cut_large_layers(model: nn.Module, config: Config) -> None:
         )
     if choice.cuts:
         names = dict(whole_names(model))
-        remember_names(model, names, cut_layers(choice.cuts))
+        remember_names(model, names, choice.cut())
 
 
 def plan_large_layers(config: Config, model: nn.Module, parts: OptimizerParts) -> OptimizerParts:
@@ -106,7 +103,7 @@ def plan_large_layers(config: Config, model: nn.Module, parts: OptimizerParts) -
     it has then.
     """
     choice = _choose_tiles(config, model)
-    wholes = cut_layers(choice.cuts)
+    wholes = choice.cut()
     tiles = dict[str, set[str]]()
     for name in (name for name, _ in model.named_parameters() if name in wholes):
         tiles.setdefault(wholes[name], set()).add(name)
@@ -185,13 +182,13 @@ def refuse_changes_on(config: Config, mesh: Mesh) -> None:
             )
 
 
-def _choose_tiles(config: Config, model: nn.Module) -> CutChoice:
+def _choose_tiles(config: Config, model: nn.Module) -> extensions.CutChoice:
     limit = config.zero_optimization.tile_above
     assert limit is not None
-    return choose_cuts(model, limit, policy_of(config).weight_dtype)
+    return extensions.choose_cuts(model, limit, policy_of(config).weight_dtype)
 
 
-def _refuse_meta(choice: CutChoice) -> None:
+def _refuse_meta(choice: extensions.CutChoice) -> None:
     for cut in choice.cuts:
         if cut.weight.is_meta:
             raise NotBuiltError(

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from .. import pipeline
+from .. import attention, pipeline, report
 from ..activations import recompute
 from ..activations.layerwise_accumulation import LayerwiseAccumulation
 from ..activations.recompute import Recompute
-from ..attention.layer import SparseAttention
 from ..base.capabilities import Capabilities
 from ..base.errors import UsageError
 from ..base.given import NoSuchNameError, path_of, whole_number
@@ -38,9 +37,6 @@ from ..planner.plan import Plan
 from ..planner.plan_settings import PlanSettings
 from ..planner.unit_tiers import PlacementSettings
 from ..precision.loss_scale import LossScaler
-from ..report.explain import Timeline
-from ..report.memory_trace import MemoryTrace
-from ..report.picture import draw
 from ..sharding.runtime import Runtime
 from .data import ShardedLoader
 from .determinism import Determinism
@@ -130,7 +126,7 @@ class Parts:
     determinism: Determinism | None = None
     pipeline: Pipeline | None = None
     loop: PlainLoop | None = None  # over the pipeline's stages
-    sparse_attention: SparseAttention | None = None
+    sparse_attention: attention.SparseAttention | None = None
     # What DeepSeekZeRO3 heard of its optimizer, to compare with it
     told: dict[str, Any] = field(default_factory=dict)
 
@@ -218,7 +214,7 @@ class Engine(StandsForModule):
         return self.parts.runtime
 
     @property
-    def sparse_attention(self) -> SparseAttention | None:
+    def sparse_attention(self) -> attention.SparseAttention | None:
         """Return attention by the layout that the configuration's section says, None without one.
 
         A model of transformers has it already; another one calls it with query, key and value.
@@ -665,7 +661,7 @@ class Engine(StandsForModule):
         if picture is not None:
             path_of("explain", "picture", picture)
         if picture is not None and is_rank_zero():
-            draw(self.current_plan(), picture)
+            report.draw(self.current_plan(), picture)
         parked = self.parts.recompute.explain() if self.parts.recompute is not None else []
         capabilities = [
             "capabilities:",
@@ -678,13 +674,13 @@ class Engine(StandsForModule):
         return "\n".join([self.plan(), *capabilities, *steps, *network, *parked])
 
     @contextmanager
-    def timeline(self) -> Iterator[Timeline]:
+    def timeline(self) -> Iterator[report.Timeline]:
         """A log of the block: each collective and each transfer to or from another memory, with its
         times.
         """
         meter = self.runtime.comm.meter
         tiers = self.runtime.comm_ctx.tiers
-        seen = Timeline()
+        seen = report.Timeline()
         meter.events = seen.collectives
         tiers.record(seen.transfers)
         try:
@@ -694,7 +690,7 @@ class Engine(StandsForModule):
             tiers.record(None)
 
     @contextmanager
-    def memory_trace(self, picture: Path | str | None = None) -> Iterator[MemoryTrace]:
+    def memory_trace(self, picture: Path | str | None = None) -> Iterator[report.MemoryTrace]:
         """Follow every storage that the block makes, by kind: a forward, a backward and a step,
         say.  Local.
 

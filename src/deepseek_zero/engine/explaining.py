@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from .. import report
 from ..comm.measure import line_of
 from ..optim.explain import explain_updates
 from ..optim.sharded import ShardedOptimizer
 from ..planner.plan import Plan
-from ..report.explain import Advice, what_moved, where_steps_went
-from ..report.links import links_of
-from ..report.network import network_links
 from ..sharding.runtime import Runtime
 
 
@@ -16,14 +14,14 @@ def lines_about_steps(runtime: Runtime, optimizer: ShardedOptimizer | None) -> l
     """Return where this rank's steps went since the second one."""
     settings = runtime.settings
     comm = runtime.comm
-    advice = Advice(
+    advice = report.Advice(
         settings.ahead_numel,
         settings.window_numel,
         max(runtime.executor.sizes, default=0),
         comm.reads_in_place,
     )
-    found = where_steps_went(comm.meter, advice)
-    found += what_moved(links_of(runtime.comm_ctx.tiers, comm.meter))
+    found = report.where_steps_went(comm.meter, advice)
+    found += report.what_moved(report.links_of(runtime.comm_ctx.tiers, comm.meter))
     if optimizer is None:
         return found
     found += explain_updates(optimizer)
@@ -35,5 +33,5 @@ def lines_about_steps(runtime: Runtime, optimizer: ShardedOptimizer | None) -> l
 def lines_about_network(runtime: Runtime, plan: Plan) -> list[str]:
     """Return a line for each link between hosts that steps use."""
     comm = runtime.comm
-    links = network_links(plan, comm.meter, line_of(comm), runtime.comm_ctx)
+    links = report.network_links(plan, comm.meter, line_of(comm), runtime.comm_ctx)
     return [link.explain() for link in links]

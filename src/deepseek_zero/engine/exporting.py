@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
+from .. import checkpoint
 from ..base.given import path_of, whole_number
 from ..checkpoint import files
-from ..checkpoint.export import FILE_SUFFIXES, ExportSettings, export_file, export_safetensors
 from ..checkpoint.hf_folder import MAX_SHARD_BYTES
 from ..checkpoint.piece import refuse_same_names
 from ..checkpoint.safetensors_file import dtype_of
-from ..checkpoint.weights import load_weights_into
 from ..sharding.runtime import Runtime
 
 
@@ -39,11 +38,13 @@ def export(
     refuse_same_names(runtime.model)
     target = path_of("export", "path", path)
     largest = whole_number("export", "max_shard_bytes", max_shard_bytes, 1)
-    settings = ExportSettings(dtype_of(dtype), largest, exclude_frozen)
-    if target.suffix in FILE_SUFFIXES:
-        export_file(runtime, target, settings)
+    settings = checkpoint.ExportSettings(dtype_of(dtype), largest, exclude_frozen)
+    if target.suffix in checkpoint.FILE_SUFFIXES:
+        checkpoint.export_file(runtime, target, settings)
     else:
-        export_safetensors(runtime, target, settings, partial(_write_config, runtime, settings))
+        checkpoint.export_safetensors(
+            runtime, target, settings, partial(_write_config, runtime, settings)
+        )
     return target
 
 
@@ -51,10 +52,10 @@ def load_weights(runtime: Runtime, path: str | Path, strict: bool = True) -> Non
     """Take weights (and masters) from safetensors, each rank only what it will hold.
     Collective.
     """
-    load_weights_into(runtime, path_of("load_weights", "path", path), strict=strict)
+    checkpoint.load_weights_into(runtime, path_of("load_weights", "path", path), strict=strict)
 
 
-def _write_config(runtime: Runtime, settings: ExportSettings, folder: Path) -> None:
+def _write_config(runtime: Runtime, settings: checkpoint.ExportSettings, folder: Path) -> None:
     """The files that `from_pretrained` wants beside the weights, of a model that has Hugging Face's
     configuration.
     """

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from .. import parallel
+from .. import parallel, report
 from ..optim.sharded import ShardedOptimizer
 from ..planner.plan import Plan
 from ..planner.volume import StepVolume
 from ..report.measure import MemoryReport, bytes_of, live_storages, moments_of
-from ..report.memory_trace import MemoryTrace
 from ..sharding.runtime import Runtime
 from ..tiers.disk import DiskExtent
 from ..tiers.tier import Extent
@@ -85,7 +84,7 @@ def traced(
     optimizer: ShardedOptimizer | None,
     parked: Callable[[], Sequence[Extent]],
     pipeline: Pipeline | None = None,
-) -> MemoryTrace:
+) -> report.MemoryTrace:
     """Return a trace of the memory of this engine.  parked: as `memory_report` takes it, now."""
 
     def held() -> dict[str, list[Tensor]]:
@@ -102,7 +101,7 @@ def traced(
     def resting(extents: Sequence[Extent]) -> list[Tensor]:
         return [extent.memory for extent in extents if not isinstance(extent, DiskExtent)]
 
-    return MemoryTrace(held, lambda: runtime.comm.meter.clock.phase)
+    return report.MemoryTrace(held, lambda: runtime.comm.meter.clock.phase)
 
 
 def extents_of(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[Extent]:

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from .. import extensions
 from ..base.device import allocated_bytes
 from ..base.errors import StorageError
 from ..base.log import log_once, logger
 from ..base.mesh import Mesh
 from ..base.quantities import format_bytes, format_count, format_seconds
 from ..base.world import is_rank_zero
-from ..extensions.adaptive_precision import AdaptivePrecision
 from ..optim.sharded import ShardedOptimizer
 from ..report.flops import FlopsSettings, ForwardCost, flops_table
 from ..report.monitor import MonitorMaster
@@ -178,7 +178,9 @@ class Observer:
         self._losses = []
         tokens = self._tokens
         self._tokens = 0
-        adaptive = optimizer.policy(AdaptivePrecision)
+        adaptive = None
+        if optimizer.policies:
+            adaptive = optimizer.policy(extensions.AdaptivePrecision)
         self._record = StepRecord(
             step=engine.global_steps,
             loss=None,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim import Optimizer
 
+from .. import extensions
 from ..base.device import PerDevice, free_device_bytes, synchronize
 from ..base.errors import UsageError
 from ..base.log import log_once
@@ -20,7 +21,6 @@ from ..comm.agreement import AllRanks
 from ..comm.collectives import Comm
 from ..comm.context import ranks_of_this_host
 from ..comm.measure import inter_node_rate
-from ..extensions.speculative_update import works_by_shard
 from ..optim.step_settings import StepSettings, update_settings_of
 from ..optimizers.one_bit_adam import OneBitAdam
 from ..planner.auto_wrap_policy import ModelShape
@@ -324,7 +324,7 @@ def update_of(
         optimizer.cls.__name__,
         optimizer.planned,
         scales_grads=config.fp16.enabled or settings.clips,
-        undoes=settings.by_unit and works_by_shard(optimizer.cls),
+        undoes=settings.by_unit and extensions.works_by_shard(optimizer.cls),
     )
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from .. import checkpoint
 from ..base.errors import CheckpointError
 from ..base.log import log_once
 from ..base.mesh import Mesh
@@ -31,13 +32,17 @@ from ..checkpoint.catalogue import (
     newest_good_of_all,
     tags_in,
 )
-from ..checkpoint.contents import Contents, Loaded, LoadSettings, SaveSettings
+from ..checkpoint.contents import (
+    IMPLEMENTATION_OPTIONS,
+    Contents,
+    Loaded,
+    LoadSettings,
+    SaveSettings,
+)
 from ..checkpoint.format import LATEST, NEWEST, checked_tag, tag_to_save
 from ..checkpoint.layouts import EngineLayout, is_checkpoint, layout_named, layout_of
-from ..checkpoint.load import IMPLEMENTATION_OPTIONS, load
 from ..checkpoint.lockstep import run_and_gather
 from ..checkpoint.piece import refuse_same_names
-from ..checkpoint.save import PendingSave
 from ..checkpoint.writer_lock import WriterLock
 from ..comm.collectives import Comm
 from ..optim.sharded import ShardedOptimizer
@@ -110,7 +115,7 @@ class Saver:
 
     def __init__(self, retention: Retention | None = None) -> None:
         self.retention = retention or Retention()
-        self.current: PendingSave | None = None
+        self.current: checkpoint.PendingSave | None = None
         self.commit_seconds = 0.0  # of the last one
         self._removal: threading.Thread | None = None
         self._writer_lock = WriterLock()
@@ -183,13 +188,13 @@ def save_checkpoint(
     client: Any,
     settings: SaveSettings,
     *,
-    preferred: EngineLayout | None = None,
+    preferred: str = "",
 ) -> Path:
     """Write `directory/tag` (`global_step<N>` without a tag) and return its path.  Collective; the
     end of an accumulation is the time for it.
 
-    preferred: the layout that a door would have where the configuration leaves it open, and it can
-    hold what is saved. Without `settings.wait` a later step, or `Saver.finish`, makes the
+    preferred: the name of the layout for a configuration that leaves it open, if it can hold what
+    is saved. Without `settings.wait` a later step, or `Saver.finish`, makes the
     checkpoint visible.  CheckpointError on every rank where one rank cannot write; the checkpoint
     before stays as it is.
     """
@@ -230,7 +235,8 @@ def save_checkpoint(
     foreign = _foreign_layout(engine, contents, settings, preferred)
     if foreign is not None:
         return foreign.save(Path(directory), name, contents, settings)
-    saving = engine.parts.saver.current = PendingSave(Path(directory), name, contents, settings)
+    saving = checkpoint.PendingSave(Path(directory), name, contents, settings)
+    engine.parts.saver.current = saving
     if settings.wait:
         engine.parts.saver.finish()
     return saving.final
@@ -261,7 +267,7 @@ def _position(loader: Any, num_begun: int) -> Any:
 
 
 def _foreign_layout(
-    engine: Trainer, contents: Contents, settings: SaveSettings, preferred: EngineLayout | None
+    engine: Trainer, contents: Contents, settings: SaveSettings, preferred: str
 ) -> EngineLayout | None:
     """The layout to save in where it is not our own.  Collective.
 
@@ -282,18 +288,20 @@ def _foreign_layout(
     wants_slices = (
         not settings.wait or chosen.retention.last is not None or chosen.on_signal is not None
     )
-    if preferred is None or wants_slices or engine.runtime.settings.stage == 0 or settings.folders:
+    if not preferred or wants_slices or engine.runtime.settings.stage == 0 or settings.folders:
         return None
+    layout = layout_named(preferred)
+    assert isinstance(layout, EngineLayout)
     reasons = run_and_gather(
         engine.runtime.comm.whole,
         "saving: the layout",
-        lambda: preferred.unsupported_reason(contents),
+        lambda: layout.unsupported_reason(contents),
     )
     reason = next(filter(None, reasons), "")
     if reason:
-        log_once(f"saved as slices, not in {preferred.title}: {reason}.")
+        log_once(f"saved as slices, not in {layout.title}: {reason}.")
         return None
-    return preferred
+    return layout
 
 
 def load_checkpoint(
@@ -327,7 +335,7 @@ def load_checkpoint(
     settings = LoadSettings(
         restore.strict, moments, restore.rng and not restore.module_only, verify
     )
-    read = layout.load if isinstance(layout, EngineLayout) else load
+    read = layout.load if isinstance(layout, EngineLayout) else checkpoint.load_slices
     loaded = read(folder, chosen, contents, settings)
     if not restore.module_only:
         _restore_counters(engine, loaded, restore)

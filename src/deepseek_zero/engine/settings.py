@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import parallel
+from .. import attention, parallel
 from ..activations.recompute import RecomputeSettings
 from ..activations.tiles import TileSettings
-from ..attention.layer import SparseAttention
-from ..attention.layouts import fields_of, layout_of
 from ..base.errors import UsageError
 from ..base.mesh import Mesh
 from ..checkpoint.catalogue import Retention
@@ -560,12 +558,12 @@ def sequence_settings_of(
     """What is said of ranks that share sequences.  stated: by a caller's mpu, whose loader cuts
     sequences in order.
     """
-    attention = config.sequence_parallel.attention
+    asked = config.sequence_parallel.attention
     if stated is None:
-        return parallel.SequenceSettings(attention)
-    if attention not in ("auto", stated.attention):
+        return parallel.SequenceSettings(asked)
+    if asked not in ("auto", stated.attention):
         raise UsageError(
-            f"sequence_parallel.attention is {attention}, and the mpu's ranks share sequences by "
+            f"sequence_parallel.attention is {asked}, and the mpu's ranks share sequences by "
             f"{stated.attention}.",
             "Its loader cuts sequences in order, and its loss is weighed outside.",
             "leave the key out, or the mpu, and state mesh={'sp': ...}.",
@@ -573,7 +571,7 @@ def sequence_settings_of(
     return stated
 
 
-def sparse_attention_of(config: Config, mesh: Mesh) -> SparseAttention | None:
+def sparse_attention_of(config: Config, mesh: Mesh) -> attention.SparseAttention | None:
     """What is said of sparse attention, on one rank of a mesh; ConfigError where it contradicts
     itself.
 
@@ -582,7 +580,7 @@ def sparse_attention_of(config: Config, mesh: Mesh) -> SparseAttention | None:
     section = config.sparse_attention
     if section is None:
         return None
-    own = fields_of(section.mode)
+    own = attention.fields_of(section.mode)
     kinds = type(section).model_fields
     said = {name: getattr(section, name) for name in kinds if name != "mode"}
     given = {
@@ -590,9 +588,8 @@ def sparse_attention_of(config: Config, mesh: Mesh) -> SparseAttention | None:
     }
     ranks = mesh.tp * mesh.sp
     place = mesh.coordinates
-    return SparseAttention(
-        layout_of(section.mode, given), ranks, place["tp"] * mesh.sp + place["sp"]
-    )
+    layout = attention.layout_of(section.mode, given)
+    return attention.SparseAttention(layout, ranks, place["tp"] * mesh.sp + place["sp"])
 
 
 def pipeline_settings_of(config: Config) -> PipelineSettings:

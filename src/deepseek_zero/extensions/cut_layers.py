@@ -60,6 +60,24 @@ class CutChoice:
     cuts: tuple[LayerCut, ...]
     left: tuple[str, ...]
 
+    def cut(self) -> dict[str, str]:
+        """Cut layers in place; map the name of each tile's parameter to that of the whole one.
+
+        An optimizer of the user may still hold the whole weights; `ties.without_twins` replaces
+        them by their tiles. Collective if weights are slices of zero.Init, which are gathered one
+        at a time.
+        """
+        found: dict[str, str] = {}
+        for cut in self.cuts:
+            tiles = [RowTile(weight) for weight in _tiles_of(cut)]
+            for holder in cut.holders:
+                _become(holder.layer, tiles, cut.places)
+                prefix = f"{holder.name}." if holder.name else ""
+                found |= {
+                    f"{prefix}tiles.{number}.weight": cut.name for number in range(len(tiles))
+                }
+        return found
+
 
 def choose_cuts(
     model: nn.Module, limit: int, dtype_of: Callable[[torch.dtype], torch.dtype]
@@ -90,22 +108,6 @@ def choose_cuts(
         places = _places(name, tuple(weight.shape), limit, dtype_of(weight.dtype).itemsize)
         cuts.append(LayerCut(weight, layers, name, places))
     return CutChoice(tuple(cuts), tuple(left))
-
-
-def cut_layers(cuts: Sequence[LayerCut]) -> dict[str, str]:
-    """Cut layers in place; map the name of each tile's parameter to that of the whole one.
-
-    A client's optimizer may still hold the whole weights: `ties.without_twins` puts their tiles in
-    the place. Collective where weights are slices of zero.Init: one of them at a time is gathered.
-    """
-    found: dict[str, str] = {}
-    for cut in cuts:
-        tiles = [RowTile(weight) for weight in _tiles_of(cut)]
-        for holder in cut.holders:
-            _become(holder.layer, tiles, cut.places)
-            prefix = f"{holder.name}." if holder.name else ""
-            found |= {f"{prefix}tiles.{number}.weight": cut.name for number in range(len(tiles))}
-    return found
 
 
 class RowTile(nn.Module):

@@ -28,7 +28,6 @@ from ..sharding.param_group import ParamGroup
 from ..tiers.tier import StagedTile
 from .speculative_update import refuse_joining_beside_log
 
-_NAME = "delayed"
 _TILE_NUMEL = 1 << 20  # elements that change places at once where buffers cannot
 
 
@@ -41,6 +40,7 @@ class DelayedGradient:
         absent: The indices of members without a gradient.
     """
 
+    name: ClassVar[str] = "delayed"
     saved_as: ClassVar[str] = "owed"
 
     def __init__(self, gradient: Gradient) -> None:
@@ -123,16 +123,9 @@ def _change_places(left: Tensor, right: Tensor) -> None:
         yours.copy_(held)
 
 
-def kept_gradients_of(gradient: Gradient) -> dict[str, DelayedGradient]:
-    """Return the gradient of the step before, if the plan has one."""
-    if late_gradient_of(gradient.group.plan) is None:
-        return {}
-    return {_NAME: DelayedGradient(gradient)}
-
-
 def delayed_gradient(group: ParamGroup) -> DelayedGradient:
     """Return the gradient of the step before."""
-    found = group.gradient.kept[_NAME]
+    found = group.gradient.kept[DelayedGradient.name]
     assert isinstance(found, DelayedGradient)
     return found
 

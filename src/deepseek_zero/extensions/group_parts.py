@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from functools import partial
 
+from .. import extensions
 from ..comm.collectives import Comm
-from ..planner.extras import feedback_of, second_copy_of
+from ..planner.extras import feedback_of, late_gradient_of, second_copy_of
 from ..planner.plan import Plan
 from ..planner.spec import S
 from ..sharding.buffer import CommContext
 from ..sharding.grad_reduction import GradReduction
+from ..sharding.gradient import Gradient, KeptGradient
 from ..sharding.group import Group
 from ..sharding.param_group import GroupParts
 from ..sharding.weight_gather import WeightGather
 from ..tiers.tier import Tier
-from .delayed_update import kept_gradients_of
-from .error_feedback import ErrorFeedback
-from .replicas import SumOverReplicas
-from .secondary_copy import SecondaryCopy
-from .shared_weight import SharedWeight
-from .weight_differences import WeightDifferences
 
 
 def group_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
@@ -49,21 +45,32 @@ def weight_gather_of(inner: CommContext | None, group: Group, what: str) -> Weig
     """
     plan = group.plan
     if plan.weight_is_independent:
-        return WeightDifferences(group)
+        return extensions.WeightDifferences(group)
     if second_copy_of(plan) is not None:
         assert inner is not None
-        return SecondaryCopy(group, inner)
+        return extensions.SecondaryCopy(group, inner)
     weight = plan.weight
     if weight.placement is S and weight.tier is Tier.DEVICE and weight.wire is None:
         comm = group.comm_ctx.comm
         memory = comm.symmetric_memory(group.layout.padded_numel, weight.dtype, what)
         if memory is not None:
-            return SharedWeight(group, memory)
+            return extensions.SharedWeight(group, memory)
     return WeightGather(group)
 
 
 def reduction_of(group: Group) -> GradReduction:
     """Return how a group's gradients are summed. Local."""
-    plain = SumOverReplicas if group.comm_ctx.outer is not None else GradReduction
-    reduction = plain(group)
-    return reduction if feedback_of(group.plan) is None else ErrorFeedback(reduction)
+    if group.comm_ctx.outer is not None:
+        reduction: GradReduction = extensions.SumOverReplicas(group)
+    else:
+        reduction = GradReduction(group)
+    if feedback_of(group.plan) is not None:
+        return extensions.ErrorFeedback(reduction)
+    return reduction
+
+
+def kept_gradients_of(gradient: Gradient) -> dict[str, KeptGradient]:
+    """Return the gradients that are kept beside that of a group, by name. Local."""
+    if late_gradient_of(gradient.group.plan) is None:
+        return {}
+    return {extensions.DelayedGradient.name: extensions.DelayedGradient(gradient)}

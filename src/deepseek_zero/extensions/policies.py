@@ -6,17 +6,12 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
+from .. import extensions
 from ..base.errors import UsageError
 from ..optim.step_settings import StepSettings
 from ..optim.update_policy import UpdatePolicy
 from ..optimizers.one_bit_adam import OneBitAdam
 from ..sharding.runtime import Runtime
-from .adaptive_precision import AdaptivePrecision
-from .deferred_update import DeferredUpdate
-from .delayed_update import DelayedUpdate
-from .error_feedback import ErrorFeedbackSteps
-from .one_bit_adam import MomentumSteps
-from .speculative_update import SpeculativeUpdate, unsupported_optimizer, works_by_shard
 
 
 @dataclass(frozen=True)
@@ -45,14 +40,14 @@ def policies_of(
     """
     found: list[UpdatePolicy] = []
     if issubclass(cls, OneBitAdam) and runtime.comm_ctx.comm.size > 1:
-        exchange = MomentumSteps(
+        exchange = extensions.MomentumSteps(
             clips=step.clips,
             keeps_grads=step.keep_grads,
             adapts_precision=settings.precision_window is not None,
         )
         found.append(exchange)
     if step.can_defer:
-        found.append(DeferredUpdate())
+        found.append(extensions.DeferredUpdate())
     if step.by_unit and step.keep_grads:
         raise UsageError(
             "super_offload and delayed_update_after cannot be used with ZeroOptimizer.",
@@ -60,19 +55,19 @@ def policies_of(
             "have no other time.",
             "use initialize() and engine.step(), or leave both keys out.",
         )
-    if settings.speculates and not works_by_shard(cls):
-        raise unsupported_optimizer(cls)
+    if settings.speculates and not extensions.works_by_shard(cls):
+        raise extensions.unsupported_optimizer(cls)
     delay = None
     if settings.delay_after is not None:
-        delay = DelayedUpdate(runtime.trained_groups, settings.delay_after)
-    if step.by_unit and works_by_shard(cls):
-        early = SpeculativeUpdate(delay, step.undo_bytes, speculates=settings.speculates)
+        delay = extensions.DelayedUpdate(runtime.trained_groups, settings.delay_after)
+    if step.by_unit and extensions.works_by_shard(cls):
+        early = extensions.SpeculativeUpdate(delay, step.undo_bytes, speculates=settings.speculates)
         found.append(early)
     if delay is not None:
         found.append(delay)
     if settings.precision_window is not None:
-        found.append(AdaptivePrecision(runtime, settings.precision_window))
+        found.append(extensions.AdaptivePrecision(runtime, settings.precision_window))
     feedback = runtime.settings.compression.feedback
     if feedback is not None:
-        found.append(ErrorFeedbackSteps(feedback))
+        found.append(extensions.ErrorFeedbackSteps(feedback))
     return found

@@ -100,8 +100,10 @@ def tie_shared(model: nn.Module, known: Iterable[nn.Parameter] = ()) -> None:
 
 
 def without_twins(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups as an optimizer was given them, with each Parameter that `tie_shared` made
-    one with another left out, and tiles in the place of those that `cut_layers` has cut.
+    """Return the parameter groups that an optimizer was given, without twins and cut weights.
+
+    Each Parameter that `tie_shared` made one with another is left out. The tiles of a weight that
+    was cut (extensions/cut_layers.py) stand in its place.
     """
     found: list[dict[str, Any]] = []
     seen: dict[int, int] = {}

@@ -18,7 +18,7 @@ from deepseek_zero.checkpoint.contents import Contents, LoadSettings, SaveSettin
 from deepseek_zero.checkpoint.convert import convert_to_safetensors
 from deepseek_zero.checkpoint.export import ExportSettings, consolidated, export_safetensors
 from deepseek_zero.checkpoint.format import MOMENT, WEIGHT, Manifest
-from deepseek_zero.checkpoint.load import load
+from deepseek_zero.checkpoint.load import load_slices
 from deepseek_zero.checkpoint.piece import ModelPiece, predecessor
 from deepseek_zero.checkpoint.read import open_checkpoint
 from deepseek_zero.checkpoint.save import save
@@ -168,7 +168,7 @@ def test_any_mesh_goes_on_from_any_other(
     def body(rank: Rank) -> Any:
         engine = Engine(rank, MESHES[loaded], stage, dtype, seed=8)
         engine.train(5, 6)  # what is loaded replaces all of it
-        found = load(folder.parent, folder.name, engine.contents, LoadSettings())
+        found = load_slices(folder.parent, folder.name, engine.contents, LoadSettings())
         save(tmp_path, "again", engine.contents, SaveSettings())
         engine.train(2, 3)
         save(tmp_path, "further", engine.contents, SaveSettings())

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import deepseek_zero
 from deepseek_zero.base.errors import NotBuiltError, UsageError
-from deepseek_zero.extensions.cut_layers import CutLayer, choose_cuts, cut_layers
+from deepseek_zero.extensions.cut_layers import CutLayer, choose_cuts
 from deepseek_zero.planner.rows import rows_of
 
 
@@ -20,7 +20,7 @@ def same(dtype: torch.dtype) -> torch.dtype:
 
 
 def cut(model: nn.Module, limit: int) -> dict[str, str]:
-    return cut_layers(choose_cuts(model, limit, same).cuts)
+    return choose_cuts(model, limit, same).cut()
 
 
 class Model(nn.Module):

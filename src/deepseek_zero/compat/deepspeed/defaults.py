@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Adagrad, Optimizer
 
 from ...api.precision import DTYPES, low_precision
-from ...base.errors import NotBuiltError, UsageError
+from ...base.errors import CheckpointError, NotBuiltError, UsageError
 from ...config.problems import lookup
 from ...config.raw_config import RawConfig
 from ...optimizers.lion import Lion
@@ -17,7 +17,6 @@ from ...planner.auto_wrap_policy import full_precision_names
 from ...sharding.init import InitShard
 from ...sharding.sharded_parameter import owner_of
 from . import cpu_adam
-from .runtime_utils import ZeRORuntimeException
 
 _SUMS = "grad_accum_dtype"
 DEFAULT_CLIPPING = 1.0  # of DeepSpeed since 2026; this library's own is not to clip
@@ -138,7 +137,8 @@ def refuse_slow_optimizer(raw: RawConfig, optimizer: Any) -> None:
     ):
         return
     if not isinstance(optimizer, cpu_adam.Adam | cpu_adam.AdamW | Adagrad | Lion):
-        raise ZeRORuntimeException(
+        # DeepSpeed raises ZeRORuntimeException, which is this class here
+        raise CheckpointError(
             "zero_force_ds_cpu_optimizer is on, and the offloaded optimizer is a "
             f"{type(optimizer).__name__}.",
             "The key asks for an optimizer of DeepSpeed's for CPUs.",

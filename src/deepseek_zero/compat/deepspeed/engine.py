@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from ... import parallel
+from ... import checkpoint, parallel
 from ...api.engine import ZeroEngine
 from ...api.leaves import get_z3_leaf_modules
 from ...base.errors import BatchMismatchError, NotBuiltError, UsageError
 from ...base.log import logger
 from ...base.mesh import Mesh
 from ...base.nested import tensors_in
-from ...checkpoint.export import ExportSettings, consolidated
 from ...comm.context import local_rank
 from ...engine.data import ShardedLoader
 from ...engine.engine import Engine, Parts
@@ -35,8 +34,6 @@ from ...engine.request import Request
 from . import groups
 from .autotp import set_autotp_mode
 from .before_initialize import asked_tp_size
-from .checkpoint import DEEPSPEED
-from .data_pipeline.config import get_data_efficiency_config
 from .missing import ENGINE, engine_name_missing, missing_names
 from .parameters import show_ds_names
 from .profiling import FlopsProfiler, ThroughputTimer
@@ -75,9 +72,11 @@ def _scale_arguments(engine: Engine) -> dict[str, Any] | None:
 
 def _data_efficiency_of(config: Config) -> dict[str, Any]:
     asked = config.data_efficiency
-    return get_data_efficiency_config(
-        {"data_efficiency": {"seed": asked.seed, "data_sampling": asked.data_sampling}}
-    )
+    given = {"seed": asked.seed, "data_sampling": asked.data_sampling}
+    # Most runs never read this section
+    complete = import_module(".data_pipeline.config", __package__).get_data_efficiency_config
+    found: dict[str, Any] = complete({"data_efficiency": given})
+    return found
 
 
 def _data_efficiency(engine: Engine) -> dict[str, Any]:
@@ -302,7 +301,7 @@ class DeepSpeedEngine(ZeroEngine):
             self.client_mpu = request.mpu
         self._is_dropin = is_dropin
         # Clients of the drop-in may look for DeepSpeed's files
-        self.preferred_layout = DEEPSPEED if is_dropin else None
+        self.preferred_layout = "deepspeed" if is_dropin else ""
         self._leaf_hooks: list[Any] = []
         if self.runtime.settings.stage == 3:
             show_ds_names(self.runtime)
@@ -446,7 +445,8 @@ class DeepSpeedEngine(ZeroEngine):
         """Return the whole state dict on rank 0, None elsewhere.  Collective: every rank must call
         it.
         """
-        return consolidated(self.runtime, ExportSettings(exclude_frozen=exclude_frozen_parameters))
+        settings = checkpoint.ExportSettings(exclude_frozen=exclude_frozen_parameters)
+        return checkpoint.consolidated(self.runtime, settings)
 
     _consolidated_16bit_state_dict = (
         _zero3_consolidated_16bit_state_dict  # DeepSpeed's name for ranks along tp

@@ -26,9 +26,9 @@ from torch import Tensor
 from ....base.errors import CheckpointError
 from ....base.log import log_once
 from ....checkpoint import files
+from ....checkpoint.contents import IMPLEMENTATION_OPTIONS
 from ....checkpoint.format import CLIENT, MOMENT, WEIGHT, WHOLE
 from ....checkpoint.layouts import OpenCheckpoint, layout_of
-from ....checkpoint.load import IMPLEMENTATION_OPTIONS
 from ....checkpoint.numpy_values import all_to_plain
 from ....checkpoint.read import client_of_rank, open_checkpoint, tensors_of
 from ....checkpoint.safetensors_file import cast, dtype_name, dtype_named
