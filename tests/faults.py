@@ -766,14 +766,14 @@ def flip_if_asked(folder: Path, rank: int, step: int, engine: Any) -> None:
         elif what == "exp_avg":
             flip(next(iter(optimizer.inner.state.values()))[what])
         else:
-            before_step = runtime.before_step
+            before_step = runtime.backward.before_step
 
             def damaged() -> None:
                 before_step()
                 flip(runtime.trained_groups[0].gradient.reduced())
-                del runtime.before_step
+                del runtime.backward.before_step
 
-            runtime.before_step = damaged
+            runtime.backward.before_step = damaged
         (folder / "flipped").write_text(str(step))
 
 

@@ -221,4 +221,4 @@ def test_the_second_step_in_a_row_names_the_unit_and_the_rest_is_said_rarely(
         for step in range(2):
             engine.backward((engine(data(step)).float() - 1.0).square().mean())
             engine.step()
-    assert not warnings and engine.runtime.nonfinite is None
+    assert not warnings and engine.runtime.step.nonfinite is None

@@ -214,7 +214,7 @@ def watching(engine: Any) -> Iterator[Watched]:
             for each in engine.runtime.units
             if each.state is not UnitState.SHARDED
         ]
-        phase = engine.runtime.phase.value
+        phase = engine.runtime.step.phase.value
         seen.most[phase] = max(seen.most[phase], sum(here))
 
     def give_back(pool: Pool, tensor: Tensor) -> None:

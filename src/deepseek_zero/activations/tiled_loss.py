@@ -35,10 +35,12 @@ from ..base.device import has_gradient_hooks, keeps_graph
 from ..base.errors import NotBuiltError, UsageError
 from ..parallel.layers import Layer, TensorAxis, cast_for_autocast
 from ..parallel.loss import CAUSAL, joined, loss_name, places
+from ..sharding.backward import BeforeGrad
 from ..sharding.param_group import ParamGroup
-from ..sharding.runtime import BeforeGrad, Phase, Runtime
+from ..sharding.runtime import Runtime
 from ..sharding.saved_tensor_hooks import others_see
 from ..sharding.sharded_parameter import ShardedParameter, owner_of
+from ..sharding.step_state import Phase
 from .tiles import each_tile
 
 # Of gradients that are kept in fp16: a word's probability is often less than fp16 tells from zero
@@ -339,7 +341,7 @@ def _is_out_of_the_way(weight: Tensor) -> bool:
         or {"tp", "pp"} & runtime.comm.along.keys()
     ):
         return False
-    is_forward = runtime.phase is Phase.FORWARD and bool(runtime.forward.active)
+    is_forward = runtime.step.phase is Phase.FORWARD and bool(runtime.step.active)
     # In a graph, by its weights
     shows = all(any(group.trainable for group in unit.groups) for unit in runtime.units)
     return is_forward and shows and owner in runtime.root.groups

@@ -21,7 +21,7 @@ from ..engine import exporting, saving
 from ..engine.compiling import compile_units, restore
 from ..engine.engine import Engine, Parts
 from ..engine.state_offload import KINDS, StateOffload
-from ..sharding.runtime import Phase
+from ..sharding.step_state import Phase
 
 if TYPE_CHECKING:  # as in engine/engine.py
     from ..config import Config
@@ -310,7 +310,7 @@ class ZeroEngine(Engine):
             )
         if where == "none":
             return
-        if self.runtime.phase is not Phase.IDLE:
+        if self.runtime.step.phase is not Phase.IDLE:
             raise UsageError(
                 "offload_states() was called inside a forward or backward.",
                 "They use the states.",

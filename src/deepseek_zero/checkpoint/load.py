@@ -170,7 +170,7 @@ def replace_states(
     optimizer = contents.optimizer
     with torch.no_grad():
         runtime.executor.gathers.reshard_all()
-        runtime.discard_step()
+        runtime.backward.discard_step()
         if optimizer is not None:
             discard_updates(optimizer.shard_set)
             adaptive = optimizer.policy(extensions.AdaptivePrecision)

@@ -94,7 +94,7 @@ class StandsForModule(nn.Module):
 
 def _backwards_of(runtime: Runtime, loop: Any) -> object:
     """Return something that differs after a backward through the model."""
-    return runtime.backwards, loop.waiting if loop is not None else 0
+    return runtime.step.backwards, loop.waiting if loop is not None else 0
 
 
 def _names_of(engine: StandsForModule) -> list[str]:
@@ -239,7 +239,7 @@ class Engine(StandsForModule):
         """Run the model's forward on this rank's micro-batch; over stages, in training, its
         backward too.
         """
-        self.runtime.is_boundary = self.is_gradient_accumulation_boundary()
+        self.runtime.step.is_boundary = self.is_gradient_accumulation_boundary()
         self.observer.saw((*args, *kwargs.values()))
         if self.parts.loop is not None:
             with (
@@ -382,8 +382,8 @@ class Engine(StandsForModule):
         """
         runtime = self.runtime
         loop = self.parts.loop
-        runtime.is_boundary = self.is_gradient_accumulation_boundary()
-        done = runtime.backwards
+        runtime.step.is_boundary = self.is_gradient_accumulation_boundary()
+        done = runtime.step.backwards
         try:
             with (
                 self.observer.timed("backward"),
@@ -394,14 +394,14 @@ class Engine(StandsForModule):
                     with loop.expects(loss):
                         self.scale(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
                 elif not has_graph(loss, self.mesh):
-                    runtime.is_graphless = True
+                    runtime.step.is_graphless = True
                     if not self._told_of_graphless:
                         self._told_of_graphless = True
                         warn_of_graphless(self.global_steps + 1)
                 else:
                     self.scale(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
-                if loop is None and runtime.backwards == done:
-                    runtime.join_skipped_passes()
+                if loop is None and runtime.step.backwards == done:
+                    runtime.backward.join_skipped_passes()
         except BaseException as error:
             runtime.comm.post_error(error)
             raise
@@ -460,9 +460,10 @@ class Engine(StandsForModule):
                 "not call lr_scheduler.step() as well."
             )
         counted = self.begun if self.config.managed_gradient_accumulation else 0
-        taken = 1 if self.parts.loop is not None else max(1, self.runtime.backwards - counted)
-        if self.parts.loop is None and self.runtime.backwards and not self.runtime.is_boundary:
-            self.runtime.reduce_step()
+        step = self.runtime.step
+        taken = 1 if self.parts.loop is not None else max(1, step.backwards - counted)
+        if self.parts.loop is None and step.backwards and not step.is_boundary:
+            self.runtime.backward.reduce_step()
         self._stepped = False
         self._backwards = 0
         self.micro_steps += taken

@@ -96,7 +96,7 @@ def change_accumulation(
     if optimizer is not None:
         optimizer.flush()
         optimizer.finish()  # gradients of another dtype are to come
-    runtime.drop_grads()
+    runtime.backward.drop_grads()
     for group in runtime.trained_groups:
         summands = accumulation * runtime.settings.row_parts
         group.set_grad_dtype(policy.grad_dtype(group.plan.weight.dtype, summands))

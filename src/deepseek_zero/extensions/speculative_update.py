@@ -43,7 +43,8 @@ from ..optim.updater import (
 from ..precision.loss_scale import LossScaler
 from ..sharding.buffer import has_pages_to_return
 from ..sharding.param_group import ParamGroup, squares_of
-from ..sharding.runtime import Phase, Runtime
+from ..sharding.runtime import Runtime
+from ..sharding.step_state import Phase
 from ..sharding.unit import Unit
 
 # Of torch's and ours: their step over one shard reads and writes nothing but that shard, its entry
@@ -139,7 +140,7 @@ class SpeculativeUpdate(UpdatePolicy):
         """Update a unit whose gradient has been reduced over the ranks. Local."""
         if unit.number not in self.units or self._is_off or unit.number in self._done:
             return
-        if self.runtime.phase is not Phase.BACKWARD or not self.runtime.is_boundary:
+        if self.runtime.step.phase is not Phase.BACKWARD or not self.runtime.step.is_boundary:
             return
         if self._decision is None:
             self._decision = self._expected()

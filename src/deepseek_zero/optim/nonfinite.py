@@ -44,15 +44,15 @@ class NonFiniteReport:
         To be called after a step that was not finite, and after the first that was again. squares:
         of each trained group, the sum of its gradient's squares.
         """
-        watcher = self.runtime.nonfinite
-        self.runtime.nonfinite = None
+        watcher = self.runtime.step.nonfinite
+        self.runtime.step.nonfinite = None
         if is_finite:
             self.in_a_row = 0
             return None
         self.in_a_row += 1
         unit = self._unit_named(squares, watcher) if watcher is not None else None
         if self.watches:
-            self.runtime.nonfinite = NonFiniteDetector()
+            self.runtime.step.nonfinite = NonFiniteDetector()
         # The 1st, 2nd, 4th, 8th, ...
         if not self.is_usual and self.in_a_row & (self.in_a_row - 1) == 0:
             log_once(self._describe(squares, unit, skipped=skipped, step=step), logging.WARNING)

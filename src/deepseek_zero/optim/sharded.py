@@ -249,7 +249,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         runtime = self.runtime
         groups = self.runtime.trained_groups
         with torch.no_grad(), propagate_errors(runtime.comm):
-            runtime.before_step()
+            runtime.backward.before_step()
             extra = message()
             verdict = agree_on_norm(runtime, extra)
             _refuse_disagreement(runtime, verdict)
@@ -361,7 +361,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         """
         if not any(policy.owes_update for policy in self.policies):
             return
-        if self.runtime.backwards:
+        if self.runtime.step.backwards:
             raise UsageError(
                 "flush was called between a backward and its step.",
                 "The gradient that is owed would take the place of the one collected so far.",
@@ -371,11 +371,11 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         with torch.no_grad(), propagate_errors(self.runtime.comm):
             self.runtime.comm.barrier("flush")  # no rank computes with the weights any more
             self._conclude(None)
-            self.runtime.drop_grads()
+            self.runtime.backward.drop_grads()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. Local."""
-        self.runtime.discard_step()
+        self.runtime.backward.discard_step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state as the inner optimizer has it; engine checkpoints name it by
@@ -447,7 +447,7 @@ def _report_idle(runtime: Runtime, verdict: Verdict, step: int, idle_steps: int)
     else warn; nothing is updated.
     """
     if verdict.any_graphless:
-        runtime.discard_step()
+        runtime.backward.discard_step()
         raise UsageError(
             f"step {step}: no rank's loss required a gradient, so there is nothing to update with.",
             "The loss was computed under torch.no_grad(), detached, or made of parameters that "

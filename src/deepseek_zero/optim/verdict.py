@@ -108,11 +108,14 @@ def _agree_on_piece(runtime: Runtime, extra: StepMessage) -> Verdict:
     groups = runtime.trained_groups
     comm = runtime.comm
     absent = crc32("\n".join(absent_among(groups)).encode())
+    is_edited = any(group.gradient.is_edited for group in groups)
+    # No backward has brought a gradient, and the program has made none.
+    is_idle = not runtime.step.has_gradients and not is_edited
     message = StepMessage()
     message.add_integer("late", bool(runtime.executor.reductions.late))
-    message.add_integer("edited", any(group.gradient.is_edited for group in groups))
-    message.add_integer("idle", runtime.is_idle)
-    message.add_integer("graphless", runtime.is_graphless)
+    message.add_integer("edited", is_edited)
+    message.add_integer("idle", is_idle)
+    message.add_integer("graphless", runtime.step.is_graphless)
     message.add_integer("absent parameters", absent, bits=32)
     names = [f"squares of group {number}" for number in range(len(groups))]
     for name, squares in zip(names, squares_of(groups), strict=True):

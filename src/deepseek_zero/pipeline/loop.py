@@ -170,7 +170,7 @@ class PlainLoop:
             None  # what callers multiply a loss by, per unit of the loss scale
         )
         self._told_of_idling = False
-        self.runtime.driver = weakref.ref(self)
+        self.runtime.backward.driver = weakref.ref(self)
 
     # -- calls
 
@@ -301,13 +301,13 @@ class PlainLoop:
     def _unreduced(self) -> Iterator[None]:
         """Open a block of backwards whose gradients wait for `take`."""
         states = self.pipeline.states
-        boundary = self.runtime.is_boundary
+        boundary = self.runtime.step.is_boundary
         states.reduces = False
         try:
             yield
         finally:
             states.reduces = True
-            self.runtime.is_boundary = boundary
+            self.runtime.step.is_boundary = boundary
 
     def _factor(self) -> float:
         return (
@@ -370,11 +370,11 @@ class PlainLoop:
                     "step.",
                 )
             applied = grad * runtime.loss_factor.at_output() / call.scale
-            self._compare(applied, runtime.is_boundary)
+            self._compare(applied, runtime.step.is_boundary)
             if not math.isclose(applied, call.factor, rel_tol=NEAR):
                 self._rescale(call, applied)
             self._open.remove(call)
-            if runtime.is_boundary and not self._open:
+            if runtime.step.is_boundary and not self._open:
                 self._reduce()
 
     def _compare(self, applied: float, is_boundary: bool) -> None:
@@ -419,7 +419,7 @@ class PlainLoop:
     def refuse_open(self) -> None:
         """Raise where a call's backward is missing."""
         if self._open:
-            self.runtime.discard_step()
+            self.runtime.backward.discard_step()
             raise UsageError(
                 "a step before the backward of a loss = engine(batch).",
                 "In training the call has computed gradients; what they count is known once it is "

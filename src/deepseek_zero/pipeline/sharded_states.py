@@ -69,7 +69,7 @@ class ShardedStates:
         """Open a block with one backward.  The last one of a step reduces, unless tied gradients
         are added up first.
         """
-        self.runtime.is_boundary = ends_step and self.reduces and self.ties is None
+        self.runtime.step.is_boundary = ends_step and self.reduces and self.ties is None
         with (
             self.forward(stage),
             self.runtime.loss_factor.carried() if is_carried else nullcontext(),
@@ -80,12 +80,12 @@ class ShardedStates:
         """Reduce what the last backward has not."""
         if self._waits:
             self._waits = False
-            self.runtime.is_boundary = True
+            self.runtime.step.is_boundary = True
             self._reduce_step()
 
     def _reduce_step(self) -> None:
         self.runtime.executor.gathers.restrict_to(frozenset({0}))  # nothing is gathered for it
-        self.runtime.reduce_step()
+        self.runtime.backward.reduce_step()
         self.runtime.executor.gathers.restrict_to(None)
         self.runtime.executor.gathers.unpin()
 

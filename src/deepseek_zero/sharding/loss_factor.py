@@ -22,15 +22,23 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..base.device import backward_id, hook_every_backward, queue_backward_callback
+from ..base.device import (
+    backward_id,
+    hook_every_backward,
+    next_node_number,
+    queue_backward_callback,
+)
 from ..base.errors import UsageError
+from ..base.nested import map_inputs, map_tensors, tensors_in
 from ..precision.loss_scale import LossScaler
 from ..precision.policy import LOW_PRECISION
-from .entries import Factor, factor_from, scale_entries
+from .entries import Factor, factor_from, record_forward, scale_entries
+from .hooks import Hook, weak_hook
 from .param_group import ParamGroup
 from .sharded_parameter import owner_of
 
@@ -230,6 +238,47 @@ class LossFactor:
                 "bf16.",
             )
 
+    def inside(self, given: Any) -> Any:
+        """Return the arguments of an outermost forward. Their gradients have no factor outside."""
+        tensors = tensors_in(given)
+        if not tensors:
+            return given
+        found = scale_entries(tensors, factor_of_leaf)
+        outside = {id(tensor): each for tensor, each in zip(tensors, found, strict=True)}
+
+        def alias(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, nn.Parameter):
+                return tensor
+            return _alias(outside.get(id(tensor), tensor), weak_hook(self, LossFactor._divide))
+
+        return map_inputs(given, alias)
+
+    def outside(self, output: Any, begin: int) -> Any:
+        """Return the output of an outermost forward, whose gradients are multiplied by what they
+        lack of the factor.
+
+        Args:
+            output: What the forward returned.
+            begin: The number of autograd's first node inside it.
+        """
+        watch_backwards()
+        end = next_node_number()
+
+        def alias(tensor: Tensor) -> Tensor:
+            return _alias(tensor, weak_hook(self, LossFactor._multiply))
+
+        output = map_tensors(output, alias)
+        record_forward(begin, end, next_node_number(), self.at_entry)
+        return output
+
+    def _multiply(self, grad: Tensor) -> Tensor:
+        factor = self.at_output()
+        return grad if factor == 1.0 else grad * factor
+
+    def _divide(self, grad: Tensor) -> Tensor:
+        factor = self.at_output()
+        return grad if factor == 1.0 else grad * (1.0 / factor)
+
     def apply(self, loss: Tensor, *, by_accumulation: bool = True) -> Tensor:
         """The loss times the loss scale and, if it is to be, divided by the accumulation steps."""
         if self._is_strict and isinstance(loss, Tensor) and loss.numel() != 1:
@@ -262,6 +311,17 @@ class LossFactor:
         return scaled
 
 
+def _alias(tensor: Tensor, hook: Hook) -> Tensor:
+    """Return a view with a hook on its gradient: a hook on the tensor itself would also scale what
+    other uses (a loss computed from logits) send back through it.
+    """
+    if not tensor.requires_grad:
+        return tensor
+    alias = tensor.view_as(tensor)
+    alias.register_hook(hook)
+    return alias
+
+
 def watch_backwards() -> None:
     """Hook every backward of this process, to scale gradients that enter an engine past its
     outputs.
@@ -289,7 +349,7 @@ def factor_of_leaf(leaf: Tensor) -> Factor | None:
     """
     owner = owner_of(leaf)
     runtime = owner.runtime() if isinstance(owner, ParamGroup) else None
-    if runtime is None or runtime.forward.active:
+    if runtime is None or runtime.step.active:
         return None
     factor: Factor = runtime.loss_factor.at_entry
     return factor

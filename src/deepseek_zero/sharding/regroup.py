@@ -27,6 +27,7 @@ from .executor import Executor
 from .group import ParamInfo
 from .param_group import ParamGroup, build_group
 from .reduce_lane import Updates
+from .step_state import StepState
 from .unit import Unit
 
 
@@ -38,6 +39,7 @@ class Regrouped(Protocol):
     comm: Comm
     comm_ctx: CommContext
     executor: Executor
+    step: StepState
 
     @property
     def plan(self) -> Plan: ...
@@ -45,8 +47,6 @@ class Regrouped(Protocol):
     def groups(self) -> list[ParamGroup]: ...
     @property
     def trained_groups(self) -> list[ParamGroup]: ...
-    @property
-    def is_between_steps(self) -> bool: ...
     def add_group(self, unit: Unit, group: ParamGroup) -> None: ...
     def replan(self) -> None: ...
 
@@ -74,7 +74,7 @@ def follow_requires_grad(runtime: Regrouped) -> None:
     changed = _changed_among(runtime.groups)
     if not changed:
         return
-    if not runtime.is_between_steps:
+    if not runtime.step.is_between_steps:
         _refuse_late(runtime, changed)
         return
     lines = [f"{member.name} {'trained' if member.is_frozen else 'frozen'}" for member in changed]

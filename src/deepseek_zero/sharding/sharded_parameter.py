@@ -12,14 +12,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..base.device import without_torch_function
-from ..base.errors import AtRestError, UsageError
+from ..base.errors import AtRestError
 
 
 class Owner(Protocol):
@@ -129,27 +128,6 @@ def owner_of(param: Tensor) -> Owner | None:
 def set_owner(param: Tensor, owner: Owner) -> None:
     """Remember, weakly, which group a parameter belongs to."""
     param.__dict__["_zero_owner"] = OwnerReference(owner)
-
-
-class Hook(partial[Any]):
-    """A hook on a wrapped module.  It stands for the engine, so a module that carries one is not
-    copied.
-    """
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise _not_copied("deepcopy")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _not_copied("pickle")
-
-
-def _not_copied(operation: str) -> UsageError:
-    return UsageError(
-        f"{operation} of a wrapped model is not possible.",
-        "Its modules carry the hooks of one engine, whose communication cannot be copied.",
-        "build a second model and give it `model.state_dict()`, which gathers full tensors on all "
-        "ranks; or copy the model before it is wrapped.",
-    )
 
 
 def clear_owner(param: Tensor) -> None:

@@ -30,7 +30,8 @@ from ..parallel.cuts import cut
 from ..planner.split import Split, split_of
 from .access import GatheredParameters, join_split
 from .group import ParamInfo
-from .sharded_parameter import Hook, ShardedParameter
+from .hooks import Hook
+from .sharded_parameter import ShardedParameter
 from .unit import Unit, UnitState
 
 EMPTY_VALUES = (

@@ -78,7 +78,7 @@ def train(
     for step in range(3):
         rank.comm.meter.reset()
         for micro in range(accumulation):
-            runtime.is_boundary = micro == accumulation - 1
+            runtime.step.is_boundary = micro == accumulation - 1
             found.losses.append(micro_step(runtime, step, micro, rank.index))
         optimizer.step()
     found.sent = dict(rank.comm.meter.sent_bytes)
@@ -250,7 +250,7 @@ def test_the_first_gather_behind_an_update_goes_over_all_ranks_and_later_ones_st
         count(lambda: micro_step(runtime, 0, 0, rank.index))
         count(optimizer.step)
         count(lambda: micro_step(runtime, 1, 0, rank.index))
-        count(runtime.discard_step)
+        count(runtime.backward.discard_step)
         return counts
 
     for counts in run_ranks(WORLD, body):

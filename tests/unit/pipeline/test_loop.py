@@ -81,7 +81,7 @@ class Loop:
         self.data = mesh.data_index
 
     def call(self, batch: Batch, *, ends: bool = True) -> Any:
-        self.runtime.is_boundary = ends
+        self.runtime.step.is_boundary = ends
         return self.loop((batch.tokens, batch.targets), {})
 
     def step(
@@ -212,7 +212,7 @@ def test_a_factor_of_the_callers_is_rescaled_once_and_assumed_from_then_on(
                 loss_factor.apply(here.call(batch, ends=number == 1) * factor).backward()
             found = [group.gradient.reduced() for group in here.runtime.trained_groups]
             grads.append([grad.clone() for grad in found if grad is not None])
-            here.runtime.discard_step()
+            here.runtime.backward.discard_step()
         loss_factor.scaler = None
         return grads, rescaled
 

@@ -59,7 +59,7 @@ def train(
     for step in range(STEPS):
         rank.comm.meter.reset()
         for micro in range(accumulation):
-            runtime.is_boundary = micro == accumulation - 1
+            runtime.step.is_boundary = micro == accumulation - 1
             batch = batch_of(step, micro, rank.index)
             loss = runtime.model(batch.tokens, batch.targets)
             loss.backward()

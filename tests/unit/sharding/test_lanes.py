@@ -93,7 +93,7 @@ def reduce_late(runtime: Runtime) -> set[str]:
     """As a step does: have what came after its sum reduced; names of the parameters that are of
     several sums.
     """
-    runtime.before_step()
+    runtime.backward.before_step()
     mine = torch.tensor(
         [float(unit.number in runtime.executor.reductions.late) for unit in runtime.units]
     )
@@ -305,10 +305,10 @@ def test_with_replicas_and_accumulation_what_is_issued_is_the_passes_of_a_step(s
         for step in range(STEPS):
             before = {kind: len(rank.issued(lane)) for kind, lane in lanes.items()}
             for micro in range(micro_batches):
-                runtime.is_boundary = micro == micro_batches - 1
+                runtime.step.is_boundary = micro == micro_batches - 1
                 model(batch(rank.index, step), STRAIGHT).square().mean().backward()
             schedule = runtime.plan.schedule
-            runtime.before_step()
+            runtime.backward.before_step()
             for kind, lane in lanes.items():
                 verb = "gather" if kind is ActionKind.GATHER else "reduce"
                 program = [

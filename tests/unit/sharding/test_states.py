@@ -16,7 +16,7 @@ from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.spec import P
 from deepseek_zero.sharding.gradient import GRAD_MOVES, Gradient, GradState
 from deepseek_zero.sharding.param_group import ParamGroup
-from deepseek_zero.sharding.runtime import PHASE_MOVES, Phase
+from deepseek_zero.sharding.step_state import PHASE_MOVES, Phase
 from deepseek_zero.sharding.unit import MOVES, UnitState
 from tests.in_process import Rank, build_one, run_ranks, sharded
 from tests.models import Odd
@@ -49,7 +49,7 @@ def test_a_unit_goes_where_its_table_says() -> None:
 def test_a_phase_follows_where_its_table_says() -> None:
     def body(rank: Rank) -> None:
         runtime = sharded(rank, Odd(), stage=3)
-        check(PHASE_MOVES, Phase, runtime, "_phase", runtime.enter)
+        check(PHASE_MOVES, Phase, runtime.step, "_phase", runtime.step.enter)
 
     run_ranks(1, body)
 

@@ -52,7 +52,7 @@ def train(
     for step in range(STEPS):
         losses.append([])
         for micro in range(accumulation):
-            runtime.is_boundary = micro == accumulation - 1
+            runtime.step.is_boundary = micro == accumulation - 1
             batch = batch_of(step, micro, rank.index)
             loss = model(batch.tokens, batch.targets)
             loss.backward()
@@ -188,7 +188,7 @@ def test_held_units_take_forwards_and_backwards_in_any_turn_and_are_gathered_onc
                 if what == "F":
                     open_losses[micro] = model(batches[micro].tokens, batches[micro].targets)
                 else:
-                    runtime.is_boundary = micro == 2
+                    runtime.step.is_boundary = micro == 2
                     open_losses[micro].backward()
             runtime.executor.gathers.unpin()
             losses.append([open_losses[micro].detach() for micro in range(3)])
@@ -247,7 +247,7 @@ def test_a_gradient_is_not_changed_while_each_replica_has_its_own_sum(stage: int
         )
         param = next(iter(model.parameters()))
         for micro in range(2):
-            runtime.is_boundary = micro == 1
+            runtime.step.is_boundary = micro == 1
             batch = batch_of(0, micro, rank.index)
             model(batch.tokens, batch.targets).backward()
             if micro == 0:

@@ -1,0 +1,310 @@
+"""The forwards of the units of a wrapped model."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..base.device import ends_recomputation, in_torch_func, next_node_number, outside_torch_func
+from ..base.errors import NotBuiltError
+from ..base.meter import BETWEEN
+from ..base.nested import cast_inputs, tensors_in
+from ..precision.policy import Policy
+from .backward import Backward
+from .hooks import weak_hook
+from .model_changes import Structure
+from .param_group import ParamGroup
+from .regroup import Regrouped, follow_requires_grad
+from .saved_tensor_hooks import weight_hooks
+from .step_state import ForwardFrame, Phase
+from .unit import Unit, UnitState
+
+
+class WrappedModel(Regrouped, Protocol):
+    """A wrapped model, as its forwards know it (runtime.py)."""
+
+    def fetch_saved(self, group: ParamGroup) -> None: ...
+
+
+class Forward:
+    """Gathers and releases units around their forwards, and prepares their backward.
+
+    Attributes:
+        any_promoted: Units differ in compute dtype, so what passes between them is cast.
+    """
+
+    def __init__(
+        self, model: WrappedModel, backward: Backward, structure: Structure, policy: Policy
+    ) -> None:
+        self._model = weakref.ref(model)
+        self.units = backward.units
+        self.root = backward.units[0]
+        self.backward = backward
+        self.step = backward.step
+        self.executor = backward.executor
+        self.loss_factor = backward.loss_factor
+        self.comm = backward.comm
+        self.structure = structure
+        self.policy = policy
+        self.any_promoted = False
+        self._tiles_used: set[int] = set()  # in the forward under way
+        self._begin_of_part = 0  # the number of autograd's first node inside the outermost part
+        self._gathered_for: nn.Module | None = None  # the part that the root was gathered for
+
+    @property
+    def model(self) -> WrappedModel:
+        model = self._model()
+        assert model is not None  # hooks call in only while it lives
+        return model
+
+    # -- hooks
+
+    def install_hooks(self) -> list[Any]:
+        """Hook the forwards of all units. Returns torch's handles."""
+        handles: list[Any] = []
+        for unit in self.units:
+            module = unit.module
+            before = weak_hook(self, Forward._before, unit.number)
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+            # Torch calls it, before the other, only if nothing was raised
+            returned = weak_hook(self, Forward._returned, raises_if_gone=False)
+            handles.append(module.register_forward_hook(returned))
+            after = weak_hook(self, Forward._after, unit.number, raises_if_gone=False)
+            handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        for part in _parts_of(self.root):
+            before = weak_hook(self, Forward._before_part)
+            handles.append(part.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+            after = weak_hook(self, Forward._after_part, raises_if_gone=False)
+            handles.append(part.register_forward_hook(after, always_call=True))
+        return handles
+
+    def _before(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        unit = self.units[number]
+        if not in_torch_func():
+            return self._begin(unit, args, kwargs)
+        if unit.sharded:
+            raise NotBuiltError(
+                f"torch.func differentiates the forward of '{unit.name}', whose weights are "
+                "sharded.",
+                "What it keeps for its backward are the weights themselves, which are released "
+                "before.",
+                "use loss.backward() or torch.autograd.grad at stage 3, or stages 0 to 2.",
+            )
+        # The transform differentiates by itself and asks for no gradient of a parameter: nothing is
+        # watched.
+        with outside_torch_func(), torch.no_grad():
+            self._begin(unit, (), {})
+        return self._as_computed(unit, args, kwargs)
+
+    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.step.active[-1].has_returned = True
+
+    def _after(self, number: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        unit = self.units[number]
+        if not in_torch_func():
+            return self._end(unit, (args, kwargs), output)
+        if unit.sharded:  # refused before it ran
+            return output
+        with outside_torch_func(), torch.no_grad():
+            self._end(unit, (), ())
+        return self._as_passed(unit, output)
+
+    # -- one forward of a unit
+
+    def _begin(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Have the unit's weights in use when this returns."""
+        step = self.step
+        begins = unit is self.root and not step.active and not step.is_in_backward
+        if begins:
+            self.backward.recover()
+            step.enter(Phase.FORWARD)
+            self.comm.meter.clock.enter("forward")
+            self._tiles_used.clear()
+        is_border = self._is_border()
+        is_first = not unit.is_tile or self._is_first_use(unit)
+        frame = ForwardFrame(
+            unit, is_first=is_first, begin=next_node_number() if is_border else None
+        )
+        step.active.append(frame)
+        begins_step = torch.is_grad_enabled() and step.is_between_steps
+        if begins:
+            self._begin_pass()
+        if unit is self.root and begins_step:
+            self.structure.check()
+            for group in self.model.trained_groups:
+                group.gradient.release()
+        # recomputed: one tile at a time, as in forward
+        is_recomputed = unit.is_tile and step.phase is Phase.BACKWARD
+        self.executor.gathers.unshard(unit, in_turn=not is_recomputed, externals=True)
+        if is_border:
+            args, kwargs = self.loss_factor.inside((args, kwargs))
+        args, kwargs = self._as_computed(unit, args, kwargs)
+        if step.nonfinite is not None:
+            step.nonfinite.record("input", unit.number, (args, kwargs))
+        for context in self._contexts(unit):
+            context.__enter__()
+            frame.contexts.append(context)
+        return args, kwargs
+
+    def _begin_pass(self) -> None:
+        """Begin the forward of the whole model."""
+        for group in self.model.groups[:1]:  # weights are moved away of all groups or of none
+            group.refuse_offloaded_weight()
+        walk = self.executor.schedule.inference
+        if torch.is_grad_enabled():
+            self.loss_factor.forward_begins()
+            follow_requires_grad(self.model)
+            walk = self.executor.schedule.forward
+        self.executor.gathers.begin(walk)
+
+    def _is_first_use(self, tile: Unit) -> bool:
+        """Return whether no layer has used a tile before in this forward; a recomputed use is none
+        of its own.
+        """
+        if self.step.phase is not Phase.FORWARD:
+            return True
+        is_first = tile.number not in self._tiles_used
+        self._tiles_used.add(tile.number)
+        return is_first
+
+    def _is_outermost(self) -> bool:
+        """Return whether a forward here is one that backward will come out of and go into:
+        recorded, and not recomputed.
+        """
+        if self.step.active or self.step.parts or not torch.is_grad_enabled():
+            return False
+        return not self.step.is_in_backward
+
+    def _is_border(self) -> bool:
+        """Return whether gradients enter and leave the engine around a forward here."""
+        return self._is_outermost() and self.loss_factor.has_border
+
+    def _contexts(self, unit: Unit) -> Iterator[Any]:
+        autocast = self.policy.autocast
+        if unit is self.root and autocast is not None:
+            device = self.backward.comm_ctx.pool.device
+            yield torch.autocast(device.type, dtype=autocast)
+        # Released between forward and backward
+        is_released = unit.is_copied and unit.number not in self.executor.schedule.kept
+        # Recomputed, to be used by backward at once
+        again = self.step.phase is Phase.BACKWARD and not unit.is_tile
+        if is_released and not again and torch.is_grad_enabled():
+            yield weight_hooks(unit, self.model.fetch_saved)
+
+    def _end(self, unit: Unit, given: Any, output: Any) -> Any:
+        """After a unit's forward, whether it returned or raised.
+
+        Args:
+            unit: The unit.
+            given: Its arguments, where a unit that returns nothing has left its result.
+            output: What it returned.
+        """
+        frame = self.step.active.pop()
+        for context in reversed(frame.contexts):
+            context.__exit__(None, None, None)
+        if not frame.has_returned:
+            # Torch calls this hook while it handles what the forward raised
+            error = sys.exception()
+            if error is not None and not ends_recomputation(error):
+                self.comm.post_error(error)
+            return output
+        output = self._as_passed(unit, output)
+        if self.step.nonfinite is not None:
+            self.step.nonfinite.record("output", unit.number, output)
+        is_recorded = torch.is_grad_enabled()
+        result = output if output is not None else given
+        if is_recorded:
+            for tensor in tensors_in(result):
+                self.backward.watch_output(unit.number, tensor, is_first=frame.is_first)
+        is_whole = unit is self.root and not self.step.active
+        if is_whole and self.step.phase is Phase.FORWARD:
+            self._end_pass(is_recorded)
+        if frame.begin is not None:
+            result = self.loss_factor.outside(result, frame.begin)
+            output = result if output is not None else None
+        if not is_whole:
+            self.executor.gathers.after_forward(
+                unit,
+                training=is_recorded,
+                recomputes=self.step.phase is Phase.BACKWARD,
+                was_unsharded=frame.was_unsharded,
+            )
+        return output
+
+    def _end_pass(self, is_recorded: bool) -> None:
+        self.executor.gathers.end()
+        self.step.enter(Phase.IDLE)
+        self.comm.meter.clock.enter(BETWEEN)
+        if is_recorded and self.backward.is_in_step:
+            self.step.forwards += 1
+
+    # -- dtypes
+
+    def _compute_dtype(self, unit: Unit) -> torch.dtype | None:
+        return torch.float32 if unit.is_promoted else self.policy.compute
+
+    def _as_computed(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return a unit's arguments in the dtype that it computes in."""
+        is_cast = unit is self.root and self.policy.auto_cast
+        if not is_cast and not self.any_promoted:
+            return args, kwargs
+        dtype = self._compute_dtype(unit)
+        return cast_inputs(args, dtype), cast_inputs(kwargs, dtype)
+
+    def _as_passed(self, unit: Unit, output: Any) -> Any:
+        """Return a unit's output in the dtype that passes between units."""
+        if not self.any_promoted or unit is self.root:
+            return output
+        return cast_inputs(output, self._compute_dtype(self.root))
+
+    # -- parts of the root
+
+    def _before_part(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Before a part of the root.  One that is called by itself, outside any forward, has the
+        root gathered for it. Collective.
+        """
+        if self.step.active:
+            return None
+        is_border = self._is_border()
+        self.step.parts.append(module)
+        if is_border:
+            self._begin_of_part = next_node_number()
+        is_idle = self.step.phase is Phase.IDLE
+        if is_idle and self.root.sharded and self.root.state is UnitState.SHARDED:
+            self._gathered_for = module
+            self.executor.gathers.unshard(self.root)
+        return self.loss_factor.inside((args, kwargs)) if is_border else None
+
+    def _after_part(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """After a part of the root: what backward must know of one that was called by itself."""
+        if self.step.active or not self.step.parts:
+            return output
+        self.step.parts.pop()
+        if self._gathered_for is module:
+            self._gathered_for = None
+            self.root.reshard()
+        if not self._is_outermost():
+            return output
+        for tensor in tensors_in(output):
+            self.backward.watch_output(0, tensor)
+        if self.loss_factor.has_border:
+            output = self.loss_factor.outside(output, self._begin_of_part)
+        return output
+
+
+def _parts_of(root: Unit) -> list[nn.Module]:
+    """Return the modules inside the root that own its parameters: a custom generate() may call an
+    embedding by itself.
+    """
+    mine = {id(member.param) for member in root.members()}
+    return [
+        module
+        for module in root.module.modules()
+        if module is not root.module
+        and any(id(param) in mine for param in module.parameters(recurse=False))
+    ]
