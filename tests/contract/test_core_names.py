@@ -30,31 +30,12 @@ WORDS = (
     "extent",
     "adaptive",
 )
-# The words that a core file still has in its identifiers. Remove an entry with its last identifier;
-# add none.
-LEFT: dict[str, set[str]] = {
-    "sharding/buffer.py": {"extent"},
-    "sharding/gradient.py": {"extent"},
-    "sharding/main_weight.py": {"extent"},
-    "sharding/param_group.py": {"extent"},
-    "optim/updater.py": {"extent"},
-}
 
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_a_core_file_names_no_feature(path: Path) -> None:
     found = named_features(ast.parse(path.read_text(encoding="utf-8")))
-    left = LEFT.get(path.relative_to(PACKAGE).as_posix(), set())
-    new = {word: names for word, names in found.items() if word not in left}
-    assert not new, f"{path.name} names features: move them to extensions/ ({new})"
-    gone = left - found.keys()
-    assert not gone, f"{path.name} no longer has {gone}: remove the entries of LEFT"
-
-
-def test_the_table_names_core_files_and_known_words() -> None:
-    assert LEFT.keys() <= {path.relative_to(PACKAGE).as_posix() for path in CORE}
-    assert {word for words in LEFT.values() for word in words} <= set(WORDS)
-    assert all(LEFT.values())
+    assert not found, f"{path.name} names features: move them to extensions/ ({found})"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import deepseek_zero
 from deepseek_zero.base.errors import DeepSeekZeroError, OutOfMemoryError, PeerError
-from deepseek_zero.engine.memory import extents_of
+from deepseek_zero.engine.memory import offloaded_of
 from deepseek_zero.sharding.sharded_parameter import ShardedParameter
 from deepseek_zero.tiers.tier import Tier
 from tests.models import seeded
@@ -161,7 +161,7 @@ def test_what_computes_is_never_the_memory_that_weights_rest_in(tier: str, ranks
 
     def look(module: nn.Module, *_: object) -> None:
         nonlocal looked
-        resting = [extent.memory for extent in extents_of(engine.runtime, engine.optimizer)]
+        resting = [storage.memory for storage in offloaded_of(engine.runtime, engine.optimizer)]
         spans = [(memory.data_ptr(), memory.data_ptr() + memory.nbytes) for memory in resting]
         for param in module.parameters(recurse=False):
             for tensor in (param, param.grad):

@@ -37,7 +37,7 @@ from deepseek_zero.report.explain import overlap_share
 from deepseek_zero.report.picture import places_of
 from deepseek_zero.sharding import param_group as group_file
 from deepseek_zero.sharding.buffer import Pool
-from deepseek_zero.tiers.disk import Disk, DiskExtent
+from deepseek_zero.tiers.disk import Disk, DiskStorage
 from deepseek_zero.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -153,15 +153,15 @@ def test_a_disk_leaves_nothing_in_memory_between_steps(dtype: str) -> None:
     for step in range(2):
         train_step(engine, Run(3), step)
     engine.optimizer.finish()
-    extents = extents_of(engine)
-    assert len(extents) >= 4 * len(engine.runtime.groups)
-    for extent in extents:
-        numel = extent.memory.numel()
-        extent.store(0, 0)
-        for chunk in extent.chunks:
+    storages = offloaded_of(engine)
+    assert len(storages) >= 4 * len(engine.runtime.groups)
+    for storage in storages:
+        numel = storage.memory.numel()
+        storage.store(0, 0)
+        for chunk in storage.chunks:
             chunk.wait()
-        gradients = all(chunk.sum is None for chunk in extent.chunks)
-        assert gradients or extent.here_bytes == 0, (extent.chunks[0].what, numel)
+        gradients = all(chunk.sum is None for chunk in storage.chunks)
+        assert gradients or storage.here_bytes == 0, (storage.chunks[0].what, numel)
 
 
 @pytest.mark.ranks("ranks")
@@ -196,11 +196,11 @@ def test_the_heaps_holes_are_given_back_where_weights_leave_memory(
     assert bool(calls) is leaves
 
 
-def extents_of(engine: Any) -> list[DiskExtent]:
-    found: list[Any] = list(engine.optimizer.moments.extents())
+def offloaded_of(engine: Any) -> list[DiskStorage]:
+    found: list[Any] = list(engine.optimizer.moments.offloaded())
     for group in engine.runtime.groups:
-        found += [group.weight.extent, group.gradient.buffer.extent, *group.master.extents()]
-    return list({id(extent): extent for extent in found if extent is not None}.values())
+        found += [group.weight.storage, group.gradient.buffer.storage, *group.master.offloaded()]
+    return list({id(storage): storage for storage in found if storage is not None}.values())
 
 
 @pytest.mark.ranks(2)
@@ -383,9 +383,9 @@ def test_recomputation_and_backward_of_a_block_share_one_load(ranks: int, reentr
     )
     engine.module.reentrant = reentrant
     train_step(engine, Run(3), 0)
-    for extent in (group.weight.extent for group in engine.runtime.groups):
-        extent.store(0, 0)
-        for chunk in extent.chunks:
+    for storage in (group.weight.storage for group in engine.runtime.groups):
+        storage.store(0, 0)
+        for chunk in storage.chunks:
             chunk.wait()  # what the update wrote has left
     with engine.timeline() as seen:
         batch = batch_of(1, 0, dist.get_rank())

@@ -223,7 +223,7 @@ def loads_of(engine: Any, accumulation: int = 1) -> dict[str, int]:
     train(engine, 0, accumulation)
     for unit in engine.runtime.units:
         for group in unit.sharded:
-            for chunk in group.weight.extent.chunks:
+            for chunk in group.weight.storage.chunks:
                 chunk.wait()  # what the update wrote has left
     with engine.timeline() as seen:
         for micro in range(accumulation):

@@ -30,7 +30,7 @@ from ..base.device import backward_id, queue_backward_callback, version_of
 from ..base.memory import PAGE, trim_heap
 from ..base.quantities import format_bytes
 from ..comm.context import ranks_of_this_host
-from ..tiers.tier import CopyEngine, CopyEvent, Extent, TierMemory, Work, copy_engine_for
+from ..tiers.tier import CopyEngine, CopyEvent, Storage, TierMemory, Work, copy_engine_for
 
 # That the largest checkpoint's inputs are moved in: work for all threads of a disk, little to round
 # up
@@ -309,9 +309,9 @@ class OffloadedInputs:
     is_stored: bool = False
 
     @property
-    def extent(self) -> Extent:
-        """Return the extent that the block is a range of."""
-        return self.place.arena.extent
+    def storage(self) -> Storage:
+        """Return the storage that the block is a range of."""
+        return self.place.arena.storage
 
     @property
     def nbytes(self) -> int:
@@ -338,7 +338,7 @@ class ActivationCopy:
         """Copy tensors into their block; they are kept until the copy is over."""
         bytes_ = stay.place.write()
         sources = list(tensors)
-        with self._copy_engine(stay).d2h(stay.extent, sources.clear):
+        with self._copy_engine(stay).d2h(stay.storage, sources.clear):
             for tensor, (form, part) in zip(tensors, stay.parts(bytes_), strict=True):
                 form.write(tensor, part)
 
@@ -371,7 +371,7 @@ class ActivationCopy:
     ) -> tuple[CopyEvent, dict[int, Tensor]]:
         parts = stay.parts(stay.place.read())
         found = {number: stay.forms[number].empty() for number in wanted}
-        with self._copy_engine(stay).h2d(stay.extent) as copy_event:
+        with self._copy_engine(stay).h2d(stay.storage) as copy_event:
             for number, tensor in found.items():
                 form, part = parts[number]
                 form.read(tensor, part)
@@ -381,7 +381,7 @@ class ActivationCopy:
         """Return the copy engine to the tensors' device; within one memory nothing is copied
         across.
         """
-        home = stay.extent.memory.device
+        home = stay.storage.memory.device
         device = next((form.device for form in stay.forms if form.device != home), home)
         if device not in self._ferries:
             self._ferries[device] = CopyEngine() if device == home else copy_engine_for(device)
@@ -400,7 +400,7 @@ class Arena:
 
     def __init__(self, memory: TierMemory, nbytes: int, chunk_bytes: int) -> None:
         self.nbytes = nbytes
-        self.extent = memory.reserve(nbytes, torch.uint8, chunk_bytes, "activations")
+        self.storage = memory.reserve(nbytes, torch.uint8, chunk_bytes, "activations")
         self._taken: list[tuple[int, int]] = []  # [low, high) in bytes, in order
 
     def take(self, nbytes: int) -> ArenaBlock | None:
@@ -416,12 +416,12 @@ class Arena:
     def free(self, place: ArenaBlock) -> None:
         """Return a block to the arena: nothing reads it any more."""
         self._taken.remove((place.low, place.high))
-        self.extent.discard(place.low, place.high)
+        self.storage.discard(place.low, place.high)
 
 
 @dataclass(frozen=True)
 class ArenaBlock:
-    """The bytes [low, high) of an arena, with an extent's verbs."""
+    """The bytes [low, high) of an arena, with a storage's verbs."""
 
     arena: Arena
     low: int
@@ -429,20 +429,20 @@ class ArenaBlock:
 
     def write(self) -> Tensor:
         """Return the bytes, to be written."""
-        return self.arena.extent.write(self.low, self.high)
+        return self.arena.storage.write(self.low, self.high)
 
     def read(self) -> Tensor:
         """Return the bytes, to be read; wait for their fetch."""
-        return self.arena.extent.read(self.low, self.high)
+        return self.arena.storage.read(self.low, self.high)
 
     def fetch(self) -> Work:
-        return self.arena.extent.fetch(self.low, self.high)
+        return self.arena.storage.fetch(self.low, self.high)
 
     def store(self) -> Work:
-        return self.arena.extent.store(self.low, self.high)
+        return self.arena.storage.store(self.low, self.high)
 
     def evict(self) -> None:
-        self.arena.extent.evict(self.low, self.high)
+        self.arena.storage.evict(self.low, self.high)
 
     def free(self) -> None:
         self.arena.free(self)

@@ -28,7 +28,7 @@ from ..comm.collectives import Comm
 from ..sharding.saved_tensor_hooks import others_see
 from ..tiers.disk import Disk, DiskSettings
 from ..tiers.host import HostMemory
-from ..tiers.tier import Extent, Tier, TierMemory
+from ..tiers.tier import Storage, Tier, TierMemory
 from .offload import ActivationOffload, extract_tensors, insert_tensors
 from .partition import PartitionedInputs
 from .policy import compiled_contexts, contexts, operators_of
@@ -121,9 +121,9 @@ class Recompute:
         """Return one line, if anything was offloaded."""
         return [self.parking.explain()] if self.parking is not None and self.parking.slabs else []
 
-    def extents(self) -> list[Extent]:
-        """Return the extents that hold offloaded inputs now."""
-        return [slab.extent for slab in self.parking.slabs] if self.parking is not None else []
+    def offloaded(self) -> list[Storage]:
+        """Return the storages that hold offloaded inputs now."""
+        return [slab.storage for slab in self.parking.slabs] if self.parking is not None else []
 
 
 class Parked(Protocol):

@@ -98,7 +98,7 @@ class BackgroundWrite:
     def is_resident(self) -> bool:
         """Return whether no state rests on a disk, so that a thread may read all of them."""
         return not any(
-            part.extent.is_offloaded for write_group in self._groups for part in write_group.extents
+            part.storage.is_offloaded for write_group in self._groups for part in write_group.ranges
         )
 
     @property
@@ -141,7 +141,7 @@ class BackgroundWrite:
         try:
             writer.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
             prefetcher = TilePrefetcher(
-                self._groups, lambda write_group: write_group.extents, PrefetchSettings()
+                self._groups, lambda write_group: write_group.ranges, PrefetchSettings()
             )
             with LongWork("writing the checkpoint", sum(info.nbytes for info in infos)) as work:
                 while (write_group := prefetcher.next()) is not None:
@@ -201,6 +201,6 @@ def by_element_size(groups: Sequence[WriteGroup]) -> list[WriteGroup]:
     found.sort(key=lambda item: -item[0].dtype.itemsize)
     parts = groupby(found, key=lambda item: id(item[1]))
     return [
-        WriteGroup([item for item, _ in part], part[0][1].extents)
+        WriteGroup([item for item, _ in part], part[0][1].ranges)
         for part in (list(each) for _, each in parts)
     ]

@@ -39,7 +39,7 @@ from .lockstep import run_and_gather
 from .piece import ModelPiece, persistent_buffers, whole_names
 from .safetensors_file import SafetensorsWriter, TensorInfo, cast, dtype_name, dtype_named, run_of
 from .staging import StagedOutput
-from .state import exact_extents
+from .state import exact_storages
 
 Companions = Callable[[Path], None]  # writes what else belongs into an exported folder
 # That mean one file; anything else is a folder
@@ -208,9 +208,8 @@ def _source(group: ParamGroup, settings: ExportSettings) -> FlatBuffer:
 
 def _evict(group: ParamGroup) -> None:
     """Give up the copies that were fetched from another memory to be read."""
-    for extent in (group.weight.extent, *exact_extents(group)):
-        if extent is not None:
-            extent.evict(0, extent.memory.numel())
+    for storage in (group.weight.storage, *exact_storages(group)):
+        storage.evict(0, storage.memory.numel())
 
 
 def _broadcast_first(comm: Comm, buffer: Tensor, name: str) -> Tensor:

@@ -55,7 +55,7 @@ from .piece import ModelPiece, names_of_all, persistent_buffers, predecessor
 from .read import CheckpointReader, client_of_rank, plain_values
 from .rng import restore_rng
 from .safetensors_file import dtype_name, dtype_named
-from .state import exact_extents, package_of, place_of
+from .state import exact_storages, package_of, place_of
 from .verify import FileSubset, first_few, raise_faults, verify
 
 NEW_MOMENTS = "moments into new memory"
@@ -493,7 +493,7 @@ def store_weights(group: ParamGroup) -> None:
     """Send what was written of a group to the memory where it rests, and wait, so that one group at
     a time is here.
     """
-    for pending in [extent.store(0, extent.memory.numel()) for extent in exact_extents(group)]:
+    for pending in [storage.store(0, storage.memory.numel()) for storage in exact_storages(group)]:
         pending.wait()
 
 

@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 from ..base.errors import CheckpointError
 from ..optim.sharded import ShardedOptimizer
 from ..optim.tensor_subclasses import inner_tensors, is_subclass
-from ..optim.updater import ExtentRange, MasterShard, ParamOverlap
+from ..optim.updater import MasterShard, ParamOverlap, StorageRange
 from ..planner.extras import feedback_of
 from ..planner.spec import R
 from ..sharding.gradient import KeptGradient
 from ..sharding.group import ParamInfo
 from ..sharding.param_group import ParamGroup
-from ..tiers.tier import Extent
+from ..tiers.tier import Storage
 from .contents import Contents
 from .format import INNER, MOMENT, OWN, REPLICA, WEIGHT, WHOLE, SavedChunk
 from .piece import ModelPiece
@@ -41,13 +41,13 @@ def exact_dtype(group: ParamGroup) -> torch.dtype:
     return group.master.dtype if group.master is not None else group.weight.spec.dtype
 
 
-def exact_extents(group: ParamGroup) -> list[Extent]:
-    """Return the extents under the most precise form of a group's weights: the master's, where
-    there is one.
+def exact_storages(group: ParamGroup) -> list[Storage]:
+    """Return the storages, outside the training device, of the most precise form of a group's
+    weights: the main weight's, if there is one.
     """
     if group.master is not None:
-        return group.master.extents()
-    return [group.weight.extent] if group.weight.extent is not None else []
+        return group.master.offloaded()
+    return [] if group.weight.storage.on_device else [group.weight.storage]
 
 
 @dataclass(eq=False)
@@ -71,10 +71,10 @@ class WriteItem:
 
 @dataclass
 class WriteGroup:
-    """Items that are written together, and the ranges of extents that must be fetched meanwhile."""
+    """Items that are written together, and the ranges of states that must be fetched meanwhile."""
 
     items: list[WriteItem]
-    extents: list[ExtentRange] = field(default_factory=list)
+    ranges: list[StorageRange] = field(default_factory=list)
 
 
 def write_groups(
@@ -162,8 +162,8 @@ def _weight_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
     if places:
         low = places[0][0]
         high = places[-1][1]
-        write_group.extents = [
-            ExtentRange(extent, low, high, changes=False) for extent in exact_extents(group)
+        write_group.ranges = [
+            StorageRange(storage, low, high, changes=False) for storage in exact_storages(group)
         ]
     return write_group
 
@@ -191,8 +191,8 @@ def _kept_gradient_items(group: ParamGroup, kept: KeptGradient, chunks: Chunks) 
             write_group.items.append(
                 WriteItem(chunk, buffer.spec.dtype, (stop - start,), read, group)
             )
-    if write_group.items and buffer.extent is not None:
-        write_group.extents = [ExtentRange(buffer.extent, 0, buffer.memory.numel(), changes=False)]
+    if write_group.items and not buffer.storage.on_device:
+        write_group.ranges = [StorageRange(buffer.storage, 0, buffer.memory.numel(), changes=False)]
     return write_group
 
 
@@ -244,8 +244,8 @@ def _moment_items(
     optimizer: ShardedOptimizer, shard: MasterShard, chunks: Chunks, cache: MomentCache
 ) -> WriteGroup:
     """List this rank's part of every optimizer state of a shard that has elements."""
-    extents = [replace(each, changes=False) for each in optimizer.moments.extent_ranges(shard)]
-    write_group = WriteGroup([], extents)
+    ranges = [replace(each, changes=False) for each in optimizer.moments.storage_ranges(shard)]
+    write_group = WriteGroup([], ranges)
     group = shard.group
     for key, value in optimizer.inner.state.get(shard.param, {}).items():
         if not isinstance(value, Tensor) or is_scalar_state(value, shard.param):

@@ -650,7 +650,7 @@ class Engine(StandsForModule):
 
     def memory_report(self) -> Any:
         """Predicted and measured bytes of this rank, by state (report.measure.MemoryReport)."""
-        parked = self.parts.recompute.extents() if self.parts.recompute is not None else []
+        parked = self.parts.recompute.offloaded() if self.parts.recompute is not None else []
         return memory_report(self.runtime, self.optimizer, parked, self.parts.pipeline)
 
     def explain(self, picture: Path | str | None = None) -> str:
@@ -704,7 +704,7 @@ class Engine(StandsForModule):
         trace = traced(
             self.runtime,
             self.optimizer,
-            recompute.extents if recompute is not None else list,
+            recompute.offloaded if recompute is not None else list,
             self.parts.pipeline,
         )
         with trace.recording():

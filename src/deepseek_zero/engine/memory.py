@@ -14,8 +14,7 @@ from ..planner.plan import Plan
 from ..planner.volume import StepVolume
 from ..report.measure import MemoryReport, bytes_of, live_storages, moments_of
 from ..sharding.runtime import Runtime
-from ..tiers.disk import DiskExtent
-from ..tiers.tier import Extent
+from ..tiers.tier import Storage
 
 if TYPE_CHECKING:  # as in engine.py
     from ..pipeline import Pipeline
@@ -56,14 +55,14 @@ def predicted_volume(runtime: Runtime) -> StepVolume:
 def memory_report(
     runtime: Runtime,
     optimizer: ShardedOptimizer | None,
-    parked: Sequence[Extent] = (),
+    parked: Sequence[Storage] = (),
     pipeline: Pipeline | None = None,
 ) -> MemoryReport:
     """Return the bytes on this rank by state. Local. parked: offloaded activations, which belong to
     no state and are
     not counted. pipeline: of the engine, whose messages have memory of their own.
     """
-    resting = [extent.memory for extent in [*extents_of(runtime, optimizer), *parked]]
+    resting = [storage.memory for storage in [*offloaded_of(runtime, optimizer), *parked]]
     seen = {tensor.untyped_storage().data_ptr() for tensor in resting}
     measured = {
         state: bytes_of([tensor for tensor in tensors if tensor is not None], seen)
@@ -82,7 +81,7 @@ def memory_report(
 def traced(
     runtime: Runtime,
     optimizer: ShardedOptimizer | None,
-    parked: Callable[[], Sequence[Extent]],
+    parked: Callable[[], Sequence[Storage]],
     pipeline: Pipeline | None = None,
 ) -> report.MemoryTrace:
     """Return a trace of the memory of this engine.  parked: as `memory_report` takes it, now."""
@@ -95,19 +94,19 @@ def traced(
         gathered = [
             group.unsharded.memory for group in runtime.groups if group.unsharded is not None
         ]
-        offloaded = resting(extents_of(runtime, optimizer))
+        offloaded = resting(offloaded_of(runtime, optimizer))
         return found | {"gathered": gathered, "offloaded": offloaded, "parked": resting(parked())}
 
-    def resting(extents: Sequence[Extent]) -> list[Tensor]:
-        return [extent.memory for extent in extents if not isinstance(extent, DiskExtent)]
+    def resting(storages: Sequence[Storage]) -> list[Tensor]:
+        return [storage.memory for storage in storages if not storage.is_offloaded]
 
     return report.MemoryTrace(held, lambda: runtime.comm.meter.clock.phase)
 
 
-def extents_of(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[Extent]:
-    """Return the extents of an engine's offloaded states."""
-    found = list(optimizer.moments.extents()) if optimizer is not None else []
-    return found + [extent for group in runtime.groups for extent in group.offloaded_extents()]
+def offloaded_of(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[Storage]:
+    """Return the storages of an engine's offloaded states."""
+    found = list(optimizer.moments.offloaded()) if optimizer is not None else []
+    return found + [storage for group in runtime.groups for storage in group.offloaded()]
 
 
 def _held(

@@ -23,7 +23,6 @@ from ..report.measure import moments_of
 from ..sharding.buffer import FlatBuffer, OffloadedGuard, StateGuard, refuse_offloaded_state
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
-from ..tiers.disk import DiskExtent
 from ..tiers.parked import ParkedStorages
 
 OPTIM_STATES = "optim_states"
@@ -142,14 +141,14 @@ class StateOffload:
             # A master that is the weight itself belongs to the weights, which a program may still
             # read.
             is_own = master is not None and _address(master.memory) not in weights
-            if HP_PARAMS in kinds and master is not None and is_own and _is_resident(master):
+            if HP_PARAMS in kinds and master is not None and is_own and not master.is_offloaded:
                 yield master.memory
             if LP_PARAMS in kinds:
-                if _is_resident(group.weight):
+                if not group.weight.is_offloaded:
                     yield group.weight.memory
                 yield from (buffer.memory for buffer in group.weight_gather.buffers())
             for kept in group.gradient.kept.values() if LP_GRADS in kinds else ():
-                if kept.is_full and kept.buffer is not None and _is_resident(kept.buffer):
+                if kept.is_full and kept.buffer is not None and not kept.buffer.is_offloaded:
                     yield kept.buffer.memory
 
     def _moments(self) -> Iterator[Tensor]:
@@ -160,9 +159,9 @@ class StateOffload:
             if tensor is not None and not optimizer.scratch.is_placeholder(tensor):
                 yield tensor
         yield from optimizer.moments.on_device()
-        for extent in optimizer.moments.extents():
-            if not isinstance(extent, DiskExtent):
-                yield extent.memory
+        for storage in optimizer.moments.offloaded():
+            if not storage.is_offloaded:
+                yield storage.memory
 
     # -- what is dropped: its contents are not needed between two steps
 
@@ -233,7 +232,3 @@ class StateOffload:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _is_resident(buffer: FlatBuffer) -> bool:
-    return not isinstance(buffer.extent, DiskExtent)

@@ -104,9 +104,8 @@ class DelayedGradient:
         self.gradient.group.guard.before_write()
         self._is_full = False
         self.absent = None
-        buffer = self.buffer
-        if buffer is not None and buffer.extent is not None:
-            buffer.extent.discard(0, buffer.memory.numel())
+        if self.buffer is not None:
+            self.buffer.storage.discard(0, self.buffer.memory.numel())
 
     def _ensure_buffer(self) -> FlatBuffer:
         if self.buffer is None:

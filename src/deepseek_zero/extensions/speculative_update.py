@@ -5,7 +5,7 @@ Two decisions are assumed before the step is over. A speculative step (SuperOffl
 there is neither clipping nor overflow, before the norm is known. A delayed one (delayed_update.py)
 uses the decision and the gradient of the step before. Updates are also undone if a program reads
 what they changed before the step is over, so a program never sees them. Only units whose weights
-and states are all offloaded take part: every read of those passes an extent (tiers/tier.py), which
+and states are all offloaded take part: every read of those passes a storage (tiers/tier.py), which
 undoes the update first.
 
 `UndoLog` holds a copy of every byte that an update writes. Copies, not arithmetic: an update cannot
@@ -30,10 +30,10 @@ from ..base.memory import return_pages
 from ..optim.update_policy import Stepping, UpdatePolicy
 from ..optim.updater import (
     Decision,
-    ExtentRange,
     MasterShard,
     Moments,
     Scratch,
+    StorageRange,
     Tile,
     Tiles,
     Updater,
@@ -279,7 +279,7 @@ class Before:
     """
 
     shard: MasterShard
-    places: list[tuple[ExtentRange, Tensor]] = field(default_factory=list)
+    places: list[tuple[StorageRange, Tensor]] = field(default_factory=list)
     powers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     state: dict[str, Any] | None = None
     counters: dict[str, float] = field(default_factory=dict)
@@ -299,7 +299,7 @@ class UndoLog:
     def bytes_of(self, shard: MasterShard) -> int:
         """Return the bytes that `note` will take."""
         places = (
-            sum(stretch.extent.memory.itemsize for stretch in self._written(shard)) * shard.numel
+            sum(stretch.storage.memory.itemsize for stretch in self._written(shard)) * shard.numel
         )
         return places + sum(
             powers.nbytes for _, powers in self._moments.storages(shard) if powers is not None
@@ -317,7 +317,7 @@ class UndoLog:
         self._entries.append(before)
         for stretch in self._written(shard):
             before.places.append(
-                (stretch, self._copy(stretch.extent.read(stretch.low, stretch.high)))
+                (stretch, self._copy(stretch.storage.read(stretch.low, stretch.high)))
             )
         for _, powers in self._moments.storages(shard):
             if powers is not None:
@@ -332,7 +332,7 @@ class UndoLog:
         for before in reversed(self._entries):
             before.shard.group.guard.before_write()
             for stretch, copy in before.places:
-                stretch.extent.write(stretch.low, stretch.high).view(torch.uint8).copy_(copy)
+                stretch.storage.write(stretch.low, stretch.high).view(torch.uint8).copy_(copy)
                 stretch.release()
             for powers, copy in before.powers:
                 powers.view(torch.uint8).copy_(copy)
@@ -358,11 +358,11 @@ class UndoLog:
         for key, number in before.counters.items():
             before.state[key].fill_(number)
 
-    def _written(self, shard: MasterShard) -> Iterator[ExtentRange]:
+    def _written(self, shard: MasterShard) -> Iterator[StorageRange]:
         """Yield every range outside the optimizer's own counters that an update of this shard
         writes.
         """
-        yield from (stretch for stretch in shard.extent_ranges() if stretch.changes)
+        yield from (stretch for stretch in shard.storage_ranges() if stretch.changes)
         yield from (stretch for stretch, _ in self._moments.storages(shard))
 
     def _copy(self, values: Tensor) -> Tensor:

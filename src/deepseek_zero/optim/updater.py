@@ -7,7 +7,7 @@ last ones behind it; `MasterShard` brings the master into `Scratch`, where it is
 place, `Moments` brings the optimizer's own states; `Updater` calls the inner optimizer and has
 everything stored again. An update_policy.py says which tiles are not updated in the step.
 
-Moments may lie in another memory, in fewer bits, or both: one extent per group and kind of moment.
+Moments may lie in another memory, in fewer bits, or both: one storage per group and kind of moment.
 Any torch optimizer
 will do: every state it makes in its first step with as many elements as a shard is taken over;
 counters and states of another shape stay where they are.
@@ -44,7 +44,7 @@ from ..sharding.buffer import FlatBuffer
 from ..sharding.main_weight import MasterWeight
 from ..sharding.param_group import ParamGroup
 from ..tiers.budget import DeviceBudget
-from ..tiers.tier import Extent, StagedTile, Tier, Work, read_now
+from ..tiers.tier import StagedTile, Storage, Tier, Work
 from .one_pass import Memory, OnePass, Piece, layout_of
 from .tensor_subclasses import inner_tensors, is_subclass
 
@@ -193,15 +193,15 @@ class MasterShard:
         part = source(self.group).read(self.start, self.stop)
         return None if part is None else part.view(self.param.shape)
 
-    def extent_ranges(self, source: GradSource = collected) -> Iterator[ExtentRange]:
-        """Yield the extent ranges of master, weight and gradient that the update of this shard
+    def storage_ranges(self, source: GradSource = collected) -> Iterator[StorageRange]:
+        """Yield the storage ranges of master, weight and gradient that the update of this shard
         reads or writes.
         """
-        for extent in self.master.extents():
-            yield ExtentRange(extent, self.start, self.stop)
+        for storage in self.master.offloaded():
+            yield StorageRange(storage, self.start, self.stop)
         buffer = source(self.group).buffer
-        if buffer is not None and buffer.extent is not None:
-            yield ExtentRange(buffer.extent, self.start, self.stop, changes=False)
+        if buffer is not None and not buffer.storage.on_device:
+            yield StorageRange(buffer.storage, self.start, self.stop, changes=False)
 
     def staged_ranges(self, source: GradSource = collected) -> Iterator[StagedRange]:
         """Yield the ranges of weight and gradient that the training device holds and the host
@@ -359,21 +359,21 @@ def cuts_of(shard: MasterShard, apart: Callable[[ParamOverlap], Any]) -> list[Sh
 
 
 @dataclass(frozen=True)
-class ExtentRange:
+class StorageRange:
     """Elements [low, high) of one state.  changes: the update writes them."""
 
-    extent: Extent
+    storage: Storage
     low: int
     high: int
     changes: bool = True
 
     def fetch(self) -> Work:
-        return self.extent.fetch(self.low, self.high)
+        return self.storage.fetch(self.low, self.high)
 
     def release(self) -> Work | None:
         if self.changes:
-            return self.extent.store(self.low, self.high)
-        self.extent.evict(self.low, self.high)
+            return self.storage.store(self.low, self.high)
+        self.storage.evict(self.low, self.high)
         return None
 
 
@@ -399,7 +399,7 @@ class StagedRange:
         return None
 
 
-StagedState = ExtentRange | StagedRange  # what comes before a tile's turn, and leaves behind it
+StagedState = StorageRange | StagedRange  # what comes before a tile's turn, and leaves behind it
 
 
 @dataclass(eq=False)
@@ -410,8 +410,7 @@ class Moment:
     elements that no shard's state has yet are zeros, as they were reserved.
     """
 
-    extent: Extent
-    tier: Tier
+    storage: Storage
     dtype: torch.dtype  # that the optimizer works in
     kept: StorageFormat | None
     powers: dict[int, Tensor] = field(default_factory=dict)
@@ -420,7 +419,7 @@ class Moment:
     @property
     def is_stored(self) -> bool:
         """Return whether the optimizer sees no values between steps."""
-        return self.kept is not None or self.extent.is_offloaded
+        return self.kept is not None or self.storage.is_offloaded
 
 
 class Moments:
@@ -433,30 +432,31 @@ class Moments:
         self._names: dict[int, list[str]] = {}
         self._counted: set[int] = set()  # id of shards whose moments the optimizer keeps itself
 
-    def extents(self) -> Iterable[Extent]:
-        """Return the extents of offloaded moments."""
-        return (moment.extent for moment in self._found.values() if moment.tier is not Tier.DEVICE)
+    def offloaded(self) -> Iterable[Storage]:
+        """Return the storages of moments outside the training device."""
+        storages = (moment.storage for moment in self._found.values())
+        return (storage for storage in storages if not storage.on_device)
 
     def on_device(self) -> Iterator[Tensor]:
         """Return the moments on the training device."""
         for moment in self._found.values():
             yield from moment.powers.values()
-            if moment.tier is Tier.DEVICE:
-                yield moment.extent.memory
+            if moment.storage.on_device:
+                yield moment.storage.memory
 
-    def extent_ranges(self, shard: MasterShard) -> Iterator[ExtentRange]:
-        """Yield the extent ranges of moments that a shard's update reads and writes."""
+    def storage_ranges(self, shard: MasterShard) -> Iterator[StorageRange]:
+        """Yield the storage ranges of moments that a shard's update reads and writes."""
         for name in self._names.get(id(shard.group), ()):
-            yield ExtentRange(self._found[id(shard.group), name].extent, shard.start, shard.stop)
+            yield StorageRange(self._found[id(shard.group), name].storage, shard.start, shard.stop)
 
-    def storages(self, shard: MasterShard) -> Iterator[tuple[ExtentRange, Tensor | None]]:
+    def storages(self, shard: MasterShard) -> Iterator[tuple[StorageRange, Tensor | None]]:
         """Yield the storage of each moment of a shard, and the scales of its blocks."""
         state = self._inner.state.get(shard.param, {})
         for name in self._names.get(id(shard.group), ()):
             if name in state:
                 moment = self._found[id(shard.group), name]
                 yield (
-                    ExtentRange(moment.extent, shard.start, shard.stop),
+                    StorageRange(moment.storage, shard.start, shard.stop),
                     moment.powers.get(id(shard)),
                 )
 
@@ -472,8 +472,8 @@ class Moments:
                 yield from [(name, value)] if isinstance(value, Tensor) else ()
                 continue
             moment = self._found[id(shard.group), name]
-            if not moment.extent.is_offloaded:
-                yield name, moment.extent.read(shard.start, shard.stop)
+            if not moment.storage.is_offloaded:
+                yield name, moment.storage.read(shard.start, shard.stop)
 
     def load(self, shard: MasterShard, *, working: bool = True) -> None:
         """Load a shard's moments into the optimizer's state. working: for one tile's update, into
@@ -488,9 +488,9 @@ class Moments:
             if not self._scratch.is_placeholder(state.get(name)):
                 continue
             if moment.kept is None:
-                values = moment.extent.write(shard.start, shard.stop)
+                values = moment.storage.write(shard.start, shard.stop)
             else:  # a copy: looking at it changes nothing that would have to be stored
-                values = moment.extent.read(shard.start, shard.stop)
+                values = moment.storage.read(shard.start, shard.stop)
                 shared = self._shared(shard, name, moment.dtype) if working else None
                 values = moment.kept.decode(values, moment.powers.get(id(shard)), shared)
             state[name] = values.view(shard.param.shape)
@@ -505,7 +505,7 @@ class Moments:
             return value
         # The optimizer may see a view of memory that has left for the disk since, with another
         # shard of its chunk.
-        values = read_now(moment.extent, shard.start, shard.stop)
+        values = moment.storage.read_now(shard.start, shard.stop)
         if moment.kept is None:
             return values
         return moment.kept.decode(values, moment.powers.get(id(shard)), None)
@@ -532,14 +532,14 @@ class Moments:
             if self._scratch.is_placeholder(value):
                 continue
             moment = self._moment(shard, name, value.dtype)
-            own = moment.extent.memory[shard.start : shard.stop]
+            own = moment.storage.memory[shard.start : shard.stop]
             if moment.kept is not None:
-                own = moment.extent.write(shard.start, shard.stop)
+                own = moment.storage.write(shard.start, shard.stop)
                 powers = self._scales(moment, shard)
                 if keep:
                     moment.kept.encode(value.reshape(-1), own, powers, shard.chance(chance, name))
             elif value.data_ptr() != own.data_ptr():
-                moment.extent.write(shard.start, shard.stop).copy_(value.reshape(-1))
+                moment.storage.write(shard.start, shard.stop).copy_(value.reshape(-1))
             state[name] = self._seen(shard, moment, own, value.shape)
 
     def in_place(self, shard: MasterShard, names: Sequence[str]) -> tuple[Tensor, ...]:
@@ -559,10 +559,10 @@ class Moments:
         found = []
         for name in names:
             moment = self._moment(shard, name, torch.float32)
-            own = moment.extent.write(shard.start, shard.stop)
+            own = moment.storage.write(shard.start, shard.stop)
             found.append(own)
             if name in missing:
-                if not moment.is_fresh or moment.extent.is_offloaded:
+                if not moment.is_fresh or moment.storage.is_offloaded:
                     own.zero_()
                 state[name] = self._seen(shard, moment, own, shard.param.shape)
         self._count(shard, state)
@@ -625,7 +625,7 @@ class Moments:
     def offload(self, shard: MasterShard, chance: StochasticRounding) -> None:
         """Store moments that a checkpoint has loaded, and evict them to their tier."""
         self.store(shard, chance, keep=True)
-        for left in [stretch.release() for stretch in self.extent_ranges(shard)]:
+        for left in [stretch.release() for stretch in self.storage_ranges(shard)]:
             if left is not None:
                 # Or, on a disk that is slower than what is loaded from, all of them would be here
                 left.wait()
@@ -651,13 +651,15 @@ class Moments:
             what = f"{name} of {group.members[0].name}"
             numel = shard.master.buffer.memory.numel()
             if plan.moments.tier is Tier.DEVICE:
-                extent = Extent(torch.zeros(numel, dtype=stored, device=shard.master.update_device))
-                self._scratch.budget.reserve_for(extent, extent.memory.nbytes, what)
+                storage = Storage(
+                    torch.zeros(numel, dtype=stored, device=shard.master.update_device)
+                )
+                self._scratch.budget.reserve_for(storage, storage.memory.nbytes, what)
             else:
-                extent = group.comm_ctx.tiers.reserve(
+                storage = group.comm_ctx.tiers.reserve(
                     plan.moments.tier, numel, stored, what, is_copied=False
                 )
-            self._found[key] = Moment(extent, plan.moments.tier, dtype, kept)
+            self._found[key] = Moment(storage, dtype, kept)
             self._names.setdefault(id(group), []).append(name)
         return self._found[key]
 
@@ -875,9 +877,9 @@ class Updater:
         for _, shard in tile:
             if shard.is_absent(source):
                 continue
-            yield from shard.extent_ranges(source)
+            yield from shard.storage_ranges(source)
             yield from shard.staged_ranges(source)
-            yield from self.moments.extent_ranges(shard)
+            yield from self.moments.storage_ranges(shard)
 
     def update(self, tile: Tile, decision: Decision) -> None:
         """Update one tile whose states have been fetched. Local."""

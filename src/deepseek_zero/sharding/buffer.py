@@ -39,11 +39,10 @@ from ..tiers.tier import (
     COMPLETED,
     CopyEngine,
     CopyEvent,
-    Extent,
+    Storage,
     Tier,
     Tiers,
     copy_engine_for,
-    read_now,
 )
 
 # Bytes; having the pages of a smaller buffer again costs more than they are worth
@@ -195,27 +194,40 @@ def refuse_offloaded_state() -> NoReturn:
     )
 
 
-@dataclass
 class FlatBuffer:
     """One state of one group of parameters on this rank: the whole buffer if replicated or partial,
     a slice if sharded.
 
-    memory: its elements, flat, in the spec's dtype; with an `extent` they may be offloaded, and
-    `load` and `elements` fetch them.  Where the spec says that they rest as codes it is one message
-    of these, and elements are
-    copies: to be read, or written by `writing`, which codes them again. coded_as: of the target of
-    a gather, what slices travel there as;
-    None: exactly, whatever the spec of a state says. errors: of summands that travel as codes, what
-    those before have left out; None: nothing is kept of it.
+    If the spec says that elements rest as codes, `memory` has one message of these, and elements
+    are copies: to be read, or written by `writing`, which encodes them again.
+
+    Attributes:
+        layout: The places of the parameters.
+        spec: Placement, dtype and memory of the state.
+        memory: The elements, flat, in the spec's dtype. `load` and `elements` fetch them.
+        storage: Where they are between uses.
+        guard: Every access passes it first.
+        coded_as: The codec of slices that are gathered into this buffer; None: they travel exactly.
+        errors: What earlier codes have left out of summands that travel as codes; None: it is lost.
     """
 
-    layout: FlatLayout
-    spec: Spec
-    memory: Tensor
-    extent: Extent | None = None
-    guard: StateGuard = field(default_factory=StateGuard)
-    coded_as: Codec | None = None
-    errors: LeftOut | None = None
+    def __init__(
+        self,
+        layout: FlatLayout,
+        spec: Spec,
+        memory: Tensor,
+        storage: Storage | None = None,
+        *,
+        guard: StateGuard | None = None,
+        coded_as: Codec | None = None,
+    ) -> None:
+        self.layout = layout
+        self.spec = spec
+        self.memory = memory
+        self.storage = Storage(memory) if storage is None else storage
+        self.guard = StateGuard() if guard is None else guard
+        self.coded_as = coded_as
+        self.errors: LeftOut | None = None
 
     def load(self) -> Tensor:
         """Return all elements of this rank, flat: to be read, or to be the target of `move`.
@@ -223,8 +235,7 @@ class FlatBuffer:
         Offloaded ones are fetched as by `elements`; whoever knows that they are not offloaded takes
         `memory`.
         """
-        # As `_is_plain`, which is a call; this one is frequent
-        if self.extent is None and self.spec.rests_as is None:
+        if self.storage.on_device and self.spec.rests_as is None:
             self.guard.before_read()
             return self.memory
         return self.elements(0, self.numel)
@@ -235,11 +246,6 @@ class FlatBuffer:
         if self.spec.rests_as is None:
             return self.memory.numel()
         return self.spec.numel(self.layout.padded_numel, self.layout.ranks)
-
-    @property
-    def _is_plain(self) -> bool:
-        """Return whether `memory` has the elements themselves, always."""
-        return self.extent is None and self.spec.rests_as is None
 
     def _decoded(self, codec: Blocks, low: int, high: int) -> Tensor:
         """Return elements [low, high) in new memory, out of the codes that they rest as."""
@@ -258,7 +264,7 @@ class FlatBuffer:
         if self.spec.rests_as is not None:
             return self._decoded(self.spec.rests_as, low, high)
         self.guard.before_read()
-        return self.memory[low:high] if self.extent is None else self.extent.write(low, high)
+        return self.storage.write(low, high)
 
     def write(self, low: int, high: int) -> Tensor:
         """Return a view as `elements` does, to be written: a save behind the training has copied
@@ -289,22 +295,23 @@ class FlatBuffer:
 
     def read(self, low: int, high: int) -> Tensor:
         """Return a view as `elements` does, to be read only: a disk need not store it again."""
-        if self.extent is None:
-            return self.elements(low, high)
+        if self.spec.rests_as is not None:
+            return self._decoded(self.spec.rests_as, low, high)
         self.guard.before_read()
-        return self.extent.read(low, high)
+        return self.storage.read(low, high)
 
     def read_now(self, low: int, high: int) -> Tensor:
         """Return a view as `read` does, of the values as they are now, whatever update is
         pending.
         """
-        if self._is_plain:
-            return self.memory[low:high]
-        return self.read(low, high) if self.extent is None else read_now(self.extent, low, high)
+        if self.spec.rests_as is not None:
+            return self._decoded(self.spec.rests_as, low, high)
+        return self.storage.read_now(low, high)
 
     @property
     def is_offloaded(self) -> bool:
-        return self.extent is not None and self.extent.is_offloaded
+        """Return whether `memory` shows nothing between uses."""
+        return self.storage.is_offloaded
 
     @classmethod
     def empty(cls, layout: FlatLayout, spec: Spec, device: torch.device) -> FlatBuffer:
@@ -333,8 +340,8 @@ class FlatBuffer:
             return cls.empty(layout, spec, comm_ctx.pool.device).counted(comm_ctx, what)
         assert spec.rests_as is None, "engine/settings.py refuses codes that rest elsewhere"
         numel = spec.numel(layout.padded_numel, layout.ranks)
-        extent = comm_ctx.tiers.reserve(spec.tier, numel, spec.dtype, what, is_copied=is_copied)
-        return cls(layout, spec, extent.memory, extent=extent)
+        storage = comm_ctx.tiers.reserve(spec.tier, numel, spec.dtype, what, is_copied=is_copied)
+        return cls(layout, spec, storage.memory, storage)
 
     @classmethod
     def allocate_for_comm(
@@ -476,11 +483,11 @@ def move(
         case Movement.ALL_GATHER:
             if source.spec.rests_as is not None:
                 return _gather_codes(source.memory, source.spec.rests_as, target, comm_ctx, what)
-            if source.extent is not None:
-                return _gather_offloaded(source, source.extent, target, comm_ctx, what)
+            if not source.storage.on_device:
+                return _gather_offloaded(source, target, comm_ctx, what)
             return _all_gather(source.load(), target, comm_ctx, what)
         case Movement.REDUCE_SCATTER:
-            return _reduce_scatter(source, target.load(), comm_ctx, what, add, target.extent)
+            return _reduce_scatter(source, target.load(), comm_ctx, what, add, target.storage)
         case Movement.ALL_REDUCE:
             own = target.shard(comm_ctx.comm.rank)
             pending = _reduce_scatter(source, own, comm_ctx, what, add)
@@ -589,32 +596,33 @@ def lend_scratch(pool: Pool) -> Tensor:
 
 
 def _gather_offloaded(
-    source: FlatBuffer, extent: Extent, target: FlatBuffer, comm_ctx: CommContext, what: str
+    source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str
 ) -> Pending:
     """Fetch this rank's slice, gather when it is its turn in the lane, and evict the slice when it
     has been copied.
     """
     source.guard.before_read()
+    storage = source.storage
     numel = source.memory.numel()
 
     def start() -> Pending:
-        here = extent.read(0, numel)
+        here = storage.read(0, numel)
         own = target.shard(comm_ctx.comm.rank)
-        with comm_ctx.copy_engine.h2d(extent) as copy_event:
+        with comm_ctx.copy_engine.h2d(storage) as copy_event:
             for part in parts_in_lock_ranges(here):
                 own[part].copy_(here[part], non_blocking=True)
             pending = _all_gather(own, target, comm_ctx, what)
 
         def leave() -> None:
             copy_event.wait_stream()
-            extent.evict(0, numel)
+            storage.evict(0, numel)
 
         if not copy_event.is_done():
             return pending.then(leave)
         leave()
         return pending
 
-    return comm_ctx.issue_queue.add(extent.fetch(0, numel), start)
+    return comm_ctx.issue_queue.add(storage.fetch(0, numel), start)
 
 
 def _all_gather(own: Tensor, target: FlatBuffer, comm_ctx: CommContext, what: str) -> Pending:
@@ -679,12 +687,12 @@ def _reduce_scatter(
     comm_ctx: CommContext,
     what: str,
     add: bool,
-    extent: Extent | None = None,
+    storage: Storage | None = None,
 ) -> Pending:
     """Reduce message by message, so that the bytes in flight do not depend on the model's size
     (ZeRO-R's constant buffers).
 
-    extent: the one that `own` lies in.
+    storage: the one that `own` lies in.
     """
     comm = comm_ctx.comm
     layout = source.layout
@@ -719,7 +727,7 @@ def _reduce_scatter(
                 message.write(source.shard(rank)[low:high], piece, start)
         kept = own[low:high]
         landing = (
-            HostGradStaging(kept, step, extent, comm_ctx, add=add)
+            HostGradStaging(kept, step, storage, comm_ctx, add=add)
             if kept.device != comm_ctx.pool.device
             else None
         )
@@ -893,17 +901,17 @@ class HostGradStaging:
     """
 
     def __init__(
-        self, kept: Tensor, numel: int, extent: Extent | None, comm_ctx: CommContext, *, add: bool
+        self, kept: Tensor, numel: int, storage: Storage | None, comm_ctx: CommContext, *, add: bool
     ) -> None:
         """numel: of the buffer, the same for all messages. add: onto the stored values."""
-        assert extent is not None
+        assert storage is not None
         self.kept = kept
-        self.extent = extent
+        self.storage = storage
         self.comm_ctx = comm_ctx
         self._lent = comm_ctx.pool.take(numel, kept.dtype)
         self._copied: CopyEvent = COMPLETED
         if add:
-            with comm_ctx.copy_engine.h2d(extent) as self._copied:
+            with comm_ctx.copy_engine.h2d(storage) as self._copied:
                 for part in parts_in_lock_ranges(kept):
                     self._sum[part].copy_(kept[part], non_blocking=True)
 
@@ -919,7 +927,7 @@ class HostGradStaging:
     def send(self) -> None:
         """Start to copy the written sum to its memory, beside what is computed next."""
         with self.comm_ctx.copy_engine.d2h(
-            self.extent, lambda: self.comm_ctx.pool.give(self._lent)
+            self.storage, lambda: self.comm_ctx.pool.give(self._lent)
         ):
             for part in parts_in_lock_ranges(self.kept):
                 self.kept[part].copy_(self._sum[part], non_blocking=True)

@@ -259,12 +259,12 @@ class Gradient:
             self._store_offloaded(self.buffer)
 
     def _store_offloaded(self, buffer: FlatBuffer) -> None:
-        if buffer.extent is not None and buffer.is_offloaded:
+        if buffer.is_offloaded:
             first = 0
             if not self.is_whole:
                 first = self.group.layout.bounds(self.group.comm_ctx.comm.rank)[0]
             self.known_squares = squares_now(self.group, buffer.load(), first)
-            buffer.extent.store(0, buffer.memory.numel())
+            buffer.storage.store(0, buffer.memory.numel())
 
     def ensure_buffer(self) -> FlatBuffer:
         """Return `buffer`, allocated on its first use."""
@@ -439,10 +439,10 @@ class Gradient:
             self.group.comm_ctx.pool.give(self._partial.memory)
         self._clear()
         shard = self.buffer if self.buffer is not None and self.buffer.spec.placement is S else None
-        if shard is not None and shard.extent is not None:
+        if shard is not None and not shard.storage.on_device:
             self.guard.before_read()  # an update made ahead of its step goes with the gradient
-            shard.extent.wait_for_copy()
-            shard.extent.discard(0, shard.memory.numel())
+            shard.storage.wait_for_copy()
+            shard.storage.discard(0, shard.memory.numel())
         elif (
             shard is not None
             and not self.group.comm_ctx.pool.keeps_pages
@@ -534,15 +534,10 @@ class Gradient:
     def changed(self, number: int) -> None:
         """Note that a member's part was written."""
         self.known_squares = None
-        if (
-            self.buffer is not None
-            and self.buffer.extent is not None
-            and self.buffer.spec.placement is S
-        ):
-            place, end = self.buffer.owned_range(
-                self.group.members[number].slot, self.group.comm_ctx.comm.rank
-            )
-            self.buffer.extent.evict(place, end)
+        if self.buffer is not None and self.buffer.is_offloaded:
+            slot = self.group.members[number].slot
+            place, end = self.buffer.owned_range(slot, self.group.comm_ctx.comm.rank)
+            self.buffer.storage.evict(place, end)
 
     def equalise(self, what: str) -> Pending:
         """Make the copies of a changed gradient equal that several ranks hold. Collective."""
@@ -573,7 +568,7 @@ def staged_gradient(
 
     known: of the last call; it is kept while the memory is the same.
     """
-    if buffer is None or buffer.extent is not None or not group.plan.is_updated_on_host:
+    if buffer is None or not buffer.storage.on_device or not group.plan.is_updated_on_host:
         return None
     memory = buffer.memory
     if buffer.spec.placement is not S and memory.numel() != group.layout.slice_numel:

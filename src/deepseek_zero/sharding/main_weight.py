@@ -16,7 +16,7 @@ from ..planner.layout import Slot
 from ..planner.spec import Placement, R, S, ShardPlan
 from ..precision.compact import round_to_bf16
 from ..precision.policy import LOW_PRECISION, cast_master, join, split
-from ..tiers.tier import CopyEngine, Extent, StagedTile, Tier
+from ..tiers.tier import CopyEngine, StagedTile, Storage, Tier
 from .buffer import CommContext, FlatBuffer
 
 _WRITE_NUMEL = 1 << 20  # values that are copied at once before they are split
@@ -212,16 +212,16 @@ class MasterWeight:
         )
         return buffer.elements(place, end) if came is None else came
 
-    def extents(self) -> list[Extent]:
-        """Return the extents that hold offloaded values."""
-        found = [self.buffer.extent, self.weight.extent if self.weight is not None else None]
-        return [extent for extent in found if extent is not None]
+    def offloaded(self) -> list[Storage]:
+        """Return the storages outside the training device that hold its values."""
+        buffers = [self.buffer] if self.weight is None else [self.buffer, self.weight]
+        return [buffer.storage for buffer in buffers if not buffer.storage.on_device]
 
     def take_changed(self, changed: Tensor, weight: Tensor) -> None:
         """Take a new weight's values where a mask is true; the caller changes the weight itself."""
-        storage = self.buffer.write(0, self.buffer.memory.numel())
-        places = changed.to(storage.device)
-        storage[places] = 0 if self.is_split else weight[changed].to(storage)
+        values = self.buffer.write(0, self.buffer.memory.numel())
+        places = changed.to(values.device)
+        values[places] = 0 if self.is_split else weight[changed].to(values)
 
     def values(self) -> FlatBuffer:
         """Return all values of this rank, flat: the buffer itself, or a copy."""
@@ -250,7 +250,7 @@ def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> 
     beneath = weight_shard(weight, plan, rank)
     if plan.master_is_weight:
         buffer = FlatBuffer(
-            layout, plan.master, beneath.memory, extent=beneath.extent, guard=weight.guard
+            layout, plan.master, beneath.memory, beneath.storage, guard=weight.guard
         )
         return MasterWeight(
             buffer, rank, plan.moments.dtype, update_device=home, copy_engine=comm_ctx.copy_engine

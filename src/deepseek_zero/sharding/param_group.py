@@ -22,7 +22,7 @@ from ..planner.plan_settings import PlanSettings
 from ..planner.spec import R, S, ShardPlan
 from ..planner.units import GroupPlan
 from ..precision.policy import cast_master
-from ..tiers.tier import Extent
+from ..tiers.tier import Storage
 from .buffer import (
     CommContext,
     FlatBuffer,
@@ -193,9 +193,10 @@ class ParamGroup:
             self.master.write_consuming(0, values.numel(), values)
             del values  # the pool never lends a buffer that is still viewed
         self.comm_ctx.pool.give(full.memory)
-        for extent in (extents := self.offloaded_extents()):
-            extent.store(0, extent.memory.numel()).wait()
-        if extents:
+        storages = self.offloaded()
+        for storage in storages:
+            storage.store(0, storage.memory.numel()).wait()
+        if storages:
             trim_heap()  # of the values it was built from
         for member in self.members:
             set_owner(member.param, self)
@@ -309,11 +310,11 @@ class ParamGroup:
             member.param.data = member.placeholder
         return flat
 
-    def offloaded_extents(self) -> list[Extent]:
-        """Return the extents of weight, master and gradients that are offloaded."""
+    def offloaded(self) -> list[Storage]:
+        """Return the storages of weight, main weight and gradients outside the training device."""
         buffers = [self.weight, *self.gradient.buffers()]
-        found = [buffer.extent for buffer in buffers if buffer.extent is not None]
-        return found + (self.master.extents() if self.master is not None else [])
+        found = [buffer.storage for buffer in buffers if not buffer.storage.on_device]
+        return found + (self.master.offloaded() if self.master is not None else [])
 
     def follow_frozen(self) -> None:
         """Note whether there is still a member to train, after some were frozen or unfrozen on all
@@ -375,9 +376,8 @@ class ParamGroup:
         if not self.is_sharded or self.unsharded is not None or self.is_pinned:
             return DONE
         if self.guard.pending is not None:
-            if self.weight.extent is not None:
-                # What the update writes stays in memory until it has been gathered
-                self.weight.extent.pin()
+            # What the update writes stays in memory until it has been gathered
+            self.weight.storage.pin()
             self.guard.pending.flush_group(self)
         self.unsharded = self.weight_gather.lend()
         return self.weight_gather.gather(self.unsharded, what)

@@ -3,7 +3,7 @@ cache where possible.
 
 The file has no name (or loses it at once): no other process can open it, and a killed job leaves
 nothing behind. Every chunk that comes back is compared with the sum of the bytes that were written.
-An extent's memory is address space; a chunk has pages only while it is used.
+A storage's memory is address space; a chunk has pages only while it is used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..base.capabilities import Capability
 from ..base.errors import StorageError
 from ..base.memory import PAGE, private_pages, return_pages
 from ..base.quantities import format_bytes
-from .tier import COMPLETED, Extent, TransferEvent, TransferMeter, Work
+from .tier import COMPLETED, HostStorage, TransferEvent, TransferMeter, Work
 
 # Offsets, lengths and addresses are multiples of PAGE, which every disk in use takes.
 SECTOR = 512  # the least that a disk reads or writes
@@ -129,19 +129,19 @@ class Disk:
 
     def reserve(
         self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str, *, is_copied: bool = True
-    ) -> Extent:
-        """Return a zeroed extent with its place in the file; raise `StorageError` if the disk is
+    ) -> HostStorage:
+        """Return a zeroed storage with its place in the file; raise `StorageError` if the disk is
         full.
         """
         if not numel:
-            return Extent(torch.empty(0, dtype=dtype))
+            return HostStorage(torch.empty(0, dtype=dtype))
         padded = -(-numel * dtype.itemsize // PAGE) * PAGE
         with _named(self, f"reserving {format_bytes(padded)} for {what}"):
             self.promises_room &= _allocate(self.descriptor, self.reserved_bytes, padded)
         start = self.reserved_bytes
         self.reserved_bytes = self.reserved_bytes + padded
         chunk = min(-(-chunk_numel * dtype.itemsize // PAGE) * PAGE, padded)
-        return DiskExtent(self, numel, dtype, range(start, start + padded, chunk), what)
+        return DiskStorage(self, numel, dtype, range(start, start + padded, chunk), what)
 
     def commit(self, sharers: int) -> None:
         """Return at once: the file system sets room aside in `reserve`."""
@@ -151,7 +151,7 @@ class Disk:
         self._pool.shutdown(wait=True)
         self._end()
 
-    # -- what extents ask
+    # -- what storages ask
 
     def submit(self, job: Callable[[], bool]) -> Future[bool]:
         return self._pool.submit(job)
@@ -182,7 +182,7 @@ class Disk:
 
 
 class Chunk:
-    """A stretch of an extent that is moved as a whole: its bytes in memory, and their place in the
+    """A stretch of a storage that is moved as a whole: its bytes in memory, and their place in the
     file.
     """
 
@@ -329,8 +329,10 @@ class Chunk:
         return is_wanted
 
 
-class DiskExtent(Extent):
+class DiskStorage(HostStorage):
     """One state in a rank's file."""
+
+    is_offloaded = True
 
     def __init__(self, disk: Disk, numel: int, dtype: torch.dtype, place: range, what: str) -> None:
         """place: byte offsets in the file where its chunks begin, up to its end."""
@@ -340,10 +342,6 @@ class DiskExtent(Extent):
         self.chunks = [
             Chunk(disk, memory[at - place.start :][: place.step], at, what) for at in place
         ]
-
-    @property
-    def is_offloaded(self) -> bool:
-        return True
 
     @property
     def here_bytes(self) -> int:

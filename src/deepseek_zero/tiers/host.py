@@ -22,7 +22,7 @@ from ..base.memory import PAGE, Slab, private_pages
 from ..base.progress import LongWork
 from ..base.quantities import format_bytes
 from ..kernels.compiler import threads_for
-from .tier import Extent, TransferMeter
+from .tier import HostStorage, TransferMeter
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -84,12 +84,12 @@ class HostMemory:
 
     def reserve(
         self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str, *, is_copied: bool = True
-    ) -> Extent:
-        """Return a zeroed extent; raise `OutOfMemoryError` if the system or CUDA refuses the
+    ) -> HostStorage:
+        """Return a zeroed storage; raise `OutOfMemoryError` if the system or CUDA refuses the
         pages.
         """
         if not numel:
-            return Extent(torch.empty(0, dtype=dtype))
+            return HostStorage(torch.empty(0, dtype=dtype))
         nbytes = -(-numel * dtype.itemsize // PAGE) * PAGE
         is_locked = self.pinned and is_copied
         slab = self._mapped().get(is_locked)
@@ -97,7 +97,7 @@ class HostMemory:
         if memory is None:
             memory = private_pages(nbytes // dtype.itemsize, dtype, locked=is_locked)
         self.reserved_bytes += memory.nbytes
-        return Extent(memory[:numel])
+        return HostStorage(memory[:numel])
 
     def _mapped(self) -> dict[bool, Slab]:
         """Return the slabs, mapped on first use: only after `check_room`."""

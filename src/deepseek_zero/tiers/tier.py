@@ -1,16 +1,15 @@
 """Memories that hold states outside the training device's own, and the copies between them and the
 device.
 
-`TierMemory` reserves `Extent`s, `Tiers` opens memories.  An extent is a flat tensor at one address
-for as long as it lives. Tiers differ in where its bytes are between uses.  A user calls `fetch`
-before a use, `store` after a change and `evict` after a read; a view that was not fetched is waited
-for. `TransferMeter` counts what moves, where it moves (disk.py), and on demand records each
-transfer.
+`Storage` is an extension point of the core: a flat tensor at one address for as long as it lives,
+and where its bytes are between uses. `TierMemory` reserves storages, `Tiers` opens memories. A user
+calls `fetch` before a use, `store` after a change and `evict` after a read; a view that was not
+fetched is waited for. `TransferMeter` counts transfers, and records each of them on demand.
 
 On a CPU `CopyEngine` has nothing to copy across: every call has done its work on return.  Beside an
 accelerator each direction has a stream of its own, so that a copy runs while the device computes.
 Two rules keep that safe: the device waits for a `CopyEvent` before it uses the result, and the host
-leaves an extent alone until its copy is over (`Extent.wait_for_copy`).
+leaves a storage alone until its copy is over (`Storage.wait_for_copy`).
 """
 
 from __future__ import annotations
@@ -177,22 +176,27 @@ class TransferMeter:
             self._stretch = total, self.seconds
 
 
-class Extent:
-    """A flat state in a tier's memory; one of this class never leaves it. Ranges are elements:
-    [low, high).
+class Storage:
+    """Where the elements of a flat state are between uses; in this class, always in `memory`, on
+    the device that computes with them.
 
-    All verbs act on this rank alone and change no values. `fetch`, `read` and `write` raise
-    `StorageError` where bytes do not come back as they were written.
+    Other memories derive from this class, and a `TierMemory` reserves them. All methods act on this
+    rank alone and change no values. Ranges are elements: [low, high). `fetch`, `read` and `write`
+    raise `StorageError` if bytes do not come back as they were written.
+
+    Attributes:
+        memory: The elements, at one address for as long as the storage lives.
+        on_device: The device that computes has them, so that nothing has to be fetched or copied.
+        is_offloaded: `memory` shows nothing between `store` and `fetch`.
+        copy_event: The copy that is under way between `memory` and the training device.
     """
 
-    copy_event: CopyEvent = COMPLETED  # under way between its elements and the training device
+    on_device = True
+    is_offloaded = False
+    copy_event: CopyEvent = COMPLETED
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-
-    def __del__(self) -> None:
-        with suppress(Exception):  # Python or the device is ending
-            self.copy_event.wait()  # its memory may be freed now
 
     def wait_for_copy(self) -> None:
         """Wait until every copy to or from the training device is over."""
@@ -207,7 +211,7 @@ class Extent:
         return COMPLETED
 
     def pin(self) -> None:
-        """Keep elements at their address after `store`, until `evict`: a fetch of the whole extent
+        """Keep elements at their address after `store`, until `evict`: a fetch of the whole storage
         follows soon.
         """
 
@@ -215,7 +219,15 @@ class Extent:
         """Return a read-only view of elements [low, high), valid until `store` or `evict`; it waits
         for their fetch.
         """
-        self.wait_for_copy()
+        return self.memory[low:high]
+
+    def read_now(self, low: int, high: int) -> Tensor:
+        """Return a view as `read` does; safe from another thread if the elements never leave
+        `memory`.
+        """
+        self.copy_event.wait()
+        if self.is_offloaded:
+            self.fetch(low, high).wait()
         return self.memory[low:high]
 
     def write(self, low: int, high: int) -> Tensor:
@@ -234,21 +246,19 @@ class Extent:
     def discard(self, low: int, high: int) -> None:
         """Drop the values: the next ones are written before they are read."""
 
-    @property
-    def is_offloaded(self) -> bool:
-        """Return whether a view shows nothing between `store` and `fetch`."""
-        return False
 
+class HostStorage(Storage):
+    """Elements in host memory, which the training device copies."""
 
-def read_now(extent: Extent, low: int, high: int) -> Tensor:
-    """Return a read-only view of elements as they lie, past every guard; safe from another thread
-    where they never move.
-    """
-    extent.copy_event.wait()
-    if not extent.is_offloaded:
-        return extent.memory[low:high]
-    extent.fetch(low, high).wait()
-    return extent.memory[low:high]
+    on_device = False
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # Python or the device is ending
+            self.copy_event.wait()  # its memory may be freed now
+
+    def read(self, low: int, high: int) -> Tensor:
+        self.wait_for_copy()
+        return self.memory[low:high]
 
 
 class TierMemory(Protocol):
@@ -267,8 +277,8 @@ class TierMemory(Protocol):
 
     def reserve(
         self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str, *, is_copied: bool = True
-    ) -> Extent:
-        """Return a zeroed extent, moved in chunks of so many elements.
+    ) -> Storage:
+        """Return a zeroed storage, moved in chunks of so many elements.
 
         is_copied: the training device copies it, from it or to it.
         """
@@ -277,7 +287,7 @@ class TierMemory(Protocol):
         """Give planned memory its pages; `sharers` ranks of this host do so."""
 
     def close(self) -> None:
-        """Release everything; extents must not be used any more."""
+        """Release everything; storages must not be used any more."""
 
 
 @dataclass(frozen=True)
@@ -308,8 +318,8 @@ class Tiers:
 
     def reserve(
         self, tier: Tier, numel: int, dtype: torch.dtype, what: str, *, is_copied: bool = True
-    ) -> Extent:
-        """Return a zeroed extent on a tier. is_copied: as `TierMemory.reserve` takes it."""
+    ) -> Storage:
+        """Return a zeroed storage on a tier. is_copied: as `TierMemory.reserve` takes it."""
         return self.memories[tier].reserve(
             numel, dtype, self.chunk_numel, what, is_copied=is_copied
         )
@@ -324,15 +334,15 @@ class CopyEngine:
     overlaps = False
 
     @contextmanager
-    def h2d(self, extent: Extent) -> Iterator[CopyEvent]:
-        """Open a block whose non_blocking copies read an extent, to send it to other ranks; yield
+    def h2d(self, storage: Storage) -> Iterator[CopyEvent]:
+        """Open a block whose non_blocking copies read a storage, to send it to other ranks; yield
         their `CopyEvent`.
         """
         yield COMPLETED
 
     @contextmanager
-    def d2h(self, extent: Extent, finish: Callable[[], None]) -> Iterator[None]:
-        """Open a block whose non_blocking copies write an extent; call `finish` when their source
+    def d2h(self, storage: Storage, finish: Callable[[], None]) -> Iterator[None]:
+        """Open a block whose non_blocking copies write a storage; call `finish` when their source
         is free again.
         """
         yield
@@ -387,19 +397,19 @@ class StreamCopyEngine(CopyEngine):
         self.ring = StagingRing(is_locked=locks_pages(device))
 
     @contextmanager
-    def h2d(self, extent: Extent) -> Iterator[CopyEvent]:
+    def h2d(self, storage: Storage) -> Iterator[CopyEvent]:
         with self.on_side_stream(is_inward=True) as copy_event:
             yield copy_event
-        extent.copy_event = copy_event
+        storage.copy_event = copy_event
 
     @contextmanager
-    def d2h(self, extent: Extent, finish: Callable[[], None]) -> Iterator[None]:
+    def d2h(self, storage: Storage, finish: Callable[[], None]) -> Iterator[None]:
         """Copy as `CopyEngine.d2h`; the source stays taken until the next copy has begun, since
         waiting at once would stop the device.
         """
         with self.on_side_stream(is_inward=False) as copy_event:
             yield
-        extent.copy_event = copy_event
+        storage.copy_event = copy_event
         self.synchronize()
         self._last_out = copy_event, finish
 

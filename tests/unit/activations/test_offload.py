@@ -23,7 +23,7 @@ from deepseek_zero.activations.offload import (
 )
 from deepseek_zero.base.errors import OutOfMemoryError, StorageError
 from deepseek_zero.base.memory import PAGE
-from deepseek_zero.tiers.disk import ChunkState, Disk, DiskExtent
+from deepseek_zero.tiers.disk import ChunkState, Disk, DiskStorage
 from deepseek_zero.tiers.host import HostMemory
 from deepseek_zero.tiers.tier import TierMemory
 from tests.unit.base.test_memory import resident_bytes
@@ -69,10 +69,10 @@ def here_bytes(parking: ActivationOffload) -> int:
 
 
 def state_of(stay: OffloadedInputs) -> set[ChunkState]:
-    extent = stay.place.arena.extent
-    if not isinstance(extent, DiskExtent):
+    storage = stay.place.arena.storage
+    if not isinstance(storage, DiskStorage):
         return {ChunkState.HERE}
-    return {chunk.state for chunk in extent._of(stay.place.low, stay.place.high)}
+    return {chunk.state for chunk in storage._of(stay.place.low, stay.place.high)}
 
 
 # -- bytes

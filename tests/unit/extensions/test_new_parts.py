@@ -23,7 +23,7 @@ from deepseek_zero.sharding.grad_reduction import GradReduction
 from deepseek_zero.sharding.param_group import GroupParts
 from deepseek_zero.sharding.runtime import Runtime
 from deepseek_zero.sharding.wrap import MakeParts, wrap_model
-from deepseek_zero.tiers.tier import COMPLETED, Extent, Tier, Tiers, TransferMeter, Work
+from deepseek_zero.tiers.tier import COMPLETED, Storage, Tier, Tiers, TransferMeter, Work
 from tests.in_process import Rank, poisoned, run_ranks
 from tests.models import Gpt, batch_of, seeded
 from tests.reference import OPTIMIZERS
@@ -51,8 +51,11 @@ def with_top_bits(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
     return GroupParts(group_parts(plan, comm, comm_ctx).weight_gather, TopBits)
 
 
-class Drawer(Extent):
+class Drawer(Storage):
     """Elements that lie in another tensor between uses."""
+
+    on_device = False
+    is_offloaded = True
 
     def __init__(self, memory: Tensor) -> None:
         super().__init__(memory)
@@ -82,10 +85,6 @@ class Drawer(Extent):
     def evict(self, low: int, high: int) -> None:
         self.store(low, high)
 
-    @property
-    def is_offloaded(self) -> bool:
-        return True
-
 
 class Cupboard:
     """A memory of drawers."""
@@ -102,7 +101,7 @@ class Cupboard:
 
     def reserve(
         self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str, *, is_copied: bool = True
-    ) -> Extent:
+    ) -> Storage:
         self.drawers.append(Drawer(torch.zeros(numel, dtype=dtype)))
         return self.drawers[-1]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from deepseek_zero.optim.updater import ExtentRange, PrefetchSettings, TilePrefetcher
-from deepseek_zero.tiers.tier import Extent, Work
+from deepseek_zero.optim.updater import PrefetchSettings, StorageRange, TilePrefetcher
+from deepseek_zero.tiers.tier import Storage, Work
 
 
 class Transfer:
@@ -22,8 +22,8 @@ class Transfer:
         return True
 
 
-class Recorded(Extent):
-    """An extent that writes down what is asked of it."""
+class Recorded(Storage):
+    """A storage that writes down what is asked of it."""
 
     def __init__(self, log: list[str]) -> None:
         super().__init__(torch.zeros(100))
@@ -43,10 +43,10 @@ class Recorded(Extent):
 
 def story(settings: PrefetchSettings, *, changes: bool = True) -> list[str]:
     log: list[str] = []
-    extent = Recorded(log)
+    storage = Recorded(log)
 
-    def touched(tile: int) -> Iterator[ExtentRange]:
-        yield ExtentRange(extent, tile, tile + 1, changes)
+    def touched(tile: int) -> Iterator[StorageRange]:
+        yield StorageRange(storage, tile, tile + 1, changes)
 
     flow = TilePrefetcher(range(4), touched, settings)
     while (tile := flow.next()) is not None:

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from deepseek_zero.base.errors import StorageError
-from deepseek_zero.tiers.disk import ChunkState, Disk, DiskExtent, DiskSettings
-from deepseek_zero.tiers.tier import Extent
+from deepseek_zero.tiers.disk import ChunkState, Disk, DiskSettings, DiskStorage
+from deepseek_zero.tiers.tier import Storage
 from tests.unit.base.test_memory import resident_bytes
 
 CHUNK = 1 << 12
@@ -31,164 +31,164 @@ def disk(tmp_path: Path) -> Disk:
 
 def filled(
     disk: Disk, numel: int = NUMEL, dtype: torch.dtype = torch.float32
-) -> tuple[Extent, torch.Tensor]:
-    """An extent and the values that were put into it."""
-    extent, values = disk.reserve(numel, dtype, CHUNK, "values"), torch.randn(numel).to(dtype)
-    extent.write(0, numel).copy_(values)
-    return extent, values
+) -> tuple[Storage, torch.Tensor]:
+    """A storage and the values that were put into it."""
+    storage, values = disk.reserve(numel, dtype, CHUNK, "values"), torch.randn(numel).to(dtype)
+    storage.write(0, numel).copy_(values)
+    return storage, values
 
 
-def states(extent: Extent) -> set[ChunkState]:
-    assert isinstance(extent, DiskExtent)
-    return {chunk.state for chunk in extent.chunks}
+def states(storage: Storage) -> set[ChunkState]:
+    assert isinstance(storage, DiskStorage)
+    return {chunk.state for chunk in storage.chunks}
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.int16, torch.uint8], ids=str
 )
 def test_what_was_stored_comes_back_bit_for_bit(disk: Disk, dtype: torch.dtype) -> None:
-    extent = disk.reserve(NUMEL, dtype, CHUNK, "values")
+    storage = disk.reserve(NUMEL, dtype, CHUNK, "values")
     values = torch.arange(NUMEL).to(dtype)
-    extent.write(0, NUMEL).copy_(values)
-    extent.store(0, NUMEL).wait()
-    assert states(extent) == {ChunkState.AWAY}
-    assert torch.equal(extent.write(0, NUMEL), values)
+    storage.write(0, NUMEL).copy_(values)
+    storage.store(0, NUMEL).wait()
+    assert states(storage) == {ChunkState.AWAY}
+    assert torch.equal(storage.write(0, NUMEL), values)
 
 
 def test_a_chunk_changes_alone(disk: Disk) -> None:
-    extent, values = filled(disk)
-    extent.store(0, NUMEL).wait()
-    extent.write(CHUNK, 2 * CHUNK).add_(1)
-    extent.store(CHUNK, 2 * CHUNK).wait()
+    storage, values = filled(disk)
+    storage.store(0, NUMEL).wait()
+    storage.write(CHUNK, 2 * CHUNK).add_(1)
+    storage.store(CHUNK, 2 * CHUNK).wait()
     values[CHUNK : 2 * CHUNK] += 1
-    assert torch.equal(extent.write(0, NUMEL), values)
+    assert torch.equal(storage.write(0, NUMEL), values)
 
 
 def test_what_is_away_takes_no_memory(disk: Disk) -> None:
     numel = 16 << 20
     before = resident_bytes()
-    extent = disk.reserve(numel, torch.float32, 1 << 20, "values")
-    extent.write(0, numel).fill_(1)
+    storage = disk.reserve(numel, torch.float32, 1 << 20, "values")
+    storage.write(0, numel).fill_(1)
     assert resident_bytes() - before > 60 << 20
-    extent.store(0, numel).wait()
+    storage.store(0, numel).wait()
     assert resident_bytes() - before < 4 << 20
-    assert float(extent.write(numel - 4, numel).sum()) == 4  # one chunk alone
+    assert float(storage.write(numel - 4, numel).sum()) == 4  # one chunk alone
     assert resident_bytes() - before < 12 << 20
 
 
 def test_what_was_only_read_is_dropped_without_a_write(disk: Disk) -> None:
-    extent, values = filled(disk)
-    extent.store(0, NUMEL).wait()
+    storage, values = filled(disk)
+    storage.store(0, NUMEL).wait()
     disk.traffic.reset()
-    extent.read(0, NUMEL)
-    extent.evict(0, NUMEL)
-    assert states(extent) == {ChunkState.AWAY} and disk.traffic.written_bytes == 0
-    assert torch.equal(extent.read(0, NUMEL), values)
+    storage.read(0, NUMEL)
+    storage.evict(0, NUMEL)
+    assert states(storage) == {ChunkState.AWAY} and disk.traffic.written_bytes == 0
+    assert torch.equal(storage.read(0, NUMEL), values)
 
 
 def test_what_is_kept_is_written_and_stays_until_it_is_dropped(disk: Disk) -> None:
-    extent, values = filled(disk)
-    extent.pin()
-    extent.store(0, NUMEL).wait()
-    assert states(extent) == {ChunkState.HERE} and disk.traffic.written_bytes > 0
-    assert extent.fetch(0, NUMEL).is_done() and torch.equal(extent.read(0, NUMEL), values)
+    storage, values = filled(disk)
+    storage.pin()
+    storage.store(0, NUMEL).wait()
+    assert states(storage) == {ChunkState.HERE} and disk.traffic.written_bytes > 0
+    assert storage.fetch(0, NUMEL).is_done() and torch.equal(storage.read(0, NUMEL), values)
     assert disk.traffic.read_bytes == 0
-    extent.write(0, CHUNK).add_(1)
-    moved = extent.store(0, NUMEL)
-    extent.evict(0, NUMEL)  # while it leaves
+    storage.write(0, CHUNK).add_(1)
+    moved = storage.store(0, NUMEL)
+    storage.evict(0, NUMEL)  # while it leaves
     moved.wait()
-    extent.wait_for_copy()
-    extent.evict(0, NUMEL)
-    assert states(extent) == {ChunkState.AWAY}
+    storage.wait_for_copy()
+    storage.evict(0, NUMEL)
+    assert states(storage) == {ChunkState.AWAY}
     values[:CHUNK] += 1
-    assert torch.equal(extent.read(0, NUMEL), values)
-    extent.store(0, NUMEL).wait()
-    assert states(extent) == {ChunkState.AWAY}  # nobody wants it any more
+    assert torch.equal(storage.read(0, NUMEL), values)
+    storage.store(0, NUMEL).wait()
+    assert states(storage) == {ChunkState.AWAY}  # nobody wants it any more
 
 
 def test_a_change_outlives_a_drop(disk: Disk) -> None:
-    extent, values = filled(disk)
-    extent.store(0, NUMEL).wait()
-    extent.write(NUMEL - 1, NUMEL).fill_(7)
-    extent.evict(0, NUMEL)
+    storage, values = filled(disk)
+    storage.store(0, NUMEL).wait()
+    storage.write(NUMEL - 1, NUMEL).fill_(7)
+    storage.evict(0, NUMEL)
     values[-1] = 7
-    assert torch.equal(extent.read(0, NUMEL), values)
+    assert torch.equal(storage.read(0, NUMEL), values)
 
 
 def test_what_is_forgotten_is_not_read_again(disk: Disk) -> None:
-    extent, _ = filled(disk)
-    extent.store(0, NUMEL).wait()
-    extent.discard(0, NUMEL)
-    extent.write(0, NUMEL).fill_(2)
+    storage, _ = filled(disk)
+    storage.store(0, NUMEL).wait()
+    storage.discard(0, NUMEL)
+    storage.write(0, NUMEL).fill_(2)
     assert disk.traffic.read_bytes == 0
-    extent.store(0, NUMEL).wait()
-    assert float(extent.write(0, NUMEL).sum()) == 2 * NUMEL
+    storage.store(0, NUMEL).wait()
+    assert float(storage.write(0, NUMEL).sum()) == 2 * NUMEL
 
 
 def test_a_fetch_waits_for_the_store_before_it(disk: Disk) -> None:
-    extent, values = filled(disk)
+    storage, values = filled(disk)
     for _ in range(20):
-        extent.store(0, NUMEL)
-        extent.fetch(0, NUMEL).wait()
-    assert torch.equal(extent.write(0, NUMEL), values)
+        storage.store(0, NUMEL)
+        storage.fetch(0, NUMEL).wait()
+    assert torch.equal(storage.write(0, NUMEL), values)
 
 
 def test_a_slow_disk_is_not_waited_for_where_the_bytes_are_still_here(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    extent, values = filled(disk)
+    storage, values = filled(disk)
     may_write, write = threading.Event(), disk.write
     monkeypatch.setattr(disk, "write", lambda *a: (may_write.wait(10), write(*a)))
-    leaving = extent.store(0, NUMEL)
-    assert torch.equal(extent.read(0, NUMEL), values) and not leaving.is_done()
-    extent.evict(0, CHUNK)  # not wanted any more: its writer gives it back
+    leaving = storage.store(0, NUMEL)
+    assert torch.equal(storage.read(0, NUMEL), values) and not leaving.is_done()
+    storage.evict(0, CHUNK)  # not wanted any more: its writer gives it back
     may_write.set()
     leaving.wait()
-    assert isinstance(extent, DiskExtent)
-    assert [chunk.state for chunk in extent.chunks] == [ChunkState.AWAY, *[ChunkState.HERE] * 5]
+    assert isinstance(storage, DiskStorage)
+    assert [chunk.state for chunk in storage.chunks] == [ChunkState.AWAY, *[ChunkState.HERE] * 5]
     assert disk.traffic.read_bytes == 0
-    extent.evict(0, NUMEL)
-    assert states(extent) == {ChunkState.AWAY} and torch.equal(extent.read(0, NUMEL), values)
+    storage.evict(0, NUMEL)
+    assert states(storage) == {ChunkState.AWAY} and torch.equal(storage.read(0, NUMEL), values)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_is_asked_in_whatever_order_the_values_are_right(disk: Disk, seed: int) -> None:
     chance = random.Random(seed)
-    extent, values = filled(disk)
+    storage, values = filled(disk)
     for number in range(400):
         low = chance.randrange(NUMEL)
         high = chance.randint(low, min(NUMEL, low + 2 * CHUNK))
         match chance.choice(("write", "look", "fetch", "store", "drop", "wait")):
             case "write":
-                extent.write(low, high).fill_(number)
+                storage.write(low, high).fill_(number)
                 values[low:high] = number
             case "look":
-                assert torch.equal(extent.read(low, high), values[low:high])
+                assert torch.equal(storage.read(low, high), values[low:high])
             case "fetch":
-                extent.fetch(low, high)
+                storage.fetch(low, high)
             case "store":
-                extent.store(low, high)
+                storage.store(low, high)
             case "drop":
-                extent.evict(low, high)
+                storage.evict(low, high)
             case "wait":
-                extent.fetch(low, high).wait()
-    extent.store(0, NUMEL).wait()
-    assert states(extent) == {ChunkState.AWAY}
-    assert torch.equal(extent.read(0, NUMEL), values)
+                storage.fetch(low, high).wait()
+    storage.store(0, NUMEL).wait()
+    assert states(storage) == {ChunkState.AWAY}
+    assert torch.equal(storage.read(0, NUMEL), values)
 
 
-def test_many_extents_share_a_file_and_never_each_others_bytes(disk: Disk) -> None:
+def test_many_storages_share_a_file_and_never_each_others_bytes(disk: Disk) -> None:
     pairs = [filled(disk, numel) for numel in (1, 100, CHUNK, CHUNK + 1, NUMEL)]
-    for extent, _ in pairs:
-        extent.store(0, len(extent.memory))
-    for extent, values in reversed(pairs):
-        assert torch.equal(extent.write(0, len(values)), values)
+    for storage, _ in pairs:
+        storage.store(0, len(storage.memory))
+    for storage, values in reversed(pairs):
+        assert torch.equal(storage.write(0, len(values)), values)
 
 
 def test_bytes_are_counted(disk: Disk) -> None:
-    extent, _ = filled(disk, 2 * CHUNK)
-    extent.store(0, 2 * CHUNK).wait()
-    extent.write(0, CHUNK)
+    storage, _ = filled(disk, 2 * CHUNK)
+    storage.store(0, 2 * CHUNK).wait()
+    storage.write(0, CHUNK)
     moved = disk.traffic
     assert (moved.written_bytes, moved.read_bytes) == (8 * CHUNK, 4 * CHUNK)
     assert moved.seconds > 0 and moved.waited_seconds > 0
@@ -197,9 +197,9 @@ def test_bytes_are_counted(disk: Disk) -> None:
 
 
 def test_an_empty_state_needs_nothing(disk: Disk) -> None:
-    extent = disk.reserve(0, torch.float32, CHUNK, "nothing")
-    extent.store(0, 0).wait()
-    assert extent.write(0, 0).numel() == 0
+    storage = disk.reserve(0, torch.float32, CHUNK, "nothing")
+    storage.store(0, 0).wait()
+    assert storage.write(0, 0).numel() == 0
 
 
 # -- privacy
@@ -217,23 +217,23 @@ def test_a_file_system_without_unnamed_files_gets_one_that_loses_its_name(
     monkeypatch.delattr(os, "O_TMPFILE")
     disk = Disk(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    extent, values = filled(disk)
-    extent.store(0, NUMEL).wait()
-    assert torch.equal(extent.write(0, NUMEL), values)
+    storage, values = filled(disk)
+    storage.store(0, NUMEL).wait()
+    assert torch.equal(storage.write(0, NUMEL), values)
 
 
 def test_two_jobs_may_share_a_directory(tmp_path: Path) -> None:
     pairs = [filled(Disk(tmp_path)) for _ in range(2)]
-    for extent, _ in pairs:
-        extent.store(0, NUMEL)
-    for extent, values in pairs:
-        assert torch.equal(extent.write(0, NUMEL), values)
+    for storage, _ in pairs:
+        storage.store(0, NUMEL)
+    for storage, values in pairs:
+        assert torch.equal(storage.write(0, NUMEL), values)
 
 
 def test_closing_waits_and_gives_the_file_up(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
-    extent, _ = filled(disk)
-    extent.store(0, NUMEL)
+    storage, _ = filled(disk)
+    storage.store(0, NUMEL)
     disk.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(disk.descriptor)
@@ -269,17 +269,17 @@ def test_what_does_not_fit_is_said_before_anything_is_written(disk: Disk) -> Non
 
 
 def altered(change: Callable[[int, int], None], tmp_path: Path) -> StorageError:
-    """What a read says after somebody changed the file of an extent; the extent can be read again
+    """What a read says after somebody changed the file of a storage; the storage can be read again
     once it is mended.
     """
     disk = Disk(tmp_path)
-    extent, _ = filled(disk)
-    extent.store(0, NUMEL).wait()
+    storage, _ = filled(disk)
+    storage.store(0, NUMEL).wait()
     other = os.open(f"/proc/self/fd/{disk.descriptor}", os.O_RDWR)
     change(other, NUMEL * 4)
     os.close(other)
     with pytest.raises(StorageError) as caught:
-        extent.write(0, NUMEL)
+        storage.write(0, NUMEL)
     return caught.value
 
 
@@ -327,38 +327,38 @@ def test_a_write_that_fails_loses_nothing(
     def refuse(*given: object) -> int:
         raise OSError(number, os.strerror(number))
 
-    extent, values = filled(disk)
+    storage, values = filled(disk)
     with monkeypatch.context() as broken:
         broken.setattr(os, "pwritev", refuse)
         with pytest.raises(StorageError, match=f"writing values .*{os.strerror(number)}"):
-            extent.store(0, NUMEL).wait()
+            storage.store(0, NUMEL).wait()
         for _ in range(10):  # chunk after chunk tells
             try:
-                part = extent.write(0, NUMEL)
+                part = storage.write(0, NUMEL)
             except StorageError:
                 continue
             assert torch.equal(part, values)
             break
         else:
             pytest.fail("the values never came back")
-    extent.store(0, NUMEL).wait()
-    assert torch.equal(extent.write(0, NUMEL), values)
+    storage.store(0, NUMEL).wait()
+    assert torch.equal(storage.write(0, NUMEL), values)
 
 
 def test_short_writes_and_reads_are_continued(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     real_write, real_read = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda fd, views, at: real_write(fd, [views[0][:4096]], at))
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: real_read(fd, [views[0][:4096]], at))
-    extent, values = filled(disk)
-    extent.store(0, NUMEL).wait()
-    assert torch.equal(extent.write(0, NUMEL), values)
+    storage, values = filled(disk)
+    storage.store(0, NUMEL).wait()
+    assert torch.equal(storage.write(0, NUMEL), values)
 
 
 @pytest.mark.parametrize("threads", [1, 8])
 def test_any_number_of_threads(tmp_path: Path, threads: int) -> None:
     disk = Disk(tmp_path, DiskSettings(threads, 4096))
-    extent, values = filled(disk)
+    storage, values = filled(disk)
     for _ in range(5):
-        extent.store(0, NUMEL)
-        extent.fetch(0, NUMEL).wait()
-    assert torch.equal(extent.write(0, NUMEL), values)
+        storage.store(0, NUMEL)
+        storage.fetch(0, NUMEL).wait()
+    assert torch.equal(storage.write(0, NUMEL), values)

@@ -220,19 +220,19 @@ def test_huge_pages_are_given_up_if_they_come_slowly(monkeypatch: pytest.MonkeyP
         assert sum(nbytes for nbytes, what in calls if what == memory._POPULATE_WRITE) == 160 << 20
 
 
-def test_an_extent_is_locked_until_the_last_view_of_it_is_gone(
+def test_a_storage_is_locked_until_the_last_view_of_it_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runtime = cudart.install(monkeypatch)
     host = LockedHost()
     for nbytes in (4, PAGE, HUGE_PAGE + 4, 3 * HUGE_PAGE):
-        extent = host.reserve(nbytes // 4, torch.float32, 1 << 20, "a state")
-        view = extent.memory[1:]
+        storage = host.reserve(nbytes // 4, torch.float32, 1 << 20, "a state")
+        view = storage.memory[1:]
         (size,) = runtime.ranges.values()
         assert size % PAGE == 0 and nbytes <= size < nbytes + PAGE, (
             "whole pages, which no other range touches"
         )
-        del extent
+        del storage
         assert runtime.ranges
         del view
         assert not runtime.ranges

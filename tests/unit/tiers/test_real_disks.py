@@ -54,24 +54,24 @@ def test_a_full_disk_is_named_before_anything_is_lost(small: Path) -> None:
         StorageError, match=r"need 9\.00 MiB .* 8\.00 MiB are free|7\.\d+ MiB are free"
     ):
         disk.check_room(9 * MIB, 1)
-    extent = disk.reserve(MIB, torch.float32, MIB, "the first")
+    storage = disk.reserve(MIB, torch.float32, MIB, "the first")
     with pytest.raises(
         StorageError, match=r"reserving 8\.00 MiB for the second .*No space left on device"
     ):
         disk.reserve(2 * MIB, torch.float32, MIB, "the second")
-    extent.write(0, MIB).fill_(3)
-    extent.store(0, MIB).wait()
-    assert float(extent.write(0, MIB).sum()) == 3 * MIB
+    storage.write(0, MIB).fill_(3)
+    storage.store(0, MIB).wait()
+    assert float(storage.write(0, MIB).sum()) == 3 * MIB
 
 
 def test_a_disk_that_somebody_else_filled_since_still_takes_what_was_reserved(small: Path) -> None:
     disk = Disk(small)
-    extent = disk.reserve(MIB, torch.float32, MIB, "the first")
+    storage = disk.reserve(MIB, torch.float32, MIB, "the first")
     with pytest.raises(OSError, match="No space"):
         (small / "other").write_bytes(bytes(8 * MIB))
-    extent.write(0, MIB).fill_(3)
-    extent.store(0, MIB).wait()
-    assert float(extent.write(0, MIB).sum()) == 3 * MIB
+    storage.write(0, MIB).fill_(3)
+    storage.store(0, MIB).wait()
+    assert float(storage.write(0, MIB).sum()) == 3 * MIB
 
 
 def test_a_read_only_disk_is_named(small: Path) -> None:
@@ -84,14 +84,14 @@ def test_a_disk_that_turns_read_only_fails_the_next_transfer_or_none(
     loop: tuple[Path, Path],
 ) -> None:
     disk = Disk(loop[0])
-    extent = disk.reserve(MIB, torch.float32, MIB, "values")
-    extent.write(0, MIB).fill_(3)
+    storage = disk.reserve(MIB, torch.float32, MIB, "values")
+    storage.write(0, MIB).fill_(3)
     subprocess.run(["mount", "-o", "remount,ro", str(loop[0])], check=False, capture_output=True)
     try:
-        extent.store(0, MIB).wait()
+        storage.store(0, MIB).wait()
     except StorageError as error:
         assert "writing values" in str(error)
-    assert float(extent.write(0, MIB).sum()) == 3 * MIB
+    assert float(storage.write(0, MIB).sum()) == 3 * MIB
 
 
 def test_blocks_that_are_gone_are_an_error_and_never_other_numbers(loop: tuple[Path, Path]) -> None:
@@ -99,10 +99,10 @@ def test_blocks_that_are_gone_are_an_error_and_never_other_numbers(loop: tuple[P
     place, backing = loop
     disk = Disk(place)
     numel = 8 * MIB
-    extent = disk.reserve(numel, torch.float32, MIB, "values")
-    extent.write(0, numel).copy_(torch.arange(numel))
-    extent.store(0, numel).wait()
+    storage = disk.reserve(numel, torch.float32, MIB, "values")
+    storage.write(0, numel).copy_(torch.arange(numel))
+    storage.store(0, numel).wait()
     os.sync()
     os.truncate(backing, 8 * MIB)
     with pytest.raises(StorageError, match="reading values"):
-        extent.write(0, numel)
+        storage.write(0, numel)
