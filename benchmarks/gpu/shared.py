@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,48 +18,68 @@ from benchmarks.gpu.results import attempt, begin
 from tests.gpu import plain_runs
 from tests.gpu.plain_runs import DEVICE, plain_run
 
+WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
-def two_ranks(stage: int, dtype: str, place: str) -> None:
+
+@dataclass(frozen=True)
+class Run:
+    """What two ranks train. place: of the optimizer's states. is_pipeline: each rank is a stage."""
+
+    stage: int
+    dtype: str
+    place: str = "none"
+    is_pipeline: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [f"stage {self.stage}", self.dtype, "two ranks"]
+        if self.place != "none":
+            parts.append("the optimizer on the host")
+        if self.is_pipeline:
+            parts.append("two pipeline stages")
+        return ", ".join(parts)
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "GPU_STAGE": str(self.stage),
+            "GPU_DTYPE": self.dtype,
+            "GPU_PLACE": self.place,
+            "GPU_PIPELINE": "1" if self.is_pipeline else "",
+        }
+
+
+RUNS = (
+    Run(3, "bf16", place="cpu"),
+    Run(1, "bf16", is_pipeline=True),
+    Run(3, "fp32", is_pipeline=True),
+    Run(0, "fp32"),
+    Run(1, "bf16"),
+    Run(2, "fp32"),
+    Run(3, "bf16"),
+)
+
+
+def two_ranks(run: Run) -> None:
+    """Train on two ranks; raise if a weight differs from that of one process of plain PyTorch."""
     folder = tempfile.mkdtemp()
     environment = {name: value for name, value in os.environ.items() if name not in WORLD}
-    environment |= {"GPU_STAGE": str(stage), "GPU_DTYPE": dtype, "GPU_OUT": folder}
-    environment["GPU_PLACE"] = place
-    command = [
-        sys.executable,
-        "-m",
-        "deepseek_zero.cli",
-        "run",
-        "--nproc",
-        "2",
-        str(Path(plain_runs.__file__)),
-    ]
+    environment |= {"GPU_OUT": folder, **run.environment()}
+    program = str(Path(plain_runs.__file__))
+    command = [sys.executable, "-m", "deepseek_zero.cli", "run", "--nproc", "2", program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=80)
     print(done.stdout, done.stderr, flush=True)
     assert done.returncode == 0, done.stderr[-400:]
     found = torch.load(Path(folder) / "weights.pt", weights_only=True)
-    for ours, plain in zip(found, plain_run(dtype, 2, 3, place), strict=True):
+    ranks_of_rows = 1 if run.is_pipeline else 2
+    expected = plain_run(run.dtype, ranks_of_rows, 3, run.place)
+    for ours, plain in zip(found, expected, strict=True):
         assert torch.equal(ours.to(DEVICE), plain), f"{(ours.to(DEVICE) - plain).abs().max()} apart"
-
-
-WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-RUNS = (
-    (3, "bf16", "cpu"),
-    (0, "fp32", "none"),
-    (1, "bf16", "none"),
-    (2, "fp32", "none"),
-    (3, "bf16", "none"),
-)
 
 
 def main() -> None:
     is_dry = begin()
-    for stage, dtype, place in RUNS[:1] if is_dry else RUNS:
-        name = f"stage {stage}, {dtype}, two ranks"
-        if place != "none":
-            name += ", the optimizer on the host"
-        attempt(name, lambda s=stage, d=dtype, p=place: two_ranks(s, d, p))
+    for run in RUNS[:2] if is_dry else RUNS:
+        attempt(run.name, partial(two_ranks, run))
 
 
 if __name__ == "__main__":

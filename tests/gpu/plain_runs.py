@@ -47,6 +47,20 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class LossNet(Net):
+    """Returns the loss, as a model in stages must."""
+
+    @property
+    def dummy_inputs(self) -> dict[str, torch.Tensor]:
+        """Return the arguments of a forward, by which the model is cut into stages."""
+        tokens, targets = batch(0)
+        return {"tokens": tokens, "targets": targets}
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        logits = super().forward(tokens)
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
 def config(stage: int, dtype: str, **more: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 4,
@@ -128,14 +142,26 @@ def engine_run(
     return list(model.state_dict().values())
 
 
+def pipeline_run(stage: int, dtype: str, steps: int) -> list[torch.Tensor]:
+    """Train in two pipeline stages, one of each rank, on the rows of rank 0."""
+    torch.manual_seed(0)
+    model = LossNet().to(DEVICE)
+    optimizer = adamw_of(model.parameters(), "none")
+    settings = config(stage, dtype, pipeline={"stages": 2})
+    engine, *_ = dz.initialize(model=model, optimizer=optimizer, config=settings)
+    for step in range(steps):
+        engine.backward(engine(*batch(step)))
+        engine.step()
+    return list(engine.module.state_dict().values())
+
+
 if __name__ == "__main__":
     number = int(os.environ["RANK"])
-    weights = engine_run(
-        int(os.environ["GPU_STAGE"]),
-        os.environ["GPU_DTYPE"],
-        steps=3,
-        rank=number,
-        place=os.environ.get("GPU_PLACE", "none"),
-    )
+    asked = int(os.environ["GPU_STAGE"]), os.environ["GPU_DTYPE"]
+    if os.environ.get("GPU_PIPELINE"):
+        weights = pipeline_run(*asked, steps=3)
+    else:
+        place = os.environ.get("GPU_PLACE", "none")
+        weights = engine_run(*asked, steps=3, rank=number, place=place)
     if number == 0:
         torch.save(weights, Path(os.environ["GPU_OUT"]) / "weights.pt")
