@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from ctypes import c_float, c_int, c_longlong, c_uint64, c_void_p
 from functools import cache, partial
-from typing import Any
+from struct import Struct
 
 import numpy as np
 import torch
@@ -20,9 +19,10 @@ from .cuda_source import THREADS, frame, header
 from .nvidia import CudaError, Kernel, binary_for, compiled, driver, nvrtc
 from .rules import VECTOR, Layout, Scalars, Variant
 
-# numbers in the kernel's parameters
+# The kernel's parameters, with C's alignment: five arrays, `numel`, `is_aligned`, scalars, chance,
+# the factor, and the addresses of the factor, the flag and the counter
+PARAMETERS = Struct("@5Pqi8f6Qf3P")
 _SCALARS = 8
-_CHANCE = 6
 _ALIGNMENT = 16  # bytes that one instruction reads or writes
 
 
@@ -64,27 +64,38 @@ def launch_of(
     scalars: Scalars,
     factor: float | Tensor,
     chance: Chance,
-    skip: Tensor | None,
-) -> tuple[int, list[Any]]:
-    """Return the number of blocks and the parameters of the kernel `update`, as ctypes values."""
+    skip: Tensor | None = None,
+    counter: Tensor | None = None,
+) -> tuple[int, bytes]:
+    """Return the number of blocks and the parameters of the kernel `update`, as `PARAMETERS` has
+    them.
+    """
     numel = columns[0].numel()
     pointers = [column.data_ptr() if column.numel() else 0 for column in columns]
     is_aligned = (
         all(pointer % _ALIGNMENT == 0 for pointer in pointers) and chance.element % VECTOR == 0
     )
-    skip_address = None if skip is None else skip.data_ptr()
-    number = 1.0 if isinstance(factor, Tensor) else factor
-    address = factor.data_ptr() if isinstance(factor, Tensor) else None
-    parameters = [
-        *map(c_void_p, pointers),
-        c_longlong(numel),
-        c_int(is_aligned),
-        (c_float * _SCALARS)(*map(float, scalars)),
-        (c_uint64 * _CHANCE)(chance.element, chance.step, chance.seed, *chance.keys),
-        c_float(number),
-        c_void_p(address),
-        c_void_p(skip_address),
-    ]
+    number = 1.0
+    address = 0
+    if isinstance(factor, Tensor):
+        address = factor.data_ptr()
+    else:
+        number = float(np.float32(factor))
+    parameters = PARAMETERS.pack(
+        *pointers,
+        numel,
+        is_aligned,
+        *scalars,
+        *[0.0] * (_SCALARS - len(scalars)),
+        chance.element,
+        chance.step,
+        chance.seed,
+        *chance.keys,
+        number,
+        address,
+        0 if skip is None else skip.data_ptr(),
+        0 if counter is None else counter.data_ptr(),
+    )
     return -(-numel // (VECTOR * THREADS)), parameters
 
 
@@ -96,6 +107,7 @@ def run(
     factor: float | Tensor,
     chance: Chance,
     skip: Tensor | None = None,
+    counter: Tensor | None = None,
 ) -> None:
     """Queue the update of a shard on the current stream of its device. Nothing waits for the
     device.
@@ -112,13 +124,14 @@ def run(
         chance: Where random bits begin, if the layout needs any. Then the shard is of one
             parameter.
         skip: fp32, of one element, on the device. If it is not zero, nothing is changed.
+        counter: fp32, of one element, on the device. It is raised by one.
 
     Raises:
         CudaError: The kernel cannot be compiled, loaded or launched.
     """
     if columns[0].numel() == 0:
         return
-    blocks, parameters = launch_of(columns, scalars, factor, chance, skip)
+    blocks, parameters = launch_of(columns, scalars, factor, chance, skip, counter)
     kernel = _kernel(variant, layout, len(scalars), columns[0].device.index)
     kernel.launch(blocks, THREADS, parameters)
 

@@ -7,9 +7,9 @@ headers and no GPU. The driver, `libcuda.so.1`, comes with the GPU.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from ctypes import addressof, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p, cast
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +25,10 @@ OPTIONS = ("--std=c++17", "--fmad=false", "-ftz=false", "-prec-div=true", "-prec
 
 # Of a thread that has not used the device yet: no context, or that of another device
 _WRONG_CONTEXT = (201, 400)
+
+# Of cuLaunchKernel: the next value is the address of all parameters, or of their size in bytes.
+_PARAMETERS_AT = 1
+_PARAMETERS_SIZE = 2
 
 
 class CudaError(DeepSeekZeroError):
@@ -199,15 +203,29 @@ class Kernel:
             _call("cuModuleGetFunction", byref(self._function), self._module, name.encode())
         self._launch = driver().cuLaunchKernel
 
-    def launch(self, grid: int, block: int, arguments: Sequence[Any]) -> None:
-        """Queue the kernel on PyTorch's current stream. The arguments are ctypes values."""
+    def launch(self, grid: int, block: int, parameters: bytes) -> None:
+        """Queue the kernel on PyTorch's current stream.
+
+        Args:
+            grid: The number of blocks.
+            block: The number of threads of a block.
+            parameters: The kernel's, one after another, with C's alignment.
+        """
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        pointers = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        size = c_size_t(len(parameters))
+        # A list of names and values, which ends with 0
+        packed = (c_void_p * 5)(
+            _PARAMETERS_AT,
+            cast(c_char_p(parameters), c_void_p),
+            _PARAMETERS_SIZE,
+            addressof(size),
+            0,
+        )
         sizes = grid, 1, 1, block, 1, 1, 0
-        result = self._launch(self._function, *sizes, stream, pointers, None)
+        result = self._launch(self._function, *sizes, stream, None, packed)
         if result in _WRONG_CONTEXT:
             with _current(self.device):
-                result = self._launch(self._function, *sizes, stream, pointers, None)
+                result = self._launch(self._function, *sizes, stream, None, packed)
         _check("cuLaunchKernel", result)
 
 

@@ -146,12 +146,13 @@ __device__ void update_pack(long long i, bool is_tail, const Gradient* __restric
 
 // A thread updates eight elements of `numel`; the last numel % 8 elements are a parameter's tail. is_aligned: all arrays
 // begin at multiples of 16 bytes, and the shard at a multiple of 8 elements of its parameter. Otherwise neighbouring
-// threads update neighbouring elements, one by one.
+// threads update neighbouring elements, one by one. count_at: the optimizer's count of updates, which is raised by one.
 extern "C" __global__ void __launch_bounds__(THREADS, 4) // at most 64 registers, which suffice without spills
 update(const Gradient* __restrict__ gradient, Main* __restrict__ main, Other* __restrict__ other,
        State* __restrict__ first, State* __restrict__ second, long long numel, int is_aligned, Scalars scalars,
-       Chance chance, float factor, const float* factor_at, const float* skip_at) {
+       Chance chance, float factor, const float* factor_at, const float* skip_at, float* count_at) {
     if (skip_at && *skip_at != 0.0f) return;
+    if (count_at && blockIdx.x == 0 && threadIdx.x == 0) *count_at += 1.0f;
     if (factor_at) factor = *factor_at;
     long long block = 8LL * blockIdx.x * blockDim.x;
     long long body = numel & ~7LL;

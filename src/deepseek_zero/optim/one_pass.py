@@ -8,10 +8,10 @@ Both give the same bits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -115,7 +115,7 @@ class OnePass:
     def __init__(self, inner: Optimizer) -> None:
         self._inner = inner
         self.refused = ""
-        self._counts: dict[int, _Count] = {}  # by id of the shard
+        self._counters: dict[int, Counter] = {}  # by id of the shard
         self._is_known = type(inner).__module__.partition(".")[0] in ("torch", "deepseek_zero")
 
     @cached_property
@@ -131,22 +131,23 @@ class OnePass:
         """Return the rule for these hyper-parameters; None if PyTorch has to compute the update."""
         return rule_of(type(self._inner).__name__, hypers) if self._is_known else None
 
-    def variant(self, param: Tensor, hypers: Mapping[str, Any]) -> Variant | None:
+    def group(self, hypers: Mapping[str, Any]) -> GroupUpdate | None:
+        """Return how the shards of a parameter group are updated; None if PyTorch has to do it."""
+        rule = self.rule(hypers)
+        return GroupUpdate(rule, hypers) if rule is not None else None
+
+    def variant(self, param: Tensor, group: GroupUpdate) -> Variant | None:
         """Return the variant that updates a shard; None if PyTorch has to do it.
 
         Args:
             param: The shard, as the optimizer knows it. Its values are not read.
-            hypers: The hyper-parameters of its group.
+            group: Of its parameter group.
         """
-        rule = self.rule(hypers)
-        if rule is None:
-            return None
         state = self._inner.state.get(param, {})
-        later = rule.variant(hypers, True)
-        held = [name for name in later.states if state.get(name) is not None]
-        if len(held) == len(later.states):
-            return later
-        return None if held else rule.variant(hypers, False)
+        held = [name for name in group.later.states if state.get(name) is not None]
+        if len(held) == len(group.later.states):
+            return group.later
+        return None if held else group.first
 
     def is_exact(self, variant: Variant, layout: Layout, device: torch.device) -> bool:
         """Return whether the kernel for a layout has the bits of the definition on a device.
@@ -169,104 +170,133 @@ class OnePass:
             hypers: The hyper-parameters of its parameters.
             device: The device that updates the group.
         """
-        rule = self.rule(hypers)
-        if rule is None:
+        group = self.group(hypers)
+        if group is None:
             return
         layout = planned_layout(plan)
-        for variant in {rule.variant(hypers, has_states) for has_states in (False, True)}:
+        for variant in {group.first, group.later}:
             self.is_exact(variant, layout, device)
         if device == CPU:
             compile_squares(layout.gradient)
 
-    def count(self, param: Tensor, hypers: Mapping[str, Any]) -> float:
-        """Return the number of this update of a shard, from 1 on, which the optimizer's own counter
-        then has.
+    def counter(self, param: Tensor, group: GroupUpdate) -> Counter | None:
+        """Return the optimizer's own counter of the updates of a shard; None if it has none.
 
         The counter may be on a GPU. It is read once, and again if something else changed it, so no
         step waits for it.
         """
-        rule = self.rule(hypers)
+        if not group.rule.counts:
+            return None
         state = self._inner.state[param]
-        if rule is None or not rule.counts:
-            return 0.0
         if _STEP not in state:
             state[_STEP] = torch.zeros((), dtype=torch.float32, device=param.device)
-        counter = state[_STEP]
-        known = self._counts.get(id(param))
-        if known is None or known.counter is not counter or known.version != version_of(counter):
-            known = _Count(counter, 0, float(counter))
-        counter += 1
-        self._counts[id(param)] = _Count(counter, version_of(counter), known.value + 1)
-        return known.value + 1
+        tensor = state[_STEP]
+        counter = self._counters.get(id(param))
+        if counter is None or counter.tensor is not tensor or counter.version != version_of(tensor):
+            counter = Counter(tensor, version_of(tensor), float(tensor))
+            self._counters[id(param)] = counter
+        return counter
 
     def update(
         self,
         variant: Variant,
         layout: Layout,
         memory: Memory,
-        scalars: Scalars,
+        group: GroupUpdate,
+        counter: Counter | None,
         factor: float,
         chance: StochasticRounding,
         pieces: Sequence[Piece],
     ) -> None:
-        """Update one shard in place.
+        """Update one shard in place, and raise its counter by one.
 
-        Args: variant: What `variant` returned. layout: How the memory is stored. memory: The
-            shard's gradient, main weight and states. scalars: Those of the rule for this update.
-            factor: The gradient is multiplied by it before its use. chance: Where random bits come
-            from, if values are rounded at random. pieces: The ranges of the parameters that the
-            shard covers; they are needed for random bits only.
+        Args:
+            variant: What `variant` returned.
+            layout: How the memory is stored.
+            memory: The shard's gradient, main weight and states.
+            group: Of its parameter group.
+            counter: What `counter` returned.
+            factor: The gradient is multiplied by it before its use.
+            chance: Where random bits come from, if values are rounded at random.
+            pieces: The ranges of the parameters that the shard covers; they are needed for random
+                bits only.
         """
-        if not layout.is_random:
-            self._run(variant, layout, memory, scalars, factor, Chance())
-            return
-        for piece in pieces:
-            kinds = ("weight", *variant.states, "")[:3]
-            first, second, third = (crc32(f"{kind} of {piece.name}".encode()) for kind in kinds)
-            begin = Chance(piece.element, chance.step, chance.seed, (first, second, third))
-            self._run(variant, layout, memory.part(piece.start, piece.stop), scalars, factor, begin)
+        scalars = group.scalars(0 if counter is None else counter.value + 1)
+        parts = [(memory, Chance())]
+        if layout.is_random:
+            parts = [_part(variant, memory, chance, piece) for piece in pieces]
+        raised = None if counter is None else counter.tensor
+        is_on_cpu = memory.main.device == CPU
+        for part, begin in parts:
+            if is_on_cpu:
+                arrays = part.arrays()
+                self._cpu.run(variant, layout, arrays, scalars, factor, begin, self._threads)
+            else:
+                cuda.run(variant, layout, part.columns(), scalars, factor, begin, counter=raised)
+                raised = None  # the first kernel has done it
+        if counter is not None:
+            if raised is not None:
+                raised += 1
+            counter.value += 1
+            counter.version = version_of(counter.tensor)
 
-    def _run(
-        self,
-        variant: Variant,
-        layout: Layout,
-        memory: Memory,
-        scalars: Scalars,
-        factor: float,
-        chance: Chance,
-    ) -> None:
-        if memory.main.device == CPU:
-            self._cpu.run(variant, layout, memory.arrays(), scalars, factor, chance, self._threads)
-        else:
-            cuda.run(variant, layout, memory.columns(), scalars, factor, chance)
-
-    def settle(self, param: Tensor, hypers: Mapping[str, Any]) -> None:
+    def settle(self, param: Tensor, group: GroupUpdate | None) -> None:
         """Write the canonical NaN for every NaN that PyTorch's step has left in a shard and its
         states, on a CPU.
         """
-        rule = self.rule(hypers)
-        if (
-            rule is None
-            or param.grad is None
-            or param.device.type != "cpu"
-            or param.dtype != torch.float32
-        ):
+        is_settled = param.device == CPU and param.dtype == torch.float32
+        if group is None or param.grad is None or not is_settled:
             return
         state = self._inner.state.get(param, {})
-        values = [
-            state[name] for name in rule.variant(hypers, True).states if state.get(name) is not None
-        ]
-        if has_nan(param.data) or (rule.hides_nan and any(map(has_nan, values))):
+        values = [state[name] for name in group.later.states if state.get(name) is not None]
+        if has_nan(param.data) or (group.rule.hides_nan and any(map(has_nan, values))):
             for each in (param.data, *values):
                 settle_nan(each.view(torch.int32))
 
 
-class _Count(NamedTuple):
+@dataclass
+class GroupUpdate:
+    """How the shards of one parameter group are updated in one step.
+
+    Attributes:
+        rule: Of the optimizer.
+        hypers: The hyper-parameters of the group, which stay as they are during the step.
+        first: The variant for a shard without states.
+        later: The variant for a shard with states.
+    """
+
+    rule: Rule
+    hypers: Mapping[str, Any]
+    _scalars: dict[float, Scalars] = field(default_factory=dict)  # by number of the update
+
+    def __post_init__(self) -> None:
+        self.first = self.rule.variant(self.hypers, False)
+        self.later = self.rule.variant(self.hypers, True)
+
+    def scalars(self, number: float) -> Scalars:
+        """Return the scalars of an update. number: from 1 on; 0 if the rule does not count."""
+        if number not in self._scalars:
+            self._scalars[number] = self.rule.scalars(self.hypers, number)
+        return self._scalars[number]
+
+
+@dataclass
+class Counter:
     """A counter of updates, its version when it had the value, and the value."""
 
-    counter: Tensor
+    tensor: Tensor
     version: int
     value: float
+
+
+def _part(
+    variant: Variant, memory: Memory, chance: StochasticRounding, piece: Piece
+) -> tuple[Memory, Chance]:
+    """Return the memory of a piece of a shard, and where its random bits begin."""
+    kinds = ("weight", *variant.states, "")[:3]
+    first, second, third = (crc32(f"{kind} of {piece.name}".encode()) for kind in kinds)
+    begin = Chance(piece.element, chance.step, chance.seed, (first, second, third))
+    return memory.part(piece.start, piece.stop), begin
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:

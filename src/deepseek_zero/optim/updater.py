@@ -32,7 +32,6 @@ from torch.optim import Optimizer
 from ..base.errors import UsageError
 from ..base.meter import PhaseClock
 from ..base.progress import LongWork
-from ..kernels.rules import RULES
 from ..optimizers.plain_steps import raw_step
 from ..planner.layout import Slot
 from ..planner.spec import R
@@ -45,7 +44,7 @@ from ..sharding.main_weight import MasterWeight
 from ..sharding.param_group import ParamGroup
 from ..tiers.budget import DeviceBudget
 from ..tiers.tier import StagedTile, Storage, Tier, Work
-from .one_pass import Memory, OnePass, Piece, layout_of
+from .one_pass import GroupUpdate, Memory, OnePass, Piece, layout_of
 from .tensor_subclasses import inner_tensors, is_subclass
 
 T = TypeVar("T")
@@ -739,6 +738,10 @@ class Decision:
     number: int
     hypers: Hypers | None = None
     source: GradSource = collected
+    # By number of the parameter group: what its shards share while the decision is carried out
+    groups: dict[int, GroupUpdate | None] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def agrees(self, other: Decision) -> bool:
         """Return whether both decisions lead to the same bits."""
@@ -807,14 +810,15 @@ class Updater:
         self.expect_first(tiles, decision)
         flow = self.prefetcher(tiles, decision.source)
         done = 0
-        left = tiles_by_group(tiles)
+        left = tiles_by_group(tiles)  # tiles that are not updated yet
         try:
             while (tile := flow.next()) is not None:
                 self.update(tile, decision)
                 flow.release(tile)
                 done += 1
-                left -= tiles_by_group([tile])
-                yield {shard.group for _, shard in tile if not left[shard.group]}
+                groups = {shard.group for _, shard in tile}
+                left.subtract(groups)
+                yield {group for group in groups if not left[group]}
         except (Exception, GeneratorExit):  # the latter where what was yielded could not be used
             # A first tile that fails leaves split masters as they were; others are changed where
             # they lie.
@@ -907,7 +911,7 @@ class Updater:
             for part in self._alike(rest, shown) if rest else ():
                 self._step_inner(part, decision.hypers)
             for number, shard in rest:
-                self.one_pass.settle(shard.param, self._hypers_of(number, decision))
+                self.one_pass.settle(shard.param, self._group(number, decision))
             done = True
         finally:
             for shard in shown:
@@ -928,26 +932,35 @@ class Updater:
             else self.inner.param_groups[number]
         )
 
+    def _group(self, number: int, decision: Decision) -> GroupUpdate | None:
+        """Return how kernels update a parameter group by a decision; None if PyTorch has to."""
+        if number not in decision.groups:
+            hypers = self._hypers_of(number, decision)
+            decision.groups[number] = self.one_pass.group(hypers)
+        return decision.groups[number]
+
     def _update_in_one_pass(
         self, number: int, shard: MasterShard, grad: Tensor, decision: Decision
     ) -> bool:
         """Update a shard by a kernel; return False, with nothing changed, if there is none for its
         hyper-parameters.
         """
-        hypers = self._hypers_of(number, decision)
-        variant = self.one_pass.variant(shard.param, hypers)
-        if variant is None:
+        group = self._group(number, decision)
+        variant = None if group is None else self.one_pass.variant(shard.param, group)
+        if group is None or variant is None:
             return False
         main, other = shard.master.for_kernel(shard.start, shard.stop)
         layout = layout_of(grad, main, other, shard.group.plan.moments_format)
         if not self.one_pass.is_exact(variant, layout, main.device):
             return False
         shard.group.guard.before_write()
-        scalars = RULES[variant.rule].scalars(hypers, self.one_pass.count(shard.param, hypers))
+        counter = self.one_pass.counter(shard.param, group)
         memory = Memory(grad, main, other, self.moments.in_place(shard, variant.states))
         chance = StochasticRounding(decision.number)
         pieces = shard.pieces() if layout.is_random else ()
-        self.one_pass.update(variant, layout, memory, scalars, decision.factor, chance, pieces)
+        self.one_pass.update(
+            variant, layout, memory, group, counter, decision.factor, chance, pieces
+        )
         if other is None:
             shard.master.copy_to_weight(shard.start, shard.stop)
         return True

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from struct import calcsize
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,8 @@ class Emulator:
         offsets: Elements between a 64-byte block and the first element of each array.
         is_factor_on_device: The factor is read from memory.
         skip: The number that the skip flag holds; None: there is no flag.
+        counts: A counter with the value 7 is passed.
+        count: The counter's value after the last launch.
         program: PTX to run instead of the compiled one.
         launch: What was executed last.
     """
@@ -106,6 +109,8 @@ class Emulator:
     offsets: Sequence[int] = (0, 0, 0, 0, 0)
     is_factor_on_device: bool = False
     skip: float | None = None
+    counts: bool = False
+    count: float = 0.0
     program: str | None = None
     launch: Launch | None = None
 
@@ -123,17 +128,35 @@ class Emulator:
             Column(memory.put(column, offset * column.itemsize), column)
             for column, offset in zip(arrays.columns(), self.offsets, strict=True)
         ]
-        blocks, parameters = cuda.launch_of(columns, tuple(scalars), factor, chance, None)
-        arguments = [np.frombuffer(bytes(parameter), np.uint8) for parameter in parameters]
+        blocks, parameters = cuda.launch_of(columns, tuple(scalars), factor, chance)
+        arguments = split_parameters(parameters)
         if self.is_factor_on_device:
-            arguments[-3] = np.array([np.nan], np.float32)  # not used
-            arguments[-2] = np.array([memory.put(np.array([factor], np.float32))])
+            arguments[-4] = np.array([np.nan], np.float32)  # not used
+            arguments[-3] = np.array([memory.put(np.array([factor], np.float32))])
         if self.skip is not None:
-            arguments[-1] = np.array([memory.put(np.array([self.skip], np.float32))])
+            arguments[-2] = np.array([memory.put(np.array([self.skip], np.float32))])
+        count = np.array([7.0], np.float32)
+        count_address = memory.put(count)
+        if self.counts:
+            arguments[-1] = np.array([count_address])
         program = Program.from_text(self.program or ptx(variant, layout))
         self.launch = Launch(program, memory, blocks, cuda.THREADS, arguments).run()
         for column in columns:
             np.copyto(column.values, memory.get(column.address, column.values))
+        self.count = float(memory.get(count_address, count)[0])
+
+
+def split_parameters(parameters: bytes) -> list[NDArray[Any]]:
+    """Return each parameter of a launch: a number, or the numbers of a struct."""
+    kinds = [*["P"] * 5, "q", "i", "8f", "6Q", "f", *["P"] * 3]
+    found = []
+    for end in range(1, len(kinds) + 1):
+        stop = calcsize("@" + "".join(kinds[:end]))
+        found.append(
+            np.frombuffer(parameters[stop - calcsize("@" + kinds[end - 1]) : stop], np.uint8)
+        )
+    assert stop == len(parameters)
+    return found
 
 
 def same(left: check.Arrays, right: check.Arrays) -> bool:
@@ -217,6 +240,17 @@ def test_a_flag_in_the_memory_of_the_device_skips_the_update() -> None:
     assert emulator.launch is not None
     assert emulator.launch.stored == 0
     assert differing("adamw", "split", Emulator(skip=0.0)) == 0
+
+
+@pytest.mark.parametrize(("skip", "count"), [(None, 8.0), (0.0, 8.0), (1.0, 7.0)])
+def test_a_counter_in_the_memory_of_the_device_is_raised_once(
+    skip: float | None, count: float
+) -> None:
+    variant, layout = VARIANTS["adamw"], LAYOUTS["split"]
+    emulator = Emulator(skip=skip, counts=True)
+    arrays = check.sample(variant, layout, "normal", 2048 * 2 + 13)
+    emulator.run(variant, layout, arrays, (np.float32(0.5),) * 7, 1.0)
+    assert emulator.count == count
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -12,7 +12,8 @@ import deepseek_zero as dz
 from deepseek_zero.kernels.rules import Layout, Variant
 from deepseek_zero.optim.fused import prefer_fused
 from deepseek_zero.optim.inner_states import reset_states
-from deepseek_zero.optim.one_pass import OnePass
+from deepseek_zero.optim.one_pass import Memory, OnePass
+from deepseek_zero.precision.compact import StochasticRounding
 
 
 def test_a_counter_of_updates_is_read_only_if_something_else_changed_it(
@@ -20,7 +21,9 @@ def test_a_counter_of_updates_is_read_only_if_something_else_changed_it(
 ) -> None:
     param = torch.nn.Parameter(torch.zeros(3))
     inner = torch.optim.AdamW([param])
-    one_pass, group = OnePass(inner), inner.param_groups[0]
+    one_pass = OnePass(inner)
+    group = one_pass.group(inner.param_groups[0])
+    assert group is not None
     reads: list[float] = []
     read = torch.Tensor.__float__
 
@@ -28,16 +31,33 @@ def test_a_counter_of_updates_is_read_only_if_something_else_changed_it(
         reads.append(read(tensor))
         return reads[-1]
 
+    def updates(count: int) -> list[float]:
+        """Update the shard, and return the number of each update."""
+        numbers = []
+        for _ in range(count):
+            counter = one_pass.counter(param, group)
+            variant = one_pass.variant(param, group)
+            assert counter is not None and variant is not None
+            memory = Memory(zeros(), zeros(), None, (zeros(), zeros()))
+            layout = Layout(torch.float32)
+            one_pass.update(variant, layout, memory, group, counter, 1.0, StochasticRounding(1), ())
+            numbers.append(counter.value)
+        return numbers
+
     monkeypatch.setattr(torch.Tensor, "__float__", counted)
-    assert [one_pass.count(param, group) for _ in range(3)] == [1.0, 2.0, 3.0]
+    assert updates(3) == [1.0, 2.0, 3.0]
     assert reads == [0.0]
     inner.state[param]["step"] += 4
-    assert [one_pass.count(param, group) for _ in range(2)] == [8.0, 9.0]
+    assert updates(2) == [8.0, 9.0]
     assert reads == [0.0, 7.0]
     inner.state[param]["step"] = torch.tensor(20.0)
-    assert [one_pass.count(param, group) for _ in range(2)] == [21.0, 22.0]
+    assert updates(2) == [21.0, 22.0]
     assert reads == [0.0, 7.0, 20.0]
     assert inner.state[param]["step"].item() == 22.0
+
+
+def zeros() -> Tensor:
+    return torch.zeros(3)
 
 
 def engine_of(optimizer: str = "AdamW", **top: Any) -> Any:
