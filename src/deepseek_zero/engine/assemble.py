@@ -43,7 +43,7 @@ from .determinism import Determinism
 from .dialect import BuildRules
 from .engine import Parts
 from .integrity import Integrity
-from .memory_advice import MemoryAdvice
+from .memory_advice import MemoryAdvice, explain_uncaught
 from .optimizer import Client, OptimizerParts, optimizer_parts
 from .pieces import cut_along_axes, plan_layers, refuse_auto_on
 from .planning import plan_run, update_of
@@ -153,6 +153,7 @@ def assemble(
         capabilities += memory.capabilities(keeps_freed=memory.keep_freed_memory())
     batch = config.batch.micro, config.batch.accumulation
     advice = MemoryAdvice(plan, shape, update_of(config, step_settings, chosen), batch)
+    explain_uncaught(advice)
     scaler = scaler_of(config, rules.loss_scale)
     optimizer = None
     with advice.explaining("initialize"):

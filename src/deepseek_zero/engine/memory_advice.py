@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from ..planner.update import UpdateSettings
 from ..tiers.host import free_host_bytes
 from ..tiers.tier import Tier
 
+_PREDICTION = "the plan predicts"  # in every explanation
 # Texts of PyTorch's allocators that raise a plain RuntimeError.
 _TEXTS = ("DefaultCPUAllocator", "can't allocate memory", "not enough memory", "out of memory")
 _REQUEST = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
@@ -51,6 +55,10 @@ class Change:
 @dataclass
 class MemoryAdvice:
     """Adds the plan of one rank to the errors of failed allocations.
+
+    An error that leaves a call of the engine gets the text in its message (`explaining`). One that
+    leaves the program's own code, such as a plain `loss.backward()`, gets it as a note when it ends
+    the program (`explain_uncaught`).
 
     Attributes:
         plan: The plan that the run is built from.
@@ -84,7 +92,7 @@ class MemoryAdvice:
         except (MemoryError, RuntimeError) as error:
             if not _is_of_allocation(error):
                 raise
-            text = self.text(error, call)
+            text = self.text(error, f"{call}()")
             if type(error) not in (MemoryError, RuntimeError, torch.OutOfMemoryError):
                 error.add_note(text)  # the constructor of a subclass may need other arguments
                 raise
@@ -92,8 +100,8 @@ class MemoryAdvice:
         finally:
             self._is_explaining = False
 
-    def text(self, error: BaseException, call: str) -> str:
-        """Return the explanation of a failed allocation."""
+    def text(self, error: BaseException, where: str) -> str:
+        """Return the explanation of a failed allocation. where: the call that failed."""
         device = self.plan.mesh.device
         room = room_of(device)
         planned = self._near_bytes(self.plan)
@@ -104,8 +112,8 @@ class MemoryAdvice:
             f"{format_bytes(nbytes)} of {name}" for name, nbytes in states.items() if nbytes
         )
         lines = [
-            f"This was {call}() on rank {self.plan.mesh.rank}.",
-            f"Why: the plan predicts {format_bytes(planned)} for this rank on {device} ({listed}). "
+            f"This was {where} on rank {self.plan.mesh.rank}.",
+            f"Why: {_PREDICTION} {format_bytes(planned)} for this rank on {device} ({listed}). "
             f"Activations and other tensors, with this request, take {format_bytes(other)}. This "
             f"process can have {format_bytes(room)} there.",
             f"What to do: {self._advice(room, planned, other)}",
@@ -197,6 +205,39 @@ class MemoryAdvice:
         """Return the bytes that a plan predicts for the memory of the training device."""
         found = plan.bytes_by_tier()
         return found[Tier.DEVICE] + (found[Tier.HOST] if plan.mesh.device.type == "cpu" else 0)
+
+
+def explain_uncaught(advice: MemoryAdvice) -> None:
+    """Explain failed allocations that end the program by this advice, instead of an earlier one."""
+    _UNCAUGHT.explain(advice)
+
+
+class _Uncaught:
+    """Adds an explanation to an error before the interpreter prints it and ends the program."""
+
+    def __init__(self) -> None:
+        self._advice: weakref.ref[MemoryAdvice] | None = None
+        self._before = sys.excepthook
+
+    def explain(self, advice: MemoryAdvice) -> None:
+        self._advice = weakref.ref(advice)
+        if sys.excepthook != self.hook:
+            self._before = sys.excepthook
+            sys.excepthook = self.hook
+
+    def hook(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Take the place of `sys.excepthook`."""
+        advice = self._advice() if self._advice is not None else None
+        notes = getattr(error, "__notes__", ())
+        is_explained = any(_PREDICTION in text for text in (str(error), *notes))
+        if advice is not None and _is_of_allocation(error) and not is_explained:
+            error.add_note(f"  {advice.text(error, 'outside the calls of the engine')}")
+        self._before(kind, error, trace)
+
+
+_UNCAUGHT = _Uncaught()
 
 
 def room_of(device: torch.device) -> int:

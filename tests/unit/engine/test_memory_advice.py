@@ -4,6 +4,7 @@ fit.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepseek_zero import plan
+from deepseek_zero import DeepSeekZeRO3, ZeroOptimizer, plan
 from deepseek_zero.base.errors import OutOfMemoryError
 from deepseek_zero.base.quantities import format_bytes
 from deepseek_zero.engine import assemble as assemble_file
@@ -241,6 +242,56 @@ def test_other_errors_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
         OutOfMemoryError("a", "b", "c"),
     ):
         assert error_of(1, config_of(1, "fp32"), fail_forward(error)) is error
+
+
+def plain_forward(error: BaseException, model: nn.Module, failing: Failing) -> None:
+    failing.forward_error = error
+    model(torch.randn(2, WIDTH))
+
+
+def plain_backward(error: BaseException, model: nn.Module, failing: Failing) -> None:
+    failing.backward_error = error
+    model(torch.randn(2, WIDTH)).square().mean().backward()
+
+
+def plain_step(error: BaseException, model: nn.Module, failing: Failing) -> None:
+    def step_now(*_: Any) -> Any:
+        raise error
+
+    optimizer = ZeroOptimizer(model.parameters(), lr=0.1, optimizer_type="sgd")
+    for _ in range(2):
+        model(torch.randn(2, WIDTH)).square().mean().backward()
+        optimizer.step()
+        assert optimizer.sharded is not None
+        optimizer.sharded.updater.step_now = step_now  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("fail", [plain_forward, plain_backward, plain_step])
+def test_an_error_of_a_plain_loop_is_explained_when_it_ends_the_program(
+    fail: Callable[[BaseException, nn.Module, Failing], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    set_memory(monkeypatch, room=3 * STATES, allocated=2 * STATES)
+    error = torch.OutOfMemoryError(ON_CUDA)
+    failing = Failing()
+    model = DeepSeekZeRO3(nn.Sequential(*layers(), failing))
+    with pytest.raises(torch.OutOfMemoryError) as found:
+        fail(error, model, failing)
+    sys.excepthook(found.type, found.value, found.tb)  # as the interpreter does
+    printed = capsys.readouterr().err
+    assert printed.count("What to do: ") == 1 and printed.count(ON_CUDA) == 1
+    assert "Why: the plan predicts" in printed and "on rank 0" in printed
+
+
+def test_other_errors_that_end_the_program_stay_as_they_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = DeepSeekZeRO3(nn.Sequential(*layers()))
+    error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    sys.excepthook(type(error), error, None)
+    assert "What to do" not in capsys.readouterr().err
+    assert model.training
 
 
 def test_a_search_for_the_batch_size_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
