@@ -225,18 +225,19 @@ class OnePass:
         parts = [(memory, Chance())]
         if layout.is_random:
             parts = [_part(variant, memory, chance, piece) for piece in pieces]
-        raised = None if counter is None else counter.tensor
         is_on_cpu = memory.main.device == CPU
-        for part, begin in parts:
+        for place, (part, begin) in enumerate(parts):
             if is_on_cpu:
                 arrays = part.arrays()
                 self._cpu.run(variant, layout, arrays, scalars, factor, begin, self._threads)
-            else:
-                cuda.run(variant, layout, part.columns(), scalars, factor, begin, counter=raised)
-                raised = None  # the first kernel has done it
+                continue
+            raised = None
+            if counter is not None and counter.is_on(memory.main.device) and place == 0:
+                raised = counter.tensor
+            cuda.run(variant, layout, part.columns(), scalars, factor, begin, counter=raised)
         if counter is not None:
-            if raised is not None:
-                raised += 1
+            if is_on_cpu or not counter.is_on(memory.main.device):
+                counter.tensor += 1
             counter.value += 1
             counter.version = version_of(counter.tensor)
 
@@ -282,11 +283,17 @@ class GroupUpdate:
 
 @dataclass
 class Counter:
-    """A counter of updates, its version when it had the value, and the value."""
+    """A counter of updates, its version when it had the value, and the value.
+
+    The counter of an optimizer that updates on a GPU may be on the host (PyTorch's Adagrad).
+    """
 
     tensor: Tensor
     version: int
     value: float
+
+    def is_on(self, device: torch.device) -> bool:
+        return self.tensor.device == device
 
 
 def _part(

@@ -817,7 +817,8 @@ class Updater:
                 flow.release(tile)
                 done += 1
                 groups = {shard.group for _, shard in tile}
-                left.subtract(groups)
+                for group in groups:
+                    left[group] -= 1
                 yield {group for group in groups if not left[group]}
         except (Exception, GeneratorExit):  # the latter where what was yielded could not be used
             # A first tile that fails leaves split masters as they were; others are changed where

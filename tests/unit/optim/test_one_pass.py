@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import deepseek_zero as dz
+from deepseek_zero.kernels import cuda
 from deepseek_zero.kernels.rules import Layout, Variant
 from deepseek_zero.optim.fused import prefer_fused
 from deepseek_zero.optim.inner_states import reset_states
-from deepseek_zero.optim.one_pass import Memory, OnePass
+from deepseek_zero.optim.one_pass import Counter, Memory, OnePass, Piece
 from deepseek_zero.precision.compact import StochasticRounding
 
 
@@ -54,6 +55,38 @@ def test_a_counter_of_updates_is_read_only_if_something_else_changed_it(
     assert updates(2) == [21.0, 22.0]
     assert reads == [0.0, 7.0, 20.0]
     assert inner.state[param]["step"].item() == 22.0
+
+
+def test_a_kernel_of_a_gpu_raises_only_a_counter_on_that_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = torch.device("meta")  # stands for one: nothing is computed
+    counters: list[Tensor | None] = []
+
+    def run(*_: Any, counter: Tensor | None) -> None:
+        counters.append(counter)
+
+    monkeypatch.setattr(cuda, "run", run)
+    param = nn.Parameter(torch.empty(16, device=gpu))
+    inner = torch.optim.Adagrad([nn.Parameter(torch.zeros(1))])
+    one_pass = OnePass(inner)
+    group = one_pass.group(inner.param_groups[0])
+    assert group is not None
+    pieces = [Piece("a", 0, 8, 0), Piece("b", 8, 16, 0)]
+    values = torch.empty(16, device=gpu, dtype=torch.bfloat16)
+    memory = Memory(values, values, None, (values,))
+    layout = Layout(torch.bfloat16, is_rounded=True, states_rounded=True)
+    chance = StochasticRounding(1)
+    for tensor in (torch.tensor(4.0), torch.empty((), device=gpu)):
+        counter = Counter(tensor, tensor._version, 4.0)
+        inner.state[param] = {"step": tensor}
+        one_pass.update(group.later, layout, memory, group, counter, 1.0, chance, pieces)
+        assert counter.value == 5.0
+        if tensor.device == gpu:
+            assert counters == [tensor, None]
+        else:
+            assert counters == [None, None] and tensor.item() == 5.0
+        counters.clear()
 
 
 def zeros() -> Tensor:
