@@ -301,7 +301,7 @@ def _numel(module: nn.Module) -> int:
 
 
 # Where a model of transformers says which modules and parameters stay fp32; any module may.
-_DECLARED = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+DECLARED_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 
 def full_precision_names(model: nn.Module) -> frozenset[str]:
@@ -317,7 +317,7 @@ def full_precision_names(model: nn.Module) -> frozenset[str]:
         if isinstance(module, BATCH_NORMS):
             found.update(start + name for name, _ in module.named_parameters(recurse=False))
         declared = {
-            part for attribute in _DECLARED for part in getattr(module, attribute, None) or ()
+            part for attribute in DECLARED_FP32 for part in getattr(module, attribute, None) or ()
         }
         if declared:
             parts = tuple(f".{part}." for part in declared)

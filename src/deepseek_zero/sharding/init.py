@@ -25,6 +25,7 @@ from ..base.given import refuse
 from ..base.mesh import current_mesh
 from ..comm.collectives import Comm, propagate_errors, scatter
 from ..comm.net.store import launchers_store
+from ..planner.auto_wrap_policy import DECLARED_FP32, full_precision_names
 from ..precision.policy import cast_master
 from .sharded_parameter import owner_of, reshard, set_owner, unshard
 from .ties import tie_shared
@@ -95,7 +96,7 @@ class InitShard:
         """
         if not self._is_replaced(param):
             return False
-        dtype = self.session.dtype or param.dtype
+        dtype = self.session.dtype_of(param)
         self.shape = param.shape
         self.slice = _scatter_slices(self.session.open_comm(), param.data, 0, dtype).clone()
         return True
@@ -174,9 +175,11 @@ class InitShard:
 class Init:
     """Context in which modules are built sharded.  Collective: every rank builds the same model.
 
-    module: shard one that exists already. dtype: cast the values when they are cut. enabled=False
-    does nothing. Without a launcher (a world of one) each slice is the whole parameter and the same
-    code runs.
+    module: shard one that exists already. dtype: cast the values when they are cut. If a module
+    declares parameters that stay fp32 (`full_precision_names`), whose names are known only when the
+    outermost module is complete, all values are cast when the context ends, except these.
+    enabled=False does nothing. Without a launcher (a world of one) each slice is the whole
+    parameter and the same code runs.
     """
 
     def __init__(
@@ -193,6 +196,10 @@ class Init:
         # weak: the parameter of `InitShard.lend_scratch`
         self.scratch: Callable[[], Any] = lambda: None
         self._handle: Any = None
+        self._module_init: Any = None
+        # modules that declare fp32 parameters, and the parameters that are not cast yet
+        self._declaring: list[weakref.ref[nn.Module]] = []
+        self._uncast: list[weakref.ref[nn.Parameter]] = []
         self._comm: Comm | None = None
         self._device = default_device()
         if not isinstance(module, nn.Module | None):
@@ -228,7 +235,21 @@ class Init:
         if self.enabled:
             self.is_open = True
             self._handle = register_module_module_registration_hook(self._on_registration)
+            if self.dtype is not None:
+                self._watch_constructors()
         return self
+
+    def _watch_constructors(self) -> None:
+        """Note each module that declares fp32 parameters before its submodules are built."""
+        plain = nn.Module.__init__
+
+        def noting(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if any(getattr(module, name, None) for name in DECLARED_FP32):
+                self._declaring.append(weakref.ref(module))
+            plain(module, *args, **kwargs)
+
+        self._module_init = plain
+        nn.Module.__init__ = noting  # type: ignore[method-assign, assignment]
 
     def __exit__(
         self,
@@ -236,12 +257,41 @@ class Init:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-            if kind is None:
-                self.reshard_pinned()
-            self.is_open = False
+        if self._handle is None:
+            return
+        self._handle.remove()
+        self._handle = None
+        if self._module_init is not None:
+            nn.Module.__init__ = self._module_init  # type: ignore[method-assign]
+            self._module_init = None
+        if kind is None:
+            self._complete()
+            self._cast_rest()
+        self.is_open = False
+
+    def _complete(self) -> None:
+        """End the construction of all modules.  Collective."""
+        self.reshard_pinned()
+
+    def dtype_of(self, param: nn.Parameter) -> torch.dtype:
+        """Return the dtype that a parameter is cut in."""
+        return param.dtype if self._declaring or self.dtype is None else self.dtype
+
+    def _cast_rest(self) -> None:
+        """Cast what waited for the end of the context, except what a module declares as fp32."""
+        declaring = [module for each in self._declaring if (module := each()) is not None]
+        kept = {
+            id(module.get_parameter(name))
+            for module in declaring
+            for name in full_precision_names(module)
+        }
+        for each in self._uncast:
+            param = each()
+            shard = owner_of(param) if param is not None else None
+            if param is not None and isinstance(shard, InitShard) and id(param) not in kept:
+                assert self.dtype is not None
+                shard.convert(param, self.dtype)
+        self._uncast = []
 
     def _on_registration(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if child is not None:
@@ -256,7 +306,10 @@ class Init:
                 self._cut(param)
 
     def _cut(self, param: nn.Parameter) -> None:
-        mine = _scatter_slices(self.open_comm(), param.data, 0, self.dtype or param.dtype)
+        dtype = self.dtype_of(param)
+        if self.dtype not in (None, dtype):
+            self._uncast.append(weakref.ref(param))
+        mine = _scatter_slices(self.open_comm(), param.data, 0, dtype)
         shard = InitShard(
             weakref.ref(param), type(param), param.shape, mine.clone(), self, next(NUMBERS)
         )
@@ -401,7 +454,7 @@ def take_slice(param: nn.Parameter, session: Init, read: Reading) -> None:
 
 def _empty_shard(param: nn.Parameter, session: Init) -> InitShard:
     """Return a slice for a parameter on the meta device, which is sharded from now on."""
-    dtype = session.dtype or param.dtype
+    dtype = session.dtype_of(param)
     shape = param.shape
     kind = type(param)
     per_rank = -(-param.numel() // session.open_comm().size)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import deepseek_zero
+from deepseek_zero.compat.deepspeed import zero as drop_in
 from deepseek_zero.planner.auto_wrap_policy import full_precision_names
 
 
@@ -98,3 +99,42 @@ def test_what_is_declared_as_fp32_stays_so(stage: int, under_init: bool) -> None
     assert all(
         not torch.equal(moved[name], weights[name]) for name in DECLARED
     )  # 16 bits would lose such a step
+
+
+@pytest.mark.parametrize("name", ["deepseek_zero", "deepspeed"])
+def test_what_is_declared_as_fp32_keeps_its_start_values_when_the_rest_is_cast(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drop_in, "init_distributed", lambda: None)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": None,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3},
+    }
+    torch.manual_seed(1)
+    plain = Net()
+    constructor = nn.Module.__init__
+    torch.manual_seed(1)
+    if name == "deepspeed":
+        context = drop_in.DropInInit(config_dict_or_path=config)
+    else:
+        context = deepseek_zero.zero.Init(dtype=torch.bfloat16)
+    with context:
+        model = Net()
+    assert nn.Module.__init__ is constructor
+    for key, param in model.named_parameters():
+        assert param.dtype == (torch.float32 if key in DECLARED else torch.bfloat16), key
+    weights = deepseek_zero.initialize(model=model, config=config)[0].module_state_dict()
+    for key, value in plain.named_parameters():
+        expected = value if key in DECLARED else value.to(torch.bfloat16)
+        assert torch.equal(weights[key], expected), key
+
+
+def test_a_constructor_that_fails_leaves_the_modules_of_torch_as_they_were() -> None:
+    constructor = nn.Module.__init__
+    with pytest.raises(ZeroDivisionError), deepseek_zero.zero.Init(dtype=torch.bfloat16):
+        Net()
+        raise ZeroDivisionError
+    assert nn.Module.__init__ is constructor

@@ -45,21 +45,25 @@ class DropInInit(Init):
             self._parameters_seen = register_module_parameter_registration_hook(self._on_parameter)
         return self
 
+    def _complete(self) -> None:
+        """Cut, too, what no parent has registered: the outermost module's own parameters."""
+        super()._complete()
+        modules = [module for reference in self._begun if (module := reference()) is not None]
+        self._begun = []
+        for module in modules:
+            self.shard(module)
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        """Cut, too, what no parent has registered: the outermost module's own parameters."""
         super().__exit__(kind, error, at)
-        if self.enabled and self._parameters_seen is not None:
+        if self._parameters_seen is not None:
             self._parameters_seen.remove()
             self._parameters_seen = None
-            modules = [module for reference in self._begun if (module := reference()) is not None]
             self._begun = []
-            for module in modules if kind is None else ():
-                self.shard(module)
 
     def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if not self._begun or self._begun[-1]() is not module:
