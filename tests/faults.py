@@ -770,7 +770,7 @@ def flip_if_asked(folder: Path, rank: int, step: int, engine: Any) -> None:
 
             def damaged() -> None:
                 before_step()
-                flip(runtime.trained_groups[0].gradient.reduced())
+                flip(runtime.trained_groups[0].gradient.sum.reduced())
                 del runtime.backward.before_step
 
             runtime.backward.before_step = damaged

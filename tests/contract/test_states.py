@@ -32,9 +32,9 @@ VERBS = frozenset(
 ALLOWED = {  # (class, property): why
     ("ShardedOptimizer", "state"): "torch's name, for users; what we call is load_states",
 }
-# attribute: the method that alone may set it, after __init__
-SETTERS = {"_state": "_enter", "_phase": "enter"}
-CHUNK_STATE = ("disk.py", "state", "_enter")  # the one state whose attribute is public
+# attribute: the method that alone may set it, after __init__; private if only its class calls it
+SETTERS = {"_state": "enter", "_phase": "enter"}
+CHUNK_STATE = ("disk.py", "state", "enter")  # the one state whose attribute is public
 
 
 def acting_properties(
@@ -102,7 +102,8 @@ def raw_assignments(tree: ast.AST, setters: dict[str, str]) -> Iterator[str]:
                 if not isinstance(target, ast.Attribute) or target.attr not in setters:
                     continue
                 of_self = isinstance(target.value, ast.Name) and target.value.id == "self"
-                if not of_self or function.name not in ("__init__", setters[target.attr]):
+                setter = setters[target.attr]
+                if not of_self or function.name not in ("__init__", setter, f"_{setter}"):
                     yield f"{function.name}: {ast.unparse(target)}"
 
 

@@ -26,6 +26,7 @@ from deepseek_zero.comm.ids import CollectiveId, lane_number
 from deepseek_zero.comm.measure import inter_node_rate
 from deepseek_zero.engine import planning
 from deepseek_zero.engine.memory import predicted_volume
+from deepseek_zero.sharding.grad_sum import GradState
 from deepseek_zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.hosts import sent_from_here
 from tests.models import Gpt, batch_of, seeded
@@ -320,7 +321,10 @@ def test_between_hosts_an_update_waits_for_the_next_forward_and_nobody_sees_that
         seen = []
         for step in range(3):
             losses = train_step(engine, run, step)
-            mine = any(group.gradient.is_held for group in engine.runtime.trained_groups)
+            mine = any(
+                group.gradient.sum.state is GradState.HELD
+                for group in engine.runtime.trained_groups
+            )
             assert (
                 dist.get_rank() > 0 or mine is waits
             )  # the last rank has no more of this model than padding

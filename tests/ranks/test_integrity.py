@@ -156,7 +156,7 @@ def test_a_gradient_that_every_rank_has_whole_is_another(monkeypatch: pytest.Mon
     def damaged(runtime: Runtime) -> None:
         before_step(runtime)
         if dist.get_rank() == WRONG:
-            gradient = runtime.trained_groups[0].gradient.reduced()
+            gradient = runtime.trained_groups[0].gradient.sum.reduced()
             assert gradient is not None
             flip_bit(gradient)
 

@@ -145,7 +145,7 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all_and_training_goes_on() -
 
 def grads_of(runtime: Any) -> list[Tensor]:
     """This rank's slices of the reduced gradients."""
-    found = [group.gradient.reduced() for group in runtime.trained_groups]
+    found = [group.gradient.sum.reduced() for group in runtime.trained_groups]
     return [grad.clone() for grad in found if grad is not None]
 
 

@@ -37,6 +37,7 @@ from deepseek_zero.report.explain import overlap_share
 from deepseek_zero.report.picture import places_of
 from deepseek_zero.sharding import param_group as group_file
 from deepseek_zero.sharding.buffer import Pool
+from deepseek_zero.sharding.grad_sum import GradState
 from deepseek_zero.tiers.disk import Disk, DiskStorage
 from deepseek_zero.utils import (
     safe_get_full_fp32_param,
@@ -197,10 +198,10 @@ def test_the_heaps_holes_are_given_back_where_weights_leave_memory(
 
 
 def offloaded_of(engine: Any) -> list[DiskStorage]:
-    found: list[Any] = list(engine.optimizer.moments.offloaded())
+    found = list(engine.optimizer.moments.offloaded())
     for group in engine.runtime.groups:
-        found += [group.weight.storage, group.gradient.buffer.storage, *group.master.offloaded()]
-    return list({id(storage): storage for storage in found if storage is not None}.values())
+        found += group.offloaded()
+    return list({id(storage): storage for storage in found}.values())
 
 
 @pytest.mark.ranks(2)
@@ -319,12 +320,12 @@ def test_the_update_waits_where_nobody_can_see_the_weights_and_only_there(pipeli
     assert waiting == {
         group for group in engine.runtime.trained_groups if pipeline and group.is_sharded
     }
-    assert all(
-        group.gradient.is_held == (group in waiting) for group in engine.runtime.trained_groups
-    )
+    for group in engine.runtime.trained_groups:
+        assert (group.gradient.sum.state is GradState.HELD) == (group in waiting)
     look(engine, 1)
     assert not pipeline or not deferred.waiting
-    assert not any(group.gradient.is_held for group in engine.runtime.trained_groups)
+    states = [group.gradient.sum.state for group in engine.runtime.trained_groups]
+    assert GradState.HELD not in states
 
 
 class Recomputing(Gpt):

@@ -554,13 +554,13 @@ def a_step_of_one_rank(path: Path) -> None:
         )
         train(engine, 2)
         gradients = [group.gradient for group in engine.parts.runtime.trained_groups]
-        assert all(gradient.buffer is not None for gradient in gradients)
+        assert all(gradient.sum.buffer is not None for gradient in gradients)
         held = library.held_bytes()
         library.record_copies()
         for number in range(accumulation):
             loss = loss_of(engine, number)
             if number == 0:
-                assert all(gradient.buffer is None for gradient in gradients)
+                assert all(gradient.sum.buffer is None for gradient in gradients)
             engine.backward(loss)
             engine.step()
         copies, reads = library.recorded_copies()

@@ -36,7 +36,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     owner = owner_of(param)
     if found is not None or not isinstance(owner, ParamGroup) or owner.plan.grad is None:
         return found
-    own = owner.gradient.own_summand(owner.index[id(param)])
+    own = owner.gradient.summand.collected(owner.index[id(param)])
     return own.view(param.shape).float().clone() if own is not None else None
 
 

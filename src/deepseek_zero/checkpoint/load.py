@@ -30,7 +30,7 @@ from ..optim.tensor_subclasses import inner_tensors, is_subclass
 from ..optim.updater import MasterShard, ParamOverlap
 from ..precision.codecs import Blocks
 from ..precision.policy import cast_master
-from ..sharding.gradient import KeptGradient
+from ..sharding.grad_sum import GradSum
 from ..sharding.group import ParamInfo
 from ..sharding.param_group import ParamGroup
 from ..sharding.regroup import follow_requires_grad
@@ -632,7 +632,7 @@ def restore_kept_gradients(reader: StateReader, optimizer: ShardedOptimizer) -> 
 
 
 def _restore_kept_gradient(
-    reader: StateReader, piece: ModelPiece, group: ParamGroup, kept: KeptGradient
+    reader: StateReader, piece: ModelPiece, group: ParamGroup, kept: GradSum
 ) -> None:
     kind = kept.saved_as
     absent = set()
@@ -640,9 +640,11 @@ def _restore_kept_gradient(
         if not reader.has(kind, piece.name(member)):
             absent.add(number)
             continue
-        start, stop = group.layout.owned(member.slot, group.comm_ctx.comm.rank)
+        rank = group.comm_ctx.comm.rank
+        start, stop = group.layout.owned(member.slot, rank)
         low = start - member.slot.start
-        view = kept.owned(member.slot)
+        group.guard.before_write()
+        view = kept.ensure().owned_view(member.slot, rank)
         high = max(low, stop - member.slot.start)
         for at, values in piece.read(reader, kind, member, "", low, high):
             view[at - low : at - low + values.numel()].copy_(values)

@@ -24,7 +24,7 @@ from ..optim.tensor_subclasses import inner_tensors, is_subclass
 from ..optim.updater import MasterShard, ParamOverlap, StorageRange
 from ..planner.extras import feedback_of
 from ..planner.spec import R
-from ..sharding.gradient import KeptGradient
+from ..sharding.grad_sum import GradSum
 from ..sharding.group import ParamInfo
 from ..sharding.param_group import ParamGroup
 from ..tiers.tier import Storage
@@ -172,7 +172,7 @@ def _read_from(read: Callable[[int, int], Tensor], place: int, low: int, high: i
     return read(place + low, place + high)
 
 
-def _kept_gradient_items(group: ParamGroup, kept: KeptGradient, chunks: Chunks) -> WriteGroup:
+def _kept_gradient_items(group: ParamGroup, kept: GradSum, chunks: Chunks) -> WriteGroup:
     """List this rank's part of a gradient that an update still needs."""
     rank = group.comm_ctx.comm.rank
     write_group = WriteGroup([])

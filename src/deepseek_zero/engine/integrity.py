@@ -241,9 +241,9 @@ class Integrity:
         for group in self._runtime.trained_groups:
             gradient = group.gradient
             if (
-                gradient.is_whole
+                group.plan.sums_to_all
                 and not gradient.is_edited
-                and (values := gradient.reduced()) is not None
+                and (values := gradient.sum.reduced()) is not None
             ):
                 yield _state("gradient", group, values, Placement.REPLICATE)
 

@@ -314,6 +314,6 @@ def _gradients(unit: Unit) -> Iterator[Tensor]:
     none.
     """
     for group in unit.trained:
-        gradient = group.gradient.reduced()
-        if gradient is not None and len(group.gradient.absent or ()) < len(group.members):
+        gradient = group.gradient.sum.reduced()
+        if gradient is not None and len(group.gradient.sum.absent or ()) < len(group.members):
             yield from (part for part in gradient.split(COUNTED_AT_ONCE) if part.numel())

@@ -13,106 +13,77 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
 from ..optim.update_policy import Stepping, UpdatePolicy
 from ..optim.updater import Decision, Updater
 from ..planner.extras import late_gradient_of
-from ..planner.layout import Slot
-from ..planner.spec import S
-from ..sharding.buffer import FlatBuffer
-from ..sharding.gradient import Gradient, staged_gradient
+from ..planner.spec import S, Spec
+from ..sharding.grad_sum import GradState, GradSum
+from ..sharding.gradient import Gradient
 from ..sharding.param_group import ParamGroup
-from ..tiers.tier import StagedTile
 from .speculative_update import refuse_joining_beside_log
 
 _TILE_NUMEL = 1 << 20  # elements that change places at once where buffers cannot
 
 
-class DelayedGradient:
-    """The gradient of the step before of one group.
+class DelayedGradient(GradSum):
+    """The gradient of the step before of one group: this rank's slice, until its update is over.
 
     Attributes:
         gradient: The gradient of the step under way.
-        buffer: This rank's slice of it, allocated on first use.
-        absent: The indices of members without a gradient.
     """
 
-    name: ClassVar[str] = "delayed"
-    saved_as: ClassVar[str] = "owed"
+    name = "delayed"
+    saved_as = "owed"
 
     def __init__(self, gradient: Gradient) -> None:
+        super().__init__(gradient.group)
         self.gradient = gradient
-        self.buffer: FlatBuffer | None = None
-        self.absent: set[int] | None = None
-        self._is_full = False
-        self._staged: StagedTile | None = None
+        self.guard = gradient.sum.guard  # the two exchange their memories
 
     @property
-    def is_full(self) -> bool:
-        """Return whether `buffer` has a gradient."""
-        return self._is_full
+    def spec(self) -> Spec:
+        spec = late_gradient_of(self.group.plan)
+        assert spec is not None
+        return spec
 
     def swap(self, *, keep: bool) -> None:
         """Exchange the delayed and the reduced gradient; `keep`: False drops the reduced one."""
-        gradient = self.gradient
-        comes = self._is_full
+        other = self.gradient.sum
+        comes = self.is_full
         if not (keep or comes):
             return
-        gradient.group.guard.before_write()
-        theirs = gradient.ensure_buffer()
-        mine = self._ensure_buffer()
-        is_cut = theirs.spec.placement is S
-        if is_cut:
+        self.group.guard.before_write()
+        theirs = other.ensure()
+        mine = self.ensure()
+        if theirs.spec.placement is S:
             self.buffer = theirs
+            other.buffer = mine
         else:
-            _change_places(theirs.shard(gradient.group.comm_ctx.comm.rank), mine.load())
+            _change_places(theirs.shard(self.group.comm_ctx.comm.rank), mine.load())
         absent = self.absent
-        self.absent = gradient.absent
-        gradient.replace_sum(mine if is_cut else None, absent, is_full=comes)
-        self._is_full = keep
+        self.absent = other.absent
+        other.absent = absent
+        other.known_squares = None
+        other.become(GradState.REDUCED if comes else GradState.EMPTY)
+        self.restore(is_full=keep)
         if not keep:
             self.discard()
 
-    def read(self, low: int, high: int) -> Tensor | None:
-        """Return elements [low, high) of it, to be read only; None if there is none."""
-        if not self._is_full or self.buffer is None:
-            return None
-        came = self._staged.view(low, high) if self._staged is not None else None
-        return self.buffer.read(low, high) if came is None else came
-
-    def staged_tile(self) -> StagedTile | None:
-        """Return what brings it from the training device to the host that updates; None if nothing
-        must.
-        """
-        self._staged = staged_gradient(self.gradient.group, self.buffer, self._staged)
-        return self._staged
-
-    def owned(self, slot: Slot) -> Tensor:
-        """Return this rank's part of a member's gradient: a flat view, which a checkpoint fills."""
-        self.gradient.group.guard.before_write()
-        return self._ensure_buffer().owned_view(slot, self.gradient.group.comm_ctx.comm.rank)
-
     def restore(self, *, is_full: bool) -> None:
-        """Take from a checkpoint whether there is one, after its values."""
-        self._is_full = is_full
+        """Note whether `buffer` has a gradient, which a checkpoint may have filled."""
+        self.become(GradState.HELD if is_full else GradState.EMPTY)
 
     def discard(self) -> None:
         """Drop it: no update will use it."""
-        self.gradient.group.guard.before_write()
-        self._is_full = False
+        self.group.guard.before_write()
+        self.restore(is_full=False)
         self.absent = None
         if self.buffer is not None:
             self.buffer.storage.discard(0, self.buffer.memory.numel())
-
-    def _ensure_buffer(self) -> FlatBuffer:
-        if self.buffer is None:
-            spec = late_gradient_of(self.gradient.group.plan)
-            assert spec is not None
-            self.buffer = self.gradient.new_slice(spec)
-        return self.buffer
 
 
 def _change_places(left: Tensor, right: Tensor) -> None:

@@ -11,7 +11,8 @@ from ..planner.plan import Plan
 from ..planner.spec import S
 from ..sharding.buffer import CommContext
 from ..sharding.grad_reduction import GradReduction
-from ..sharding.gradient import Gradient, KeptGradient
+from ..sharding.grad_sum import GradSum
+from ..sharding.gradient import Gradient
 from ..sharding.group import Group
 from ..sharding.param_group import GroupParts
 from ..sharding.weight_gather import WeightGather
@@ -69,7 +70,7 @@ def reduction_of(group: Group) -> GradReduction:
     return reduction
 
 
-def kept_gradients_of(gradient: Gradient) -> dict[str, KeptGradient]:
+def kept_gradients_of(gradient: Gradient) -> dict[str, GradSum]:
     """Return the gradients that are kept beside that of a group, by name. Local."""
     if late_gradient_of(gradient.group.plan) is None:
         return {}

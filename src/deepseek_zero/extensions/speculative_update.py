@@ -42,7 +42,8 @@ from ..optim.updater import (
 )
 from ..precision.loss_scale import LossScaler
 from ..sharding.buffer import has_pages_to_return
-from ..sharding.param_group import ParamGroup, squares_of
+from ..sharding.grad_norm import squares_of
+from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.step_state import Phase
 from ..sharding.unit import Unit
@@ -153,7 +154,11 @@ class SpeculativeUpdate(UpdatePolicy):
         if any(group.guard.pending is not None for group in groups):
             return  # an earlier step's update is still deferred
         # Which the step need not look for
-        sums = [square for squares in squares_of(groups) for square in squares]
+        sums = [
+            square
+            for squares in squares_of([group.gradient.sum for group in groups])
+            for square in squares
+        ]
         if self._decision.source is collected and not all(map(math.isfinite, sums)):
             return
         self.updater.step_early(tiles, self._decision, self.log.note)

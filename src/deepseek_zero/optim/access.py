@@ -204,9 +204,9 @@ def local_grad(param: nn.Parameter) -> Tensor | None:
     if not isinstance(owner, ParamGroup) or not owner.trainable:
         return None
     owner.grad_view.take_assigned()
-    if not owner.gradient.has(owner.index[id(param)]):
+    if not owner.gradient.sum.has(owner.index[id(param)]):
         return None
-    return owner.gradient.own_part(_slot(owner, param)).float().clone()
+    return owner.gradient.sum.own_part(_slot(owner, param)).float().clone()
 
 
 def set_grad(param: nn.Parameter, value: Tensor, *, local: bool) -> None:
@@ -214,7 +214,7 @@ def set_grad(param: nn.Parameter, value: Tensor, *, local: bool) -> None:
     passes.
     """
     owner = _owner(param)
-    if not owner.trainable or not owner.gradient.is_reduced:
+    if not owner.trainable or not owner.gradient.sum.is_reduced:
         raise UsageError(
             f"'{owner.name_of(param)}' has no reduced gradient to change.",
             "It is frozen, or no backward has ended since the last step.",
@@ -226,7 +226,7 @@ def set_grad(param: nn.Parameter, value: Tensor, *, local: bool) -> None:
     with torch.no_grad():
         if local:
             owner.grad_view.assign_shard(
-                number, _part(value, owner.gradient.own_part(slot).numel(), slot.name)
+                number, _part(value, owner.gradient.sum.own_part(slot).numel(), slot.name)
             )
         else:
             owner.grad_view.assign(number, _flat(value, slot))

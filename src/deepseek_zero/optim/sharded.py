@@ -264,7 +264,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             if verdict.any_edited:
                 for each in [group.gradient.equalise(group.members[0].name) for group in groups]:
                     each.wait()
-            if any(group.gradient.absent for group in groups):
+            if any(group.gradient.sum.absent for group in groups):
                 self.shard_set.cut_apart(lambda cover: cover.is_absent)
             scale = self.grad_scale
             self.overflow = not verdict.is_finite and (

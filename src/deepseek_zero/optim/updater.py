@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from ..planner.update import ShardRange, UpdatePlan
 from ..planner.update import Tile as PlannedTile
 from ..precision.compact import BLOCK, StochasticRounding, StorageFormat, storage_format
 from ..precision.policy import scratch_numel
-from ..sharding.buffer import FlatBuffer
+from ..sharding.grad_sum import GradSum
 from ..sharding.main_weight import MasterWeight
 from ..sharding.param_group import ParamGroup
 from ..tiers.budget import DeviceBudget
@@ -51,33 +51,12 @@ T = TypeVar("T")
 Hypers = list[dict[str, Any]]  # of each parameter group, without its parameters
 
 
-class Summed(Protocol):
-    """A gradient of one group that was summed over the ranks, as an update reads it.
-
-    Attributes:
-        buffer: This rank's slice of it; None if there is none.
-        absent: The numbers of the parameters without a gradient.
-    """
-
-    @property
-    def buffer(self) -> FlatBuffer | None: ...
-
-    @property
-    def absent(self) -> set[int] | None: ...
-
-    def read(self, low: int, high: int) -> Tensor | None:
-        """Return elements [low, high) of the slice, to be read only; None without a gradient."""
-
-    def staged_tile(self) -> StagedTile | None:
-        """Return what copies it from the training device to the host; None if nothing must."""
+GradSource = Callable[[ParamGroup], GradSum]  # the gradient that a group is updated from
 
 
-GradSource = Callable[[ParamGroup], Summed]  # the gradient that a group is updated from
-
-
-def collected(group: ParamGroup) -> Summed:
+def collected(group: ParamGroup) -> GradSum:
     """Return the gradient of the last backward."""
-    return group.gradient
+    return group.gradient.sum
 
 
 @dataclass
@@ -295,7 +274,7 @@ class ParamOverlap:
     @property
     def is_absent(self) -> bool:
         """Return whether the parameter has no gradient in the last step."""
-        return self.number in (self.shard.group.gradient.absent or ())
+        return self.number in (self.shard.group.gradient.sum.absent or ())
 
     def of(self, state: Tensor) -> Tensor:
         """Return the covered elements of a state as long as the shard: a flat view."""

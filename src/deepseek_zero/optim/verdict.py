@@ -14,7 +14,8 @@ from zlib import crc32
 import torch
 
 from ..comm.collectives import Comm
-from ..sharding.param_group import ParamGroup, squares_of
+from ..sharding.grad_norm import squares_of
+from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from .step_message import Fields, StepMessage, all_set, any_set
 
@@ -118,7 +119,9 @@ def _agree_on_piece(runtime: Runtime, extra: StepMessage) -> Verdict:
     message.add_integer("graphless", runtime.step.is_graphless)
     message.add_integer("absent parameters", absent, bits=32)
     names = [f"squares of group {number}" for number in range(len(groups))]
-    for name, squares in zip(names, squares_of(groups), strict=True):
+    for name, squares in zip(
+        names, squares_of([group.gradient.sum for group in groups]), strict=True
+    ):
         message.add(name, squares)
     message.add_all(extra)
     fields = _exchange(comm, message, "gradient norm")
@@ -167,7 +170,7 @@ def _differs_on_owners(
     """
     for group, squares in zip(groups, squares_by_group, strict=True):
         for place, owners in enumerate(comm.owners):
-            holders = range(comm.size) if group.gradient.is_whole else owners
+            holders = range(comm.size) if group.plan.sums_to_all else owners
             # Compared as text, since NaN is not equal to itself
             if len({str(squares[rank][place]) for rank in holders}) > 1:
                 return True
@@ -181,5 +184,5 @@ def absent_among(groups: Sequence[ParamGroup]) -> list[str]:
     return [
         group.members[number].name
         for group in groups
-        for number in sorted(group.gradient.absent or ())
+        for number in sorted(group.gradient.sum.absent or ())
     ]

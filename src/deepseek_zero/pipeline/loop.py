@@ -400,7 +400,7 @@ class PlainLoop:
                 "step on.",
             )
         for group in self.runtime.trained_groups:
-            group.gradient.multiply(applied / call.factor)
+            group.gradient.summand.multiply(applied / call.factor)
         if math.isfinite(applied) and applied:
             self._learned = applied
 

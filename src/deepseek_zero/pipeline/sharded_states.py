@@ -101,7 +101,7 @@ class ShardedStates:
         assert self.ties is not None
         self.ties.add_up(
             {
-                name: group.gradient.summand(number)
+                name: group.gradient.summand.values(number)
                 for name, (group, number) in self._members.items()
             }
         )

@@ -270,15 +270,14 @@ def full_grad(param: nn.Parameter) -> Tensor | None:
 
     def held(group: ParamGroup) -> FlatBuffer | None:
         group.grad_view.take_assigned()
-        reduced = group.gradient.reduced() if group.gradient.has(group.index[id(param)]) else None
-        if reduced is None or group.gradient.buffer is None:
+        gradient = group.gradient.sum
+        reduced = gradient.reduced() if gradient.has(group.index[id(param)]) else None
+        if reduced is None or gradient.buffer is None:
             return None
         placement = (
             S if reduced.numel() < group.layout.padded_numel or group.comm_ctx.comm.size == 1 else R
         )
-        return FlatBuffer(
-            group.layout, replace(group.gradient.buffer.spec, placement=placement), reduced
-        )
+        return FlatBuffer(group.layout, replace(gradient.buffer.spec, placement=placement), reduced)
 
     found = _full(param, held)
     return found.float() if found is not None else None

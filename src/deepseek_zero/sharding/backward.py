@@ -108,7 +108,7 @@ class Backward:
         reductions = self.executor.reductions
         self.comm.progress()
         self.step.has_gradients = True
-        unit.group_of[id(param)].gradient.collect(param)
+        unit.group_of[id(param)].gradient.summand.collect(param)
         unit.arrived.add(id(param))
         if unit.reduced_in_backward:
             reductions.late.add(number)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..base.device import CPU, double_norms
 from ..kernels.sums import sum_of_squares as squares_on_cpu
+from .grad_sum import GradSum
 from .group import Group
 
 _TILE_NUMEL = 1 << 24  # on an accelerator
@@ -78,3 +79,46 @@ def squares_on_accelerator(slices: Sequence[Sequence[Tensor]]) -> list[float]:
     together = [tile for own in tiles for tile in own]
     norms = iter(torch.stack(double_norms(together)).tolist() if together else ())
     return [sum(norm * norm for norm in itertools.islice(norms, len(own))) for own in tiles]
+
+
+def squares_of(sums: Sequence[GradSum]) -> list[list[float]]:
+    """Return the sums of squares of each group's slices, in rank order; 0.0 for slices that this
+    rank does not hold. Local; the host waits for an accelerator once at most.
+    """
+    found = [_all_squares(each) for each in sums]
+    unread = [squares for of_group in found for squares in of_group if isinstance(squares, list)]
+    numbers = iter(squares_on_accelerator(unread))
+    read = [
+        [next(numbers) if isinstance(squares, list) else squares for squares in of_group]
+        for of_group in found
+    ]
+    for each, before, own in zip(sums, found, read, strict=True):
+        rank = each.group.comm_ctx.comm.rank
+        if isinstance(before[rank], list) and not each.group.plan.sums_to_all:
+            each.known_squares = own[rank]
+    return read
+
+
+def _all_squares(gradient: GradSum) -> list[float | list[Tensor]]:
+    """Return the sum of squares of each slice, or, if an accelerator has to compute it, the
+    slice's tensors.
+    """
+    group = gradient.group
+    comm = group.comm_ctx.comm
+    squares: list[float | list[Tensor]] = [0.0] * comm.size
+    if gradient.known_squares is not None:
+        squares[comm.rank] = gradient.known_squares
+        return squares
+    values = gradient.reduced()
+    if values is None:
+        return squares
+    if group.plan.sums_to_all:
+        first = 0
+        for rank, part in enumerate(values.chunk(comm.size)):
+            squares[rank] = slice_squares(group, part, first)
+            first += part.numel()
+        return squares
+    found = slice_squares(group, values, group.layout.bounds(comm.rank)[0])
+    squares[comm.rank] = found
+    gradient.known_squares = found if isinstance(found, float) else None
+    return squares

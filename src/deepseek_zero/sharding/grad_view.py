@@ -8,6 +8,7 @@ from torch import Tensor
 from ..base.device import without_torch_function
 from ..base.errors import AtRestError, UsageError
 from .grad_norm import norm_summand
+from .grad_sum import GradState
 from .gradient import Gradient
 from .sharded_gradient import Part, ShardedGradient, own_part_of, sharded_gradient
 
@@ -37,8 +38,8 @@ class GradView:
                 sharded_gradient(member.param, member.placeholder) for member in self.group.members
             ]
         gradient = self.gradient
-        is_first = gradient.absent is None
-        absent = gradient.absent = set() if gradient.absent is None else gradient.absent
+        is_first = gradient.sum.absent is None
+        absent = gradient.sum.absent = set() if gradient.sum.absent is None else gradient.sum.absent
         with without_torch_function():
             for number, (member, handle) in enumerate(
                 zip(self.group.members, self._handles, strict=True)
@@ -69,10 +70,10 @@ class GradView:
         for number, value in assigned:
             if value is not None:
                 self.assign(number, value)
-            elif gradient.absent is not None and number not in gradient.absent:
+            elif gradient.sum.absent is not None and number not in gradient.sum.absent:
                 gradient.part_of(number).values.zero_()
-                gradient.changed(number)
-                gradient.absent.add(number)
+                gradient.sum.changed(number)
+                gradient.sum.absent.add(number)
 
     def assign(self, number: int, value: Tensor) -> None:
         """Set a member's gradient.
@@ -115,10 +116,10 @@ class GradView:
             )
         self._refuse_partial_sum(name)
         part.values.copy_(mine)
-        gradient.changed(number)
+        gradient.sum.changed(number)
         gradient.is_edited = True
-        if gradient.absent is not None:
-            gradient.absent.discard(number)
+        if gradient.sum.absent is not None:
+            gradient.sum.absent.discard(number)
         if self.gradient.is_shown:
             with without_torch_function():
                 self.group.members[number].param.grad = self._handles[number]
@@ -145,7 +146,7 @@ class GradView:
             alike: The change is the same on all ranks.
         """
         self._refuse_partial_sum(self.group.members[number].name)
-        self.gradient.changed(number)
+        self.gradient.sum.changed(number)
         if not alike:
             self.gradient.is_edited = True
 
@@ -166,7 +167,7 @@ class GradView:
         """Raise `UsageError` while only some ranks' gradients are summed: a change would be added
         once for each of these sums.
         """
-        if self.gradient.is_partial_sum:
+        if self.gradient.sum.state is GradState.PARTIAL:
             raise UsageError(
                 f"the gradient of '{name}' was changed between the micro-batches of a step, on a "
                 "mesh with replicas.",

@@ -31,10 +31,10 @@ from .buffer import (
     StateGuard,
     move,
 )
-from .grad_norm import slice_squares, squares_on_accelerator
 from .grad_reduction import GradReduction
+from .grad_sum import GradSum
 from .grad_view import GradView
-from .gradient import Gradient, KeptGradient
+from .gradient import Gradient
 from .group import Group, ParamInfo
 from .init import take_values
 from .main_weight import MasterWeight, build_master, weight_shard
@@ -57,7 +57,7 @@ class GroupParts:
 
     weight_gather: Callable[[Group, str], WeightGather]
     reduction: Callable[[Group], GradReduction]
-    kept_gradients: Callable[[Gradient], Mapping[str, KeptGradient]] = lambda gradient: {}
+    kept_gradients: Callable[[Gradient], Mapping[str, GradSum]] = lambda gradient: {}
 
 
 class ParamGroup:
@@ -136,7 +136,7 @@ class ParamGroup:
         )
         if numbers != self.not_updated:
             self.not_updated = numbers
-            self.gradient.known_squares = None
+            self.gradient.sum.known_squares = None
 
     def updated_ranges(self) -> Iterator[tuple[int, int]]:
         """Yield the elements [start, stop) of the layout that the optimizer updates, neighbours
@@ -345,7 +345,7 @@ class ParamGroup:
             )
             self.planned = planned
             self.weight.spec = planned.plan.weight
-            self.gradient.follow_wires()
+            self.gradient.sum.follow_wires()
 
     def reduce_by(self, reduction: GradReduction, plan: ShardPlan) -> None:
         """Sum gradients in another way from now on, between two steps. Local; every rank does so.
@@ -359,7 +359,8 @@ class ParamGroup:
 
     def set_pending(self, update: PendingUpdate | None) -> None:
         """Flush this update before any read of the group's states; None: nothing is pending."""
-        self.guard.pending = self.gradient.guard.pending = update
+        self.guard.pending = update
+        self.gradient.sum.guard.pending = update
 
     # -- weights
 
@@ -562,44 +563,3 @@ def broadcast_from_first(full: FlatBuffer, comm: Comm, what: str, *, only_own: b
     scatter(comm, slices, slices[comm.rank], what)
     if not only_own:
         comm.all_gather(full.memory, "gather", what).wait()
-
-
-def squares_of(groups: Sequence[ParamGroup]) -> list[list[float]]:
-    """Return the sums of squares of each group's slices, in rank order; 0.0 for slices that this
-    rank does not hold. Local; the host waits for an accelerator once at most.
-    """
-    found = [_all_squares(group) for group in groups]
-    unread = [each for of_group in found for each in of_group if isinstance(each, list)]
-    numbers = iter(squares_on_accelerator(unread))
-    read = [
-        [next(numbers) if isinstance(each, list) else each for each in of_group]
-        for of_group in found
-    ]
-    for group, before, own in zip(groups, found, read, strict=True):
-        rank = group.comm_ctx.comm.rank
-        if isinstance(before[rank], list) and not group.gradient.is_whole:
-            group.gradient.known_squares = own[rank]
-    return read
-
-
-def _all_squares(group: ParamGroup) -> list[float | list[Tensor]]:
-    """Return the sum of squares of each slice, or, if an accelerator has to compute it, the
-    slice's tensors.
-    """
-    comm = group.comm_ctx.comm
-    gradient = group.gradient
-    sums: list[float | list[Tensor]] = [0.0] * comm.size
-    if gradient.known_squares is not None:
-        sums[comm.rank] = gradient.known_squares
-        return sums
-    grad = gradient.reduced()
-    if grad is not None and gradient.is_whole:
-        first = 0
-        for rank, part in enumerate(grad.chunk(comm.size)):
-            sums[rank] = slice_squares(group, part, first)
-            first += part.numel()
-    elif grad is not None:
-        first = group.layout.bounds(comm.rank)[0]
-        sums[comm.rank] = found = slice_squares(group, grad, first)
-        gradient.known_squares = found if isinstance(found, float) else None
-    return sums

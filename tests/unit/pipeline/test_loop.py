@@ -210,7 +210,7 @@ def test_a_factor_of_the_callers_is_rescaled_once_and_assumed_from_then_on(
             now[0] = step
             for number, batch in enumerate(batches_of(0, 2, 2)):
                 loss_factor.apply(here.call(batch, ends=number == 1) * factor).backward()
-            found = [group.gradient.reduced() for group in here.runtime.trained_groups]
+            found = [group.gradient.sum.reduced() for group in here.runtime.trained_groups]
             grads.append([grad.clone() for grad in found if grad is not None])
             here.runtime.backward.discard_step()
         loss_factor.scaler = None
@@ -307,7 +307,7 @@ def test_losses_that_are_sums_over_a_total_add_up() -> None:
         }
         loss = here.loop((), given).loss
         loss.backward()
-        grads = [group.gradient.reduced() for group in here.runtime.trained_groups]
+        grads = [group.gradient.sum.reduced() for group in here.runtime.trained_groups]
         return loss.item(), [grad.clone() for grad in grads if grad is not None]
 
     for (loss, grads), (whole, expected) in zip(
@@ -366,7 +366,7 @@ def test_each_rank_has_what_the_model_returns_for_its_own_rows(parts: int | None
         here = Loop(rank, seeded(Summed), 1, parts, stage=0, own_rows=True)
         loss = here.loop((), given(rank.index)).loss
         (loss * 2).backward()
-        grads = [group.gradient.reduced() for group in here.runtime.trained_groups]
+        grads = [group.gradient.sum.reduced() for group in here.runtime.trained_groups]
         here.model.eval()
         found = here.loop((), given(rank.index))
         with torch.no_grad():

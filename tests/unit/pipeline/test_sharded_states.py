@@ -259,7 +259,7 @@ def test_the_loss_scale_and_the_accumulation_are_applied_once_over_all_stages() 
         executor.run(
             schedule, [MicroBatch((each.tokens, each.targets)) for each in given], scale=1.0
         )
-        found = [group.gradient.reduced() for group in runtime.trained_groups]
+        found = [group.gradient.sum.reduced() for group in runtime.trained_groups]
         runtime.loss_factor.scaler = None
         return [each.clone() for each in found if each is not None]
 

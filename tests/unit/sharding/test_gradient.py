@@ -11,7 +11,8 @@ from torch import Tensor
 
 from deepseek_zero.base.errors import AtRestError
 from deepseek_zero.precision.policy import Policy
-from deepseek_zero.sharding.param_group import ParamGroup, squares_of
+from deepseek_zero.sharding.grad_norm import squares_of
+from deepseek_zero.sharding.param_group import ParamGroup
 from deepseek_zero.sharding.sharded_gradient import ShardedGradient
 from tests.in_process import Rank, build_one, run_ranks
 from tests.models import Odd
@@ -55,7 +56,7 @@ def bring(
     for member in group.members:
         if member.name in names:
             member.param.grad = summand(rank.index, backward, member.name, group.plan.weight.dtype)
-            group.gradient.collect(member.param)
+            group.gradient.summand.collect(member.param)
             assert member.param.grad is None
 
 
@@ -85,11 +86,11 @@ def everywhere(size: int, body: Callable[[Rank], Any]) -> None:
 def test_an_empty_gradient_is_none(stage: int, size: int) -> None:
     def body(rank: Rank) -> None:
         gradient = built(rank, stage).gradient
-        assert gradient.reduced() is None
-        assert gradient.read(0, 1) is None
-        assert not gradient.is_reduced
-        assert squares_of([gradient.group]) == [[0.0] * size]
-        assert not any(map(gradient.has, range(len(SHAPES))))
+        assert gradient.sum.reduced() is None
+        assert gradient.sum.read(0, 1) is None
+        assert not gradient.sum.is_reduced
+        assert squares_of([gradient.sum]) == [[0.0] * size]
+        assert not any(map(gradient.sum.has, range(len(SHAPES))))
         gradient.discard()
 
     run_ranks(size, body)
@@ -103,16 +104,16 @@ def test_ranks_gradients_are_added_in_order(policy: Policy, stage: int, size: in
         group = built(rank, stage, policy)
         gradient, dtype = group.gradient, group.plan.grad.dtype
         bring(group, rank, 0)
-        assert not gradient.is_reduced, "collected is not reduced"
+        assert not gradient.sum.is_reduced, "collected is not reduced"
         gradient.reduce("it").wait()
-        assert gradient.is_reduced and all(map(gradient.has, range(len(SHAPES))))
+        assert gradient.sum.is_reduced and all(map(gradient.sum.has, range(len(SHAPES))))
         assert same(
             whole(group),
             lambda name: plain_sum(
                 [summand(r, 0, name, group.plan.weight.dtype) for r in range(size)], dtype
             ),
         )
-        mine = gradient.reduced()
+        mine = gradient.sum.reduced()
         assert mine.numel() == (
             group.layout.padded_numel if stage == 0 else group.layout.slice_numel
         )
@@ -255,10 +256,10 @@ def test_a_dropped_gradient_is_absent_and_an_assigned_one_is_there_again(
         params[0].grad = None
         params[1].grad = None
         group.grad_view.take_assigned()
-        assert [gradient.has(number) for number in range(5)] == [False, False, True, True, True]
+        assert [gradient.sum.has(number) for number in range(5)] == [False, False, True, True, True]
         params[1].grad = torch.full(SHAPES["b"], 3.0)
         group.grad_view.take_assigned()
-        assert [gradient.has(number) for number in range(5)] == [False, True, True, True, True]
+        assert [gradient.sum.has(number) for number in range(5)] == [False, True, True, True, True]
         assert params[0].grad is None
         assert params[1].grad.full_tensor().eq(3.0).all()
         assert torch.equal(
@@ -311,7 +312,9 @@ def test_a_norm_is_over_all_ranks(order: float, stage: int, size: int) -> None:
         assert float(group.members[0].param.grad.norm(order)) == pytest.approx(expected, rel=1e-6)
         squares = sum(
             sum(each)
-            for each in rank.comm.all_gather_rows(torch.tensor(squares_of([group])[0]), "squares")
+            for each in rank.comm.all_gather_rows(
+                torch.tensor(squares_of([group.gradient.sum])[0]), "squares"
+            )
         )
         all_of_it = [
             plain_sum([summand(r, 0, n) for r in range(size)], torch.float32) for n in SHAPES
@@ -336,16 +339,16 @@ def test_a_gradient_that_is_forgotten_leaves_its_memory_and_no_values(
                 group.gradient.discard()
                 bring(group, rank, step)
             group.gradient.reduce("it").wait()
-            held = group.gradient.buffer.memory.data_ptr()
+            held = group.gradient.sum.buffer.memory.data_ptr()
             expected = [summand(r, step, "e") for r in range(size)]
             assert torch.equal(whole(group)["e"], plain_sum(expected, torch.float32))
             group.gradient.discard()
             assert group.members[0].param.grad is None
-            assert group.gradient.reduced() is None
+            assert group.gradient.sum.reduced() is None
             lent = pool.allocated_bytes - sum(each.nbytes for each in pool.idle())
             in_use = group.layout.padded_numel * 4 if stage == 3 and size > 1 else 0
             assert lent == in_use, "nothing is lent but the gathered weight"
-        assert group.gradient.buffer.memory.data_ptr() == held
+        assert group.gradient.sum.buffer.memory.data_ptr() == held
 
     run_ranks(size, body)
     run_ranks(size, body, reads_in_place=True, seed=4)

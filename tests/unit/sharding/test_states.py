@@ -14,7 +14,8 @@ import torch
 
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.spec import P
-from deepseek_zero.sharding.gradient import GRAD_MOVES, Gradient, GradState
+from deepseek_zero.sharding.grad_sum import GRAD_MOVES, GradState
+from deepseek_zero.sharding.gradient import Gradient
 from deepseek_zero.sharding.param_group import ParamGroup
 from deepseek_zero.sharding.step_state import PHASE_MOVES, Phase
 from deepseek_zero.sharding.unit import MOVES, UnitState
@@ -57,7 +58,7 @@ def test_a_phase_follows_where_its_table_says() -> None:
 def test_a_gradient_goes_where_its_table_says() -> None:
     def body(rank: Rank) -> None:
         gradient = build_one(rank, Odd(), stage=3).gradient
-        check(GRAD_MOVES, GradState, gradient, "_state", gradient._enter)
+        check(GRAD_MOVES, GradState, gradient.sum, "_state", gradient.sum.enter)
 
     run_ranks(1, body)
 
@@ -80,30 +81,30 @@ def test_a_gradient_from_collecting_to_dropped(stage: int, size: int) -> None:
         group.gather("it").wait()
         group.point_to_unsharded()
         gradient = group.gradient
-        assert gradient.state is GradState.EMPTY
+        assert gradient.sum.state is GradState.EMPTY
         bring(group)
-        assert gradient.state is GradState.COLLECTING
+        assert gradient.sum.state is GradState.COLLECTING
         pending = gradient.reduce("it")
-        assert gradient.state is GradState.REDUCING
+        assert gradient.sum.state is GradState.REDUCING
         with pytest.raises(AssertionError, match="cannot go from reducing to held"):
             gradient.hold()
         pending.wait()
-        assert gradient.state is GradState.REDUCED
+        assert gradient.sum.state is GradState.REDUCED
         bring(group)  # a second backward: it takes the sum's place, or is collected beside it
-        assert gradient.state is (
+        assert gradient.sum.state is (
             GradState.COLLECTING if group.plan.grad.placement is P else GradState.REDUCED
         )
         gradient.reduce("it").wait()
         assert_twos(gradient, size)
         gradient.hold()
         gradient.discard()  # which all gradients are after a step
-        assert gradient.state is GradState.HELD
-        assert gradient.is_held
-        assert not gradient.is_reduced
+        assert gradient.sum.state is GradState.HELD
+        assert gradient.sum.is_full
+        assert not gradient.sum.is_reduced
         assert_twos(gradient, size)
         gradient.end_hold()
-        assert gradient.state is GradState.EMPTY
-        assert gradient.reduced() is None
+        assert gradient.sum.state is GradState.EMPTY
+        assert gradient.sum.reduced() is None
         with pytest.raises(AssertionError, match="cannot go from empty to empty"):
             gradient.end_hold()
 
@@ -123,14 +124,14 @@ def test_with_replicas_a_sum_is_partial_until_they_have_met(stage: int) -> None:
         for _ in range(2):  # the second comes after the replicas have met: their sum is set aside
             bring(group)
             gradient.reduce("it").wait()
-            assert gradient.state is GradState.PARTIAL
-            assert gradient.is_reduced
+            assert gradient.sum.state is GradState.PARTIAL
+            assert gradient.sum.is_reduced
             with pytest.raises(AssertionError, match="cannot go from partially reduced to held"):
                 gradient.hold()
             pending = gradient.complete_sum("it")
-            assert gradient.state is GradState.REDUCING
+            assert gradient.sum.state is GradState.REDUCING
             pending.wait()
-            assert gradient.state is GradState.REDUCED
+            assert gradient.sum.state is GradState.REDUCED
         assert_twos(gradient, size=1)  # the mean
         gradient.complete_sum("it, again").wait()
         assert_twos(gradient, size=1)  # the mean
@@ -146,7 +147,7 @@ def test_memory_of_a_gradient_that_is_there_is_not_freed() -> None:
             group.gradient.drop_buffers()
         group.gradient.discard()
         group.gradient.drop_buffers()
-        assert group.gradient.buffer is None
+        assert group.gradient.sum.buffer is None
 
     run_ranks(1, body)
 
@@ -155,7 +156,7 @@ def test_an_update_that_is_deferred_without_a_gradient_changes_nothing() -> None
     def body(rank: Rank) -> None:
         gradient = build_one(rank, Odd(), stage=3).gradient
         gradient.hold()
-        assert gradient.absent == set(range(len(gradient.group.members)))
+        assert gradient.sum.absent == set(range(len(gradient.group.members)))
 
     run_ranks(2, body)
 
@@ -164,12 +165,12 @@ def bring(group: ParamGroup) -> None:
     """A backward that finds a gradient of ones."""
     for member in group.members:
         member.param.grad = torch.ones(member.slot.shape)
-        group.gradient.collect(member.param)
+        group.gradient.summand.collect(member.param)
 
 
 def assert_twos(gradient: Gradient, size: int) -> None:
     """Two backwards of `size` ranks, of ones each, were added up."""
-    values = gradient.reduced()
+    values = gradient.sum.reduced()
     assert values is not None
     assert set(values.unique().tolist()) <= {0.0, 2.0 * size}  # 0: padding
     assert values.any()
