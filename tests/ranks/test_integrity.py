@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import deepseek_zero
 from deepseek_zero.base.errors import IntegrityError
 from deepseek_zero.engine.engine import Engine
+from deepseek_zero.sharding.backward import Backward
 from deepseek_zero.sharding.param_group import ParamGroup
-from deepseek_zero.sharding.runtime import Runtime
 
 WRONG, STEPS, WIDTH = 1, 5, 96  # the rank whose bits flip
 EXPONENT = 1 << 28
@@ -151,16 +151,16 @@ def test_a_copy_that_one_rank_has_gathered_is_another(monkeypatch: pytest.Monkey
 def test_a_gradient_that_every_rank_has_whole_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(0)
     train(engine)
-    before_step = Runtime.before_step
+    before_step = Backward.before_step
 
-    def damaged(runtime: Runtime) -> None:
-        before_step(runtime)
+    def damaged(backward: Backward) -> None:
+        before_step(backward)
         if dist.get_rank() == WRONG:
-            gradient = runtime.trained_groups[0].gradient.sum.reduced()
+            gradient = engine.runtime.trained_groups[0].gradient.sum.reduced()
             assert gradient is not None
             flip_bit(gradient)
 
-    monkeypatch.setattr(Runtime, "before_step", damaged)
+    monkeypatch.setattr(Backward, "before_step", damaged)
     with pytest.raises(IntegrityError, match=f"gradient of .* {OTHER}"):
         train(engine)
     monkeypatch.undo()
