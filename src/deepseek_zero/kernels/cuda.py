@@ -71,10 +71,11 @@ def launch_of(
     them.
     """
     numel = columns[0].numel()
-    pointers = [column.data_ptr() if column.numel() else 0 for column in columns]
-    is_aligned = (
-        all(pointer % _ALIGNMENT == 0 for pointer in pointers) and chance.element % VECTOR == 0
-    )
+    pointers = [column.data_ptr() for column in columns]  # 0 of an empty one
+    joined = 0
+    for pointer in pointers:
+        joined |= pointer
+    is_aligned = joined % _ALIGNMENT == 0 and chance.element % VECTOR == 0
     number = 1.0
     address = 0
     if isinstance(factor, Tensor):

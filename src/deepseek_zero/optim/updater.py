@@ -859,7 +859,7 @@ class Updater:
 
     def _staged_states(self, source: GradSource, tile: Tile) -> Iterator[StagedState]:
         for _, shard in tile:
-            if shard.is_absent(source):
+            if not shard.group.plan.is_offloaded or shard.is_absent(source):
                 continue
             yield from shard.storage_ranges(source)
             yield from shard.staged_ranges(source)

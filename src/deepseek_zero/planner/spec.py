@@ -207,7 +207,7 @@ class ShardPlan:
         """Whether every rank needs the whole sum of gradients (stage 0)."""
         return self.master is not None and self.master.placement is R
 
-    @property
+    @cached_property
     def is_offloaded(self) -> bool:
         """Whether any state rests in another memory than the training device's."""
         specs = (self.weight, self.grad, self.master, self.moments)

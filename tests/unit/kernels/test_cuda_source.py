@@ -83,7 +83,7 @@ class Column:
     values: NDArray[Any]
 
     def data_ptr(self) -> int:
-        return self.address
+        return self.address if len(self.values) else 0
 
     def numel(self) -> int:
         return len(self.values)
