@@ -138,3 +138,10 @@ def test_a_constructor_that_fails_leaves_the_modules_of_torch_as_they_were() -> 
         Net()
         raise ZeroDivisionError
     assert nn.Module.__init__ is constructor
+
+
+@pytest.mark.parametrize("context", [deepseek_zero.zero.Init, drop_in.DropInInit])
+def test_a_context_that_is_not_enabled_changes_nothing(context: Any) -> None:
+    with context(enabled=False, dtype=torch.bfloat16):
+        model = Net()
+    assert {param.dtype for param in model.parameters()} == {torch.float32}

@@ -60,7 +60,7 @@ class DropInInit(Init):
         at: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, at)
-        if self._parameters_seen is not None:
+        if self.enabled and self._parameters_seen is not None:
             self._parameters_seen.remove()
             self._parameters_seen = None
             self._begun = []
