@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import deepseek_zero as dz
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.sharding.access import full_master
+from deepseek_zero.sharding.group_build import restore_params
 from deepseek_zero.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -300,7 +301,7 @@ def test_a_model_given_back_has_the_masters_values(stage: int) -> None:
     module = engine.module
     engine.destroy()
     for group in engine.runtime.groups:
-        group.restore_params()
+        restore_params(group)
     assert bits({name: param.detach() for name, param in module.named_parameters()}) == masters
 
 

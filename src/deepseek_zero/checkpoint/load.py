@@ -180,7 +180,7 @@ def replace_states(
             group.gradient.reduction.forget()
         run_and_gather(runtime.comm.whole, f"loading {tag}: slices", fill)
         for group in runtime.groups:
-            group.weights_changed()
+            group.weight_gather.changed()
         for unit in runtime.units:
             for group in unit.trained:
                 group.refresh(unit.name).wait()

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..base.device import CPU
+from ..base.device import CPU, without_torch_function
 from ..base.errors import UsageError
 from ..base.memory import return_pages
 from ..optim.update_policy import Stepping, UpdatePolicy
@@ -149,7 +149,7 @@ class SpeculativeUpdate(UpdatePolicy):
             return
         tiles = self.units[unit.number]
         groups = list({shard.group: None for tile in tiles for _, shard in tile})
-        if any(group.has_frozen for group in groups):
+        if any(map(_has_frozen, groups)):
             return  # which of its parameters have a gradient is known when backward is over
         if any(group.guard.pending is not None for group in groups):
             return  # an earlier step's update is still deferred
@@ -379,3 +379,9 @@ class UndoLog:
 
 def _counts(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
+
+
+def _has_frozen(group: ParamGroup) -> bool:
+    """Return whether a member is frozen now (`requires_grad_(False)`)."""
+    with without_torch_function():
+        return not all(member.param.requires_grad for member in group.members)

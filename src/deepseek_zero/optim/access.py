@@ -15,7 +15,8 @@ from ..base.errors import UsageError
 from ..planner.layout import Slot
 from ..planner.spec import R
 from ..precision.policy import cast_master
-from ..sharding.param_group import ParamGroup, complete
+from ..sharding.group import complete
+from ..sharding.param_group import ParamGroup
 from ..sharding.sharded_parameter import owner_of
 from .sharded import ShardedOptimizer
 from .updater import ParamOverlap
@@ -148,7 +149,7 @@ def set_full_master(param: nn.Parameter, value: Tensor) -> None:
     slot = _slot(owner, param)
     rank = owner.comm_ctx.comm.rank
     flat = _flat(value, slot).to(owner.comm_ctx.pool.device)
-    owner.weights_changed()
+    owner.weight_gather.changed()
     with torch.no_grad():
         start, stop, place = owner.weight.local_range(slot, rank)
         with owner.weight.writing(place, place + stop - start) as view:
@@ -187,7 +188,7 @@ def set_local_master(param: nn.Parameter, value: Tensor) -> None:
             "It is frozen, or ZeRO is off (stage 0) and every rank holds all of it.",
             "use safe_set_full_fp32_param.",
         )
-    owner.weights_changed()
+    owner.weight_gather.changed()
     with torch.no_grad():
         place, end = owner.master.owned_range(slot)
         owner.master.write(

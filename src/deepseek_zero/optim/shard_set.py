@@ -15,6 +15,7 @@ from ..planner.split import split_of
 from ..planner.update import ParamGroupPlan, ShardRange, UpdatePlan, UpdateSettings, shard_ranges
 from ..precision.compact import StochasticRounding
 from ..precision.loss_scale import LossScaler
+from ..sharding.group_build import relayout
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
@@ -404,4 +405,4 @@ def relayout_whole(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:
         for group in unit.trained:
             whole = group.planned.relayout("tensor")
             if id(group) in owners and group.planned.may_be_cut and whole.layout != group.layout:
-                group.relayout("tensor")
+                relayout(group, "tensor")

@@ -315,7 +315,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         if due is None:
             return
         for group in self.runtime.trained_groups:
-            group.weights_changed()
+            group.weight_gather.changed()
         self._update_and_refresh(due)
         later = [
             tile for unit, tiles in self.tiles.later.items() if unit not in done for tile in tiles

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..base.device import CPU, double_norms
 from ..kernels.sums import sum_of_squares as squares_on_cpu
 from .grad_sum import GradSum
-from .group import Group
+from .group import Group, updated_ranges
 
 _TILE_NUMEL = 1 << 24  # on an accelerator
 
@@ -55,7 +55,7 @@ def slice_squares(group: Group, values: Tensor, first: int) -> float | list[Tens
     if group.not_updated:
         parts = []
         last = first + values.numel()
-        for start, stop in group.updated_ranges():
+        for start, stop in updated_ranges(group):
             low = max(start, first)
             high = min(stop, last)
             if low < high:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..base.device import without_torch_function
 from ..base.errors import AtRestError, UsageError
 from .grad_norm import norm_summand
 from .grad_sum import GradState
 from .gradient import Gradient
+from .group import complete
 from .sharded_gradient import Part, ShardedGradient, own_part_of, sharded_gradient
 
 
@@ -96,7 +97,7 @@ class GradView:
                     "Ranks hold different elements of the two.",
                     "assign a whole tensor: `other.grad.full_tensor()`, taken on all ranks.",
                 )
-            mine = self.shown_part(number).values if own is None else own.values
+            mine = self.shown_part(member.param).values if own is None else own.values
         else:
             flat = (value.to_dense() if value.is_sparse else value).detach().reshape(-1)
             mine = flat[part.start : part.start + part.values.numel()]
@@ -124,12 +125,15 @@ class GradView:
             with without_torch_function():
                 self.group.members[number].param.grad = self._handles[number]
 
-    def shown_part(self, number: int) -> Part:
+    # -- what handles ask (sharded_gradient.py, ShownGradients)
+
+    def shown_part(self, param: nn.Parameter) -> Part:
         """Return this rank's part of the gradient that a handle shows.
 
         Raises:
             AtRestError: A step has used the gradient, or the next backward has begun.
         """
+        number = self.group.index[id(param)]
         if not self.gradient.is_shown:
             raise AtRestError(
                 f"the gradient of '{self.group.members[number].name}' is over.",
@@ -138,30 +142,49 @@ class GradView:
             )
         return self.gradient.part_of(number)
 
-    def edited(self, number: int, *, alike: bool) -> None:
+    def weight_part(self, param: nn.Parameter, part: Part) -> Tensor:
+        """Return the elements of the weight at the places of a part."""
+        slot = self.group.members[self.group.index[id(param)]].slot
+        start, _, view = self.group.weight.local_part(slot, self.group.comm_ctx.comm.rank)
+        return view[part.start - start : part.start - start + part.values.numel()]
+
+    def edited(self, param: nn.Parameter, *, alike: bool) -> None:
         """Note that a handle's part was changed in place.
 
         Args:
-            number: The index of the member.
+            param: The parameter.
             alike: The change is the same on all ranks.
         """
+        number = self.group.index[id(param)]
         self._refuse_partial_sum(self.group.members[number].name)
         self.gradient.sum.changed(number)
         if not alike:
             self.gradient.is_edited = True
 
-    def norm(self, number: int, part: Part, order: float) -> Tensor:
+    def norm(self, param: nn.Parameter, part: Part, order: float) -> Tensor:
         """Return the norm of a member's gradient. Collective unless the part is whole."""
         own = part.values.double().abs()
         mine, together = norm_summand(own, order)
         if not part.is_whole:
-            rows = self.group.comm_ctx.comm.all_gather_rows(
-                mine.cpu().reshape(1), f"norm of {self.group.members[number].name}"
-            )
+            name = self.group.members[self.group.index[id(param)]].name
+            comm = self.group.comm_ctx.comm
+            rows = comm.all_gather_rows(mine.cpu().reshape(1), f"norm of {name}")
             mine = together(rows)
         if order not in (0.0, float("inf"), -float("inf")):
             mine = mine.pow(1.0 / order)
         return mine.to(own.device, torch.float32)
+
+    def whole(self, param: nn.Parameter, part: Part) -> Tensor:
+        """Return all elements of a part, in the parameter's shape. Collective unless the part is
+        whole.
+        """
+        slot = self.group.members[self.group.index[id(param)]].slot
+        device = self.group.comm_ctx.pool.device
+        full = torch.empty(slot.numel, dtype=part.values.dtype, device=device)
+        full[part.start : part.start + part.values.numel()].copy_(part.values)
+        if not part.is_whole:
+            complete(full, self.group, slot, f"gradient of {slot.name}")
+        return full.view(slot.shape)
 
     def _refuse_partial_sum(self, name: str) -> None:
         """Raise `UsageError` while only some ranks' gradients are summed: a change would be added

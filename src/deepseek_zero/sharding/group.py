@@ -86,5 +86,33 @@ class Group(Protocol):
     def own_weight(self) -> Tensor:
         """Return this rank's slice of the weight, flat."""
 
-    def updated_ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield the elements [start, stop) of the layout that the optimizer updates."""
+
+def updated_ranges(group: Group) -> Iterator[tuple[int, int]]:
+    """Yield the elements [start, stop) of the layout that the optimizer updates, with neighbours
+    joined.
+    """
+    slots = [
+        member.slot
+        for number, member in enumerate(group.members)
+        if number not in group.not_updated
+    ]
+    for number, slot in enumerate(slots):
+        if number == 0 or slots[number - 1].stop != slot.start:
+            start = slot.start
+        if number + 1 == len(slots) or slots[number + 1].start != slot.stop:
+            yield start, slot.stop
+
+
+def complete(full: Tensor, group: Group, slot: Slot, what: str) -> None:
+    """Complete a parameter-sized flat tensor whose owned part each rank has filled in.
+    Collective.
+    """
+    comm = group.comm_ctx.comm
+    if comm.size == 1:
+        return
+    parts = []
+    for rank in range(comm.size):
+        start, stop = group.layout.owned(slot, rank)
+        parts.append(full[start - slot.start : max(start, stop) - slot.start])
+    boxes: list[Tensor | None] = [*parts]
+    comm.exchange([parts[comm.rank]] * comm.size, boxes, "gather", what).wait()

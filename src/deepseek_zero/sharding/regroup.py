@@ -25,7 +25,8 @@ from ..planner.units import plan_group
 from .buffer import CommContext
 from .executor import Executor
 from .group import ParamInfo
-from .param_group import ParamGroup, build_group
+from .group_build import build_group, promote_to_fp32, restore_params
+from .param_group import ParamGroup
 from .reduce_lane import Updates
 from .step_state import StepState
 from .unit import Unit
@@ -143,7 +144,7 @@ def _apply(runtime: Regrouped, changed: Sequence[ParamInfo]) -> None:
         unit.set_groups(groups)
         for group in fresh:
             if group.trainable and unit.is_promoted:
-                group.promote_to_fp32(unit.name)
+                promote_to_fp32(group, unit.name)
             runtime.add_group(unit, group)
         new += fresh
     runtime.replan()
@@ -159,7 +160,7 @@ def _divide(
         return [group]
     assert group.planned.key is not None
     group.guard.before_write()
-    group.restore_params()
+    restore_params(group)
     found = []
     for trainable in (True, False):
         params = {

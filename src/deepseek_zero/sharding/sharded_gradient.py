@@ -44,28 +44,23 @@ class Part:
     is_whole: bool
 
 
-class GradientOwner(Protocol):
-    """The verbs of the group that owns a parameter's gradient (sharding/param_group.py)."""
+class ShownGradients(Protocol):
+    """The gradients of a parameter group, as the handles of them see it (`GradView`)."""
 
-    def grad_part(self, param: nn.Parameter) -> Part:
-        """This rank's part as it is now; AtRestError where the gradient is over."""
-        ...
+    def shown_part(self, param: nn.Parameter) -> Part:
+        """Return this rank's part as it is now; AtRestError if the gradient is over."""
 
     def weight_part(self, param: nn.Parameter, part: Part) -> Tensor:
         """Return the elements of a sharded weight at the places of a part."""
-        ...
 
-    def grad_changed(self, param: nn.Parameter, *, alike: bool) -> None:
-        """A part was changed in place.  alike: by what is the same on every rank, numbers say."""
-        ...
+    def edited(self, param: nn.Parameter, *, alike: bool) -> None:
+        """Note that a part was changed in place. alike: by what is the same on every rank."""
 
-    def norm_over_ranks(self, param: nn.Parameter, part: Part, order: float) -> Tensor:
-        """Collective, unless the part is whole."""
-        ...
+    def norm(self, param: nn.Parameter, part: Part, order: float) -> Tensor:
+        """Return the norm. Collective unless the part is whole."""
 
-    def whole_of(self, param: nn.Parameter, part: Part) -> Tensor:
-        """All elements, in the parameter's shape; collective, unless the part is whole."""
-        ...
+    def whole(self, param: nn.Parameter, part: Part) -> Tensor:
+        """Return all elements, in the parameter's shape. Collective unless the part is whole."""
 
 
 # Functions whose result at one element depends on that element alone; with "_" behind them, in
@@ -127,8 +122,8 @@ class ShardedGradient(Tensor):
 
     def full_tensor(self) -> Tensor:
         """All elements as a plain tensor of its own, on every rank.  Collective."""
-        param, owner, part = _known(self, "full_tensor")
-        return owner.whole_of(param, part)
+        param, gradients, part = _known(self, "full_tensor")
+        return gradients.whole(param, part)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         with without_torch_function():
@@ -157,7 +152,7 @@ def own_part_of(grad: Tensor) -> tuple[Any, Part | None]:
     return grad.__dict__["param"](), grad.__dict__["own"]
 
 
-def _known(grad: Tensor, name: str) -> tuple[nn.Parameter, GradientOwner, Part]:
+def _known(grad: Tensor, name: str) -> tuple[nn.Parameter, ShownGradients, Part]:
     param, own = own_part_of(grad)
     owner: Any = owner_of(param) if param is not None else None
     if owner is None:
@@ -166,7 +161,8 @@ def _known(grad: Tensor, name: str) -> tuple[nn.Parameter, GradientOwner, Part]:
             "Each rank held only its slice of it.",
             "take `grad.full_tensor()` while the engine is there.",
         )
-    return param, owner, own if own is not None else owner.grad_part(param)
+    gradients: ShownGradients = owner.grad_view
+    return param, gradients, gradients.shown_part(param) if own is None else own
 
 
 def _first(args: Any, kwargs: Mapping[str, Any]) -> ShardedGradient:
@@ -182,7 +178,7 @@ def _element_wise(
 ) -> Any:
     """Call the function on this rank's part of every tensor among the arguments."""
     first = _first(args, kwargs)
-    param, owner, part = _known(first, name)
+    param, gradients, part = _known(first, name)
     in_place = name.endswith("_") and (not name.startswith("__") or name == "__ipow__")
     if in_place and args[0] is not first:
         raise _unreadable(first, name)
@@ -198,11 +194,11 @@ def _element_wise(
             theirs, own = own_part_of(value)
             if theirs is not param:
                 raise _mixed(param, theirs, name)
-            return own.values if own is not None else owner.grad_part(param).values
+            return own.values if own is not None else gradients.shown_part(param).values
         if isinstance(value, ShardedParameter):
             if value is not param:
                 raise _mixed(param, value, name)
-            return owner.weight_part(param, part)
+            return gradients.weight_part(param, part)
         if value.dim() == 0:
             return value
         flat = value.detach().expand(shape).reshape(-1)
@@ -212,7 +208,7 @@ def _element_wise(
         result = function(*map(here, args), **{key: here(value) for key, value in kwargs.items()})
     if in_place:
         others = (*args[1:], *kwargs.values())
-        owner.grad_changed(
+        gradients.edited(
             param,
             alike=all(
                 value is None or isinstance(value, NUMBER) or _is_number(value) for value in others
@@ -263,8 +259,8 @@ def _norm(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) ->
         or order == "nuc"
     ):
         raise _unreadable(grad, f"{name} along a dimension")
-    param, owner, part = _known(grad, name)
-    found = owner.norm_over_ranks(param, part, 2.0 if order in (None, "fro") else float(order))
+    param, gradients, part = _known(grad, name)
+    found = gradients.norm(param, part, 2.0 if order in (None, "fro") else float(order))
     return found.to(dtype) if dtype is not None else found
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from ..comm.collectives import Pending
 from ..planner.units import UnitPlan
 from .group import ParamInfo
+from .group_build import demote, promote_to_fp32
 from .param_group import ParamGroup
 
 
@@ -129,13 +130,13 @@ class Unit:
         """Compute in fp32 from now on. Collective; the unit must be sharded."""
         self.is_promoted = True
         for group in self.trained:
-            group.promote_to_fp32(self.name)
+            promote_to_fp32(group, self.name)
 
     def demote(self) -> None:
         """Compute in 16 bits again. Collective; the unit must be sharded."""
         self.is_promoted = False
         for group in self.trained:
-            group.demote(self.name)
+            demote(group, self.name)
 
     # -- weights
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from ..comm.collectives import Pending
 from ..planner.spec import S
 from .buffer import FlatBuffer, move
@@ -23,6 +25,8 @@ class WeightGather:
 
     def __init__(self, group: Group) -> None:
         self.group = group
+        # Of the parameters, if the gathered weight is always in the same memory
+        self.views: list[Tensor] = []
 
     def allocate(self, what: str) -> FlatBuffer:
         """Allocate this rank's part of the weight. Collective."""

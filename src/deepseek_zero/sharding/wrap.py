@@ -29,8 +29,9 @@ from ..tiers.host import HostMemory
 from ..tiers.tier import Tier, TierMemory, Tiers
 from .buffer import CommContext, Pool
 from .grad_reduction import GradReduction
+from .group_build import build_group
 from .init import materialise
-from .param_group import GroupParts, ParamGroup, build_group
+from .param_group import GroupParts, ParamGroup
 from .rules import ModelRules
 from .runtime import Runtime
 from .unit import Unit

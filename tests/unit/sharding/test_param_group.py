@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from deepseek_zero.planner.spec import R, S
 from deepseek_zero.precision.policy import Policy
 from deepseek_zero.sharding.buffer import FlatBuffer, move
+from deepseek_zero.sharding.group_build import demote, promote_to_fp32, relayout, restore_params
 from deepseek_zero.sharding.param_group import ParamGroup
 from deepseek_zero.sharding.sharded_parameter import ShardedParameter
 from tests.in_process import CPU, Rank, build_one, run_ranks
@@ -201,7 +202,7 @@ def test_a_new_layout_keeps_the_bits(policy: Policy, stage: int, size: int) -> N
     def body(rank: Rank) -> None:
         group = built(rank, stage, policy)
         before = gathered(group) if stage == 3 else shown(group)
-        group.relayout("tensor")
+        relayout(group, "tensor")
         for slot in group.layout.slots:
             assert (
                 sum(
@@ -212,7 +213,7 @@ def test_a_new_layout_keeps_the_bits(policy: Policy, stage: int, size: int) -> N
             )
         assert torch.equal(masters(group), flat(FIRST))
         assert same(gathered(group) if stage == 3 else shown(group), before)
-        group.relayout("element")
+        relayout(group, "element")
         assert torch.equal(masters(group), flat(FIRST))
         assert same(gathered(group) if stage == 3 else shown(group), before)
 
@@ -226,7 +227,7 @@ def test_a_group_that_was_let_go_leaves_plain_parameters_with_the_masters_values
 ) -> None:
     def body(rank: Rank) -> None:
         group = built(rank, stage, BF16)
-        group.restore_params()
+        restore_params(group)
         assert all(type(member.param) is nn.Parameter for member in group.members)
         assert same(shown(group), FIRST)
 
@@ -242,7 +243,7 @@ def test_a_group_that_is_promoted_computes_in_fp32_from_its_masters(stage: int, 
             each.dtype is torch.bfloat16
             for each in (gathered(group) if stage == 3 else shown(group)).values()
         )
-        group.promote_to_fp32("it")
+        promote_to_fp32(group, "it")
         assert same(gathered(group) if stage == 3 else shown(group), FIRST)
         assert torch.equal(masters(group), flat(FIRST))
 
@@ -260,12 +261,12 @@ def test_a_group_that_is_demoted_again_is_what_it_was(
     def body(rank: Rank) -> None:
         group = built(rank, stage, policy)
         planned, before = group.planned, gathered(group) if stage == 3 else shown(group)
-        group.promote_to_fp32("it")
-        group.demote("it")
+        promote_to_fp32(group, "it")
+        demote(group, "it")
         assert group.planned == planned
         assert same(gathered(group) if stage == 3 else shown(group), before)
         assert torch.equal(masters(group), flat(FIRST))
-        group.demote("it")
+        demote(group, "it")
         assert group.planned == planned
 
     run_ranks(size, body)
