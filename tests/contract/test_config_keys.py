@@ -28,7 +28,7 @@ from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.config import Config, Facts, Status, resolve
 from deepseek_zero.config.load import load
-from deepseek_zero.config.schema import SparseAttention
+from deepseek_zero.config.schema import SparseAttentionSection
 from deepseek_zero.engine import assemble
 from deepseek_zero.engine import settings as engine_settings
 from deepseek_zero.engine.mesh_statements import AXIS_KEYS
@@ -411,7 +411,7 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
         name: settings_differ(name, partial(sparse_attention_of, mesh=Mesh()))
         for name in (
             "sparse_attention",
-            *(f"sparse_attention.{each}" for each in SparseAttention.model_fields),
+            *(f"sparse_attention.{each}" for each in SparseAttentionSection.model_fields),
         )
     },
     "data_parallel_size": verifies_the_ranks,

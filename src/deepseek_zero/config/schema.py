@@ -260,7 +260,7 @@ class GradientCodes(Section):
     )
 
 
-class Compression(Section):
+class CompressionSection(Section):
     weights: WeightCodes = section(WeightCodes, "How weights are coded between ranks.")
     gradients: GradientCodes = section(GradientCodes, "How gradients are coded between ranks.")
     min_numel: int = effective(
@@ -469,8 +469,8 @@ class ZeroOptimization(Section):
         "Reduce gradients of matrices as int4 blocks (qgZ); `compression.gradients` says more.",
         example=True,
     )
-    compression: Compression = section(
-        Compression, "Matrices in fewer bits on their way between ranks."
+    compression: CompressionSection = section(
+        CompressionSection, "Matrices in fewer bits on their way between ranks."
     )
     zeropp_loco_param: LocoParam | None = effective(
         None,
@@ -673,7 +673,7 @@ class Bf16(Section):
     )
 
 
-class Integrity(Section):
+class IntegritySection(Section):
     mode: Literal["off", "warn", "end"] = effective(
         "off",
         "Ours. Compare memory with what it should be: what ranks hold alike between them, and what "
@@ -930,14 +930,14 @@ class Throughput(Section):
     )
 
 
-class Timers(Section):
+class TimersSection(Section):
     throughput: Throughput = section(Throughput, "The samples-per-second timer.")
 
 
 _FLOPS: dict[str, Any] = {"needs": {"flops_profiler.enabled": True}}
 
 
-class FlopsProfiler(Section):
+class FlopsProfilerSection(Section):
     enabled: bool = effective(
         False, "Count a forward's operations by module, once, on rank 0.", example=True
     )
@@ -1186,7 +1186,7 @@ class SequenceParallel(Section):
 _STAGES = {"pipeline.stages": 2}
 
 
-class Pipeline(Section):
+class PipelineSection(Section):
     stages: int | None = effective(
         None, "Pipeline stages: as `mesh.pp`.", unit="ranks", example=2, effect="check", ge=1
     )
@@ -1273,7 +1273,7 @@ class Pipeline(Section):
 _LAYOUT = "sparse_attention.mode"
 
 
-class SparseAttention(Section):
+class SparseAttentionSection(Section):
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "localslidingwindow"] = (
         effective(
             "fixed",
@@ -1536,8 +1536,8 @@ class Config(Section):
         "same bits.",
         example="gloo",
     )
-    integrity: Integrity = section(
-        Integrity, "Ours. Finding bits that changed in memory or on their way."
+    integrity: IntegritySection = section(
+        IntegritySection, "Ours. Finding bits that changed in memory or on their way."
     )
     network: Network = section(Network, "Ours. Where the ranks of a host listen.")
     ranks_per_host: int | None = effective(
@@ -1581,7 +1581,7 @@ class Config(Section):
         ge=1,
     )
     tensor_parallel: TensorParallel = section(TensorParallel, "Tensor parallelism (AutoTP).")
-    pipeline: Pipeline = section(Pipeline, "Pipeline parallelism.")
+    pipeline: PipelineSection = section(PipelineSection, "Pipeline parallelism.")
     sequence_parallel: SequenceParallel = section(SequenceParallel, "Sequence parallelism.")
     # Logging and records
     steps_per_print: int | None = effective(
@@ -1602,7 +1602,7 @@ class Config(Section):
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = effective(
         None, "Level of the deepseek_zero logger; null leaves it.", example="debug"
     )
-    timers: Timers = section(Timers, "Timers.")
+    timers: TimersSection = section(TimersSection, "Timers.")
     dataloader_drop_last: bool = effective(
         False,
         "Leave out an epoch's last samples, which fill no step; else its first ones fill it up.",
@@ -1616,7 +1616,7 @@ class Config(Section):
     csv_monitor: CsvMonitor = section(CsvMonitor, "CSV files.")
     wandb: Wandb = section(Wandb, "Weights & Biases.")
     comet: Comet = section(Comet, "Comet.")
-    flops_profiler: FlopsProfiler = section(FlopsProfiler, "A profile of operations.")
+    flops_profiler: FlopsProfilerSection = section(FlopsProfilerSection, "A profile of operations.")
     # Checkpoints
     checkpoint: Checkpoint = section(Checkpoint, "Saving and loading.")
     # The rest of the grammar
@@ -1624,7 +1624,7 @@ class Config(Section):
     activation_checkpointing: ActivationCheckpointing = section(
         ActivationCheckpointing, "Where recomputation keeps its inputs."
     )
-    sparse_attention: SparseAttention | None = effective(
+    sparse_attention: SparseAttentionSection | None = effective(
         None,
         "Attention over blocks of keys: in models of transformers by itself, in others as "
         "`engine.sparse_attention`.",

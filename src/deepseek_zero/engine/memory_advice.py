@@ -38,7 +38,7 @@ _STATES = {
 
 
 @dataclass(frozen=True)
-class Change:
+class ConfigChange:
     """A change of the configuration.
 
     Attributes:
@@ -151,22 +151,22 @@ class MemoryAdvice:
             f"{format_bytes(least)}. Use more ranks as well, or a smaller micro-batch."
         )
 
-    def _changes(self, *, activations_first: bool) -> list[Change]:
+    def _changes(self, *, activations_first: bool) -> list[ConfigChange]:
         """Return the changes of the configuration to try, the least costly first."""
         smaller = self._smaller_batches()
         others = [*self._higher_stages(), *self._offloads()]
         return [*smaller, *others] if activations_first else [*others, *smaller]
 
-    def _higher_stages(self) -> list[Change]:
+    def _higher_stages(self) -> list[ConfigChange]:
         if self.plan.mesh.shard_size == 1:
             return []
         stages = range(self.plan.settings.stage + 1, 4)
         return [
-            Change(f'set "zero_optimization": {{"stage": {stage}}}', {"stage": stage})
+            ConfigChange(f'set "zero_optimization": {{"stage": {stage}}}', {"stage": stage})
             for stage in stages
         ]
 
-    def _offloads(self) -> list[Change]:
+    def _offloads(self) -> list[ConfigChange]:
         settings = self.plan.settings
         tier = Tier.HOST
         value = '{"device": "cpu"}'
@@ -176,16 +176,16 @@ class MemoryAdvice:
         found = []
         if settings.stage >= 1 and settings.state_tier is Tier.DEVICE and not settings.unit_tiers:
             text = f'set "zero_optimization": {{"offload_optimizer": {value}}}'
-            found.append(Change(text, {"state_tier": tier}))
+            found.append(ConfigChange(text, {"state_tier": tier}))
         if settings.stage == 3 and settings.weight_tier is Tier.DEVICE and not settings.unit_tiers:
             text = f'set "zero_optimization": {{"offload_param": {value}}}'
-            found.append(Change(text, {"weight_tier": tier}))
+            found.append(ConfigChange(text, {"weight_tier": tier}))
         return found
 
-    def _smaller_batches(self) -> list[Change]:
+    def _smaller_batches(self) -> list[ConfigChange]:
         micro, accumulation = self.batch
         return [
-            Change(
+            ConfigChange(
                 f'set "train_micro_batch_size_per_gpu": {micro // factor} and '
                 f'"gradient_accumulation_steps": {accumulation * factor}, which keeps the global '
                 "batch",
@@ -195,7 +195,7 @@ class MemoryAdvice:
             for factor in _divisors(micro)
         ]
 
-    def _planned_with(self, change: Change) -> Plan:
+    def _planned_with(self, change: ConfigChange) -> Plan:
         plan = self.plan
         settings = replace(plan.settings, **change.settings)
         found = plan_shape(self.shape, settings, plan.mesh, plan.machine, self.update)

@@ -1,7 +1,7 @@
 """Learning-rate schedules by name: DeepSpeed's five, any of torch.optim.lr_scheduler's, and
 DeepSpeed's flags.
 
-`Schedule` is the base of ours: a function of the iteration, written into the groups of any object
+`LRSchedule` is the base of ours: a function of the iteration, written into the groups of any object
 with `param_groups`, so that a sharded optimizer needs no disguise.
 
 [Note: when a schedule writes the rate] Building one writes the rate of "before iteration 0" into
@@ -37,7 +37,7 @@ __all__ = [
     "VALID_LR_SCHEDULES",
     "LRRangeTest",
     "OneCycle",
-    "Schedule",
+    "LRSchedule",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
@@ -53,7 +53,7 @@ class HasParamGroups(Protocol):
     param_groups: list[dict[str, Any]]
 
 
-class Schedule(ABC):
+class LRSchedule(ABC):
     """A function of the iteration that writes `lr` into an optimizer's groups; quacks like torch's
     LRScheduler.
     """
@@ -217,7 +217,7 @@ class WarmupCosineSettings:
     last_batch_iteration: int = -1
 
 
-class WarmupLR(Schedule):
+class WarmupLR(LRSchedule):
     """lr = min + (max - min) gamma, gamma = log(i + 1) / log(n) or i / n while i < n, then 1.
 
     warmup_num_steps 0 means none: gamma is 1 from the start.  1 counts as 2, as in DeepSpeed (log 1
@@ -262,7 +262,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, left / max(1, self.total_num_steps - self.warmup.num_steps))
 
 
-class WarmupCosineLR(Schedule):
+class WarmupCosineLR(LRSchedule):
     """lr = own rate x ratio; ratio = min + (1 - min) gamma while i < n, then cosine to
     cos_min_ratio, and stays there.
 
@@ -299,7 +299,7 @@ class WarmupCosineLR(Schedule):
         return max(0.0, low + (1.0 - low) * (1.0 + math.cos(math.pi * progress)) / 2.0)
 
 
-class LRRangeTest(Schedule):
+class LRRangeTest(LRSchedule):
     """lr = min (1 + rate (i + 1) / size), with the quotient rounded down for a staircase."""
 
     Settings: ClassVar[type[Any]] = LRRangeTestSettings
@@ -324,7 +324,7 @@ class LRRangeTest(Schedule):
 _CYCLE_BETA2 = 0.99
 
 
-class OneCycle(Schedule):
+class OneCycle(LRSchedule):
     """lr = min + (max - min) s, beta1 = max_mom - (max_mom - min_mom) s, with s up and down once;
     then decay.
 
@@ -473,7 +473,7 @@ def _total(total: Any, warmup: int) -> int:
     return steps
 
 
-SCHEDULES: dict[str, type[Schedule]] = {
+SCHEDULES: dict[str, type[LRSchedule]] = {
     cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 VALID_LR_SCHEDULES: list[str] = list(SCHEDULES)
@@ -488,7 +488,7 @@ _TORCH_SCHEDULES: dict[str, type[Any]] = {
 
 def resolve_schedule(
     name: str, params: Mapping[str, Any], optimizer: HasParamGroups
-) -> Schedule | torch.optim.lr_scheduler.LRScheduler:
+) -> LRSchedule | torch.optim.lr_scheduler.LRScheduler:
     """Build the schedule a config names: one of DeepSpeed's, else one of
     torch.optim.lr_scheduler's.
 
@@ -509,7 +509,7 @@ def resolve_schedule(
     settings = checked_arguments(f"scheduler {shown(name)}", cls, params)
     try:
         _try_out(cls, optimizer, settings)
-        built: Schedule | torch.optim.lr_scheduler.LRScheduler = cls(optimizer, **settings)
+        built: LRSchedule | torch.optim.lr_scheduler.LRScheduler = cls(optimizer, **settings)
     except DeepSeekZeroError:
         raise
     except (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepseek_zero.base.errors import CheckpointError
-from deepseek_zero.compat.deepspeed.checkpoint.reader import StandIn, open_file
+from deepseek_zero.compat.deepspeed.checkpoint.reader import PickledObject, open_file
 from deepseek_zero.compat.deepspeed.checkpoint.writer import convert_to_deepspeed
 from tests.data.deepspeed.make import CASES
 
@@ -47,7 +47,7 @@ def differences(left: Any, right: Any, where: str = "") -> Iterator[str]:
             yield where
         for number, (one, other) in enumerate(zip(left, right, strict=False)):
             yield from differences(one, other, f"{where}[{number}]")
-    elif isinstance(left, StandIn):
+    elif isinstance(left, PickledObject):
         yield from (
             differences(vars(left), vars(right), where) if type(left) is type(right) else (where,)
         )

@@ -13,8 +13,8 @@ from deepseek_zero.base.errors import ConfigError, UsageError
 from deepseek_zero.optimizers.lr_schedules import (
     VALID_LR_SCHEDULES,
     LRRangeTest,
+    LRSchedule,
     OneCycle,
-    Schedule,
     WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,
@@ -27,7 +27,7 @@ def groups(*rates: float, **settings: Any) -> SimpleNamespace:
     return SimpleNamespace(param_groups=[{"lr": rate, **settings} for rate in rates])
 
 
-def rates(schedule: Schedule, steps: int) -> list[float]:
+def rates(schedule: LRSchedule, steps: int) -> list[float]:
     """The rate of the first group as each optimizer step would use it, the first one included."""
     seen = [schedule.optimizer.param_groups[0]["lr"]]
     for _ in range(steps):

@@ -54,20 +54,20 @@ RESERVED_KEYS = frozenset(
 )
 
 
-class StandIn:
+class PickledObject:
     """What an object of a class of DeepSpeed's is read as: its attributes, without behaviour."""
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
 
 
-class LossScaler(StandIn): ...
+class LossScaler(PickledObject): ...
 
 
-class DynamicLossScaler(StandIn): ...
+class DynamicLossScaler(PickledObject): ...
 
 
-class FragmentAddress(StandIn): ...
+class FragmentAddress(PickledObject): ...
 
 
 STAND_INS: dict[Any, str] = {
@@ -684,7 +684,7 @@ def _scaler(
 ) -> dict[str, Any] | None:
     """Return our loss scaler's state dict out of DeepSpeed's; None where there is no scaler."""
     saved: Any = optimizers[0].get("loss_scaler") if optimizers else None
-    saved_scaler = vars(saved) if isinstance(saved, StandIn) else first.get("optimizer") or {}
+    saved_scaler = vars(saved) if isinstance(saved, PickledObject) else first.get("optimizer") or {}
     if "cur_scale" not in saved_scaler:
         return None
     fp16 = (first.get("ds_config") or {}).get("fp16") or {}
