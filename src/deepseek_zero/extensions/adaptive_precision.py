@@ -85,7 +85,7 @@ class History:
 
 
 @dataclass(frozen=True)
-class Decision:
+class PrecisionChange:
     """One switch of a unit at the end of a step.  why: with the number that decided."""
 
     step: int
@@ -113,7 +113,7 @@ class AdaptivePrecision(UpdatePolicy):
     def __init__(self, runtime: Runtime, window: int) -> None:
         self.runtime = runtime
         self.window = window
-        self.decisions: list[Decision] = []
+        self.decisions: list[PrecisionChange] = []
         self.changed = False
         self._scaler: LossScaler | None = None
         self._steps = 0  # of the window under way
@@ -201,7 +201,7 @@ class AdaptivePrecision(UpdatePolicy):
         name, count = state["suspect"]
         self._suspect = (str(name), int(count))
         self._histories = {name: History(**each) for name, each in state["histories"].items()}
-        self.decisions = [Decision(**each) for each in state["decisions"]]
+        self.decisions = [PrecisionChange(**each) for each in state["decisions"]]
 
     def explain(self) -> list[str]:
         """Return what was decided so far, in words."""
@@ -256,7 +256,9 @@ class AdaptivePrecision(UpdatePolicy):
             if is_fp16
             else "it was not named"
         )
-        self._decided(Decision(step, unit.name, False, f"{why}, {windows} windows in a row"), unit)
+        self._decided(
+            PrecisionChange(step, unit.name, False, f"{why}, {windows} windows in a row"), unit
+        )
 
     @property
     def _has_fp16(self) -> bool:
@@ -271,9 +273,9 @@ class AdaptivePrecision(UpdatePolicy):
         if history.times > 1:
             history.patience *= 2
         self.runtime.promote_to_fp32(unit)
-        self._decided(Decision(step, unit.name, True, why), unit)
+        self._decided(PrecisionChange(step, unit.name, True, why), unit)
 
-    def _decided(self, decision: Decision, unit: Unit) -> None:
+    def _decided(self, decision: PrecisionChange, unit: Unit) -> None:
         self.changed = True
         self.decisions.append(decision)
         plan = "\n".join(unit.explain())

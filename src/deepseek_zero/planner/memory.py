@@ -113,7 +113,7 @@ def total_bytes(groups: Sequence[GroupPlan], moments_per_element: int = 2) -> di
 
 
 @dataclass(frozen=True)
-class Moments:
+class StateCounts:
     """The state that an optimizer keeps for a shard of n elements: per_element * n fp32 values and
     some scalars.
 
@@ -135,25 +135,25 @@ class Moments:
         return numel * self.count(group) * torch.float32.itemsize + self.counters * COUNTER_BYTES
 
 
-_ADAM = Moments(2, 1, {"amsgrad": 1})
-MOMENTS: dict[str, Moments] = {
+_ADAM = StateCounts(2, 1, {"amsgrad": 1})
+MOMENTS: dict[str, StateCounts] = {
     "Adam": _ADAM,
     "AdamW": _ADAM,
     "OneBitAdam": _ADAM,
-    "NAdam": Moments(2, 2),  # step and the product of its momentum schedule
-    "RAdam": Moments(2, 1),
-    "Adamax": Moments(2, 1),
-    "Adadelta": Moments(2, 1),
-    "Adagrad": Moments(1, 1),
-    "RMSprop": Moments(1, 1, {"momentum": 1, "centered": 1}),
-    "Rprop": Moments(2, 1),
-    "ASGD": Moments(1, 3),
-    "SGD": Moments(0, 0, {"momentum": 1}),
-    "Lion": Moments(1),
-    "Lamb": Moments(2, 1),
+    "NAdam": StateCounts(2, 2),  # step and the product of its momentum schedule
+    "RAdam": StateCounts(2, 1),
+    "Adamax": StateCounts(2, 1),
+    "Adadelta": StateCounts(2, 1),
+    "Adagrad": StateCounts(1, 1),
+    "RMSprop": StateCounts(1, 1, {"momentum": 1, "centered": 1}),
+    "Rprop": StateCounts(2, 1),
+    "ASGD": StateCounts(1, 3),
+    "SGD": StateCounts(0, 0, {"momentum": 1}),
+    "Lion": StateCounts(1),
+    "Lamb": StateCounts(2, 1),
 }
 MOMENT_OPTIONS = frozenset(option for row in MOMENTS.values() for option in row.options)
-MUON = {True: Moments(1), False: Moments(2, 1)}  # by its groups' `use_muon`
+MUON = {True: StateCounts(1), False: StateCounts(2, 1)}  # by its groups' `use_muon`
 
 
 def is_known(optimizer: str) -> bool:
@@ -163,7 +163,7 @@ def is_known(optimizer: str) -> bool:
     return optimizer in MOMENTS or optimizer == "Muon"
 
 
-def moments_for(optimizer: str, group: Mapping[str, Any]) -> Moments:
+def moments_for(optimizer: str, group: Mapping[str, Any]) -> StateCounts:
     """The row of an optimizer class; a class we do not know is taken for an Adam."""
     return (
         MUON[bool(group.get("use_muon"))] if optimizer == "Muon" else MOMENTS.get(optimizer, _ADAM)

@@ -25,7 +25,7 @@ from ..precision.policy import LOW_PRECISION, scratch_numel
 from ..tiers.staging import ALIGNMENT
 from ..tiers.tier import Tier
 from .layout import GRAIN
-from .memory import Moments, group_bytes, moments_for
+from .memory import StateCounts, group_bytes, moments_for
 from .spec import R, ShardPlan
 from .units import GroupPlan, UnitPlan
 
@@ -398,7 +398,7 @@ class UpdatePlan:
         for number, shards in enumerate(self.shards):
             yield from ((number, shard) for shard in shards)
 
-    def _rows(self) -> Iterator[tuple[Mapping[str, Any], Moments, ShardRange]]:
+    def _rows(self) -> Iterator[tuple[Mapping[str, Any], StateCounts, ShardRange]]:
         """Each shard with its hyper-parameters and what the optimizer keeps of it."""
         for group, shards in zip(self.settings.groups, self.shards, strict=True):
             row = moments_for(self.settings.optimizer, group.options)
