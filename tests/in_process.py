@@ -32,6 +32,7 @@ from deepseek_zero.comm.ids import CollectiveId
 from deepseek_zero.comm.transports import base
 from deepseek_zero.comm.transports.base import Transport, Use, Wait
 from deepseek_zero.extensions.group_parts import group_parts
+from deepseek_zero.extensions.state_dicts import StateDicts
 from deepseek_zero.optim.sharded import ShardedOptimizer
 from deepseek_zero.optim.step_settings import StepSettings
 from deepseek_zero.planner.plan import Machine, plan_model
@@ -445,6 +446,13 @@ def sharded(rank: Rank, model: nn.Module, mesh: Mesh | None = None, **settings: 
     """Wrap a model on this rank as planned.  settings: of `PlanSettings`; nothing is too small to
     be cut.
     """
+    runtime = bare(rank, model, mesh, **settings)
+    StateDicts(runtime)
+    return runtime
+
+
+def bare(rank: Rank, model: nn.Module, mesh: Mesh | None = None, **settings: Any) -> Runtime:
+    """As `sharded`, with torch's own state dict."""
     here = (mesh or Mesh()).on_world(rank.size, rank.index)
     chosen = PlanSettings(**{"persistence_numel": 0, **settings})
     in_place = rank.comm.reads_in_place

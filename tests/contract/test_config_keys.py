@@ -31,6 +31,7 @@ from deepseek_zero.config.load import load
 from deepseek_zero.config.schema import SparseAttentionSection
 from deepseek_zero.engine import assemble
 from deepseek_zero.engine import settings as engine_settings
+from deepseek_zero.engine.memories import open_tiers
 from deepseek_zero.engine.mesh_statements import AXIS_KEYS
 from deepseek_zero.engine.settings import (
     memory_settings_of,
@@ -44,7 +45,6 @@ from deepseek_zero.engine.settings import (
 )
 from deepseek_zero.planner.plan import plan_model
 from deepseek_zero.precision.loss_scale import LossScaleError
-from deepseek_zero.sharding.wrap import open_tiers
 from deepseek_zero.tiers.tier import Tier
 from tests.config_keys import off_default_config
 from tests.contract.key_proofs import Reads, carriers, home_of, recording

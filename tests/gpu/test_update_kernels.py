@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import deepseek_zero as dz
+from deepseek_zero.engine.explain_updates import explain_updates
 from deepseek_zero.kernels import check, cuda
 from deepseek_zero.kernels.rules import RULES, Layout, Scalars, Variant
-from deepseek_zero.optim.explain import explain_updates
 from tests.gpu.plain_runs import Net, config, loss_of
 from tests.kernels import LAYOUTS, VARIANTS
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import deepseek_zero
-from deepseek_zero.sharding.access import full_master
+from deepseek_zero.extensions.param_states import full_master
 from tests.models import Gpt, batch_of, seeded
 from tests.pairwise import cases
 from tests.reference import OPTIMIZERS, Reference, whole_batch_run

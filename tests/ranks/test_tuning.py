@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import deepseek_zero
-from deepseek_zero.sharding.tuning import PERIOD
+from deepseek_zero.extensions.tuning import PERIOD
 from tests.models import Gpt, seeded
 from tests.training import ALL, Run, start_engine, train_step
 
@@ -62,7 +62,8 @@ def test_ranks_that_wait_unequally_choose_alike() -> None:
     }
     engine: Any = deepseek_zero.initialize(model=seeded(Gpt), config=config)[0]
     runtime, seen = engine.runtime, []
-    runtime.executor.tuner.knobs[0].value = runtime.executor.tuner.knobs[0].floor // 4
+    knob = runtime.after_steps[0].__self__.knobs[0]
+    knob.value = knob.floor // 4
     for unit in runtime.units:
         if dist.get_rank() == 1:
             unit.module.register_forward_pre_hook(lambda *_: time.sleep(0.003))

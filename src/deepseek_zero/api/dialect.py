@@ -13,7 +13,7 @@ from ..config.load import load
 from ..config.raw_config import RawConfig
 from ..engine.dialect import EngineBuilder, EngineDialect
 from ..engine.request import Request
-from ..sharding import access, init
+from ..extensions import gathered_parameters, zero_init
 from .distributed import join
 from .engine import ZeroEngine
 
@@ -25,8 +25,8 @@ class Dialect(EngineBuilder[ZeroEngine], Protocol):
     """The decisions of an API that differ between the names of the library."""
 
     # Subclasses of api/zero.py's; None: these classes themselves
-    init_class: type[init.Init] | None
-    gathered_class: type[access.GatheredParameters] | None
+    init_class: type[zero_init.Init] | None
+    gathered_class: type[gathered_parameters.GatheredParameters] | None
 
     def load(self, source: Any, origin: str | None) -> RawConfig:
         """Read a configuration, with the dialect's defaults for keys that are not stated."""
@@ -40,7 +40,7 @@ class Dialect(EngineBuilder[ZeroEngine], Protocol):
         """Return what else is known about the call; raise for what the dialect does not allow."""
         ...
 
-    def show_names(self, session: init.Init) -> None:
+    def show_names(self, session: zero_init.Init) -> None:
         """Let parameters that are built sharded answer to the dialect's attributes."""
         ...
 
@@ -48,8 +48,8 @@ class Dialect(EngineBuilder[ZeroEngine], Protocol):
 class Plain(EngineDialect[ZeroEngine]):
     """The library under its own name: its own defaults, and nothing else is shown or refused."""
 
-    init_class: type[init.Init] | None = None
-    gathered_class: type[access.GatheredParameters] | None = None
+    init_class: type[zero_init.Init] | None = None
+    gathered_class: type[gathered_parameters.GatheredParameters] | None = None
 
     def __init__(self) -> None:
         super().__init__(ZeroEngine)
@@ -64,7 +64,7 @@ class Plain(EngineDialect[ZeroEngine]):
     def complete(self, raw: RawConfig, request: Request) -> Request:
         return request
 
-    def show_names(self, session: init.Init) -> None:
+    def show_names(self, session: zero_init.Init) -> None:
         return None
 
 

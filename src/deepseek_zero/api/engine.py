@@ -168,7 +168,7 @@ class ZeroEngine(Engine):
         exclude_frozen_parameters: leave out parameters that no stage trains.
         """
         frozen = frozen_names(self.runtime) if exclude_frozen_parameters else frozenset()
-        with self.runtime.state_dicts.gathering():
+        with self.parts.state_dicts.gathering():
             whole = self.module.state_dict()
         return {name: value for name, value in whole.items() if name not in frozen}
 
@@ -178,7 +178,7 @@ class ZeroEngine(Engine):
         Note:
             Collective, also if `engine.module.state_dict()` is local.
         """
-        with self.runtime.state_dicts.gathering():
+        with self.parts.state_dicts.gathering():
             return super().state_dict(*args, **kwargs)
 
     def load_module_state_dict(

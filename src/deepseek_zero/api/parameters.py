@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..optim import access
-from ..sharding.access import full_grad, full_master
+from ..extensions import param_states
+from ..extensions.param_states import full_grad, full_master
 from ..sharding.param_group import ParamGroup
 from ..sharding.sharded_parameter import owner_of
 
@@ -44,29 +44,29 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     """Return a whole element-wise optimizer state ("exp_avg"), in the parameter's shape; None
     before the first step.  Collective.
     """
-    return access.full_state(param, optim_state_key)
+    return param_states.full_state(param, optim_state_key)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Replace a parameter's master and weight by a whole value, which every rank passes alike.
     Collective.
     """
-    access.set_full_master(param, value)
+    param_states.set_full_master(param, value)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Replace a parameter's reduced gradient by a whole value, which every rank passes alike."""
-    access.set_grad(param, value, local=False)
+    param_states.set_grad(param, value, local=False)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Replace an element-wise optimizer state by a whole value, which every rank passes alike."""
-    access.set_full_state(param, value, optim_state_key)
+    param_states.set_full_state(param, value, optim_state_key)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Return this rank's part of the master in fp32, flat; None for a frozen parameter."""
-    found = access.local_master(param)
+    found = param_states.local_master(param)
     return found.float() if found is not None else None
 
 
@@ -74,31 +74,31 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """Return this rank's part of the reduced gradient, flat, between backward and step; None at any
     other time.
     """
-    return access.local_grad(param)
+    return param_states.local_grad(param)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """Return this rank's part of an optimizer state, flat; None where it has none."""
-    return access.local_state(param, optim_state_key)
+    return param_states.local_state(param, optim_state_key)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Replace this rank's part of master and weight, flat.  Collective: other ranks' copies
     follow.
     """
-    access.set_local_master(param, value)
+    param_states.set_local_master(param, value)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Replace this rank's part of the reduced gradient, flat."""
-    access.set_grad(param, value, local=True)
+    param_states.set_grad(param, value, local=True)
 
 
 def safe_set_local_optimizer_state(
     param: nn.Parameter, value: Tensor, optim_state_key: str
 ) -> None:
     """Replace this rank's part of an optimizer state, flat."""
-    access.set_local_state(param, value, optim_state_key)
+    param_states.set_local_state(param, value, optim_state_key)
 
 
 def safe_update_full_grad_vectorized(
@@ -111,4 +111,4 @@ def safe_update_full_grad_vectorized(
         for param in param_list:
             grad = full_grad(param)
             if grad is not None:
-                access.set_grad(param, update_func(grad, param), local=False)
+                param_states.set_grad(param, update_func(grad, param), local=False)

@@ -14,7 +14,7 @@ from torch import nn
 from .. import checkpoint
 from ..base.errors import UsageError
 from ..base.given import path_of, refuse
-from ..sharding import access, init
+from ..extensions import gathered_parameters, zero_init
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
@@ -43,7 +43,7 @@ def _both(cls: Any, chosen: Any) -> Any:
     return type(cls.__name__, (cls, chosen), {"__module__": cls.__module__})
 
 
-class Init(init.Init):
+class Init(zero_init.Init):
     """Context in which modules are built sharded.  Collective: every rank builds the same model.
 
     module: shard one that exists already. dtype: cast the values when they are cut. enabled=False
@@ -91,7 +91,7 @@ class Init(init.Init):
         return dtype
 
 
-class GatheredParameters(access.GatheredParameters):
+class GatheredParameters(gathered_parameters.GatheredParameters):
     """Whole parameters inside the `with` block.  Collective at entry and at exit.
 
     A change without a modifier_rank is an error.
@@ -115,7 +115,7 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
     for session in {
         shard.session
         for shard in map(owner_of, model.parameters())
-        if isinstance(shard, init.InitShard)
+        if isinstance(shard, zero_init.InitShard)
     }:
         current_dialect().show_names(session)
 

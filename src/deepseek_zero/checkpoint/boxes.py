@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..planner.layout import Shape, boxes
+from ..planner.layout import Shape
 from ..planner.split import Ranges, Split
 
+FlatBox = tuple[Shape, Shape, int]  # offset, size, flat start
 READ_NUMEL = 1 << 24  # elements that are read at once
 
 PlacedValues = Iterator[tuple[int, Tensor]]  # (position, flat values)
@@ -122,7 +123,7 @@ def boxes_of(part: ParamPart, start: int, stop: int) -> list[Box]:
     dim = part.dim
     strides = _strides(shape)
     found = []
-    for offset, size, flat in boxes(shape, start, stop):
+    for offset, size, flat in flat_boxes(shape, start, stop):
         if not shape:
             found.append(Box((), (), flat - start, ()))
             continue
@@ -207,3 +208,31 @@ def _strides(shape: Shape) -> Shape:
 
 def _strided(flat: Tensor, size: Shape, strides: Shape, at: int) -> Tensor:
     return flat.as_strided(size, strides, flat.storage_offset() + at)
+
+
+def flat_boxes(shape: Shape, start: int, stop: int) -> list[FlatBox]:
+    """Flat [start, stop) of a C-order tensor as axis-aligned boxes (offset, size, flat start), each
+    element once.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [((), (), start)]
+    row = prod(shape[1:])
+    first = start // row
+    last = (stop - 1) // row
+    if start % row == 0 and stop % row == 0:
+        offset = (first, *[0] * (len(shape) - 1))
+        size = ((stop - start) // row, *shape[1:])
+        return [(offset, size, start)]
+    if first == last:  # inside one row: describe it one dimension down
+        place = first * row
+        inner = flat_boxes(shape[1:], start - place, stop - place)
+        return [((first, *offset), (1, *size), place + flat) for offset, size, flat in inner]
+    head = min(stop, -(-start // row) * row)
+    tail = max(head, stop // row * row)
+    return (
+        flat_boxes(shape, start, head)
+        + flat_boxes(shape, head, tail)
+        + flat_boxes(shape, tail, stop)
+    )

@@ -21,8 +21,8 @@ from torch import Tensor
 from ..base.errors import CheckpointError
 from ..base.progress import LongWork
 from ..comm.collectives import Comm, scatter
+from ..extensions.gathered_parameters import gather_full, join_split
 from ..planner.split import split_of
-from ..sharding.access import gather_full, join_split
 from ..sharding.buffer import FlatBuffer
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from ..base.device import default_device
 from ..base.errors import CheckpointError
 from ..base.progress import LongWork
-from ..optim.access import optimizer_of
+from ..extensions.param_states import optimizer_of
+from ..extensions.zero_init import Init, take_slice
 from ..optim.sharded import ShardedOptimizer
 from ..sharding.group import ParamInfo
-from ..sharding.init import Init, take_slice
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of

@@ -24,14 +24,17 @@ from ..comm.collectives import Comm
 from ..comm.measure import TriedTransport, try_transports
 from ..extensions.group_parts import group_parts
 from ..extensions.policies import policies_of
+from ..extensions.state_dicts import StateDicts
+from ..extensions.ties import refuse_owned, tie_shared
+from ..extensions.tuning import tune_sizes
+from ..extensions.zero_init import materialise
 from ..planner.auto_wrap_policy import ModelShape, read_model
 from ..planner.plan import Plan
 from ..planner.plan_settings import PlanSettings
 from ..planner.spec import S
 from ..planner.split import refuse_other_cuts
 from ..precision.policy import Policy
-from ..sharding.ties import refuse_owned, tie_shared
-from ..sharding.wrap import check_room, commit, open_tiers, wrap_model
+from ..sharding.wrap import wrap_model
 from .changes import (
     changes_of_piece,
     changes_of_whole,
@@ -43,6 +46,7 @@ from .determinism import Determinism
 from .dialect import BuildRules
 from .engine import Parts
 from .integrity import Integrity
+from .memories import check_room, commit, open_tiers
 from .memory_advice import MemoryAdvice, explain_uncaught
 from .optimizer import Client, OptimizerParts, optimizer_parts
 from .pieces import cut_along_axes, plan_layers, refuse_auto_on
@@ -159,7 +163,9 @@ def assemble(
     with advice.explaining("initialize"):
         tiers = open_tiers(plan, memory_settings_of(config), comm, step_settings.host_tile_numel)
         check_room(plan, tiers, comm)
-        runtime = wrap_model(model, plan, comm, tiers, group_parts, rules.model)
+        runtime = wrap_model(model, plan, comm, tiers, group_parts, rules.model, materialise)
+        state_dicts = StateDicts(runtime, gathers=rules.model.gathers_state_dict)
+        tune_sizes(runtime)
         _tell_what_stays_whole(plan)
         if chosen.make is not None and chosen.cls is not None:
             optimizer_class = rules.optimizer_class(chosen.cls, plan.settings)
@@ -189,6 +195,7 @@ def assemble(
         saving,
         placement_settings_of(config),
         advice,
+        state_dicts,
         (config.scheduler.type, config.scheduler.params)
         if config.scheduler.type is not None
         else None,

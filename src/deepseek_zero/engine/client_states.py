@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 
 from ..base.errors import UsageError
 from ..checkpoint.boxes import ParamPart, read_part
+from ..optim.twins import CUT_INTO, TIED_TO
 from ..optim.updater import MasterShard, ParamOverlap
 from ..planner.layout import Shape
 from ..planner.rows import rows_of
 from ..planner.split import split_of
-from ..sharding.ties import CUT_INTO, TIED_TO
 
 STEP = "step"  # torch's name for the number of updates
 PLAIN = (bool, int, float, str, type(None))

@@ -30,6 +30,7 @@ from ..base.world import is_rank_zero
 from ..comm.agreement import AllRanks
 from ..config import Batch
 from ..extensions.policies import PolicySettings
+from ..extensions.state_dicts import StateDicts
 from ..optim.sharded import ShardedOptimizer
 from ..optim.step_message import StepMessage
 from ..optim.step_settings import StepSettings
@@ -116,6 +117,7 @@ class Parts:
     saving_settings: SavingSettings
     placement_settings: PlacementSettings
     advice: MemoryAdvice
+    state_dicts: StateDicts
     schedule: tuple[str, Any] | None = None
     recompute: Recompute | None = None
     vertical: LayerwiseAccumulation | None = None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from .. import report
 from ..comm.measure import line_of
-from ..optim.explain import explain_updates
 from ..optim.sharded import ShardedOptimizer
 from ..planner.plan import Plan
 from ..sharding.runtime import Runtime
+from .explain_updates import explain_updates
 
 
 def lines_about_steps(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[str]:
@@ -17,7 +17,7 @@ def lines_about_steps(runtime: Runtime, optimizer: ShardedOptimizer | None) -> l
     advice = report.Advice(
         settings.ahead_numel,
         settings.window_numel,
-        max(runtime.executor.sizes, default=0),
+        max((unit.gathered_numel for unit in runtime.units), default=0),
         comm.reads_in_place,
     )
     found = report.where_steps_went(comm.meter, advice)

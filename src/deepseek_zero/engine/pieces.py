@@ -23,7 +23,7 @@ from ..base.nested import on_meta
 from ..checkpoint.piece import remember_names, remember_same_names, state_names
 from ..comm.agreement import AllRanks
 from ..comm.collectives import Comm, scatter
-from ..planner.layout import SUM_TILE_NUMEL
+from ..planner.messages import SUM_TILE_NUMEL
 from ..planner.pieces import PipelinePlan, SequencePlan, TensorPlan
 from ..planner.plan import Plan
 from ..planner.split import set_split

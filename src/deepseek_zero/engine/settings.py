@@ -23,6 +23,7 @@ from ..checkpoint.catalogue import Retention
 from ..comm.agreement import values_in
 from ..config.layer_specs import layer_rules
 from ..extensions.policies import PolicySettings
+from ..extensions.tuning import KEYS as TUNED
 from ..optim.step_settings import KERNEL_TILE_NUMEL, TILE_ALIGNMENT, TILE_NUMEL, StepSettings
 from ..optim.updater import PrefetchSettings
 from ..planner.plan_settings import Compression, PlanSettings
@@ -33,11 +34,10 @@ from ..precision.loss_scale import LossScaler, LossScaleSettings
 from ..precision.policy import Policy
 from ..report.flops import FlopsSettings
 from ..report.monitor import CometSettings, FileSettings, MonitorSettings, WandbSettings
-from ..sharding.tuning import KEYS as TUNED
-from ..sharding.wrap import MemorySettings
 from ..tiers.budget import NO_LIMIT
 from ..tiers.disk import DiskSettings
 from ..tiers.tier import Tier
+from .memories import MemorySettings
 
 if TYPE_CHECKING:  # as in engine.py
     from ..config import Config

@@ -27,11 +27,11 @@ from ..comm.net.channel import listening_variables
 from ..comm.net.store import launchers_store
 from ..config import Facts, RawConfig, choose_source, resolve
 from ..config.load import load
+from ..extensions.ties import tie_shared
 from ..optimizers.lr_schedules import resolve_schedule
 from ..planner.auto_wrap_policy import read_model
 from ..planner.plan import Machine, Plan, plan_shape
 from ..planner.split import refuse_other_cuts
-from ..sharding.ties import tie_shared
 from .assemble import assemble, look_at
 from .changes import plan_large_layers, refuse_changes_on, refuse_split_states
 from .determinism import fix_workspace

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..base.errors import NotBuiltError, UsageError
+from ..optim.twins import CUT_INTO
 from ..planner.rows import Rows, set_rows
-from ..sharding.init import InitShard, take_values
-from ..sharding.sharded_parameter import owner_of
-from ..sharding.ties import CUT_INTO
+from ..sharding.sharded_parameter import owner_of, take_values
 from .tiled import run_tiles
+from .zero_init import InitShard
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from ..base.log import log_once
 from ..optimizers.registry import granularity_of
 from ..sharding.param_group import ParamGroup
 from ..sharding.sharded_parameter import owner_of
-from ..sharding.ties import without_twins
 from ..sharding.unit import Unit
 from .fused import are_updated_on_cpu, prefer_fused
 from .shard_set import ShardSet
+from .twins import without_twins
 
 
 class ExecutorUpdates:
@@ -73,9 +73,8 @@ class ExecutorUpdates:
         """
         shards = self._shards
         given = param_group["params"]
-        (group,) = without_twins(
-            [{**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}]
-        )
+        params = [given] if isinstance(given, Tensor) else list(given)
+        (group,) = without_twins([{**param_group, "params": params}])
         names = {id(param) for params in shards.params_by_group for param in params}
         if any(id(param) in names for param in group["params"]):
             raise UsageError(

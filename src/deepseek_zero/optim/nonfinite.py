@@ -116,15 +116,12 @@ class NonFiniteReport:
         ]
         # The root is blamed last
         orders = [[*forward[1:], forward[0]], [*backward[1:], backward[0]]]
-        row = torch.tensor(
-            [orders[k].index(unit) if unit is not None else NOBODY for k, unit in enumerate(seen)]
-        )
-        agreed = (
-            runtime.comm_of_units.all_gather_rows(row, "where numbers stop being finite")
-            .amin(dim=0)
-            .tolist()
-        )
-        for order, place in zip(orders, agreed, strict=True):
+        row = torch.full((2,), NOBODY)
+        for k, unit in enumerate(seen):
+            if unit is not None:
+                row[k] = orders[k].index(unit)
+        rows = runtime.comm_of_units.all_gather_rows(row, "where numbers stop being finite")
+        for order, place in zip(orders, rows.amin(dim=0).tolist(), strict=True):
             if place != NOBODY:
                 return runtime.units[order[int(place)]]
         return None

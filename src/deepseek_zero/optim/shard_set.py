@@ -230,7 +230,7 @@ class ShardSet:
         found = list[MasterShard]()
         for shard in shards:
             spans = cuts_of(shard, states.counters)
-            found += self._parts_of(shard, spans if len(spans) > 1 else None)
+            found += self._parts_of(shard, spans) if len(spans) > 1 else [shard]
         for shard in found:
             if values := states.cut_for(shard):
                 self.inner.state[shard.param] = values

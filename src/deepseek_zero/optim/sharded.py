@@ -25,11 +25,10 @@ from ..base.log import log_once
 from ..comm.agreement import AllRanks, agree, agree_on, values_in
 from ..comm.collectives import Pending, propagate_errors
 from ..optimizers.plain_steps import undecorated
-from ..planner.layout import MAX_IN_FLIGHT
+from ..planner.messages import MAX_IN_FLIGHT
 from ..planner.update import UpdatePlan
 from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
-from ..sharding.ties import without_twins
 from .executor_updates import ExecutorUpdates
 from .fused import are_updated_on_cpu, prefer_fused
 from .initial_states import InitialStates
@@ -39,6 +38,7 @@ from .one_pass import planned_layout
 from .shard_set import ShardSet, gradients_are_scaled
 from .step_message import StepMessage
 from .step_settings import StepSettings, clip_factor
+from .twins import without_twins
 from .update_policy import UpdatePolicy
 from .updater import (
     Decision,
@@ -277,7 +277,10 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                     policy.before_update(verdict)
             keeps = any(policy.keeps_decisions for policy in self.policies)
             hypers = hypers_of(self.inner) if keeps else None
-            self._conclude(None if skip else Decision(factor, self.updater.updates + 1, hypers))
+            made = None
+            if not skip:
+                made = Decision(factor, self.updater.updates + 1, hypers)
+            self._conclude(made)
             tell_schedules_of_step(self.inner)
             result = StepResult(verdict.norm / scale, skip, verdict, self.overflow, self.steps)
             self.last = result
@@ -411,16 +414,16 @@ def _compare_ranks(optimizer: ShardedOptimizer, initial_states: InitialStates | 
     Collective.
     """
     values = values_in(optimizer.settings, "step")
-    values |= values_in(
-        optimizer.scaler.settings if optimizer.scaler is not None else None, "loss scaling"
-    )
+    if optimizer.scaler is not None:
+        values |= values_in(optimizer.scaler.settings, "loss scaling")
     values["optimizer"] = type(optimizer.inner).__name__
     for number, group in enumerate(optimizer.inner.param_groups):
         for key, value in group.items():
             if isinstance(value, (bool, int, float, str, tuple)):
                 values[f"{key} of parameter group {number}"] = value
-    for number, line in enumerate(initial_states.describe() if initial_states is not None else []):
-        values[f"initial state {number}"] = line
+    if initial_states is not None:
+        for number, line in enumerate(initial_states.describe()):
+            values[f"initial state {number}"] = line
     agree_on(
         optimizer.runtime.comm,
         values,

@@ -69,6 +69,7 @@ def update_settings_of(
     """Return a step's settings as the planner needs them. optimizer: its class. undoes: some units
     are updated in backward, with a log to undo that.
     """
+    undo_bytes = settings.undo_bytes if undoes else 0
     return UpdateSettings(
         optimizer,
         tuple(groups),
@@ -76,7 +77,7 @@ def update_settings_of(
         scales_grads=scales_grads,
         can_defer=settings.can_defer,
         by_unit=settings.by_unit,
-        undo_bytes=settings.undo_bytes if undoes else 0,
+        undo_bytes=undo_bytes,
         kernels=_kernels_for(optimizer, settings.kernels),
         host_tile_numel=settings.host_tile_numel,
         kernel_tile_numel=settings.kernel_tile_numel,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..comm.collectives import ordered_sum
-from ..planner.layout import SUM_TILE_NUMEL
+from ..planner.messages import SUM_TILE_NUMEL
 from ..planner.split import Ranges, Split, laid_out
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import Comm, ordered_sum
-from ..planner.layout import SUM_TILE_NUMEL
+from ..planner.messages import SUM_TILE_NUMEL
 
 KIND = "tp"  # what the meter counts these bytes as
 LEAST_BUFFERS = 3  # made before one that others still read is waited for

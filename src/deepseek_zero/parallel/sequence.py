@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ..base.errors import UsageError
 from ..comm.collectives import Comm, ordered_sum
-from ..planner.layout import SUM_TILE_NUMEL
+from ..planner.messages import SUM_TILE_NUMEL
 from .group import TensorGroup
 
 KIND = "sp"  # what the meter counts these bytes as

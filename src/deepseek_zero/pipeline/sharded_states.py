@@ -8,10 +8,11 @@ last backward of the step, or behind the sum of tied ones.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 from ..sharding.runtime import Runtime
+from ..sharding.unit import Unit
 from .ties import Ties
 
 
@@ -45,15 +46,21 @@ class ShardedStates:
     def gather(self, stage: int) -> None:
         """Hold what the computations of a stage gather."""
         self._gathered.add(stage)
-        self.runtime.executor.gathers.pin(self._units.get(stage))
+        for unit in self._part(stage):
+            unit.is_pinned = True
 
     def release(self, stage: int) -> None:
         """Release everything, when the last stage of this rank is released."""
         self._gathered.discard(stage)
         if stage in self._units:
-            self.runtime.executor.gathers.unpin(self._units[stage] - {0})
+            _unpin(unit for unit in self._part(stage) if unit.number)
         if not self._gathered and not (self.ties is not None and self.reduces):
-            self.runtime.executor.gathers.unpin()
+            _unpin(self.runtime.units)
+
+    def _part(self, stage: int) -> list[Unit]:
+        """Return the units of a stage; all if it is not known which they are."""
+        numbers = self._units.get(stage)
+        return [unit for unit in self.runtime.units if numbers is None or unit.number in numbers]
 
     @contextmanager
     def forward(self, stage: int) -> Iterator[None]:
@@ -87,7 +94,7 @@ class ShardedStates:
         self.runtime.executor.gathers.restrict_to(frozenset({0}))  # nothing is gathered for it
         self.runtime.backward.reduce_step()
         self.runtime.executor.gathers.restrict_to(None)
-        self.runtime.executor.gathers.unpin()
+        _unpin(self.runtime.units)
 
     def tie(self, stage: int) -> None:
         """Add up the gradients of tied weights, before their reduction.  Collective among the
@@ -129,3 +136,8 @@ def _units_of(runtime: Runtime, blocks: Mapping[int, Collection[str]]) -> dict[i
         for stage in inside or blocks:
             found[stage].add(unit.number)
     return {stage: frozenset(units) for stage, units in found.items()}
+
+
+def _unpin(units: Iterable[Unit]) -> None:
+    for unit in units:
+        unit.unpin()

@@ -20,11 +20,12 @@ from ..tiers.host import HostPiece
 from ..tiers.tier import Tier
 from .auto_wrap_policy import ModelShape, read_model
 from .extras import second_copy_of
+from .make_schedule import schedule_units
 from .memory import STATES, group_bytes, host_pieces, is_known, moments_for, total_bytes
 from .pieces import LOSS_BYTES, VERDICT_BYTES, PipelinePlan, SequencePlan, TensorPlan
 from .plan_settings import PlanSettings
 from .pool_estimate import Size, buffer_bytes, pool_buffers
-from .schedule import Schedule, schedule_units
+from .schedule import Schedule
 from .unit_tiers import PlacementSettings, TierChoices, assign_tiers, split_by_ratio
 from .units import GroupPlan, UnitPlan, plan_units
 from .update import ParamGroupPlan, UpdatePlan, UpdateSettings, plan_update

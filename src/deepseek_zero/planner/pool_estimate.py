@@ -21,9 +21,11 @@ from ..base.device import CPU
 from ..precision.codecs import WORK_NUMEL, Cast
 from ..tiers.tier import Tier
 from .extras import momenta_codec_of, second_copy_of
-from .layout import MAX_IN_FLIGHT, SUM_TILE_NUMEL, FlatLayout, Messages, message_rooms, messages_of
+from .layout import FlatLayout
+from .make_schedule import schedule_units
+from .messages import MAX_IN_FLIGHT, SUM_TILE_NUMEL, Messages, message_rooms, messages_of
 from .plan_settings import PlanSettings
-from .schedule import ActionKind, Schedule, schedule_units
+from .schedule import ActionKind, Schedule
 from .spec import S
 from .units import GroupPlan, UnitPlan
 

@@ -18,7 +18,8 @@ from ..base.mesh import Mesh
 from ..precision.codecs import CODED, Blocks, Cast, Codec
 from .auto_wrap_policy import ModelShape, UnitShape
 from .extras import ErrorsKept, feedback_of, momenta_codec_of, second_copy_of
-from .layout import GRAIN, LAYOUTS, FlatLayout, Shape, even_layout, hop_wires
+from .layout import GRAIN, LAYOUTS, FlatLayout, Shape, even_layout
+from .messages import hop_wires
 from .plan_settings import PlanSettings
 from .row_of_group import gradient_wires, plan_for, predivide_of
 from .spec import P, R, S, ShardPlan, Spec

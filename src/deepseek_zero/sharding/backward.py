@@ -265,7 +265,8 @@ class Backward:
         self.step.parts.clear()
         with torch.no_grad():
             self.executor.gathers.end()
-            self.executor.gathers.unpin()
+            for unit in self.units:
+                unit.unpin()
             if interrupted is Phase.BACKWARD:
                 self.discard_step()
         self.step.forwards = 0

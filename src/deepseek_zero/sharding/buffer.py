@@ -23,15 +23,8 @@ from ..base.memory import parts_in_lock_ranges, return_pages
 from ..comm.by_host import NEAR, ByHost
 from ..comm.collectives import DONE, Comm, OrderedIssueQueue, Pending, ordered_sum
 from ..comm.transports.base import Use
-from ..planner.layout import (
-    BLOCK,
-    SUM_TILE_NUMEL,
-    FlatLayout,
-    Slot,
-    hop_wires,
-    message_rooms,
-    messages_of,
-)
+from ..planner.layout import BLOCK, FlatLayout, Slot
+from ..planner.messages import SUM_TILE_NUMEL, hop_wires, message_rooms, messages_of
 from ..planner.spec import TRANSITIONS, Movement, P, R, S, Spec
 from ..precision.codecs import Blocks, Cast, Codec, LeftOut, work_room
 from ..tiers.budget import DeviceBudget

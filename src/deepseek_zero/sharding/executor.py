@@ -3,8 +3,7 @@ run.
 
 Two lanes carry collectives, each in the schedule's order on every rank: gathers (gather_lane.py)
 and reductions (reduce_lane.py). Every rank runs the whole schedule, also actions of units that it
-skips. Forwards and backwards (F, B) are the model's; if a unit takes micro-batches in turn, it asks
-`forwards` which come next.
+skips. Forwards and backwards (F, B) are the model's.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from collections.abc import Sequence
 import torch
 
 from ..comm.collectives import Comm, OrderedIssueQueue
+from ..planner.make_schedule import schedule_units
 from ..planner.plan_settings import PlanSettings
-from ..planner.schedule import Action, Schedule, schedule_units
+from ..planner.schedule import Schedule
 from .gather_lane import GatherLane
 from .reduce_lane import ReduceLane
-from .tuning import Tuner
 from .unit import Unit
 
 
@@ -48,13 +47,6 @@ class Executor:
         self.schedule = schedule
         self.gathers = GatherLane(self.units, schedule, comm, queue)
         self.reductions = ReduceLane(self.units, schedule, settings, comm, most_reductions)
-        tuner = Tuner(settings, [unit.numel for unit in units], comm)
-        self.tuner = tuner if tuner.knobs else None  # None: no size is open
-
-    @property
-    def sizes(self) -> list[int]:
-        """Gathered elements of each unit, from which the schedule is made."""
-        return [unit.gathered_numel for unit in self.units]
 
     def agree_on_order(self) -> None:
         """Follow the order of the rank that used most units; the units it did not use come last.
@@ -90,12 +82,6 @@ class Executor:
         self.gathers.follow(self.schedule)
         self.reductions.follow(self.schedule, self.settings)
 
-    def forwards(self, unit: Unit) -> tuple[Action, ...]:
-        """Return the forwards of a unit that the schedule has for a batch that is trained on, in
-        their order: one of the whole batch, or one of each micro-batch. Local.
-        """
-        return self.schedule.forward.computes[unit.number]
-
     def begin_backward(self, *, ends_step: bool) -> None:
         """Start the backward pass. Collective within the gather lane.
 
@@ -103,4 +89,5 @@ class Executor:
             ends_step: No other backward comes before the step.
         """
         self.reductions.begin(ends_step=ends_step)
-        self.gathers.begin(self.schedule.backward if ends_step else self.schedule.accumulate)
+        walk = self.schedule.backward if ends_step else self.schedule.accumulate
+        self.gathers.begin(walk)

@@ -127,9 +127,8 @@ class Forward:
             self._tiles_used.clear()
         is_border = self._is_border()
         is_first = not unit.is_tile or self._is_first_use(unit)
-        frame = ForwardFrame(
-            unit, is_first=is_first, begin=next_node_number() if is_border else None
-        )
+        number = next_node_number() if is_border else None
+        frame = ForwardFrame(unit, is_first=is_first, begin=number)
         step.active.append(frame)
         begins_step = torch.is_grad_enabled() and step.is_between_steps
         if begins:

@@ -8,7 +8,7 @@ an order, the order of uses is recorded.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -217,36 +217,11 @@ class GatherLane:
         for unit in self.units:
             unit.reshard()
 
-    def pin(self, part: Collection[int] | None = None) -> None:
-        """Let units stay gathered once they are, until `unpin`: many forwards and backwards use
-        them in turn. Local; every rank does so.
-
-        Args:
-            part: The numbers of the units; None for all.
-        """
-        for unit in self.units:
-            unit.is_pinned = unit.is_pinned or part is None or unit.number in part
-
-    def unpin(self, part: Collection[int] | None = None) -> None:
-        """End `pin`, and release the units. Called before a step, because what is gathered are the
-        weights before it.
-        """
-        for unit in self.units:
-            unit.is_pinned = unit.is_pinned and part is not None and unit.number not in part
-        if part is None:
-            self.reshard_all()
-            return
-        for unit in self.units:
-            if unit.number in part:
-                unit.reshard()
-
     def reshard_frozen_before(self, unit: Unit) -> None:
         """Release frozen units before a unit: they have no reduction that would release them."""
-        gone = (
-            self.schedule.backward.released_before(unit.number)
-            if self._frozen
-            else frozenset[int]()
-        )
+        if not self._frozen:
+            return
+        gone = self.schedule.backward.released_before(unit.number)
         for other in self._frozen:
             if other.number in gone and (other.is_complete or not other.trained):
                 other.reshard()

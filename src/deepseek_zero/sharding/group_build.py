@@ -16,10 +16,9 @@ from ..planner.units import GroupPlan
 from ..precision.policy import cast_master
 from .buffer import CommContext, FlatBuffer, move
 from .group import ParamInfo
-from .init import take_values
 from .main_weight import build_master, weight_shard
 from .param_group import GroupParts, ParamGroup
-from .sharded_parameter import clear_owner, owner_of, set_owner
+from .sharded_parameter import clear_owner, owner_of, set_owner, take_values
 
 
 def build_group(

@@ -114,7 +114,7 @@ class LossFactor:
             False  # a backward since the last step was recorded, to be differentiated again
         )
         self._scaled: Callable[[], Tensor | None] = lambda: None  # the last loss it has scaled
-        self._is_carried = False  # gradients that come in have the factor (`carried`)
+        self.is_carried = False  # gradients that come in have the factor (`carried`)
         self.at_entry = factor_from(weakref.ref(self))
         _FACTORS.add(self)
         self._watch_backwards()
@@ -158,13 +158,13 @@ class LossFactor:
     @property
     def is_plain(self) -> bool:
         """Return whether the backward under way differentiates a loss that no engine has scaled."""
-        return _UNDER_WAY.scale is None and not self._is_carried
+        return _UNDER_WAY.scale is None and not self.is_carried
 
     def at_output(self) -> float:
         """What a gradient is multiplied by that comes in through an output; it is divided by it at
         an input.
         """
-        applied = self.scale if self._is_carried else _UNDER_WAY.scale
+        applied = self.scale if self.is_carried else _UNDER_WAY.scale
         return self.scale / self.accumulation if applied is None else self.scale / applied
 
     @contextmanager
@@ -172,17 +172,12 @@ class LossFactor:
         """Open a block of backwards whose gradients carry this engine's factor already: they come
         from a later stage of the same model, whose loss was multiplied by it.
         """
-        before = self._is_carried
-        self._is_carried = True
+        before = self.is_carried
+        self.is_carried = True
         try:
             yield
         finally:
-            self._is_carried = before
-
-    @property
-    def is_carried(self) -> bool:
-        """Return whether a block of `carried` is open."""
-        return self._is_carried
+            self.is_carried = before
 
     def has_scaled(self, loss: Tensor) -> bool:
         """Return whether a tensor is the last loss that `apply` returned."""

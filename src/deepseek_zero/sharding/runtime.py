@@ -8,6 +8,7 @@ at once.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import nn
@@ -24,7 +25,6 @@ from .loss_factor import LossFactor
 from .model_changes import Structure
 from .param_group import ParamGroup
 from .rules import ModelRules
-from .state_dict import StateDictMode, join_stages, shard_state_dicts
 from .step_state import Phase, StepState
 from .unit import Unit
 
@@ -35,6 +35,7 @@ class Runtime:
     Attributes:
         step: Where the model is in its step.
         hooks: The handles of all hooks on the model, empty after they were removed.
+        after_steps: What extensions do after each step, on every rank.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Runtime:
         self.comm = comm_ctx.world
         self.comm_ctx = comm_ctx
         self.step = StepState()
+        self.after_steps: list[Callable[[Runtime], None]] = []
         reference = weakref.ref(self)
 
         def accumulation() -> int:
@@ -69,14 +71,10 @@ class Runtime:
             model, self.groups, takes_strangers=rules.allows_unmanaged_params
         )
         self.forward = Forward(self, self.backward, self.structure, plan.settings.policy)
-        self.state_dicts = StateDictMode(gathers=rules.gathers_state_dict)
         self.hooks = self.forward.install_hooks()
         for unit in units:
             for group in unit.groups:
                 self.add_group(unit, group)
-        self.hooks += shard_state_dicts(units, self.state_dicts)
-        if (pipe := self.comm.along.get("pp")) is not None:
-            self.hooks += join_stages(model, pipe, self.state_dicts)
 
     @property
     def plan(self) -> Plan:
@@ -184,12 +182,8 @@ class Runtime:
         self.executor.agree_on_order()
         if self.comm.meter.end_step():
             self.comm_ctx.tiers.start_counting()
-        tuner = self.executor.tuner
-        if tuner is not None and (changed := tuner.after_step()) is not None:
-            # Sizes alone: the tuner does not hear of what else has changed since it began.
-            ahead = changed.ahead_numel
-            bucket = changed.bucket_numel
-            self.resize(replace(self.settings, ahead_numel=ahead, bucket_numel=bucket))
+        for hook in self.after_steps:
+            hook(self)
 
     def send_as(self, compression: Compression) -> None:
         """Send matrices as another compression of the same layout says, between two steps; every

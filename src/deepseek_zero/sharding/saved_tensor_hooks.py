@@ -139,5 +139,6 @@ def weight_hooks(unit: Unit, fetch: Fetch) -> AbstractContextManager[Any]:
     if others_see() and not unit.is_tile:
         return nullcontext()
     ours = _ours_in_force()
-    hooks = WeightHooks(unit, fetch, ours, outer_saved_tensor_hooks() if ours is None else None)
+    others = outer_saved_tensor_hooks() if ours is None else None
+    hooks = WeightHooks(unit, fetch, ours, others)
     return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)

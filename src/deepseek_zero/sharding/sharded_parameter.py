@@ -41,6 +41,31 @@ class Owner(Protocol):
         ...
 
 
+class ModelBuilder:
+    """An owner of parameters of a model that is still being built (extensions/zero_init.py)."""
+
+    def give_up(self, param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
+        """Return the parameter's values, flat, and the class that it has in use, to the group that
+        takes it over.  Collective.
+        """
+        raise NotImplementedError
+
+    def fetch_for(self, param: nn.Parameter) -> bool:
+        raise NotImplementedError
+
+    def answer(self, param: nn.Parameter, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return what an operation gives that needs no elements; NEEDS_ELEMENTS if it can run.
+
+        Raises:
+            AtRestError: It cannot run.
+        """
+        raise NotImplementedError
+
+    def at_rest(self, param: nn.Parameter, operation: str) -> AtRestError:
+        """Return the error of an operation that needs elements."""
+        raise NotImplementedError
+
+
 # Attributes and methods that say something about a parameter without reading its elements.
 SAFE = frozenset(
     """
@@ -130,6 +155,16 @@ def set_owner(param: Tensor, owner: Owner) -> None:
     param.__dict__["_zero_owner"] = OwnerReference(owner)
 
 
+def take_values(param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
+    """Return a parameter's values, flat, and the class that it has in use. A model builder gives
+    it up. Collective if it has one.
+    """
+    owner = owner_of(param)
+    if isinstance(owner, ModelBuilder):
+        return owner.give_up(param)
+    return param.data.reshape(-1), type(param)
+
+
 def clear_owner(param: Tensor) -> None:
     """Undo `set_owner`."""
     param.__dict__.pop("_zero_owner", None)
@@ -156,29 +191,25 @@ class ShardedParameter(nn.Parameter):
             if type(value) is ShardedParameter
         ]
         if name == "copy_" and resting and resting[0] is args[0] and len(resting) == 1:
-            return _write(args[0], args[1] if len(args) > 1 else kwargs["src"])
+            value = args[1] if len(args) > 1 else kwargs["src"]
+            return _write(args[0], value)
         if name == "data" and len(args) == 2 and (_is_placeholder(args[1]) or args[1] is args[0]):
             with without_torch_function():
                 return function(*args, **kwargs)
         for param in resting:
             owner = owner_of(param)
             if owner is None or not owner.fetch_for(param):
-                building: Any = None if hasattr(owner, "runtime") else owner
-                if building is not None:
-                    found = _under_construction(building, param, name, args, kwargs)
-                    if found is not NEEDS_ELEMENTS:
-                        return found
-                    if _may_initialise(name) and building.lend_scratch(param):
-                        continue
-                raise _at_rest(param, name, args, kwargs)
+                if not isinstance(owner, ModelBuilder):
+                    raise _at_rest(param, name, args, kwargs)
+                found = owner.answer(param, name, args, kwargs)
+                if found is not NEEDS_ELEMENTS:
+                    return found
         return function(*args, **kwargs)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's, while zero.Init builds the model; torch does not call `__torch_function__`
-        for it.
-        """
+        """As torch's, while the model is built; torch does not call `__torch_function__` for it."""
         owner = owner_of(self)
-        if owner is None or hasattr(owner, "runtime") or not owner.fetch_for(self):
+        if not isinstance(owner, ModelBuilder) or not owner.fetch_for(self):
             raise _at_rest(self, "set_")
         return self.set_(*args, **kwargs)  # the class has changed
 
@@ -194,57 +225,6 @@ class ShardedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _at_rest(self, "pickle")
-
-
-def _under_construction(
-    owner: Any, param: nn.Parameter, name: str, args: Any, kwargs: Mapping[str, Any]
-) -> Any:
-    """Return what a call gives for a parameter of a model that zero.Init has built, before there is
-    an engine.
-
-    `detach` and `.data` give the parameter itself, which still guards itself.  A conversion gives a
-    handle; assigned to `.data` (`module.to(dtype)` does that) it converts the slice.
-    NEEDS_ELEMENTS: none of these.
-    """
-    if not args or args[0] is not param:
-        return NEEDS_ELEMENTS
-    if name == "detach" or (name == "data" and len(args) == 1):
-        return param
-    if name == "pad" and not any(args[1] if len(args) > 1 else kwargs["pad"]):
-        return param
-    if name == "data" and _stands_for(args[1], owner):
-        with without_torch_function():
-            dtype = args[1].dtype
-        owner.convert(param, dtype)
-        return None
-    wanted = dtype_of_conversion(name, args, kwargs)
-    if wanted is None:
-        return NEEDS_ELEMENTS
-    with without_torch_function():
-        nothing = torch.full(
-            (), float("nan") if wanted.is_floating_point else 0, dtype=wanted, device=param.device
-        )
-        return _handle(owner, nothing.expand(param.shape))
-
-
-def _may_initialise(name: str) -> bool:
-    """Return whether a call changes its tensor in place, or takes a part that is changed next."""
-    return name == "__getitem__" or (name.endswith("_") and not name.endswith("__"))
-
-
-def _stands_for(value: Any, owner: Any) -> bool:
-    """Return whether a value is a handle of a parameter, or the parameter."""
-    return type(value) is ShardedParameter and owner_of(value) is owner
-
-
-def _handle(owner: Owner, nothing: Tensor) -> nn.Parameter:
-    """Return a sharded parameter that stands for another one in another dtype; reading it
-    raises.
-    """
-    handle = nn.Parameter(nothing, requires_grad=False)
-    set_owner(handle, owner)
-    handle.__class__ = ShardedParameter
-    return handle
 
 
 def dtype_of_conversion(name: str, args: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:
@@ -334,27 +314,16 @@ def _at_rest(
     kwargs: Mapping[str, Any] | None = None,
 ) -> AtRestError:
     owner = owner_of(param)
-    # A parameter of zero.Init has an owner and no engine yet
-    engine = getattr(owner, "runtime", None)
-    runtime = engine() if engine is not None else None
-    if owner is None or (engine is not None and (runtime is None or runtime.is_destroyed)):
-        end = "deleted" if runtime is None else "destroyed"
+    if isinstance(owner, ModelBuilder):
+        return owner.at_rest(param, operation)
+    if owner is None or not owner.is_in_engine():
+        engine = getattr(owner, "runtime", _no_owner)
+        end = "deleted" if engine() is None else "destroyed"
         return AtRestError(
             f"parameter '{name_of(param)}' is sharded and its engine was {end}; '{operation}' "
             "cannot use it.",
             "Each rank holds only its slice, and only the engine can gather them.",
             "keep the engine as long as the model is used; take state_dict() before its end.",
-        )
-    if engine is None:
-        return AtRestError(
-            f"{name_of(param)} is sharded, and no engine holds it yet; '{operation}' cannot use "
-            "it.",
-            "Each rank holds only its slice.  transformers builds models so, also after training, "
-            "while a ZeRO-3 configuration lives (HfDeepSpeedConfig, or the Trainer's arguments).",
-            "pass the model to initialize; read or change a parameter inside `with "
-            "deepseek_zero.zero.GatheredParameters(param, modifier_rank=0):` on all ranks; or, for "
-            "a whole model, drop that configuration first: "
-            "transformers.integrations.deepspeed.unset_hf_deepspeed_config().",
         )
     return AtRestError(
         f"parameter '{name_of(param)}' is sharded; '{operation}' cannot use it here.",

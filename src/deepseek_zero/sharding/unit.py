@@ -57,7 +57,8 @@ class Unit:
         self.arrived: set[int] = set()
         self.set_groups(groups)
         self.reduced_in_backward = False
-        self.is_pinned = False  # stays gathered whatever the schedule says (`GatherLane.pin`)
+        # Stays gathered whatever the schedule says: many forwards and backwards use it in turn
+        self.is_pinned = False
         self.is_promoted = False  # precision "auto" found that 16 bits do not do here
         self.is_tile = is_tile
         self.watch: Callable[[Unit], None] | None = (
@@ -119,10 +120,6 @@ class Unit:
         """Return the elements of all its groups, padding included: the largest message about it."""
         return sum(group.layout.padded_numel for group in self.groups)
 
-    def explain(self) -> list[str]:
-        """Return one line per group: memory and dtype of weight, gradient, master and moments."""
-        return self.planned.explain(self.number)
-
     def members(self) -> list[ParamInfo]:
         return [member for group in self.groups for member in group.members]
 
@@ -173,6 +170,13 @@ class Unit:
             self._enter(UnitState.SHARDED)
             for group in self.sharded:
                 group.reshard()
+
+    def unpin(self) -> None:
+        """Let the schedule release the unit again, and release it. Called before a step, because
+        what is gathered are the weights before it.
+        """
+        self.is_pinned = False
+        self.reshard()
 
     # -- gradients
 

@@ -8,35 +8,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from ..base.progress import LongWork
-from ..comm.agreement import AllRanks, agree, agree_on, values_in
+from ..comm.agreement import agree, agree_on, values_in
 from ..comm.by_host import ByHost
 from ..comm.collectives import Comm, scatter
-from ..comm.context import ranks_of_this_host
 from ..planner.plan import Plan
 from ..planner.pool_estimate import scratch_numel
 from ..planner.row_of_group import predivide_of
 from ..planner.units import GroupKey
-from ..tiers.budget import DeviceBudget
-from ..tiers.disk import Disk, DiskSettings
-from ..tiers.host import HostMemory
-from ..tiers.tier import Tier, TierMemory, Tiers
+from ..tiers.tier import Tiers
 from .buffer import CommContext, Pool
 from .grad_reduction import GradReduction
 from .group_build import build_group
-from .init import materialise
 from .param_group import GroupParts, ParamGroup
 from .rules import ModelRules
 from .runtime import Runtime
 from .unit import Unit
 from .weight_gather import WeightGather
 
+# Gives a model on the meta device its values, and yields each module that has got them.
+Materialise = Callable[[nn.Module, Comm, torch.device], Iterator[nn.Module]]
 MakeParts = Callable[[Plan, Comm, CommContext], GroupParts]
 
 
@@ -52,6 +48,7 @@ def wrap_model(
     tiers: Tiers | None = None,
     make_parts: MakeParts = plain_parts,
     rules: ModelRules = ModelRules(),  # noqa: B008  # frozen
+    materialise: Materialise | None = None,
 ) -> Runtime:
     """Shard a model in place, as planned, and hook it. Collective: every rank passes the same
     model and settings.
@@ -62,6 +59,8 @@ def wrap_model(
         comm: The world's communicator, laid out on its mesh.
         tiers: The memories that the plan names beside the training device.
         make_parts: Returns the parts that extensions replace. Collective.
+        rules: What the API lets a program do with the model.
+        materialise: Makes values for a model on the meta device; None if it has its values.
     """
     device = plan.mesh.device
     compare_ranks(model, plan, comm)
@@ -89,22 +88,16 @@ def wrap_model(
     modules = dict(model.named_modules(remove_duplicate=False))
     built: dict[int, list[ParamGroup]] = {}
     with LongWork("building the engine", plan.numel, "parameters") as work:
-        for number in _as_they_get_values(model, plan, params, comm):
+        for number in _as_they_get_values(model, plan, params, comm, materialise):
             built[number] = [
                 build_group(group, params, contexts[_sharers(group.key)], parts)
                 for group in plan.units[number].groups
             ]
             work.advance(sum(group.layout.numel for group in plan.units[number].groups))
-    units = [
-        Unit(
-            unit.name,
-            modules[unit.name] if number else model,
-            built[number],
-            number,
-            is_tile=unit.is_tile,
-        )
-        for number, unit in enumerate(plan.units)
-    ]
+    units = list[Unit]()
+    for number, unit in enumerate(plan.units):
+        module = modules[unit.name] if number else model
+        units.append(Unit(unit.name, module, built[number], number, is_tile=unit.is_tile))
     pool.clear()  # what units were packed in on their way to their slices
     _place_buffers(model, comm, device)
     return Runtime(model, units, comm_ctx, plan, rules)
@@ -125,58 +118,12 @@ def _of_all_ranks(wanted: Collection[int], world: Comm) -> list[int]:
     return sorted({neighbours for text in everyone for neighbours in json.loads(text)} - {1})
 
 
-@dataclass(frozen=True)
-class MemorySettings:
-    """The memories beside the training device.  pins_host: page-lock host memory beside a GPU.
-    path: of a disk.
-    """
-
-    pins_host: bool = False
-    path: Path = Path()
-    disk: DiskSettings = field(default_factory=DiskSettings)
-
-
-def open_tiers(plan: Plan, settings: MemorySettings, comm: Comm, chunk_numel: int) -> Tiers:
-    """Open the memories that a plan names.  Collective.
-
-    Raises on every rank where one rank's disk refuses.
-    """
-    chosen = plan.settings
-    memories = dict[Tier, TierMemory]()
-    wanted = {chosen.weight_tier, chosen.state_tier}
-    wanted |= {tier for unit in chosen.unit_tiers for tier in (unit.weights, unit.states)}
-    if Tier.HOST in wanted:
-        is_pinned = settings.pins_host and plan.mesh.device.type == "cuda"
-        memories[Tier.HOST] = HostMemory(pinned=is_pinned, pieces=plan.host_pieces())
-    if Tier.NVME in wanted:
-        with AllRanks(comm, "opening nvme_path"):
-            memories[Tier.NVME] = Disk(settings.path, settings.disk)
-    for memory in memories.values():
-        memory.traffic.clock = comm.meter.clock
-    return Tiers(memories, chunk_numel, DeviceBudget(chosen.device_bytes))
-
-
-def check_room(plan: Plan, tiers: Tiers, comm: Comm) -> None:
-    """Raise on every rank where a memory is too small for what the plan puts there.  Collective."""
-    if not tiers.memories:
-        return
-    needed = plan.bytes_by_tier()
-    with AllRanks(comm, "asking for room"):
-        for tier, memory in tiers.memories.items():
-            memory.check_room(needed[tier], ranks_of_this_host())
-
-
-def commit(tiers: Tiers, comm: Comm) -> None:
-    """Give the memories of a plan their pages, after the model's own values are gone.
-    Collective.
-    """
-    with AllRanks(comm, "reserving host memory"):
-        for memory in tiers.memories.values():
-            memory.commit(ranks_of_this_host())
-
-
 def _as_they_get_values(
-    model: nn.Module, plan: Plan, params: Mapping[str, nn.Parameter], comm: Comm
+    model: nn.Module,
+    plan: Plan,
+    params: Mapping[str, nn.Parameter],
+    comm: Comm,
+    materialise: Materialise | None,
 ) -> Iterator[int]:
     """Numbers of units whose parameters all have values: of a model on the meta device, as soon as
     they have.
@@ -193,6 +140,7 @@ def _as_they_get_values(
     yield from (number for number, missing in lacking.items() if not missing)
     if not any(lacking.values()):
         return
+    assert materialise is not None, "nothing gives the model its values"
     for module in materialise(model, comm, plan.mesh.device):
         here = {id(param) for param in module.parameters(recurse=False)}
         for number, missing in lacking.items():
@@ -233,10 +181,4 @@ def compare_ranks(model: nn.Module, plan: Plan, comm: Comm) -> None:
         f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"
         for name, buffer in model.named_buffers()
     ]
-    agree(
-        comm,
-        lines,
-        "what they are about to shard",
-        why,
-        fix,
-    )
+    agree(comm, lines, "what they are about to shard", why, fix)

@@ -5,6 +5,7 @@ parts.
 from __future__ import annotations
 
 import itertools
+import random
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -15,11 +16,12 @@ import torch
 from torch import Tensor
 
 from deepseek_zero.base.errors import CheckpointError
-from deepseek_zero.checkpoint.boxes import ParamPart, boxes_of, first_gap, read_part
+from deepseek_zero.checkpoint.boxes import ParamPart, boxes_of, first_gap, flat_boxes, read_part
 from deepseek_zero.checkpoint.format import WEIGHT, Manifest, SavedChunk
 from deepseek_zero.checkpoint.read import CheckpointReader
 from deepseek_zero.checkpoint.safetensors_file import TensorInfo, encode_header
 from deepseek_zero.checkpoint.verify import _missing_elements
+from deepseek_zero.planner.layout import Shape
 from deepseek_zero.planner.split import Split
 from tests.split_model import cut
 
@@ -197,3 +199,55 @@ def test_a_manifest_with_parts_has_a_version_of_its_own_and_comes_back(tmp_path:
     whole = Saved(tmp_path, Split.whole("equal", (6, 5), 2), 2)
     path.write_text(whole.manifest.text())
     assert Manifest.read(path).version == 2 and '"w", "", 0, 15, 0, null]' in path.read_text()
+
+
+SHAPES: list[Shape] = [
+    (),
+    (0,),
+    (1,),
+    (7,),
+    (5, 3),
+    (1, 9),
+    (4, 1, 6),
+    (2, 3, 4, 5),
+    (3, 0, 2),
+    (1025,),
+    (33, 65),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_boxes_cover_every_element_once_whatever_the_cut(shape: Shape) -> None:
+    numel = prod(shape)
+    cuts = [
+        (0, numel),
+        (0, 0),
+        (numel, numel),
+        (numel // 3, numel),
+        (0, numel - numel // 5),
+        (numel // 4, numel // 2),
+    ]
+    for start, stop in cuts:
+        _assert_boxes_are_exact(shape, start, stop)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_boxes_cover_every_element_once_for_random_shapes_and_cuts(seed: int) -> None:
+    draw = random.Random(seed)
+    shape = tuple(draw.randint(1, 5) for _ in range(draw.randint(0, 5)))
+    start, stop = sorted(draw.randint(0, prod(shape)) for _ in range(2))
+    _assert_boxes_are_exact(shape, start, stop)
+
+
+def _assert_boxes_are_exact(shape: Shape, start: int, stop: int) -> None:
+    """A tensor of flat positions, read box by box, gives [start, stop) in order."""
+    positions = torch.arange(prod(shape)).reshape(shape)
+    found: list[int] = []
+    for offset, size, flat_start in flat_boxes(shape, start, stop):
+        part = positions[
+            tuple(slice(low, low + length) for low, length in zip(offset, size, strict=True))
+        ]
+        assert part.shape == size
+        assert part.reshape(-1)[0] == flat_start
+        found += part.reshape(-1).tolist()
+    assert found == list(range(start, stop))

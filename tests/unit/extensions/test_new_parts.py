@@ -14,6 +14,7 @@ from deepseek_zero.base.capabilities import Capability
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.comm.collectives import Comm, Pending
 from deepseek_zero.extensions.group_parts import group_parts
+from deepseek_zero.extensions.state_dicts import StateDicts
 from deepseek_zero.optim.sharded import ShardedOptimizer
 from deepseek_zero.optim.step_settings import StepSettings
 from deepseek_zero.planner.plan import Plan, plan_model
@@ -115,7 +116,9 @@ def wrapped(
 ) -> Runtime:
     here = Mesh().on_world(rank.size, rank.index)
     plan = plan_model(model, PlanSettings(persistence_numel=0, **settings), here)
-    return wrap_model(model, plan, rank.comm.lay_out(here), tiers, parts)
+    runtime = wrap_model(model, plan, rank.comm.lay_out(here), tiers, parts)
+    StateDicts(runtime)
+    return runtime
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

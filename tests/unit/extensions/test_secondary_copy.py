@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.mesh import Mesh
-from deepseek_zero.optim.access import set_full_master
+from deepseek_zero.extensions.gathered_parameters import GatheredParameters
+from deepseek_zero.extensions.param_states import set_full_master
 from deepseek_zero.precision.policy import Policy
-from deepseek_zero.sharding.access import GatheredParameters
 from deepseek_zero.sharding.runtime import Runtime
 from tests.in_process import Rank, optimizer_over, run_ranks, sharded
 from tests.models import Gpt, batch_of, seeded

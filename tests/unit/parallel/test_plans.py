@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from deepseek_zero.base.errors import NotBuiltError, UsageError
+from deepseek_zero.extensions.gathered_parameters import join_split
 from deepseek_zero.parallel.apply import parallelize, virtual
 from deepseek_zero.parallel.plans import ParallelPlan, ParallelSettings, choose
 from deepseek_zero.planner.split import Split
-from deepseek_zero.sharding.access import join_split
 from tests.in_process import Rank, run_ranks
 from tests.unit.parallel.tiny import differences, ranks_step, tiny, virtual_step
 

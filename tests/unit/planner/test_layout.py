@@ -1,6 +1,4 @@
-"""Layouts: every element of every parameter lies in one place, on one rank, and boxes describe
-slices exactly.
-"""
+"""Layouts: every element of every parameter lies in one place, on one rank."""
 
 from __future__ import annotations
 
@@ -16,24 +14,8 @@ from deepseek_zero.planner.layout import (
     LAYOUTS,
     FlatLayout,
     Shape,
-    boxes,
     even_layout,
-    messages_of,
 )
-
-SHAPES: list[Shape] = [
-    (),
-    (0,),
-    (1,),
-    (7,),
-    (5, 3),
-    (1, 9),
-    (4, 1, 6),
-    (2, 3, 4, 5),
-    (3, 0, 2),
-    (1025,),
-    (33, 65),
-]
 
 
 def random_shapes(seed: int) -> list[Shape]:
@@ -42,43 +24,6 @@ def random_shapes(seed: int) -> list[Shape]:
         tuple(draw.randint(0, 6) for _ in range(draw.randint(0, 4)))
         for _ in range(draw.randint(1, 9))
     ]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_boxes_cover_every_element_once_whatever_the_cut(shape: Shape) -> None:
-    numel = prod(shape)
-    cuts = [
-        (0, numel),
-        (0, 0),
-        (numel, numel),
-        (numel // 3, numel),
-        (0, numel - numel // 5),
-        (numel // 4, numel // 2),
-    ]
-    for start, stop in cuts:
-        _assert_boxes_are_exact(shape, start, stop)
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_boxes_cover_every_element_once_for_random_shapes_and_cuts(seed: int) -> None:
-    draw = random.Random(seed)
-    shape = tuple(draw.randint(1, 5) for _ in range(draw.randint(0, 5)))
-    start, stop = sorted(draw.randint(0, prod(shape)) for _ in range(2))
-    _assert_boxes_are_exact(shape, start, stop)
-
-
-def _assert_boxes_are_exact(shape: Shape, start: int, stop: int) -> None:
-    """A tensor of flat positions, read box by box, gives [start, stop) in order."""
-    positions = torch.arange(prod(shape)).reshape(shape)
-    found: list[int] = []
-    for offset, size, flat_start in boxes(shape, start, stop):
-        part = positions[
-            tuple(slice(low, low + length) for low, length in zip(offset, size, strict=True))
-        ]
-        assert part.shape == size
-        assert part.reshape(-1)[0] == flat_start
-        found += part.reshape(-1).tolist()
-    assert found == list(range(start, stop))
 
 
 @pytest.mark.parametrize("granularity", LAYOUTS)
@@ -148,12 +93,3 @@ def test_each_parameter_begins_at_a_multiple_of_the_grain() -> None:
 def test_a_layout_of_nothing_is_empty() -> None:
     assert LAYOUTS["element"]([], [], 3) == FlatLayout((), 0, 3)
     assert FlatLayout((), 0, 3).gaps == ()
-
-
-def test_messages_have_the_size_of_a_bucket_a_slice_or_what_a_codec_takes_whichever_is_least() -> (
-    None
-):
-    assert messages_of(5 << 20, 2, 1 << 62) == (5 << 20, 1)
-    assert messages_of(5 << 20, 2, 1 << 22) == (1 << 21, 2)
-    assert messages_of(5 << 20, 2, 1 << 62, 1 << 20) == (1 << 20, 2)
-    assert messages_of(1 << 12, 2, 1 << 62, 1 << 20) == (1 << 12, 1)

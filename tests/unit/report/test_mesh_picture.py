@@ -11,9 +11,9 @@ import pytest
 
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.pipeline.schedule import StageActionKind, make_schedule
+from deepseek_zero.planner.make_schedule import plan_schedule
 from deepseek_zero.planner.pieces import PipelinePlan
 from deepseek_zero.planner.plan_settings import PlanSettings
-from deepseek_zero.planner.schedule import plan_schedule
 from deepseek_zero.report.mesh_picture import bars_of, places_on
 from deepseek_zero.report.picture import UnitPlace, draw_plan
 from deepseek_zero.tiers.tier import Tier

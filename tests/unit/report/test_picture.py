@@ -12,11 +12,12 @@ import torch
 
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.layout import even_layout
+from deepseek_zero.planner.make_schedule import plan_schedule
 from deepseek_zero.planner.memory import group_bytes
 from deepseek_zero.planner.plan import Machine, Plan
 from deepseek_zero.planner.plan_settings import PlanSettings
 from deepseek_zero.planner.row_of_group import plan_for
-from deepseek_zero.planner.schedule import ActionKind, plan_schedule
+from deepseek_zero.planner.schedule import ActionKind
 from deepseek_zero.planner.units import GroupPlan, UnitPlan
 from deepseek_zero.planner.update import ParamGroupPlan, UpdateSettings, plan_update
 from deepseek_zero.report.picture import UnitPlace, draw_plan, places_of, strip_of

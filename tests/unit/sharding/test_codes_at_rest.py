@@ -16,9 +16,9 @@ from deepseek_zero.base.errors import UsageError
 from deepseek_zero.config import Facts, resolve
 from deepseek_zero.config.load import load
 from deepseek_zero.engine.settings import plan_settings_of
+from deepseek_zero.extensions.gathered_parameters import GatheredParameters
 from deepseek_zero.planner.plan_settings import Compression
 from deepseek_zero.precision.codecs import EXACT_SCALE_BITS, Blocks, work_room
-from deepseek_zero.sharding.access import GatheredParameters
 from tests.in_process import Rank, optimizer_over, run_ranks, sharded
 from tests.models import Gpt, batch_of, seeded
 from tests.reference import Reference

@@ -12,9 +12,9 @@ from ...api.precision import DTYPES, low_precision
 from ...base.errors import CheckpointError, NotBuiltError, UsageError
 from ...config.problems import lookup
 from ...config.raw_config import RawConfig
+from ...extensions.zero_init import InitShard
 from ...optimizers.lion import Lion
 from ...planner.auto_wrap_policy import full_precision_names
-from ...sharding.init import InitShard
 from ...sharding.sharded_parameter import owner_of
 from . import cpu_adam
 

@@ -26,7 +26,7 @@ from ...engine.data import ShardedLoader
 from ...engine.dialect import BuildRules
 from ...engine.engine import Engine, Parts
 from ...engine.request import Request
-from ...sharding import init
+from ...extensions import zero_init
 from ...sharding.param_group import ParamGroup
 from ...sharding.rules import ModelRules
 from ...sharding.sharded_parameter import owner_of
@@ -105,7 +105,7 @@ class DeepSpeedNames(Plain):
         groups.tell_of(engine)
         return engine
 
-    def show_names(self, session: init.Init) -> None:
+    def show_names(self, session: zero_init.Init) -> None:
         show_ds_names(session)
 
 

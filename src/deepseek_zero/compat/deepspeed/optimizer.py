@@ -16,13 +16,12 @@ import torch
 from torch.optim import Adam, AdamW, Optimizer
 
 from ...api.leaves import get_z3_leaf_modules
-from ...optim.access import local_grad
+from ...extensions.param_states import full_grad, local_grad
 from ...optim.inner_states import load_inner
 from ...optim.sharded import ShardedOptimizer
 from ...planner.plan_settings import PlanSettings
 from ...planner.spec import S
 from ...precision.loss_scale import LossScaler, LossScaleSettings
-from ...sharding.access import full_grad
 from ...sharding.runtime import Runtime
 from ...tiers.tier import Tier
 from .parameters import ParameterOffload

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from ...base.device import keep_parameters_in, parameters_dict
 from ...base.errors import UnknownNameError
+from ...extensions.gathered_parameters import GatheredParameters
+from ...extensions.zero_init import InitShard
 from ...planner.layout import Slot
-from ...sharding.access import GatheredParameters
-from ...sharding.init import InitShard
 from ...sharding.param_group import ParamGroup
 from ...sharding.sharded_parameter import ShardedParameter, owner_of
 from ...tiers.tier import Tier

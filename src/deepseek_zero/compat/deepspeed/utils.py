@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ...api.utils import get_log_level_from_string, log_dist
 from ...base.log import logger
-from ...sharding.access import GatheredParameters
+from ...extensions.gathered_parameters import GatheredParameters
 
 _SAID: set[str] = set()
 

@@ -1,15 +1,13 @@
 """Reading and changing sharded parameters from outside forward and backward.
 
-Owns `GatheredParameters` and the full values of weights' masters and gradients.  Everything here is
-collective: all ranks of the engine call it, with the same parameters.  Full is what this rank's
-model computes with: of a parameter that is split along "tp" its own part, which `join_split` joins
-with the others'.
+Everything here is collective: all ranks of the engine call it, with the same parameters.  Full is
+what this rank's model computes with: of a parameter that is split along "tp" its own part, which
+`join_split` joins with the others'.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from math import prod
 from types import TracebackType
 from typing import Any
@@ -20,12 +18,12 @@ from torch import Tensor, nn
 from ..base.device import version_of, without_torch_function
 from ..base.errors import UsageError
 from ..comm.collectives import Comm, propagate_errors, scatter
-from ..planner.spec import R, S
+from ..planner.spec import S
 from ..planner.split import Split
-from .buffer import FlatBuffer, move
-from .init import InitShard, refuse_other_form
-from .param_group import ParamGroup
-from .sharded_parameter import owner_of
+from ..sharding.buffer import FlatBuffer, move
+from ..sharding.param_group import ParamGroup
+from ..sharding.sharded_parameter import owner_of
+from .zero_init import InitShard, refuse_other_form
 
 
 def groups_of(params: Iterable[nn.Parameter]) -> list[ParamGroup]:
@@ -258,40 +256,3 @@ def _mark(group: ParamGroup, copy: Tensor) -> tuple[int, ...]:
 def member_names(group: ParamGroup) -> str:
     names = [member.name for member in group.members]
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def full_master(param: nn.Parameter) -> Tensor | None:
-    """The whole fp32 master of a parameter, None where it has none.  Collective."""
-    return _full(param, lambda group: group.master.values() if group.master is not None else None)
-
-
-def full_grad(param: nn.Parameter) -> Tensor | None:
-    """The whole reduced gradient of a parameter in fp32, None before a backward.  Collective."""
-
-    def held(group: ParamGroup) -> FlatBuffer | None:
-        group.grad_view.take_assigned()
-        gradient = group.gradient.sum
-        reduced = gradient.reduced() if gradient.has(group.index[id(param)]) else None
-        if reduced is None or gradient.buffer is None:
-            return None
-        placement = (
-            S if reduced.numel() < group.layout.padded_numel or group.comm_ctx.comm.size == 1 else R
-        )
-        return FlatBuffer(group.layout, replace(gradient.buffer.spec, placement=placement), reduced)
-
-    found = _full(param, held)
-    return found.float() if found is not None else None
-
-
-def _full(param: nn.Parameter, choose: Any) -> Tensor | None:
-    owner = owner_of(param)
-    if not isinstance(owner, ParamGroup):
-        return None
-    with torch.no_grad():
-        buffer = choose(owner)
-        if buffer is None:
-            return None
-        slot = owner.members[owner.index[id(param)]].slot
-        return (
-            gather_full(buffer, owner, slot.name)[slot.start : slot.stop].view(slot.shape).clone()
-        )

@@ -18,6 +18,7 @@ import torch
 from ..base.log import log_once
 from ..comm.collectives import Comm
 from ..planner.plan_settings import PlanSettings
+from ..sharding.runtime import Runtime
 
 PERIOD = 4  # steps between two looks
 WORTH = 0.02  # of a step: shorter waits are left alone
@@ -57,7 +58,6 @@ class Tuner:
     """Looks at the waits of one engine, one knob after the other."""
 
     def __init__(self, settings: PlanSettings, sizes: Sequence[int], comm: Comm) -> None:
-        self.settings = settings
         self.comm = comm
         self.steps = 0
         self._seen: dict[str, float] = {}
@@ -71,14 +71,21 @@ class Tuner:
         names = settings.tunes if travels else ()
         self.knobs = [Knob(name, getattr(settings, name), *limits[name]) for name in names]
 
-    def after_step(self) -> PlanSettings | None:
-        """After a step: the settings to go on with, where they change.  Collective every PERIOD
-        steps until done.
+    def after_step(self, runtime: Runtime) -> None:
+        """Change a size of a model after a step, if that pays. Collective every PERIOD steps until
+        all sizes are chosen.
+        """
+        if changed := self.choose():
+            runtime.resize(replace(runtime.settings, **changed))
+
+    def choose(self) -> dict[str, Any]:
+        """Return the size to go on with, by its name; empty if none changes. Collective, as
+        `after_step`.
         """
         self.steps += 1
         knob = next((knob for knob in self.knobs if not knob.is_done), None)
         if knob is None or self.steps % PERIOD:
-            return None
+            return {}
         meter = self.comm.meter
         lane = LANES[knob.name]
         totals = {**meter.wait_seconds, "all": sum(meter.clock.seconds.values())}
@@ -92,11 +99,16 @@ class Tuner:
         share = float(shares.max())
         old = knob.value
         if not knob.adjust(share):
-            return None
+            return {}
         log_once(
             f"{KEYS[knob.name]} {old:,} -> {knob.value:,} elements: {share:.1%} of a step waits "
             f"for a {lane}"
         )
-        changed: dict[str, Any] = {knob.name: knob.value}
-        self.settings = replace(self.settings, **changed)
-        return self.settings
+        return {knob.name: knob.value}
+
+
+def tune_sizes(runtime: Runtime) -> None:
+    """Let the sizes of a model grow that its settings leave open, if its ranks wait."""
+    tuner = Tuner(runtime.settings, [unit.numel for unit in runtime.units], runtime.comm)
+    if tuner.knobs:
+        runtime.after_steps.append(tuner.after_step)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -20,21 +20,31 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..base.device import default_device, storage_users, version_of, without_torch_function
-from ..base.errors import UsageError
+from ..base.errors import AtRestError, UsageError
 from ..base.given import refuse
 from ..base.mesh import current_mesh
 from ..comm.collectives import Comm, propagate_errors, scatter
 from ..comm.net.store import launchers_store
 from ..planner.auto_wrap_policy import DECLARED_FP32, full_precision_names
 from ..precision.policy import cast_master
-from .sharded_parameter import owner_of, reshard, set_owner, unshard
+from ..sharding.sharded_parameter import (
+    NEEDS_ELEMENTS,
+    ModelBuilder,
+    Owner,
+    ShardedParameter,
+    dtype_of_conversion,
+    owner_of,
+    reshard,
+    set_owner,
+    unshard,
+)
 from .ties import tie_shared
 
 NUMBERS = itertools.count()
 
 
 @dataclass(eq=False)
-class InitShard:
+class InitShard(ModelBuilder):
     """One parameter of a model under construction: this rank's slice of it, and how to get the
     whole.
     """
@@ -165,8 +175,40 @@ class InitShard:
         part = flat[start : start + self.slice.numel()]
         self.slice[: part.numel()].copy_(part)
 
+    def give_up(self, param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
+        """Return the values and the class in use; a slice is gathered.  Collective."""
+        self.session.end_scratch()
+        values = param.data.reshape(-1) if self.unsharded is not None else self.whole()
+        with without_torch_function():
+            param.__dict__.pop("_zero_init", None)
+        return values, self.param_class
+
     def name_of(self, param: nn.Parameter) -> str:
         return f"a parameter of shape {tuple(self.shape)} under zero.Init"
+
+    def answer(self, param: nn.Parameter, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return what an operation gives that needs no elements, of a model that is not open any
+        more; initialisations may run on temporary memory.
+        """
+        found = _converted(self, param, name, args, kwargs)
+        may_run = found is not NEEDS_ELEMENTS or (
+            _may_initialise(name) and self.lend_scratch(param)
+        )
+        if not may_run:
+            raise self.at_rest(param, name)
+        return found
+
+    def at_rest(self, param: nn.Parameter, operation: str) -> AtRestError:
+        return AtRestError(
+            f"{self.name_of(param)} is sharded, and no engine holds it yet; '{operation}' cannot "
+            "use it.",
+            "Each rank holds only its slice.  transformers builds models so, also after training, "
+            "while a ZeRO-3 configuration lives (HfDeepSpeedConfig, or the Trainer's arguments).",
+            "pass the model to initialize; read or change a parameter inside `with "
+            "deepseek_zero.zero.GatheredParameters(param, modifier_rank=0):` on all ranks; or, for "
+            "a whole model, drop that configuration first: "
+            "transformers.integrations.deepspeed.unset_hf_deepspeed_config().",
+        )
 
     def is_in_engine(self) -> bool:
         return False
@@ -356,6 +398,55 @@ class Init:
         self.awake = busy
 
 
+def _converted(
+    owner: InitShard, param: nn.Parameter, name: str, args: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """Return what a call gives that needs no elements.
+
+    `detach` and `.data` give the parameter itself, which still guards itself.  A conversion gives a
+    handle; assigned to `.data` (`module.to(dtype)` does that) it converts the slice.
+    NEEDS_ELEMENTS: it needs them.
+    """
+    if not args or args[0] is not param:
+        return NEEDS_ELEMENTS
+    if name == "detach" or (name == "data" and len(args) == 1):
+        return param
+    if name == "pad":
+        widths = args[1] if len(args) > 1 else kwargs["pad"]
+        return param if not any(widths) else NEEDS_ELEMENTS
+    if name == "data" and _stands_for(args[1], owner):
+        with without_torch_function():
+            dtype = args[1].dtype
+        owner.convert(param, dtype)
+        return None
+    wanted = dtype_of_conversion(name, args, kwargs)
+    if wanted is None:
+        return NEEDS_ELEMENTS
+    with without_torch_function():
+        nothing = torch.full((), _nothing(wanted), dtype=wanted, device=param.device)
+        return _handle(owner, nothing.expand(param.shape))
+
+
+def _may_initialise(name: str) -> bool:
+    """Return whether a call changes its tensor in place, or takes a part that is changed next."""
+    return name == "__getitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _stands_for(value: Any, owner: Any) -> bool:
+    """Return whether a value is a handle of a parameter, or the parameter."""
+    return type(value) is ShardedParameter and owner_of(value) is owner
+
+
+def _handle(owner: Owner, nothing: Tensor) -> nn.Parameter:
+    """Return a sharded parameter that stands for another one in another dtype; reading it
+    raises.
+    """
+    handle = nn.Parameter(nothing, requires_grad=False)
+    set_owner(handle, owner)
+    handle.__class__ = ShardedParameter
+    return handle
+
+
 def refuse_other_form(name: str, value: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
     """Raise UsageError if a value that replaces a parameter's memory has another shape or dtype."""
     if value.shape != shape or value.dtype != dtype:
@@ -381,8 +472,12 @@ def _scatter_slices(comm: Comm, value: Tensor, source: int, dtype: torch.dtype) 
 
 def _placeholder(like: Tensor, shape: torch.Size) -> Tensor:
     """Return the data of a sharded parameter: one NaN of its dtype, expanded to its shape."""
-    value = float("nan") if like.is_floating_point() else 0
-    return torch.full((), value, dtype=like.dtype, device=like.device).expand(shape)
+    nothing = _nothing(like.dtype)
+    return torch.full((), nothing, dtype=like.dtype, device=like.device).expand(shape)
+
+
+def _nothing(dtype: torch.dtype) -> float:
+    return float("nan") if dtype.is_floating_point else 0
 
 
 def _mark_of(param: nn.Parameter) -> tuple[int, int]:
@@ -459,9 +554,7 @@ def _empty_shard(param: nn.Parameter, session: Init) -> InitShard:
     kind = type(param)
     per_rank = -(-param.numel() // session.open_comm().size)
     values = torch.zeros(per_rank, dtype=dtype, device=session._device)
-    nothing = torch.full(
-        (), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=values.device
-    )
+    nothing = torch.full((), _nothing(dtype), dtype=dtype, device=values.device)
     real = nn.Parameter(nothing.expand(shape), requires_grad=param.requires_grad)
     torch.utils.swap_tensors(param, real)  # the same object: optimizers built earlier stay valid
     shard = InitShard(weakref.ref(param), kind, shape, values, session, next(NUMBERS))
@@ -474,20 +567,6 @@ def keep_alive(param: nn.Parameter, shard: InitShard) -> None:
     """A parameter under construction owns its slice; once wrapped, its group does."""
     set_owner(param, shard)
     param.__dict__["_zero_init"] = shard
-
-
-def take_values(param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
-    """A parameter's own values, flat, and its class in use; a slice under construction is gathered
-    and let go. Collective then.
-    """
-    owner = owner_of(param)
-    if not isinstance(owner, InitShard):
-        return param.data.reshape(-1), type(param)
-    owner.session.end_scratch()
-    values = param.data.reshape(-1) if owner.unsharded is not None else owner.whole()
-    with without_torch_function():
-        param.__dict__.pop("_zero_init", None)
-    return values, owner.param_class
 
 
 def _whole_params(module: nn.Module) -> Iterator[nn.Parameter]:

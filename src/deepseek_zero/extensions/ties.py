@@ -7,7 +7,7 @@ memory.  Cutting copies values into flat buffers, which would part them without 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import NotBuiltError, UsageError
-from .sharded_parameter import ShardedParameter, owner_of
-
-TIED_TO = "_zero_tied_to"
-CUT_INTO = "_zero_cut_into"
+from ..optim.twins import TIED_TO
+from ..sharding.sharded_parameter import ShardedParameter, owner_of
 
 
 @dataclass(frozen=True)
@@ -97,32 +95,6 @@ def tie_shared(model: nn.Module, known: Iterable[nn.Parameter] = ()) -> None:
             if id(param) in one:
                 param.__dict__[TIED_TO] = one[id(param)]
                 setattr(module, name, one[id(param)])
-
-
-def without_twins(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the parameter groups that an optimizer was given, without twins and cut weights.
-
-    Each Parameter that `tie_shared` made one with another is left out. The tiles of a weight that
-    was cut (extensions/cut_layers.py) stand in its place.
-    """
-    found: list[dict[str, Any]] = []
-    seen: dict[int, int] = {}
-    for number, group in enumerate(groups):
-        mine: dict[int, nn.Parameter] = {}
-        for param in group["params"]:
-            one = param.__dict__.get(TIED_TO, param)
-            if seen.setdefault(id(one), number) != number:
-                raise UsageError(
-                    f"a parameter of shape {tuple(one.shape)} is in the parameter groups "
-                    f"{seen[id(one)]} and {number}: two Parameters there are one memory.",
-                    "Each element is updated once, by the hyper-parameters of one group.",
-                    "put both into one group, or give one its own values: "
-                    "nn.Parameter(weight.detach().clone()).",
-                )
-            for each in one.__dict__.get(CUT_INTO, (one,)):
-                mine[id(each)] = each
-        found.append({**group, "params": list(mine.values())})
-    return found
 
 
 def _refuse_complex(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ slices out of the full values it is given. Parameters that are split along "tp" 
 Of a model in stages the state dict is the whole model's on every rank, that of a part of it is this
 rank's own; what is loaded may be either.
 
-With `StateDictMode.gathers` false, state_dict() is local, as in DeepSpeed: a sharded parameter is
+With `StateDicts.gathers` false, state_dict() is local, as in DeepSpeed: a sharded parameter is
 an empty tensor under its name, and a gathered one is this rank's copy of it.
 """
 
@@ -28,11 +28,12 @@ from ..base.log import log_first
 from ..comm.collectives import Comm, propagate_errors, scatter
 from ..parallel.cuts import cut
 from ..planner.split import Split, split_of
-from .access import GatheredParameters, join_split
-from .group import ParamInfo
-from .hooks import Hook
-from .sharded_parameter import ShardedParameter
-from .unit import Unit, UnitState
+from ..sharding.group import ParamInfo
+from ..sharding.hooks import Hook
+from ..sharding.runtime import Runtime
+from ..sharding.sharded_parameter import ShardedParameter
+from ..sharding.unit import Unit, UnitState
+from .gathered_parameters import GatheredParameters, join_split
 
 EMPTY_VALUES = (
     "state_dict() does not communicate, as in DeepSpeed: parameters that are sharded now are empty "
@@ -41,13 +42,21 @@ EMPTY_VALUES = (
 )
 
 
-class StateDictMode:
-    """Says whether `state_dict()` of one wrapped model gathers what is sharded (a collective) or is
-    local.
+class StateDicts:
+    """The state dict of one wrapped model.
+
+    Attributes:
+        gathers: `state_dict()` gathers what is sharded, which is a collective; otherwise it is
+            local.
     """
 
-    def __init__(self, *, gathers: bool = True) -> None:
+    def __init__(self, runtime: Runtime, *, gathers: bool = True) -> None:
+        """Hook the model. Collective if it has stages."""
         self.gathers = gathers
+        handles = _shard(runtime.units, self)
+        if (pipe := runtime.comm.along.get("pp")) is not None:
+            handles += _join_stages(runtime.model, pipe, self)
+        runtime.hooks.extend(handles)
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
@@ -60,7 +69,7 @@ class StateDictMode:
             self.gathers = before
 
 
-def shard_state_dicts(units: Sequence[Unit], mode: StateDictMode) -> list[Any]:
+def _shard(units: Sequence[Unit], mode: StateDicts) -> list[Any]:
     """Hook every module that holds parameters, so that the state dict of a part of a unit works
     too; returns torch's handles.
     """
@@ -93,7 +102,7 @@ def own_names(unit: Unit, module: nn.Module) -> list[str]:
     ]
 
 
-def join_stages(model: nn.Module, comm: Comm, mode: StateDictMode) -> list[Any]:
+def _join_stages(model: nn.Module, comm: Comm, mode: StateDicts) -> list[Any]:
     """Let a model of which each rank has some stages give and take the state dict of the whole one;
     returns torch's handles. Collective.
 
@@ -109,7 +118,7 @@ def join_stages(model: nn.Module, comm: Comm, mode: StateDictMode) -> list[Any]:
 class _Stages:
     """Brings the state of other stages into a state dict, and leaves it out of what is loaded."""
 
-    def __init__(self, model: nn.Module, comm: Comm, mode: StateDictMode) -> None:
+    def __init__(self, model: nn.Module, comm: Comm, mode: StateDicts) -> None:
         self.comm = comm
         self.mode = mode
         own = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -194,7 +203,7 @@ class _Saver:
     Weights that a forward gathers as codes are gathered exactly here.
     """
 
-    def __init__(self, unit: Unit, mode: StateDictMode) -> None:
+    def __init__(self, unit: Unit, mode: StateDicts) -> None:
         self.unit = unit
         self.woken = False
         self.mode = mode

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..base.device import CPU
 from ..kernels import cuda
 from ..kernels.compiler import available
-from .sharded import ShardedOptimizer
+from ..optim.sharded import ShardedOptimizer
 
 
 def explain_updates(optimizer: ShardedOptimizer) -> list[str]:

@@ -1,25 +1,27 @@
-"""Reads and writes optimizer state and master weights by parameter, whole or this rank's part.
-
-Owns the map from a parameter to the ranges of the optimizer's shards that cover it. Gradients and
-gathered weights are sharding/access.py's.
+"""Reads and writes gradients, main weights and optimizer states by parameter, whole or this rank's
+part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..base.errors import UsageError
+from ..optim.sharded import ShardedOptimizer
+from ..optim.updater import ParamOverlap
 from ..planner.layout import Slot
-from ..planner.spec import R
+from ..planner.spec import R, S
 from ..precision.policy import cast_master
+from ..sharding.buffer import FlatBuffer
 from ..sharding.group import complete
 from ..sharding.param_group import ParamGroup
 from ..sharding.sharded_parameter import owner_of
-from .sharded import ShardedOptimizer
-from .updater import ParamOverlap
+from .gathered_parameters import gather_full
 
 
 def optimizer_of(param: nn.Parameter) -> ShardedOptimizer | None:
@@ -231,6 +233,46 @@ def set_grad(param: nn.Parameter, value: Tensor, *, local: bool) -> None:
             )
         else:
             owner.grad_view.assign(number, _flat(value, slot))
+
+
+# -- whole states
+
+
+def full_master(param: nn.Parameter) -> Tensor | None:
+    """The whole fp32 master of a parameter, None where it has none.  Collective."""
+    return _full(param, lambda group: group.master.values() if group.master is not None else None)
+
+
+def full_grad(param: nn.Parameter) -> Tensor | None:
+    """The whole reduced gradient of a parameter in fp32, None before a backward.  Collective."""
+
+    def held(group: ParamGroup) -> FlatBuffer | None:
+        group.grad_view.take_assigned()
+        gradient = group.gradient.sum
+        reduced = gradient.reduced() if gradient.has(group.index[id(param)]) else None
+        if reduced is None or gradient.buffer is None:
+            return None
+        placement = S if reduced.numel() < group.layout.padded_numel else R
+        if group.comm_ctx.comm.size == 1:
+            placement = S
+        return FlatBuffer(group.layout, replace(gradient.buffer.spec, placement=placement), reduced)
+
+    found = _full(param, held)
+    return found.float() if found is not None else None
+
+
+def _full(param: nn.Parameter, choose: Any) -> Tensor | None:
+    owner = owner_of(param)
+    if not isinstance(owner, ParamGroup):
+        return None
+    with torch.no_grad():
+        buffer = choose(owner)
+        if buffer is None:
+            return None
+        slot = owner.members[owner.index[id(param)]].slot
+        return (
+            gather_full(buffer, owner, slot.name)[slot.start : slot.stop].view(slot.shape).clone()
+        )
 
 
 # -- arithmetic

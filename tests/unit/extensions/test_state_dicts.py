@@ -1,4 +1,4 @@
-"""A local state dict (`StateDictMode.gathers` is false): no communication, whatever is sharded or
+"""A local state dict (`StateDicts.gathers` is false): no communication, whatever is sharded or
 gathered.
 """
 
@@ -7,8 +7,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepseek_zero.sharding.access import GatheredParameters
-from tests.in_process import Rank, run_ranks, sharded
+from deepseek_zero.extensions.gathered_parameters import GatheredParameters
+from deepseek_zero.extensions.state_dicts import StateDicts
+from tests.in_process import Rank, bare, run_ranks
 from tests.models import Gpt, batch_of, seeded
 
 
@@ -17,8 +18,8 @@ def test_one_rank_alone_takes_a_local_state_dict(stage: int) -> None:
     plain = seeded(Gpt, blocks=2).state_dict()
 
     def body(rank: Rank) -> dict[str, torch.Tensor]:
-        runtime = sharded(rank, seeded(Gpt, blocks=2), stage=stage)
-        runtime.state_dicts.gathers = False
+        runtime = bare(rank, seeded(Gpt, blocks=2), stage=stage)
+        StateDicts(runtime, gathers=False)
         found = runtime.model.state_dict() if rank.index == 1 else {}
         batch = batch_of(0, 0, rank.index)
         runtime.model(batch.tokens, batch.targets).backward()  # the ranks are still in step
@@ -41,11 +42,11 @@ def test_what_is_gathered_is_whole_in_a_local_state_dict() -> None:
     plain = seeded(Gpt, blocks=2).state_dict()
 
     def body(rank: Rank) -> dict[str, torch.Tensor]:
-        runtime = sharded(rank, seeded(Gpt, blocks=2), stage=3)
-        runtime.state_dicts.gathers = False
+        runtime = bare(rank, seeded(Gpt, blocks=2), stage=3)
+        dicts = StateDicts(runtime, gathers=False)
         with GatheredParameters(runtime.model.blocks[0]):
             found = runtime.model.state_dict() if rank.index == 0 else {}
-        with runtime.state_dicts.gathering():
+        with dicts.gathering():
             gathered = runtime.model.state_dict()
         assert all(torch.equal(gathered[name], plain[name]) for name in plain)
         assert all(type(each).__name__ == "ShardedParameter" for each in runtime.model.parameters())
@@ -60,8 +61,8 @@ def test_what_is_gathered_is_whole_in_a_local_state_dict() -> None:
 def test_the_parameters_themselves_stay_sharded_in_a_local_state_dict_with_keep_vars() -> None:
     def body(rank: Rank) -> None:
         model = seeded(Gpt, blocks=2)
-        runtime = sharded(rank, model, stage=3)
-        runtime.state_dicts.gathers = False
+        runtime = bare(rank, model, stage=3)
+        StateDicts(runtime, gathers=False)
         kept = model.state_dict(keep_vars=True)
         params = dict(model.named_parameters(remove_duplicate=False))
         assert all(kept[name] is param for name, param in params.items())

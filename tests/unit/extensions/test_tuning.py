@@ -11,8 +11,8 @@ import torch
 from deepseek_zero.config import Facts, resolve
 from deepseek_zero.config.load import load
 from deepseek_zero.engine.settings import plan_settings_of
+from deepseek_zero.extensions.tuning import PERIOD, Knob, Tuner
 from deepseek_zero.planner.plan_settings import PlanSettings
-from deepseek_zero.sharding.tuning import PERIOD, Knob, Tuner
 
 
 def turned(knob: Knob, *shares: float) -> list[int]:
@@ -58,11 +58,11 @@ class World:
         return torch.stack([row, torch.tensor([self.other], dtype=row.dtype)])
 
 
-def steps(tuner: Tuner, world: Any, number: int) -> list[PlanSettings]:
+def steps(tuner: Tuner, world: Any, number: int) -> list[dict[str, int]]:
     changes = []
     for _ in range(number):
         world.step()
-        if (changed := tuner.after_step()) is not None:
+        if changed := tuner.choose():
             changes.append(changed)
     return changes
 
@@ -73,8 +73,8 @@ def test_the_slowest_rank_decides_for_all() -> None:
         world: Any = World(own, other)
         tuner = Tuner(settings, [30, 50, 40], world)
         first = steps(tuner, world, PERIOD)
-        assert [change.ahead_numel for change in first] == [100], "two of the largest units"
-        assert [change.ahead_numel for change in steps(tuner, world, PERIOD)] == [10], (
+        assert [change["ahead_numel"] for change in first] == [100], "two of the largest units"
+        assert [change["ahead_numel"] for change in steps(tuner, world, PERIOD)] == [10], (
             "no better: as it was"
         )
         assert steps(tuner, world, 5 * PERIOD) == []

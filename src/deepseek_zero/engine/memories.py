@@ -1,0 +1,65 @@
+"""Opens the memories beside the training device that a plan names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..comm.agreement import AllRanks
+from ..comm.collectives import Comm
+from ..comm.context import ranks_of_this_host
+from ..planner.plan import Plan
+from ..tiers.budget import DeviceBudget
+from ..tiers.disk import Disk, DiskSettings
+from ..tiers.host import HostMemory
+from ..tiers.tier import Tier, TierMemory, Tiers
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """The memories beside the training device.  pins_host: page-lock host memory beside a GPU.
+    path: of a disk.
+    """
+
+    pins_host: bool = False
+    path: Path = Path()
+    disk: DiskSettings = field(default_factory=DiskSettings)
+
+
+def open_tiers(plan: Plan, settings: MemorySettings, comm: Comm, chunk_numel: int) -> Tiers:
+    """Open the memories that a plan names.  Collective.
+
+    Raises on every rank where one rank's disk refuses.
+    """
+    chosen = plan.settings
+    memories = dict[Tier, TierMemory]()
+    wanted = {chosen.weight_tier, chosen.state_tier}
+    wanted |= {tier for unit in chosen.unit_tiers for tier in (unit.weights, unit.states)}
+    if Tier.HOST in wanted:
+        is_pinned = settings.pins_host and plan.mesh.device.type == "cuda"
+        memories[Tier.HOST] = HostMemory(pinned=is_pinned, pieces=plan.host_pieces())
+    if Tier.NVME in wanted:
+        with AllRanks(comm, "opening nvme_path"):
+            memories[Tier.NVME] = Disk(settings.path, settings.disk)
+    for memory in memories.values():
+        memory.traffic.clock = comm.meter.clock
+    return Tiers(memories, chunk_numel, DeviceBudget(chosen.device_bytes))
+
+
+def check_room(plan: Plan, tiers: Tiers, comm: Comm) -> None:
+    """Raise on every rank where a memory is too small for what the plan puts there.  Collective."""
+    if not tiers.memories:
+        return
+    needed = plan.bytes_by_tier()
+    with AllRanks(comm, "asking for room"):
+        for tier, memory in tiers.memories.items():
+            memory.check_room(needed[tier], ranks_of_this_host())
+
+
+def commit(tiers: Tiers, comm: Comm) -> None:
+    """Give the memories of a plan their pages, after the model's own values are gone.
+    Collective.
+    """
+    with AllRanks(comm, "reserving host memory"):
+        for memory in tiers.memories.values():
+            memory.commit(ranks_of_this_host())

@@ -1,0 +1,280 @@
+"""Makes the schedule of a step: a pure function of units' sizes, their order and the memory window.
+
+`compute_order` lists who computes when: F and B alone. `plan_schedule` adds what that asks for,
+whatever the order: gathers ahead of uses, releases and reductions behind them.
+
+The order of units is recorded on the first step and is only a hint: a unit used out of order costs
+latency, never correctness.  Every rank computes the same program and walks all of it, so that a
+unit one rank skips is still gathered by all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from .enclosed_units import enclosing, outward
+from .layerwise import cut_units
+from .plan_settings import PlanSettings
+from .schedule import Action, ActionKind, Pass, Schedule
+from .schedule_proof import verify
+from .spec import S
+from .units import UnitPlan
+
+
+def compute_order(
+    kind: ActionKind, order: Sequence[int], micro_batches: int = 1, cut: Collection[int] = ()
+) -> list[Action]:
+    """Return the forwards or backwards of all units, one unit after the other.
+
+    Args:
+        kind: Forward or backward.
+        order: The units.
+        micro_batches: The parts of the batch that units in `cut` take, one after the other.
+            Backward takes the last one first, as autograd does.
+        cut: The units that take micro-batches; the others take the whole batch.
+    """
+    numbers = list(range(micro_batches))
+    if kind is ActionKind.BACKWARD:
+        numbers.reverse()
+    found = list[Action]()
+    for unit in order:
+        if unit in cut:
+            found += [Action(kind, unit, number) for number in numbers]
+        else:
+            found.append(Action(kind, unit))
+    return found
+
+
+def schedule_units(
+    units: Sequence[UnitPlan],
+    settings: PlanSettings,
+    order: Sequence[int] | None = None,
+    *,
+    updates_in_forward: Collection[int] = (),
+    ahead: Collection[int] = (),
+) -> Schedule:
+    """Return the schedule of planned units.  order: None: as they are declared; the others as in
+    `plan_schedule`.
+    """
+    grads = [group.plan.grad for unit in units for group in unit.trained]
+    chosen_order = range(len(units)) if order is None else order
+    cut = cut_units(units) if settings.layerwise_micro_batches > 1 else ()
+    return plan_schedule(
+        [unit.gathered_numel for unit in units],
+        chosen_order,
+        settings,
+        enclosing([unit.name for unit in units]),
+        updates_in_forward=updates_in_forward,
+        ahead=ahead,
+        cut=cut,
+        reduces_each_backward=any(grad is not None and grad.placement is S for grad in grads),
+        all_reduced=[
+            number
+            for number, unit in enumerate(units)
+            if any(group.replicas > 1 for group in unit.groups)
+        ],
+    )
+
+
+def plan_schedule(
+    sizes: Sequence[int],
+    order: Sequence[int],
+    settings: PlanSettings,
+    around: Mapping[int, int] | None = None,
+    *,
+    updates_in_forward: Collection[int] = (),
+    ahead: Collection[int] = (),
+    cut: Collection[int] = (),
+    reduces_each_backward: bool = True,
+    all_reduced: Collection[int] = (),
+) -> Schedule:
+    """The schedule for units of these gathered sizes, used in this order; `order[0]` is the root,
+    in use throughout.
+
+    sizes: elements that gathering unit u brings here (0 where nothing is sharded).  around: what
+    `enclosing` found; such a unit is in use until the last one inside it is done, forward and
+    backward.  updates_in_forward: units whose update may wait for the next forward.  ahead: units
+    that may be updated in backward, ahead of their step.  cut: units that take the settings'
+    micro-batches in turn.  reduces_each_backward: gradients are sharded, so that no
+    backward leaves them to the one
+    that ends a step.  all_reduced: units of whose sums replicas have summands.
+    """
+    around = around or {}
+    forward = list(order)
+    backward = _reverse(order, around)
+    at_turn = set[int]()
+    if settings.streams_weights:
+        at_turn = {order[0], *_ends(forward, around)[-1]}
+    kept = _kept(sizes, backward, settings, at_turn)
+    work = _Work(
+        sizes,
+        around,
+        settings,
+        frozenset(updates_in_forward),
+        frozenset(ahead),
+        frozenset(all_reduced),
+    )
+
+    micro_batches = settings.layerwise_micro_batches
+    forwards = compute_order(ActionKind.FORWARD, forward, micro_batches, cut)
+    backwards = compute_order(ActionKind.BACKWARD, backward, micro_batches, cut)
+    schedule = Schedule(
+        forward=work.lower(forwards, stays=kept),
+        inference=work.lower(compute_order(ActionKind.FORWARD, forward)),
+        accumulate=work.lower(backwards, resident=kept, reduces=reduces_each_backward),
+        backward=work.lower(backwards, resident=kept, reduces=True, ends_step=True),
+        kept=kept,
+    )
+    verify(schedule, around, reduces_each_backward=reduces_each_backward, all_reduced=all_reduced)
+    return schedule
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What an order of computing is given to become a program; as in `plan_schedule`."""
+
+    sizes: Sequence[int]
+    around: Mapping[int, int]
+    settings: PlanSettings
+    updates_in_forward: frozenset[int]
+    ahead: frozenset[int]
+    all_reduced: frozenset[int]
+
+    def lower(
+        self,
+        computes: Sequence[Action],
+        *,
+        resident: frozenset[int] = frozenset(),
+        stays: frozenset[int] = frozenset(),
+        reduces: bool = False,
+        ends_step: bool = False,
+    ) -> Pass:
+        """Return the pass that computes in this order.
+
+        resident, stays: units that are gathered as it begins, and as it ends.  reduces: sum
+        gradients.  ends_step: do what is done once a step.
+        """
+        turns = [(unit, list(mine)) for unit, mine in groupby(computes, lambda each: each.unit)]
+        units = [unit for unit, _ in turns]
+        gathers = _gathers(self.sizes, units, self.around, self.settings, resident, stays)
+        ends = _ends(units, self.around)
+        ends[-1].append(units[0])
+        actions = list[Action]()
+        for place, (_, mine) in enumerate(turns):
+            for unit in gathers[place]:
+                if mine[0].kind is ActionKind.FORWARD and unit in self.updates_in_forward:
+                    actions.append(Action(ActionKind.UPDATE, unit))
+                actions.append(Action(ActionKind.GATHER, unit))
+            actions += mine
+            for unit in ends[place]:
+                if reduces:
+                    is_total = ends_step and unit not in self.all_reduced
+                    actions += self._sum(ActionKind.REDUCE, unit, is_total)
+                if unit == units[0] and ends_step:
+                    summed = [each.unit for each in actions if each.kind is ActionKind.REDUCE]
+                    for each in summed:
+                        if each in self.all_reduced:
+                            actions += self._sum(ActionKind.ALL_REDUCE, each, True)
+                if unit not in stays:
+                    actions.append(Action(ActionKind.RELEASE, unit))
+        return Pass(tuple(actions))
+
+    def _sum(self, kind: ActionKind, unit: int, is_total: bool) -> list[Action]:
+        """Return the sum of a unit and, after its last sum, the update that follows it."""
+        found = [Action(kind, unit)]
+        if is_total and unit in self.ahead:
+            found.append(Action(ActionKind.UPDATE, unit))
+        return found
+
+
+# -- orders, ends and gathers of a walk
+
+
+def _reverse(order: Sequence[int], around: Mapping[int, int]) -> list[int]:
+    """The order of backward: last used first, but a unit before those inside it, since its output
+    is.
+    """
+    root, *rest = order
+    inside: dict[int, list[int]] = {unit: [] for unit in order}
+    for unit in rest:
+        inside[around.get(unit, root)].append(unit)
+    found = []
+    to_come = [root]
+    while to_come:
+        found.append(to_come.pop())
+        to_come += inside[found[-1]]
+    return found
+
+
+def _ends(order: Sequence[int], around: Mapping[int, int]) -> list[list[int]]:
+    """For each place of a walk the units that are not needed after it, inner ones first."""
+    last = {each: k for k, unit in enumerate(order[1:], 1) for each in outward(unit, around)}
+    found = [
+        [each for each in outward(unit, around) if last[each] == k]
+        for k, unit in enumerate(order[1:], 1)
+    ]
+    return [[], *found]
+
+
+def _kept(
+    sizes: Sequence[int], backward: Sequence[int], settings: PlanSettings, at_turn: set[int]
+) -> frozenset[int]:
+    """Units worth keeping between forward and backward: the last used first, while window and reuse
+    distance allow.
+
+    at_turn: units in use as forward ends and again as backward begins, kept whatever the window:
+    they are alive together in any case, so that letting them go would repeat a load and lower no
+    peak.
+    """
+    kept = set[int]()
+    total = 0
+    for unit in backward:
+        distance = 2 * total  # elements used between this unit's forward and its backward
+        total += sizes[unit]
+        fits = total <= settings.window_numel or {*kept, unit} <= at_turn
+        if not fits or distance > settings.keep_numel:
+            break
+        kept.add(unit)
+    return frozenset(kept)
+
+
+def _gathers(
+    sizes: Sequence[int],
+    order: list[int],
+    around: Mapping[int, int],
+    settings: PlanSettings,
+    resident: frozenset[int],
+    stays: frozenset[int],
+) -> list[list[int]]:
+    """For each place of a walk the units whose gather stands there: as late as the window says and
+    as early as `ahead` allows, which is at least the next unit, unless it is 0.
+    """
+    window = settings.window_numel
+    ahead = settings.ahead_numel if settings.overlap else 0
+    issued = set(resident)
+    live = sum(sizes[unit] for unit in resident)
+    issue: list[list[int]] = []
+    ends = _ends(order, around)
+    for k, unit in enumerate(order):
+        now = []
+        if unit not in issued:
+            now.append(unit)
+            issued.add(unit)
+            live += sizes[unit]
+        early = 0
+        for later in order[k + 1 :]:
+            if later in issued:
+                continue
+            # The next one may be larger than `ahead`
+            is_far = early + sizes[later] > ahead and (early or not ahead)
+            if is_far or live + sizes[later] > window:
+                break
+            now.append(later)
+            issued.add(later)
+            early += sizes[later]
+            live += sizes[later]
+        issue.append(now)
+        live -= sum(sizes[each] for each in ends[k] if each not in stays)
+    return issue

@@ -1,0 +1,132 @@
+"""Proves a schedule, whichever order it came from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from .enclosed_units import outward
+from .schedule import Action, ActionKind, Pass, Schedule
+
+
+def verify(
+    schedule: Schedule,
+    around: Mapping[int, int] | None = None,
+    *,
+    reduces_each_backward: bool = True,
+    all_reduced: Collection[int] = (),
+) -> None:
+    """Prove a schedule, whichever order it came from; raise `AssertionError` that names the action
+    which breaks a rule.
+
+    A unit computes only while it is gathered, with all that is around it; it is gathered once in a
+    pass, and nothing stays gathered behind the last.  Each micro-batch goes forward once, and then
+    backward once.  Gradients are summed once, when the last micro-batch of the unit has gone
+    backward; over replicas once a step, when every unit's sum over the shards has been made, since
+    a rank that skips units would keep others waiting.  An update comes before its unit's gather, or
+    behind the last sum.
+    """
+    for backward, ends_step in ((schedule.accumulate, False), (schedule.backward, True)):
+        proof = _Proof(around or {}, frozenset(all_reduced))
+        proof.follow(schedule.forward)
+        proof.follow(backward)
+        proof.conclude(reduces=ends_step or reduces_each_backward, ends_step=ends_step)
+    proof = _Proof(around or {}, frozenset(all_reduced))
+    proof.follow(schedule.inference)
+    if proof.live:
+        raise AssertionError(
+            f"units {sorted(proof.live)} stay gathered behind a forward without backward"
+        )
+
+
+@dataclass
+class _Proof:
+    """Where a program has come to.  done: forwards and backwards.  open: forwards of each unit
+    without backward yet.
+    """
+
+    around: Mapping[int, int]
+    all_reduced: frozenset[int]
+    live: set[int] = field(default_factory=set)
+    gathered: set[int] = field(default_factory=set)  # in this pass
+    updated: set[int] = field(default_factory=set)  # in this pass
+    done: set[Action] = field(default_factory=set)
+    open: Counter[int] = field(default_factory=Counter)
+    reduced: set[int] = field(default_factory=set)
+    totals: set[int] = field(default_factory=set)
+    is_forward: bool = True
+
+    def follow(self, walk: Pass) -> None:
+        self.gathered = set()
+        self.updated = set()
+        root = walk.order[0]
+        self.is_forward = walk.computes[root][0].kind is ActionKind.FORWARD
+        for place, action in enumerate(walk.actions):
+            if broken := self._rule_broken_by(action, root):
+                behind = " ".join(map(str, walk.actions[max(0, place - 6) : place]))
+                raise AssertionError(f"{action} {broken}, in ... {behind} {action} ...")
+
+    def conclude(self, *, reduces: bool, ends_step: bool) -> None:
+        """Raise if something is left over that a micro-batch must do."""
+        units = set(self.open)
+        totals = units & self.all_reduced if ends_step else set[int]()
+        left = [
+            ("stay gathered", self.live),
+            ("never went backward", {unit for unit, count in self.open.items() if count}),
+            ("are summed or not, against the plan", self.reduced ^ (units if reduces else set())),
+            ("are summed over replicas or not, against the plan", self.totals ^ totals),
+        ]
+        for what, found in left:
+            if found:
+                raise AssertionError(f"units {sorted(found)} {what}")
+
+    def _rule_broken_by(self, action: Action, root: int) -> str:
+        """Take one action; return the rule it breaks, "" for none."""
+        unit = action.unit
+        broken = ""
+        match action.kind:
+            case ActionKind.GATHER:
+                broken = "gathers what is gathered" if unit in self.live else ""
+                broken = broken or (
+                    "is the second gather of a pass" if unit in self.gathered else ""
+                )
+                self.live.add(unit)
+                self.gathered.add(unit)
+            case ActionKind.RELEASE:
+                broken = "" if unit in self.live else "releases what is not gathered"
+                self.live.discard(unit)
+            case ActionKind.FORWARD | ActionKind.BACKWARD:
+                missing = {root, *outward(unit, self.around)} - self.live
+                broken = f"uses {sorted(missing)}, which is not gathered" if missing else ""
+                broken = broken or ("computes a second time" if action in self.done else "")
+                if (
+                    action.kind is ActionKind.BACKWARD
+                    and replace(action, kind=ActionKind.FORWARD) not in self.done
+                ):
+                    broken = broken or "goes backward without a forward"
+                self.done.add(action)
+                self.open[unit] += 1 if action.kind is ActionKind.FORWARD else -1
+            case ActionKind.REDUCE:
+                broken = "is the second sum of a backward" if unit in self.reduced else ""
+                broken = broken or (
+                    "comes before the last backward of its unit" if self.open[unit] else ""
+                )
+                self.reduced.add(unit)
+            case ActionKind.ALL_REDUCE:
+                broken = "is the second sum over replicas" if unit in self.totals else ""
+                if len(self.reduced) < len(self.open):
+                    missing = set(self.open) - self.reduced
+                    broken = broken or f"comes before the sums of {sorted(missing)} over the shards"
+                self.totals.add(unit)
+            case ActionKind.UPDATE:
+                summed = self.totals if unit in self.all_reduced else self.reduced
+                if self.is_forward:
+                    broken = "updates what is gathered" if unit in self.live else ""
+                else:
+                    broken = "comes before the last sum of its unit" if unit not in summed else ""
+                broken = broken or (
+                    "is the second update of a pass" if unit in self.updated else ""
+                )
+                self.updated.add(unit)
+        return broken
