@@ -26,6 +26,7 @@ from ..base.log import log_first, log_once
 from ..base.memory import no_collection
 from ..base.mesh import AXES
 from ..planner.plan_settings import Compression
+from ..planner.plan_words import words_of
 from . import files
 from .background_write import BackgroundWrite
 from .catalogue import remove_replaced, replaced_path
@@ -437,7 +438,7 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
     plan = {}
     for unit in runtime.units:
         for number, group in enumerate(unit.groups):
-            plan[f"{unit.name}/{number}"] = group.plan.rows()
+            plan[f"{unit.name}/{number}"] = words_of(group.plan)
     piece = ModelPiece.of(runtime)
     parameters = {
         piece.name(member): {

@@ -258,23 +258,6 @@ class ShardPlan:
         extras = tuple(extra.promoted() for extra in self.extras)
         return replace(self, weight=weight, grad=grad, master=self.moments, extras=extras)
 
-    def rows(self) -> dict[str, str]:
-        """State -> its row in words, "-" for none."""
-        found = {
-            "weight": self.weight,
-            "grad": self.grad,
-            "master": self.master,
-            "moments": self.moments,
-        }
-        words = {state: str(spec) if spec is not None else "-" for state, spec in found.items()}
-        if self.master_is_split:
-            words["master"] = words["master"].replace("int16", "weight+int16")
-        for extra in self.extras:
-            words[extra.state] += extra.words(self)
-        if self.moments_format != "fp32":
-            words["moments"] = words["moments"].replace("float32", self.moments_format)
-        return words
-
 
 COLUMNS: dict[int, tuple[Placement, Placement, Placement]] = {
     #   weight grad master and moments

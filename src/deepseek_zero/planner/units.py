@@ -18,11 +18,13 @@ from ..base.mesh import Mesh
 from ..precision.codecs import CODED, Blocks, Cast, Codec
 from .auto_wrap_policy import ModelShape, UnitShape
 from .extras import ErrorsKept, feedback_of, momenta_codec_of, second_copy_of
-from .layout import GRAIN, LAYOUTS, FlatLayout, Shape, even_layout
+from .layout import GRAIN, FlatLayout, Shape, even_layout
 from .messages import hop_wires
 from .plan_settings import PlanSettings
+from .plan_words import words_of
 from .row_of_group import gradient_wires, plan_for, predivide_of
 from .spec import P, R, S, ShardPlan, Spec
+from .whole_layout import LAYOUTS
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ class GroupPlan:
 
     def describe(self) -> str:
         """Return memory and dtype of weight, gradient, master and moments."""
-        return " | ".join(f"{state} {row}" for state, row in self.plan.rows().items())
+        return " | ".join(f"{state} {row}" for state, row in words_of(self.plan).items())
 
     def promoted(self) -> GroupPlan:
         """Return the same group with an fp32 weight and gradient."""

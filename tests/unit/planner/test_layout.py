@@ -11,11 +11,11 @@ import torch
 from deepseek_zero.planner.layout import (
     BLOCK,
     GRAIN,
-    LAYOUTS,
     FlatLayout,
     Shape,
     even_layout,
 )
+from deepseek_zero.planner.whole_layout import LAYOUTS
 
 
 def random_shapes(seed: int) -> list[Shape]:
