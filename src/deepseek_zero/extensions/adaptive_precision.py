@@ -278,7 +278,7 @@ class AdaptivePrecision(UpdatePolicy):
     def _decided(self, decision: PrecisionChange, unit: Unit) -> None:
         self.changed = True
         self.decisions.append(decision)
-        plan = "\n".join(unit.planned.explain(unit.number))
+        plan = "\n".join(unit.explain())
         log_once(f"precision auto: {decision}.  Its new plan:\n{plan}", logging.WARNING)
 
     # -- evidence

@@ -313,7 +313,7 @@ class PlainLoop:
         return (
             self._learned
             if self._learned is not None
-            else 1.0 / self.runtime.loss_factor.accumulation
+            else 1.0 / self.runtime.loss_factor.accumulation()
         )
 
     def _tell_of_idling(self) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,27 +71,15 @@ class _UnderWay:
             return
         self.scale = scale
         self.number = number
-        callback = _End(self, number)
+        callback = partial(self.end, number)
         queue_backward_callback(callback)
-        weakref.finalize(
-            callback, self.end, number
-        ).atexit = False  # torch drops it unrun when backward raises
+        # Torch drops it unrun when backward raises
+        weakref.finalize(callback, self.end, number).atexit = False
 
     def end(self, number: int) -> None:
         if self.number == number:
             self.scale = None
             self.number = -1
-
-
-class _End:
-    """The callback of a backward's end."""
-
-    def __init__(self, under_way: _UnderWay, number: int) -> None:
-        self.under_way = under_way
-        self.number = number
-
-    def __call__(self) -> None:
-        self.under_way.end(self.number)
 
 
 _UNDER_WAY = _UnderWay()
@@ -103,7 +92,7 @@ class LossFactor:
         """accumulation: Returns the number of micro-batches of a step now; holds the runtime
         weakly.  is_strict: A loss of the engine's own forward has to be scaled.
         """
-        self._accumulation = accumulation
+        self.accumulation = accumulation
         self._scaler: LossScaler | None = None
         self._is_strict = is_strict
         self._is_entered = False  # inside `entered`
@@ -144,16 +133,11 @@ class LossFactor:
         return self._scaler.scale if self._scaler is not None else 1.0
 
     @property
-    def accumulation(self) -> int:
-        """Micro-batches of a step."""
-        return self._accumulation()
-
-    @property
     def has_border(self) -> bool:
         """Return whether gradients may have to be multiplied where they enter this engine, or leave
         it.
         """
-        return self.accumulation != 1 or bool(_SCALERS)
+        return self.accumulation() != 1 or bool(_SCALERS)
 
     @property
     def is_plain(self) -> bool:
@@ -165,7 +149,7 @@ class LossFactor:
         an input.
         """
         applied = self.scale if self.is_carried else _UNDER_WAY.scale
-        return self.scale / self.accumulation if applied is None else self.scale / applied
+        return self.scale / self.accumulation() if applied is None else self.scale / applied
 
     @contextmanager
     def carried(self) -> Iterator[None]:
@@ -293,7 +277,7 @@ class LossFactor:
         if not self.has_border:
             return loss
         scale = self.scale
-        factor = scale / self.accumulation if by_accumulation else scale
+        factor = scale / self.accumulation() if by_accumulation else scale
         wide = loss.float() if loss.dtype in LOW_PRECISION else loss
         scaled = wide.view_as(wide) if factor == 1.0 else wide * factor
 

@@ -19,27 +19,16 @@ from torch import nn
 from ..base.device import held_by
 from ..base.errors import UsageError
 from ..base.log import log_once
-from ..planner.layout import Slot
 from .buffer import FlatBuffer
+from .group import ParamInfo
 from .sharded_parameter import ShardedParameter
-
-
-class WrappedParam(Protocol):
-    """A parameter of a group, as these checks read it (`ParamInfo`)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def param(self) -> nn.Parameter: ...
-    @property
-    def slot(self) -> Slot: ...
 
 
 class WrappedGroup(Protocol):
     """A group of parameters, as these checks read it (`ParamGroup`)."""
 
     @property
-    def members(self) -> Sequence[WrappedParam]: ...
+    def members(self) -> Sequence[ParamInfo]: ...
     @property
     def weight(self) -> FlatBuffer: ...
     @property
@@ -144,7 +133,7 @@ def _refuse_moved(groups: Sequence[WrappedGroup]) -> None:
                 )
 
 
-def error_of_lost_values(members: Sequence[WrappedParam], full: FlatBuffer) -> UsageError | None:
+def error_of_lost_values(members: Sequence[ParamInfo], full: FlatBuffer) -> UsageError | None:
     """Return the error for the first member that uses other memory than the gathered buffer `full`,
     with other values.
 

@@ -120,6 +120,10 @@ class Unit:
         """Return the elements of all its groups, padding included: the largest message about it."""
         return sum(group.layout.padded_numel for group in self.groups)
 
+    def explain(self) -> list[str]:
+        """Return one line per group: memory and dtype of weight, gradient, master and moments."""
+        return self.planned.explain(self.number)
+
     def members(self) -> list[ParamInfo]:
         return [member for group in self.groups for member in group.members]
 

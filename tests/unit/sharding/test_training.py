@@ -183,14 +183,16 @@ def test_held_units_take_forwards_and_backwards_in_any_turn_and_are_gathered_onc
                 [batch_of(step, micro, rank.index) for micro in range(3)],
                 dict[int, Tensor](),
             )
-            runtime.executor.gathers.pin()
+            for unit in runtime.units:
+                unit.is_pinned = True
             for what, micro in (("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)):
                 if what == "F":
                     open_losses[micro] = model(batches[micro].tokens, batches[micro].targets)
                 else:
                     runtime.step.is_boundary = micro == 2
                     open_losses[micro].backward()
-            runtime.executor.gathers.unpin()
+            for unit in runtime.units:
+                unit.unpin()
             losses.append([open_losses[micro].detach() for micro in range(3)])
             optimizer.step()
             norms.append(optimizer.last.norm)
