@@ -75,7 +75,7 @@ class LayerwiseAccumulation:
         """Return the micro-batches of a unit in the order that the program has them in."""
         runtime = self._runtime()
         assert runtime is not None  # its hooks have raised already
-        forwards = runtime.executor.schedule.forward.computes[number]
+        forwards = runtime.executor.forwards(runtime.units[number])
         return [action.micro_batch for action in forwards if action.micro_batch is not None]
 
     def cut(self, unit: str, call: ForwardCall) -> list[ForwardCall]:

@@ -26,7 +26,7 @@ from ..base.log import log_first, log_once
 from ..base.memory import no_collection
 from ..base.mesh import AXES
 from ..planner.plan_settings import Compression
-from ..planner.plan_words import words_of
+from ..planner.units import words_of
 from . import files
 from .background_write import BackgroundWrite
 from .catalogue import remove_replaced, replaced_path

@@ -14,8 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from .enclosed_units import enclosing, outward
-from .layerwise import cut_units
+from .enclosed_units import cut_units, enclosing, outward
 from .plan_settings import PlanSettings
 from .schedule import Action, ActionKind, Pass, Schedule
 from .schedule_proof import verify

@@ -21,7 +21,6 @@ from .extras import ErrorsKept, feedback_of, momenta_codec_of, second_copy_of
 from .layout import GRAIN, FlatLayout, Shape, even_layout
 from .messages import hop_wires
 from .plan_settings import PlanSettings
-from .plan_words import words_of
 from .row_of_group import gradient_wires, plan_for, predivide_of
 from .spec import P, R, S, ShardPlan, Spec
 from .whole_layout import LAYOUTS
@@ -431,3 +430,21 @@ def plan_units(
         )
         for unit in model.units
     )
+
+
+def words_of(plan: ShardPlan) -> dict[str, str]:
+    """Return each state in words, by its name; "-" for none."""
+    found = {
+        "weight": plan.weight,
+        "grad": plan.grad,
+        "master": plan.master,
+        "moments": plan.moments,
+    }
+    words = {state: str(spec) if spec is not None else "-" for state, spec in found.items()}
+    if plan.master_is_split:
+        words["master"] = words["master"].replace("int16", "weight+int16")
+    for extra in plan.extras:
+        words[extra.state] += extra.words(plan)
+    if plan.moments_format != "fp32":
+        words["moments"] = words["moments"].replace("float32", plan.moments_format)
+    return words

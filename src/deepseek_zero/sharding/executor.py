@@ -3,7 +3,8 @@ run.
 
 Two lanes carry collectives, each in the schedule's order on every rank: gathers (gather_lane.py)
 and reductions (reduce_lane.py). Every rank runs the whole schedule, also actions of units that it
-skips. Forwards and backwards (F, B) are the model's.
+skips. Forwards and backwards (F, B) are the model's; if a unit takes micro-batches in turn, it asks
+`forwards` which come next.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from ..comm.collectives import Comm, OrderedIssueQueue
 from ..planner.make_schedule import schedule_units
 from ..planner.plan_settings import PlanSettings
-from ..planner.schedule import Schedule
+from ..planner.schedule import Action, Schedule
 from .gather_lane import GatherLane
 from .reduce_lane import ReduceLane
 from .unit import Unit
@@ -81,6 +82,12 @@ class Executor:
         )
         self.gathers.follow(self.schedule)
         self.reductions.follow(self.schedule, self.settings)
+
+    def forwards(self, unit: Unit) -> tuple[Action, ...]:
+        """Return the forwards of a unit that the schedule has for a batch that is trained on, in
+        their order: one of the whole batch, or one of each micro-batch. Local.
+        """
+        return self.schedule.forward.computes[unit.number]
 
     def begin_backward(self, *, ends_step: bool) -> None:
         """Start the backward pass. Collective within the gather lane.

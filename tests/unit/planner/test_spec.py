@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from deepseek_zero.planner.plan_settings import PlanSettings
-from deepseek_zero.planner.plan_words import words_of
 from deepseek_zero.planner.row_of_group import plan_for
 from deepseek_zero.planner.spec import P, R, S, ShardPlan, Spec
+from deepseek_zero.planner.units import words_of
 from deepseek_zero.precision.policy import Policy
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
