@@ -260,7 +260,8 @@ def _norm(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) ->
     ):
         raise _unreadable(grad, f"{name} along a dimension")
     param, gradients, part = _known(grad, name)
-    found = gradients.norm(param, part, 2.0 if order in (None, "fro") else float(order))
+    power = 2.0 if order in (None, "fro") else float(order)
+    found = gradients.norm(param, part, power)
     return found.to(dtype) if dtype is not None else found
 
 
@@ -275,17 +276,16 @@ def _mixed(param: nn.Parameter, other: Tensor, name: str) -> AtRestError:
 
 def _unreadable(grad: ShardedGradient, name: str) -> AtRestError:
     param, _ = own_part_of(grad)
+    named = name_of(param) if param is not None else "?"
     if name.startswith("_amp_"):
         return AtRestError(
-            "a torch.amp.GradScaler reads the gradient of "
-            f"'{name_of(param) if param is not None else '?'}', which is sharded.",
+            f"a torch.amp.GradScaler reads the gradient of '{named}', which is sharded.",
             "Each rank holds only its slice of the reduced gradient.",
             'leave the scaler out: "fp16": {"enabled": true} scales losses and skips steps by '
             "itself.",
         )
     return AtRestError(
-        f"the gradient of '{name_of(param) if param is not None else '?'}' is sharded; '{name}' "
-        "cannot use it.",
+        f"the gradient of '{named}' is sharded; '{name}' cannot use it.",
         "Each rank holds only its slice of the reduced gradient.  What works element by element "
         "(mul_, add, clamp_, where, ...) acts on the slices, and norm() on all of them; views "
         "would be lost.",

@@ -294,12 +294,14 @@ def changes_nothing(
     wanted = [value for value in wanted if not isinstance(value, bool)]
     wanted += [implied] if implied is not None else []
     with without_torch_function():
-        return all(
-            value == param.dtype
-            if isinstance(value, torch.dtype)
-            else torch.device(value) == param.device
-            for value in wanted
-        )
+        for value in wanted:
+            if isinstance(value, torch.dtype):
+                changes = value != param.dtype
+            else:
+                changes = torch.device(value) != param.device
+            if changes:
+                return False
+    return True
 
 
 def name_of(param: Tensor) -> str:
