@@ -19,8 +19,8 @@ GPU = torch.device("cuda", 0)  # a name: nothing here touches it
 
 
 def groups_of(comm: Comm) -> list[dist.ProcessGroup | None]:
-    assert isinstance(comm._transport, Nccl)
-    return list(comm._transport.groups.values())
+    assert isinstance(comm.lanes.transport, Nccl)
+    return list(comm.lanes.transport.groups.values())
 
 
 @pytest.mark.ranks(2)

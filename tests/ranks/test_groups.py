@@ -85,23 +85,23 @@ def test_a_group_moves_among_its_members_only(transport: str, key_of: Callable[[
 def test_a_group_travels_as_its_members_can() -> None:
     with hosts(rows):
         comm = Comm(CPU)
-        assert isinstance(comm._transport, Hierarchical)
-        assert isinstance(split(comm, "dp_shard")._transport, SharedMemory)
-        assert isinstance(split(comm, "dp_replicate")._transport, Gloo)
+        assert isinstance(comm.lanes.transport, Hierarchical)
+        assert isinstance(split(comm, "dp_shard").lanes.transport, SharedMemory)
+        assert isinstance(split(comm, "dp_replicate").lanes.transport, Gloo)
 
 
 @pytest.mark.ranks(4)
 def test_weights_are_shared_by_a_group_of_one_host() -> None:
     with hosts(rows):
         group = split(Comm(CPU), "dp_shard")
-        weights = group.symmetric_memory(2048, torch.float32, "weights")
+        weights = group.symmetric.allocate(2048, torch.float32, "weights")
         assert weights is not None
         weights.own.fill_(float(dist.get_rank()))
-        group.barrier_begin("forward")
-        group.gather_in_place(weights, "weights").wait()
+        group.symmetric.begin("forward")
+        group.symmetric.gather(weights, "weights").wait()
         expected = torch.tensor([float(rank) for rank in group.ranks]).repeat_interleave(1024)
         assert torch.equal(weights.whole, expected)
-        group.barrier_end()
+        group.symmetric.end()
         group.barrier("the end")
 
 
@@ -138,12 +138,12 @@ def test_an_error_of_one_rank_reaches_who_waits_for_it_in_a_group() -> None:
     comm = Comm(CPU)
     replicas, rank = split(comm, "dp_replicate"), dist.get_rank()
     if rank == 1:
-        comm.post_error(ValueError("no batch"))
+        comm.waits.post_error(ValueError("no batch"))
     elif rank == 3:
         with pytest.raises(PeerError, match=r"rank 1 raised an error while rank 3 waits.*no batch"):
             replicas.barrier("the outer sum")
     dist.barrier()
-    comm.withdraw_error()
+    comm.waits.withdraw_error()
 
 
 @pytest.mark.ranks(2)

@@ -41,9 +41,9 @@ def names_of_one_crc(comm: Comm) -> tuple[str, str]:
     seen: dict[int, str] = {}
     for number in range(1 << 19):
         name = f"{number * 0x9E3779B97F4A7C15 % (1 << 64):016x}"
-        seen[zlib.crc32(f"{comm.name}/gather/0/gather {name}".encode()) & 0x7FFFFFFF] = name
+        seen[zlib.crc32(f"{comm.lanes.name}/gather/0/gather {name}".encode()) & 0x7FFFFFFF] = name
         if other := seen.get(
-            zlib.crc32(f"{comm.name}/reduce/0/gather {name[::-1]}".encode()) & 0x7FFFFFFF
+            zlib.crc32(f"{comm.lanes.name}/reduce/0/gather {name[::-1]}".encode()) & 0x7FFFFFFF
         ):
             return other, name[::-1]
     raise AssertionError("no pair found")

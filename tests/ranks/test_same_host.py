@@ -102,8 +102,8 @@ def test_two_hosts_of_two_ranks_give_the_bits_of_gloo(stage: int, dtype: str) ->
     expected = trained(replace(run, transport="gloo"))
     with hosts(lambda rank: f"host {rank // 2}"):
         comm = Comm(CPU)
-        assert isinstance(comm._transport, Hierarchical)
-        assert comm._transport.intra_node.peers == (dist.get_rank() ^ 1,)
+        assert isinstance(comm.lanes.transport, Hierarchical)
+        assert comm.lanes.transport.intra_node.peers == (dist.get_rank() ^ 1,)
         assert_same(trained(run), expected)
 
 
@@ -118,8 +118,8 @@ def test_two_hosts_with_our_own_sockets_between_give_the_bits_of_gloo(
     expected = trained(run)
     with hosts(lambda rank: f"host {rank // 2}"):
         comm = Comm(CPU, transport="tcp")
-        assert isinstance(comm._transport, Hierarchical)
-        assert isinstance(comm._transport.inter_node, Tcp)
+        assert isinstance(comm.lanes.transport, Hierarchical)
+        assert isinstance(comm.lanes.transport.inter_node, Tcp)
         assert_same(trained(replace(run, transport="tcp")), expected)
 
 
@@ -129,7 +129,7 @@ def test_our_own_sockets_alone_give_the_bits_of_gloo(stage: int) -> None:
     run = Run(stage, "bf16", optimizer="adamw", transport="gloo", clipping=0.1)
     expected = trained(run)
     with hosts(str):
-        assert isinstance(Comm(CPU, transport="tcp")._transport, Tcp)
+        assert isinstance(Comm(CPU, transport="tcp").lanes.transport, Tcp)
         assert_same(trained(replace(run, transport="tcp")), expected)
 
 
@@ -151,7 +151,7 @@ def test_with_our_own_sockets_a_death_is_named_at_once() -> None:
 @pytest.mark.ranks(2)
 def test_ranks_that_share_no_host_use_gloo() -> None:
     with hosts(str):
-        assert isinstance(Comm(CPU)._transport, Gloo)
+        assert isinstance(Comm(CPU).lanes.transport, Gloo)
 
 
 @pytest.mark.ranks(2)
@@ -160,7 +160,7 @@ def test_a_system_that_forbids_it_is_no_error() -> None:
         raise PermissionError
 
     with hosts(lambda rank: forbidden()):
-        assert isinstance(Comm(CPU)._transport, Gloo)
+        assert isinstance(Comm(CPU).lanes.transport, Gloo)
 
 
 @pytest.mark.ranks(2)
@@ -173,7 +173,7 @@ def test_ranks_that_differ_in_transport_are_told() -> None:
 @pytest.mark.parametrize("numel", [1, 5, LARGE])
 def test_pieces_arrive_from_private_and_from_shared_memory(numel: int) -> None:
     comm, rank = Comm(CPU), dist.get_rank()
-    assert isinstance(comm._transport, SharedMemory)
+    assert isinstance(comm.lanes.transport, SharedMemory)
     for allocate in (comm.empty, lambda count, dtype: torch.empty(count, dtype=dtype)):
         full = allocate(3 * numel, torch.float32)
         full.chunk(3)[rank].fill_(rank + 1)

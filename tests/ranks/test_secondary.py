@@ -81,7 +81,7 @@ def test_a_unit_is_gathered_between_hosts_once_a_step_and_later_through_shared_m
     with hosts(lambda rank: f"host {rank // 2}"):
         engine, plain = start(run, 2), start(run, 1)
         copies = [group.weight_gather for group in engine.runtime.groups]
-        assert all(isinstance(copy.comm_ctx.comm._transport, SharedMemory) for copy in copies)
+        assert all(isinstance(copy.comm_ctx.comm.lanes.transport, SharedMemory) for copy in copies)
         for step in range(3):
             engine.runtime.comm.meter.reset()
             assert all(

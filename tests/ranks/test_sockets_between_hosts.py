@@ -252,7 +252,7 @@ def test_two_hosts_train_by_tls_to_the_bits_of_one_process_and_nobody_reads_them
 @pytest.mark.ranks(2, hosts=2, dies=[1])
 def test_a_rank_of_another_host_that_is_killed_is_named_at_once() -> None:
     comm = Comm(CPU, transport="tcp")
-    assert isinstance(comm._transport, Tcp)
+    assert isinstance(comm.lanes.transport, Tcp)
     comm.barrier("all are here")
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -78,7 +78,8 @@ class Meter:
     went to other hosts.
     calls[kind]: collectives. wait_seconds[lane]: seconds of waiting. sum_seconds: seconds of adding
     up what other ranks
-    sent. clock: the phases in which that happened.
+    sent. clock: the phases in which that happened. inter_node_rate: the bytes a second that a rank
+    sent to other hosts while all ranks did, if that was measured (comm/measure.py).
     """
 
     sent_bytes: Counter[str] = field(default_factory=Counter)
@@ -88,6 +89,7 @@ class Meter:
     sum_seconds: float = 0.0
     clock: PhaseClock = field(default_factory=PhaseClock)
     events: list[Event] | None = None
+    inter_node_rate: float | None = None
     # Bytes sent, bytes sent far and steps before `counted_bytes` begin
     _uncounted: tuple[int, int, int] = (0, 0, 0)
 

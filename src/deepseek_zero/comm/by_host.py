@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .collectives import DONE, Comm, OrderedIssueQueue, Pending, all_of
+from .collectives import Comm
 from .context import Partition
+from .pending import DONE, OrderedIssueQueue, Pending, all_of
 
 NEAR = "near_"  # before the kind of what stays inside a host, for the meter
 
@@ -40,7 +41,7 @@ class ByHost:
     def over(cls, comm: Comm, intra_node: Partition, inter_node: Partition) -> ByHost:
         """Make the groups.  Collective in the world, whose communicator is given."""
         found = cls(comm.split(intra_node, "near"), comm.split(inter_node, "across"))
-        comm.add_hops(found)
+        comm.waits.add_hops(found)
         return found
 
     @property

@@ -230,6 +230,13 @@ class WorldContext:
         far = self.gloo_over(ranks, inter_node_only=True)
         return self._with_intra_node(ranks, far, len(far.peers))
 
+    def transport_over(self, name: str, ranks: Sequence[int]) -> Transport:
+        """Return the transport of that name ("fastest", "gloo" or "tcp") between these ranks.
+        Local.
+        """
+        transports = {"gloo": self.gloo_over, "tcp": self.tcp_over, "fastest": self.fastest_over}
+        return transports[name](ranks)
+
     def _with_intra_node(self, ranks: Sequence[int], far: Transport, count: int) -> Transport:
         """Return a transport to `count` far ranks, with shared memory to those of these ranks that
         are near.

@@ -39,7 +39,7 @@ def inter_node_rate(comm: Comm, what: str, long_enough: float = LONG_ENOUGH) -> 
     slowest rank of all.
 
     long_enough: seconds of the movement that counts. Collective in the world, over the groups of
-    `comm`; each has ranks on several hosts.  `Comm.inter_node_rate` keeps it.
+    `comm`; each has ranks on several hosts.  the meter of `comm` keeps it.
     """
     nbytes = FIRST_BYTES
     while True:
@@ -49,13 +49,13 @@ def inter_node_rate(comm: Comm, what: str, long_enough: float = LONG_ENOUGH) -> 
         comm.all_gather(full, "gather", what, PROBE).wait()
         synchronize(comm.device)
         row = torch.tensor(
-            [time.perf_counter() - began, comm.inter_node_size * full.numel() / comm.size],
+            [time.perf_counter() - began, len(comm.inter_node) * full.numel() / comm.size],
             dtype=torch.float64,
         )
         table = comm.whole.all_gather_rows(row, what)
         seconds = float(table[:, 0].max())
         if seconds >= long_enough or nbytes >= MOST_BYTES:
-            comm.inter_node_rate = found = float(table[:, 1].min()) / seconds
+            comm.meter.inter_node_rate = found = float(table[:, 1].min()) / seconds
             return found
         nbytes *= GROWTH
 
@@ -65,7 +65,7 @@ class TriedTransport:
     """Which transport an engine takes; tried: what each was seen to carry between hosts, "" where
     none was tried.
 
-    rate: what the chosen one was seen to carry, as `Comm.inter_node_rate`.
+    rate: what the chosen one was seen to carry, as `Meter.inter_node_rate`.
     """
 
     name: str
@@ -122,10 +122,10 @@ def line_of(comm: Comm) -> Line | None:
     that was measured, else what the interface says of itself, shared by the ranks of this host;
     None where nobody knows.  Local.
     """
-    if comm.inter_node_rate is not None:
-        return Line(comm.inter_node_rate, "it carried at the start")
+    if comm.meter.inter_node_rate is not None:
+        return Line(comm.meter.inter_node_rate, "it carried at the start")
     hosts = comm.hosts
-    if hosts is None or hosts.is_one:
+    if hosts.is_one:
         return None
     try:
         name = interface_of(listening_host(hosts))

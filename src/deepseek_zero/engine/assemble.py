@@ -100,7 +100,7 @@ def assemble(
     if config.transport == "measured":
         way = try_transports(mesh.device)
     world = Comm(mesh.device, transport=way.name)
-    world.inter_node_rate = way.rate
+    world.meter.inter_node_rate = way.rate
     agree(
         world,
         [f"{mesh}"],

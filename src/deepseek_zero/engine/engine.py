@@ -204,9 +204,9 @@ class Engine(StandsForModule):
         # it.
         are_alike = mesh.device.type == "cpu" and mesh.pp == mesh.tp == mesh.sp == 1
         comm = parts.runtime.comm
-        self._stragglers = (
-            Stragglers(comm.meter, comm.host_names) if are_alike and comm.spans_hosts else None
-        )
+        self._stragglers: Stragglers | None = None
+        if are_alike and not comm.hosts.is_one:
+            self._stragglers = Stragglers(comm.meter, list(dict.fromkeys(comm.hosts.names)))
         self.observer.planned(self.plan())
         self._losses = Losses(partial(_backwards_of, parts.runtime, parts.loop), self.observer.loss)
 
@@ -405,7 +405,7 @@ class Engine(StandsForModule):
                 if loop is None and runtime.step.backwards == done:
                     runtime.backward.join_skipped_passes()
         except BaseException as error:
-            runtime.comm.post_error(error)
+            runtime.comm.waits.post_error(error)
             raise
         self._losses.differentiated(loss)
         self._backwards += 1

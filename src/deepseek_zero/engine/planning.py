@@ -18,7 +18,7 @@ from ..base.errors import UsageError
 from ..base.log import log_once
 from ..base.mesh import Mesh
 from ..comm.agreement import AllRanks
-from ..comm.collectives import Comm
+from ..comm.collectives import Comm, would_read_in_place
 from ..comm.context import ranks_of_this_host
 from ..comm.measure import inter_node_rate
 from ..optim.step_settings import StepSettings, update_settings_of
@@ -65,16 +65,16 @@ def plan_run(
         row = torch.tensor([int(comm.shard.reads_in_place)])
         in_place = bool(comm.whole.all_gather_rows(row, "where weights are read").all())
         settings = with_useful_copies(settings, mesh, in_place=in_place)
-    settings = with_order_of_sums(settings, mesh, comm.ranks_per_host, optimizer.cls)
+    settings = with_order_of_sums(settings, mesh, comm.hosts.per_host, optimizer.cls)
     settings = with_chosen_codes(config, settings, comm, mesh)
     say_fixed_codes(config, settings)
     inside, across = mesh.hosts_of(settings.ranks_per_host or 1)
     machine = Machine(
         comm.shard.reads_in_place,
         replicas_read_in_place=near,
-        near_read_in_place=comm.would_read_in_place(inside),
-        far_read_in_place=comm.would_read_in_place(across),
-        spans_hosts=comm.shard.inter_node_size > 0,
+        near_read_in_place=would_read_in_place(comm, inside),
+        far_read_in_place=would_read_in_place(comm, across),
+        spans_hosts=bool(comm.shard.inter_node),
     )
     if not TierChoices.of(settings, placement, mesh.device).are_open:
         found = plan_shape(shape, settings, mesh, machine, update, placement)
@@ -83,7 +83,7 @@ def plan_run(
         with AllRanks(comm, "placing states"):
             found = plan_shape(shape, settings, mesh, machine, update, placement)
         log_once(f"placement: {describe_tiers(found.settings.unit_tiers)}")
-    say_uncoded(found, among_hosts=comm.spans_hosts)
+    say_uncoded(found, among_hosts=not comm.hosts.is_one)
     say_other_wires(found)
     return found
 
@@ -107,7 +107,7 @@ def with_chosen_codes(
             "compression.weights.bits states them."
         )
     table = comm.whole.all_gather_rows(
-        torch.tensor([shard.inter_node_size]), "who has ranks on other hosts"
+        torch.tensor([len(shard.inter_node)]), "who has ranks on other hosts"
     )
     if not int(table.min()):
         log_once(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ..comm.collectives import Pending
+from ..comm.pending import Pending
 from ..optim.update_policy import Stepping, UpdatePolicy
 from ..optim.updater import Updater
 from ..optim.verdict import StepResult

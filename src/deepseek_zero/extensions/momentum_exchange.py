@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..base.errors import UsageError
-from ..comm.collectives import Pending, ordered_sum
+from ..comm.collectives import ordered_sum
+from ..comm.pending import Pending
 from ..planner.extras import with_momenta_exchanged
 from ..planner.spec import ShardPlan
 from ..planner.units import GroupPlan

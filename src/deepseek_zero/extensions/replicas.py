@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ..comm.collectives import Pending, scatter
+from ..comm.collectives import scatter
+from ..comm.pending import Pending
 from ..sharding.buffer import FlatBuffer, all_gather, all_reduce, move
 from ..sharding.grad_reduction import GradReduction, own_slice
 from ..sharding.group import Group

@@ -7,7 +7,7 @@ gathered, so that results do not depend on it. It is in no checkpoint.
 
 from __future__ import annotations
 
-from ..comm.collectives import Pending
+from ..comm.pending import Pending
 from ..planner.extras import second_copy_of
 from ..sharding.buffer import CommContext, FlatBuffer, move
 from ..sharding.group import Group

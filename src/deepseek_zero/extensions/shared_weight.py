@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..comm.collectives import Pending
+from ..comm.pending import Pending
 from ..comm.transports.base import SymmetricMemory
 from ..sharding.buffer import FlatBuffer
 from ..sharding.group import Group
@@ -34,7 +34,7 @@ class SharedWeight(WeightGather):
         self.memory.release()
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
-        return self.group.comm_ctx.comm.gather_in_place(self.memory, what)
+        return self.group.comm_ctx.comm.symmetric.gather(self.memory, what)
 
     def before_write(self, what: str) -> None:
         self.group.comm_ctx.comm.barrier(f"writing {what}")

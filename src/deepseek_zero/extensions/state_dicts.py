@@ -230,7 +230,9 @@ class _Saver:
                 self.exact.__enter__()
             runtime = self.unit.groups[0].runtime() if self.unit.groups else None
             lone_call = (
-                runtime.comm.lone_call("state_dict()") if runtime is not None else nullcontext()
+                runtime.comm.waits.lone_call("state_dict()")
+                if runtime is not None
+                else nullcontext()
             )
             with torch.inference_mode(False), torch.no_grad(), lone_call:
                 self.unit.unshard()

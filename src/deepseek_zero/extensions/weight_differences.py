@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..comm.collectives import DONE, Pending
+from ..comm.pending import DONE, Pending
 from ..planner.layout import Slot
 from ..precision.policy import cast_master
 from ..sharding.buffer import CommContext, FlatBuffer, Message, all_gather

@@ -23,7 +23,8 @@ from ..base.device import ScalesItself, adopt_step_hooks, tell_schedules_of_step
 from ..base.errors import UsageError
 from ..base.log import log_once
 from ..comm.agreement import AllRanks, agree, agree_on, values_in
-from ..comm.collectives import Pending, propagate_errors
+from ..comm.collectives import propagate_errors
+from ..comm.pending import Pending
 from ..optimizers.plain_steps import undecorated
 from ..planner.messages import MAX_IN_FLIGHT
 from ..planner.update import UpdatePlan

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ..base.errors import UsageError
 from ..base.mesh import Mesh
-from ..comm.collectives import Comm, Pending
+from ..comm.collectives import Comm
+from ..comm.pending import Pending
 from .schedule import PipelineSchedule
 
 # Int64: how many tensors, then of each dtype, whether it is differentiated, dimensions and sizes

@@ -89,4 +89,4 @@ def network_links(
 
 def far_share(comm: Comm) -> float:
     """Return the part of what a rank sends each other of a group that leaves its host."""
-    return comm.inter_node_size / max(1, comm.size - 1)
+    return len(comm.inter_node) / max(1, comm.size - 1)

@@ -138,7 +138,8 @@ class Backward:
         other ranks wait to hear of.
         """
         if self.step.phase is Phase.BACKWARD and self._number == number:
-            self.comm.post_error(RuntimeError("its backward ended early; its own output tells why"))
+            error = RuntimeError("its backward ended early; its own output tells why")
+            self.comm.waits.post_error(error)
 
     def _begin_passes(self, *, ends_step: bool) -> None:
         with torch.no_grad():
@@ -256,7 +257,7 @@ class Backward:
         """After a forward or backward that an exception ended: drain, drop the half-made gradients,
         start clean.
         """
-        self.comm.withdraw_error()
+        self.comm.waits.withdraw_error()
         interrupted = self.step.phase
         if interrupted is Phase.IDLE:
             return

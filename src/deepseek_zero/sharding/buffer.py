@@ -21,7 +21,8 @@ from ..base.device import storage_users
 from ..base.errors import UsageError
 from ..base.memory import parts_in_lock_ranges, return_pages
 from ..comm.by_host import NEAR, ByHost
-from ..comm.collectives import DONE, Comm, OrderedIssueQueue, Pending, ordered_sum
+from ..comm.collectives import Comm, ordered_sum
+from ..comm.pending import DONE, OrderedIssueQueue, Pending
 from ..comm.transports.base import Use
 from ..planner.layout import BLOCK, FlatLayout, Slot
 from ..planner.messages import SUM_TILE_NUMEL, hop_wires, message_rooms, messages_of

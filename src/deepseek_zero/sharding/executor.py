@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..comm.collectives import Comm, OrderedIssueQueue
+from ..comm.collectives import Comm
+from ..comm.pending import OrderedIssueQueue
 from ..planner.make_schedule import schedule_units
 from ..planner.plan_settings import PlanSettings
 from ..planner.schedule import Action, Schedule

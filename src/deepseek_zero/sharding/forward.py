@@ -210,7 +210,7 @@ class Forward:
             # Torch calls this hook while it handles what the forward raised
             error = sys.exception()
             if error is not None and not ends_recomputation(error):
-                self.comm.post_error(error)
+                self.comm.waits.post_error(error)
             return output
         output = self._as_passed(unit, output)
         if self.step.nonfinite is not None:

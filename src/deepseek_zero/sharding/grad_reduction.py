@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ..comm.collectives import DONE, Pending
+from ..comm.pending import DONE, Pending
 from ..planner.spec import R, S
 from .buffer import FlatBuffer, move
 from .group import Group

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..base.device import without_torch_function
-from ..comm.collectives import DONE, Pending
+from ..comm.pending import DONE, Pending
 from ..planner.spec import P
 from .buffer import FlatBuffer, all_gather
 from .grad_norm import squares_now

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..base.device import without_torch_function
 from ..base.memory import trim_heap
-from ..comm.collectives import DONE, Pending
+from ..comm.pending import DONE, Pending
 from ..planner.layout import FlatLayout
 from ..planner.plan_settings import PlanSettings
 from ..planner.spec import R, S, ShardPlan

@@ -9,7 +9,7 @@ from enum import Enum
 
 from torch import nn
 
-from ..comm.collectives import Pending
+from ..comm.pending import Pending
 from ..planner.units import UnitPlan
 from .group import ParamInfo
 from .group_build import demote, promote_to_fp32

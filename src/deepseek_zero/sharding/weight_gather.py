@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ..comm.collectives import Pending
+from ..comm.pending import Pending
 from ..planner.spec import S
 from .buffer import FlatBuffer, move
 from .group import Group

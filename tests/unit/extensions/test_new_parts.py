@@ -12,7 +12,8 @@ from torch import Tensor
 
 from deepseek_zero.base.capabilities import Capability
 from deepseek_zero.base.mesh import Mesh
-from deepseek_zero.comm.collectives import Comm, Pending
+from deepseek_zero.comm.collectives import Comm
+from deepseek_zero.comm.pending import Pending
 from deepseek_zero.extensions.group_parts import group_parts
 from deepseek_zero.extensions.state_dicts import StateDicts
 from deepseek_zero.optim.sharded import ShardedOptimizer

@@ -47,11 +47,13 @@ def metered(plan: Plan, far: float, steps: int = 2) -> Meter:
 def groups(per_host: int) -> Any:
     """The groups that share slices: four ranks on two hosts."""
     near, across = (
-        SimpleNamespace(size=2, inter_node_size=0),
-        SimpleNamespace(size=2, inter_node_size=1),
+        SimpleNamespace(size=2, inter_node=frozenset(range(0))),
+        SimpleNamespace(size=2, inter_node=frozenset(range(1))),
     )
     hosts = SimpleNamespace(intra_node=near, inter_node=across) if per_host > 1 else None
-    return SimpleNamespace(comm=SimpleNamespace(size=4, inter_node_size=2), hosts=hosts)
+    return SimpleNamespace(
+        comm=SimpleNamespace(size=4, inter_node=frozenset(range(2))), hosts=hosts
+    )
 
 
 @pytest.mark.parametrize("per_host", [1, 2])
@@ -158,7 +160,7 @@ def test_a_line_is_what_was_measured_else_what_the_interface_says_to_each_rank_o
 ) -> None:
     comm = Comm(torch.device("cpu"))
     assert line_of(comm) is None, "a world of one has no line"
-    monkeypatch.setattr(Comm, "hosts", Hosts(0, ("a", "a", "b", "b")))
+    comm.hosts = Hosts(0, ("a", "a", "b", "b"))
     monkeypatch.setattr(measure, "INTERFACES", tmp_path)
     monkeypatch.setattr(measure, "listening_host", lambda hosts: "127.0.0.1")
     (tmp_path / "lo").mkdir()
@@ -166,5 +168,5 @@ def test_a_line_is_what_was_measured_else_what_the_interface_says_to_each_rank_o
     for said, expected in (("1000\n", Line(62.5e6, "lo has for each of 2 ranks")), ("-1\n", None)):
         (tmp_path / "lo" / "speed").write_text(said)
         assert line_of(comm) == expected
-    comm.inter_node_rate = 7e6
+    comm.meter.inter_node_rate = 7e6
     assert line_of(comm) == Line(7e6, "it carried at the start")

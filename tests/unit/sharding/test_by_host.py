@@ -15,7 +15,7 @@ from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.comm.bootstrap import Hosts
 from deepseek_zero.comm.by_host import NEAR
-from deepseek_zero.comm.collectives import OrderedIssueQueue, Pending
+from deepseek_zero.comm.pending import OrderedIssueQueue, Pending
 from deepseek_zero.planner.plan_settings import PlanSettings
 from deepseek_zero.precision.policy import Policy
 from tests.in_process import Rank, optimizer_over, run_ranks, sharded

@@ -3,7 +3,7 @@ collective is made.
 
 gloo.py sends point to point, nccl.py uses NCCL's own collectives, shared_memory.py lets ranks of
 one host read each other's pages, and composed.py combines two of them. A transport knows nothing of
-the order of lanes or of errors (collectives.py, context.py).
+the order of lanes or of errors (lanes.py, waits.py).
 """
 
 from __future__ import annotations

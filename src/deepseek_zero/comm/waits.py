@@ -1,0 +1,237 @@
+"""How the waits of one engine end: with the data, or with an error that names a rank.
+
+A rank that waits writes what it waits for into the flight recorder, and reads there why another
+rank will not come.  All communicators of an engine share one `Waits`, so that an error that a rank
+raises in one group reaches the ranks that wait in the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from ..base.errors import PeerError, UsageError
+from .context import Lane, WorldContext
+from .flight_recorder import KILLED_FIX, KILLED_WHY, LOST, raised_in
+from .outside_calls import outside_call
+from .transports import base
+from .transports.base import ConnectionLost, Transport, first_line
+
+T = TypeVar("T")
+LIFE_SECONDS = 0.25  # between looks for signs of life of other hosts, while a rank waits
+HOP_SECONDS = 1e-3  # how long a wait lasts while a second hop may have to be issued
+
+
+@dataclass(frozen=True)
+class IssuedCollective:
+    """One collective, and its place in its lane.
+
+    Attributes:
+        lane: The lane.
+        kind: The last name of the lane ("gather", "reduce" or "rows").
+        sequence: Its number in the lane.
+        what: Its name, the same on all ranks.
+        ranks: The ranks of its group, as the world counts them.
+        issued: When it was issued (`time.perf_counter`).
+        arrived: When its data came; empty before.
+    """
+
+    lane: Lane
+    kind: str
+    sequence: int
+    what: str
+    ranks: tuple[int, ...]
+    issued: float
+    arrived: list[float] = field(default_factory=list)
+
+
+class Hops(Protocol):
+    """Movements of two hops, of which the second is issued by whoever waits for anything
+    meanwhile.
+    """
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether a second hop is still to be issued."""
+        ...
+
+    def advance(self) -> None:
+        """Issue what can be issued, without waiting."""
+        ...
+
+
+@dataclass
+class Waits:
+    """How the waits of one engine end, in any of its groups.
+
+    Attributes:
+        world: The connections of this rank; None in a world of one rank.
+        name: The topic of the engine's errors in the flight recorder.
+        has_given_up: A wait ended in an error that another rank caused.
+        has_raised: An error of this rank was posted.
+    """
+
+    world: WorldContext | None = None
+    name: str = "engine"
+    has_given_up: bool = False
+    has_raised: bool = False
+    _lone_call: str = ""  # the call under way that programs may make on some ranks only
+    # A WeakSet's length costs more than all its use here
+    _hops: list[weakref.ref[Hops]] = field(default_factory=list)
+
+    @functools.cached_property
+    def spans_hosts(self) -> bool:
+        """Whether ranks of the world are on several hosts; every wait reads it."""
+        return self.world is not None and not self.world.hosts.is_one
+
+    # -- second hops
+
+    def add_hops(self, hops: Hops) -> None:
+        """Have waits issue these second hops for as long as the object lives. Local."""
+        self._hops.append(weakref.ref(hops, self._hops.remove))
+
+    def advance(self) -> None:
+        """Issue second hops whose turn has come, without waiting."""
+        for each in list(self._hops):
+            if (hops := each()) is not None:
+                hops.advance()
+
+    @property
+    def polls_often(self) -> bool:
+        """Return whether a wait looks around before the time that a transport waits by itself."""
+        return bool(self._hops) or self.spans_hosts
+
+    def poll_interval(self) -> float:
+        """Return how long a wait may last before it issues second hops or checks other hosts."""
+        if any((hops := each()) is not None and hops.is_open for each in self._hops):
+            return HOP_SECONDS
+        return min(base.POLL_SECONDS, LIFE_SECONDS) if self.spans_hosts else base.POLL_SECONDS
+
+    # -- errors that ranks tell each other
+
+    def post_error(self, error: BaseException) -> None:
+        """Tell the ranks that wait for this one why it will not come.
+
+        An error that another rank caused is not posted.
+        """
+        if self.world is not None and not self.has_given_up:
+            first_line = (str(error).splitlines() or [""])[0]
+            self.has_raised = True
+            text = f"{type(error).__name__}: {first_line}"
+            self.world.recorder.post(raised_in(self.name), text[:300])
+
+    def withdraw_error(self) -> None:
+        """Withdraw a posted error: this rank goes on after all."""
+        self.has_given_up = False
+        if self.has_raised and self.world is not None:
+            self.has_raised = False
+            self.world.recorder.withdraw(raised_in(self.name))
+
+    @contextmanager
+    def lone_call(self, what: str) -> Iterator[None]:
+        """Open a block of collectives that programs may begin on some ranks only, as a mistake.
+
+        A wait in it ends with `UsageError` if another member waits for this rank in a call of
+        torch.distributed's own. The other ranks of the engine raise at their next collective.
+        """
+        before = self._lone_call
+        self._lone_call = what
+        try:
+            yield
+        finally:
+            self._lone_call = before
+
+    # -- one wait
+
+    def wait_or_raise(
+        self,
+        world: WorldContext,
+        transport: Transport,
+        issued: IssuedCollective,
+        action: Callable[[], T],
+    ) -> T:
+        """Call what may have to wait for other ranks, until there is evidence that it waits in
+        vain.
+
+        Raises `PeerError` if a rank is gone or in another collective. Any other error is this
+        rank's own (no memory, a shape, a dtype): it keeps its type, and is posted to the ranks that
+        wait for this one.
+        """
+        began = looked = time.perf_counter()
+        while True:
+            try:
+                return action()
+            except TimeoutError:
+                self.advance()
+                now = time.perf_counter()
+                error: PeerError | UsageError | None
+                if self.polls_often and now - looked < base.POLL_SECONDS:
+                    asks = now - began > base.POLL_SECONDS
+                    error = world.recorder.find_lost_host(asks=asks) if self.spans_hosts else None
+                    if error is None:
+                        continue
+                else:
+                    looked = now
+                    here = world.position(issued.lane.name, issued.sequence, issued.ranks)
+                    error = world.recorder.find_desync(here, self.name)
+                    if error is None:
+                        world.recorder.tell_absent(here, self.name, now - began)
+                        error = self._find_lone_call(world, issued.ranks)
+                if error is not None:
+                    self.has_given_up = True
+                    raise error from None
+                # A rank that waits for a far one is still to hear its near ones
+                transport.progress()
+            except ConnectionLost as caught:
+                raise self._connection_lost(world, issued.what, caught) from None
+            except Exception as error:
+                self.post_error(error)
+                raise
+
+    def _find_lone_call(self, world: WorldContext, ranks: tuple[int, ...]) -> UsageError | None:
+        """Return the error for a call that this rank has made and another one has not; None if it
+        may still make it.
+        """
+        what = self._lone_call
+        if not what:
+            return None
+        calls = [(rank, outside_call(world.recorder, rank)) for rank in ranks if rank != world.rank]
+        rank, call = next(((rank, call) for rank, call in calls if call), (-1, ""))
+        if not call:
+            return None
+        error = UsageError(
+            f"{what} was called on rank {world.rank}, and rank {rank} waits for it in "
+            f"torch.distributed's {call}().",
+            f"{what} gathers what is sharded, so every rank must call it.",
+            f"call {what} on all ranks, and use the result on one.",
+        )
+        # No later forward of this rank withdraws it: its collectives are one ahead of the others'
+        # from now on.
+        text = f"{type(error).__name__}: {error.what}"
+        world.recorder.post(raised_in(self.name), text[:300])
+        return error
+
+    def _connection_lost(self, world: WorldContext, what: str, caught: ConnectionLost) -> PeerError:
+        """Return the error for a broken connection; the flight recorder may know more than the
+        socket does.
+
+        Ranks that share no group with the one that is gone are told whom this one lost: they wait
+        for this one.
+        """
+        recorder = world.recorder
+        self.has_given_up = True
+        # Seen here, whatever others have made of it since
+        if caught.is_silence and caught.rank is not None:
+            return recorder.find_lost_host(asks=True) or recorder.host_lost([caught.rank])
+        if error := recorder.find_failure(f"rank {world.rank} was in '{what}'", self.name):
+            return error
+        me = recorder.name(world.rank, self.name)
+        other = "another rank" if caught.rank is None else recorder.name(caught.rank, self.name)
+        found = f"{me} lost its connection to {other} in '{what}': {first_line(caught)}"
+        recorder.post(LOST, found)
+        return PeerError(found, KILLED_WHY, KILLED_FIX)

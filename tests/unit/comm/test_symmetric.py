@@ -1,0 +1,27 @@
+"""Symmetric memory of a group."""
+
+from __future__ import annotations
+
+import torch
+
+from deepseek_zero.comm.collectives import Comm
+from deepseek_zero.comm.pending import DONE
+from tests.in_process import Rank, run_ranks
+
+
+def test_a_group_of_one_rank_has_memory_of_its_own_that_is_always_gathered() -> None:
+    symmetric = Comm(torch.device("cpu")).symmetric
+    memory = symmetric.allocate(4, torch.float32, "w")
+    assert memory is not None
+    assert memory.whole.tolist() == [0.0] * 4
+    assert symmetric.gather(memory, "w") is DONE
+
+
+def test_ranks_that_share_no_pages_have_none() -> None:
+    def body(rank: Rank) -> bool:
+        symmetric = rank.comm.symmetric
+        symmetric.begin("forward")
+        symmetric.end()
+        return symmetric.allocate(4, torch.float32, "w") is None
+
+    assert run_ranks(2, body) == [True, True]
