@@ -1,4 +1,4 @@
-"""How the waits of one engine end: what ranks tell each other, and how often a wait looks around."""
+"""How the waits of one engine end, and how often a wait looks around."""
 
 from __future__ import annotations
 

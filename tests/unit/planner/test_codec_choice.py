@@ -88,7 +88,7 @@ def test_that_weights_are_not_chosen_for_at_stages_1_and_2_is_said(
     said = list[str]()
     monkeypatch.setattr(planning, "log_once", said.append)
     alone: Any = SimpleNamespace(
-        shard=SimpleNamespace(inter_node=frozenset(range(0))),
+        shard=SimpleNamespace(inter_node=frozenset()),
         whole=SimpleNamespace(all_gather_rows=lambda row, what: row[None]),
     )
     settings = PlanSettings(
@@ -125,7 +125,7 @@ def test_gradients_are_priced_in_the_dtype_in_which_they_would_travel(
     monkeypatch.setattr(planning, "measured_rates", lambda codec, device: (1e9, 1e9))
     monkeypatch.setattr(planning, "choose_codes", choose)
     comm: Any = SimpleNamespace(
-        shard=SimpleNamespace(inter_node=frozenset(range(1))),
+        shard=SimpleNamespace(inter_node=frozenset({1})),
         whole=SimpleNamespace(all_gather_rows=lambda row, what: row[None]),
     )
     policy = Policy(torch.bfloat16, reduce=reduce)

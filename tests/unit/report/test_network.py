@@ -47,8 +47,8 @@ def metered(plan: Plan, far: float, steps: int = 2) -> Meter:
 def groups(per_host: int) -> Any:
     """The groups that share slices: four ranks on two hosts."""
     near, across = (
-        SimpleNamespace(size=2, inter_node=frozenset(range(0))),
-        SimpleNamespace(size=2, inter_node=frozenset(range(1))),
+        SimpleNamespace(size=2, inter_node=frozenset()),
+        SimpleNamespace(size=2, inter_node=frozenset({1})),
     )
     hosts = SimpleNamespace(intra_node=near, inter_node=across) if per_host > 1 else None
     return SimpleNamespace(

@@ -1,18 +1,12 @@
-"""Our own sockets between hosts: one authenticated connection for each pair of ranks, and messages
-known by their tag.
+"""Our own sockets between hosts: one authenticated connection for each pair of ranks, and the
+thread that serves all of them.
 
-A message is a header and at most PIECE_BYTES; a longer tensor is several pieces.  Small tensors
-leave at once and wait at the receiver for their box, as long as no more than EAGER_BUDGET bytes of
-them do.  Every other tensor waits for READY, which a receiver says when it has a box for it: its
-pieces land straight in that box, stored nowhere on the way. What is small leaves before the pieces
-that are queued, and the kernel is given little that it cannot send: a receipt behind megabytes
-would keep a collective waiting whose data has come.
+link.py has the messages of one pair of ranks, known by their tag.  The kernel is given little that
+it cannot send: a receipt behind megabytes would keep a collective waiting whose data has come.
 
-Messages are numbered.  A receiver says up to which number it has them, and a sender keeps what has
-not been received, so that a connection that broke, or fell silent, is replaced by a new one and
-goes on where it was.  A rank is lost when nobody listens any more where it did, or when its host
-does not answer for `dead_after` seconds.  A rank that is stopped or busy is neither: its host still
-answers.
+A connection that broke, or fell silent, is replaced by a new one and goes on where it was.  A rank
+is lost when nobody listens any more where it did, or when its host does not answer for
+`dead_after` seconds.  A rank that is stopped or busy is neither: its host still answers.
 """
 
 from __future__ import annotations
@@ -22,25 +16,20 @@ import os
 import select
 import socket
 import ssl
-import struct
 import threading
 import time
 import weakref
 import zlib
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...base.errors import ModelMismatchError
 from ...base.launch import TELL_AFTER, dead_after
 from ...base.log import logger
 from ..ids import CollectiveId, engine_of, lane_of_tag, tag_of
-from ..transports.base import ConnectionLost, Wait, poll_interval_of
+from ..transports.base import ConnectionLost, Wait
 from .channel import (
     Address,
     Hello,
@@ -52,12 +41,18 @@ from .channel import (
     has_unanswered,
     introduce,
 )
+from .link import (
+    EAGER_BYTES,
+    GATHERED,
+    PIECE_BYTES,
+    Exchange,
+    FrameKind,
+    Link,
+    header_of,
+)
 
-PIECE_BYTES = 1 << 18  # which a receipt or a question may wait for, if it has begun to leave
 # That the kernel takes of a connection and has not sent yet: they wait for those, too
 UNSENT_BYTES = 1 << 18
-EAGER_BYTES = 1 << 14  # a tensor up to this size is copied, and leaves without a question
-EAGER_BUDGET = 1 << 20  # of such bytes that one rank keeps for another
 BEAT_SECONDS = 1.0  # a connection with nothing to say says so
 SILENT_SECONDS = 3.0  # then a new connection is tried
 ATTEMPT_SECONDS = 1.0  # of one attempt to reach it
@@ -67,190 +62,6 @@ FAREWELL_SECONDS = 1.0  # for the others to receive what this rank sent last
 RECEIPT_SECONDS = 0.02  # that a receipt waits for a message to go with, where nobody waits for it
 WAKE_BYTES = 1 << 17  # of a payload, that have come before the thread that serves is woken for them
 _READ_AT_ONCE = 1 << 21  # bytes that are read before another connection's turn
-_GATHERED = 16  # messages written by one call
-_HEADER = struct.Struct("<BxxxIQQIIQQ")
-_CHECK = struct.Struct("<I")
-HEADER_BYTES = _HEADER.size + _CHECK.size
-_LINE_BITS = 32
-
-
-class FrameKind(IntEnum):
-    """The kinds of messages."""
-
-    EAGER = 1  # a whole small tensor, unasked
-    PIECE = 2  # a part of a tensor for which the receiver was ready
-    READY = 3  # I have a box for this tensor
-    RECEIVED = 4  # I have received your messages up to this number; not numbered itself
-    RESUME = 5  # the same, as the first word on a new connection
-
-
-_NUMBERED = (FrameKind.EAGER, FrameKind.PIECE, FrameKind.READY)
-
-
-class _Exchange:
-    """What one collective waits for. left: boxes not filled and tensors of others' not received."""
-
-    def __init__(self, cid: CollectiveId) -> None:
-        self._cid = cid
-        self.left = 0
-        self.event = threading.Event()
-        self.error: Exception | None = None
-
-    def end_one(self) -> None:
-        self.left -= 1
-        if not self.left:
-            self._cid.arrived.append(time.perf_counter())
-            self.event.set()
-
-    def fail(self, error: Exception) -> None:
-        self.error = self.error or error
-        self.event.set()
-
-    def wait(self) -> None:
-        if not self.event.wait(poll_interval_of(self._cid)):
-            raise TimeoutError
-        if self.error is not None:
-            raise self.error
-
-
-@dataclass(eq=False)
-class _Frame:
-    """A message to send, until the other has received it. exchange: what ends with it."""
-
-    kind: FrameKind
-    tag: int
-    payload: memoryview | bytes = b""
-    offset: int = 0
-    total: int = 0
-    exchange: _Exchange | None = None
-    number: int = 0
-    header: bytes = b""
-
-    def bytes_of_header(self) -> bytes:
-        if not self.header:
-            self.header = _header(
-                self.kind,
-                self.number,
-                self.tag,
-                len(self.payload),
-                zlib.crc32(self.payload),
-                self.offset,
-                self.total,
-            )
-        return self.header
-
-
-def _header(
-    kind: FrameKind,
-    number: int,
-    tag: int = 0,
-    length: int = 0,
-    crc: int = 0,
-    offset: int = 0,
-    total: int = 0,
-) -> bytes:
-    line = tag >> _LINE_BITS
-    check = tag & ((1 << _LINE_BITS) - 1)
-    header = _HEADER.pack(kind, length, number, line, check, crc, offset, total)
-    return header + _CHECK.pack(zlib.crc32(header))
-
-
-@dataclass(eq=False)
-class _Box:
-    """Where a tensor lands. left: bytes that are still to come."""
-
-    view: memoryview
-    left: int
-    exchange: _Exchange
-
-
-@dataclass(eq=False)
-class _Offer:
-    """A tensor that waits for its receiver to be ready."""
-
-    view: memoryview
-    exchange: _Exchange
-
-
-@dataclass(eq=False)
-class _Link:
-    """Everything between this rank and one other. host: as messages name it. gone: why it is lost,
-    once it is.
-    """
-
-    rank: int
-    address: Address
-    host: str
-    connection: socket.socket | None = None
-    generation: int = 0  # connections so far
-    resumed: bool = False  # the other has said where to go on
-    recovering: bool = False
-    gone: str = ""
-    is_silent: bool = False  # why: its host answers nothing
-    heard: float = 0.0
-    spoke: float = 0.0
-    silence_told_at: float | None = None
-    # sending
-    # Before what is queued: questions, and eager tensors
-    urgent: deque[_Frame] = field(default_factory=deque)
-    queue: deque[_Frame] = field(default_factory=deque)
-    sent: deque[_Frame] = field(default_factory=deque)  # and not received yet, as far as is known
-    writing: deque[memoryview | bytes] = field(default_factory=deque)
-    is_blocked: bool = False
-    last_number: int = 0
-    offers: dict[int, _Offer] = field(default_factory=dict)
-    # Tags for which the other has a box and this rank no tensor
-    ready: dict[int, bool] = field(default_factory=dict)
-    eager: set[int] = field(default_factory=set)  # tags of eager tensors that are not received yet
-    eager_sent: int = 0
-    eager_used: int = 0  # as the other says
-    # receiving
-    received: int = 0
-    used: int = 0  # bytes of eager tensors that found their boxes
-    owes_receipt: bool = False
-    is_waited_for: bool = False  # the receipt, by an exchange of the other's
-    boxes: dict[int, _Box] = field(default_factory=dict)
-    early: dict[int, bytes] = field(default_factory=dict)  # eager tensors without a box
-    header: bytearray = field(default_factory=lambda: bytearray(HEADER_BYTES))
-    # The rest of what is being read
-    into: memoryview = field(default_factory=lambda: memoryview(b""))
-    reads: tuple[FrameKind, int, int, int, int, _Box | bytearray | None] | None = (
-        None  # a payload's kind, tag, ..., place
-    )
-    crc: int = 0
-    wakes_at: int = 1  # bytes that have come before the kernel tells of them
-
-    def expect_header(self) -> None:
-        self.reads, self.into = None, memoryview(self.header)
-
-    def received_up_to(self, number: int) -> list[_Exchange]:
-        """Drop what the other has received; return the exchanges that end with it, of which nothing
-        is held here.
-        """
-        found = []
-        while self.sent and self.sent[0].number <= number:
-            frame = self.sent.popleft()
-            self.eager.discard(frame.tag)
-            if frame.exchange is not None:
-                found.append(frame.exchange)
-        return found
-
-    def next_frame(self) -> _Frame | None:
-        """Take the next message to write.  What was sent before, over another connection, keeps its
-        place.
-        """
-        is_sent_again = self.queue and self.queue[0].number
-        waiting = self.queue if is_sent_again or not self.urgent else self.urgent
-        return waiting.popleft() if waiting else None
-
-    @property
-    def unsent(self) -> int:
-        """Return how many messages wait."""
-        return len(self.urgent) + len(self.queue)
-
-    @property
-    def has_unreceived(self) -> bool:
-        return not self.gone and bool(self.urgent or self.queue or self.sent)
 
 
 class Links:
@@ -273,21 +84,20 @@ class Links:
         """
         self.rank = rank
         self.listener = listener
-        self._secret = secret
-        self.links: dict[int, _Link] = {}
-        for peer, address in addresses.items():
-            name = f"{names[peer]} ({address[0]})" if names else address[0]
-            self.links[peer] = _Link(peer, address, name)
+        self.secret = secret
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._of_descriptor: dict[int, _Link] = {}
+        scratch = memoryview(bytearray(PIECE_BYTES))
+        self.links: dict[int, Link] = {}
+        for peer, address in addresses.items():
+            name = f"{names[peer]} ({address[0]})" if names else address[0]
+            self.links[peer] = Link(peer, address, name, self._changed, scratch)
+        self._of_descriptor: dict[int, Link] = {}
         self._poll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll.register(self._wake, select.EPOLLIN)
-        # For pieces that nobody waits for any more
-        self._scratch = memoryview(bytearray(PIECE_BYTES))
         self._lanes: dict[str, int] = {}  # the number of each lane that was used
-        self._is_closing = False
+        self.is_closing = False
         self._thread = threading.Thread(
             target=self._serve, daemon=True, name="deepseek-zero-sockets"
         )
@@ -300,7 +110,7 @@ class Links:
         self.listener.admit(Role.DATA, self._admit)
         self._thread.start()
         for link in self.links.values():
-            if self._dials(link):
+            if self.dials(link):
                 self._start_recovery(link)
         with self._changed:
             self._changed.wait_for(
@@ -318,7 +128,7 @@ class Links:
         """Send a tensor to each of these ranks and receive one; by rank (outgoing, incoming), empty
         ones not at all.
         """
-        exchange = _Exchange(cid)
+        exchange = Exchange(cid)
         tag = tag_of(cid)
         lost = None
         with self._lock:
@@ -330,9 +140,9 @@ class Links:
                     lost = lost or _lost(link)
                     continue
                 if incoming.numel():
-                    self._receive(link, _bytes_of(incoming), tag, exchange)
+                    link.receive(_bytes_of(incoming), tag, exchange)
                 if outgoing.numel():
-                    self._send(link, _bytes_of(outgoing), tag, exchange)
+                    link.send(_bytes_of(outgoing), tag, exchange)
             if lost is not None:
                 exchange.fail(lost)
             exchange.end_one()
@@ -362,13 +172,13 @@ class Links:
         connections.
         """
         with self._changed:
-            if self._is_closing:
+            if self.is_closing:
                 return
             self._changed.wait_for(
                 lambda: not any(link.has_unreceived for link in self.links.values()),
                 FAREWELL_SECONDS,
             )
-            self._is_closing = True
+            self.is_closing = True
         self._rouse()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(FAREWELL_SECONDS)
@@ -378,37 +188,13 @@ class Links:
 
     # -- sending
 
-    def _send(self, link: _Link, view: memoryview, tag: int, exchange: _Exchange) -> None:
-        size = len(view)
-        is_ready = link.ready.pop(tag, False)
-        if size <= EAGER_BYTES and link.eager_sent + size - link.eager_used <= EAGER_BUDGET:
-            link.eager_sent += size
-            link.eager.add(tag)
-            link.urgent.append(_Frame(FrameKind.EAGER, tag, bytes(view), 0, size))
-            return
-        if size <= EAGER_BYTES and is_ready:
-            link.queue.append(_Frame(FrameKind.PIECE, tag, bytes(view), 0, size))
-            return
-        exchange.left += 1
-        if is_ready:
-            self._queue_pieces(link, _Offer(view, exchange), tag)
-        else:
-            link.offers[tag] = _Offer(view, exchange)
-
-    def _queue_pieces(self, link: _Link, offer: _Offer, tag: int) -> None:
-        total = len(offer.view)
-        for start in range(0, total, PIECE_BYTES):
-            piece = offer.view[start : start + PIECE_BYTES]
-            ends = offer.exchange if start + PIECE_BYTES >= total else None
-            link.queue.append(_Frame(FrameKind.PIECE, tag, piece, start, total, ends))
-
-    def _push(self, link: _Link) -> None:
+    def _push(self, link: Link) -> None:
         """Have what is queued be written: small messages by this thread, at once, others by the one
         that serves.
         """
         if not (link.unsent and link.resumed) or link.is_blocked:
             return
-        is_short = link.unsent <= _GATHERED
+        is_short = link.unsent <= GATHERED
         if (
             is_short
             and sum(len(frame.payload) for frame in (*link.urgent, *link.queue)) <= EAGER_BYTES
@@ -417,21 +203,21 @@ class Links:
         else:
             self._rouse()
 
-    def _write_or_break(self, link: _Link) -> None:
+    def _write_or_break(self, link: Link) -> None:
         try:
             self._write(link)
         except OSError as error:
             self._break(link, error)
 
-    def _write(self, link: _Link) -> None:
+    def _write(self, link: Link) -> None:
         """Write until nothing is left or the kernel takes no more."""
         connection = link.connection
         writing = link.writing
         if connection is None:
             return
-        while writing or self._gather(link):
+        while writing or link.gather():
             try:
-                count = connection.sendmsg(list(writing)[: 2 * _GATHERED + 1])
+                count = connection.sendmsg(list(writing)[: 2 * GATHERED + 1])
             except BlockingIOError:
                 self._watch(link, blocked=True)
                 return
@@ -444,47 +230,14 @@ class Links:
                 count -= len(first)
         self._watch(link, blocked=False)
 
-    def _gather(self, link: _Link) -> bool:
-        """Take the next messages to write; return whether there are any."""
-        if link.owes_receipt and (link.is_waited_for or link.unsent):
-            link.owes_receipt = link.is_waited_for = False
-            link.writing.append(_header(FrameKind.RECEIVED, link.received, offset=link.used))
-        size = 0
-        while link.resumed and size < PIECE_BYTES and len(link.writing) < 2 * _GATHERED:
-            if (frame := link.next_frame()) is None:
-                break
-            if not frame.number:
-                link.last_number += 1
-                frame.number = link.last_number
-            link.sent.append(frame)
-            link.writing.append(frame.bytes_of_header())
-            if frame.payload:
-                link.writing.append(frame.payload)
-            size += len(frame.payload)
-        return bool(link.writing)
-
-    def _watch(self, link: _Link, *, blocked: bool) -> None:
+    def _watch(self, link: Link, *, blocked: bool) -> None:
         if link.connection is not None and link.is_blocked != blocked:
             link.is_blocked = blocked
             self._poll.modify(link.connection, select.EPOLLIN | (select.EPOLLOUT if blocked else 0))
 
     # -- receiving
 
-    def _receive(self, link: _Link, view: memoryview, tag: int, exchange: _Exchange) -> None:
-        early = link.early.pop(tag, None)
-        if early is None:
-            exchange.left += 1
-            link.boxes[tag] = _Box(view, len(view), exchange)
-            link.urgent.append(_Frame(FrameKind.READY, tag, total=len(view)))
-            return
-        link.used += len(early)
-        link.owes_receipt = True
-        if len(early) != len(view):
-            exchange.fail(_other_size(link, len(early), len(view)))
-        else:
-            view[:] = early
-
-    def _read(self, link: _Link) -> None:
+    def _read(self, link: Link) -> None:
         """Read what has arrived, up to _READ_AT_ONCE bytes. OSError where the connection is of no
         more use.
         """
@@ -502,14 +255,13 @@ class Links:
                 link.crc = zlib.crc32(link.into[:count], link.crc)
             link.into = link.into[count:]
             if not link.into:
-                for exchange in (
-                    self._take_payload(link) if link.reads is not None else self._take_header(link)
-                ):
+                ended = link.take_payload() if link.reads is not None else link.take_header()
+                for exchange in ended:
                     exchange.end_one()
         wanted = min(len(link.into), WAKE_BYTES) if link.reads is not None else 1
         self._wake_at(link, wanted)
 
-    def _wake_at(self, link: _Link, nbytes: int) -> None:
+    def _wake_at(self, link: Link, nbytes: int) -> None:
         """Have the kernel wake the reader only when `nbytes` have arrived, all of which are
         expected.
 
@@ -522,120 +274,11 @@ class Links:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
         link.wakes_at = nbytes
 
-    def _take_header(self, link: _Link) -> Sequence[_Exchange]:
-        """Act on a whole header; return the exchanges that lose one reason to wait."""
-        plain = link.header[: _HEADER.size]
-        (check,) = _CHECK.unpack_from(link.header, _HEADER.size)
-        kind, length, number, line, low, crc, offset, total = _HEADER.unpack(plain)
-        if zlib.crc32(plain) != check or length > PIECE_BYTES or not 1 <= kind <= max(FrameKind):
-            raise Refused("a header came damaged")
-        tag = line << _LINE_BITS | low
-        link.expect_header()
-        if kind not in _NUMBERED:
-            return self._take_receipt(link, FrameKind(kind), number, offset)
-        if number != link.received + 1:
-            raise Refused(f"message {number} came after message {link.received}")
-        if kind == FrameKind.READY:
-            self._count(link)
-            self._take_ready(link, tag)
-            return ()
-        if offset + length > total or not length:
-            raise Refused("a message reaches past its end")
-        box = link.boxes.get(tag)
-        place = None
-        if box is not None and len(box.view) != total:
-            del link.boxes[tag]
-            box.exchange.fail(_other_size(link, total, len(box.view)))
-            box = None
-        if box is not None:
-            into = box.view[offset : offset + length]
-            place = box
-        elif kind == FrameKind.EAGER:
-            if length > EAGER_BYTES or sum(map(len, link.early.values())) + length > EAGER_BUDGET:
-                raise Refused("more came unasked than is kept")
-            place = bytearray(length)  # type: ignore[assignment]
-            into = memoryview(place)  # type: ignore[arg-type]
-        else:
-            into = self._scratch[:length]
-        link.reads = (FrameKind(kind), tag, length, total, crc, place)
-        link.into = into
-        link.crc = 0
-        return ()
-
-    def _take_payload(self, link: _Link) -> Sequence[_Exchange]:
-        """Act on a whole payload; return the exchange that loses a reason to wait, of which nothing
-        is held here.
-        """
-        assert link.reads is not None
-        kind, tag, length, _, crc, place = link.reads
-        link.expect_header()
-        if crc != link.crc:
-            raise Refused("a message came damaged")
-        self._count(link)
-        if isinstance(place, bytearray):
-            return self._take_unasked(link, tag, place)
-        if kind == FrameKind.EAGER:
-            link.used += length
-        if place is None:
-            return ()
-        place.left -= length
-        if place.left:
-            return ()
-        link.is_waited_for = link.is_waited_for or kind is FrameKind.PIECE
-        link.boxes.pop(tag, None)
-        return (place.exchange,)
-
-    def _take_unasked(self, link: _Link, tag: int, came: bytearray) -> Sequence[_Exchange]:
-        """Keep an eager tensor until there is a box for it, or fill the box that was made while it
-        came.
-        """
-        box = link.boxes.pop(tag, None)
-        if box is None:
-            link.early[tag] = bytes(came)
-            return ()
-        link.used += len(came)
-        asked = next(
-            (frame for frame in link.urgent if frame.tag == tag and frame.kind is FrameKind.READY),
-            None,
-        )
-        if asked is not None:
-            # The other would keep it for a tensor that it has sent already
-            link.urgent.remove(asked)
-        if len(came) != len(box.view):
-            box.exchange.fail(_other_size(link, len(came), len(box.view)))
-            return ()
-        box.view[:] = came
-        return (box.exchange,)
-
-    def _count(self, link: _Link) -> None:
-        link.received += 1
-        link.owes_receipt = True
-
-    def _take_ready(self, link: _Link, tag: int) -> None:
-        offer = link.offers.pop(tag, None)
-        if offer is not None:
-            self._queue_pieces(link, offer, tag)
-        elif tag not in link.eager:
-            link.ready[tag] = True
-
-    def _take_receipt(
-        self, link: _Link, kind: FrameKind, number: int, used: int
-    ) -> Sequence[_Exchange]:
-        link.eager_used = used
-        ended = link.received_up_to(number)
-        if kind is FrameKind.RESUME:
-            link.queue.extendleft(reversed(link.sent))
-            link.sent.clear()
-            link.resumed = True
-        if kind is FrameKind.RESUME or not link.has_unreceived:
-            self._changed.notify_all()
-        return ended
-
     # -- the thread that serves
 
     def _serve(self) -> None:
         looked = time.monotonic()
-        while not self._is_closing:
+        while not self.is_closing:
             owes = any(link.owes_receipt for link in self.links.values())
             seconds = RECEIPT_SECONDS if owes else BEAT_SECONDS
             events = self._poll.poll(seconds)
@@ -654,7 +297,7 @@ class Links:
                 looked = time.monotonic()
                 self._beat(looked)
 
-    def _look_at(self, link: _Link, event: int) -> None:
+    def _look_at(self, link: Link, event: int) -> None:
         try:
             if event & ~select.EPOLLOUT:
                 self._read(link)
@@ -690,23 +333,23 @@ class Links:
 
     # -- connections
 
-    def _dials(self, link: _Link) -> bool:
+    def dials(self, link: Link) -> bool:
         """Return whether this rank is the one of the two that makes connections."""
         return self.rank > link.rank
 
     def _admit(self, connection: socket.socket, rank: int) -> None:
         link = self.links.get(rank)
-        if link is None or self._dials(link):
+        if link is None or self.dials(link):
             connection.close()
         else:
-            self._install(link, connection)
+            self.install(link, connection)
 
-    def _install(self, link: _Link, connection: socket.socket) -> None:
+    def install(self, link: Link, connection: socket.socket) -> None:
         """Go on over a new connection."""
         connection.setblocking(False)
         _keep_little_unsent(connection)
         with self._lock:
-            if self._is_closing or link.gone:
+            if self.is_closing or link.gone:
                 connection.close()
                 return
             self._disconnect(link)
@@ -715,13 +358,13 @@ class Links:
                 link.generation + 1,
                 time.monotonic(),
             )
-            link.writing.append(_header(FrameKind.RESUME, link.received, offset=link.used))
+            link.writing.append(header_of(FrameKind.RESUME, link.received, offset=link.used))
             link.expect_header()
             self._of_descriptor[connection.fileno()] = link
             self._poll.register(connection, select.EPOLLIN)
         self._rouse()
 
-    def _disconnect(self, link: _Link) -> None:
+    def _disconnect(self, link: Link) -> None:
         if link.connection is not None:
             self._of_descriptor.pop(link.connection.fileno(), None)
             link.connection.close()
@@ -734,99 +377,24 @@ class Links:
         link.writing.clear()
         link.expect_header()
 
-    def _break(self, link: _Link, error: OSError) -> None:
+    def _break(self, link: Link, error: OSError) -> None:
         """Drop a connection that is of no more use, and look for another."""
         if isinstance(error, Refused):
             logger.warning(f"the connection to rank {link.rank} is made anew: {error}")
         self._disconnect(link)
         self._start_recovery(link)
 
-    def _start_recovery(self, link: _Link) -> None:
-        if not (link.recovering or link.gone or self._is_closing):
+    def _start_recovery(self, link: Link) -> None:
+        if not (link.recovering or link.gone or self.is_closing):
             link.recovering = True
             name = f"deepseek-zero-reach-{link.rank}"
-            threading.Thread(target=self._recover, args=(link,), daemon=True, name=name).start()
+            recovery = _Recovery(self, link)
+            threading.Thread(target=recovery.run, daemon=True, name=name).start()
 
-    def _recover(self, link: _Link) -> None:
-        """Look for a new connection until there is one, or evidence that the rank is lost."""
-        generation = link.generation
-        began = time.monotonic()
-        # Not before: this rank may have stood still itself
-        answered = max(link.heard, began - SILENT_SECONDS)
-        # A cut begins so long after the last sign, on the average
-        limit = dead_after() + BEAT_SECONDS / 2
-        try:
-            while not (self._is_closing or link.gone):
-                now = time.monotonic()
-                if link.resumed and (link.generation > generation or self._is_back(link, began)):
-                    return
-                if (
-                    link.generation > generation
-                    and link.connection is not None
-                    and now - link.heard < SILENT_SECONDS
-                ):
-                    # It is new: the other end has not said where to go on yet
-                    time.sleep(PAUSE_SECONDS / 10)
-                    continue
-                try:
-                    self._reach(
-                        link, min(ATTEMPT_SECONDS, max(PAUSE_SECONDS, answered + limit - now))
-                    )
-                    answered = time.monotonic()
-                except (
-                    Refused,
-                    ConnectionRefusedError,
-                ):  # nobody listens there any more, or somebody else
-                    self._lose(link, "its process has ended")
-                    return
-                except OSError:
-                    if time.monotonic() - answered > limit:
-                        link.is_silent = True
-                        self._lose(
-                            link, f"its host {link.host} has not answered for {dead_after():g} s"
-                        )
-                        return
-                time.sleep(PAUSE_SECONDS)
-        finally:
-            link.recovering = False
-
-    def _is_back(self, link: _Link, began: float) -> bool:
-        """Return whether the old connection carries again, both ways.
-
-        Who dials has a new one sooner than a kernel sends again what nobody has acknowledged.
-        """
-        if link.heard <= began:
-            return False
-        connection = link.connection
-        return connection is None or not self._dials(link) or not has_unanswered(connection)
-
-    def _reach(self, link: _Link, seconds: float) -> None:
-        """Make a new connection, if that is this rank's part, or ask whether the other still lives.
-
-        A process that is stopped takes its time to answer, while its host keeps the connection
-        alive. Raises ConnectionRefusedError or `Refused` if it does not listen any more, OSError if
-        its host does not answer.
-        """
-        connection = dial(link.address, seconds)
-        try:
-            end_with_the_host(connection, dead_after())
-            connection.settimeout(None)
-            dials = self._dials(link)
-            role = Role.DATA if dials else Role.KNOCK
-            hello = Hello(role, self.rank, link.rank)
-            connection = introduce(connection, self._secret, hello)
-            if dials:
-                self._install(link, connection)
-        except BaseException:
-            connection.close()
-            raise
-        if not dials:
-            connection.close()
-
-    def _lose(self, link: _Link, reason: str) -> None:
+    def lose(self, link: Link, reason: str) -> None:
         """Give a rank up: whatever waits for it ends in `ConnectionLost`."""
         with self._changed:
-            if link.gone or self._is_closing:
+            if link.gone or self.is_closing:
                 return
             link.gone = reason
             self._disconnect(link)
@@ -851,6 +419,94 @@ class Links:
                 link.connection.close()
 
 
+class _Recovery:
+    """Looks for a new connection to a rank until there is one, or evidence that the rank is
+    lost.
+    """
+
+    def __init__(self, links: Links, link: Link) -> None:
+        self._links = links
+        self._link = link
+        self._generation = link.generation
+        self._began = time.monotonic()
+        # Not before: this rank may have stood still itself
+        self._answered = max(link.heard, self._began - SILENT_SECONDS)
+        # A cut begins so long after the last sign, on the average
+        self._limit = dead_after() + BEAT_SECONDS / 2
+
+    def run(self) -> None:
+        """Try until it is over; a thread of its own does."""
+        try:
+            while not (self._links.is_closing or self._link.gone or self._is_over()):
+                time.sleep(self._try())
+        finally:
+            self._link.recovering = False
+
+    def _is_over(self) -> bool:
+        """Return whether there is a connection that carries both ways."""
+        link = self._link
+        return link.resumed and (link.generation > self._generation or self._is_back())
+
+    def _try(self) -> float:
+        """Try to reach the other end once, or give it up; return how long to pause."""
+        link = self._link
+        now = time.monotonic()
+        is_new = link.generation > self._generation and link.connection is not None
+        if is_new and now - link.heard < SILENT_SECONDS:
+            # The other end has not said where to go on yet
+            return PAUSE_SECONDS / 10
+        left = max(PAUSE_SECONDS, self._answered + self._limit - now)
+        try:
+            self._reach(min(ATTEMPT_SECONDS, left))
+            self._answered = time.monotonic()
+        except (Refused, ConnectionRefusedError):
+            # Nobody listens there any more, or somebody else
+            self._links.lose(link, "its process has ended")
+        except OSError:
+            if time.monotonic() - self._answered > self._limit:
+                link.is_silent = True
+                seconds = f"{dead_after():g} s"
+                self._links.lose(link, f"its host {link.host} has not answered for {seconds}")
+        return PAUSE_SECONDS
+
+    def _is_back(self) -> bool:
+        """Return whether the old connection carries again, both ways.
+
+        The rank that dials has a new one sooner than a kernel sends again what nobody has
+        acknowledged.
+        """
+        link = self._link
+        if link.heard <= self._began:
+            return False
+        connection = link.connection
+        return connection is None or not self._links.dials(link) or not has_unanswered(connection)
+
+    def _reach(self, seconds: float) -> None:
+        """Make a new connection, if that is this rank's part, or ask whether the other still lives.
+
+        A process that is stopped takes its time to answer, while its host keeps the connection
+        alive. Raises ConnectionRefusedError or `Refused` if it does not listen any more, OSError if
+        its host does not answer.
+        """
+        links = self._links
+        link = self._link
+        connection = dial(link.address, seconds)
+        try:
+            end_with_the_host(connection, dead_after())
+            connection.settimeout(None)
+            dials = links.dials(link)
+            role = Role.DATA if dials else Role.KNOCK
+            hello = Hello(role, links.rank, link.rank)
+            connection = introduce(connection, links.secret, hello)
+            if dials:
+                links.install(link, connection)
+        except BaseException:
+            connection.close()
+            raise
+        if not dials:
+            connection.close()
+
+
 def _keep_little_unsent(connection: socket.socket) -> None:
     """Have the kernel take no more of a connection than it can soon send, where it knows how."""
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
@@ -864,7 +520,7 @@ def _has_more(connection: socket.socket) -> bool:
     return isinstance(connection, ssl.SSLSocket) and connection.pending() > 0
 
 
-def _tell_silence(link: _Link, now: float) -> None:
+def _tell_silence(link: Link, now: float) -> None:
     """Say once that a rank is silent, and once that it is heard again."""
     if link.silence_told_at is None and now - link.heard > TELL_AFTER:
         link.silence_told_at = link.heard
@@ -875,17 +531,9 @@ def _tell_silence(link: _Link, now: float) -> None:
         link.silence_told_at = None
 
 
-def _lost(link: _Link) -> ConnectionLost:
+def _lost(link: Link) -> ConnectionLost:
     return ConnectionLost(
         f"rank {link.rank} is lost: {link.gone}", link.rank, is_silence=link.is_silent
-    )
-
-
-def _other_size(link: _Link, came: int, expected: int) -> ModelMismatchError:
-    return ModelMismatchError(
-        f"rank {link.rank} sent {came} bytes where this rank expects {expected}.",
-        "Ranks differ in a shape or a dtype.",
-        "give every rank the same model, batch shapes and configuration.",
     )
 
 

@@ -22,7 +22,16 @@ from deepseek_zero.base.launch import TLS
 from deepseek_zero.comm.ids import CollectiveId, lane_number, tag_of
 from deepseek_zero.comm.net import links as module
 from deepseek_zero.comm.net.channel import Hello, Listener, Role, dial, introduce
-from deepseek_zero.comm.net.links import EAGER_BUDGET, EAGER_BYTES, PIECE_BYTES, FrameKind, Links
+from deepseek_zero.comm.net.link import (
+    EAGER_BUDGET,
+    EAGER_BYTES,
+    PIECE_BYTES,
+    Frame,
+    FrameKind,
+    Link,
+    header_of,
+)
+from deepseek_zero.comm.net.links import Links
 from deepseek_zero.comm.transports.base import ConnectionLost, Wait
 from deepseek_zero.comm.transports.tcp import Tcp
 from tests.wire import Wire
@@ -183,15 +192,15 @@ def test_a_box_that_is_made_while_its_tensor_comes_unasked_is_filled() -> None:
         link, tag, found = second.links[0], tag_of(cid(0)), torch.zeros_like(sent)
         payload = bytes(sent.tolist())
         with second._lock:  # as its thread does when the header and the payload come apart
-            link.header[:] = module._header(
+            link.header[:] = header_of(
                 FrameKind.EAGER, link.received + 1, tag, SMALL, zlib.crc32(payload), total=SMALL
             )
-            second._take_header(link)
-            link.urgent.append(module._Frame(FrameKind.READY, tag + 1))  # another tensor's
+            link.take_header()
+            link.urgent.append(Frame(FrameKind.READY, tag + 1))  # another tensor's
             link.resumed = False  # nothing leaves meanwhile
             wait = second.start({0: (sent[:0], found)}, cid(0))
             link.into[:], link.crc = payload, zlib.crc32(payload)
-            for exchange in second._take_payload(link):
+            for exchange in link.take_payload():
                 exchange.end_one()
             assert [frame.tag for frame in link.urgent] == [tag + 1], "it is asked for no more"
             link.urgent.clear()
@@ -220,9 +229,9 @@ def test_a_small_tensor_waits_for_no_large_one() -> None:
 def test_what_left_by_another_connection_leaves_first_and_small_messages_before_large_ones() -> (
     None
 ):
-    link = module._Link(1, ("127.0.0.1", 1), "h1")
+    link = Link(1, ("127.0.0.1", 1), "h1", threading.Condition(), memoryview(b""))
     again, large, small = (
-        module._Frame(kind, tag)
+        Frame(kind, tag)
         for tag, kind in enumerate((FrameKind.PIECE, FrameKind.PIECE, FrameKind.READY))
     )
     again.number = 7
@@ -326,19 +335,19 @@ def test_an_old_connection_that_is_heard_again_is_replaced_where_the_kernel_wait
     monkeypatch.setattr(module, "SILENT_SECONDS", 0.6)
     monkeypatch.setattr(module, "BEAT_SECONDS", 0.2)
     monkeypatch.setattr(module, "has_unanswered", lambda connection: has_unanswered)
-    reach, is_back = Links._reach, threading.Event()
+    reach, is_back = module._Recovery._reach, threading.Event()
 
-    def reach_when_back(links: Links, link: module._Link, seconds: float) -> None:
+    def reach_when_back(recovery: module._Recovery, seconds: float) -> None:
         if not is_back.is_set():
             time.sleep(0.05)
             raise OSError("no answer")
-        reach(links, link, seconds)
+        reach(recovery, seconds)
 
     with two_ranks() as (first, second, wire):
         link = second.links[0]  # of the rank that dials
         swap(first, second, SMALL, 0)()
         until_true(lambda: not link.recovering, "it is connected, and knows it")
-        monkeypatch.setattr(Links, "_reach", reach_when_back)
+        monkeypatch.setattr(module._Recovery, "_reach", reach_when_back)
         wire.silent.set()
         until_true(lambda: link.recovering, "a new connection is looked for")
         wire.silent.clear()
@@ -386,7 +395,7 @@ def test_nobody_waits_for_more_than_is_sure_to_come(monkeypatch: pytest.MonkeyPa
     found: list[tuple[int, int]] = []
     read = Links._read
 
-    def noted(links: Links, link: module._Link) -> None:
+    def noted(links: Links, link: Link) -> None:
         read(links, link)
         found.append((link.wakes_at, len(link.into) if link.reads is not None else 1))
 
@@ -406,7 +415,7 @@ def test_nobody_waits_for_more_than_is_sure_to_come(monkeypatch: pytest.MonkeyPa
     assert all(at <= sure for at, sure in found)
 
 
-def wakes_at(link: module._Link) -> int:
+def wakes_at(link: Link) -> int:
     assert link.connection is not None
     return link.connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
 
@@ -492,8 +501,8 @@ def test_who_lies_about_lengths_is_cut_off_before_memory_is_made() -> None:
     with two_ranks() as (first, second, _):
         with dial(first.listener.address, PATIENCE) as liar:
             introduce(liar, SECRET, Hello(Role.DATA, 1, 0))
-            liar.sendall(module._header(FrameKind.RESUME, 0))
-            liar.sendall(module._header(FrameKind.PIECE, 1, 5, 1 << 30, 0, 0, 1 << 30))
+            liar.sendall(header_of(FrameKind.RESUME, 0))
+            liar.sendall(header_of(FrameKind.PIECE, 1, 5, 1 << 30, 0, 0, 1 << 30))
             liar.settimeout(PATIENCE)
             with suppress(ConnectionError):
                 while liar.recv(1 << 16):
