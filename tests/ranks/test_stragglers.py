@@ -73,5 +73,5 @@ def test_ranks_that_are_alike_are_not_named() -> None:
 @pytest.mark.ranks(2)
 def test_ranks_of_one_host_send_no_word_of_it() -> None:
     engine, *_ = deepseek_zero.initialize(model=Sleepy(None), config={"optimizer": {"type": "SGD"}})
-    assert engine._stragglers is None
+    assert engine.step_fields.stragglers is None
     engine.destroy()

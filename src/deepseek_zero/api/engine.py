@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import checkpoint
+from .. import attention, checkpoint, report
 from ..base.errors import NotBuiltError, UsageError
 from ..base.given import path_of, refuse
 from ..base.log import log_once
 from ..base.mesh import Mesh
+from ..base.world import is_rank_zero
 from ..checkpoint.contents import SaveSettings
 from ..checkpoint.format import LATEST, LATEST_UNIVERSAL
 from ..checkpoint.hf_folder import MAX_SHARD_BYTES
@@ -20,6 +22,8 @@ from ..checkpoint.piece import frozen_names
 from ..engine import exporting, saving
 from ..engine.compiling import compile_units, restore
 from ..engine.engine import Engine, Parts
+from ..engine.explaining import lines_about_network, lines_about_steps
+from ..engine.memory import memory_report, traced
 from ..engine.state_offload import KINDS, StateOffload
 from ..sharding.step_state import Phase
 
@@ -340,6 +344,83 @@ class ZeroEngine(Engine):
         """Take a step as `Engine.step` does; refused while states are offloaded.  Collective."""
         self._states.refuse()
         super().step(lr_kwargs)
+
+    # -- looking
+
+    @property
+    def sparse_attention(self) -> attention.SparseAttention | None:
+        """Return attention by the layout that the configuration's section says, None without one.
+
+        A model of transformers has it already; another one calls it with query, key and value.
+        """
+        return self.parts.sparse_attention
+
+    def memory_report(self) -> Any:
+        """Predicted and measured bytes of this rank, by state (report.measure.MemoryReport)."""
+        parked = self.parts.recompute.offloaded() if self.parts.recompute is not None else []
+        return memory_report(self.runtime, self.optimizer, parked, self.parts.pipeline)
+
+    def explain(self, picture: Path | str | None = None) -> str:
+        """The plan, and where this rank's steps went since the second one: computing, waiting,
+        updating.  Local.
+
+        picture: where rank 0 also draws plan and schedule, mesh and pipeline, as a PNG.
+        """
+        if picture is not None:
+            path_of("explain", "picture", picture)
+        if picture is not None and is_rank_zero():
+            report.draw(self.current_plan(), picture)
+        parked = self.parts.recompute.explain() if self.parts.recompute is not None else []
+        capabilities = [
+            "capabilities:",
+            *(f"  {line}" for line in self.parts.capabilities.explain()),
+        ]
+        steps = lines_about_steps(self.runtime, self.optimizer)
+        network = lines_about_network(self.runtime, self.current_plan())
+        stragglers = self.step_fields.stragglers
+        if stragglers is not None and stragglers.link:
+            network.append(stragglers.link)
+        return "\n".join([self.plan(), *capabilities, *steps, *network, *parked])
+
+    @contextmanager
+    def timeline(self) -> Iterator[report.Timeline]:
+        """A log of the block: each collective and each transfer to or from another memory, with its
+        times.
+        """
+        meter = self.runtime.comm.meter
+        tiers = self.runtime.comm_ctx.tiers
+        seen = report.Timeline()
+        meter.events = seen.collectives
+        tiers.record(seen.transfers)
+        try:
+            yield seen
+        finally:
+            meter.events = None
+            tiers.record(None)
+
+    @contextmanager
+    def memory_trace(self, picture: Path | str | None = None) -> Iterator[report.MemoryTrace]:
+        """Follow every storage that the block makes, by kind: a forward, a backward and a step,
+        say.  Local.
+
+        picture: where rank 0 draws bytes over operators, as a PNG.  Operators take longer
+        meanwhile.
+        """
+        if picture is not None:
+            path_of("memory_trace", "picture", picture)
+        recompute = self.parts.recompute
+        trace = traced(
+            self.runtime,
+            self.optimizer,
+            recompute.offloaded if recompute is not None else list,
+            self.parts.pipeline,
+        )
+        with trace.recording():
+            yield trace
+        if picture is not None and is_rank_zero():
+            trace.draw(picture)
+
+    # -- compilation
 
     def compile(
         self,

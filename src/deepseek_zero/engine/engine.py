@@ -4,35 +4,32 @@ nothing.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from .. import attention, pipeline, report
+from .. import attention, pipeline
 from ..activations import recompute
 from ..activations.layerwise_accumulation import LayerwiseAccumulation
 from ..activations.recompute import Recompute
 from ..base.capabilities import Capabilities
 from ..base.errors import UsageError
-from ..base.given import NoSuchNameError, path_of, whole_number
+from ..base.given import NoSuchNameError, whole_number
 from ..base.log import log_once
 from ..base.mesh import Mesh
-from ..base.world import is_rank_zero
 from ..comm.agreement import AllRanks
 from ..config import Batch
 from ..extensions.policies import PolicySettings
 from ..extensions.state_dicts import StateDicts
 from ..optim.sharded import ShardedOptimizer
-from ..optim.step_message import StepMessage
 from ..optim.step_settings import StepSettings
 from ..planner.plan import Plan
 from ..planner.plan_settings import PlanSettings
@@ -41,12 +38,13 @@ from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
 from .data import ShardedLoader
 from .determinism import Determinism
-from .explaining import lines_about_network, lines_about_steps
+from .explaining import lines_about_steps
 from .integrity import Integrity
 from .losses import Losses
-from .memory import memory_report, plan_of, traced
+from .memory import plan_of
 from .memory_advice import MemoryAdvice
 from .micro_batches import (
+    HeldReductions,
     arguments_of,
     change_accumulation,
     has_graph,
@@ -59,6 +57,7 @@ from .observer import Observer
 from .preemption import Preemption
 from .saving import Saver
 from .settings import DataSettings, ObserverSettings, SavingSettings
+from .step_fields import StepFields
 from .stragglers import Stragglers
 
 # Pydantic is imported by those who read a configuration, not by who names this class
@@ -196,17 +195,18 @@ class Engine(StandsForModule):
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self._boundary: bool | None = None
         self._backwards = 0  # since the last step
-        self._context = ""  # the name of the one that holds reductions back, inside it
-        self._batches: Iterator[Any] | None = None  # of the own loader, for `train_batch`
+        self.held_reductions = HeldReductions()
+        self.own_batches: Iterator[Any] | None = None  # of `training_dataloader`, once it is read
         self._stepped = self._told_of_graphless = self._told_of_direct_steps = False
         self._batch = config.batch  # changed by `_resize`
         # Ranks with all layers and tokens of their own compute alike; a GPU's host runs ahead of
         # it.
         are_alike = mesh.device.type == "cpu" and mesh.pp == mesh.tp == mesh.sp == 1
         comm = parts.runtime.comm
-        self._stragglers: Stragglers | None = None
+        stragglers = None
         if are_alike and not comm.hosts.is_one:
-            self._stragglers = Stragglers(comm.meter, list(dict.fromkeys(comm.hosts.names)))
+            stragglers = Stragglers(comm.meter, list(dict.fromkeys(comm.hosts.names)))
+        self.step_fields = StepFields(parts.preemption, stragglers, parts.integrity)
         self.observer.planned(self.plan())
         self._losses = Losses(partial(_backwards_of, parts.runtime, parts.loop), self.observer.loss)
 
@@ -215,27 +215,7 @@ class Engine(StandsForModule):
         """Return the runtime of the sharded model."""
         return self.parts.runtime
 
-    @property
-    def sparse_attention(self) -> attention.SparseAttention | None:
-        """Return attention by the layout that the configuration's section says, None without one.
-
-        A model of transformers has it already; another one calls it with query, key and value.
-        """
-        return self.parts.sparse_attention
-
     # -- the step by step flow
-
-    @contextmanager
-    def _inside_call(self, timer: str, call: str) -> Iterator[None]:
-        """Open a block in which the engine differentiates losses itself: it is timed, and a failed
-        allocation is explained.
-        """
-        with (
-            self.observer.timed(timer),
-            self._losses.paused(),
-            self.parts.advice.explaining(call),
-        ):
-            yield
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward on this rank's micro-batch; over stages, in training, its
@@ -269,7 +249,7 @@ class Engine(StandsForModule):
         that share sequences; None: of the engine's own loader, over and over.
         """
         accumulation = self._batch.accumulation
-        batches = taken(data_iter or self._own_batches(), accumulation, self.module, self.mesh)
+        batches = taken(data_iter or own_batches(self), accumulation, self.module, self.mesh)
         stages = self.parts.pipeline
         # A subclass may refuse its own forward, backward and step
         if stages is None:
@@ -306,62 +286,9 @@ class Engine(StandsForModule):
 
         num_micro_batches: None: as many as a step has.
         """
-        found, _ = self._evaluated(data_iter, num_micro_batches)
+        found, _ = evaluate(self, data_iter, num_micro_batches)
         assert found is not None
         return found
-
-    def _evaluated(
-        self,
-        data_iter: Iterator[Any],
-        many: int | None,
-        *,
-        keeps_outputs: bool = False,
-        has_loss: bool = True,
-    ) -> tuple[Tensor | None, list[Any] | None]:
-        """Run forwards alone; return the mean loss, if it is asked for, and the outputs where they
-        are.
-        """
-        if self.parts.loop is not None:
-            self.parts.loop.refuse_own_rows("eval_batch")
-        model = self.module
-        batches = taken(data_iter, many or self._batch.accumulation, model, self.mesh)
-        stages = self.parts.pipeline
-        was_training = self.training
-        self.eval()
-        try:
-            if stages is not None:
-                return stages.evaluate(
-                    stages.read(batches), keeps_outputs=keeps_outputs, has_loss=has_loss
-                )
-            outputs = []
-            losses = []
-            with torch.no_grad():
-                for batch in batches:
-                    args, kwargs = arguments_of(model, batch)
-                    outputs.append(Engine.forward(self, *args, **kwargs))
-                if has_loss:
-                    losses = [
-                        loss_of(model, output, batch)
-                        for output, batch in zip(outputs, batches, strict=True)
-                    ]
-            mean = None
-            if has_loss:
-                mean = mean_of_ranks(losses, self.runtime.comm.whole, self.device)
-            return mean, outputs if keeps_outputs else None
-        finally:
-            self.train(was_training)
-
-    def _own_batches(self) -> Iterator[Any]:
-        """Yield the own loader's batches, epoch after epoch."""
-        if self.training_dataloader is None:
-            raise UsageError(
-                "train_batch was given no data_iter, and the engine has no loader of its own.",
-                "",
-                "pass an iterator of micro-batches, or training_data to initialize.",
-            )
-        if self._batches is None:
-            self._batches = (batch for _ in itertools.count() for batch in self.training_dataloader)
-        return self._batches
 
     def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
         """The loss times the loss scale, divided by the accumulation steps:
@@ -429,8 +356,7 @@ class Engine(StandsForModule):
                 "section.",
                 "add one of the two; without an optimizer the engine serves inference only.",
             )
-        if self._context:
-            raise _step_inside(self._context)
+        self.held_reductions.refuse_step()
         if self.parts.loop is not None:
             self.parts.loop.refuse_open()
         boundary = self.is_gradient_accumulation_boundary()
@@ -450,8 +376,7 @@ class Engine(StandsForModule):
         `step`.
         """
         assert self.optimizer is not None
-        if self._context:
-            raise _step_inside(self._context)
+        self.held_reductions.refuse_step()
         if self.parts.loop is not None:
             self.parts.loop.refuse_open()
         if not self._told_of_direct_steps:
@@ -480,7 +405,7 @@ class Engine(StandsForModule):
         """
         assert self.optimizer is not None
         with self.observer.timed("step"), self.parts.advice.explaining("step"):
-            self._update(update)
+            self.step_fields.update(self.optimizer, update, self.global_steps + 1)
         self.global_steps += 1
         if self.optimizer.last is not None and self.optimizer.last.skipped:
             self.skipped_steps += 1
@@ -495,31 +420,6 @@ class Engine(StandsForModule):
             self.parts.preemption.act(self)
         if self.parts.integrity is not None:
             self.parts.integrity.after_step(self.global_steps)
-
-    def _update(self, update: Callable[..., None]) -> None:
-        """Update the weights. The norm all-gather also carries the fields of the engine's parts."""
-        assert self.optimizer is not None
-        step = self.global_steps + 1
-        message = StepMessage()
-        if self.parts.preemption is not None:
-            self.parts.preemption.add_to(message)
-        if self._stragglers is not None:
-            self._stragglers.add_to(message, step)
-        integrity = self.parts.integrity
-
-        def completed() -> StepMessage:
-            if integrity is not None:  # which reads the reduced gradients
-                integrity.add_to(message, step)
-            return message
-
-        update(message=completed, number=step)
-        if self.optimizer.last is None:
-            return
-        fields = self.optimizer.last.verdict.fields
-        if self._stragglers is not None:
-            self._stragglers.compare(step, fields)
-        if integrity is not None:
-            integrity.compare(step, fields)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
@@ -576,28 +476,13 @@ class Engine(StandsForModule):
                 "backward reduces.",
                 "use gradient_accumulation_steps, or stage 0 or 1.",
             )
-        with self._inside("no_sync"):
+        with self.held_reductions.inside("no_sync"):
             held = self._boundary
             self._boundary = False
             try:
                 yield
             finally:
                 self._boundary = held
-
-    @contextmanager
-    def _inside(self, name: str) -> Iterator[None]:
-        """Refuse step() and another such context inside this one."""
-        if self._context:
-            raise UsageError(
-                f"{name} context manager reentry is unsupported: nested in {self._context}.",
-                "Both say when gradients are reduced.",
-                "leave one of the two out.",
-            )
-        self._context = name
-        try:
-            yield
-        finally:
-            self._context = ""
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples per step by accumulating more or fewer micro-batches; every rank,
@@ -650,70 +535,6 @@ class Engine(StandsForModule):
 
     # -- looking
 
-    def memory_report(self) -> Any:
-        """Predicted and measured bytes of this rank, by state (report.measure.MemoryReport)."""
-        parked = self.parts.recompute.offloaded() if self.parts.recompute is not None else []
-        return memory_report(self.runtime, self.optimizer, parked, self.parts.pipeline)
-
-    def explain(self, picture: Path | str | None = None) -> str:
-        """The plan, and where this rank's steps went since the second one: computing, waiting,
-        updating.  Local.
-
-        picture: where rank 0 also draws plan and schedule, mesh and pipeline, as a PNG.
-        """
-        if picture is not None:
-            path_of("explain", "picture", picture)
-        if picture is not None and is_rank_zero():
-            report.draw(self.current_plan(), picture)
-        parked = self.parts.recompute.explain() if self.parts.recompute is not None else []
-        capabilities = [
-            "capabilities:",
-            *(f"  {line}" for line in self.parts.capabilities.explain()),
-        ]
-        steps = lines_about_steps(self.runtime, self.optimizer)
-        network = lines_about_network(self.runtime, self.current_plan())
-        if self._stragglers is not None and self._stragglers.link:
-            network.append(self._stragglers.link)
-        return "\n".join([self.plan(), *capabilities, *steps, *network, *parked])
-
-    @contextmanager
-    def timeline(self) -> Iterator[report.Timeline]:
-        """A log of the block: each collective and each transfer to or from another memory, with its
-        times.
-        """
-        meter = self.runtime.comm.meter
-        tiers = self.runtime.comm_ctx.tiers
-        seen = report.Timeline()
-        meter.events = seen.collectives
-        tiers.record(seen.transfers)
-        try:
-            yield seen
-        finally:
-            meter.events = None
-            tiers.record(None)
-
-    @contextmanager
-    def memory_trace(self, picture: Path | str | None = None) -> Iterator[report.MemoryTrace]:
-        """Follow every storage that the block makes, by kind: a forward, a backward and a step,
-        say.  Local.
-
-        picture: where rank 0 draws bytes over operators, as a PNG.  Operators take longer
-        meanwhile.
-        """
-        if picture is not None:
-            path_of("memory_trace", "picture", picture)
-        recompute = self.parts.recompute
-        trace = traced(
-            self.runtime,
-            self.optimizer,
-            recompute.offloaded if recompute is not None else list,
-            self.parts.pipeline,
-        )
-        with trace.recording():
-            yield trace
-        if picture is not None and is_rank_zero():
-            trace.draw(picture)
-
     def plan(self) -> str:
         """The plan of every unit and the schedule, as text."""
         return "\n".join(self.current_plan().explain())
@@ -757,12 +578,59 @@ class Engine(StandsForModule):
         return self.mesh.device
 
 
-def _step_inside(context: str) -> UsageError:
-    return UsageError(
-        f"It is illegal to call Engine.step() inside {context} context manager (no_sync).",
-        "The gradients of its backwards are not reduced yet.",
-        "call step() behind the block.",
-    )
+def evaluate(
+    engine: Engine,
+    data_iter: Iterator[Any],
+    many: int | None,
+    *,
+    keeps_outputs: bool = False,
+    has_loss: bool = True,
+) -> tuple[Tensor | None, list[Any] | None]:
+    """Run forwards alone; return the mean loss, if it is asked for, and the outputs where they
+    are.
+    """
+    if engine.parts.loop is not None:
+        engine.parts.loop.refuse_own_rows("eval_batch")
+    model = engine.module
+    batches = taken(data_iter, many or engine._batch.accumulation, model, engine.mesh)
+    stages = engine.parts.pipeline
+    was_training = engine.training
+    engine.eval()
+    try:
+        if stages is not None:
+            return stages.evaluate(
+                stages.read(batches), keeps_outputs=keeps_outputs, has_loss=has_loss
+            )
+        outputs = []
+        losses = []
+        with torch.no_grad():
+            for batch in batches:
+                args, kwargs = arguments_of(model, batch)
+                outputs.append(Engine.forward(engine, *args, **kwargs))
+            if has_loss:
+                losses = [
+                    loss_of(model, output, batch)
+                    for output, batch in zip(outputs, batches, strict=True)
+                ]
+        mean = None
+        if has_loss:
+            mean = mean_of_ranks(losses, engine.runtime.comm.whole, engine.device)
+        return mean, outputs if keeps_outputs else None
+    finally:
+        engine.train(was_training)
+
+
+def own_batches(engine: Engine) -> Iterator[Any]:
+    """Yield the own loader's batches, epoch after epoch."""
+    if engine.training_dataloader is None:
+        raise UsageError(
+            "train_batch was given no data_iter, and the engine has no loader of its own.",
+            "",
+            "pass an iterator of micro-batches, or training_data to initialize.",
+        )
+    if engine.own_batches is None:
+        engine.own_batches = chain.from_iterable(engine.training_dataloader for _ in count())
+    return engine.own_batches
 
 
 def _move_rates(scheduler: Any, lr_kwargs: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ takes and returns its loss.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -100,3 +101,39 @@ def change_accumulation(
     for group in runtime.trained_groups:
         summands = accumulation * runtime.settings.row_parts
         group.set_grad_dtype(policy.grad_dtype(group.plan.weight.dtype, summands))
+
+
+class HeldReductions:
+    """The context that holds back the reduction of gradients, while one is open.
+
+    Attributes:
+        name: The name of the context; empty outside.
+    """
+
+    def __init__(self) -> None:
+        self.name = ""
+
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """Refuse step() and another such context inside this one."""
+        if self.name:
+            raise UsageError(
+                f"{name} context manager reentry is unsupported: nested in {self.name}.",
+                "Both say when gradients are reduced.",
+                "leave one of the two out.",
+            )
+        self.name = name
+        try:
+            yield
+        finally:
+            self.name = ""
+
+    def refuse_step(self) -> None:
+        """Raise UsageError inside a context."""
+        if self.name:
+            raise UsageError(
+                f"It is illegal to call Engine.step() inside {self.name} context manager "
+                "(no_sync).",
+                "The gradients of its backwards are not reduced yet.",
+                "call step() behind the block.",
+            )

@@ -426,7 +426,7 @@ class DeepSpeedEngine(ZeroEngine):
                 "accumulation boundary.",
                 fix="leave one of the two out.",
             )
-        with self._inside("coalesce_grad_reduction"):
+        with self.held_reductions.inside("coalesce_grad_reduction"):
             yield
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
@@ -533,7 +533,7 @@ for _name, _getter in GETTERS.items():
 
 def _refuse_graphless(engine: Any, leaf: nn.Module, args: Any, kwargs: Any) -> None:
     # Where reductions are held back, no leaf reduces anything
-    if not torch.is_grad_enabled() or engine()._context:
+    if not torch.is_grad_enabled() or engine().held_reductions.name:
         return
     if not any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
         raise UsageError(

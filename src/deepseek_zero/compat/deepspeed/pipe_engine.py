@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...base.errors import DeepSeekZeroError
-from ...engine.engine import Engine
+from ...engine.engine import Engine, evaluate, own_batches
 from . import activation_checkpointing
 from .engine import DeepSpeedEngine
 from .pipe_topology import PipelineParallelGrid
@@ -72,15 +72,15 @@ class PipelineEngine(DeepSpeedEngine):
         """
         found = self._read(data_iter)
         assert found is not None
-        outputs = self._evaluated(
-            found, num_micro_batches, keeps_outputs=return_logits, has_loss=compute_loss
+        outputs = evaluate(
+            self, found, num_micro_batches, keeps_outputs=return_logits, has_loss=compute_loss
         )
         return outputs if return_logits else outputs[0]
 
     def _read(self, given: Iterator[Any] | None) -> Iterator[Any] | None:
         data = given if given is not None else self._data
         if data is None and self._batch_fn is not None:
-            data = self._own_batches()
+            data = own_batches(self)
         return (
             map(self._batch_fn, data) if data is not None and self._batch_fn is not None else data
         )

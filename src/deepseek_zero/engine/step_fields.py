@@ -1,0 +1,49 @@
+"""What the engine's parts add to the message that ranks exchange at a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..optim.sharded import ShardedOptimizer
+from ..optim.step_message import StepMessage
+from .integrity import Integrity
+from .preemption import Preemption
+from .stragglers import Stragglers
+
+
+@dataclass
+class StepFields:
+    """The parts of an engine that add fields to the step message, and read those of other ranks."""
+
+    preemption: Preemption | None = None
+    stragglers: Stragglers | None = None
+    integrity: Integrity | None = None
+
+    def update(self, optimizer: ShardedOptimizer, update: Callable[..., None], step: int) -> None:
+        """Update the weights; the all-gather of the norm also carries the fields. Collective.
+
+        Args:
+            optimizer: The optimizer.
+            update: Its method that updates the weights.
+            step: The number of the step.
+        """
+        message = StepMessage()
+        if self.preemption is not None:
+            self.preemption.add_to(message)
+        if self.stragglers is not None:
+            self.stragglers.add_to(message, step)
+
+        def completed() -> StepMessage:
+            if self.integrity is not None:  # which reads the reduced gradients
+                self.integrity.add_to(message, step)
+            return message
+
+        update(message=completed, number=step)
+        if optimizer.last is None:
+            return
+        fields = optimizer.last.verdict.fields
+        if self.stragglers is not None:
+            self.stragglers.compare(step, fields)
+        if self.integrity is not None:
+            self.integrity.compare(step, fields)
