@@ -94,14 +94,14 @@ def test_a_group_travels_as_its_members_can() -> None:
 def test_weights_are_shared_by_a_group_of_one_host() -> None:
     with hosts(rows):
         group = split(Comm(CPU), "dp_shard")
-        weights = group.symmetric.allocate(2048, torch.float32, "weights")
+        weights = group.in_place.allocate(2048, torch.float32, "weights")
         assert weights is not None
         weights.own.fill_(float(dist.get_rank()))
-        group.symmetric.begin("forward")
-        group.symmetric.gather(weights, "weights").wait()
+        group.in_place.begin("forward")
+        group.in_place.gather(weights, "weights").wait()
         expected = torch.tensor([float(rank) for rank in group.ranks]).repeat_interleave(1024)
         assert torch.equal(weights.whole, expected)
-        group.symmetric.end()
+        group.in_place.end()
         group.barrier("the end")
 
 

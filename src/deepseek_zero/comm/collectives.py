@@ -30,9 +30,9 @@ from ..kernels.sums import add_rows, scale_and_store
 from .bootstrap import Hosts
 from .context import Partition, WorldContext, ranks_of_this_host
 from .ids import WORLD_LANE, CollectiveId
+from .in_place import InPlaceGathers
 from .lanes import Lanes
 from .pending import Pending
-from .symmetric import SymmetricGathers
 from .transports.base import SingleRank, Transport, Use, Wait
 from .transports.composed import HostStaged
 from .transports.nccl import Nccl, NcclGroups
@@ -116,7 +116,7 @@ class Comm:
         """
         self.lanes = lanes
         self.host_transport = host_transport or lanes.transport
-        self.symmetric = SymmetricGathers(lanes)
+        self.in_place = InPlaceGathers(lanes)
 
     def _over(self, ranks: tuple[int, ...]) -> Comm:
         """Return a communicator of the same engine over some of this one's ranks, with no

@@ -53,7 +53,7 @@ def weight_gather_of(inner: CommContext | None, group: Group, what: str) -> Weig
     weight = plan.weight
     if weight.placement is S and weight.tier is Tier.DEVICE and weight.wire is None:
         comm = group.comm_ctx.comm
-        memory = comm.symmetric.allocate(group.layout.padded_numel, weight.dtype, what)
+        memory = comm.in_place.allocate(group.layout.padded_numel, weight.dtype, what)
         if memory is not None:
             return extensions.SharedWeight(group, memory)
     return WeightGather(group)

@@ -34,7 +34,7 @@ class SharedWeight(WeightGather):
         self.memory.release()
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
-        return self.group.comm_ctx.comm.symmetric.gather(self.memory, what)
+        return self.group.comm_ctx.comm.in_place.gather(self.memory, what)
 
     def before_write(self, what: str) -> None:
         self.group.comm_ctx.comm.barrier(f"writing {what}")

@@ -62,7 +62,7 @@ class GatherLane:
         if walk is self.schedule.backward or walk is self.schedule.accumulate:
             name = "backward"
         if self._gathers_in_place:
-            self.comm.shard.symmetric.begin(name)
+            self.comm.shard.in_place.begin(name)
         self._show_first(name)
         self._walk = self._walk_of_part(walk)
         self._reached = 0
@@ -206,7 +206,7 @@ class GatherLane:
         self.gather_for_others()
         with torch.inference_mode(False), torch.no_grad():
             self._walk = None
-            self.comm.shard.symmetric.end()
+            self.comm.shard.in_place.end()
             for unit in self.units:
                 if unit.number in walk.released and unit.number not in self._resident_before:
                     unit.reshard()
@@ -214,7 +214,7 @@ class GatherLane:
     def reshard_all(self) -> None:
         """Release every unit; gathers under way are waited for."""
         self._walk = None
-        self.comm.shard.symmetric.end()
+        self.comm.shard.in_place.end()
         for unit in self.units:
             unit.reshard()
 

@@ -10,7 +10,7 @@ from .pending import DONE, Pending
 from .transports.base import SymmetricMemory, Wait
 
 
-class SymmetricGathers:
+class InPlaceGathers:
     """The symmetric memory of one group of ranks, and gathers in it."""
 
     def __init__(self, lanes: Lanes) -> None:
