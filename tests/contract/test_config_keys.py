@@ -34,10 +34,10 @@ from deepseek_zero.engine import settings as engine_settings
 from deepseek_zero.engine.memories import open_tiers
 from deepseek_zero.engine.mesh_statements import AXIS_KEYS
 from deepseek_zero.engine.settings import (
-    memory_settings_of,
     pipeline_settings_of,
     plan_settings_of,
     recompute_settings_of,
+    run_settings,
     sequence_settings_of,
     sparse_attention_of,
     tensor_settings_of,
@@ -286,7 +286,7 @@ def locks_pages_beside_a_gpu() -> None:
         config = resolve(load({"zero_optimization": {"stage": 3, **sections}}), Facts())
         cuda = Mesh(dp_shard=1, device=torch.device("cuda", 0))
         planned = plan_model(torch.nn.Linear(2, 2), plan_settings_of(config), cuda)
-        tiers = open_tiers(planned, memory_settings_of(config), Comm(torch.device("cpu")), 4096)
+        tiers = open_tiers(planned, run_settings(config).memory, Comm(torch.device("cpu")), 4096)
         return tiers.memories[Tier.HOST].pinned
 
     for section in ("offload_optimizer", "offload_param"):
@@ -486,20 +486,21 @@ def test_a_key_that_is_stored_and_printed_and_never_read_is_found_dead(
     nobody.
     """
     monkeypatch.chdir(tmp_path)
-    plain, kept = assemble.data_settings_of, list[Any]()
+    plain, kept = assemble.run_settings, list[Any]()
 
     @dataclasses.dataclass(frozen=True)
     class DataSettings(engine_settings.DataSettings):
         is_legacy: bool = False
 
     def storing(config: Config) -> Any:
-        given = dataclasses.asdict(plain(config))
+        found = plain(config)
+        given = dataclasses.asdict(found.data)
         kept.append(DataSettings(**given, is_legacy=config.zero_optimization.legacy_stage1))
-        return kept[-1]
+        return dataclasses.replace(found, data=kept[-1])
 
     # It passes on, as the assembly does
     storing.__code__ = storing.__code__.replace(co_filename=assemble.__file__)
-    monkeypatch.setattr(assemble, "data_settings_of", storing)
+    monkeypatch.setattr(assemble, "run_settings", storing)
     assert proof(DEAD, MOVED, train) == ""
     assert [one.is_legacy for one in kept] == [True, False]
     assert "is_legacy=True" in str(kept[0])

@@ -306,7 +306,9 @@ def test_the_consolidated_weights_are_on_rank_zero_and_in_the_file(tmp_path: Pat
     assert (consolidated is None) == (here() != 0)
     assert engine.save_16bit_model(tmp_path, "refused.bin") is False
     saver = build(3, **BF16)
-    saver.parts.saving_settings = replace(saver.parts.saving_settings, gather_16bit=True)
+    settings = saver.parts.settings
+    saving = replace(settings.saving, gather_16bit=True)
+    saver.parts.settings = replace(settings, saving=saving)
     assert saver.save_16bit_model(tmp_path) is True
     assert_same(whole, torch.load(tmp_path / "pytorch_model.bin", weights_only=True))
     assert saver.save_fp16_model(tmp_path, "model.safetensors") is True

@@ -104,7 +104,9 @@ def test_every_prefix_of_an_export_or_a_conversion_leaves_a_whole_one_or_is_told
     root, left = tmp_path / "made", tmp_path / "left"
     root.mkdir()
     engine = engine_of()
-    engine.parts.saving_settings = replace(engine.parts.saving_settings, layout="deepspeed")
+    settings = engine.parts.settings
+    saving = replace(settings.saving, layout="deepspeed")
+    engine.parts.settings = replace(settings, saving=saving)
 
     def convert(into: Path) -> None:
         engine.save_checkpoint(root / "source")

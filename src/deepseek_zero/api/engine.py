@@ -121,7 +121,7 @@ class ZeroEngine(Engine):
                 wanted,
                 "pass a dict, or leave it out.",
             )
-        told = self.parts.saving_settings
+        told = self.parts.settings.saving
         self._states.refuse()
         settings = SaveSettings(
             save_latest, exclude_frozen_parameters, told.tag_validation, wait, told.snapshot_bytes
@@ -224,7 +224,7 @@ class ZeroEngine(Engine):
         """
         target = path_of("save_16bit_model", "save_dir", save_dir)
         target /= path_of("save_16bit_model", "save_filename", save_filename)
-        if self.runtime.settings.stage == 3 and not self.parts.saving_settings.gather_16bit:
+        if self.runtime.settings.stage == 3 and not self.parts.settings.saving.gather_16bit:
             log_once(
                 f"Did not save the model {target} because "
                 "stage3_gather_16bit_weights_on_model_save is False."

@@ -54,15 +54,9 @@ from .planning import plan_run, update_of
 from .preemption import Preemption
 from .saving import Saver
 from .settings import (
-    data_settings_of,
-    integrity_settings_of,
-    memory_settings_of,
-    observer_settings_of,
-    placement_settings_of,
     plan_settings_of,
-    policy_settings_of,
     recompute_settings_of,
-    saving_settings_of,
+    run_settings,
     scaler_of,
     shared_values,
     sparse_attention_of,
@@ -118,7 +112,8 @@ def assemble(
     with AllRanks(world, "looking at the model's parameters"):
         refuse_changes_on(config, mesh)
         refuse_auto_on(config, mesh)
-        refuse_owned(model, "tp" if mesh.tp > 1 else None)
+        axis = "tp" if mesh.tp > 1 else None
+        refuse_owned(model, axis)
         tie_shared(model)
         layers = plan_layers(config, model, mesh)
     comm = world.lay_out(mesh)
@@ -145,10 +140,10 @@ def assemble(
         refuse_whole_states(chosen, shape.wholes)
         refuse_split_states(chosen, model)
         refuse_other_cuts(shape.cuts, mesh.tp)
-    policy_settings = policy_settings_of(config)
+    run = run_settings(config)
     step_settings = step_settings_of(config, chosen.granularity, mesh.device)
     plan = pieces.plans.added_to(
-        plan_run(config, settings, step_settings, shape, chosen, comm, mesh)
+        plan_run(config, settings, step_settings, shape, chosen, comm, mesh, run.placement)
     )
     capabilities = (
         comm.capabilities() + way.capabilities() + number_formats(plan.settings.policy, mesh.device)
@@ -161,7 +156,7 @@ def assemble(
     scaler = scaler_of(config, rules.loss_scale)
     optimizer = None
     with advice.explaining("initialize"):
-        tiers = open_tiers(plan, memory_settings_of(config), comm, step_settings.host_tile_numel)
+        tiers = open_tiers(plan, run.memory, comm, step_settings.host_tile_numel)
         check_room(plan, tiers, comm)
         runtime = wrap_model(model, plan, comm, tiers, group_parts, rules.model, materialise)
         state_dicts = StateDicts(runtime, gathers=rules.model.gathers_state_dict)
@@ -177,33 +172,32 @@ def assemble(
                 scaler,
                 plan.update,
                 chosen.states,
-                policies_of(policy_settings, step_settings, runtime, chosen.cls),
+                policies_of(run.policies, step_settings, runtime, chosen.cls),
             )
         commit(tiers, comm)
     runtime.loss_factor.scaler = scaler
-    saving = saving_settings_of(config)
-    integrity = integrity_settings_of(config)
+    schedule = None
+    if config.scheduler.type is not None:
+        schedule = (config.scheduler.type, config.scheduler.params)
+    preemption = None
+    if run.saving.on_signal is not None:
+        preemption = Preemption(run.saving.on_signal)
+    integrity = None
+    if run.integrity is not None and optimizer:
+        integrity = Integrity(runtime, optimizer, mesh, run.integrity)
     parts = Parts(
         runtime,
         optimizer,
         scaler,
         plan.settings,
         step_settings,
-        policy_settings,
-        observer_settings_of(config),
-        data_settings_of(config),
-        saving,
-        placement_settings_of(config),
+        run,
         advice,
         state_dicts,
-        (config.scheduler.type, config.scheduler.params)
-        if config.scheduler.type is not None
-        else None,
-        preemption=Preemption(saving.on_signal) if saving.on_signal is not None else None,
-        integrity=Integrity(runtime, optimizer, mesh, integrity)
-        if integrity is not None and optimizer
-        else None,
-        saver=Saver(saving.retention),
+        schedule,
+        preemption=preemption,
+        integrity=integrity,
+        saver=Saver(run.saving.retention),
         sparse_attention=sparse,
     )
     if stages is not None:

@@ -171,13 +171,15 @@ class ShardedLoader:
             "sampler": self._indices,
             "drop_last": drop_last,
         }
+        if isinstance(self.sampler, StepOrder):
+            cut = {"batch_sampler": self.sampler}
         self.loader: DataLoader[Any] = DataLoader(
             dataset,
             collate_fn=collate_fn,
             pin_memory=mesh.device.type == "cuda",
             # Of its own: an epoch that begins draws a number, and a resumed run begins one more.
             generator=torch.Generator(),
-            **({"batch_sampler": self.sampler} if isinstance(self.sampler, StepOrder) else cut),
+            **cut,
         )
 
     def state_dict(self, again: int = 0) -> dict[str, int]:

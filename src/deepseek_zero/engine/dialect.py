@@ -92,13 +92,16 @@ class EngineDialect(Generic[E]):
         self, config: Config, mesh: Mesh, parts: Parts, request: Request
     ) -> ShardedLoader:
         """Make the loader of this rank's share of `request.training_data`."""
+        take = None
+        if mesh.sp > 1:
+            take = partial(parallel.own_part, request.model)
         return ShardedLoader(
             request.training_data,
-            parts.data_settings.micro_batch,
+            parts.settings.data.micro_batch,
             mesh,
             request.collate_fn,
-            parts.data_settings.drop_last,
-            take=partial(parallel.own_part, request.model) if mesh.sp > 1 else None,
+            parts.settings.data.drop_last,
+            take=take,
             step_samples=config.batch.train,
             shuffles=request.shuffles,
         )

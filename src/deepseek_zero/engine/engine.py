@@ -27,13 +27,11 @@ from ..base.log import log_once
 from ..base.mesh import Mesh
 from ..comm.agreement import AllRanks
 from ..config import Batch
-from ..extensions.policies import PolicySettings
 from ..extensions.state_dicts import StateDicts
 from ..optim.sharded import ShardedOptimizer
 from ..optim.step_settings import StepSettings
 from ..planner.plan import Plan
 from ..planner.plan_settings import PlanSettings
-from ..planner.unit_tiers import PlacementSettings
 from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
 from .data import ShardedLoader
@@ -56,7 +54,7 @@ from .micro_batches import (
 from .observer import Observer
 from .preemption import Preemption
 from .saving import Saver
-from .settings import DataSettings, ObserverSettings, SavingSettings
+from .settings import RunSettings
 from .step_fields import StepFields
 from .stragglers import Stragglers
 
@@ -110,11 +108,7 @@ class Parts:
     scaler: LossScaler | None
     plan_settings: PlanSettings
     step_settings: StepSettings
-    policy_settings: PolicySettings
-    observer_settings: ObserverSettings
-    data_settings: DataSettings
-    saving_settings: SavingSettings
-    placement_settings: PlacementSettings
+    settings: RunSettings
     advice: MemoryAdvice
     state_dicts: StateDicts
     schedule: tuple[str, Any] | None = None
@@ -142,12 +136,7 @@ class Parts:
         return [
             str(self.plan_settings),
             str(self.step_settings),
-            str(self.policy_settings),
-            str(self.observer_settings),
-            str(self.data_settings),
-            str(self.saving_settings),
-            str(self.placement_settings),
-            f"integrity {self.integrity.settings if self.integrity is not None else None}",
+            str(self.settings),
             f"loss scale {self.scaler}",
             f"optimizer {type(inner).__name__} {inner.defaults if inner is not None else ''}",
             f"schedule {self.schedule}",
@@ -189,8 +178,8 @@ class Engine(StandsForModule):
         self.lr_scheduler = lr_scheduler
         self.training_dataloader = training_dataloader
         with AllRanks(parts.runtime.comm, "opening the run's records"):
-            self.observer = Observer(parts.observer_settings, mesh.device)
-        if parts.observer_settings.dump_state:
+            self.observer = Observer(parts.settings.observer, mesh.device)
+        if parts.settings.observer.dump_state:
             log_once("\n".join(parts.describe()))
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self._boundary: bool | None = None

@@ -31,7 +31,8 @@ def plan_of(
     pipeline, tokens: say what the last step's messages between stages, and micro-batches, were
     like.
     """
-    found = replace(runtime.plan, update=optimizer.plan if optimizer is not None else None)
+    update = optimizer.plan if optimizer is not None else None
+    found = replace(runtime.plan, update=update)
     seen = pipeline.seen_bytes() if pipeline is not None else None
     if found.pipeline is not None and seen is not None:
         found = replace(found, pipeline=found.pipeline.seen(*seen))

@@ -181,18 +181,22 @@ class Observer:
         adaptive = None
         if optimizer.policies:
             adaptive = optimizer.policy(extensions.AdaptivePrecision)
+        promoted = len(adaptive.promoted) if adaptive is not None else 0
+        lr = 0.0
+        if optimizer.param_groups:
+            lr = float(optimizer.param_groups[0]["lr"])
         self._record = StepRecord(
             step=engine.global_steps,
             loss=None,
-            lr=float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0,
+            lr=lr,
             grad_norm=optimizer.last.norm,
             tokens_per_second=tokens * engine.mesh.reduce_size / seconds,
             memory_bytes=allocated_bytes(self.device),
             comm_bytes=sent,
             step_seconds=seconds,
-            loss_scale=optimizer.scaler.scale if optimizer.scaler is not None else 1.0,
+            loss_scale=optimizer.loss_scale,
             skipped=optimizer.overflow,
-            promoted=len(adaptive.promoted) if adaptive is not None else 0,
+            promoted=promoted,
         )
         if self.device.type == "cpu":  # nothing to wait for, and no tensor to keep
             self._read_loss()

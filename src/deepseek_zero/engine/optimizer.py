@@ -86,15 +86,15 @@ def optimizer_parts(
         return OptimizerParts()
     spec = resolve_optimizer(config.optimizer.type, config.optimizer.params)
     # Of all parameters, the frozen ones too: they are updated once they are unfrozen.
-    groups = spec.parameter_groups(
-        model, _groups(model, params if params is not None else list(model.parameters()))
-    )
+    empty = "model_parameters is empty."
+    if params is None:
+        params = list(model.parameters())
+        empty = "No parameter of the model requires a gradient."
+    groups = spec.parameter_groups(model, _groups(model, params))
     if not any(group["params"] for group in groups):
         raise UsageError(
             f"optimizer {config.optimizer.type} has nothing to train.",
-            "No parameter of the model requires a gradient."
-            if params is None
-            else "model_parameters is empty.",
+            empty,
             "leave the optimizer out of the configuration to run the model alone, or let "
             "parameters require gradients.",
         )
@@ -115,7 +115,12 @@ def forget_others(
     own = {id(param) for param in model.parameters()}
 
     def kept(members: Sequence[Any]) -> list[Any]:
-        return [each for each in members if id(each[1] if isinstance(each, tuple) else each) in own]
+        found = []
+        for each in members:
+            param = each[1] if isinstance(each, tuple) else each
+            if id(param) in own:
+                found.append(each)
+        return found
 
     if isinstance(optimizer, Optimizer):
         for group in optimizer.param_groups:

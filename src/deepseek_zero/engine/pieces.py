@@ -75,7 +75,8 @@ class Sample:
         name, first = next(
             ((name, value) for name, value in named if isinstance(value, Tensor)), ("", None)
         )
-        return cls(micro, f"for {name} {tuple(first.shape)}" if first is not None else "")
+        words = "" if first is None else f"for {name} {tuple(first.shape)}"
+        return cls(micro, words)
 
     def chain_of(self, model: nn.Module) -> pipeline.Chain | None:
         """Return the chain of blocks of a whole model; None where nothing is known.  Local."""
@@ -216,10 +217,10 @@ def _take_stages(
     settings = pipeline_settings_of(config)
     if chain is not None:
         _take_values(model, comm.along["pp"])
-    own = state_names(model)
-    remember_names(
-        model, own if chain is not None else pipeline.names_of_stages(own, comm.along["pp"])
-    )
+    names = state_names(model)
+    if chain is None:
+        names = pipeline.names_of_stages(names, comm.along["pp"])
+    remember_names(model, names)
     staged = stages_of(settings, model, chain, mesh)
     ties = pipeline.Ties(comm.whole, mesh, staged.placement, staged.ties)
     if isinstance(model, pipeline.LayerStages):
@@ -422,7 +423,9 @@ def plan_pieces(
 
     example: a micro-batch; None: the model's `dummy_inputs`, if it has them.
     """
-    sample = Sample.of(example if example is not None else getattr(model, "dummy_inputs", None))
+    if example is None:
+        example = getattr(model, "dummy_inputs", None)
+    sample = Sample.of(example)
     own = on_meta(model)
     trained = {name: param.requires_grad for name, param in model.named_parameters()}
     chain = None

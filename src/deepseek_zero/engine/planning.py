@@ -35,7 +35,7 @@ from ..tiers.disk import Disk
 from ..tiers.host import free_host_bytes
 from ..tiers.tier import Tier
 from .optimizer import OptimizerParts
-from .settings import choices_of, placement_settings_of
+from .settings import choices_of
 
 if TYPE_CHECKING:  # as in engine.py
     from ..config import Config
@@ -54,11 +54,11 @@ def plan_run(
     optimizer: OptimizerParts,
     comm: Comm,
     mesh: Mesh,
+    placement: PlacementSettings,
 ) -> Plan:
     """Return the plan of this process among its ranks.  Collective where memories are "auto"; logs
     what was chosen.
     """
-    placement = placement_settings_of(config)
     update = update_of(config, step, optimizer)
     near = comm.outer is not None and comm.outer.reads_in_place
     if settings.secondary_ranks > 1:

@@ -90,7 +90,7 @@ class Preemption:
         if not number:
             return
         client = dict(engine.client_state()) if engine.client_state is not None else {}
-        settings = SaveSettings(tag_validation=engine.parts.saving_settings.tag_validation)
+        settings = SaveSettings(tag_validation=engine.parts.settings.saving.tag_validation)
         path = save_checkpoint(engine, self.settings.path, None, client, settings)
         log_once(
             f"{signal.Signals(number).name}: saved {path}; ending with exit code {SAVED_EXIT_CODE}."

@@ -123,9 +123,9 @@ def parameters_of(call: str, name: str, given: Any) -> list[Any]:
                 "a group is a dict with 'params' and options: add 'params'.",
             )
         for member in members:
-            if not isinstance(
-                member[1] if isinstance(member, tuple) and len(member) == 2 else member, Tensor
-            ):
+            is_pair = isinstance(member, tuple) and len(member) == 2
+            param = member[1] if is_pair else member
+            if not isinstance(param, Tensor):
                 raise refuse(
                     call,
                     name,

@@ -49,7 +49,7 @@ from ..optim.sharded import ShardedOptimizer
 from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
 from .data import ShardedLoader
-from .settings import SavingSettings
+from .settings import RunSettings
 
 if TYPE_CHECKING:  # as in engine.py
     from ..config import Batch
@@ -75,8 +75,10 @@ class TrainerParts(Protocol):
     """What a checkpoint needs of the parts that an engine is made of."""
 
     saver: Saver
-    saving_settings: SavingSettings
     scaler: LossScaler | None
+
+    @property
+    def settings(self) -> RunSettings: ...
 
 
 class Trainer(Protocol):
@@ -275,7 +277,7 @@ def _foreign_layout(
     only slices have. Stage 0's files name no parameter of the optimizer in it: those of several
     groups could not be read back.
     """
-    chosen = engine.parts.saving_settings
+    chosen = engine.parts.settings.saving
     if chosen.layout != "auto":
         named = layout_named(chosen.layout)
         if isinstance(named, EngineLayout) and settings.folders:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -131,6 +131,29 @@ class PipelineSettings:
         return (self.parts or 1) * (stages if self.has_own_rows else 1)
 
 
+@dataclass(frozen=True)
+class RunSettings:
+    """What the parts beside the sharded model and its optimizer are told.
+
+    Attributes:
+        policies: When and from what units are updated.
+        observer: What is reported.
+        data: For a loader that the engine makes.
+        saving: For checkpoints.
+        placement: Which memories may be chosen for states.
+        memory: The memories next to the training device.
+        integrity: How memory is compared with what it should be; None for never.
+    """
+
+    policies: PolicySettings
+    observer: ObserverSettings
+    data: DataSettings
+    saving: SavingSettings
+    placement: PlacementSettings
+    memory: MemorySettings
+    integrity: IntegritySettings | None
+
+
 # What a rank does on its own: it may write, report and park elsewhere than the others.
 OF_ONE_RANK = (
     "tensorboard csv_monitor wandb comet records flops_profiler comms_logger network memory_budget "
@@ -165,19 +188,33 @@ def shared_values(config: Config) -> dict[str, Any]:
 
 def policy_of(config: Config) -> Policy:
     """Number formats: fp16 and bf16 sections, autocast, reduce and accumulate dtypes."""
-    compute = (
-        torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
-    )
-    auto_cast = config.fp16.auto_cast if config.fp16.enabled else config.auto_cast
+    compute = None
+    auto_cast = config.auto_cast
+    if config.bf16.enabled:
+        compute = torch.bfloat16
+    elif config.fp16.enabled:
+        compute = torch.float16
+    if config.fp16.enabled:
+        auto_cast = config.fp16.auto_cast
+    autocast = None
+    if config.torch_autocast.enabled:
+        autocast = DTYPES[config.torch_autocast.dtype or "bf16"]
+    reduce = None
+    if config.communication_data_type:
+        reduce = DTYPES[config.communication_data_type]
+    master = config.bf16.master
+    if config.bf16.bf16_master_weights_and_grads:
+        master = "none"
+    moments = config.optimizer.moments
+    if config.bf16.bf16_optimizer_states:
+        moments = "bf16"
     return Policy(
         compute=compute,
-        reduce=DTYPES[config.communication_data_type] if config.communication_data_type else None,
+        reduce=reduce,
         accumulate=DTYPES[config.data_types.grad_accum_dtype or "fp32"],
-        master="none" if config.bf16.bf16_master_weights_and_grads else config.bf16.master,
-        moments="bf16" if config.bf16.bf16_optimizer_states else config.optimizer.moments,
-        autocast=DTYPES[config.torch_autocast.dtype or "bf16"]
-        if config.torch_autocast.enabled
-        else None,
+        master=master,
+        moments=moments,
+        autocast=autocast,
         auto_cast=auto_cast,
     )
 
@@ -221,33 +258,35 @@ def compression_of(config: Config) -> Compression:
             "is slower.",
             "state gradients.bits, zero_quantized_gradients or compression.auto as well.",
         )
+    weight_codec = grad_codec = inside = feedback = None
+    if weight_bits:
+        weight_codec = Blocks(weight_bits, weights.block)
+    if grad_bits:
+        grad_codec = Blocks(grad_bits, gradients.block or GRADIENT_BLOCK[grad_bits])
+        feedback = _feedback(config)
+    if codes_inside:
+        inside = Blocks(gradients.inside_bits, GRADIENT_BLOCK[gradients.inside_bits])
     return Compression(
-        weights=Blocks(weight_bits, weights.block) if weight_bits else None,
-        gradients=Blocks(grad_bits, gradients.block or GRADIENT_BLOCK[grad_bits])
-        if grad_bits
-        else None,
+        weights=weight_codec,
+        gradients=grad_codec,
         frozen=_frozen_codec(config),
-        inside=Blocks(gradients.inside_bits, GRADIENT_BLOCK[gradients.inside_bits])
-        if codes_inside
-        else None,
+        inside=inside,
         min_numel=zero.compression.min_numel,
-        feedback=feedback_of(config) if grad_bits else None,
+        feedback=feedback,
         left_open=_left_open(config, weight_bits, grad_bits),
     )
 
 
-def feedback_of(config: Config) -> Feedback | None:
+def _feedback(config: Config) -> Feedback | None:
     """How ranks keep what codes leave out of gradients: all of it, or LoCo's running mean; None:
     not at all.
     """
     loco = config.zero_optimization.zeropp_loco_param
-    asked = config.zero_optimization.compression.gradients
-    if loco is None:
-        return (
-            None if asked.error_feedback == "off" else Feedback(KEPT_ERRORS[asked.error_feedback])
-        )
-    codec = KEPT_ERRORS["bf16" if asked.error_feedback == "off" else asked.error_feedback]
-    return Feedback(codec, loco.err_beta, loco.reset_T)
+    asked = config.zero_optimization.compression.gradients.error_feedback
+    if loco is not None:
+        codec = "bf16" if asked == "off" else asked
+        return Feedback(KEPT_ERRORS[codec], loco.err_beta, loco.reset_T)
+    return None if asked == "off" else Feedback(KEPT_ERRORS[asked])
 
 
 def _left_open(config: Config, weight_bits: int | None, grad_bits: int | None) -> tuple[str, ...]:
@@ -260,7 +299,7 @@ def _left_open(config: Config, weight_bits: int | None, grad_bits: int | None) -
     found = ("weights",) if zero.stage == 3 and not weight_bits else ()
     if grad_bits:
         return found
-    if feedback_of(config) is not None:
+    if _feedback(config) is not None:
         raise UsageError(
             "compression.auto leaves the bits of gradients open beside error feedback "
             "(error_feedback, zeropp_loco_param).",
@@ -312,6 +351,9 @@ def plan_settings_of(config: Config, leaf_modules: tuple[str, ...] = ()) -> Plan
     configuration.
     """
     zero = config.zero_optimization
+    device_bytes = config.memory_budget.device
+    if device_bytes is None:
+        device_bytes = NO_LIMIT
     return PlanSettings(
         stage=zero.stage,
         policy=policy_of(config),
@@ -329,7 +371,7 @@ def plan_settings_of(config: Config, leaf_modules: tuple[str, ...] = ()) -> Plan
         transport=config.transport,
         weight_tier=TIERS[zero.offload_param.device],
         state_tier=TIERS[zero.offload_optimizer.device],
-        device_bytes=device_bytes_of(config),
+        device_bytes=device_bytes,
         delayed_update=zero.offload_optimizer.delayed_update_after is not None,
         layerwise_micro_batches=zero.vertical_micro_batches,
         secondary_ranks=zero.zero_hpz_partition_size,
@@ -342,27 +384,6 @@ def plan_settings_of(config: Config, leaf_modules: tuple[str, ...] = ()) -> Plan
         leaf_names=(*zero.leaf_module.names, *leaf_modules),
         leaf_suffixes=tuple(zero.leaf_module.name_suffixes),
         fuse_numel=zero.stage3_module_granularity_threshold,
-    )
-
-
-def device_bytes_of(config: Config) -> int:
-    """What states and buffers may take of the training device."""
-    return NO_LIMIT if config.memory_budget.device is None else config.memory_budget.device
-
-
-def placement_settings_of(config: Config) -> PlacementSettings:
-    zero = config.zero_optimization
-    budget = config.memory_budget
-    path = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
-    return PlacementSettings(
-        chooses_weights=zero.offload_param.device == "auto",
-        chooses_states=zero.offload_optimizer.device == "auto",
-        device=budget.device,
-        host=budget.host,
-        disk=budget.disk,
-        path=Path(path) if path else None,
-        ratio=zero.offload_optimizer.ratio,
-        undo_bytes=zero.offload_optimizer.undo_bytes if updates_ahead(config) else 0,
     )
 
 
@@ -394,43 +415,108 @@ def step_settings_of(
     config: Config, granularity: tuple[str, ...], device: torch.device
 ) -> StepSettings:
     zero = config.zero_optimization
-    offload = config.zero_optimization.offload_optimizer
+    offload = zero.offload_optimizer
 
     def at_most(numel: int) -> int:
         return max(1, min(zero.sub_group_size, numel) // TILE_ALIGNMENT) * TILE_ALIGNMENT
 
+    check_finite = config.check_grad_overflow
+    if config.bf16.enabled:
+        check_finite = config.bf16.check_grad_overflow
+    ahead = offload.buffer_count if offload.pipeline_read else 0
+    behind = offload.buffer_count if offload.pipeline_write else 0
     return StepSettings(
         max_norm=config.gradient_clipping,
         tile_numel=at_most(TILE_NUMEL.on(device)),
         host_tile_numel=at_most(TILE_NUMEL.cpu),
         kernel_tile_numel=at_most(KERNEL_TILE_NUMEL),
         can_defer=offload.pipeline and config.precision != "auto",
-        by_unit=offload.super_offload or offload.delayed_update_after is not None,
+        by_unit=updates_ahead(config),
         undo_bytes=offload.undo_bytes,
-        flow=PrefetchSettings(
-            ahead=offload.buffer_count if offload.pipeline_read else 0,
-            behind=offload.buffer_count if offload.pipeline_write else 0,
-        ),
+        flow=PrefetchSettings(ahead=ahead, behind=behind),
         granularity=granularity,
-        check_finite=config.bf16.check_grad_overflow
-        if config.bf16.enabled
-        else config.check_grad_overflow,
+        check_finite=check_finite,
         kernels=config.optimizer.kernels,
     )
 
 
-def policy_settings_of(config: Config) -> PolicySettings:
-    """Return the settings of what changes when and from what units are updated."""
-    offload = config.zero_optimization.offload_optimizer
-    return PolicySettings(
-        speculates=offload.super_offload,
-        delay_after=offload.delayed_update_after,
-        precision_window=config.precision_window if config.precision == "auto" else None,
+def run_settings(config: Config) -> RunSettings:
+    """Read what the parts beside the sharded model and its optimizer are told."""
+    zero = config.zero_optimization
+    sections = (zero.offload_optimizer, zero.offload_param)
+    path = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
+    memory = MemorySettings(
+        pins_host=any(section.pin_memory for section in sections if section.device != "none"),
+        path=Path(path or ""),
+        disk=_disk_settings(config),
+    )
+    integrity = None
+    if config.integrity.mode != "off":
+        integrity = IntegritySettings(config.integrity.every, ends=config.integrity.mode == "end")
+    return RunSettings(
+        policies=_policy_settings(config),
+        observer=_observer_settings(config),
+        data=DataSettings(config.train_micro_batch_size_per_gpu, config.dataloader_drop_last),
+        saving=_saving_settings(config),
+        placement=_placement_settings(config, path),
+        memory=memory,
+        integrity=integrity,
     )
 
 
-def observer_settings_of(config: Config) -> ObserverSettings:
-    """What an engine tells while it trains, and where."""
+def _disk_settings(config: Config) -> DiskSettings:
+    return DiskSettings(config.aio.queue_depth, config.aio.block_size)
+
+
+def _placement_settings(config: Config, path: str | None) -> PlacementSettings:
+    """Return the memories that may be chosen. path: the directory on a disk."""
+    zero = config.zero_optimization
+    budget = config.memory_budget
+    undo_bytes = zero.offload_optimizer.undo_bytes if updates_ahead(config) else 0
+    folder = None
+    if path:
+        folder = Path(path)
+    return PlacementSettings(
+        chooses_weights=zero.offload_param.device == "auto",
+        chooses_states=zero.offload_optimizer.device == "auto",
+        device=budget.device,
+        host=budget.host,
+        disk=budget.disk,
+        path=folder,
+        ratio=zero.offload_optimizer.ratio,
+        undo_bytes=undo_bytes,
+    )
+
+
+def _policy_settings(config: Config) -> PolicySettings:
+    """Return the settings of what changes when and from what units are updated."""
+    offload = config.zero_optimization.offload_optimizer
+    precision_window = config.precision_window if config.precision == "auto" else None
+    return PolicySettings(
+        speculates=offload.super_offload,
+        delay_after=offload.delayed_update_after,
+        precision_window=precision_window,
+    )
+
+
+def _observer_settings(config: Config) -> ObserverSettings:
+    """Return what an engine reports while it trains, and where."""
+    flops = None
+    chosen = config.flops_profiler
+    if chosen.enabled:
+        flops = FlopsSettings(
+            chosen.profile_step,
+            chosen.recompute_fwd_factor,
+            chosen.module_depth,
+            chosen.detailed,
+            chosen.output_file,
+        )
+    monitor = MonitorSettings(
+        FileSettings(**config.tensorboard.model_dump()),
+        FileSettings(**config.csv_monitor.model_dump()),
+        WandbSettings(**config.wandb.model_dump()),
+        CometSettings(**config.comet.model_dump()),
+    )
     return ObserverSettings(
         steps_per_print=config.steps_per_print,
         wall_clock_breakdown=config.wall_clock_breakdown,
@@ -439,56 +525,25 @@ def observer_settings_of(config: Config) -> ObserverSettings:
         log_level=config.log_level,
         records_path=config.records.path,
         records_every=config.records.every,
-        monitor=MonitorSettings(
-            FileSettings(**config.tensorboard.model_dump()),
-            FileSettings(**config.csv_monitor.model_dump()),
-            WandbSettings(**config.wandb.model_dump()),
-            CometSettings(**config.comet.model_dump()),
-        ),
-        flops=flops_settings_of(config),
+        monitor=monitor,
+        flops=flops,
     )
 
 
-def data_settings_of(config: Config) -> DataSettings:
-    """What a loader made by the engine is told."""
-    return DataSettings(config.train_micro_batch_size_per_gpu, config.dataloader_drop_last)
-
-
-def flops_settings_of(config: Config) -> FlopsSettings | None:
-    """Which forward's operations are counted; None for none."""
-    chosen = config.flops_profiler
-    if not chosen.enabled:
-        return None
-    return FlopsSettings(
-        chosen.profile_step,
-        chosen.recompute_fwd_factor,
-        chosen.module_depth,
-        chosen.detailed,
-        chosen.output_file,
-    )
-
-
-def saving_settings_of(config: Config) -> SavingSettings:
-    """Checkpoints: which older ones stay, and whether a signal saves one."""
+def _saving_settings(config: Config) -> SavingSettings:
+    """Return which older checkpoints stay, and whether a signal saves one."""
     section = config.checkpoint
     asked = section.save_on_signal
+    on_signal = None
+    if asked.path is not None:
+        on_signal = PreemptionSettings(asked.path, asked.signals)
     return SavingSettings(
         tag_validation=section.tag_validation,
         snapshot_bytes=section.snapshot_bytes,
         gather_16bit=config.zero_optimization.stage3_gather_16bit_weights_on_model_save,
         retention=Retention(section.keep_last, section.keep_every),
         layout=section.layout,
-        on_signal=PreemptionSettings(asked.path, asked.signals) if asked.path is not None else None,
-    )
-
-
-def integrity_settings_of(config: Config) -> IntegritySettings | None:
-    """How often memory is compared with what it should be; None for never."""
-    section = config.integrity
-    return (
-        None
-        if section.mode == "off"
-        else IntegritySettings(section.every, ends=section.mode == "end")
+        on_signal=on_signal,
     )
 
 
@@ -500,12 +555,16 @@ def recompute_settings_of(config: Config) -> RecomputeSettings:
     plain = RecomputeSettings()
     tier = Tier.DEVICE if section.contiguous_memory_optimization else None
     if section.device != "none" or section.cpu_checkpointing:
-        tier = TIERS[section.device if section.device != "none" else "cpu"]
-    is_disk = tier is Tier.NVME
+        tier = TIERS[section.device] if section.device != "none" else Tier.HOST
+    path = None
+    disk = plain.disk
+    if tier is Tier.NVME:
+        path = Path(section.nvme_path or "")
+        disk = _disk_settings(config)
     return RecomputeSettings(
         tier,
-        Path(section.nvme_path or "") if is_disk else None,
-        DiskSettings(config.aio.queue_depth, config.aio.block_size) if is_disk else plain.disk,
+        path,
+        disk,
         section.number_checkpoints,
         section.profile,
         section.policy,
@@ -520,18 +579,6 @@ def tile_settings_of(config: Config) -> TileSettings:
     )
 
 
-def memory_settings_of(config: Config) -> MemorySettings:
-    """The memories beside the training device, if a plan names them."""
-    zero = config.zero_optimization
-    sections = (zero.offload_optimizer, zero.offload_param)
-    path = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
-    return MemorySettings(
-        pins_host=any(section.pin_memory for section in sections if section.device != "none"),
-        path=Path(path or ""),
-        disk=DiskSettings(config.aio.queue_depth, config.aio.block_size),
-    )
-
-
 def tensor_settings_of(config: Config) -> parallel.ParallelSettings:
     """What is said of the split over tensor-parallel ranks."""
     section = config.tensor_parallel
@@ -540,8 +587,11 @@ def tensor_settings_of(config: Config) -> parallel.ParallelSettings:
         for name in section.injection_policy_tuple or ()
     )
     given = section.partition_config or {}
+    loss: Literal["split", "gathered", "tiled"] = section.loss
+    if config.activation_checkpointing.tiled_loss is not None:
+        loss = "tiled"
     return parallel.ParallelSettings(
-        loss=section.loss if config.activation_checkpointing.tiled_loss is None else "tiled",
+        loss=loss,
         layers=(*layer_rules(given), *summed),
         uses_other_rules=given.get("use_default_specs", True),
         needs_a_split=not given.get("layer_specs"),

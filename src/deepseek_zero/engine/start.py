@@ -51,8 +51,8 @@ from .planning import stated_budgets, update_of, with_order_of_sums, with_useful
 from .request import Request, parameters_of
 from .settings import (
     pipeline_settings_of,
-    placement_settings_of,
     plan_settings_of,
+    run_settings,
     step_settings_of,
 )
 
@@ -68,6 +68,8 @@ def facts_of(request: Request, mesh: Mesh, *, has_bf16: bool | None = None) -> F
         getattr(model_config, "hidden_sizes", None)
     )
     client = dict(request.optimizer.defaults) if isinstance(request.optimizer, Optimizer) else {}
+    if has_bf16 is None:
+        has_bf16 = has_fast_bf16(mesh.device)
     return Facts(
         world_size=mesh.world_size,
         data_size=mesh.data_size,
@@ -75,7 +77,7 @@ def facts_of(request: Request, mesh: Mesh, *, has_bf16: bool | None = None) -> F
         tensor_size=mesh.tp,
         counts_model_ranks=request.counts_model_ranks,
         device_type=mesh.device.type,
-        has_bf16=has_fast_bf16(mesh.device) if has_bf16 is None else has_bf16,
+        has_bf16=has_bf16,
         launched=mesh.is_distributed,
         hidden_size=hidden,
         loader_micro_batch=_count(getattr(request.training_data, "batch_size", None)),
@@ -231,7 +233,9 @@ def plan(
     whole_number("plan", "rank", rank, 0, ranks - 1)
     whole_number("plan", "hosts", hosts, 1, ranks)
     world = Mesh().on_world(ranks, rank, torch.device(device))
-    source, origin = choose_source({} if config is None else config, None, None)
+    if config is None:
+        config = {}
+    source, origin = choose_source(config, None, None)
     given = (
         None
         if model_parameters is None
@@ -244,7 +248,7 @@ def plan(
     refuse_changes_on(chosen, axes)
     refuse_auto_on(chosen, axes)
     settings = plan_settings_of(chosen, tuple(leaf_modules))
-    placement = placement_settings_of(chosen)
+    placement = run_settings(chosen).placement
     given_parameters = given is not None or isinstance(optimizer, Optimizer)
     model = stage_to_plan(model, axes, is_optimized_by_caller=given_parameters)
     tie_shared(model)

@@ -104,7 +104,7 @@ def curriculum_loader(
         settings,
         config.gradient_accumulation_steps,
         collate_fn,
-        parts.data_settings.drop_last,
+        parts.settings.data.drop_last,
         partial(parallel.own_part, model) if mesh.sp > 1 else None,
     )
     return made
@@ -369,7 +369,7 @@ class DeepSpeedEngine(ZeroEngine):
             if found is not None:
                 return found
         sampler = data_sampler
-        drop_last = self.parts.data_settings.drop_last
+        drop_last = self.parts.settings.data.drop_last
         size = batch_size or self.config.train_micro_batch_size_per_gpu
         take = partial(parallel.own_part, self.module) if self.mesh.sp > 1 else None
         if sampler is None and not isinstance(dataset, IterableDataset):
