@@ -266,12 +266,12 @@ def test_a_rank_of_another_host_that_is_killed_is_named_at_once() -> None:
 def test_where_no_connection_can_be_made_every_engine_goes_over_gloo(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def unreachable(links: sockets.Links, link: object, seconds: float) -> None:
+    def unreachable(recovery: object, seconds: float) -> None:
         raise TimeoutError("a firewall drops it")
 
     monkeypatch.setenv(DEAD_AFTER, "2")
     monkeypatch.setattr(sockets, "CONNECT_SECONDS", 3.0)  # of the rank that waits to be called
-    monkeypatch.setattr(sockets.Links, "_reach", unreachable)
+    monkeypatch.setattr(sockets._Recovery, "_reach", unreachable)
     run = Run(3, transport="measured")
     for _ in range(2):  # the second asks nobody again
         engine = start_engine(run, seeded(Gpt))
