@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 # Before anything fails for want of memfd, SO_PEERCRED or /proc, and says so less clearly
@@ -73,6 +75,11 @@ _ROOMS = {name: name for name in ("zero", "utils", "comm", "checkpointing", "opt
 }
 
 
+@cache
+def _files() -> frozenset[str]:
+    return frozenset(module.name for module in iter_modules(__path__))
+
+
 def __getattr__(name: str) -> Any:
     value: Any
     if name == "__all__":
@@ -81,6 +88,9 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_at_once(f"{__name__}.{_HOMES[name]}"), name)
     elif name in _ROOMS:
         value = import_at_once(f"{__name__}.{_ROOMS[name]}")
+    elif name in _files():
+        # `from .. import parallel` asks, too, before it imports the package
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     else:
         try:
             value = contributed_name(__name__, name)

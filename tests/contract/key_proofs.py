@@ -94,7 +94,10 @@ class Reads:
 
     def built(self, made: Any) -> None:
         for field in dataclasses.fields(made):
-            self.values[type(made), field.name].add(repr(object.__getattribute__(made, field.name)))
+            value = object.__getattribute__(made, field.name)
+            # Settings in settings carry their fields themselves: to reach them proves nothing
+            if not isinstance(value, settings_classes()):
+                self.values[type(made), field.name].add(repr(value))
 
 
 @contextmanager

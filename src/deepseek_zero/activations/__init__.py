@@ -10,16 +10,24 @@ from ..base.lazy import loads_on_first_use
 
 if TYPE_CHECKING:
     from .hugging_face import recompute_layers, route_checkpoints
+    from .layerwise_accumulation import LayerwiseAccumulation
     from .tiled_loss import tile_loss
     from .tiles import tile_mlps
 
-__all__ = ["recompute_layers", "route_checkpoints", "tile_loss", "tile_mlps"]
+__all__ = [
+    "LayerwiseAccumulation",
+    "recompute_layers",
+    "route_checkpoints",
+    "tile_loss",
+    "tile_mlps",
+]
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of these
     __getattr__ = loads_on_first_use(
         __name__,
         {
             "hugging_face": "recompute_layers route_checkpoints",
+            "layerwise_accumulation": "LayerwiseAccumulation",
             "tiled_loss": "tile_loss",
             "tiles": "tile_mlps",
         },

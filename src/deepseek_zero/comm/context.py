@@ -24,19 +24,18 @@ from ..base.errors import PeerError, UsageError
 from ..base.launch import dead_after
 from ..base.mesh import PATIENCE
 from ..base.network import lead_gloo
+from . import net, transports
 from .bootstrap import Hosts, all_gather_text
 from .flight_recorder import FlightRecorder, Position
 from .ids import engine_of
 from .net.channel import Listener
 from .net.key_value_store import listening_host, listening_ports, open_store
-from .net.links import Links
 from .outside_calls import watch_outside_calls
 from .transports.base import Transport
 from .transports.composed import Hierarchical
 from .transports.gloo import Gloo, Tags, end_with_their_hosts, open_files, shut_down
 from .transports.nccl import NcclGroups
 from .transports.shared_memory import HostPages, SharedMemory, connect_local
-from .transports.tcp import Tcp
 
 Partition = tuple[tuple[int, ...], ...]  # the world cut into groups of ranks
 AFTER_WORD_SECONDS = (
@@ -93,7 +92,7 @@ class WorldContext:
         self._secret = secret
         self._listener = listener
         self._gloo_files: dict[int, int] = {}
-        self._links: Links | None = None  # once a transport needs them
+        self._links: net.Links | None = None  # once a transport needs them
         self._refusal = ""  # why there will be none
         self._nccl_groups: dict[Partition, NcclGroups] = {}
         self.ranks = tuple(range(self.size))
@@ -203,7 +202,7 @@ class WorldContext:
             if rank not in near
         }
         far.pop(self.rank)
-        links = Links(self.rank, self._secret, listener, far, self.hosts.names)
+        links = net.Links(self.rank, self._secret, listener, far, self.hosts.names)
         if said := next(
             filter(None, all_gather_text(links.connect(), self.size, self._gloo_group)), ""
         ):
@@ -220,7 +219,7 @@ class WorldContext:
         assert self._links is not None
         peers = [index for index, rank in enumerate(ranks) if rank in self._links.links]
         return self._with_intra_node(
-            ranks, Tcp(ranks.index(self.rank), ranks, peers, self._links), len(peers)
+            ranks, transports.Tcp(ranks.index(self.rank), ranks, peers, self._links), len(peers)
         )
 
     def fastest_over(self, ranks: Sequence[int]) -> Transport:
@@ -234,8 +233,8 @@ class WorldContext:
         """Return the transport of that name ("fastest", "gloo" or "tcp") between these ranks.
         Local.
         """
-        transports = {"gloo": self.gloo_over, "tcp": self.tcp_over, "fastest": self.fastest_over}
-        return transports[name](ranks)
+        found = {"gloo": self.gloo_over, "tcp": self.tcp_over, "fastest": self.fastest_over}
+        return found[name](ranks)
 
     def _with_intra_node(self, ranks: Sequence[int], far: Transport, count: int) -> Transport:
         """Return a transport to `count` far ranks, with shared memory to those of these ranks that

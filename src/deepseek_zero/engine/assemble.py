@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .. import parallel
-from ..activations.layerwise_accumulation import LayerwiseAccumulation
+from .. import activations, parallel
 from ..activations.recompute import Recompute, RecomputeSettings, configure, release_with
 from ..base import memory
 from ..base.capabilities import Capabilities, Capability, as_text
@@ -208,9 +207,8 @@ def assemble(
     )
     if parts.recompute is not None:
         release_with(runtime, parts.recompute)
-    parts.vertical = (
-        LayerwiseAccumulation(runtime) if plan.settings.layerwise_micro_batches > 1 else None
-    )
+    if plan.settings.layerwise_micro_batches > 1:
+        parts.vertical = activations.LayerwiseAccumulation(runtime)
     if config.deterministic:
         with AllRanks(comm, "deterministic algorithms"):
             parts.determinism = Determinism(mesh.device)

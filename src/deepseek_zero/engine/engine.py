@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from .. import attention, pipeline
+from .. import activations, attention, pipeline
 from ..activations import recompute
-from ..activations.layerwise_accumulation import LayerwiseAccumulation
 from ..activations.recompute import Recompute
 from ..base.capabilities import Capabilities
 from ..base.errors import UsageError
@@ -113,7 +112,7 @@ class Parts:
     state_dicts: StateDicts
     schedule: tuple[str, Any] | None = None
     recompute: Recompute | None = None
-    vertical: LayerwiseAccumulation | None = None
+    vertical: activations.LayerwiseAccumulation | None = None
     saver: Saver = field(default_factory=Saver)
     preemption: Preemption | None = None
     integrity: Integrity | None = None

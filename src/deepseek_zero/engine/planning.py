@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim import Optimizer
 
-from .. import extensions
+from .. import extensions, optimizers
 from ..base.device import PerDevice, free_device_bytes, synchronize
 from ..base.errors import UsageError
 from ..base.log import log_once
@@ -22,7 +22,6 @@ from ..comm.collectives import Comm, would_read_in_place
 from ..comm.context import ranks_of_this_host
 from ..comm.measure import inter_node_rate
 from ..optim.step_settings import StepSettings, update_settings_of
-from ..optimizers.one_bit_adam import OneBitAdam
 from ..planner.auto_wrap_policy import ModelShape
 from ..planner.codec_choice import CodecRate, Open, choose_codes, gather_traffic, reduce_traffic
 from ..planner.plan import Machine, Plan, plan_shape
@@ -299,7 +298,7 @@ def with_order_of_sums(
     """
     if settings.ranks_per_host is not None:
         return settings
-    if counted > 1 and optimizer is not None and issubclass(optimizer, OneBitAdam):
+    if counted > 1 and optimizer is not None and issubclass(optimizer, optimizers.OneBitAdam):
         log_once(
             "sums are formed in the order of ranks, and not host by host: OneBitAdam exchanges "
             "momenta rank by rank."

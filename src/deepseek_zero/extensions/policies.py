@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
-from .. import extensions
+from .. import extensions, optimizers
 from ..base.errors import UsageError
 from ..optim.step_settings import StepSettings
 from ..optim.update_policy import UpdatePolicy
-from ..optimizers.one_bit_adam import OneBitAdam
 from ..sharding.runtime import Runtime
 
 
@@ -39,7 +38,7 @@ def policies_of(
         UsageError: The step, or the class, cannot be used with a policy.
     """
     found: list[UpdatePolicy] = []
-    if issubclass(cls, OneBitAdam) and runtime.comm_ctx.comm.size > 1:
+    if runtime.comm_ctx.comm.size > 1 and issubclass(cls, optimizers.OneBitAdam):
         exchange = extensions.MomentumSteps(
             clips=step.clips,
             keeps_grads=step.keep_grads,

@@ -1,1 +1,24 @@
-"""Optimizers and learning-rate schedules that PyTorch does not have, by name."""
+"""Optimizers and learning-rate schedules that PyTorch does not have, by name.
+
+The classes below load on first use: a run has one of them at most.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..base.lazy import loads_on_first_use
+
+if TYPE_CHECKING:
+    from .lamb import Lamb
+    from .lion import Lion
+    from .muon import Muon
+    from .one_bit_adam import OneBitAdam
+
+__all__ = ["Lamb", "Lion", "Muon", "OneBitAdam"]
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+    __getattr__ = loads_on_first_use(
+        __name__,
+        {"lamb": "Lamb", "lion": "Lion", "muon": "Muon", "one_bit_adam": "OneBitAdam"},
+    )

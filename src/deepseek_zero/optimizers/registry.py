@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal
@@ -18,15 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from deepseek_zero import optimizers
 from deepseek_zero.base.device import default_device
 from deepseek_zero.base.errors import ConfigError, DeepSeekZeroError, NotBuiltError, shown
 from deepseek_zero.base.given import did_you_mean
 from deepseek_zero.base.log import log_once
 from deepseek_zero.base.other_optimizers import OTHER_OPTIMIZERS
-from deepseek_zero.optimizers.lamb import Lamb
-from deepseek_zero.optimizers.lion import Lion
-from deepseek_zero.optimizers.muon import Muon
-from deepseek_zero.optimizers.one_bit_adam import OneBitAdam
 
 from .plain_steps import raw_step, undecorated
 
@@ -103,7 +100,7 @@ class _Named:
     class.
     """
 
-    cls: type[Optimizer]
+    cls: Callable[[], type[Optimizer]]  # of ours, the first call imports it
     # Where DeepSpeed's default is another
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # Accepted at this one value, the one that is built
@@ -119,16 +116,21 @@ _ADAM_ONLY = {"bias_correction": True}
 _EITHER = frozenset({"fp32_optimizer_states", "set_grad_none"})
 _ADAM_SWITCHES = frozenset({"torch_adam", "adam_w_mode", "adamw_mode", *_EITHER})
 _NAMED: dict[str, _Named] = {
-    "adam": _Named(torch.optim.Adam, _FUSED_ADAM, _ADAM_ONLY, _ADAM_SWITCHES),
-    "adamw": _Named(torch.optim.AdamW, _FUSED_ADAM, _ADAM_ONLY, _ADAM_SWITCHES),
-    "adagrad": _Named(torch.optim.Adagrad, {}, {"amsgrad": False}, _EITHER),
-    "lion": _Named(Lion, {}, {}, _EITHER),
-    "lamb": _Named(Lamb, {}, {"amsgrad": False, "eps_inside_sqrt": False}, _EITHER),
+    "adam": _Named(lambda: torch.optim.Adam, _FUSED_ADAM, _ADAM_ONLY, _ADAM_SWITCHES),
+    "adamw": _Named(lambda: torch.optim.AdamW, _FUSED_ADAM, _ADAM_ONLY, _ADAM_SWITCHES),
+    "adagrad": _Named(lambda: torch.optim.Adagrad, {}, {"amsgrad": False}, _EITHER),
+    "lion": _Named(lambda: optimizers.Lion, {}, {}, _EITHER),
+    "lamb": _Named(
+        lambda: optimizers.Lamb, {}, {"amsgrad": False, "eps_inside_sqrt": False}, _EITHER
+    ),
     "muon": _Named(
-        Muon, {}, {"adam_w_mode": True, "per_head_muon": False}, frozenset({"torch_adam"})
+        lambda: optimizers.Muon,
+        {},
+        {"adam_w_mode": True, "per_head_muon": False},
+        frozenset({"torch_adam"}),
     ),
     "onebitadam": _Named(
-        OneBitAdam,
+        lambda: optimizers.OneBitAdam,
         {},
         {"amsgrad": False, "bias_correction": True, "eps_inside_sqrt": False},
         frozenset({"cuda_aware", "comm_backend_name"}),  # of a backend that nothing here has
@@ -190,8 +192,8 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> OptimizerSpec:
             fix=f"name one of {', '.join(VALID_OPTIMIZERS)}, or pass an optimizer instance.",
         )
     _refuse_max_grad_norm(params)
-    named = _NAMED.get(key) or _Named(_TORCH[key])
-    cls = _adam_class(key, params) if named.switches is _ADAM_SWITCHES else named.cls
+    named = _NAMED.get(key) or _Named(lambda: _TORCH[key])
+    cls = _adam_class(key, params) if named.switches is _ADAM_SWITCHES else named.cls()
     granularity = granularity_of(cls)
     owner = f"optimizer {shown(name)}"
     own = _without_deepspeed_names(owner, named, params)

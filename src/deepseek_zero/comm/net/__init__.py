@@ -6,7 +6,8 @@
 | `channel.py` | the job's secret, the handshake that proves it, dialing, `Listener` |
 | `key_value_store.py` | a table in rank 0's process, and its client; detects lost hosts |
 | `store.py` | a `torch.distributed.Store` over that table: the rendezvous of ranks and launchers |
-| `links.py` | tensors between ranks of different hosts; replaces a connection that breaks |
+| `link.py` | the messages of two ranks of different hosts |
+| `links.py` | serves the connections of a rank to other hosts; replaces one that breaks |
 
 The decisions are 0102 (sockets and secret) and 0108 (lost hosts, the launcher's store, TLS).  This
 package knows no collective, engine or transport: of `comm` it imports the identity of messages
@@ -14,4 +15,20 @@ package knows no collective, engine or transport: of `comm` it imports the ident
 of a wait that every transport uses (`transports/base.py`).
 
 The package is frozen: bugs are repaired here, features are not added.
+
+`Links` loads on first use: a job on one host needs none.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...base.lazy import loads_on_first_use
+
+if TYPE_CHECKING:
+    from .links import Links
+
+__all__ = ["Links"]
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+    __getattr__ = loads_on_first_use(__name__, {"links": "Links"})

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.optim import Adagrad, Optimizer
 
+from ... import optimizers
 from ...api.precision import DTYPES, low_precision
 from ...base.errors import CheckpointError, NotBuiltError, UsageError
 from ...config.problems import lookup
 from ...config.raw_config import RawConfig
 from ...extensions.zero_init import InitShard
-from ...optimizers.lion import Lion
 from ...planner.auto_wrap_policy import full_precision_names
 from ...sharding.sharded_parameter import owner_of
 from . import cpu_adam
@@ -136,7 +136,7 @@ def refuse_slow_optimizer(raw: RawConfig, optimizer: Any) -> None:
         or not isinstance(optimizer, Optimizer)
     ):
         return
-    if not isinstance(optimizer, cpu_adam.Adam | cpu_adam.AdamW | Adagrad | Lion):
+    if not isinstance(optimizer, cpu_adam.Adam | cpu_adam.AdamW | Adagrad | optimizers.Lion):
         # DeepSpeed raises ZeRORuntimeException, which is this class here
         raise CheckpointError(
             "zero_force_ds_cpu_optimizer is on, and the offloaded optimizer is a "

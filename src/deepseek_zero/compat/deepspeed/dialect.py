@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -41,10 +42,8 @@ from .before_initialize import tensor_parallel_statement
 from .comm import init_distributed
 from .dropin import is_dropin_imported
 from .engine import DeepSpeedEngine, curriculum_loader
-from .muon import mark_parameters
 from .optimizer import dropin_class, named_class, scale_at_stage_0
 from .parameters import show_ds_names
-from .torch_autocast import init_autocast_params
 from .zero import DropInGatheredParameters, DropInInit
 
 if TYPE_CHECKING:  # as in engine/engine.py
@@ -131,7 +130,7 @@ class DeepSpeedDropIn(DeepSpeedNames):
         DropInGatheredParameters.follow(raw.values)
         end_engine_of(model)
         if str(lookup(raw.values, "optimizer.type", "")).lower() == "muon":
-            mark_parameters(model)
+            import_module(".muon", __package__).mark_parameters(model)
         defaults.round_values(model, raw)
         self._autocast_modules = raw.not_built.get("torch_autocast.lower_precision_safe_modules")
         statements = (*accelerate_statements(), *request.mesh_statements)
@@ -163,7 +162,8 @@ class DeepSpeedDropIn(DeepSpeedNames):
         engine = super().make_engine(config, mesh, parts, request, lr_scheduler, loader)
         autocast = engine.runtime.settings.policy.autocast
         if autocast is not None:
-            init_autocast_params(engine, autocast, self._autocast_modules)
+            init = import_module(".torch_autocast", __package__).init_autocast_params
+            init(engine, autocast, self._autocast_modules)
         groups.make_groups(mesh)
         return engine
 

@@ -36,7 +36,6 @@ from .autotp import set_autotp_mode
 from .before_initialize import asked_tp_size
 from .missing import ENGINE, engine_name_missing, missing_names
 from .parameters import show_ds_names
-from .profiling import FlopsProfiler, ThroughputTimer
 
 if TYPE_CHECKING:  # pydantic is imported by those who read a configuration
     from ...config import Config
@@ -115,9 +114,8 @@ def _flops_profiler(engine: Engine) -> Any:
     none.
     """
     asked = engine.config.flops_profiler
-    found = FlopsProfiler(
-        engine.module, engine, asked.recompute_fwd_factor, engine.observer.profile
-    )
+    kind = import_module(".profiling", __package__).FlopsProfiler
+    found = kind(engine.module, engine, asked.recompute_fwd_factor, engine.observer.profile)
     return found if asked.enabled else None
 
 
@@ -326,11 +324,12 @@ class DeepSpeedEngine(ZeroEngine):
             raise BatchMismatchError(f"{error.what.partition(': ')[0]}.") from error
 
     @cached_property
-    def tput_timer(self) -> ThroughputTimer:
+    def tput_timer(self) -> Any:
         """A timer for programs that time their steps; `engine.observer.record` has the engine's own
         figures.
         """
-        return ThroughputTimer(None, self.config.train_batch_size)
+        kind = import_module(".profiling", __package__).ThroughputTimer
+        return kind(None, self.config.train_batch_size)
 
     # -- batch
 

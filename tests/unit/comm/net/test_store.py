@@ -148,6 +148,7 @@ def test_ranks_take_their_own_launchers_store_and_no_other(
     near.set("here", b"yes")
     found = launchers_store()
     assert found is not None and found.get("here") == b"yes"
+    found._store.close()  # the library keeps it until the process ends
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert launchers_store() is None, "a launcher that a rank started"
     monkeypatch.delenv(STORE)
