@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepseek_zero.engine.memory import predicted_volume
 from tests.models import seeded
 from tests.pairwise import cases
 from tests.training import ALL, Run, assert_is_sharded, start_engine, train_step
@@ -129,11 +128,9 @@ def test_otherwise_a_step_sends_what_plan_and_schedule_predict(
         overlap=overlap,
     )
     engine = start_engine(run, seeded())
-    volume = predicted_volume(engine.runtime)
+    volume = engine.runtime.plan.volume()
     assert count_step(engine, run, 0) == (volume.state_bytes, volume.rows + volume.first_step_rows)
-    assert predicted_volume(engine.runtime) == volume, (
-        "units are used in the order they are declared"
-    )
+    assert engine.runtime.plan.volume() == volume, "units are used in the order they are declared"
     assert count_step(engine, run, 1) == (volume.state_bytes, volume.rows)
 
 
@@ -141,7 +138,7 @@ def test_otherwise_a_step_sends_what_plan_and_schedule_predict(
 def test_a_wider_window_saves_gathers_and_persistence_trades_them_for_refreshes() -> None:
     def gathered(window: int, persistence: int) -> int:
         engine = start_engine(over_gloo(3, window=window, persistence=persistence), seeded())
-        return predicted_volume(engine.runtime).gathers
+        return engine.runtime.plan.volume().gathers
 
     none, some, every = gathered(0, 0), gathered(9000, 0), gathered(ALL, 0)
     assert none == 2 * every and every < some < none
@@ -158,7 +155,7 @@ def test_frozen_parameters_are_gathered_and_never_reduced() -> None:
         group.layout.padded_numel for group in engine.runtime.groups if not group.trainable
     )
     padded = sum(group.layout.padded_numel for group in engine.runtime.groups)
-    volume = predicted_volume(engine.runtime)
+    volume = engine.runtime.plan.volume()
     assert (volume.gathers, volume.reduces) == (2 * 4 * padded // 2, 4 * (padded - frozen) // 2)
     assert count_step(engine, over_gloo(3), 0)[0] == volume.state_bytes
 
@@ -168,7 +165,7 @@ def test_a_world_of_one_sends_nothing() -> None:
     for stage in range(4):
         engine = start_engine(over_gloo(stage), seeded())
         assert count_step(engine, over_gloo(stage), 0) == (0, 0)
-        assert predicted_volume(engine.runtime).state_bytes == 0
+        assert engine.runtime.plan.volume().state_bytes == 0
 
 
 def test_the_dispatch_mode_refuses_collectives_it_cannot_count() -> None:

@@ -20,7 +20,6 @@ import deepseek_zero
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.config import Facts, resolve
 from deepseek_zero.config.load import load
-from deepseek_zero.engine.memory import predicted_volume
 from deepseek_zero.engine.settings import compression_of
 from deepseek_zero.precision.codecs import Blocks
 from tests.models import Batch, Gpt, batch_of, seeded
@@ -274,7 +273,7 @@ def test_training_has_the_bits_of_one_process_that_rounds_the_same_tensors(
         if step and transport == "gloo":
             assert counter.sent_bytes == meter.total_bytes()
         if step:
-            volume = predicted_volume(engine.runtime)
+            volume = engine.runtime.plan.volume()
             assert meter.total_bytes() == volume.state_bytes + volume.rows
             if not window:
                 assert volume.state_bytes == formula(engine, run, codes)
@@ -377,7 +376,7 @@ def test_a_second_copy_holds_decoded_weights_and_changes_no_bit() -> None:
     assert_same_bits(masters_of(engine), masters_of(plain), "masters")
     engine.runtime.comm.meter.reset()
     train_step(engine, run, 3)
-    volume, meter = predicted_volume(engine.runtime), engine.runtime.comm.meter
+    volume, meter = engine.runtime.plan.volume(), engine.runtime.comm.meter
     assert meter.total_bytes() == volume.state_bytes + volume.rows
     assert meter.sent_bytes["inner_gather"] == volume.inner_gathers > 0
 
@@ -567,7 +566,7 @@ def test_sums_by_host_are_codes_between_hosts_and_inside_a_host_exact_unless_cod
         )
     engine.runtime.comm.meter.reset()
     train_step(engine, run, STEPS)
-    volume, meter = predicted_volume(engine.runtime), engine.runtime.comm.meter
+    volume, meter = engine.runtime.plan.volume(), engine.runtime.comm.meter
     assert meter.total_bytes() == volume.state_bytes + volume.rows
     near = 0.0
     for group in engine.runtime.groups:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import deepseek_zero
 from deepseek_zero.checkpoint import load
-from deepseek_zero.engine.memory import predicted_volume
 from deepseek_zero.precision.codecs import Blocks
 from tests.models import Batch, batch_of, seeded
 from tests.pairwise import cases
@@ -190,7 +189,7 @@ def assert_follows(engine: Any, run: Run, reference: FeedingBack, steps: Sequenc
         assert_same_bits(
             dict(engine.module.state_dict()), reference.values(), f"weights after step {step}"
         )
-    volume = predicted_volume(engine.runtime)
+    volume = engine.runtime.plan.volume()
     assert sent == volume.state_bytes + volume.rows
     masters = dict(zip(reference.values(), reference.masters, strict=True))
     assert_same_bits(masters_of(engine), masters, "masters")

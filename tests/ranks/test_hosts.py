@@ -25,7 +25,6 @@ from deepseek_zero.comm import context, measure
 from deepseek_zero.comm.ids import CollectiveId, lane_number
 from deepseek_zero.comm.measure import inter_node_rate
 from deepseek_zero.engine import planning
-from deepseek_zero.engine.memory import predicted_volume
 from deepseek_zero.sharding.grad_sum import GradState
 from deepseek_zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.hosts import sent_from_here
@@ -152,7 +151,7 @@ def test_what_crosses_the_link_is_metered_and_by_host_is_once_a_byte(per_host: i
     here = dist.get_rank() // 2 * 2
     between, rows = table[here : here + 2].sum(dim=0).tolist()
     volume, padded = (
-        predicted_volume(engine.runtime),
+        engine.runtime.plan.volume(),
         sum(group.layout.padded_numel for group in engine.runtime.groups),
     )
     gathers = volume.gathers // (padded // RANKS * (RANKS - 1) * 2)
@@ -224,7 +223,7 @@ def test_codes_are_chosen_by_measurement_and_a_resume_repeats_the_choice(tmp_pat
     meter = other.runtime.comm.meter
     meter.reset()
     train_step(other, run, 2)
-    volume = predicted_volume(other.runtime)
+    volume = other.runtime.plan.volume()
     assert meter.total_bytes() == volume.state_bytes + volume.rows
     report = other.memory_report()
     assert report.measured_total <= report.predicted_total

@@ -20,7 +20,7 @@ import deepseek_zero
 from deepseek_zero.base.errors import ModelMismatchError, UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.checkpoint.format import Manifest
-from deepseek_zero.engine.memory import predicted_bytes, predicted_volume
+from deepseek_zero.engine.memory import plan_of
 from tests.models import Gpt, batch_of, seeded
 from tests.pairwise import cases
 from tests.reference import OPTIMIZERS, TwoLevels
@@ -168,7 +168,7 @@ def test_a_step_sends_what_sharding_sends_in_a_group_and_one_sum_over_the_groups
         train_step(engine, run, step)
         assert meter.sent_bytes["rows"] == rows
         assert meter.total_bytes() - rows == expected
-    volume = predicted_volume(engine.runtime)
+    volume = engine.runtime.plan.volume()
     assert (volume.state_bytes, volume.rows) == (expected, rows)
 
 
@@ -212,7 +212,7 @@ def test_the_prediction_of_memory_holds(
     measured = {
         state: nbytes for state, nbytes in engine.memory_report().measured.items() if nbytes
     }
-    predicted = predicted_bytes(engine.runtime, engine.optimizer)
+    predicted = plan_of(engine.runtime, engine.optimizer).bytes_by_state()
     assert {state: nbytes for state, nbytes in predicted.items() if nbytes} == measured
 
 

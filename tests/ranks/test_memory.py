@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import deepseek_zero
 from deepseek_zero.base.mesh import Mesh
-from deepseek_zero.engine.memory import predicted_bytes
+from deepseek_zero.engine.memory import plan_of
 from deepseek_zero.planner.plan import Machine, plan_model
 from deepseek_zero.planner.update import ParamGroupPlan, UpdateSettings
 from deepseek_zero.report.measure import live_storages
@@ -43,7 +43,7 @@ def assert_prediction_holds(run: Run, make: MakeOptimizer | None = None) -> Any:
     """
     before = live_storages()
     engine = start_engine(run, seeded(), make)
-    predicted = predicted_bytes(engine.runtime, engine.optimizer)
+    predicted = plan_of(engine.runtime, engine.optimizer).bytes_by_state()
     for step in range(STEPS):
         train_step(engine, run, step)
     found = added_bytes(before)
@@ -190,7 +190,7 @@ def test_a_model_without_storage_gives_the_same_prediction(ranks: int, stage: in
         model, engine.runtime.settings, Mesh(dp_shard=ranks, rank=dist.get_rank()), machine, update
     )
     expected = plan.bytes_by_state()
-    assert predicted_bytes(engine.runtime, engine.optimizer) == expected
+    assert plan_of(engine.runtime, engine.optimizer).bytes_by_state() == expected
 
 
 @pytest.mark.ranks(2)
@@ -213,7 +213,7 @@ def test_the_stages_fall_as_the_table_says() -> None:
         engine = start_engine(
             Run(stage, "bf16", optimizer="adamw"), seeded(Gpt, width=60, hidden=240)
         )
-        totals.append(predicted_bytes(engine.runtime, engine.optimizer))
+        totals.append(plan_of(engine.runtime, engine.optimizer).bytes_by_state())
     states = ("weight", "grad", "master", "moments")
     halved = [
         {state for state in states if totals[stage][state] < 0.6 * totals[0][state]}

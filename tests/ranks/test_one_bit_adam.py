@@ -18,7 +18,6 @@ from torch import Tensor
 import deepseek_zero
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.checkpoint import load
-from deepseek_zero.engine.memory import predicted_volume
 from deepseek_zero.optimizers.one_bit_adam import OneBitAdam
 from deepseek_zero.planner import update
 from tests.models import Batch, batch_of, seeded
@@ -207,7 +206,7 @@ def test_training_has_adams_bits_and_then_those_of_one_process_that_exchanges_si
         assert_same_bits(
             dict(engine.module.state_dict()), reference.values(), f"weights after step {step}"
         )
-    volume = predicted_volume(engine.runtime)
+    volume = engine.runtime.plan.volume()
     assert meter.total_bytes() == volume.state_bytes + volume.rows
     signs = sum(2 * (ranks - 1) * (group.layout.slice_numel / 8 + 4) for group in groups)
     whole = sum(

@@ -14,7 +14,6 @@ import torch.distributed as dist
 import deepseek_zero
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.comm.transports.shared_memory import SharedMemory
-from deepseek_zero.engine.memory import predicted_volume
 from deepseek_zero.extensions.shared_weight import SharedWeight
 from tests.models import Gpt, seeded
 from tests.ranks.test_bytes import SendCounter
@@ -48,7 +47,7 @@ def test_a_run_has_the_bits_of_stage_3_and_its_bytes_and_memory_are_the_plans(
     for step in range(3):
         losses, expected = train_step(engine, run, step), train_step(plain, run, step)
         assert all(map(torch.equal, losses, expected))
-    volume, meter = predicted_volume(engine.runtime), engine.runtime.comm.meter
+    volume, meter = engine.runtime.plan.volume(), engine.runtime.comm.meter
     meter.reset()
     with SendCounter() as counter:
         train_step(engine, run, 3)
@@ -56,7 +55,7 @@ def test_a_run_has_the_bits_of_stage_3_and_its_bytes_and_memory_are_the_plans(
     assert counter.sent_bytes == meter.total_bytes() == volume.state_bytes + volume.rows
     assert meter.sent_bytes["inner_gather"] == volume.inner_gathers > 0
     assert meter.sent_bytes["all_gather"] == volume.gathers - volume.inner_gathers
-    assert volume.gathers < predicted_volume(plain.runtime).gathers
+    assert volume.gathers < plain.runtime.plan.volume().gathers
     report = engine.memory_report()
     assert {state: nbytes for state, nbytes in report.predicted.items() if nbytes} == {
         state: nbytes for state, nbytes in report.measured.items() if nbytes and state != "other"
@@ -87,7 +86,7 @@ def test_a_unit_is_gathered_between_hosts_once_a_step_and_later_through_shared_m
             assert all(
                 map(torch.equal, train_step(engine, run, step), train_step(plain, run, step))
             )
-        volume, meter = predicted_volume(engine.runtime), engine.runtime.comm.meter
+        volume, meter = engine.runtime.plan.volume(), engine.runtime.comm.meter
         assert meter.total_bytes() == volume.state_bytes + volume.rows
         assert meter.sent_bytes["inner_gather"] == volume.inner_gathers > 0
         report = engine.memory_report()

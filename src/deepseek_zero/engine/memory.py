@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from .. import parallel, report
 from ..optim.sharded import ShardedOptimizer
 from ..planner.plan import Plan
-from ..planner.volume import StepVolume
 from ..report.measure import MemoryReport, bytes_of, live_storages, moments_of
 from ..sharding.runtime import Runtime
 from ..tiers.tier import Storage
@@ -41,16 +40,6 @@ def plan_of(
     if found.sequence is not None and tokens is not None:
         found = replace(found, sequence=replace(found.sequence, tokens=tokens))
     return found
-
-
-def predicted_bytes(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, int]:
-    """Bytes of this rank between training steps, by state: `Plan.bytes_by_state`."""
-    return plan_of(runtime, optimizer).bytes_by_state()
-
-
-def predicted_volume(runtime: Runtime) -> StepVolume:
-    """Bytes this rank will send per optimizer step."""
-    return runtime.plan.volume()
 
 
 def memory_report(
