@@ -90,7 +90,7 @@ def measure(rounds: int) -> None:
         name: {
             "start": took,
             "step": statistics.median(seconds[name]),
-            "rate": engine.runtime.comm.inter_node_rate,
+            "rate": engine.runtime.comm.meter.inter_node_rate,
             "said": [
                 line.strip()
                 for line in engine.explain().splitlines()
