@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -212,29 +213,37 @@ def explain_uncaught(advice: MemoryAdvice) -> None:
     _UNCAUGHT.explain(advice)
 
 
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
 class _Uncaught:
     """Adds an explanation to an error before the interpreter prints it and ends the program."""
 
     def __init__(self) -> None:
         self._advice: weakref.ref[MemoryAdvice] | None = None
-        self._before = sys.excepthook
+        self._hook: ExceptHook | None = None
 
     def explain(self, advice: MemoryAdvice) -> None:
         self._advice = weakref.ref(advice)
-        if sys.excepthook != self.hook:
-            self._before = sys.excepthook
-            sys.excepthook = self.hook
+        if sys.excepthook is not self._hook:
+            # Another hook may have taken the place of ours and call it (torch.distributed's does)
+            self._hook = partial(self._explained, sys.excepthook)
+            sys.excepthook = self._hook
 
-    def hook(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    def _explained(
+        self,
+        before: ExceptHook,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
     ) -> None:
-        """Take the place of `sys.excepthook`."""
+        """Take the place of `sys.excepthook`, which was `before`."""
         advice = self._advice() if self._advice is not None else None
         notes = getattr(error, "__notes__", ())
         is_explained = any(_PREDICTION in text for text in (str(error), *notes))
         if advice is not None and _is_of_allocation(error) and not is_explained:
             error.add_note(f"  {advice.text(error, 'outside the calls of the engine')}")
-        self._before(kind, error, trace)
+        before(kind, error, trace)
 
 
 _UNCAUGHT = _Uncaught()

@@ -294,6 +294,26 @@ def test_other_errors_that_end_the_program_stay_as_they_are(
     assert model.training
 
 
+def test_a_hook_that_took_the_place_of_ours_and_calls_it_is_called_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch.distributed installs such a hook when a process group is made."""
+    first = DeepSeekZeRO3(nn.Sequential(*layers()))
+    ours = sys.excepthook
+    calls = list[object]()
+
+    def between(kind: Any, error: Any, trace: Any) -> None:
+        calls.append(error)
+        ours(kind, error, trace)
+
+    monkeypatch.setattr(sys, "excepthook", between)
+    second = DeepSeekZeRO3(nn.Sequential(*layers()))
+    error = RuntimeError("no error of an allocation")
+    sys.excepthook(type(error), error, None)
+    assert calls == [error] and capsys.readouterr().err.count("no error of an allocation") == 1
+    assert first.training and second.training
+
+
 def test_a_search_for_the_batch_size_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = pytest.importorskip("accelerate.utils.memory")
     set_memory(monkeypatch, room=10 * STATES, allocated=2 * STATES)
