@@ -11,6 +11,8 @@ from ..base.lazy import loads_on_first_use
 
 if TYPE_CHECKING:
     from .adaptive_precision import AdaptivePrecision
+    from .by_host import TwoHops
+    from .coded_weight import CodedWeight
     from .cut_layers import CutChoice, choose_cuts
     from .deferred_update import DeferredUpdate
     from .delayed_update import DelayedGradient, DelayedUpdate
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdaptivePrecision",
+    "CodedWeight",
     "CutChoice",
     "DeferredUpdate",
     "DelayedGradient",
@@ -35,6 +38,7 @@ __all__ = [
     "SharedWeight",
     "SpeculativeUpdate",
     "SumOverReplicas",
+    "TwoHops",
     "WeightDifferences",
     "choose_cuts",
     "unsupported_optimizer",
@@ -46,6 +50,8 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of these
         __name__,
         {
             "adaptive_precision": "AdaptivePrecision",
+            "by_host": "TwoHops",
+            "coded_weight": "CodedWeight",
             "cut_layers": "CutChoice choose_cuts",
             "deferred_update": "DeferredUpdate",
             "delayed_update": "DelayedGradient DelayedUpdate",

@@ -9,7 +9,7 @@ from ..comm.collectives import Comm
 from ..planner.extras import feedback_of, late_gradient_of, second_copy_of
 from ..planner.plan import Plan
 from ..planner.spec import S
-from ..sharding.buffer import CommContext
+from ..sharding.buffer import CommContext, Route
 from ..sharding.grad_reduction import GradReduction
 from ..sharding.grad_sum import GradSum
 from ..sharding.gradient import Gradient
@@ -33,7 +33,11 @@ def group_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
         ranks = comm.whole.split(plan.mesh.inner_groups(few), "inner")
         pool, tiers = comm_ctx.pool, comm_ctx.tiers
         inner = CommContext(ranks, pool, tiers=tiers, gather_kind="inner_gather")
-    return GroupParts(partial(weight_gather_of, inner), reduction_of, kept_gradients_of)
+    route = Route()
+    per_host = plan.settings.ranks_per_host or 1
+    if plan.mesh.near_size(per_host) > 1:
+        route = extensions.TwoHops.over(comm.whole, *plan.mesh.host_groups(per_host))
+    return GroupParts(partial(weight_gather_of, inner), reduction_of, kept_gradients_of, route)
 
 
 def weight_gather_of(inner: CommContext | None, group: Group, what: str) -> WeightGather:
@@ -47,16 +51,19 @@ def weight_gather_of(inner: CommContext | None, group: Group, what: str) -> Weig
     plan = group.plan
     if plan.weight_is_independent:
         return extensions.WeightDifferences(group)
+    weight = plan.weight
+    gather = WeightGather(group)
+    if weight.rests_as is not None:
+        gather = extensions.CodedWeight(group)
     if second_copy_of(plan) is not None:
         assert inner is not None
-        return extensions.SecondaryCopy(group, inner)
-    weight = plan.weight
+        return extensions.SecondaryCopy(group, inner, gather)
     if weight.placement is S and weight.tier is Tier.DEVICE and weight.wire is None:
         comm = group.comm_ctx.comm
         memory = comm.in_place.allocate(group.layout.padded_numel, weight.dtype, what)
         if memory is not None:
             return extensions.SharedWeight(group, memory)
-    return WeightGather(group)
+    return gather
 
 
 def reduction_of(group: Group) -> GradReduction:

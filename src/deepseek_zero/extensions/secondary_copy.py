@@ -23,19 +23,21 @@ class SecondaryCopy(WeightGather):
             come in the same order on all.
     """
 
-    def __init__(self, group: Group, inner: CommContext) -> None:
+    def __init__(self, group: Group, inner: CommContext, first: WeightGather) -> None:
         """Args:
         group: The group.
         inner: The context of the ranks among which the copy is cut.
+        first: How the weight is gathered after it has changed.
         """
         super().__init__(group)
         self.comm_ctx = inner
+        self.first = first
         self.buffer: FlatBuffer
         self.is_current = False
 
     def allocate(self, what: str) -> FlatBuffer:
         group = self.group
-        weight = super().allocate(what)
+        weight = self.first.allocate(what)
         spec = second_copy_of(group.plan)
         assert spec is not None
         self.buffer = FlatBuffer.allocate(
@@ -52,7 +54,7 @@ class SecondaryCopy(WeightGather):
             return move(self.buffer, target, self.comm_ctx, what)
         # For later gathers, which start after this one has ended
         self.is_current = True
-        return super().gather(whole, what).then(lambda: self._keep(target))
+        return self.first.gather(whole, what).then(lambda: self._keep(target))
 
     def _keep(self, whole: FlatBuffer) -> None:
         self.buffer.memory.copy_(whole.shard(self.comm_ctx.comm.rank))

@@ -70,13 +70,9 @@ def network_links(
     exact = plan.uncoded().volume()
     coded = plan.volume()
     saved = exact.state_bytes - coded.state_bytes
-    if (hosts := comm_ctx.hosts) is None:
-        saved_far = saved * far_share(comm_ctx.comm)
-    else:
-        saved_near = exact.inside_hosts - coded.inside_hosts
-        saved_far = saved_near * far_share(hosts.intra_node) + (saved - saved_near) * far_share(
-            hosts.inter_node
-        )
+    saved_near = exact.inside_hosts - coded.inside_hosts
+    first, last = comm_ctx.route.hops(comm_ctx.comm)
+    saved_far = saved_near * far_share(first) + (saved - saved_near) * far_share(last)
     seconds = sum(meter.clock.seconds.values()) / meter.clock.steps
     found = (
         NetworkLink(BETWEEN_HOSTS, far / steps, far / steps + saved_far, seconds, line),

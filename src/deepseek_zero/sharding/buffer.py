@@ -11,7 +11,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -20,19 +19,16 @@ from torch import Tensor
 from ..base.device import storage_users
 from ..base.errors import UsageError
 from ..base.memory import parts_in_lock_ranges, return_pages
-from ..comm.by_host import NEAR, ByHost
 from ..comm.collectives import Comm, ordered_sum
 from ..comm.pending import DONE, OrderedIssueQueue, Pending
 from ..comm.transports.base import Use
 from ..planner.layout import BLOCK, FlatLayout, Slot
 from ..planner.messages import SUM_TILE_NUMEL, hop_wires, message_rooms, messages_of
 from ..planner.spec import TRANSITIONS, Movement, P, R, S, Spec
-from ..precision.codecs import Blocks, Cast, Codec, LeftOut, work_room
+from ..precision.codecs import Blocks, Cast, Codec, LeftOut
 from ..tiers.budget import DeviceBudget
 from ..tiers.tier import (
-    COMPLETED,
     CopyEngine,
-    CopyEvent,
     Storage,
     Tier,
     Tiers,
@@ -192,13 +188,11 @@ class FlatBuffer:
     """One state of one group of parameters on this rank: the whole buffer if replicated or partial,
     a slice if sharded.
 
-    If the spec says that elements rest as codes, `memory` has one message of these, and elements
-    are copies: to be read, or written by `writing`, which encodes them again.
-
     Attributes:
         layout: The places of the parameters.
         spec: Placement, dtype and memory of the state.
-        memory: The elements, flat, in the spec's dtype. `load` and `elements` fetch them.
+        memory: The elements, flat, in the spec's dtype, or what the storage keeps in their place.
+            `load` and `elements` fetch them.
         storage: Where they are between uses.
         guard: Every access passes it first.
         coded_as: The codec of slices that are gathered into this buffer; None: they travel exactly.
@@ -229,7 +223,7 @@ class FlatBuffer:
         Offloaded ones are fetched as by `elements`; whoever knows that they are not offloaded takes
         `memory`.
         """
-        if self.storage.on_device and self.spec.rests_as is None:
+        if self.storage.on_device and self.storage.has_elements:
             self.guard.before_read()
             return self.memory
         return self.elements(0, self.numel)
@@ -237,17 +231,7 @@ class FlatBuffer:
     @property
     def numel(self) -> int:
         """Return how many elements this rank holds."""
-        if self.spec.rests_as is None:
-            return self.memory.numel()
-        return self.spec.numel(self.layout.padded_numel, self.layout.ranks)
-
-    def _decoded(self, codec: Blocks, low: int, high: int) -> Tensor:
-        """Return elements [low, high) in new memory, out of the codes that they rest as."""
-        start = low // codec.granule * codec.granule
-        stop = -(-high // codec.granule) * codec.granule
-        found = torch.empty(stop - start, dtype=self.spec.dtype, device=self.memory.device)
-        codec.decode(self.memory, start, stop, found, work_room(codec, stop - start, found.device))
-        return found[low - start : high - start]
+        return self.storage.numel
 
     def elements(self, low: int, high: int) -> Tensor:
         """Return a flat view of elements [low, high), fetched if they are offloaded; pending
@@ -255,42 +239,28 @@ class FlatBuffer:
 
         Local. Raises `StorageError` if a disk fails.
         """
-        if self.spec.rests_as is not None:
-            return self._decoded(self.spec.rests_as, low, high)
         self.guard.before_read()
         return self.storage.write(low, high)
 
     def write(self, low: int, high: int) -> Tensor:
         """Return a view as `elements` does, to be written: a save behind the training has copied
-        the old values by then.  Of elements that do not rest as codes: these are written by
-        `writing`.
+        the old values by then. Only if the storage has the elements themselves; `writing` writes
+        others.
         """
-        assert self.spec.rests_as is None, "what is written to a copy of decoded elements is lost"
+        assert self.storage.has_elements, "what is written to a copy of elements is lost"
         self.guard.before_write()
         return self.elements(low, high)
 
     @contextmanager
     def writing(self, low: int, high: int) -> Iterator[Tensor]:
-        """Open a block that writes elements [low, high), flat, in the tensor that it is given.
-
-        Where they rest as codes these are made as the block ends, of whole blocks of elements: a
-        part of one is coded with the rest of it, whose codes it may change.
-        """
-        codec = self.spec.rests_as
-        if codec is None:
-            yield self.write(low, high)
-            return
+        """Open a block that writes elements [low, high), flat, in the tensor that it is given."""
         self.guard.before_write()
-        start = low // codec.granule * codec.granule
-        stop = -(-high // codec.granule) * codec.granule
-        held = self._decoded(codec, start, stop)
-        yield held[low - start : high - start]
-        codec.encode(held, self.memory, work_room(codec, stop - start, held.device), start)
+        self.guard.before_read()
+        with self.storage.writing(low, high) as values:
+            yield values
 
     def read(self, low: int, high: int) -> Tensor:
         """Return a view as `elements` does, to be read only: a disk need not store it again."""
-        if self.spec.rests_as is not None:
-            return self._decoded(self.spec.rests_as, low, high)
         self.guard.before_read()
         return self.storage.read(low, high)
 
@@ -298,8 +268,6 @@ class FlatBuffer:
         """Return a view as `read` does, of the values as they are now, whatever update is
         pending.
         """
-        if self.spec.rests_as is not None:
-            return self._decoded(self.spec.rests_as, low, high)
         return self.storage.read_now(low, high)
 
     @property
@@ -309,11 +277,8 @@ class FlatBuffer:
 
     @classmethod
     def empty(cls, layout: FlatLayout, spec: Spec, device: torch.device) -> FlatBuffer:
-        resting = spec.resting
         numel = spec.numel(layout.padded_numel, layout.ranks)
-        return cls(
-            layout, spec, torch.zeros(resting.length(numel), dtype=resting.dtype, device=device)
-        )
+        return cls(layout, spec, torch.zeros(numel, dtype=spec.dtype, device=device))
 
     @classmethod
     def allocate(
@@ -332,7 +297,6 @@ class FlatBuffer:
         """
         if spec.tier is Tier.DEVICE:
             return cls.empty(layout, spec, comm_ctx.pool.device).counted(comm_ctx, what)
-        assert spec.rests_as is None, "engine/settings.py refuses codes that rest elsewhere"
         numel = spec.numel(layout.padded_numel, layout.ranks)
         storage = comm_ctx.tiers.reserve(spec.tier, numel, spec.dtype, what, is_copied=is_copied)
         return cls(layout, spec, storage.memory, storage)
@@ -418,8 +382,7 @@ class CommContext:
     tiers: the memories for offloaded states. issue_queue: gathers out of them. copy_engine: copies
     between them and the
     device. outer: the ranks that hold the same slices, if there are others, among which sums
-    travel too. hosts: the two hops of movements, where sums
-    are formed by host. gather_kind: as what the meter counts gathers.
+    travel too. route: how messages travel. gather_kind: as what the meter counts gathers.
     """
 
     comm: Comm
@@ -430,7 +393,7 @@ class CommContext:
     issue_queue: OrderedIssueQueue = field(default_factory=OrderedIssueQueue)
     copy_engine: CopyEngine = field(default_factory=CopyEngine)
     outer: CommContext | None = None
-    hosts: ByHost | None = None
+    route: Route = field(default_factory=lambda: Route())
     gather_kind: str = "all_gather"
 
     @property
@@ -475,16 +438,15 @@ def move(
     """
     match TRANSITIONS[source.spec.placement, target.spec.placement]:
         case Movement.ALL_GATHER:
-            if source.spec.rests_as is not None:
-                return _gather_codes(source.memory, source.spec.rests_as, target, comm_ctx, what)
             if not source.storage.on_device:
                 return _gather_offloaded(source, target, comm_ctx, what)
             return _all_gather(source.load(), target, comm_ctx, what)
         case Movement.REDUCE_SCATTER:
-            return _reduce_scatter(source, target.load(), comm_ctx, what, add, target.storage)
+            own = target.load()
+            return _reduce_scatter(source, own, target.storage, comm_ctx, what, add=add)
         case Movement.ALL_REDUCE:
             own = target.shard(comm_ctx.comm.rank)
-            pending = _reduce_scatter(source, own, comm_ctx, what, add)
+            pending = _reduce_scatter(source, own, Storage(own), comm_ctx, what, add=add)
             return pending.then(lambda: _all_gather(own, target, comm_ctx, what).wait())
         case Movement.LOCAL_SLICE:
             target.load().copy_(source.shard(comm_ctx.comm.rank))
@@ -626,7 +588,7 @@ def _all_gather(own: Tensor, target: FlatBuffer, comm_ctx: CommContext, what: st
     if target.coded_as is not None and comm.size > 1:
         message = Message.of(target, target.coded_as, comm_ctx.pool)
         message.encode(own, comm.rank * slice_numel)
-        return _gather_message(message, target, comm_ctx, what)
+        return gather_message(message, target, comm_ctx, what)
     into = target.shard(comm.rank)
     if into.data_ptr() != own.data_ptr():
         into.copy_(own)
@@ -635,21 +597,7 @@ def _all_gather(own: Tensor, target: FlatBuffer, comm_ctx: CommContext, what: st
     return all_gather(target.load(), lane, comm_ctx, what)
 
 
-def _gather_codes(
-    codes: Tensor, codec: Blocks, target: FlatBuffer, comm_ctx: CommContext, what: str
-) -> Pending:
-    """Gather a state that rests as codes: they travel as they are, and the target is decoded."""
-    comm = comm_ctx.comm
-    slice_numel = target.layout.slice_numel
-    if comm.size == 1:
-        message = Message(codec, codes, comm_ctx.pool, is_lent=False)
-    else:
-        message = Message.of(target, codec, comm_ctx.pool)
-        message.piece(comm.rank * slice_numel, (comm.rank + 1) * slice_numel).copy_(codes)
-    return _gather_message(message, target, comm_ctx, what)
-
-
-def _gather_message(
+def gather_message(
     message: Message, target: FlatBuffer, comm_ctx: CommContext, what: str
 ) -> Pending:
     """Gather a message of which this rank's piece is written, and decode all of it into the
@@ -668,33 +616,37 @@ def _gather_message(
 
 
 def all_gather(full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pending:
-    """Fill `full` from every rank's slice, in two hops where sums are formed by host.  Collective
-    within the lane.
-    """
-    way = comm_ctx.comm if comm_ctx.hosts is None else comm_ctx.hosts
-    return way.all_gather(full, lane, what, comm_ctx.gather_kind)
+    """Fill `full` from every rank's slice. Collective within the lane."""
+    return comm_ctx.route.all_gather(full, lane, comm_ctx, what)
 
 
 def _reduce_scatter(
     source: FlatBuffer,
     own: Tensor,
+    storage: Storage,
     comm_ctx: CommContext,
     what: str,
+    *,
     add: bool,
-    storage: Storage | None = None,
 ) -> Pending:
     """Reduce message by message, so that the bytes in flight do not depend on the model's size
     (ZeRO-R's constant buffers).
 
-    storage: the one that `own` lies in.
+    Args:
+        source: The partial gradient.
+        own: The elements of this rank's sum.
+        storage: Where they are.
+        comm_ctx: The ranks that share slices.
+        what: The name of the unit, for messages.
+        add: Add the sum to the values of `own`.
     """
     comm = comm_ctx.comm
     layout = source.layout
     if not layout.slice_numel:
         return DONE
     wire = source.spec.wire or Cast(source.spec.dtype)
-    near = 1 if comm_ctx.hosts is None else comm_ctx.hosts.intra_node.size
-    wires = hop_wires(wire, source.spec.dtype, near, source.spec.wire_inside)
+    route = comm_ctx.route
+    wires = hop_wires(wire, source.spec.dtype, route.near, source.spec.wire_inside)
     message = Message.of(source, wires[0], comm_ctx.pool)
     if comm.size == 1 and own.data_ptr() == message.memory.data_ptr():
         return DONE
@@ -707,9 +659,10 @@ def _reduce_scatter(
     arriving = message  # what the last hop brings, in codes
     if wires[1] is not wires[0] or source.errors is not None:
         arriving = replace(message, wire=wires[1], errors=source.errors)
-    message = message if comm_ctx.hosts is not None else arriving
+    if route.near == 1:
+        message = arriving
     rooms = [
-        MessageRoom(comm_ctx, message, arriving, step, layout.slice_numel) for _ in range(depth)
+        route.room(comm_ctx, message, arriving, step, layout.slice_numel) for _ in range(depth)
     ]
 
     def start(number: int) -> Pending:
@@ -719,18 +672,11 @@ def _reduce_scatter(
         if message.is_lent:
             for rank, (start, piece) in enumerate(zip(starts, pieces, strict=True)):
                 message.write(source.shard(rank)[low:high], piece, start)
-        kept = own[low:high]
-        landing = (
-            HostGradStaging(kept, step, storage, comm_ctx, add=add)
-            if kept.device != comm_ctx.pool.device
-            else None
-        )
+        landing = storage.landing(low, high, step, comm_ctx.pool, comm_ctx.copy_engine, add=add)
 
         def add_up(received: Sequence[Tensor]) -> None:
-            into = kept if landing is None else landing.sum()
-            arriving.sum(received, into, divisor=comm_ctx.divisor, add=add)
-            if landing is not None:
-                landing.send()
+            arriving.sum(received, landing.values(), divisor=comm_ctx.divisor, add=add)
+            landing.send()
 
         if comm.size == 1:
             add_up(pieces)  # the one summand goes where the sum is kept
@@ -759,88 +705,89 @@ def _reduce_scatter(
 
 
 class MessageRoom:
-    """The lent buffers in which one part of a message after another is received and added up, and
-    the way it takes.
+    """The lent buffers in which one part of a message after another is received, before it is added
+    up.
     """
 
-    def __init__(
+    def __init__(self, comm_ctx: CommContext, sizes: Sequence[tuple[torch.dtype, int]]) -> None:
+        """Args:
+        comm_ctx: The ranks that send and receive.
+        sizes: Dtype and elements of each buffer.
+        """
+        self.comm_ctx = comm_ctx
+        self.lent = [comm_ctx.pool.take(length, dtype) for dtype, length in sizes]
+
+    def exchange(
+        self, pieces: Sequence[Tensor], low: int, high: int, what: str, add_up: Use
+    ) -> Pending:
+        """Send pieces[r] to rank r, and call `add_up` with those for this one. Collective within
+        the reduce lane. The room is free for the next part when the wait is over.
+
+        Args:
+            pieces: One for each rank.
+            low: The first element of each slice that its piece is of.
+            high: The end of these elements.
+            what: The name of the unit, for messages.
+            add_up: Adds up the pieces that came.
+        """
+        comm = self.comm_ctx.comm
+        (boxes,) = boxes_in(self.lent[0] if self.lent else None, comm, pieces[0].numel())
+        return comm.exchange(pieces, boxes, "reduce", what, add_up)
+
+    def give_back(self) -> None:
+        for tensor in self.lent:
+            self.comm_ctx.pool.give(tensor)
+
+
+class Route:
+    """How messages travel among the ranks that share slices: directly, by default.
+
+    Extensions derive from this class. All ranks use the same class.
+
+    Attributes:
+        near: The ranks whose gradients are added up first; the sums travel on. 1: every gradient
+            goes to the owner of its slice.
+    """
+
+    near = 1
+
+    def hops(self, comm: Comm) -> tuple[Comm, Comm]:
+        """Return the ranks of the first and of the last hop of a message."""
+        return comm, comm
+
+    def all_gather(self, full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pending:
+        """Fill `full` from every rank's slice. Collective within the lane."""
+        return comm_ctx.comm.all_gather(full, lane, what, comm_ctx.gather_kind)
+
+    def room(
         self,
         comm_ctx: CommContext,
         message: Message,
         arriving: Message,
         numel: int,
         slice_numel: int,
-    ) -> None:
-        """arriving: what the last hop brings.  numel: elements that each rank sends to each, at
-        most, of so many.
+    ) -> MessageRoom:
+        """Return the room for a part of a message.
+
+        Args:
+            comm_ctx: The ranks that share slices.
+            message: What a rank sends in the first hop.
+            arriving: What comes in the last hop.
+            numel: The most elements that each rank sends to each.
+            slice_numel: The elements of a slice.
         """
-        self.comm_ctx = comm_ctx
-        self.message = message
-        self.arriving = arriving
-        self.slice_numel = slice_numel
         comm = comm_ctx.comm
-        hosts = comm_ctx.hosts
+        wires = (message.wire, arriving.wire)
         sizes = message_rooms(
             numel,
-            (message.wire, arriving.wire),
+            wires,
             comm.size,
-            1 if hosts is None else hosts.intra_node.size,
+            1,
             in_place=comm.reads_in_place,
-            near_in_place=hosts is not None and hosts.intra_node.reads_in_place,
-            far_in_place=hosts is not None and hosts.inter_node.reads_in_place,
+            near_in_place=False,
+            far_in_place=False,
         )
-        self._lent = [comm_ctx.pool.take(length, dtype) for dtype, length in sizes]
-
-    def exchange(
-        self, pieces: Sequence[Tensor], low: int, high: int, what: str, add_up: Use
-    ) -> Pending:
-        """Send pieces[r] to rank r, and call `add_up` with those for this one, or with the sums of
-        the hosts.
-
-        low, high: of each slice, the elements that a piece is of.  Collective within the lane
-        "reduce".  The room is free for the next part when the wait is over.
-        """
-        comm = self.comm_ctx.comm
-        hosts = self.comm_ctx.hosts
-        length = pieces[0].numel()
-        numel = high - low
-        if hosts is None:
-            (boxes,) = boxes_in(self._lent[0] if self._lent else None, comm, length)
-            return comm.exchange(pieces, boxes, "reduce", what, add_up)
-        near = hosts.intra_node
-        across = hosts.inter_node
-        sums, *inboxes = self._lent
-        wire = self.arriving.wire
-        sent = inboxes.pop(0) if isinstance(wire, Blocks) else sums
-        near_inbox = None if near.reads_in_place else inboxes.pop(0)
-        near_boxes = boxes_in(near_inbox, near, length, across.size)
-        far_length = wire.length(numel)
-        (far_boxes,) = boxes_in(inboxes[0] if inboxes else None, across, far_length)
-        across.wait_until_read(sent)  # the last part's, by ranks that read in place
-        of_hosts = torch.split(sums[: across.size * numel], numel)
-        outgoing = torch.split(sent[: across.size * far_length], far_length)
-
-        def inside() -> list[Pending]:
-            found = []
-            for host, (own, boxes) in enumerate(zip(of_hosts, near_boxes, strict=True)):
-                here = pieces[host * near.size : (host + 1) * near.size]
-                use = partial(self.message.sum, into=own, divisor=1.0, add=False)
-                found.append(
-                    near.exchange(here, boxes, "reduce", what, use, NEAR + "reduce_scatter")
-                )
-            return found
-
-        def between() -> Pending:
-            if sent is not sums:
-                for host, (own, piece) in enumerate(zip(of_hosts, outgoing, strict=True)):
-                    self.arriving.write(own, piece, host * self.slice_numel + low)
-            return across.exchange(outgoing, far_boxes, "reduce", what, add_up)
-
-        return hosts.in_two_hops(inside, between, "reduce")
-
-    def give_back(self) -> None:
-        for tensor in self._lent:
-            self.comm_ctx.pool.give(tensor)
+        return MessageRoom(comm_ctx, sizes)
 
 
 def boxes_in(
@@ -887,41 +834,3 @@ def all_reduce(values: Tensor, comm_ctx: CommContext, what: str) -> Pending:
             pool.give(lent)
 
     return pending.then(put_back)
-
-
-class HostGradStaging:
-    """A buffer on the device for the sum of one message that is stored in another memory: sums are
-    made where their summands are.
-    """
-
-    def __init__(
-        self, kept: Tensor, numel: int, storage: Storage | None, comm_ctx: CommContext, *, add: bool
-    ) -> None:
-        """numel: of the buffer, the same for all messages. add: onto the stored values."""
-        assert storage is not None
-        self.kept = kept
-        self.storage = storage
-        self.comm_ctx = comm_ctx
-        self._lent = comm_ctx.pool.take(numel, kept.dtype)
-        self._copied: CopyEvent = COMPLETED
-        if add:
-            with comm_ctx.copy_engine.h2d(storage) as self._copied:
-                for part in parts_in_lock_ranges(kept):
-                    self._sum[part].copy_(kept[part], non_blocking=True)
-
-    @property
-    def _sum(self) -> Tensor:
-        return self._lent[: self.kept.numel()]
-
-    def sum(self) -> Tensor:
-        """Return the elements to write, or to add to."""
-        self._copied.wait_stream()
-        return self._sum
-
-    def send(self) -> None:
-        """Start to copy the written sum to its memory, beside what is computed next."""
-        with self.comm_ctx.copy_engine.d2h(
-            self.storage, lambda: self.comm_ctx.pool.give(self._lent)
-        ):
-            for part in parts_in_lock_ranges(self.kept):
-                self.kept[part].copy_(self._sum[part], non_blocking=True)

@@ -8,7 +8,7 @@ order of units (runtime.py, executor.py), nor optimizers (optim/), which work on
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from .buffer import (
     FlatBuffer,
     OffloadedGuard,
     PendingUpdate,
+    Route,
     StateGuard,
 )
 from .grad_reduction import GradReduction
@@ -49,11 +50,13 @@ class GroupParts:
             the name of the weight, for messages.
         reduction: Returns how a group's gradients are summed. Local.
         kept_gradients: Returns what is kept beside a group's gradient, by name. Local.
+        route: How messages travel.
     """
 
     weight_gather: Callable[[Group, str], WeightGather]
     reduction: Callable[[Group], GradReduction]
     kept_gradients: Callable[[Gradient], Mapping[str, GradSum]] = lambda gradient: {}
+    route: Route = field(default_factory=Route)
 
 
 class ParamGroup:

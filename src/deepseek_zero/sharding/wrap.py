@@ -15,7 +15,6 @@ from torch import nn
 
 from ..base.progress import LongWork
 from ..comm.agreement import agree, agree_on, values_in
-from ..comm.by_host import ByHost
 from ..comm.collectives import Comm, scatter
 from ..planner.plan import Plan
 from ..planner.pool_estimate import scratch_numel
@@ -74,11 +73,7 @@ def wrap_model(
     )
     comm_ctx = CommContext.over(comm, pool, settings.bucket_numel, divisor, tiers)
     parts = make_parts(plan, comm, comm_ctx)
-    per_host = settings.ranks_per_host or 1
-    if plan.mesh.near_size(per_host) > 1:
-        comm_ctx = replace(
-            comm_ctx, hosts=ByHost.over(comm.whole, *plan.mesh.host_groups(per_host))
-        )
+    comm_ctx = replace(comm_ctx, route=parts.route)
     contexts = {1: comm_ctx}
     wanted = {_sharers(group.key) for unit in plan.units for group in unit.groups}
     for neighbours in _of_all_ranks(wanted, comm.whole):

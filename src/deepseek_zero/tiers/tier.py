@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..base.capabilities import Capability
+from ..base.memory import parts_in_lock_ranges
 from ..base.meter import AWAY, PhaseClock
 from .budget import DeviceBudget
 from .staging import StagingRing
@@ -187,16 +188,24 @@ class Storage:
     Attributes:
         memory: The elements, at one address for as long as the storage lives.
         on_device: The device that computes has them, so that nothing has to be fetched or copied.
+        has_elements: `memory` has the elements themselves; if not, `read` and `write` return
+            copies, and `writing` changes the elements.
         is_offloaded: `memory` shows nothing between `store` and `fetch`.
         copy_event: The copy that is under way between `memory` and the training device.
     """
 
     on_device = True
+    has_elements = True
     is_offloaded = False
     copy_event: CopyEvent = COMPLETED
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
+
+    @property
+    def numel(self) -> int:
+        """Return how many elements there are."""
+        return self.memory.numel()
 
     def wait_for_copy(self) -> None:
         """Wait until every copy to or from the training device is over."""
@@ -234,6 +243,11 @@ class Storage:
         """Return a view as `read` does, and mark the elements as changed."""
         return self.read(low, high)
 
+    @contextmanager
+    def writing(self, low: int, high: int) -> Iterator[Tensor]:
+        """Open a block that writes elements [low, high) in the tensor that it is given."""
+        yield self.write(low, high)
+
     def store(self, low: int, high: int) -> Work:
         """Send changed elements to the tier; they are not needed for a while."""
         return COMPLETED
@@ -245,6 +259,28 @@ class Storage:
 
     def discard(self, low: int, high: int) -> None:
         """Drop the values: the next ones are written before they are read."""
+
+    def landing(
+        self,
+        low: int,
+        high: int,
+        numel: int,
+        pool: Lender,
+        copy_engine: CopyEngine,
+        *,
+        add: bool,
+    ) -> Landing:
+        """Return where the training device forms a sum of elements [low, high).
+
+        Args:
+            low: The first element.
+            high: The end of the elements.
+            numel: The most elements of any sum, so that all can use one lent buffer.
+            pool: Lends memory of the training device.
+            copy_engine: Copies between it and this memory.
+            add: The sum is added to the values that are here.
+        """
+        return Landing(self.memory[low:high])
 
 
 class HostStorage(Storage):
@@ -259,6 +295,85 @@ class HostStorage(Storage):
     def read(self, low: int, high: int) -> Tensor:
         self.wait_for_copy()
         return self.memory[low:high]
+
+    def landing(
+        self,
+        low: int,
+        high: int,
+        numel: int,
+        pool: Lender,
+        copy_engine: CopyEngine,
+        *,
+        add: bool,
+    ) -> Landing:
+        kept = self.memory[low:high]
+        if kept.device == pool.device:
+            return Landing(kept)
+        return StagedLanding(self, kept, numel, pool, copy_engine, add=add)
+
+
+class Lender(Protocol):
+    """Lends flat tensors of the training device."""
+
+    device: torch.device
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a flat tensor with arbitrary contents."""
+
+    def give(self, tensor: Tensor) -> None:
+        """Take a tensor back."""
+
+
+class Landing:
+    """The elements of a sum that is formed where they are kept."""
+
+    def __init__(self, kept: Tensor) -> None:
+        self.kept = kept
+
+    def values(self) -> Tensor:
+        """Return the elements to write, or to add to."""
+        return self.kept
+
+    def send(self) -> None:
+        """Start to bring the written sum to its place."""
+
+
+class StagedLanding(Landing):
+    """A lent buffer of the training device for a sum that is kept on the host."""
+
+    def __init__(
+        self,
+        storage: HostStorage,
+        kept: Tensor,
+        numel: int,
+        pool: Lender,
+        copy_engine: CopyEngine,
+        *,
+        add: bool,
+    ) -> None:
+        super().__init__(kept)
+        self.storage = storage
+        self._pool = pool
+        self._copy_engine = copy_engine
+        self._lent = pool.take(numel, kept.dtype)
+        self._copied: CopyEvent = COMPLETED
+        if add:
+            with copy_engine.h2d(storage) as self._copied:
+                for part in parts_in_lock_ranges(kept):
+                    self._sum[part].copy_(kept[part], non_blocking=True)
+
+    @property
+    def _sum(self) -> Tensor:
+        return self._lent[: self.kept.numel()]
+
+    def values(self) -> Tensor:
+        self._copied.wait_stream()
+        return self._sum
+
+    def send(self) -> None:
+        with self._copy_engine.d2h(self.storage, lambda: self._pool.give(self._lent)):
+            for part in parts_in_lock_ranges(self.kept):
+                self.kept[part].copy_(self._sum[part], non_blocking=True)
 
 
 class TierMemory(Protocol):

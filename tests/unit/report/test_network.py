@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,12 +14,15 @@ from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.base.meter import Meter
 from deepseek_zero.comm import measure
 from deepseek_zero.comm.bootstrap import Hosts
+from deepseek_zero.comm.by_host import ByHost
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.comm.measure import Line, line_of
+from deepseek_zero.extensions import TwoHops
 from deepseek_zero.planner.plan import Plan, plan_model
 from deepseek_zero.planner.plan_settings import Compression, PlanSettings
 from deepseek_zero.precision.codecs import Blocks
 from deepseek_zero.report.network import BETWEEN_HOSTS, INSIDE_A_HOST, NetworkLink, network_links
+from deepseek_zero.sharding.buffer import Route
 from tests.compositions import engines_of_threads
 from tests.in_process import Rank, run_ranks
 
@@ -50,9 +53,11 @@ def groups(per_host: int) -> Any:
         SimpleNamespace(size=2, inter_node=frozenset()),
         SimpleNamespace(size=2, inter_node=frozenset({1})),
     )
-    hosts = SimpleNamespace(intra_node=near, inter_node=across) if per_host > 1 else None
+    route = Route()
+    if per_host > 1:
+        route = TwoHops(ByHost(cast("Any", near), cast("Any", across)))
     return SimpleNamespace(
-        comm=SimpleNamespace(size=4, inter_node=frozenset(range(2))), hosts=hosts
+        comm=SimpleNamespace(size=4, inter_node=frozenset(range(2))), route=route
     )
 
 

@@ -1,0 +1,122 @@
+"""Messages in two hops, so that a byte crosses the link between hosts once (comm/by_host.py).
+
+Gradients are added up within a host first, and the sums of the hosts then. A slice is gathered by
+one rank of each host, from which the others of the host take it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..comm.by_host import NEAR, ByHost
+from ..comm.collectives import Comm
+from ..comm.context import Partition
+from ..comm.pending import Pending
+from ..comm.transports.base import Use
+from ..planner.messages import message_rooms
+from ..precision.codecs import Blocks
+from ..sharding.buffer import CommContext, Message, MessageRoom, Route, boxes_in
+
+
+class TwoHops(Route):
+    """Messages travel within a host, and between the ranks with one place on their hosts.
+
+    Attributes:
+        hosts: The two groups of this rank.
+    """
+
+    def __init__(self, hosts: ByHost) -> None:
+        self.hosts = hosts
+        self.near = hosts.intra_node.size
+
+    @classmethod
+    def over(cls, comm: Comm, intra_node: Partition, inter_node: Partition) -> TwoHops:
+        """Make the groups of the two hops. Collective in the world, whose communicator is given."""
+        return cls(ByHost.over(comm, intra_node, inter_node))
+
+    def hops(self, comm: Comm) -> tuple[Comm, Comm]:
+        return self.hosts.intra_node, self.hosts.inter_node
+
+    def all_gather(self, full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pending:
+        return self.hosts.all_gather(full, lane, what, comm_ctx.gather_kind)
+
+    def room(
+        self,
+        comm_ctx: CommContext,
+        message: Message,
+        arriving: Message,
+        numel: int,
+        slice_numel: int,
+    ) -> MessageRoom:
+        return TwoHopRoom(comm_ctx, self.hosts, message, arriving, numel, slice_numel)
+
+
+class TwoHopRoom(MessageRoom):
+    """The room of a message whose sums are formed by host."""
+
+    def __init__(
+        self,
+        comm_ctx: CommContext,
+        hosts: ByHost,
+        message: Message,
+        arriving: Message,
+        numel: int,
+        slice_numel: int,
+    ) -> None:
+        sizes = message_rooms(
+            numel,
+            (message.wire, arriving.wire),
+            comm_ctx.comm.size,
+            hosts.intra_node.size,
+            in_place=comm_ctx.comm.reads_in_place,
+            near_in_place=hosts.intra_node.reads_in_place,
+            far_in_place=hosts.inter_node.reads_in_place,
+        )
+        super().__init__(comm_ctx, sizes)
+        self.hosts = hosts
+        self.message = message
+        self.arriving = arriving
+        self.slice_numel = slice_numel
+
+    def exchange(
+        self, pieces: Sequence[Tensor], low: int, high: int, what: str, add_up: Use
+    ) -> Pending:
+        """Add up the pieces within each host, and call `add_up` with the sums of the hosts for this
+        rank.
+        """
+        near = self.hosts.intra_node
+        across = self.hosts.inter_node
+        length = pieces[0].numel()
+        numel = high - low
+        sums, *inboxes = self.lent
+        wire = self.arriving.wire
+        sent = inboxes.pop(0) if isinstance(wire, Blocks) else sums
+        near_inbox = None if near.reads_in_place else inboxes.pop(0)
+        near_boxes = boxes_in(near_inbox, near, length, across.size)
+        far_length = wire.length(numel)
+        (far_boxes,) = boxes_in(inboxes[0] if inboxes else None, across, far_length)
+        across.wait_until_read(sent)  # the last part's, by ranks that read in place
+        of_hosts = torch.split(sums[: across.size * numel], numel)
+        outgoing = torch.split(sent[: across.size * far_length], far_length)
+
+        def inside() -> list[Pending]:
+            found = []
+            for host, (own, boxes) in enumerate(zip(of_hosts, near_boxes, strict=True)):
+                here = pieces[host * near.size : (host + 1) * near.size]
+                use = partial(self.message.sum, into=own, divisor=1.0, add=False)
+                found.append(
+                    near.exchange(here, boxes, "reduce", what, use, NEAR + "reduce_scatter")
+                )
+            return found
+
+        def between() -> Pending:
+            if sent is not sums:
+                for host, (own, piece) in enumerate(zip(of_hosts, outgoing, strict=True)):
+                    self.arriving.write(own, piece, host * self.slice_numel + low)
+            return across.exchange(outgoing, far_boxes, "reduce", what, add_up)
+
+        return self.hosts.in_two_hops(inside, between, "reduce")

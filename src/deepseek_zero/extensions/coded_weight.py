@@ -1,0 +1,98 @@
+"""Weights that rest as codes: a rank keeps codes of its slice, and decodes them for every use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..comm.pending import Pending
+from ..precision.codecs import Blocks, work_room
+from ..sharding.buffer import FlatBuffer, Message, gather_message
+from ..sharding.weight_gather import WeightGather
+from ..tiers.tier import Storage
+
+
+class CodedStorage(Storage):
+    """Elements of which `memory` has the codes, as one message."""
+
+    has_elements = False
+
+    def __init__(self, codec: Blocks, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Args:
+        codec: The codec.
+        numel: The number of elements.
+        dtype: The dtype of decoded elements.
+        device: The device of the codes.
+        """
+        super().__init__(torch.zeros(codec.length(numel), dtype=codec.dtype, device=device))
+        self.codec = codec
+        self.dtype = dtype
+        self._numel = numel
+
+    @property
+    def numel(self) -> int:
+        return self._numel
+
+    def read(self, low: int, high: int) -> Tensor:
+        """Return decoded elements [low, high) in new memory."""
+        start, stop = self._blocks(low, high)
+        found = torch.empty(stop - start, dtype=self.dtype, device=self.memory.device)
+        scratch = work_room(self.codec, stop - start, found.device)
+        self.codec.decode(self.memory, start, stop, found, scratch)
+        return found[low - start : high - start]
+
+    def read_now(self, low: int, high: int) -> Tensor:
+        return self.read(low, high)
+
+    @contextmanager
+    def writing(self, low: int, high: int) -> Iterator[Tensor]:
+        """Open a block that writes elements [low, high).
+
+        Whole blocks of elements are encoded as it ends: a part of a block is encoded with the rest
+        of it, whose codes it may change.
+        """
+        start, stop = self._blocks(low, high)
+        held = self.read(start, stop)
+        yield held[low - start : high - start]
+        self.codec.encode(
+            held, self.memory, work_room(self.codec, stop - start, held.device), start
+        )
+
+    def _blocks(self, low: int, high: int) -> tuple[int, int]:
+        """Return the range of the blocks that elements [low, high) are in."""
+        granule = self.codec.granule
+        return low // granule * granule, -(-high // granule) * granule
+
+
+class CodedWeight(WeightGather):
+    """Gathers one group's weight as the codes that the ranks keep."""
+
+    def allocate(self, what: str) -> FlatBuffer:
+        group = self.group
+        spec = group.plan.weight
+        numel = spec.numel(group.layout.padded_numel, group.layout.ranks)
+        device = group.comm_ctx.pool.device
+        storage = CodedStorage(self._codec, numel, spec.dtype, device)
+        buffer = FlatBuffer(group.layout, spec, storage.memory, storage)
+        return buffer.counted(group.comm_ctx, what)
+
+    def gather(self, whole: FlatBuffer, what: str) -> Pending:
+        comm_ctx = self.group.comm_ctx
+        comm = comm_ctx.comm
+        codes = self.group.weight.memory
+        if comm.size == 1:
+            message = Message(self._codec, codes, comm_ctx.pool, is_lent=False)
+        else:
+            message = Message.of(whole, self._codec, comm_ctx.pool)
+            numel = self.group.layout.slice_numel
+            message.piece(comm.rank * numel, (comm.rank + 1) * numel).copy_(codes)
+        return gather_message(message, whole, comm_ctx, what)
+
+    @property
+    def _codec(self) -> Blocks:
+        codec = self.group.plan.weight.rests_as
+        assert codec is not None
+        return codec
