@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from deepseek_zero.activations import recompute
-from deepseek_zero.sharding import wrap
+from deepseek_zero.engine import memories
 from deepseek_zero.tiers import tier
 from deepseek_zero.tiers.host import HostMemory
 
@@ -101,7 +101,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Cudart:
     """Have torch and the tiers take the stand-in for CUDA's runtime."""
     cudart = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    for module in (wrap, recompute):
+    for module in (memories, recompute):
         monkeypatch.setattr(module, "HostMemory", LockedHost)
     monkeypatch.setattr(tier, "locks_pages", lambda device: device.type != "cpu")
     return cudart

@@ -4,14 +4,16 @@ that run with NumPy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from struct import calcsize
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from deepseek_zero.kernels import cuda
 from deepseek_zero.kernels.rules import Layout, Variant
@@ -59,6 +61,19 @@ def ptx(variant: Variant, layout: Layout, scalar_count: int, capability: int = 8
     )
 
 
+def split_parameters(parameters: bytes) -> list[NDArray[Any]]:
+    """Return each parameter of a launch: a number, or the numbers of a struct."""
+    kinds = [*["P"] * 5, "q", "i", "8f", "6Q", "f", *["P"] * 3]
+    found = []
+    for end in range(1, len(kinds) + 1):
+        stop = calcsize("@" + "".join(kinds[:end]))
+        found.append(
+            np.frombuffer(parameters[stop - calcsize("@" + kinds[end - 1]) : stop], np.uint8)
+        )
+    assert stop == len(parameters)
+    return found
+
+
 class EmulatedKernel:
     """Stands for `nvidia.Kernel` for a device that uses the memory of this process.
 
@@ -74,10 +89,10 @@ class EmulatedKernel:
         self.program = Program.from_text(ptx(variant, layout, scalar_count))
         self.device = device
 
-    def launch(self, grid: int, block: int, arguments: Sequence[Any]) -> None:
+    def launch(self, grid: int, block: int, parameters: bytes) -> None:
         torch.zeros(1, device=self.device).add_(1)  # copies that the stream waits for come first
-        given = [np.frombuffer(bytes(argument), np.uint8) for argument in arguments]
-        Launch(self.program, ProcessMemory(), grid, block, given).run()
+        arguments = split_parameters(parameters)
+        Launch(self.program, ProcessMemory(), grid, block, arguments).run()
         EmulatedKernel.launches += 1
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from struct import calcsize
 from typing import Any
 
 import numpy as np
@@ -129,7 +128,7 @@ class Emulator:
             for column, offset in zip(arrays.columns(), self.offsets, strict=True)
         ]
         blocks, parameters = cuda.launch_of(columns, tuple(scalars), factor, chance)
-        arguments = split_parameters(parameters)
+        arguments = kernels.split_parameters(parameters)
         if self.is_factor_on_device:
             arguments[-4] = np.array([np.nan], np.float32)  # not used
             arguments[-3] = np.array([memory.put(np.array([factor], np.float32))])
@@ -144,19 +143,6 @@ class Emulator:
         for column in columns:
             np.copyto(column.values, memory.get(column.address, column.values))
         self.count = float(memory.get(count_address, count)[0])
-
-
-def split_parameters(parameters: bytes) -> list[NDArray[Any]]:
-    """Return each parameter of a launch: a number, or the numbers of a struct."""
-    kinds = [*["P"] * 5, "q", "i", "8f", "6Q", "f", *["P"] * 3]
-    found = []
-    for end in range(1, len(kinds) + 1):
-        stop = calcsize("@" + "".join(kinds[:end]))
-        found.append(
-            np.frombuffer(parameters[stop - calcsize("@" + kinds[end - 1]) : stop], np.uint8)
-        )
-    assert stop == len(parameters)
-    return found
 
 
 def same(left: check.Arrays, right: check.Arrays) -> bool:
