@@ -54,7 +54,7 @@ PARTS = (
     Part("speed", "a step of a 1.3B model: plain PyTorch, FSDP2, this library, DeepSpeed", 150),
     Part("host", "a 3B model with its optimizer on the host", 120),
     Part("capped", "an 8B model under a cap of 24 GiB", 150),
-    Part("shared", "two processes on one GPU", 90),
+    Part("shared", "two processes on one GPU", 120),
     Part("kernels", "codecs and attention", 60),
     Part("checks", "what a user does on one GPU", 180, needs=("transformers",)),
 )
