@@ -23,7 +23,7 @@ FILES = [
 VERBS = frozenset(
     "wait wait_for_copy wait_for_reduce wait_for_unshard wait_until_read wait_stream synchronize "
     "barrier barrier_begin barrier_end fetch load load_states load_values elements read read_now "
-    "write evict store discard owned_view local_part in_place_view before_read before_write flush "
+    "write evict store discard owned_view in_place_view before_read before_write flush "
     "flush_group finish undo conclude step step_now step_deferred step_speculative move gather "
     "unshard reshard reduce reduce_grads reduce_late sum_over_replicas all_gather all_gather_rows "
     "all_gather_text all_reduce exchange scatter broadcast agree open_comm Comm current_mesh "

@@ -390,10 +390,8 @@ def weight_ranges(reader: StateReader, contents: Contents) -> Iterator[StateRang
     for group in contents.runtime.groups:
         for member in group.members:
             if reader.has(WEIGHT, piece.name(member)):
-                if group.master is not None:
-                    start, stop, _ = group.master.local_range(member.slot)
-                else:
-                    start, stop, _ = group.weight.local_range(member.slot, group.comm_ctx.comm.rank)
+                buffer = group.weight if group.master is None else group.master.buffer
+                start, stop, _ = buffer.local_range(member.slot, group.comm_ctx.comm.rank)
                 yield piece.range_of(WEIGHT, member, "", start, stop)
 
 
@@ -476,14 +474,15 @@ def write_weight(
     any device; they are cast as an update casts.
     """
     device = group.comm_ctx.pool.device
+    rank = group.comm_ctx.comm.rank
     master = group.master
     if master is not None:
-        start, stop, place = master.local_range(member.slot)
+        start, stop, place = master.buffer.local_range(member.slot, rank)
         for low, part in read(start, stop):
             at = place + low - start
             master.write(at, at + part.numel(), part.to(device))
         return
-    start, stop, place = group.weight.local_range(member.slot, group.comm_ctx.comm.rank)
+    start, stop, place = group.weight.local_range(member.slot, rank)
     with group.weight.writing(place, place + stop - start) as view:
         for low, part in read(start, stop):
             cast_master(part.to(device), view[low - start : low - start + part.numel()])

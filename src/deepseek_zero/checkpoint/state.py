@@ -145,7 +145,7 @@ def _weight_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
         low = member.slot.start
         chunk = chunks.of(WEIGHT, member, "", start - low, stop - low)
         if master is not None:
-            place = master.owned_range(member.slot)[0]
+            place = master.buffer.owned_range(member.slot, rank)[0]
             read = partial(_read_from, master.read_now, place)
         else:
             place = start - (group.layout.bounds(rank)[0] if group.is_sharded else 0)

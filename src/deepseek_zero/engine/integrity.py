@@ -226,7 +226,7 @@ class Integrity:
         for unit in self._runtime.units:
             for group in unit.groups:
                 for what, buffer, rests in _buffers(group):
-                    if not buffer.is_offloaded:
+                    if not buffer.storage.is_offloaded:
                         yield _state(what, group, buffer.memory, buffer.spec.placement, rests=rests)
         for shard in self._optimizer.shards():
             for name, values in self._optimizer.moments.resting(shard):

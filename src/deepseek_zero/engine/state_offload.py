@@ -141,15 +141,14 @@ class StateOffload:
             # A master that is the weight itself belongs to the weights, which a program may still
             # read.
             is_own = master is not None and _address(master.memory) not in weights
-            if HP_PARAMS in kinds and master is not None and is_own and not master.is_offloaded:
-                yield master.memory
+            if HP_PARAMS in kinds and master is not None and is_own:
+                yield from _in_memory(master)
             if LP_PARAMS in kinds:
-                if not group.weight.is_offloaded:
-                    yield group.weight.memory
+                yield from _in_memory(group.weight)
                 yield from (buffer.memory for buffer in group.weight_gather.buffers())
             for kept in group.gradient.kept.values() if LP_GRADS in kinds else ():
-                if kept.is_full and kept.buffer is not None and not kept.buffer.is_offloaded:
-                    yield kept.buffer.memory
+                if kept.is_full and kept.buffer is not None:
+                    yield from _in_memory(kept.buffer)
 
     def _moments(self) -> Iterator[Tensor]:
         optimizer = self.optimizer
@@ -228,6 +227,11 @@ class StateOffload:
 
         # `reload` runs these in reverse, so this one runs after the guards
         self._undo.insert(0, show)
+
+
+def _in_memory(buffer: FlatBuffer) -> list[Tensor]:
+    """Return the buffer's memory, unless its elements leave it between uses."""
+    return [] if buffer.storage.is_offloaded else [buffer.memory]
 
 
 def _address(tensor: Tensor) -> int:

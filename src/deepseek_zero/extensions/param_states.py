@@ -160,7 +160,7 @@ def set_full_master(param: nn.Parameter, value: Tensor) -> None:
                 view,
             )
         if owner.master is not None:
-            start, stop, place = owner.master.local_range(slot)
+            start, stop, place = owner.master.buffer.local_range(slot, rank)
             owner.master.write(place, place + stop - start, flat[start:stop])
 
 
@@ -169,7 +169,7 @@ def local_master(param: nn.Parameter) -> Tensor | None:
     owner = owner_of(param)
     if not isinstance(owner, ParamGroup) or owner.master is None:
         return None
-    place, end = owner.master.owned_range(_slot(owner, param))
+    place, end = owner.master.buffer.owned_range(_slot(owner, param), owner.master.rank)
     values = owner.master.read(place, end)
     return values if owner.master.is_split else values.clone()
 
@@ -192,7 +192,7 @@ def set_local_master(param: nn.Parameter, value: Tensor) -> None:
         )
     owner.weight_gather.changed()
     with torch.no_grad():
-        place, end = owner.master.owned_range(slot)
+        place, end = owner.master.buffer.owned_range(slot, owner.master.rank)
         owner.master.write(
             place, end, _part(value, end - place, slot.name).to(owner.comm_ctx.pool.device)
         )

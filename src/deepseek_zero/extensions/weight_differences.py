@@ -53,7 +53,7 @@ class WeightDifferences(WeightGather):
         self._is_written = True
         view = group.weight.owned_view(slot, group.comm_ctx.comm.rank)
         if values is None:
-            place, end = group.master.owned_range(slot)
+            place, end = group.master.buffer.owned_range(slot, group.comm_ctx.comm.rank)
             cast_master(group.master.read(place, end).to(view.device), view)
         else:
             view[low : low + values.numel()].copy_(values)

@@ -133,7 +133,7 @@ class StateGuard:
     pending: an update that a read must not overtake; set and cleared by the optimizer that defers
     it. reader: called before a write, and returns when the write may happen; a save behind the
     training (background_write.py) has by then copied the states it has not yet written. Views that
-    may be written come from `FlatBuffer.write` and `local_part`, `MasterWeight` and `Moments`,
+    may be written come from `FlatBuffer.write` and `writing`, `MasterWeight` and `Moments`,
     which all call `before_write`; nothing else writes. writes: how often that was, so that what
     rests can be told from what was written. refusal: raises, while states of the group are
     offloaded (engine/state_offload.py).
@@ -270,11 +270,6 @@ class FlatBuffer:
         """
         return self.storage.read_now(low, high)
 
-    @property
-    def is_offloaded(self) -> bool:
-        """Return whether `memory` shows nothing between uses."""
-        return self.storage.is_offloaded
-
     @classmethod
     def empty(cls, layout: FlatLayout, spec: Spec, device: torch.device) -> FlatBuffer:
         numel = spec.numel(layout.padded_numel, layout.ranks)
@@ -345,13 +340,6 @@ class FlatBuffer:
         """
         values = self.load()
         return values.as_strided(slot.shape, slot.strides, values.storage_offset() + slot.start)
-
-    def local_part(self, slot: Slot, rank: int) -> tuple[int, int, Tensor]:
-        """Return (start, stop, view): the range of a parameter that this rank's buffer holds, and
-        its elements, flat, to be written as those of `write`.
-        """
-        start, stop, place = self.local_range(slot, rank)
-        return start, stop, self.write(place, place + stop - start)
 
     def local_range(self, slot: Slot, rank: int) -> tuple[int, int, int]:
         """Return (start, stop, place): the range of a parameter that this rank's buffer holds, and

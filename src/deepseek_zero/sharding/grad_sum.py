@@ -208,7 +208,7 @@ class GradSum:
     def changed(self, number: int) -> None:
         """Note that a member's part was written."""
         self.known_squares = None
-        if self.buffer is not None and self.buffer.is_offloaded:
+        if self.buffer is not None and self.buffer.storage.is_offloaded:
             slot = self.group.members[number].slot
             place, end = self.buffer.owned_range(slot, self.group.comm_ctx.comm.rank)
             self.buffer.storage.evict(place, end)

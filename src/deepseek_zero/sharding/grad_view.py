@@ -145,8 +145,9 @@ class GradView:
     def weight_part(self, param: nn.Parameter, part: Part) -> Tensor:
         """Return the elements of the weight at the places of a part."""
         slot = self.group.members[self.group.index[id(param)]].slot
-        start, _, view = self.group.weight.local_part(slot, self.group.comm_ctx.comm.rank)
-        return view[part.start - start : part.start - start + part.values.numel()]
+        start, _, place = self.group.weight.local_range(slot, self.group.comm_ctx.comm.rank)
+        low = place + part.start - start
+        return self.group.weight.write(low, low + part.values.numel())
 
     def edited(self, param: nn.Parameter, *, alike: bool) -> None:
         """Note that a handle's part was changed in place.

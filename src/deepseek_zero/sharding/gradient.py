@@ -136,7 +136,7 @@ class Gradient:
     def _store_offloaded(self) -> None:
         """Send an offloaded sum to its memory, and take its norm on the way."""
         buffer = self.sum.buffer
-        if buffer is not None and buffer.is_offloaded:
+        if buffer is not None and buffer.storage.is_offloaded:
             first = 0
             if not self.group.plan.sums_to_all:
                 first = self.group.layout.bounds(self.group.comm_ctx.comm.rank)[0]

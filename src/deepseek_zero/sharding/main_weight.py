@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..base.device import CPU
-from ..planner.layout import Slot
-from ..planner.spec import Placement, R, S, ShardPlan
+from ..planner.spec import Placement, S, ShardPlan
 from ..precision.compact import round_to_bf16
 from ..precision.policy import LOW_PRECISION, cast_master, join, split
 from ..tiers.tier import CopyEngine, StagedTile, Storage, Tier
@@ -64,7 +63,7 @@ class MasterWeight:
         """Return whether the values do not lie in one place on the update's device between
         steps.
         """
-        return not self.is_updated_in_place or self.buffer.is_offloaded
+        return not self.is_updated_in_place or self.buffer.storage.is_offloaded
 
     @property
     def is_updated_in_place(self) -> bool:
@@ -78,27 +77,6 @@ class MasterWeight:
     @property
     def placement(self) -> Placement:
         return self.buffer.spec.placement
-
-    # -- the range of a parameter
-
-    def local_range(self, slot: Slot) -> tuple[int, int, int]:
-        """Return (start, stop, place): the range of a parameter that is held here, and the place of
-        its first element.
-        """
-        if self.placement is R:
-            return 0, slot.numel, slot.start
-        place, end = self.owned_range(slot)
-        start = place + self.buffer.layout.bounds(self.rank)[0] - slot.start
-        return start, start + end - place, place
-
-    def owned_range(self, slot: Slot) -> tuple[int, int]:
-        """Return the range [place, end) of a parameter's elements that this rank owns; every
-        element has one owner.
-        """
-        layout = self.buffer.layout
-        start, stop = layout.owned(slot, self.rank)
-        low = 0 if self.placement is R else layout.bounds(self.rank)[0]
-        return start - low, max(start, stop) - low
 
     # -- values
 

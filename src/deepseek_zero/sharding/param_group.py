@@ -256,7 +256,7 @@ class ParamGroup:
                 member.reshard()
         self.unsharded = None
         self.weight_gather.give_back(full)
-        if self.weight.is_offloaded:
+        if self.weight.storage.is_offloaded:
             trim_heap()  # of its gradients
         if error is not None:
             raise error
@@ -335,5 +335,5 @@ class ParamGroup:
                 flat[start:stop].float() if flat.is_floating_point() else flat[start:stop], weight
             )
         if self.master is not None and not self.plan.master_is_weight:
-            start, stop, place = self.master.local_range(slot)
+            start, stop, place = self.master.buffer.local_range(slot, rank)
             self.master.write(place, place + stop - start, flat[start:stop])

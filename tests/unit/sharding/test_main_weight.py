@@ -82,11 +82,11 @@ def test_places_count_from_the_beginning_of_this_ranks_part() -> None:
     low = LAYOUT.bounds(RANK)[0]
     whole, part = (master_of("split", placement, values_of(placement)) for placement in (R, S))
     for slot in LAYOUT.slots:
-        assert whole.local_range(slot) == (0, slot.numel, slot.start)
-        start, stop, place = part.local_range(slot)
-        assert part.owned_range(slot) == (place, place + stop - start)
+        assert whole.buffer.local_range(slot, RANK) == (0, slot.numel, slot.start)
+        start, stop, place = part.buffer.local_range(slot, RANK)
+        assert part.buffer.owned_range(slot, RANK) == (place, place + stop - start)
         if start < stop:
             assert slot.start + start == low + place
-            assert whole.owned_range(slot) == (low + place, low + place + stop - start)
+            assert whole.buffer.owned_range(slot, RANK) == (low + place, low + place + stop - start)
         else:
             assert slot.stop <= low
