@@ -6,6 +6,7 @@ all-gather and add them in one order, so every stage and every rank computes the
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -118,17 +119,19 @@ def _agree_on_piece(runtime: Runtime, extra: StepMessage) -> Verdict:
     message.add_integer("idle", is_idle)
     message.add_integer("graphless", runtime.step.is_graphless)
     message.add_integer("absent parameters", absent, bits=32)
-    names = [f"squares of group {number}" for number in range(len(groups))]
-    for name, squares in zip(
-        names, squares_of([group.gradient.sum for group in groups]), strict=True
-    ):
-        message.add(name, squares)
+    own_squares = squares_of([group.gradient.sum for group in groups])
+    message.add("squares", itertools.chain.from_iterable(own_squares))
     message.add_all(extra)
     fields = _exchange(comm, message, "gradient norm")
-    squares_by_group = [fields[name] for name in names]
+    # By group, of each rank: the sums of squares of all slices
+    squares_by_group = [
+        [row[start : start + comm.size] for row in fields["squares"]]
+        for start in range(0, len(groups) * comm.size, comm.size)
+    ]
+    owners = comm.owners
     # The first owner of a slice gives its sum. A replicated gradient is the same on all ranks.
     sums = [
-        sum(squares[ranks[0]][place] for place, ranks in enumerate(comm.owners))
+        sum(squares[ranks[0]][place] for place, ranks in enumerate(owners))
         for squares in squares_by_group
     ]
     any_late = any_set(fields["late"])
@@ -168,9 +171,13 @@ def _differs_on_owners(
 
     They do if a program has changed the gradient differently on two of them.
     """
+    if comm.size == 1:
+        return False
+    everybody = range(comm.size)
+    owners = comm.owners
     for group, squares in zip(groups, squares_by_group, strict=True):
-        for place, owners in enumerate(comm.owners):
-            holders = range(comm.size) if group.plan.sums_to_all else owners
+        for place, owners_of_slice in enumerate(owners):
+            holders = everybody if group.plan.sums_to_all else owners_of_slice
             # Compared as text, since NaN is not equal to itself
             if len({str(squares[rank][place]) for rank in holders}) > 1:
                 return True
