@@ -82,10 +82,11 @@ class Memory:
 def layout_of(gradient: Tensor, main: Tensor, other: Tensor | None, moments: str) -> Layout:
     """Return how a shard is stored. moments: the format of the plan, "fp32" or "bf16"."""
     is_split = other is not None and other.dtype == torch.int16
+    published = other.dtype if other is not None and not is_split else None
     return Layout(
         gradient.dtype,
         is_split,
-        published=other.dtype if other is not None and not is_split else None,
+        published=published,
         is_rounded=main.dtype == torch.bfloat16 and not is_split,
         states_rounded=moments == "bf16",
     )
@@ -96,10 +97,11 @@ def planned_layout(plan: ShardPlan) -> Layout:
     assert plan.grad is not None
     has_both = plan.master is not None and not plan.master_is_weight and not plan.master_is_split
     is_published = has_both and plan.weight.dtype in LOW_PRECISION
+    published = plan.weight.dtype if is_published else None
     return Layout(
         plan.grad.dtype,
         plan.master_is_split,
-        published=plan.weight.dtype if is_published else None,
+        published=published,
         is_rounded=plan.master_is_rounded,
         states_rounded=plan.moments_format == "bf16",
     )
@@ -221,7 +223,8 @@ class OnePass:
             pieces: The ranges of the parameters that the shard covers; they are needed for random
                 bits only.
         """
-        scalars = group.scalars(0 if counter is None else counter.value + 1)
+        number = 0 if counter is None else counter.value + 1
+        scalars = group.scalars(number)
         parts = [(memory, Chance())]
         if layout.is_random:
             parts = [_part(variant, memory, chance, piece) for piece in pieces]

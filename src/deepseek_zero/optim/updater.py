@@ -83,7 +83,8 @@ class Scratch:
         if found is None or found.dtype != dtype:
             numel = self.numel[home] if numel is None else numel
             self._count(home, numel * dtype.itemsize, "what an optimizer's step works in")
-            self._count(home, -found.nbytes if found is not None else 0, "")
+            if found is not None:
+                self._count(home, -found.nbytes, "")
             self.kept[what, home] = found = torch.empty(numel, dtype=dtype, device=home)
         return found
 
@@ -1006,7 +1007,8 @@ class Updater:
         held = [dict(group) for group in everything]
         try:
             for number, group in enumerate(everything):
-                group.update(hypers[number] if hypers is not None else {})
+                if hypers is not None:
+                    group.update(hypers[number])
                 group["params"] = [shard.param for owner, shard in tile if owner == number]
             raw_step(self.inner)()
         finally:

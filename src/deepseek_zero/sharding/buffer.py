@@ -719,7 +719,8 @@ class MessageRoom:
             add_up: Adds up the pieces that came.
         """
         comm = self.comm_ctx.comm
-        (boxes,) = boxes_in(self.lent[0] if self.lent else None, comm, pieces[0].numel())
+        room = self.lent[0] if self.lent else None
+        (boxes,) = boxes_in(room, comm, pieces[0].numel())
         return comm.exchange(pieces, boxes, "reduce", what, add_up)
 
     def give_back(self) -> None:

@@ -77,7 +77,8 @@ def squares_on_accelerator(slices: Sequence[Sequence[Tensor]]) -> list[float]:
         for parts in slices
     ]
     together = [tile for own in tiles for tile in own]
-    norms = iter(torch.stack(double_norms(together)).tolist() if together else ())
+    read = torch.stack(double_norms(together)).tolist() if together else []
+    norms = iter(read)
     return [sum(norm * norm for norm in itertools.islice(norms, len(own))) for own in tiles]
 
 

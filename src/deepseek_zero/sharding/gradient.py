@@ -131,7 +131,8 @@ class Gradient:
         self.sum.enter(GradState.COLLECTING)
 
     def _end_reduction(self) -> None:
-        self.sum.enter(GradState.REDUCED if self.reduction.sums_all else GradState.PARTIAL)
+        state = GradState.REDUCED if self.reduction.sums_all else GradState.PARTIAL
+        self.sum.enter(state)
 
     def _store_offloaded(self) -> None:
         """Send an offloaded sum to its memory, and take its norm on the way."""

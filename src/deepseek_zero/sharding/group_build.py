@@ -104,8 +104,8 @@ def _build(group: ParamGroup) -> None:
         del own  # the pool never lends a buffer that is still viewed
     _allocate_weight(group, name)
     with group.weight.writing(0, group.weight.numel) as own:
-        is_whole = plan.weight.placement is R
-        cast_master(full.memory if is_whole else full.shard(comm.rank), own)
+        values = full.memory if plan.weight.placement is R else full.shard(comm.rank)
+        cast_master(values, own)
     group.master = build_master(group.weight, plan, group.comm_ctx)
     if group.master is not None and not plan.master_is_weight:
         values = full.memory if group.master.placement is R else full.shard(comm.rank)

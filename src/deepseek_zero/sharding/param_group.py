@@ -331,9 +331,10 @@ class ParamGroup:
         flat = value.detach().to(self.comm_ctx.pool.device).expand(slot.shape).reshape(-1)
         start, stop, low = self.weight.local_range(slot, rank)
         with self.weight.writing(low, low + stop - start) as weight:
-            cast_master(
-                flat[start:stop].float() if flat.is_floating_point() else flat[start:stop], weight
-            )
+            values = flat[start:stop]
+            if flat.is_floating_point():
+                values = values.float()
+            cast_master(values, weight)
         if self.master is not None and not self.plan.master_is_weight:
             start, stop, place = self.master.buffer.local_range(slot, rank)
             self.master.write(place, place + stop - start, flat[start:stop])
