@@ -195,7 +195,7 @@ class GradientCodesKeywords(TypedDict, total=False):
     """Keep what a rank's codes leave out, in this format, and add it to its next gradients."""
 
 
-class CompressionKeywords(TypedDict, total=False):
+class CompressionSectionKeywords(TypedDict, total=False):
     """Keys of `zero_optimization.compression`."""
 
     weights: WeightCodesKeywords | Auto | None
@@ -299,7 +299,7 @@ class ZeroOptimizationKeywords(TypedDict, total=False):
     """Keep sharded frozen matrices as int8 blocks, and gather them so; they are decoded for each use."""
     zero_quantized_gradients: bool | Auto | None
     """Reduce gradients of matrices as int4 blocks (qgZ); `compression.gradients` says more."""
-    compression: CompressionKeywords | Auto | None
+    compression: CompressionSectionKeywords | Auto | None
     """Matrices in fewer bits on their way between ranks."""
     zeropp_loco_param: LocoParamKeywords | Auto | None
     """Error feedback for coded gradients that keeps a running mean of errors (LoCo); in bf16 unless
@@ -370,7 +370,7 @@ class MemoryBudgetKeywords(TypedDict, total=False):
     """Of the disk under nvme_path, with device "auto"; null: what is free."""
 
 
-class IntegrityKeywords(TypedDict, total=False):
+class IntegritySectionKeywords(TypedDict, total=False):
     """Keys of `integrity`."""
 
     mode: Literal["off", "warn", "end"] | Auto | None
@@ -457,7 +457,7 @@ class TensorParallelKeywords(TypedDict, total=False):
     """Not built. Replace layers by fused kernels."""
 
 
-class PipelineKeywords(TypedDict, total=False):
+class PipelineSectionKeywords(TypedDict, total=False):
     """Keys of `pipeline`."""
 
     stages: float | Auto | None
@@ -512,7 +512,7 @@ class ThroughputKeywords(TypedDict, total=False):
     """Wait for the device before reading the clock."""
 
 
-class TimersKeywords(TypedDict, total=False):
+class TimersSectionKeywords(TypedDict, total=False):
     """Keys of `timers`."""
 
     throughput: ThroughputKeywords | Auto | None
@@ -586,7 +586,7 @@ class CometKeywords(TypedDict, total=False):
     """Get, create, or get_or_create the experiment."""
 
 
-class FlopsProfilerKeywords(TypedDict, total=False):
+class FlopsProfilerSectionKeywords(TypedDict, total=False):
     """Keys of `flops_profiler`."""
 
     enabled: bool | Auto | None
@@ -707,7 +707,7 @@ class ActivationCheckpointingKeywords(TypedDict, total=False):
     """
 
 
-class SparseAttentionKeywords(TypedDict, total=False):
+class SparseAttentionSectionKeywords(TypedDict, total=False):
     """Keys of `sparse_attention`."""
 
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "localslidingwindow"] | Auto | None
@@ -823,7 +823,7 @@ class _Keys(TypedDict, total=False):
     on one host and our own sockets between hosts; or as the first or the third, whichever carries more between hosts
     when it is tried at the start. The same bits.
     """
-    integrity: IntegrityKeywords | Auto | None
+    integrity: IntegritySectionKeywords | Auto | None
     """Ours. Finding bits that changed in memory or on their way."""
     network: NetworkKeywords | Auto | None
     """Ours. Where the ranks of a host listen."""
@@ -842,7 +842,7 @@ class _Keys(TypedDict, total=False):
     """Ours. Tensor-parallel ranks: as `mesh.tp`."""
     tensor_parallel: TensorParallelKeywords | Auto | None
     """Tensor parallelism (AutoTP)."""
-    pipeline: PipelineKeywords | Auto | None
+    pipeline: PipelineSectionKeywords | Auto | None
     """Pipeline parallelism."""
     sequence_parallel: SequenceParallelKeywords | Auto | None
     """Sequence parallelism."""
@@ -856,7 +856,7 @@ class _Keys(TypedDict, total=False):
     """Log the assembled parts once at the start."""
     log_level: Literal["debug", "info", "warning", "error", "critical"] | Auto | None
     """Level of the deepseek_zero logger; null leaves it."""
-    timers: TimersKeywords | Auto | None
+    timers: TimersSectionKeywords | Auto | None
     """Timers."""
     dataloader_drop_last: bool | Auto | None
     """Leave out an epoch's last samples, which fill no step; else its first ones fill it up."""
@@ -872,7 +872,7 @@ class _Keys(TypedDict, total=False):
     """Weights & Biases."""
     comet: CometKeywords | Auto | None
     """Comet."""
-    flops_profiler: FlopsProfilerKeywords | Auto | None
+    flops_profiler: FlopsProfilerSectionKeywords | Auto | None
     """A profile of operations."""
     checkpoint: CheckpointKeywords | Auto | None
     """Saving and loading."""
@@ -880,7 +880,7 @@ class _Keys(TypedDict, total=False):
     """Disk requests."""
     activation_checkpointing: ActivationCheckpointingKeywords | Auto | None
     """Where recomputation keeps its inputs."""
-    sparse_attention: SparseAttentionKeywords | Auto | None
+    sparse_attention: SparseAttentionSectionKeywords | Auto | None
     """Attention over blocks of keys: in models of transformers by itself, in others as `engine.sparse_attention`."""
     data_efficiency: DataEfficiencyKeywords | Auto | None
     """Curricula and token dropping."""

@@ -13,7 +13,7 @@ from typing import Protocol
 from ..base.meter import AWAY, BETWEEN, Event, Meter
 from ..base.quantities import format_bytes, format_count, format_seconds
 from ..tiers.tier import TransferEvent
-from .links import Link
+from .links import MemoryLink
 
 Seconds = tuple[float, float]  # from when to when, in seconds of time.perf_counter
 
@@ -91,7 +91,7 @@ def where_steps_went(meter: Meter, advice: Advice) -> list[str]:
     return lines
 
 
-def what_moved(links: Sequence[Link]) -> list[str]:
+def what_moved(links: Sequence[MemoryLink]) -> list[str]:
     """Two lines per link that carried something, and a sentence of advice on the one that is waited
     for most.
     """
@@ -105,7 +105,7 @@ def what_moved(links: Sequence[Link]) -> list[str]:
     return lines
 
 
-def _carried(link: Link) -> list[str]:
+def _carried(link: MemoryLink) -> list[str]:
     rest = f"{link.name}: {format_bytes(link.resting_bytes)} rest there"
     if not link.moved_bytes:
         return [rest]
@@ -119,7 +119,7 @@ def _carried(link: Link) -> list[str]:
     ]
 
 
-def _is_too_slow(link: Link) -> bool:
+def _is_too_slow(link: MemoryLink) -> bool:
     return link.needed_seconds > link.working_seconds
 
 

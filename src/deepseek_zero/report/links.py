@@ -18,7 +18,7 @@ NAMES = {Tier.HOST: "host", Tier.NVME: "disk"}
 
 
 @dataclass(frozen=True)
-class Link:
+class MemoryLink:
     """One memory's link on this rank; all but resting_bytes per step, and 0 before there were two
     steps.
 
@@ -68,7 +68,7 @@ class Link:
         return min(1.0, self.bound_seconds / self.step_seconds) if self.step_seconds else 0.0
 
 
-def links_of(tiers: Tiers, meter: Meter) -> list[Link]:
+def links_of(tiers: Tiers, meter: Meter) -> list[MemoryLink]:
     """The links of this rank, one for each memory beside the device."""
     return [
         _link(NAMES[tier], each.reserved_bytes, each.traffic, meter)
@@ -76,14 +76,14 @@ def links_of(tiers: Tiers, meter: Meter) -> list[Link]:
     ]
 
 
-def _link(name: str, resting_bytes: int, moved: TransferMeter, meter: Meter) -> Link:
+def _link(name: str, resting_bytes: int, moved: TransferMeter, meter: Meter) -> MemoryLink:
     steps = meter.clock.steps
     if steps <= 0:
-        return Link(name, resting_bytes)
+        return MemoryLink(name, resting_bytes)
     passed = sum(meter.clock.seconds.values())
     waited = sum(meter.wait_seconds.values()) + meter.clock.seconds.get(AWAY, 0.0)
     mean = (moved.read_bytes + moved.written_bytes) / moved.seconds if moved.seconds else 0.0
-    return Link(
+    return MemoryLink(
         name,
         resting_bytes,
         read_bytes=moved.read_bytes / steps,

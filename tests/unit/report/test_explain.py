@@ -18,7 +18,7 @@ from deepseek_zero.report.explain import (
     what_moved,
     where_steps_went,
 )
-from deepseek_zero.report.links import Link
+from deepseek_zero.report.links import MemoryLink
 from deepseek_zero.tiers.tier import TransferEvent
 
 PHASES = {"forward": 3.0, "backward": 5.0, "optimizer": 1.5, "outside": 0.5}
@@ -104,7 +104,7 @@ def test_transfers_are_hidden_while_this_rank_waits_for_nothing_at_all() -> None
     assert overlap_share([], [collective]) == 0.0
 
 
-DISK = Link("disk", 3 << 30, 2 << 30, 1 << 30, 3.0, 0.75, 2e9, 2.5, 4.0)
+DISK = MemoryLink("disk", 3 << 30, 2 << 30, 1 << 30, 3.0, 0.75, 2e9, 2.5, 4.0)
 
 
 def test_a_link_is_told_by_bytes_speed_what_was_hidden_and_its_bound() -> None:
@@ -130,5 +130,5 @@ def test_advice_is_about_the_link_that_is_waited_for_most_and_only_if_it_matters
 
 
 def test_a_link_that_carried_nothing_is_told_by_what_rests_there() -> None:
-    assert what_moved([Link("host", 3 << 30)]) == ["host: 3.00 GiB rest there"]
+    assert what_moved([MemoryLink("host", 3 << 30)]) == ["host: 3.00 GiB rest there"]
     assert what_moved([]) == []

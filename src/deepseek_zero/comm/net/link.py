@@ -119,7 +119,7 @@ def header_of(
 
 
 @dataclass(eq=False)
-class Box:
+class ReceiveBuffer:
     """Where a tensor lands. left: bytes that are still to come."""
 
     view: memoryview
@@ -175,12 +175,12 @@ class Link:
     used: int = 0  # bytes of eager tensors that found their boxes
     owes_receipt: bool = False
     is_waited_for: bool = False  # the receipt, by an exchange of the other's
-    boxes: dict[int, Box] = field(default_factory=dict)
+    boxes: dict[int, ReceiveBuffer] = field(default_factory=dict)
     early: dict[int, bytes] = field(default_factory=dict)  # eager tensors without a box
     header: bytearray = field(default_factory=lambda: bytearray(HEADER_BYTES))
     # The rest of what is being read
     into: memoryview = field(default_factory=lambda: memoryview(b""))
-    reads: tuple[FrameKind, int, int, int, int, Box | bytearray | None] | None = (
+    reads: tuple[FrameKind, int, int, int, int, ReceiveBuffer | bytearray | None] | None = (
         None  # a payload's kind, tag, ..., place
     )
     crc: int = 0
@@ -224,7 +224,7 @@ class Link:
         early = self.early.pop(tag, None)
         if early is None:
             exchange.left += 1
-            self.boxes[tag] = Box(view, len(view), exchange)
+            self.boxes[tag] = ReceiveBuffer(view, len(view), exchange)
             self.urgent.append(Frame(FrameKind.READY, tag, total=len(view)))
             return
         self.used += len(early)
