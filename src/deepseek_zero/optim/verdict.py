@@ -123,10 +123,11 @@ def _agree_on_piece(runtime: Runtime, extra: StepMessage) -> Verdict:
     message.add("squares", itertools.chain.from_iterable(own_squares))
     message.add_all(extra)
     fields = _exchange(comm, message, "gradient norm")
-    # By group, of each rank: the sums of squares of all slices
+    # By group, of each rank: the sums of squares of all slices, as many as the group has shards
+    stops = list(itertools.accumulate(map(len, own_squares)))
     squares_by_group = [
-        [row[start : start + comm.size] for row in fields["squares"]]
-        for start in range(0, len(groups) * comm.size, comm.size)
+        [row[stop - len(own) : stop] for row in fields["squares"]]
+        for own, stop in zip(own_squares, stops, strict=True)
     ]
     owners = comm.owners
     # The first owner of a slice gives its sum. A replicated gradient is the same on all ranks.
