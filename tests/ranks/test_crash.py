@@ -200,6 +200,7 @@ def test_a_save_that_was_cut_off_anywhere_is_no_obstacle_to_the_next(tmp_path: P
             dist.barrier()
 
 
+@pytest.mark.slow  # a minute
 @pytest.mark.timeout(10 * KILLS + 60)
 def test_kill_9_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
     script = Path(__file__).parent.parent / "killed_saves.py"

@@ -20,6 +20,7 @@ def keeps_its_promises(row: str) -> None:
         assert measure.took <= LOAD * measure.bound, measure
 
 
+@pytest.mark.slow  # a minute for both
 @pytest.mark.parametrize("row", ["kill-rank", "kill-agent"])
 def test_what_is_killed_is_named_on_the_other_host_and_nothing_is_left(row: str) -> None:
     keeps_its_promises(row)

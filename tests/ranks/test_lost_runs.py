@@ -225,6 +225,7 @@ def own_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in told}
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(1, timeout=120)
 def test_the_second_job_in_one_directory_is_told_and_a_dead_one_is_no_obstacle(
     tmp_path: Path,

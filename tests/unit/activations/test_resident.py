@@ -41,6 +41,7 @@ print(most - start >> 20)
 """
 
 
+@pytest.mark.slow  # half a minute
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and asks glibc")
 def test_a_deep_net_with_a_disk_takes_little_of_the_resident_memory(tmp_path: Path) -> None:
     def most(tier: str) -> int:
