@@ -220,8 +220,8 @@ class Waits:
         """Return the error for a broken connection; the flight recorder may know more than the
         socket does.
 
-        Ranks that share no group with the one that is gone are told whom this one lost: they wait
-        for this one.
+        Some ranks wait for this one and share no group with the lost rank. They are told which
+        rank it is.
         """
         recorder = world.recorder
         self.has_given_up = True

@@ -574,8 +574,10 @@ def evaluate(
     keeps_outputs: bool = False,
     has_loss: bool = True,
 ) -> tuple[Tensor | None, list[Any] | None]:
-    """Run forwards alone; return the mean loss, if it is asked for, and the outputs where they
-    are.
+    """Run forwards without a backward.
+
+    Returns:
+        The mean loss if `has_loss`, and the outputs on the ranks that compute them.
     """
     if engine.parts.loop is not None:
         engine.parts.loop.refuse_own_rows("eval_batch")

@@ -56,7 +56,7 @@ class TwoHops(Route):
 
 
 class TwoHopRoom(MessageRoom):
-    """The room of a message whose sums are formed by host."""
+    """The buffers of a message that is summed within each host first."""
 
     def __init__(
         self,

@@ -296,7 +296,8 @@ class Counter:
     value: float
 
     def is_on(self, device: torch.device) -> bool:
-        return self.tensor.device == device
+        """Return whether a kernel on a device can raise it."""
+        return self.tensor.device == device and self.tensor.dtype == torch.float32
 
 
 def _part(

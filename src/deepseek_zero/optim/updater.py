@@ -378,7 +378,7 @@ class StagedRange:
         return None
 
 
-StagedState = StorageRange | StagedRange  # what comes before a tile's turn, and leaves behind it
+StagedState = StorageRange | StagedRange  # fetched before a tile is updated, stored after it
 
 
 @dataclass(eq=False)

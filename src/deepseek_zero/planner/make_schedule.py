@@ -1,7 +1,7 @@
 """Makes the schedule of a step: a pure function of units' sizes, their order and the memory window.
 
-`compute_order` lists who computes when: F and B alone. `plan_schedule` adds what that asks for,
-whatever the order: gathers ahead of uses, releases and reductions behind them.
+`compute_order` lists the forwards and backwards of a step. `plan_schedule` adds the gathers before
+each use, and the releases and reductions after it, for any such order.
 
 The order of units is recorded on the first step and is only a hint: a unit used out of order costs
 latency, never correctness.  Every rank computes the same program and walks all of it, so that a
@@ -247,8 +247,10 @@ def _gathers(
     resident: frozenset[int],
     stays: frozenset[int],
 ) -> list[list[int]]:
-    """For each place of a walk the units whose gather stands there: as late as the window says and
-    as early as `ahead` allows, which is at least the next unit, unless it is 0.
+    """Return, for each place of a walk, the units whose gather starts there.
+
+    A gather starts as early as `ahead` allows (at least one unit early, unless it is 0) and not
+    before the window has room.
     """
     window = settings.window_numel
     ahead = settings.ahead_numel if settings.overlap else 0

@@ -14,7 +14,7 @@ from .layout import BLOCK
 # Elements of a sum over ranks that are added at a time: 1 MiB of fp32 stays in a core's cache; a
 # GPU wants few, large kernels.
 SUM_TILE_NUMEL = PerDevice(cpu=1 << 18, accelerator=1 << 24)
-MAX_IN_FLIGHT = 2  # messages of one reduction, or units whose differences are under way
+MAX_IN_FLIGHT = 2  # of messages of one reduction, or of units that exchange differences
 
 
 class Messages(NamedTuple):

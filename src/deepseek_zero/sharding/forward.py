@@ -95,8 +95,7 @@ class Forward:
                 "before.",
                 "use loss.backward() or torch.autograd.grad at stage 3, or stages 0 to 2.",
             )
-        # The transform differentiates by itself and asks for no gradient of a parameter: nothing is
-        # watched.
+        # The transform computes its own derivatives, and none of a parameter, so no hook is needed.
         with outside_torch_func(), torch.no_grad():
             self._begin(unit, (), {})
         return self._as_computed(unit, args, kwargs)
@@ -172,8 +171,8 @@ class Forward:
         return is_first
 
     def _is_outermost(self) -> bool:
-        """Return whether a forward here is one that backward will come out of and go into:
-        recorded, and not recomputed.
+        """Return whether autograd records this forward as an outermost one, not inside another
+        forward and not as a recomputation.
         """
         if self.step.active or self.step.parts or not torch.is_grad_enabled():
             return False
@@ -280,7 +279,7 @@ class Forward:
         return self.loss_factor.inside((args, kwargs)) if is_border else None
 
     def _after_part(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """After a part of the root: what backward must know of one that was called by itself."""
+        """Prepare the backward of a part of the root that the program called by itself."""
         if self.step.active or not self.step.parts:
             return output
         self.step.parts.pop()

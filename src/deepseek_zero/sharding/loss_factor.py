@@ -233,8 +233,8 @@ class LossFactor:
         return map_inputs(given, alias)
 
     def outside(self, output: Any, begin: int) -> Any:
-        """Return the output of an outermost forward, whose gradients are multiplied by what they
-        lack of the factor.
+        """Return the output of an outermost forward. In backward its gradients are multiplied by
+        the part of the factor that the program has not applied.
 
         Args:
             output: What the forward returned.

@@ -269,8 +269,8 @@ def test_what_does_not_fit_is_said_before_anything_is_written(disk: Disk) -> Non
 
 
 def altered(change: Callable[[int, int], None], tmp_path: Path) -> StorageError:
-    """What a read says after somebody changed the file of a storage; the storage can be read again
-    once it is mended.
+    """Return the error of a read after the file of a storage was changed. The storage can be read
+    again after the file is repaired.
     """
     disk = Disk(tmp_path)
     storage, _ = filled(disk)

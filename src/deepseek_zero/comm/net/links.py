@@ -1,8 +1,9 @@
 """Our own sockets between hosts: one authenticated connection for each pair of ranks, and the
 thread that serves all of them.
 
-link.py has the messages of one pair of ranks, known by their tag.  The kernel is given little that
-it cannot send: a receipt behind megabytes would keep a collective waiting whose data has come.
+link.py has the messages of one pair of ranks, known by their tag.  Few bytes are queued in the
+kernel at a time. Otherwise a receipt would wait until megabytes before it are sent, and with it a
+collective whose data has arrived.
 
 A connection that broke, or fell silent, is replaced by a new one and goes on where it was.  A rank
 is lost when nobody listens any more where it did, or when its host does not answer for
